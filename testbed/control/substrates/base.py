@@ -1,0 +1,90 @@
+"""The narrow seam between a run and the place it happens in: what every substrate can do, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self
+
+from testbed.spec.link import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """What is asked of one node; `cpus` in cores, None leaves a value to the machine."""
+
+    name: str
+    cpus: float | None = None
+    link: Link = field(default_factory=Link)
+    congestion: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeHandle:
+    """A node that exists: where a rank listens and through which interface it talks."""
+
+    name: str
+    address: str
+    interface: str
+
+
+class Process(Protocol):
+    """A process on a node; `wait` raises TimeoutError when `timeout` seconds have passed."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; raises TimeoutError."""
+        ...
+
+    def signal(self, signum: int) -> None:
+        """Send a signal; a process that has ended is left alone."""
+        ...
+
+
+class Substrate(Protocol):
+    """Enter it and the nodes exist; leave it and exactly what was created is gone, with all that ran there."""
+
+    name: str
+    shaped: bool  # can it apply a Link?
+
+    @property
+    def nodes(self) -> Sequence[NodeHandle]:
+        """The nodes in rank order."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was asked and could not be applied, one sentence each."""
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+    def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
+        """Run to the end, outside the CPU quota; stdout, or TestbedError with argv, code and stderr."""
+        ...
+
+    def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
+        """Start a long-running process with `env` added to ours; its stdout and stderr are appended to `log`."""
+        ...
+
+    def put(self, node: int, local: Path, remote: Path) -> None:
+        """Copy a file to a node."""
+        ...
+
+    def get(self, node: int, remote: Path, local: Path) -> None:
+        """Copy a file from a node."""
+        ...
+
+    # Faults: each touches all processes of the node, or its link.
+    def kill(self, node: int) -> None: ...
+    def pause(self, node: int) -> None: ...
+    def resume(self, node: int) -> None: ...
+    def cut(self, node: int) -> None: ...
+    def join(self, node: int) -> None: ...

@@ -1,0 +1,112 @@
+"""Group: the ranks of one run and the only way they talk: Gloo over TCP, every wait with a deadline."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+
+import torch.distributed as dist
+from torch import Tensor
+
+from testbed.spec.errors import RankFailed, Unavailable
+
+
+class Nothing:
+    """The work of an empty message: sizes are known on both ends, so nothing needs to travel."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        return True
+
+
+Work = dist.Work | Nothing
+
+
+class Group:
+    """Point-to-point and collective calls on one process group; a fake of it needs these methods only."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, deadline: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self.deadline = timedelta(seconds=deadline)
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work:
+        """Start to send a contiguous tensor; it must not change before the wait."""
+        return dist.isend(tensor, dst=to, tag=tag) or Nothing() if tensor.numel() else Nothing()
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work:
+        """Start to receive into a contiguous tensor."""
+        return dist.irecv(tensor, src=source, tag=tag) or Nothing() if tensor.numel() else Nothing()
+
+    def wait(self, *works: Work) -> None:
+        """Finish what was started; a peer that is gone or silent raises."""
+        for work in works:
+            work.wait(self.deadline)
+
+    def exchange(self, out: Tensor, into: Tensor, peer: int) -> None:
+        """Send to and receive from one peer at the same time."""
+        incoming = self.receive(into, peer)
+        self.wait(self.send(out, peer), incoming)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """torch's own sum over all ranks, in place."""
+        dist.all_reduce(tensor)
+
+    def tell_all(self, key: str, value: str) -> list[str]:
+        """Everybody's value of `key`, in rank order, by the store: control messages stay off the data path."""
+        self.store.set(f"{key}/{self.rank}", value)
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        self.store.wait(keys, self.deadline)
+        return [self.store.get(k).decode() for k in keys]
+
+
+def join(rank: int, size: int, address: str, port: int, deadline: float) -> Group:
+    """Meet the others at address:port, where rank 0 listens, and make the default process group."""
+    limit = timedelta(seconds=deadline)
+    listener = _listen(address, port) if rank == 0 else None
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            size,
+            is_master=rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:  # DistStoreError and its kin
+        raise RankFailed(f"rank {rank} met not all of {size} ranks at {address}:{port} within {deadline:g} s: {error}") from None
+    return Group(rank, size, store, deadline)
+
+
+def alone() -> Group:
+    """The group of a single rank: same calls, nobody to wait for."""
+    return Group(0, 1, dist.HashStore(), 1.0)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Our own listening socket, on the cluster's address alone: by itself the store would listen on all of them."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        raise Unavailable(f"port {port} on {address}: cannot listen ({error.strerror}). Set another with --set port=N.") from None
+    listener.listen(128)
+    return listener
+
+
+def leave(group: Group) -> None:
+    """Say that this rank is done; rank 0 goes last, because the store lives in it."""
+    if group.size == 1:
+        return
+    group.store.set(f"done/{group.rank}", "1")
+    if group.rank == 0:
+        group.store.wait([f"done/{rank}" for rank in range(group.size)], group.deadline)
+    dist.destroy_process_group()
+
+

@@ -1,0 +1,73 @@
+"""Models by name: the reports' own, and any classification model of torchvision."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from testbed.spec.errors import SpecError
+
+VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # widths, M: max-pool 2
+
+
+def vgg11(classes: int, channels: int) -> nn.Module:
+    """VGG-11 for 32 x 32 images: 9,231,114 parameters in 34 tensors with 10 classes and 3 channels."""
+    layers: list[nn.Module] = []
+    width = channels
+    for item in VGG11:
+        if isinstance(item, int):
+            layers += [nn.Conv2d(width, item, 3, padding=1), nn.BatchNorm2d(item), nn.ReLU(inplace=True)]
+            width = item
+        else:
+            layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, classes))
+
+
+def lenet5(classes: int, channels: int) -> nn.Module:
+    """LeNet-5 for 32 x 32 images, as R3 trained it."""
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 6, 5), nn.Tanh(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten()),
+        *(nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, classes)),
+    )
+
+
+def resnet18(classes: int, channels: int) -> nn.Module:
+    """torchvision's ResNet-18 with the CIFAR stem: a 3 x 3 convolution, no pooling before the first block."""
+    from testbed.rank.vision import models
+
+    model: nn.Module = models.resnet18(num_classes=classes)
+    model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+OWN = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}
+
+
+def build_model(name: str, classes: int, channels: int, dtype: torch.dtype) -> nn.Module:
+    """The model with weights drawn from torch's global generator, which the caller has seeded."""
+    make = OWN.get(name)
+    model = make(classes, channels) if make else _from_torchvision(name, classes, channels)
+    return model.to(dtype)
+
+
+def _from_torchvision(name: str, classes: int, channels: int) -> nn.Module:
+    from testbed.rank.vision import models
+
+    names = models.list_models(module=models)
+    if name not in names:
+        raise SpecError(f"model {name!r}: unknown. Use one of {', '.join(OWN)}, or of torchvision: {', '.join(names)}.")
+    if channels != 3:
+        raise SpecError(f"model {name!r}: takes 3 channels, the data has {channels}. Use lenet5 or vgg11, or other data.")
+    model: nn.Module = models.get_model(name, weights=None, num_classes=classes)
+    return model
+
+
+def untrack_statistics(model: nn.Module) -> None:
+    """Make every BatchNorm use the batch's own statistics, in tests too."""
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None

@@ -1,0 +1,65 @@
+"""The optimizer's step as the run asks for it: learning rate of the step, clipping, update."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import nn
+
+from testbed.spec.run import OptimizerSpec
+
+
+def lr_at(step: int, spec: OptimizerSpec, batch: int, total: int) -> float:
+    """Learning rate of step 0, 1, ...; scaled with the global batch, warmed up, then scheduled."""
+    lr = spec.lr * (batch / spec.base_batch if spec.base_batch else 1.0)
+    if step < spec.warmup:
+        return lr * (step + 1) / spec.warmup
+    return lr * _factor(step - spec.warmup, spec, max(1, total - spec.warmup))
+
+
+def _factor(step: int, spec: OptimizerSpec, total: int) -> float:
+    if spec.schedule == "step":
+        return spec.gamma ** (step // spec.period)
+    if spec.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+    if spec.schedule == "cyclic":  # a triangle between gamma and 1, starting at the bottom
+        phase = abs(1 - (step / spec.period) % 2)
+        return spec.gamma + (1 - spec.gamma) * (1 - phase)
+    return 1.0
+
+
+def _build(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if spec.name == "adam":
+        return torch.optim.Adam(parameters, lr=spec.lr, weight_decay=spec.weight_decay)
+    if spec.name == "rmsprop":
+        return torch.optim.RMSprop(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
+    return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
+
+
+class Optimizer:
+    """What a synchronizer steps; it knows nothing of other ranks."""
+
+    def __init__(self, spec: OptimizerSpec, model: nn.Module, batch: int, total: int) -> None:
+        self.spec = spec
+        self.batch = batch
+        self.total = total
+        self.done = 0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.inner = _build(spec, self.parameters)
+
+    def zero(self, keep: bool) -> None:
+        """Clear gradients; `keep` zeroes them in place, for they are views of a mode's buffers."""
+        self.inner.zero_grad(set_to_none=not keep)
+
+    def step(self) -> float:
+        """Set the learning rate, clip, update; seconds it took."""
+        begun = time.monotonic()
+        for group in self.inner.param_groups:
+            group["lr"] = lr_at(self.done, self.spec, self.batch, self.total)
+        if self.spec.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.spec.clip)
+        self.inner.step()
+        self.done += 1
+        return time.monotonic() - begun

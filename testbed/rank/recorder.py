@@ -1,0 +1,48 @@
+"""Recorder: one JSON line per record, flushed at once. It draws no random number and adds no barrier."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from testbed.spec.records import Record, encode
+
+
+class Recorder:
+    """Appends to rankN.jsonl; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Record) -> None:
+        self._file.write(encode(record) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+
+class Phases:
+    """Seconds of each named phase of one step, on the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0, "sync": 0.0}
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.monotonic() - begun
+
+    @property
+    def total(self) -> float:
+        return time.monotonic() - self.begun

@@ -1,0 +1,65 @@
+"""Granularity: cut parameters into flat buffers. Gradients (or parameters) live in the buffers, so nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from testbed.spec.mode import SyncMode
+
+
+def cut(parameters: Sequence[Parameter], mode: SyncMode) -> list[list[Parameter]]:
+    """Groups of parameters that travel together, last layer first: that is the order gradients appear in."""
+    ordered = list(reversed([p for p in parameters if p.requires_grad]))
+    if mode.granularity == "flat":
+        return [ordered] if ordered else []
+    if mode.granularity == "param":
+        return [[p] for p in ordered]
+    return _pack(ordered, mode.bucket or 0)
+
+
+def _pack(ordered: Iterable[Parameter], limit: int) -> list[list[Parameter]]:
+    """Fill buckets up to `limit` bytes; a parameter larger than that gets its own."""
+    buckets: list[list[Parameter]] = []
+    room = 0
+    for parameter in ordered:
+        size = parameter.numel() * parameter.element_size()
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(parameter)
+        room -= size
+    return buckets
+
+
+def flat_gradients(groups: list[list[Parameter]]) -> list[Tensor]:
+    """One zeroed buffer per group; each parameter's .grad becomes a view of it, so backward writes there.
+
+    A parameter that gets no gradient on a rank counts as zero in the mean.
+    """
+    buffers = []
+    for group in groups:
+        buffer = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype)
+        for parameter, view in zip(group, _views(buffer, group), strict=True):
+            parameter.grad = view
+        buffers.append(buffer)
+    return buffers
+
+
+def flat_parameters(groups: list[list[Parameter]]) -> list[Tensor]:
+    """One buffer per group that holds the parameters' values; each parameter becomes a view of it."""
+    buffers = []
+    for group in groups:
+        buffer = torch.cat([p.detach().reshape(-1) for p in group])
+        for parameter, view in zip(group, _views(buffer, group), strict=True):
+            parameter.data = view
+        buffers.append(buffer)
+    return buffers
+
+
+def _views(buffer: Tensor, group: list[Parameter]) -> list[Tensor]:
+    pieces = buffer.split([p.numel() for p in group])
+    return [piece.view(p.shape) for piece, p in zip(pieces, group, strict=True)]

@@ -1,0 +1,166 @@
+"""The one training loop. It names no mode: `sync` is whatever the spec asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from testbed.rank import environment
+from testbed.rank.data import Batches, Dataset, open_dataset
+from testbed.rank.evaluate import Tally, evaluate
+from testbed.rank.group import Group
+from testbed.rank.models import build_model, untrack_statistics
+from testbed.rank.optim import Optimizer
+from testbed.rank.partition import Partition
+from testbed.rank.recorder import Phases, Recorder
+from testbed.rank.replicas import compare
+from testbed.rank.sync.modes import build
+from testbed.rank.traffic import Counter
+from testbed.spec.datasets import data_dir
+from testbed.spec.records import End, Start, Step
+from testbed.spec.run import RunSpec
+
+LOG_EVERY = 20  # steps between lines of rankN.log, as the reports printed them
+
+
+class Trainer:
+    """What one rank holds while it trains; `run` is the loop."""
+
+    def __init__(self, spec: RunSpec, group: Group, recorder: Recorder, counter: Counter) -> None:
+        self.spec, self.group, self.recorder, self.counter = spec, group, recorder, counter
+        torch.manual_seed(spec.seed)  # identical parameters on every rank
+        dtype = getattr(torch, spec.dtype)
+        self.train_set = self._open(train=True, subset=spec.data.subset)
+        self.test_set = self._open(train=False, subset=spec.data.test_subset)
+        self.batches = self._batches(dtype)
+        self.total = _total_steps(spec, len(self.batches))
+        self.model = build_model(spec.model, self.train_set.classes, self.train_set.shape[0], dtype)
+        if spec.batchnorm == "untracked":
+            untrack_statistics(self.model)
+        self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
+        self.sync = build(spec.mode, spec.placement, group)
+        # The mean over ranks weighs all alike; this makes it weigh all images alike when shares are uneven.
+        self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
+        self.seen = Tally()
+
+    def run(self) -> None:
+        """Train, test, and prove that the replicas agree."""
+        self._record_start()
+        self._compare(0)
+        module = self.sync.attach(self.model, self.optimizer)
+        begun = time.monotonic()
+        step = 0
+        for epoch in self._epochs():
+            self.seen = Tally()
+            batches = self.batches.epoch(epoch)
+            for _ in range(min(len(self.batches), self.total - step)):
+                self.recorder.write(self._step(module, batches, step, epoch))
+                step += 1
+            if step == self.total:
+                self.sync.close()
+            self._look(step, epoch)
+        sent, received = self.counter.read()
+        self.recorder.write(End(steps=step, seconds=time.monotonic() - begun, sent=sent, received=received))
+
+    def _step(self, module: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], step: int, epoch: int) -> Step:
+        """Zero, forward, loss, backward, synchronise and step."""
+        phases = Phases()
+        with phases.time("data"):
+            images, labels = next(batches)
+        self.sync.zero()
+        loss = self._forward_backward(module, images, labels, phases)
+        with phases.time("sync"):
+            stats = self.sync.step()
+        total = phases.total
+        sent, received = self.counter.read()
+        if step % LOG_EVERY == LOG_EVERY - 1:
+            print(f"step {step + 1} loss {loss:.4f} {total:.3f} s", flush=True)
+        return Step(
+            step=step,
+            epoch=epoch,
+            at=phases.begun,
+            **phases.seconds,
+            update=stats.update,
+            total=total,
+            loss=loss,
+            images=len(labels),
+            sent=sent,
+            received=received,
+        )
+
+    def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor, phases: Phases) -> float:
+        """One pass, or `accumulate` passes over parts of the batch whose gradients add up to the batch's mean."""
+        parts = list(zip(images.chunk(self.spec.accumulate), labels.chunk(self.spec.accumulate), strict=True))
+        loss_sum = 0.0
+        for number, (x, y) in enumerate(parts, start=1):
+            with phases.time("forward"):
+                logits = module(x)
+                loss = nn.functional.cross_entropy(logits, y)
+            with phases.time("backward"):
+                scaled = loss * (self.weight * len(y) / len(labels))
+                if number < len(parts):
+                    with self.sync.accumulating():
+                        scaled.backward()
+                else:
+                    scaled.backward()
+            self.seen.add(loss.item(), logits.detach(), y)
+            loss_sum += loss.item() * len(y)
+        return loss_sum / len(labels)
+
+    def _look(self, step: int, epoch: int) -> None:
+        """At the end of an epoch, and of the run."""
+        if step == self.total or self.spec.mode.synchronous:
+            self._compare(step)
+        if self.spec.evaluate != "never":
+            found = evaluate(
+                self.spec, self.model, self.test_set, self.group, step=step, epoch=epoch, seen=self.seen
+            )
+            self.recorder.write(found)
+            print(f"epoch {epoch} test loss {found.loss:.4f} correct {found.correct}/{found.images}", flush=True)
+
+    def _compare(self, step: int) -> None:
+        """All ranks start from, and end with, the same parameters."""
+        must_agree = step == 0 or self.spec.replicas_must_agree
+        self.recorder.write(compare(self.model, self.group, step, must_agree))
+
+    def _record_start(self) -> None:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.recorder.write(
+            Start(
+                rank=self.group.rank,
+                world=self.group.size,
+                unix=time.time(),
+                parameters=sum(p.numel() for p in parameters),
+                gradient_bytes=sum(p.numel() * p.element_size() for p in parameters),
+                tensors=len(parameters),
+                counter=self.counter.name,
+                environment=environment.describe(self.counter.name),
+            )
+        )
+
+    def _epochs(self) -> range:
+        return range(-(-self.total // len(self.batches)))
+
+    def _open(self, *, train: bool, subset: int | None) -> Dataset:
+        shape = (1, 32, 32) if self.spec.model == "lenet5" and self.spec.data.name == "synthetic" else None
+        return open_dataset(self.spec.data.name, data_dir(), train=train, subset=subset, seed=self.spec.seed, shape=shape)
+
+    def _batches(self, dtype: torch.dtype) -> Batches:
+        spec, rank = self.spec, self.group.rank
+        partition = Partition(
+            size=len(self.train_set),
+            batch=spec.global_batch,
+            seed=spec.seed,
+            kind=spec.data.partition,
+            shares=spec.data.shares if spec.uneven else None,
+        )
+        return Batches(self.train_set, partition, rank, spec.world, spec.data.augment, spec.seed, dtype)
+
+
+def _total_steps(spec: RunSpec, per_epoch: int) -> int:
+    """Whichever ends first: the steps or the epochs asked for."""
+    limits = [spec.steps, spec.epochs * per_epoch if spec.epochs else None]
+    return min(limit for limit in limits if limit is not None)

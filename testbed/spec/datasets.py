@@ -1,0 +1,146 @@
+"""The data sets: their shapes, their digests, and where they lie on disk.
+
+<data dir>/<name>/train_images.npy   uint8, N x H x W x C, memory-mappable
+                  train_labels.npy   uint8, N
+                  test_images.npy    test_labels.npy
+                  done.json          written last: the digests of the four arrays
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from testbed.spec.errors import refuse
+
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+MARKER = "done.json"
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """What is known of a data set before it is there."""
+
+    name: str
+    shape: Shape  # C, H, W as the model gets it
+    classes: int
+    train: int  # images
+    test: int
+    mean: tuple[float, ...]  # per channel, of pixels in 0..1
+    std: tuple[float, ...]
+    augment: bool  # whether training crops and flips unless told otherwise
+    pad: int = 0  # zeros added on each side of a stored image to reach `shape`
+    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each raw array; empty: made on the fly
+
+    @property
+    def generated(self) -> bool:
+        """True where nothing is stored and nothing needs fetching."""
+        return not self.digests
+
+    def array_shape(self, array: str) -> tuple[int, ...]:
+        """The shape on disk of one of ARRAYS."""
+        count = self.train if array.startswith("train") else self.test
+        channels, height, width = self.shape
+        images = (count, height - 2 * self.pad, width - 2 * self.pad, channels)
+        return images if array.endswith("images") else (count,)
+
+
+CIFAR10 = DatasetInfo(
+    name="cifar10",
+    shape=(3, 32, 32),
+    classes=10,
+    train=50_000,
+    test=10_000,
+    mean=(0.49139968, 0.48215841, 0.44653091),
+    std=(0.24703223, 0.24348513, 0.26158784),
+    augment=True,
+    digests={
+        "train_images": "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
+        "train_labels": "2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253",
+        "test_images": "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
+        "test_labels": "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
+    },
+)
+
+# Stored 28 x 28, padded to LeNet-5's 32 x 32. Digests: of IDX files whose MD5 are the published ones.
+MNIST = DatasetInfo(
+    name="mnist",
+    shape=(1, 32, 32),
+    pad=2,
+    classes=10,
+    train=60_000,
+    test=10_000,
+    mean=(0.13066048,),
+    std=(0.30810780,),
+    augment=False,
+    digests={
+        "train_images": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
+        "train_labels": "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
+        "test_images": "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
+        "test_labels": "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
+    },
+)
+
+# CIFAR-10's shape and counts, so that times are comparable where the real images cannot be had.
+SYNTHETIC = DatasetInfo(
+    name="synthetic",
+    shape=(3, 32, 32),
+    classes=10,
+    train=50_000,
+    test=10_000,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.15, 0.15, 0.15),
+    augment=False,
+)
+
+DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (CIFAR10, MNIST, SYNTHETIC)}
+
+
+def dataset_info(name: str) -> DatasetInfo:
+    """The entry of that name, or a refusal that lists the names."""
+    if name not in DATASETS:
+        raise refuse("data", name, "is no data set known here", f"Use one of {', '.join(DATASETS)}.")
+    return DATASETS[name]
+
+
+def data_dir() -> Path:
+    """Where data sets live: $TESTBED_DATA, or ./data."""
+    return Path(os.environ.get("TESTBED_DATA") or "data")
+
+
+def array_path(name: str, root: Path, array: str) -> Path:
+    """The file of one of ARRAYS."""
+    return root / name / f"{array}.npy"
+
+
+def has_arrays(name: str, root: Path) -> bool:
+    """True if the four files are there with the right type and shape; their contents are not read."""
+    info = dataset_info(name)
+    return all(_fits(array_path(name, root, array), info.array_shape(array)) for array in ARRAYS)
+
+
+def is_complete(name: str, root: Path) -> bool:
+    """Quick check: the marker names the right digests and the files have the right shape."""
+    info = dataset_info(name)
+    return info.generated or (_marked(root / name / MARKER) == dict(info.digests) and has_arrays(name, root))
+
+
+def _fits(path: Path, shape: tuple[int, ...]) -> bool:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):  # absent, cut short, or no .npy at all
+        return False
+    return isinstance(array, np.ndarray) and array.shape == shape and array.dtype == np.uint8
+
+
+def _marked(path: Path) -> object:
+    try:
+        return json.loads(path.read_text())["digests"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

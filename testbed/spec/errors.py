@@ -1,0 +1,68 @@
+"""Every failure a person can meet, and the exit code a script sees.
+
+TestbedError            1   anything of ours that went wrong
+├── UsageError          2   the request cannot be met: it prints the value, the rule and the way out
+│   ├── SpecError           a value in a mode, spec, experiment or inventory
+│   ├── SchemaError         a file written by another version of the schema
+│   └── Unavailable         this machine lacks something (root, a port, data, a kernel module)
+├── RankFailed          3   a rank died or hung; names it
+├── ReplicasDiffer      4   parameters are not equal on all ranks
+├── NetworkInvalid      5   shaping failed, or the receipt is off by more than the tolerance
+└── Interrupted       130   Ctrl-C or SIGTERM; what was measured is kept
+"""
+
+from __future__ import annotations
+
+
+class TestbedError(Exception):
+    """Base of all; `exit_code` is what the process ends with."""
+
+    __test__ = False  # not a test class, whatever its name suggests to pytest
+    exit_code = 1
+
+
+class UsageError(TestbedError):
+    """The request cannot be met as it stands; nothing was created."""
+
+    exit_code = 2
+
+
+class SpecError(UsageError):
+    """A value breaks a rule of the vocabulary."""
+
+
+class SchemaError(UsageError):
+    """A file speaks another version of the schema."""
+
+
+class Unavailable(UsageError):
+    """This machine cannot do what was asked; the message says what is missing."""
+
+
+class RankFailed(TestbedError):
+    """A rank ended with an error or did not end at all."""
+
+    exit_code = 3
+
+
+class ReplicasDiffer(TestbedError):
+    """Parameters or their hashes differ between ranks that must agree."""
+
+    exit_code = 4
+
+
+class NetworkInvalid(TestbedError):
+    """The network is not the one that was asked for."""
+
+    exit_code = 5
+
+
+class Interrupted(TestbedError):
+    """Stopped by the user; what was measured so far is on disk."""
+
+    exit_code = 130
+
+
+def refuse(what: str, value: object, rule: str, way_out: str) -> SpecError:
+    """The one form of a refusal: what, its value, the rule, the way out."""
+    return SpecError(f"{what} {value!r}: {rule}. {way_out}")

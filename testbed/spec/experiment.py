@@ -1,0 +1,103 @@
+"""Experiment: a TOML file with a base run and the axes it is swept over; out comes the same list of runs every time."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from testbed.spec.base import Spec
+from testbed.spec.errors import SpecError, refuse
+from testbed.spec.run import RunSpec
+
+MAX_BYTES = 1 << 20  # an experiment file larger than this was not written by a person
+MAX_RUNS = 10_000
+
+
+class Experiment(Spec):
+    """What is asked (`title`), the run all cells share (`base`), what varies (`axes`), how often (`repeats`)."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    title: str
+    takes: str = ""  # how long it takes on two cores, for people
+    base: dict[str, Any] = {}
+    axes: dict[str, list[Any]] = {}
+    repeats: int = Field(default=1, ge=1, le=1000)
+    published: dict[str, Any] = {}  # figures of others, kept beside the question for the report
+
+    @classmethod
+    def read(cls, path: Path) -> Experiment:
+        """Load the file; its stem is the experiment's name."""
+        values = read_toml(path)
+        return cls.load({"name": path.stem} | values, str(path))
+
+    def runs(self) -> list[RunSpec]:
+        """One RunSpec per cell; the first axis varies slowest, repeats are interleaved."""
+        cells = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        if len(cells) * self.repeats > MAX_RUNS:
+            raise refuse("axes", len(cells) * self.repeats, f"more than {MAX_RUNS} runs", "Sweep fewer values.")
+        specs = [self._cell(cell, repeat) for repeat in range(self.repeats) for cell in cells]
+        names = [spec.name for spec in specs]
+        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        if twice:
+            raise refuse("axes", sorted(twice), "two runs would have the same name", "Remove the repeated value.")
+        return specs
+
+    def _cell(self, cell: dict[str, Any], repeat: int) -> RunSpec:
+        values: dict[str, Any] = merge({}, self.base)
+        for key, value in cell.items():
+            set_key(values, key, value)
+        name = "-".join(_slug(key, value) for key, value in cell.items()) or "base"
+        values |= {"experiment": self.name, "name": name + (f"-r{repeat}" if self.repeats > 1 else "")}
+        return RunSpec.load(values, f"experiment {self.name}, run {name}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a dict; missing, huge or broken files are refused with a sentence."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise SpecError(f"{path}: {path.stat().st_size} bytes, and at most {MAX_BYTES} are read. Write a smaller file.")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not TOML ({error}). Mend the line it names.") from None
+
+
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """A new dict: `above` laid over `below`, tables merged; dotted keys of `above` reach into tables."""
+    result = {key: merge({}, value) if isinstance(value, dict) else value for key, value in below.items()}
+    for key, value in above.items():
+        if isinstance(value, dict):
+            set_key(result, key, merge(_table(result, key), value))
+        else:
+            set_key(result, key, value)
+    return result
+
+
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """values['a']['b'] = value for the key 'a.b'."""
+    *tables, last = key.split(".")
+    for name in tables:
+        inner = values.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise refuse("key", key, f"{name!r} holds {inner!r}, not a table", "Set it in one place only.")
+        values = inner
+    values[last] = value
+
+
+def _table(values: dict[str, Any], key: str) -> dict[str, Any]:
+    for name in key.split("."):
+        inner = values.get(name, {})
+        values = inner if isinstance(inner, dict) else {}
+    return values
+
+
+def _slug(key: str, value: Any) -> str:
+    """A cell's part of the run's name: modes speak for themselves, other axes carry their key."""
+    text = re.sub(r"[^A-Za-z0-9.]+", "_", str(value)).strip("_.") or "none"
+    return text if key == "mode" else f"{key.split('.')[-1]}_{text}"

@@ -1,0 +1,54 @@
+"""Link: what a node's network interface gives, each way."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from testbed.spec.base import Spec
+from testbed.spec.errors import SpecError
+from testbed.spec.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
+
+
+def _from_text(parse):  # type: ignore[no-untyped-def]
+    """Let a field be written as text; a refusal becomes pydantic's own kind of error."""
+
+    def read(value: object) -> object:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except SpecError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(read)
+
+
+Rate = Annotated[int, _from_text(parse_rate), PlainSerializer(format_rate), Field(gt=0)]
+Size = Annotated[int, _from_text(parse_size), PlainSerializer(format_size), Field(gt=0)]
+Duration = Annotated[float, _from_text(parse_duration), PlainSerializer(format_duration), Field(gt=0)]
+
+
+class Link(Spec):
+    """One node's link; every value holds for each direction. `rate = None` leaves it unshaped."""
+
+    rate: Rate | None = None  # bit/s on the wire, frame headers included
+    delay: Duration | None = None  # one way, added on egress; needs netem
+    jitter: Duration | None = None
+    loss: float = Field(default=0.0, ge=0.0, lt=1.0)  # fraction of packets; needs netem
+    queue: Duration = 0.05  # how long a packet may wait before it is dropped
+
+    @model_validator(mode="after")
+    def _jitter_needs_delay(self) -> Link:
+        if self.jitter is not None and self.delay is None:
+            raise ValueError(f"link.jitter = {format_duration(self.jitter)}: varies a delay, and none is set. Set link.delay too")
+        return self
+
+    @property
+    def shaped(self) -> bool:
+        """True when tc has anything to do."""
+        return self.rate is not None or self.needs_netem
+
+    @property
+    def needs_netem(self) -> bool:
+        """True when the kernel must have the netem qdisc."""
+        return self.delay is not None or self.loss > 0

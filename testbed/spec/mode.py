@@ -1,0 +1,183 @@
+"""SyncMode: how gradients are synchronised, in one spelling everywhere.
+
+    algorithm[/granularity][/schedule][/every:K[@M]]        e.g. ring, allreduce/param, ring/bucket:5MiB/every:4@100
+
+It parses and prints back to itself; defaults are left out, so one mode has one spelling.
+`every:K` - each rank takes K local steps on its own gradients, then the parameters are averaged; the last step of a run averages too.
+`every:K@M` - for the first M steps gradients are averaged every step, from then on it is `every:K`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from testbed.spec.errors import SpecError, refuse
+from testbed.spec.units import format_size, parse_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What the vocabulary knows of an algorithm; the code that does it lives in rank/sync."""
+
+    does: str
+    granularities: tuple[str, ...] = ("param", "bucket", "flat")
+    default: str | None = None  # None: the algorithm decides itself
+    every: str | None = None  # why `every:K` is refused, where it is
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "single": Algorithm(
+        does="one node, nothing to synchronise", granularities=(), every="one node has nobody to average with"
+    ),
+    "gather": Algorithm(does="gather to rank 0, mean there, scatter back", default="param"),
+    "allreduce": Algorithm(does="torch.distributed.all_reduce (Gloo's ring)", default="param"),
+    "ring": Algorithm(does="our ring: scatter-reduce, then all-gather, by isend/irecv", default="flat"),
+    "ring-reduce": Algorithm(does="partial sums go round to rank 0, the mean goes round again", default="flat"),
+    "tree": Algorithm(does="binomial tree: reduce to rank 0, broadcast", default="flat"),
+    "halving": Algorithm(does="recursive halving, then doubling; any number of ranks", default="flat"),
+    "server": Algorithm(
+        does="parameter server on rank 0: gradients go up, rank 0 steps, parameters come down",
+        default="flat",
+        every="parameters live on rank 0, so no rank can step alone",
+    ),
+    "ddp": Algorithm(
+        does="torch's DistributedDataParallel, the reference",
+        granularities=("bucket",),
+        every="DDP averages gradients inside backward; use allreduce/.../every:K",
+    ),
+}
+SCHEDULES = ("after",)  # after backward
+DEFAULT_SCHEDULE = "after"
+_EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
+
+
+def methods_dir() -> Path:
+    """Where a user's own algorithms lie: one file NAME.py with a `mean_(buffer, group)` makes the mode NAME."""
+    return Path(os.environ.get("TESTBED_METHODS", "methods"))
+
+
+def algorithms() -> dict[str, Algorithm]:
+    """The built-in algorithms and the user's own."""
+    files = sorted(methods_dir().glob("[a-z]*.py"))
+    own = {f.stem.replace("_", "-"): Algorithm(does=f"your own, from {f}", default="flat") for f in files}
+    return ALGORITHMS | {name: own[name] for name in own if name not in ALGORITHMS}
+
+
+@dataclass(frozen=True)
+class SyncMode:
+    """One cell of the matrix of modes; build it with `parse`, which refuses illegal cells."""
+
+    algorithm: str
+    granularity: str | None = None  # "param", "flat", "bucket", or None: the algorithm's own
+    bucket: int | None = None  # bytes, with granularity "bucket"
+    schedule: str = DEFAULT_SCHEDULE
+    every: int = 1
+    every_from: int = 0  # first step that is local
+
+    @property
+    def distributed(self) -> bool:
+        return self.algorithm != "single"
+
+    @property
+    def synchronous(self) -> bool:
+        """True when every update is the same on every rank."""
+        return self.every == 1
+
+    def __str__(self) -> str:
+        words = [self.algorithm]
+        if self.granularity == "bucket":
+            words.append(f"bucket:{format_size(self.bucket or 0)}")
+        elif self.granularity and self.granularity != algorithms()[self.algorithm].default:
+            words.append(self.granularity)
+        if self.schedule != DEFAULT_SCHEDULE:
+            words.append(self.schedule)
+        if self.every > 1:
+            words.append(f"every:{self.every}" + (f"@{self.every_from}" if self.every_from else ""))
+        return "/".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> SyncMode:
+        """Read a mode; raise SpecError with the reason where the cell is illegal."""
+        name, *words = text.strip().split("/")
+        known = algorithms()
+        if name not in known:
+            raise refuse("mode", text, f"unknown algorithm {name!r}", f"Known: {', '.join(known)}.")
+        mode = cls(name, granularity=known[name].default)
+        axes = [_read_granularity, _read_schedule, _read_every]  # the order words must come in
+        for word in words:
+            mode = _read_word(mode, word, axes, text)
+        return mode
+
+
+def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMode:
+    """Give a word to the first remaining axis that knows it; axes before it are then over."""
+    while axes:
+        changes = axes.pop(0)(mode, word, text)
+        if changes is not None:
+            return replace(mode, **changes)
+    raise refuse(
+        "mode", text, f"{word!r} is unknown, repeated or out of place", "Spell it algorithm/granularity/schedule/every:K."
+    )
+
+
+def _read_granularity(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
+    kind, _, size = word.partition(":")
+    if kind not in ("param", "bucket", "flat"):
+        return None
+    allowed = algorithms()[mode.algorithm].granularities
+    if kind not in allowed:
+        why = f"{mode.algorithm} takes " + (" or ".join(allowed) + " only" if allowed else "no granularity")
+        raise refuse("mode", text, why, "Leave the word out, or see `testbed modes`.")
+    if kind == "bucket":
+        return {"granularity": "bucket", "bucket": parse_size(size)}
+    if size:
+        raise refuse("mode", text, f"{kind} takes no size", "Only bucket:SIZE does.")
+    return {"granularity": kind, "bucket": None}
+
+
+def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
+    if word not in SCHEDULES:
+        return None
+    if mode.algorithm in ("single", "ddp"):
+        why = "DDP has its own" if mode.algorithm == "ddp" else "one node synchronises nothing"
+        raise refuse("mode", text, f"{mode.algorithm} takes no schedule: {why}", "Leave the word out.")
+    return {"schedule": word}
+
+
+def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
+    match = _EVERY.fullmatch(word)
+    if match is None:
+        return None
+    reason = algorithms()[mode.algorithm].every
+    if reason:
+        raise refuse("mode", text, f"{mode.algorithm} takes no every:K: {reason}", "Leave the word out.")
+    every = int(match[1])
+    if every < 1:
+        raise refuse("mode", text, "every:K needs K of at least 1", "Write e.g. every:4.")
+    return {"every": every, "every_from": int(match[2] or 0) if every > 1 else 0}
+
+
+def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
+    """Every legal algorithm x granularity, with one bucket size standing for all."""
+    for name, algorithm in algorithms().items():
+        if algorithm.default is None:
+            yield SyncMode.parse(name)
+        for granularity in algorithm.granularities:
+            yield SyncMode.parse(f"{name}/{granularity}" + (f":{bucket}" if granularity == "bucket" else ""))
+
+
+def _read(value: object) -> object:
+    try:
+        return SyncMode.parse(value) if isinstance(value, str) else value
+    except SpecError as error:
+        raise ValueError(str(error)) from None
+
+
+Mode = Annotated[SyncMode, BeforeValidator(_read), PlainSerializer(str)]  # the field type of specs

@@ -1,0 +1,112 @@
+"""Records: the lines of rankN.jsonl. A rank appends them, everybody else only reads.
+
+    start  once      who, where, with which versions
+    step   per step  seconds of each phase, loss, bytes so far
+    eval   per test  loss and correct answers on the test set
+    hash   some      parameter hash, to prove that replicas agree
+    end    once      the last line of a rank that finished
+    error  once      the last line of a rank that did not
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from testbed.spec.run import SCHEMA, check_schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    kind: ClassVar[str] = "start"
+    rank: int
+    world: int
+    unix: float  # wall clock, for people
+    parameters: int
+    gradient_bytes: int
+    tensors: int
+    counter: str  # where byte counts come from: "interface eth0" or "tcp sockets"
+    environment: dict[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Times are seconds on the monotonic clock; `sync` is how long the loop was blocked after backward."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: int
+    at: float  # monotonic time at which the step began
+    data: float
+    forward: float
+    backward: float
+    sync: float  # synchronising and the optimizer's step, as the loop sees them
+    update: float  # the optimizer's step alone, inside `sync`
+    total: float
+    loss: float
+    images: int
+    sent: int | None  # bytes since the start, None where nothing counts them
+    received: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    kind: ClassVar[str] = "eval"
+    step: int
+    epoch: int
+    loss: float  # mean over the images below
+    correct: int
+    images: int
+    scope: str  # "all ranks" when summed, "this rank" when each tested alone
+    train_loss: float  # mean over the epoch so far, this rank
+    train_accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hash:
+    kind: ClassVar[str] = "hash"
+    step: int
+    parameters: str
+    agree: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    kind: ClassVar[str] = "end"
+    steps: int
+    seconds: float  # training and tests, without start-up
+    sent: int | None
+    received: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    kind: ClassVar[str] = "error"
+    code: int
+    message: str
+
+
+Record = Start | Step | Eval | Hash | End | Error
+
+
+def encode(record: Record) -> str:
+    """One line, without its newline."""
+    return json.dumps({"kind": record.kind, **vars(record)}, separators=(",", ":"))
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a record file; a half-written last line is left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                return
+            record = json.loads(line)
+            if record.get("kind") == "start":
+                check_schema(record.get("schema"), str(path))
+            yield record

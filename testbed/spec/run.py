@@ -1,0 +1,202 @@
+"""RunSpec: one run, complete. spec.json is this, and all that a rank is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from testbed.spec.base import Spec
+from testbed.spec.errors import SchemaError, SpecError, refuse
+from testbed.spec.link import Link
+from testbed.spec.mode import Mode, SyncMode
+
+SCHEMA = 1  # of spec.json, rankN.jsonl, receipt.json and summary.json together
+
+
+class DataSpec(Spec):
+    """What is trained on, and which rank sees what."""
+
+    name: Literal["cifar10", "mnist", "synthetic"] = "cifar10"
+    subset: int | None = Field(default=None, gt=0)  # only so many training images, drawn with the seed
+    test_subset: int | None = Field(default=None, gt=0)
+    partition: Literal["sampler", "fixed"] = "sampler"  # reshuffled every epoch, or the same block every epoch
+    augment: bool | None = None  # random crop and flip; None: for cifar10 only
+    shares: tuple[int, ...] | None = None  # images per step of each rank, when they are not equal
+
+
+class OptimizerSpec(Spec):
+    """The update rule; the default learning rate is for VGG-11 on CIFAR-10 at batch 256."""
+
+    name: Literal["sgd", "adam", "rmsprop"] = "sgd"
+    lr: float = Field(default=0.02, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=5e-4, ge=0)
+    base_batch: int | None = Field(default=None, gt=0)  # lr is for this global batch and scaled linearly to the real one
+    warmup: int = Field(default=0, ge=0)  # steps over which lr rises linearly to its value
+    schedule: Literal["constant", "step", "cosine", "cyclic"] = "constant"
+    period: int = Field(default=100, gt=0)  # steps between drops (step), of a half cycle (cyclic)
+    gamma: float = Field(default=0.1, gt=0, le=1)  # factor of a drop (step), lowest share of lr (cyclic)
+    clip: float | None = Field(default=None, gt=0)  # largest norm of the whole gradient
+
+
+class NodeSpec(Spec):
+    """A node's share of the machine."""
+
+    cpus: float | None = Field(default=None, gt=0, le=1024)  # cores; None: no limit
+    congestion: str | None = Field(default="cubic", pattern=r"^[a-z0-9_]{1,15}$")  # TCP congestion control
+
+
+class NodeOverride(Spec):
+    """What differs on one node."""
+
+    cpus: float | None = Field(default=None, gt=0, le=1024)
+    link: Link | None = None
+
+
+class RunSpec(Spec):
+    """One run: method, size, network, seed. Everything has a default; nothing is hidden elsewhere."""
+
+    version: int = Field(default=SCHEMA, alias="schema")
+    experiment: str = Field(default="adhoc", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
+
+    mode: Mode = SyncMode.parse("ring")
+    placement: Literal["before-step", "after-step"] = "before-step"  # after-step: R3's mistake, kept to be shown
+    nodes: int = Field(default=4, ge=1, le=256)
+    model: str = Field(default="vgg11", pattern=r"^[a-z0-9_]{1,40}$")
+    dtype: Literal["float32", "float64"] = "float32"
+    batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
+
+    data: DataSpec = DataSpec()
+    batch: int | None = Field(default=None, gt=0)  # images per step over all ranks
+    batch_per_rank: int | None = Field(default=None, gt=0)  # the other way to say it
+    accumulate: int = Field(default=1, ge=1)  # micro-batches per step: gradients add up, one synchronisation
+    steps: int | None = Field(default=None, gt=0)
+    epochs: int | None = Field(default=None, gt=0)
+    warmup: int = Field(default=2, ge=0)  # first iterations left out of all times
+    evaluate: Literal["split", "every-rank", "never"] = "split"
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    optimizer: OptimizerSpec = OptimizerSpec()
+
+    threads: int = Field(default=1, ge=1, le=256)  # of torch, on every rank
+    node: NodeSpec = NodeSpec()
+    link: Link = Link()
+    overrides: dict[str, NodeOverride] = {}  # "node2" -> what differs there
+    probe: bool = True  # measure the network before training
+    deadline: float = Field(default=60.0, gt=0)  # seconds that any one wait of a rank may take
+    port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free one
+
+    @property
+    def world(self) -> int:
+        """Ranks that train: one in `single`, else one per node."""
+        return self.nodes if self.mode.distributed else 1
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch if self.batch is not None else (self.batch_per_rank or 0) * self.world
+
+    def local_batch(self, rank: int) -> int:
+        """Images per step of one rank."""
+        return self.data.shares[rank] if self.uneven and self.data.shares else self.global_batch // self.world
+
+    @property
+    def uneven(self) -> bool:
+        return self.data.shares is not None and self.world > 1
+
+    @property
+    def replicas_must_agree(self) -> bool:
+        """False only where the run shows what goes wrong without agreement."""
+        return self.placement == "before-step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = dict(values)
+        if values.get("batch") is None and values.get("batch_per_rank") is None:
+            values["batch"] = 256
+        if values.get("steps") is None and values.get("epochs") is None:
+            values["steps"] = 40
+        return values
+
+    @model_validator(mode="after")
+    def _rules(self) -> RunSpec:
+        for rule in (_check_nodes, _check_batch, _check_shares, _check_overrides, _check_placement, _check_length):
+            try:
+                rule(self)
+            except SpecError as error:
+                raise ValueError(str(error)) from None
+        return self
+
+    def to_json(self) -> str:
+        """As spec.json holds it; every value spelled out."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> RunSpec:
+        """Read spec.json; another schema is refused by number."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise SpecError(f"{where}: not JSON ({error}). Write it with `testbed run`.") from None
+        if not isinstance(values, dict):
+            raise SpecError(f"{where}: holds a {type(values).__name__}, not a run. Write it with `testbed run`.")
+        check_schema(values.get("schema"), where)
+        return cls.load(values, where)
+
+
+def check_schema(number: object, where: str) -> None:
+    """Refuse a file of another schema by its number."""
+    if number != SCHEMA:
+        raise SchemaError(f"{where}: schema {number}, this testbed reads schema {SCHEMA}. Use the testbed that wrote it.")
+
+
+def _check_nodes(spec: RunSpec) -> None:
+    if spec.mode.distributed and spec.nodes < 2:
+        raise refuse("nodes", spec.nodes, f"mode {spec.mode} needs at least 2", "Use --mode single, or --nodes 2.")
+
+
+def _check_batch(spec: RunSpec) -> None:
+    if spec.batch is not None and spec.batch_per_rank is not None:
+        values = f"{spec.batch} and {spec.batch_per_rank}"
+        raise refuse("batch and batch_per_rank", values, "say the same thing twice", "Give one of them.")
+    if not spec.uneven and spec.global_batch % spec.world:
+        n, lower = spec.world, spec.global_batch - spec.global_batch % spec.world
+        nearest = f"{lower} or {lower + n}" if lower else f"{n}"
+        raise refuse("batch", spec.global_batch, f"must divide by the {n} ranks", f"Use {nearest}, or --batch-per-rank.")
+    for rank in range(spec.world):
+        if spec.local_batch(rank) % spec.accumulate:
+            size = spec.local_batch(rank)
+            raise refuse("accumulate", spec.accumulate, f"must divide the {size} images of a rank", "Use a divisor.")
+
+
+def _check_shares(spec: RunSpec) -> None:
+    shares = spec.data.shares
+    if shares is None or not spec.uneven:
+        return
+    if len(shares) != spec.world or sum(shares) != spec.global_batch or min(shares) < 1:
+        rule = f"must be {spec.world} numbers of at least 1 that add up to the batch of {spec.global_batch}"
+        raise refuse("data.shares", list(shares), rule, "Change the shares or the batch.")
+    if not spec.mode.synchronous:
+        rule = f"mode {spec.mode} averages parameters, which weights all ranks alike"
+        raise refuse("data.shares", list(shares), rule, "Use a mode without every:K.")
+
+
+def _check_overrides(spec: RunSpec) -> None:
+    names = [f"node{k}" for k in range(spec.nodes)]
+    for name in spec.overrides:
+        if name not in names:
+            raise refuse("overrides", name, f"there is no such node among {spec.nodes}", f"Known: {', '.join(names)}.")
+
+
+def _check_placement(spec: RunSpec) -> None:
+    if spec.placement == "after-step" and (spec.mode.algorithm in ("single", "ddp", "server") or spec.mode.every > 1):
+        rule = f"mode {spec.mode} has no gradient exchange that could come after the step"
+        raise refuse("placement", spec.placement, rule, "Use gather, allreduce, ring, tree or halving.")
+
+
+def _check_length(spec: RunSpec) -> None:
+    if spec.steps is not None and spec.steps <= spec.warmup:
+        rule = f"the first {spec.warmup} iterations are left out of all times, so nothing would remain"
+        raise refuse("steps", spec.steps, rule, f"Use --steps {spec.warmup + 1} or more, or --set warmup=0.")

@@ -1,0 +1,58 @@
+"""Sizes in bytes and rates in bit/s, as people write them; each prints back to what it parses."""
+
+from __future__ import annotations
+
+import re
+
+from testbed.spec.errors import refuse
+
+SIZE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_NUMBER = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
+
+
+def _parse(what: str, text: str, units: dict[str, int], example: str) -> int:
+    match = _NUMBER.fullmatch(text.strip())
+    unit = next((u for u in units if match and u.lower() == match[2].lower()), None)
+    if match is None or unit is None:
+        raise refuse(what, text, f"needs a number and one of {', '.join(u for u in units if u)}", f"Write e.g. {example}.")
+    value = round(float(match[1]) * units[unit])
+    if value < 1:
+        raise refuse(what, text, "must be greater than 0", f"Write e.g. {example}.")
+    return value
+
+
+def _format(value: int, units: dict[str, int], among: tuple[str, ...]) -> str:
+    """The largest unit that prints the value exactly."""
+    unit = next(u for u in among if value % units[u] == 0)
+    return f"{value // units[unit]}{unit}"
+
+
+def parse_size(text: str) -> int:
+    """'5MiB' -> 5242880 bytes."""
+    return _parse("size", text, SIZE_UNITS, "5MiB")
+
+
+def format_size(value: int) -> str:
+    """5242880 -> '5MiB'; exact, so that it parses back."""
+    return _format(value, SIZE_UNITS, ("GiB", "MiB", "KiB", "B"))
+
+
+def parse_rate(text: str) -> int:
+    """'200mbit' -> 200_000_000 bit/s."""
+    return _parse("rate", text, RATE_UNITS, "200mbit")
+
+
+def format_rate(value: int) -> str:
+    """200_000_000 -> '200mbit'; exact, so that it parses back and tc accepts it."""
+    return _format(value, RATE_UNITS, ("gbit", "mbit", "kbit", "bit"))
+
+
+def parse_duration(text: str) -> float:
+    """'20ms' -> 0.020 seconds."""
+    return _parse("duration", text, {"us": 1, "ms": 10**3, "s": 10**6}, "20ms") / 1e6
+
+
+def format_duration(seconds: float) -> str:
+    """0.020 -> '20ms'."""
+    return _format(round(seconds * 1e6), {"us": 1, "ms": 10**3, "s": 10**6}, ("s", "ms", "us"))
