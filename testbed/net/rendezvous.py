@@ -1,6 +1,6 @@
 """Where the nodes of a probe meet: node 0 is the hub, the others are members, one JSON object per line.
 
-    member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"token": "...", "peers": [...]}
+    member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"welcome": {...}}
     member -> hub   {"ready": 3}                    hub -> member   {"go": 3}
     member -> hub   {"outcome": {...}}              hub -> member   {"outcomes": [...]}
     either way      {"fail": "a sentence"}          ends the probe on every node
@@ -15,7 +15,7 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -75,39 +75,36 @@ class Channel:
         return message
 
 
-def hear(channels: Sequence[Channel], key: str, allow: float) -> dict[str, Any]:
-    """One object from each channel, the value under `key` by who sent it; a failure of any ends the wait at once."""
-    heard: dict[str, Any] = {}
-    waiting = {channel.sock: channel for channel in channels}
+def hear(channels: Sequence[Channel], key: str, allow: float) -> list[Any]:
+    """The value under `key` from each channel, in order; the failure of any ends the wait at once."""
+    heard: dict[Channel, Any] = {}
     deadline = time.monotonic() + allow
-    while waiting:
-        for sock in _readable(list(waiting), deadline, waiting):
-            message = waiting[sock].take()
+    while len(heard) < len(channels):
+        silent = {channel.sock: channel for channel in channels if channel not in heard}
+        for sock in _readable(list(silent), deadline, ", ".join(channel.who for channel in silent.values())):
+            message = silent[sock].take()
+            if message is not None and key not in message:
+                raise ProbeError(str(message.get("fail", f"{silent[sock].who} is out of step")))
             if message is not None:
-                channel = waiting.pop(sock)
-                if "fail" in message or key not in message:
-                    raise ProbeError(str(message.get("fail", f"{channel.who} is out of step: {message}")))
-                heard[channel.who] = message[key]
-    return heard
+                heard[silent[sock]] = message[key]
+    return [heard[channel] for channel in channels]
 
 
-def _readable(
-    socks: list[socket.socket], deadline: float, waiting: dict[socket.socket, Channel] | None = None
-) -> list[socket.socket]:
-    """Those with something to read; ProbeError naming who is silent when the deadline passes."""
+def _readable(socks: list[socket.socket], deadline: float, whom: str) -> list[socket.socket]:
+    """Those with something to read; ProbeError when the deadline passes first."""
     ready = select.select(socks, [], [], max(0.0, deadline - time.monotonic()))[0]
     if not ready:
-        names = ", ".join(channel.who for channel in (waiting or {}).values()) or "the other nodes"
-        raise ProbeError(f"waited too long for {names}")
+        raise ProbeError(f"waited too long for {whom}")
     return ready
 
 
 class Rendezvous(ABC):
     """What a node needs of the meeting, hub or member."""
 
-    peers: Sequence[Peer]
-    token: bytes
-    _channels: list[Channel]
+    def __init__(self, token: bytes, peers: Sequence[Peer], channels: Sequence[Channel]) -> None:
+        self.token = token  # data connections show it, so that strangers are told apart
+        self.peers = peers
+        self._channels = channels
 
     def __enter__(self) -> Self:
         return self
@@ -118,11 +115,16 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def meet(self, number: int, allow: float) -> None:
-        """Return when all nodes are ready for round `number`, within `allow` seconds."""
+        """Return when all nodes are ready for step `number`, within `allow` seconds."""
 
     @abstractmethod
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Give this node's outcome; the outcomes of all, in rank order."""
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send to everyone this node has a connection to."""
+        for channel in self._channels:
+            channel.send(message)
 
     def fail(self, error: Exception) -> ProbeError:
         """Tell the others why; what this node should raise."""
@@ -133,78 +135,108 @@ class Rendezvous(ABC):
 
 
 class Hub(Rendezvous):
-    """Node 0: waits for all the others, then leads."""
-
-    def __init__(self, addresses: Sequence[str], port: int, me: Peer) -> None:
-        self.token = secrets.token_bytes(16)
-        self._channels = []
-        with _listen(addresses[0], port) as server:
-            members = self._welcome(server, len(addresses))
-        self._channels = [channel for _, (channel, _) in sorted(members.items())]
-        self.peers = [me, *(peer for _, (_, peer) in sorted(members.items()))]
-        self._tell({"token": self.token.hex(), "peers": [asdict(peer) for peer in self.peers]})
-
-    def _welcome(self, server: socket.socket, n: int) -> dict[int, tuple[Channel, Peer]]:
-        """Accept until every rank has said hello; connections that say anything else are dropped."""
-        members: dict[int, tuple[Channel, Peer]] = {}
-        strangers: dict[socket.socket, Channel] = {}
-        deadline = time.monotonic() + PATIENCE
-        try:
-            while len(members) < n - 1:
-                for sock in _knocking(server, strangers, deadline, missing=set(range(1, n)) - set(members)):
-                    hello = _hello(strangers.pop(sock), n)
-                    if hello is not None and hello[0] not in members:
-                        members[hello[0]] = hello[1:]
-        finally:
-            for stranger in strangers:
-                stranger.close()
-        return members
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        for channel in self._channels:
-            channel.send(message)
+    """Node 0 leads."""
 
     def meet(self, number: int, allow: float) -> None:
         """Wait for all members, then let all go."""
         hear(self._channels, "ready", allow)
-        self._tell({"go": number})
+        self.tell({"go": number})
 
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Collect in rank order and hand the whole to everyone."""
-        heard = hear(self._channels, "outcome", PATIENCE)
-        outcomes = [outcome, *(heard[channel.who] for channel in self._channels)]
-        self._tell({"outcomes": outcomes})
+        outcomes = [outcome, *hear(self._channels, "outcome", PATIENCE)]
+        self.tell({"outcomes": outcomes})
         return outcomes
 
 
 class Member(Rendezvous):
-    """Any other node: follows node 0."""
-
-    def __init__(self, rank: int, addresses: Sequence[str], port: int, me: Peer) -> None:
-        sock = _reach(addresses[rank], addresses[0], port)
-        self._channels = [Channel(sock, "node0")]
-        self._hub = self._channels[0]
-        self._hub.send({"rank": rank, "peer": asdict(me)})
-        welcome = self._ask("peers", PATIENCE, whole=True)
-        self.peers = [Peer(**peer) for peer in welcome["peers"]]
-        self.token = bytes.fromhex(welcome["token"])
-
-    def _ask(self, key: str, allow: float, whole: bool = False) -> Any:
-        deadline = time.monotonic() + allow
-        while True:
-            _readable([self._hub.sock], deadline, {self._hub.sock: self._hub})
-            message = self._hub.take()
-            if message is not None:
-                if key not in message:
-                    raise ProbeError(str(message.get("fail", f"node0 is out of step: {message}")))
-                return message if whole else message[key]
+    """The other nodes follow."""
 
     def meet(self, number: int, allow: float) -> None:
         """Say ready, wait for go."""
-        self._hub.send({"ready": number})
-        self._ask("go", allow)
+        self.tell({"ready": number})
+        hear(self._channels, "go", allow)
 
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Hand in ours, get all."""
-        self._hub.send({"outcome": outcome})
-        return list(self._ask("outcomes", PATIENCE))
+        self.tell({"outcome": outcome})
+        return list(hear(self._channels, "outcomes", PATIENCE)[0])
+
+
+def arrive(rank: int, addresses: Sequence[str], port: int, me: Peer) -> Rendezvous:
+    """Node 0 listens at `port`, the others go there; returns when everyone has come."""
+    return _host(addresses, port, me) if rank == 0 else _join(rank, addresses, port, me)
+
+
+def _join(rank: int, addresses: Sequence[str], port: int, me: Peer) -> Member:
+    channel = Channel(_reach(addresses[rank], addresses[0], port), "node0")
+    channel.send({"rank": rank, "peer": asdict(me)})
+    welcome = hear([channel], "welcome", PATIENCE + 5)[0]  # longer than the hub waits: its sentence is the better one
+    return Member(bytes.fromhex(welcome["token"]), [Peer(**peer) for peer in welcome["peers"]], [channel])
+
+
+def _reach(source: str, address: str, port: int) -> socket.socket:
+    """Connect to node 0, which may start later than we do."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=2, source_address=(source, 0))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ProbeError(f"node0 does not answer at {address}:{port} ({error})") from None
+            time.sleep(0.02)
+
+
+def _host(addresses: Sequence[str], port: int, me: Peer) -> Hub:
+    members: dict[int, tuple[Channel, Peer]] = {}
+    try:
+        with socket.create_server((addresses[0], port), backlog=len(addresses)) as server:
+            _welcome(server, len(addresses), members)
+    except (OSError, ProbeError) as error:
+        reached = Hub(b"", [], [channel for channel, _ in members.values()])
+        with reached:
+            raise reached.fail(ProbeError(f"node0 at {addresses[0]}:{port}: {error}")) from None
+    ranks = range(1, len(addresses))
+    hub = Hub(secrets.token_bytes(16), [me, *(members[rank][1] for rank in ranks)], [members[rank][0] for rank in ranks])
+    hub.tell({"welcome": {"token": hub.token.hex(), "peers": [asdict(peer) for peer in hub.peers]}})
+    return hub
+
+
+def _welcome(server: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]]) -> None:
+    """Accept until every rank has said hello; connections that say anything else are dropped."""
+    strangers: dict[socket.socket, Channel] = {}
+    deadline = time.monotonic() + PATIENCE
+    with contextlib.ExitStack() as leave:
+        while len(members) < n - 1:
+            missing = ", ".join(f"node{rank}" for rank in range(1, n) if rank not in members)
+            for sock in _readable([server, *strangers], deadline, missing):
+                if sock is server:
+                    guest = server.accept()[0]
+                    leave.callback(_close_unless_member, guest, members)
+                    strangers[guest] = Channel(guest, "a stranger")
+                else:
+                    _greet(strangers, sock, n, members)
+
+
+def _greet(
+    strangers: dict[socket.socket, Channel], sock: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]]
+) -> None:
+    """Read a hello; a rank that is ours and new becomes a member."""
+    channel = strangers[sock]
+    try:
+        hello = channel.take()
+        if hello is None:
+            return  # half a line so far
+        rank, peer = int(hello["rank"]), Peer(**hello["peer"])
+    except (ProbeError, KeyError, TypeError, ValueError):
+        del strangers[sock]
+        return
+    del strangers[sock]
+    if 0 < rank < n and rank not in members:
+        channel.who = f"node{rank}"
+        members[rank] = (channel, peer)
+
+
+def _close_unless_member(sock: socket.socket, members: dict[int, tuple[Channel, Peer]]) -> None:
+    if all(sock is not channel.sock for channel, _ in members.values()):
+        sock.close()

@@ -32,7 +32,8 @@ def describe(interface: str) -> dict[str, Any]:
 
 def _cpu_model() -> str:
     lines = _read("/proc/cpuinfo").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor())
 
 
 def _read(path: str) -> str:

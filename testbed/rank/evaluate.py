@@ -40,9 +40,7 @@ def evaluate(
     share_statistics(model, group, spec.batchnorm)
     split = spec.evaluate == "split" and group.size > 1
     tally = _test(model, dataset, group, split)
-    loss, correct, images = (
-        _sum(tally, group, f"eval/{step}") if split else (tally.loss, tally.correct, tally.images)
-    )
+    loss, correct, images = _sum(tally, group, f"eval/{step}") if split else (tally.loss, tally.correct, tally.images)
     return Eval(
         step=step,
         epoch=epoch,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -77,7 +76,8 @@ def join(rank: int, size: int, address: str, port: int, deadline: float) -> Grou
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:  # DistStoreError and its kin
-        raise RankFailed(f"rank {rank} met not all of {size} ranks at {address}:{port} within {deadline:g} s: {error}") from None
+        where = f"at {address}:{port} within {deadline:g} s"
+        raise RankFailed(f"rank {rank} did not meet all of {size} ranks {where}: {error}") from None
     return Group(rank, size, store, deadline)
 
 
@@ -95,7 +95,8 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        raise Unavailable(f"port {port} on {address}: cannot listen ({error.strerror}). Set another with --set port=N.") from None
+        way_out = "Set another with --set port=N."
+        raise Unavailable(f"port {port} on {address}: cannot listen ({error.strerror}). {way_out}") from None
     listener.listen(128)
     return listener
 
@@ -108,5 +109,3 @@ def leave(group: Group) -> None:
     if group.rank == 0:
         group.store.wait([f"done/{rank}" for rank in range(group.size)], group.deadline)
     dist.destroy_process_group()
-
-

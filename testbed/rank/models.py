@@ -60,7 +60,7 @@ def _from_torchvision(name: str, classes: int, channels: int) -> nn.Module:
     if name not in names:
         raise SpecError(f"model {name!r}: unknown. Use one of {', '.join(OWN)}, or of torchvision: {', '.join(names)}.")
     if channels != 3:
-        raise SpecError(f"model {name!r}: takes 3 channels, the data has {channels}. Use lenet5 or vgg11, or other data.")
+        raise SpecError(f"model {name!r}: takes 3 channels, the data has {channels}. Use lenet5 or vgg11.")
     model: nn.Module = models.get_model(name, weights=None, num_classes=classes)
     return model
 

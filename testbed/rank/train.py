@@ -115,9 +115,7 @@ class Trainer:
         if step == self.total or self.spec.mode.synchronous:
             self._compare(step)
         if self.spec.evaluate != "never":
-            found = evaluate(
-                self.spec, self.model, self.test_set, self.group, step=step, epoch=epoch, seen=self.seen
-            )
+            found = evaluate(self.spec, self.model, self.test_set, self.group, step=step, epoch=epoch, seen=self.seen)
             self.recorder.write(found)
             print(f"epoch {epoch} test loss {found.loss:.4f} correct {found.correct}/{found.images}", flush=True)
 
@@ -145,8 +143,9 @@ class Trainer:
         return range(-(-self.total // len(self.batches)))
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
-        shape = (1, 32, 32) if self.spec.model == "lenet5" and self.spec.data.name == "synthetic" else None
-        return open_dataset(self.spec.data.name, data_dir(), train=train, subset=subset, seed=self.spec.seed, shape=shape)
+        name, seed = self.spec.data.name, self.spec.seed
+        shape = (1, 32, 32) if self.spec.model == "lenet5" and name == "synthetic" else None
+        return open_dataset(name, data_dir(), train=train, subset=subset, seed=seed, shape=shape)
 
     def _batches(self, dtype: torch.dtype) -> Batches:
         spec, rank = self.spec, self.group.rank

@@ -60,7 +60,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as a dict; missing, huge or broken files are refused with a sentence."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise SpecError(f"{path}: {path.stat().st_size} bytes, and at most {MAX_BYTES} are read. Write a smaller file.")
+            raise SpecError(
+                f"{path}: {path.stat().st_size} bytes, and at most {MAX_BYTES} are read. Write a smaller file."
+            )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None

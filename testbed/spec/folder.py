@@ -39,9 +39,13 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
-            raise UsageError(f"run folder {self.path} exists, and a run never overwrites another. Give another --out.") from None
+            raise UsageError(
+                f"run folder {self.path} exists, and a run never overwrites another. Give another --out."
+            ) from None
         except OSError as error:
-            raise UsageError(f"run folder {self.path} cannot be made ({error.strerror}). Set TESTBED_RUNS or --out.") from None
+            raise UsageError(
+                f"run folder {self.path} cannot be made ({error.strerror}). Set TESTBED_RUNS or --out."
+            ) from None
         write_whole(self.spec, spec.to_json())
 
     def read_spec(self) -> RunSpec:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from testbed.spec.base import Spec
 from testbed.spec.experiment import read_toml
 
-NAME = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?$"  # of a node or host: nothing a shell or a path could read as more
+NAME = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?$"  # nothing a shell or a path reads as more
 
 
 class HostNode(Spec):

@@ -40,7 +40,8 @@ class Link(Spec):
     @model_validator(mode="after")
     def _jitter_needs_delay(self) -> Link:
         if self.jitter is not None and self.delay is None:
-            raise ValueError(f"link.jitter = {format_duration(self.jitter)}: varies a delay, and none is set. Set link.delay too")
+            value = format_duration(self.jitter)
+            raise ValueError(f"link.jitter = {value}: varies a delay, and none is set. Set link.delay too")
         return self
 
     @property

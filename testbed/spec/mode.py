@@ -3,8 +3,8 @@
     algorithm[/granularity][/schedule][/every:K[@M]]        e.g. ring, allreduce/param, ring/bucket:5MiB/every:4@100
 
 It parses and prints back to itself; defaults are left out, so one mode has one spelling.
-`every:K` - each rank takes K local steps on its own gradients, then the parameters are averaged; the last step of a run averages too.
-`every:K@M` - for the first M steps gradients are averaged every step, from then on it is `every:K`.
+`every:K`    each rank takes K local steps on its own gradients, then parameters are averaged (after the last step too).
+`every:K@M`  for the first M steps gradients are averaged every step, from then on it is `every:K`.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMod
         changes = axes.pop(0)(mode, word, text)
         if changes is not None:
             return replace(mode, **changes)
-    raise refuse(
-        "mode", text, f"{word!r} is unknown, repeated or out of place", "Spell it algorithm/granularity/schedule/every:K."
-    )
+    way_out = "Spell it algorithm/granularity/schedule/every:K."
+    raise refuse("mode", text, f"{word!r} is unknown, repeated or out of place", way_out)
 
 
 def _read_granularity(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:

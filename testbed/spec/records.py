@@ -1,11 +1,11 @@
 """Records: the lines of rankN.jsonl. A rank appends them, everybody else only reads.
 
-    start  once      who, where, with which versions
-    step   per step  seconds of each phase, loss, bytes so far
-    eval   per test  loss and correct answers on the test set
-    hash   some      parameter hash, to prove that replicas agree
-    end    once      the last line of a rank that finished
-    error  once      the last line of a rank that did not
+start  once      who, where, with which versions
+step   per step  seconds of each phase, loss, bytes so far
+eval   per test  loss and correct answers on the test set
+hash   some      parameter hash, to prove that replicas agree
+end    once      the last line of a rank that finished
+error  once      the last line of a rank that did not
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class OptimizerSpec(Spec):
     lr: float = Field(default=0.02, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=5e-4, ge=0)
-    base_batch: int | None = Field(default=None, gt=0)  # lr is for this global batch and scaled linearly to the real one
+    base_batch: int | None = Field(default=None, gt=0)  # lr is for this global batch, and scaled to the real one
     warmup: int = Field(default=0, ge=0)  # steps over which lr rises linearly to its value
     schedule: Literal["constant", "step", "cosine", "cyclic"] = "constant"
     period: int = Field(default=100, gt=0)  # steps between drops (step), of a half cycle (cyclic)
@@ -149,7 +149,8 @@ class RunSpec(Spec):
 def check_schema(number: object, where: str) -> None:
     """Refuse a file of another schema by its number."""
     if number != SCHEMA:
-        raise SchemaError(f"{where}: schema {number}, this testbed reads schema {SCHEMA}. Use the testbed that wrote it.")
+        way_out = "Use the testbed that wrote it."
+        raise SchemaError(f"{where}: schema {number}, this testbed reads schema {SCHEMA}. {way_out}")
 
 
 def _check_nodes(spec: RunSpec) -> None:
@@ -164,7 +165,7 @@ def _check_batch(spec: RunSpec) -> None:
     if not spec.uneven and spec.global_batch % spec.world:
         n, lower = spec.world, spec.global_batch - spec.global_batch % spec.world
         nearest = f"{lower} or {lower + n}" if lower else f"{n}"
-        raise refuse("batch", spec.global_batch, f"must divide by the {n} ranks", f"Use {nearest}, or --batch-per-rank.")
+        raise refuse("batch", spec.global_batch, f"must divide by {n} ranks", f"Use {nearest}, or --batch-per-rank.")
     for rank in range(spec.world):
         if spec.local_batch(rank) % spec.accumulate:
             size = spec.local_batch(rank)

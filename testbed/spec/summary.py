@@ -118,7 +118,16 @@ def _accuracy(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-HEADER = ("mode", "s/iter", "middle half", "speed-up", "test loss", "accuracy", "MB sent/step: rank 0, others", "replicas agree")
+HEADER = (
+    "mode",
+    "s/iter",
+    "middle half",
+    "speed-up",
+    "test loss",
+    "accuracy",
+    "MB sent/step: rank 0, others",
+    "replicas agree",
+)
 
 
 def table(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
@@ -175,8 +184,9 @@ def caption(summaries: Sequence[Summary]) -> str:
     cpus = f"{spec.node.cpus:g} cores" if spec.node.cpus and s.substrate != "process" else "no CPU limit"
     rates = sorted({x.spec.link.rate for x in summaries if x.spec.link.rate} if s.substrate != "process" else set())
     rate = " and ".join(format_rate(r) for r in rates) + " each way" if rates else "unshaped"
+    nodes = f"{max(x.spec.nodes for x in summaries)} equal nodes"
     return (
-        f"{spec.model} on {spec.data.name}, batch {spec.global_batch} over all ranks, {max(x.spec.nodes for x in summaries)} equal nodes "
+        f"{spec.model} on {spec.data.name}, batch {spec.global_batch} over all ranks, {nodes} "
         f"({cpus}, {spec.threads} thread{'s' * (spec.threads > 1)}), {rate}, on {s.substrate}; "
         f"median of {s.steps} steps after {spec.warmup} left out"
     )

@@ -15,7 +15,8 @@ def _parse(what: str, text: str, units: dict[str, int], example: str) -> int:
     match = _NUMBER.fullmatch(text.strip())
     unit = next((u for u in units if match and u.lower() == match[2].lower()), None)
     if match is None or unit is None:
-        raise refuse(what, text, f"needs a number and one of {', '.join(u for u in units if u)}", f"Write e.g. {example}.")
+        rule = f"needs a number and one of {', '.join(u for u in units if u)}"
+        raise refuse(what, text, rule, f"Write e.g. {example}.")
     value = round(float(match[1]) * units[unit])
     if value < 1:
         raise refuse(what, text, "must be greater than 0", f"Write e.g. {example}.")

@@ -10,6 +10,7 @@ Costs for a buffer of S bytes on links of B byte/s, N ranks:
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import cast
 
@@ -179,7 +180,7 @@ def _halve_and_double(buffer: Tensor, partial: Tensor, group: Group, core: int) 
 def _split(buffer: Tensor, parts: int) -> list[Tensor]:
     """Contiguous parts whose sizes differ by one element at most; some are empty when the buffer is small."""
     bounds = [len(buffer) * k // parts for k in range(parts + 1)]
-    return [buffer[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [buffer[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def _segment_count(buffer: Tensor, parts: int) -> int:

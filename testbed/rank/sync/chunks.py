@@ -1,4 +1,4 @@
-"""Granularity: cut parameters into flat buffers. Gradients (or parameters) live in the buffers, so nothing is copied."""
+"""Granularity: cut parameters into flat buffers, in which gradients (or parameters) live: nothing is copied."""
 
 from __future__ import annotations
 

@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine: `make run` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# A CPU build of torch needs its index on most machines; see README, "Set-up".
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help venv data run test check bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(VENV)/.ready: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]}: 3.11 or later is needed. Use make PYTHON=python3.11.")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --requirement requirements.txt
+	$(PIP) install --quiet --no-deps --editable .
+	@touch $@
+
+venv: $(VENV)/.ready ## the virtual environment, with pinned packages
+
+data: $(VENV)/.ready ## CIFAR-10, verified by checksum
+	$(BIN)/testbed data get cifar10
+
+run: data ## the main job: five modes on a four-node network of this machine, one table
+	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
+
+test: $(VENV)/.ready ## all tests that this machine can run (with CI=true: all, or fail)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.ready ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: data ## the speed this project promises, measured (about 10 minutes, do nothing else meanwhile)
+	$(BIN)/python -m tests.bench $(ARGS)
+
+clean: $(VENV)/.ready ## remove what a killed controller left behind; runs/ and data/ stay
+	$(BIN)/testbed clean

@@ -1,0 +1,5 @@
+"""`python -m testbed.control` is the `testbed` command."""
+
+from testbed.control.cli import main
+
+main()

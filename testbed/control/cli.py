@@ -1,0 +1,260 @@
+"""The command line: run, sweep, modes, data, doctor, clean. Flags become a spec; errors become one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from testbed import __version__
+from testbed.control import data as datasets
+from testbed.control.doctor import examine
+from testbed.control.place import choose
+from testbed.control.progress import open_progress
+from testbed.control.run import execute
+from testbed.control.substrates import leftovers
+from testbed.control.sweep import sweep as run_sweep
+from testbed.spec.datasets import DATASETS, data_dir, is_complete
+from testbed.spec.errors import TestbedError, Unavailable, refuse
+from testbed.spec.experiment import Experiment, set_key
+from testbed.spec.folder import RunFolder, runs_dir
+from testbed.spec.mode import algorithms, legal_modes
+from testbed.spec.run import RunSpec
+from testbed.spec.summary import HEADER, Summary, caption, left_out, table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="What keeping N copies of a model in step really costs: every sync mode, on a network you choose.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.")
+app.add_typer(data_app, name="data")
+console = Console(markup=False, highlight=False)
+
+On = Annotated[str, typer.Option("--on", help="where: auto, netns (root, shaped), process (unshaped)")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="any other key of the spec, e.g. optimizer.lr=0.1"),
+]
+
+
+@app.command()
+def run(
+    mode: Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")] = "ring",
+    nodes: Annotated[str, typer.Option(help="nodes of the network, one rank each")] = "4",
+    rate: Annotated[str | None, typer.Option(help="bandwidth of every node's link, each way, e.g. 200mbit")] = None,
+    model: Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")] = "vgg11",
+    data: Annotated[str, typer.Option(help="cifar10, mnist or synthetic")] = "cifar10",
+    batch: Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")] = None,
+    batch_per_rank: Annotated[str | None, typer.Option(help="the other way to say it")] = None,
+    steps: Annotated[str | None, typer.Option(help="training steps [default: 40]")] = None,
+    seed: Annotated[str, typer.Option(help="of parameters, data order and augmentation")] = "0",
+    on: On = "auto",
+    settings: Set = None,
+    out: Annotated[Path | None, typer.Option(help="run folder [default: runs/adhoc/MODE-nN-TIME]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train once, in one mode, and print what it cost."""
+    flags = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data, "seed": seed}
+    flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
+    spec = build_spec(flags, settings or [])
+    place = choose(on, spec)
+    if spec.link.shaped and not place.shapes:
+        raise Unavailable(f"--rate {rate}: cannot be shaped here: {place.why}. Run as root, or leave the rate out.")
+    folder = RunFolder(out or _fresh_folder(spec))
+    progress = open_progress(console, quiet=as_json)
+    progress.headline(f"on {place.name}: {place.why}")
+    try:
+        summary = execute(spec, place, folder, progress)
+    finally:
+        progress.end()
+    _print_results([summary], folder.path, as_json)
+    if summary.status == "invalid":
+        raise typer.Exit(5)
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")],
+    on: On = "auto",
+    settings: Set = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run every cell of an experiment file; finished runs are skipped, so that it resumes."""
+    experiment = Experiment.read(file)
+    experiment = experiment.model_copy(update={"base": _with_settings(experiment.base, settings or [])})
+    specs = experiment.runs()
+    # The run that asks most of the machine decides where all of them go.
+    place = choose(on, max(specs, key=lambda spec: spec.world))
+    progress = open_progress(console, quiet=as_json)
+    progress.headline(f"{experiment.title} ({len(specs)} runs{', ' + experiment.takes if experiment.takes else ''})")
+    progress.headline(f"on {place.name}: {place.why}")
+    try:
+        summaries, errors = run_sweep(specs, place, runs_dir(), progress, fresh)
+    finally:
+        progress.end()
+    _print_results(summaries, runs_dir() / experiment.name, as_json)
+    if errors:
+        raise errors[0]
+
+
+def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
+    """Flags and --set pairs as one validated spec; all values go in as text."""
+    values: dict[str, Any] = {}
+    for key, value in flags.items():
+        if value is not None:
+            set_key(values, key, value)
+    values = _with_settings(values, settings)
+    slug = re.sub(r"[^a-z0-9.]+", "_", str(values["mode"]).lower()).strip("_.") or "run"
+    values.setdefault("name", f"{slug}-n{values['nodes']}")
+    return RunSpec.load(values, "testbed run")
+
+
+def _with_settings(values: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    values = json.loads(json.dumps(values, default=str))  # a copy that may be written to
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise refuse("--set", setting, "must be KEY=VALUE", "Write e.g. --set optimizer.lr=0.1.")
+        set_key(values, key.strip(), _toml_value(text.strip()))
+    return values
+
+
+def _toml_value(text: str) -> Any:
+    """`0.1`, `true`, `[1, 2]` as TOML reads them; anything else is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _fresh_folder(spec: RunSpec) -> Path:
+    """runs/adhoc/<mode>-n4-<time>, with a number behind it when two start in one second."""
+    base = runs_dir() / spec.experiment / f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    taken = (base.with_name(f"{base.name}-{n}") for n in range(2, 1000))
+    return base if not base.exists() else next(path for path in taken if not path.exists())
+
+
+def _print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
+    """The table, what is not in it and why, what could not be applied, and the folder."""
+    if as_json:
+        document = {"folder": str(where), "runs": [json.loads(s.model_dump_json(by_alias=True)) for s in summaries]}
+        print(json.dumps(document, indent=1))
+        return
+    counted = [s for s in summaries if s.status == "ok"]
+    grid = Table(title=caption(counted) or None, title_justify="left", title_style="")
+    for column, name in enumerate(HEADER):
+        grid.add_column(name, justify="left" if column == 0 else "right")
+    for row in table(summaries):
+        grid.add_row(*row)
+    if counted:
+        console.print(grid)
+    for line in dict.fromkeys(note for s in summaries for note in s.notes):
+        console.print(f"note: {line}")
+    for line in left_out(summaries):
+        console.print(f"left out: {line}")
+    for network in dict.fromkeys(s.network for s in counted if s.spec.world > 1):
+        console.print(f"network: {network}")
+    console.print(f"everything is in {where}")
+
+
+@app.command()
+def modes(as_json: Json = False) -> None:
+    """List every legal mode: algorithm x granularity; each of ours also takes every:K[@M]."""
+    rows = [(str(mode), algorithms()[mode.algorithm].does) for mode in legal_modes()]
+    if as_json:
+        print(json.dumps([{"mode": mode, "does": does} for mode, does in rows], indent=1))
+        return
+    grid = Table("mode", "what it does", title="algorithm[/granularity][/schedule][/every:K[@M]]", title_justify="left")
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
+    console.print(
+        "any bucket size works; /every:K after any mode but single, server, ddp: parameters averaged every K steps"
+    )
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine can and cannot do, one line each, with the fix."""
+    findings = examine()
+    if as_json:
+        print(json.dumps([vars(finding) for finding in findings], indent=1))
+        return
+    for f in findings:
+        mark = "yes" if f.ok else "no "
+        console.print(f"{mark}  {f.what}: {f.found}" + (f"  -> {f.fix}" if f.fix and not f.ok else ""))
+
+
+@app.command()
+def clean(
+    everything: Annotated[bool, typer.Option("--all", help="also what a live controller still uses")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove namespaces, cgroups and processes that a dead controller left behind; runs/ and data/ are not touched."""
+    removed = leftovers.remove(everything=everything)
+    if as_json:
+        print(json.dumps(removed, indent=1))
+    for line in [] if as_json else (removed or ["nothing of ours was left"]):
+        console.print(line)
+
+
+@data_app.command("get")
+def data_get(name: Annotated[str, typer.Argument(help="cifar10 or mnist")]) -> None:
+    """Fetch a data set once, verified by checksum."""
+    path = datasets.fetch(name, data_dir(), lambda text: console.print(f"  {text}"))
+    console.print(f"{name} is in {path}")
+
+
+@data_app.command("list")
+def data_list(as_json: Json = False) -> None:
+    """Which data sets are known, and which are here."""
+    rows = {name: is_complete(name, data_dir()) for name in DATASETS}
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    for name, here in rows.items():
+        console.print(f"{name}: {'ready' if here else f'missing; testbed data get {name}'}")
+
+
+@data_app.command("verify")
+def data_verify(name: Annotated[str, typer.Argument(help="cifar10 or mnist")]) -> None:
+    """Hash the files again and compare."""
+    datasets.verify(name, data_dir())
+    console.print(f"{name}: every checksum is right")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Run the command; an error of ours is printed as its sentence and becomes its exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app(standalone_mode=True)
+    except TestbedError as error:
+        print(f"testbed: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("testbed: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,98 @@
+"""Doctor: what this machine can and cannot do, with the fix. It creates nothing that lasts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+
+from testbed.control.cgroups import find_hierarchy
+from testbed.control.substrates import netns
+from testbed.control.substrates.base import NodePlan
+from testbed.spec.datasets import DATASETS, data_dir, is_complete
+from testbed.spec.errors import TestbedError
+from testbed.spec.link import Link
+from testbed.spec.units import parse_rate
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, whether it is there, what was found, what to do about it."""
+
+    what: str
+    ok: bool
+    found: str
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    """Every check, in the order a person would ask."""
+    return [_python(), _cores(), _torch(), *_data(), _root(), *_tools(), _shaping(), _netem(), _cgroups()]
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    return Finding(
+        "Python 3.11 or later", sys.version_info >= (3, 11), version, "install python3.11 and run make again"
+    )
+
+
+def _cores() -> Finding:
+    cores = os.cpu_count() or 1
+    return Finding("two cores or more", cores >= 2, str(cores), "runs work, but shares of one core are coarse")
+
+
+def _torch() -> Finding:
+    """Looked up, not imported: the controller runs without it."""
+    try:
+        return Finding("torch", True, importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torch", False, "not installed, so no rank can start here", "make venv")
+
+
+def _data() -> list[Finding]:
+    here = {name: is_complete(name, data_dir()) for name in DATASETS}
+    return [
+        Finding(f"data {name}", ok, "ready" if ok else "missing", f"testbed data get {name}")
+        for name, ok in here.items()
+    ]
+
+
+def _root() -> Finding:
+    root = os.geteuid() == 0
+    found = "yes" if root else "no: runs use plain processes on loopback, unshaped"
+    return Finding("root (for network namespaces)", root, found, "run as root")
+
+
+def _tools() -> list[Finding]:
+    def look(tool: str, package: str) -> Finding:
+        path = shutil.which(tool)
+        return Finding(f"command {tool}", path is not None, path or "missing", f"install {package}")
+
+    return [look(tool, package) for tool, package in netns.TOOLS.items()]
+
+
+def _shaping() -> Finding:
+    return _rehearsed("shaping both ways (tbf, ifb)", Link(rate=parse_rate("100mbit")), "a kernel with sch_tbf and ifb")
+
+
+def _netem() -> Finding:
+    return _rehearsed("delay and loss (netem)", Link(delay=0.01), "a kernel with sch_netem; rates work without it")
+
+
+def _rehearsed(what: str, link: Link, fix: str) -> Finding:
+    try:
+        netns.check([NodePlan(name="node0", link=link)])
+        return Finding(what, True, "works")
+    except TestbedError as error:
+        return Finding(what, False, str(error).removeprefix("substrate netns: "), fix)
+
+
+def _cgroups() -> Finding:
+    try:
+        return Finding("CPU shares (cgroups)", os.geteuid() == 0, str(find_hierarchy()), "run as root")
+    except TestbedError as error:
+        return Finding("CPU shares (cgroups)", False, str(error), "mount the cpu controller")

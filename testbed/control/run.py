@@ -1,0 +1,141 @@
+"""The life of one run: place it, shape it, measure the network, start the ranks, follow them, sum up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testbed.control.measure import probe
+from testbed.control.place import Place, plans
+from testbed.control.progress import Progress
+from testbed.control.substrates.base import Process, Substrate
+from testbed.control.watch import follow
+from testbed.net.receipt import Receipt
+from testbed.spec.datasets import data_dir, is_complete
+from testbed.spec.errors import Interrupted, TestbedError, Unavailable, UsageError
+from testbed.spec.folder import RunFolder, write_whole
+from testbed.spec.mode import methods_dir
+from testbed.spec.run import RunSpec
+from testbed.spec.summary import Summary, summarise
+
+NODE_PORT = 29500  # of the rendezvous on a node that has its own network
+TOLERANCE = 0.05  # of the receipt, asked against got
+
+
+@dataclass
+class Facts:
+    """What only the controller knows of a run; it becomes part of summary.json."""
+
+    substrate: str
+    notes: list[str] = field(default_factory=list)
+    network: str = "not measured"
+    invalid: str = ""  # why the run must stay out of tables, when it must
+
+
+def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress) -> Summary:
+    """Run to the end. Whatever happens after the folder exists, summary.json says it; then errors are raised."""
+    spec = place.fit(spec)
+    check_before(spec)
+    facts = Facts(place.name)
+    try:
+        with place.make(spec) as substrate:
+            folder.create(spec)
+            facts.notes += substrate.notes
+            _measure(spec, substrate, folder, facts, progress)
+            _train(spec, substrate, folder, progress)
+    except KeyboardInterrupt:
+        _conclude(folder, spec, facts, "interrupted", "stopped by Ctrl-C")
+        raise Interrupted(f"interrupted; all ranks are stopped. What was measured is in {folder.path}") from None
+    except TestbedError as error:
+        _conclude(folder, spec, facts, "failed", str(error))
+        raise
+    return _conclude(folder, spec, facts, "invalid" if facts.invalid else "ok", facts.invalid)
+
+
+def check_before(spec: RunSpec) -> None:
+    """Refuse what cannot work, before anything exists."""
+    if not is_complete(spec.data.name, data_dir()):
+        way_out = f"Get it with `testbed data get {spec.data.name}`, or use --data synthetic."
+        raise Unavailable(f"data {spec.data.name!r}: not in {data_dir() / spec.data.name}. {way_out}")
+    methods = methods_dir() / f"{spec.mode.algorithm.replace('-', '_')}.py"
+    if methods.exists() and not os.access(methods, os.R_OK):
+        raise UsageError(f"mode {spec.mode}: {methods} cannot be read. Change its permissions.")
+
+
+def _measure(spec: RunSpec, substrate: Substrate, folder: RunFolder, facts: Facts, progress: Progress) -> None:
+    """Write the receipt before training; a network that is off makes the run invalid, not impossible."""
+    if spec.world == 1:
+        facts.network = "one node, no network"
+        return
+    if not spec.probe:
+        facts.network = "not measured (probe = false)"
+        facts.notes.append("probe = false: nobody checked the network")
+        return
+    receipt = _probe_twice(spec, substrate, folder, progress)
+    write_whole(folder.receipt, receipt.model_dump_json(indent=1))
+    facts.network = receipt.sentence()
+    if not receipt.valid(TOLERANCE):
+        facts.invalid = f"receipt off by {100 * receipt.worst_error:.1f} %: {facts.network}"
+
+
+def _probe_twice(spec: RunSpec, substrate: Substrate, folder: RunFolder, progress: Progress) -> Receipt:
+    """A machine that hiccups once gets a second look; the network that was measured last is the one that counts."""
+    receipt = probe(substrate, plans(spec), progress.stage, logs=folder.probe_log)
+    if receipt.valid(TOLERANCE):
+        return receipt
+    progress.stage(f"receipt off by {100 * receipt.worst_error:.1f} %, measuring once more")
+    return probe(substrate, plans(spec), progress.stage, logs=folder.probe_log)
+
+
+def _train(spec: RunSpec, substrate: Substrate, folder: RunFolder, progress: Progress) -> None:
+    progress.begin(spec)
+    common = _environment(spec, substrate)
+    argv = [sys.executable, "-m", "testbed.rank", "--folder", str(folder.path.resolve())]
+    processes: list[Process] = []
+    for rank, node in enumerate(substrate.nodes):
+        own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
+        processes.append(substrate.start(rank, argv, common | own, folder.log(rank)))
+    follow(processes, folder, spec.deadline, progress)
+
+
+def _environment(spec: RunSpec, substrate: Substrate) -> dict[str, str]:
+    """torchrun's contract, and where things lie."""
+    address = substrate.nodes[0].address
+    return {
+        "WORLD_SIZE": str(spec.world),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(_port(spec, address)),
+        "OMP_NUM_THREADS": str(spec.threads),
+        "TESTBED_DATA": str(data_dir().resolve()),
+        "TESTBED_METHODS": str(methods_dir().resolve()),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+
+
+def _port(spec: RunSpec, address: str) -> int:
+    """The port asked for, if it is free; by default any free one on loopback, a fixed one on a node of its own."""
+    if not address.startswith("127."):
+        return spec.port or NODE_PORT
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address, spec.port))
+        except OSError as error:
+            way_out = "Use another, or --set port=0 for any free one."
+            raise Unavailable(f"port {spec.port} on {address}: {error.strerror}. {way_out}") from None
+        port: int = trial.getsockname()[1]
+        return port
+
+
+def _conclude(folder: RunFolder, spec: RunSpec, facts: Facts, status: Any, reason: str) -> Summary:
+    """Write summary.json last: a folder without it never finished."""
+    summary = summarise(
+        folder, spec, status=status, reason=reason, substrate=facts.substrate, notes=facts.notes, network=facts.network
+    )
+    if folder.path.is_dir():
+        write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
+    return summary

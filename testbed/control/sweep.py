@@ -1,0 +1,57 @@
+"""Sweep: run every cell of an experiment, skip what is finished, go on past what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from testbed.control.place import Place
+from testbed.control.progress import Progress
+from testbed.control.run import execute
+from testbed.spec.errors import Interrupted, TestbedError, UsageError
+from testbed.spec.folder import RunFolder
+from testbed.spec.run import RunSpec
+from testbed.spec.summary import Summary
+
+
+def finished(folder: RunFolder, spec: RunSpec) -> Summary | None:
+    """The summary of a run that ended well with exactly this spec."""
+    if not folder.summary.is_file():
+        return None
+    try:
+        summary = Summary.read(folder)
+    except UsageError:
+        return None
+    return summary if summary.status == "ok" and summary.spec == spec else None
+
+
+def sweep(
+    specs: Sequence[RunSpec], place: Place, root: Path, progress: Progress, fresh: bool = False
+) -> tuple[list[Summary], list[TestbedError]]:
+    """All summaries in the order of `specs`, and the errors met on the way."""
+    summaries: list[Summary] = []
+    errors: list[TestbedError] = []
+    for number, spec in enumerate(specs, start=1):
+        folder = RunFolder(root / spec.experiment / spec.name)
+        progress.headline(f"[{number}/{len(specs)}] {spec.name}")
+        done = None if fresh else finished(folder, place.fit(spec))
+        if done:
+            progress.stage("finished earlier, skipped")
+            summaries.append(done)
+            continue
+        try:
+            summaries.append(_run_anew(spec, place, folder, progress))
+        except Interrupted:
+            raise
+        except TestbedError as error:
+            progress.stage(f"failed: {error}")
+            errors.append(error)
+            if folder.summary.is_file():
+                summaries.append(Summary.read(folder))
+    return summaries, errors
+
+
+def _run_anew(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress) -> Summary:
+    if folder.path.exists():
+        progress.stage(f"an earlier attempt moved to {folder.set_aside()}")
+    return execute(spec, place, folder, progress)

@@ -1,0 +1,115 @@
+"""Watch: follow the ranks of one run by their record files and exit codes until all have ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testbed.control.progress import Progress
+from testbed.control.substrates.base import Process
+from testbed.spec.errors import NetworkInvalid, RankFailed, ReplicasDiffer, TestbedError, UsageError
+from testbed.spec.folder import RunFolder
+
+POLL = 0.1  # seconds between two looks
+GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
+STALL = 10  # deadlines without any rank's progress: every wait inside a rank ends after one
+
+
+@dataclass
+class Tail:
+    """The new complete lines of a growing file."""
+
+    path: Path
+    offset: int = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+@dataclass
+class RankState:
+    """What is known of one rank from outside."""
+
+    process: Process
+    tail: Tail
+    last_step: int = -1
+    error: dict[str, Any] | None = None
+    code: int | None = None
+    ended: bool = field(default=False)
+
+    def look(self, rank: int, progress: Progress) -> bool:
+        """Read on; True when anything happened."""
+        records = self.tail.read()
+        for record in records:
+            if record["kind"] == "step":
+                self.last_step = record["step"]
+                progress.step(rank, record)
+            elif record["kind"] == "error":
+                self.error = record
+        if self.code is None:
+            self.code = self.process.poll()
+        return bool(records) or self.code is not None
+
+
+def follow(processes: list[Process], folder: RunFolder, deadline: float, progress: Progress) -> None:
+    """Return when all ranks ended well; raise for the guilty one otherwise."""
+    ranks = [RankState(process, Tail(folder.records(k))) for k, process in enumerate(processes)]
+    moved = time.monotonic()
+    while any(rank.code is None for rank in ranks):
+        running = sum(rank.code is None for rank in ranks)
+        if any([rank.look(k, progress) for k, rank in enumerate(ranks) if rank.code is None]):
+            moved = time.monotonic()
+        if any(rank.code not in (None, 0) for rank in ranks):
+            _let_others_end(ranks, progress)
+            raise _blame(ranks, folder)
+        if time.monotonic() - moved > STALL * deadline:
+            slowest = min(range(len(ranks)), key=lambda k: ranks[k].last_step)
+            waited = f"no rank moved for {STALL * deadline:g} s"
+            raise RankFailed(f"rank {slowest} (node{slowest}) is behind, and {waited}. See {folder.log(slowest)}")
+        if running:
+            time.sleep(POLL)
+
+
+def _let_others_end(ranks: list[RankState], progress: Progress) -> None:
+    """Their logs say what they saw of the failure; those that still wait are stopped with the substrate."""
+    end = time.monotonic() + GRACE
+    while time.monotonic() < end and any(rank.code is None for rank in ranks):
+        for k, rank in enumerate(ranks):
+            rank.look(k, progress)
+        time.sleep(POLL)
+    for k, rank in enumerate(ranks):
+        rank.look(k, progress)
+
+
+def _blame(ranks: list[RankState], folder: RunFolder) -> TestbedError:
+    """The first cause: a rank that ended for another reason than losing a peer, if there is one."""
+    failed = [k for k, rank in enumerate(ranks) if rank.code not in (None, 0)]
+    guilty = min(failed, key=lambda k: (ranks[k].code == RankFailed.exit_code, k))
+    state = ranks[guilty]
+    known: list[type[TestbedError]] = [UsageError, ReplicasDiffer, NetworkInvalid]
+    kind = next((e for e in known if e.exit_code == state.code), RankFailed)
+    if kind is UsageError and state.error:
+        return UsageError(state.error["message"])
+    said = f": {state.error['message']}" if state.error else ""
+    others = [k for k in failed if k != guilty]
+    also = f" Then {', '.join(f'rank {k}' for k in others)} lost it." if others else ""
+    who = f"rank {guilty} (node{guilty})"
+    when = f"after step {state.last_step + 1}" if state.last_step >= 0 else "before its first step"
+    return kind(f"{who} {_how_it_ended(state.code)} {when}{said}.{also} See {folder.log(guilty)}")
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
