@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from testbed import __version__
 from testbed.control import data as datasets
@@ -30,7 +29,7 @@ from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
 from testbed.spec.mode import algorithms, legal_modes
 from testbed.spec.run import RunSpec
-from testbed.spec.summary import HEADER, Summary, caption, left_out, table
+from testbed.spec.summary import HEADER, Summary, caption, format_table, left_out, table
 
 app = typer.Typer(
     add_completion=False,
@@ -40,7 +39,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.")
 app.add_typer(data_app, name="data")
-console = Console(markup=False, highlight=False)
+console = Console(markup=False, highlight=False, soft_wrap=True)
 
 On = Annotated[str, typer.Option("--on", help="where: auto, netns (root, shaped), process (unshaped)")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
@@ -120,7 +119,7 @@ def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
     values = _with_settings(values, settings)
     slug = re.sub(r"[^a-z0-9.]+", "_", str(values["mode"]).lower()).strip("_.") or "run"
     values.setdefault("name", f"{slug}-n{values['nodes']}")
-    return RunSpec.load(values, "testbed run")
+    return RunSpec.load(values, where="")
 
 
 def _with_settings(values: dict[str, Any], settings: list[str]) -> dict[str, Any]:
@@ -155,19 +154,14 @@ def _print_results(summaries: list[Summary], where: Path, as_json: bool) -> None
         print(json.dumps(document, indent=1))
         return
     counted = [s for s in summaries if s.status == "ok"]
-    grid = Table(title=caption(counted) or None, title_justify="left", title_style="")
-    for column, name in enumerate(HEADER):
-        grid.add_column(name, justify="left" if column == 0 else "right")
-    for row in table(summaries):
-        grid.add_row(*row)
     if counted:
-        console.print(grid)
+        console.print(f"\n{caption(counted)}\n\n{format_table(HEADER, table(summaries))}\n")
     for line in dict.fromkeys(note for s in summaries for note in s.notes):
         console.print(f"note: {line}")
     for line in left_out(summaries):
         console.print(f"left out: {line}")
     for network in dict.fromkeys(s.network for s in counted if s.spec.world > 1):
-        console.print(f"network: {network}")
+        console.print(network)
     console.print(f"everything is in {where}")
 
 
@@ -178,13 +172,11 @@ def modes(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps([{"mode": mode, "does": does} for mode, does in rows], indent=1))
         return
-    grid = Table("mode", "what it does", title="algorithm[/granularity][/schedule][/every:K[@M]]", title_justify="left")
-    for row in rows:
-        grid.add_row(*row)
-    console.print(grid)
-    console.print(
-        "any bucket size works; /every:K after any mode but single, server, ddp: parameters averaged every K steps"
-    )
+    width = max(len(mode) for mode, _ in rows)
+    for mode, does in rows:
+        console.print(f"{mode.ljust(width)}  {does}")
+    console.print("\nSpelled algorithm[/granularity][/schedule][/every:K[@M]]; any bucket size works.")
+    console.print("/every:K after any mode but single, server and ddp: K local steps, then parameters are averaged.")
 
 
 @app.command()

@@ -23,7 +23,6 @@ from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary, summarise
 
 NODE_PORT = 29500  # of the rendezvous on a node that has its own network
-TOLERANCE = 0.05  # of the receipt, asked against got
 
 
 @dataclass
@@ -37,20 +36,28 @@ class Facts:
 
 
 def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress) -> Summary:
-    """Run to the end. Whatever happens after the folder exists, summary.json says it; then errors are raised."""
+    """Run to the end. Bad input raises before the folder exists; from then on summary.json says what happened."""
     spec = place.fit(spec)
     check_before(spec)
-    facts = Facts(place.name)
+    with place.make(spec) as substrate:
+        environment = _environment(spec, substrate)
+        folder.create(spec)
+        return _live(spec, substrate, folder, environment, progress)
+
+
+def _live(
+    spec: RunSpec, substrate: Substrate, folder: RunFolder, environment: dict[str, str], progress: Progress
+) -> Summary:
+    facts = Facts(substrate.name, list(substrate.notes))
     try:
-        with place.make(spec) as substrate:
-            folder.create(spec)
-            facts.notes += substrate.notes
-            _measure(spec, substrate, folder, facts, progress)
-            _train(spec, substrate, folder, progress)
+        _measure(spec, substrate, folder, facts, progress)
+        _train(spec, substrate, folder, environment, progress)
     except KeyboardInterrupt:
+        substrate.stop()
         _conclude(folder, spec, facts, "interrupted", "stopped by Ctrl-C")
         raise Interrupted(f"interrupted; all ranks are stopped. What was measured is in {folder.path}") from None
     except TestbedError as error:
+        substrate.stop()
         _conclude(folder, spec, facts, "failed", str(error))
         raise
     return _conclude(folder, spec, facts, "invalid" if facts.invalid else "ok", facts.invalid)
@@ -75,30 +82,33 @@ def _measure(spec: RunSpec, substrate: Substrate, folder: RunFolder, facts: Fact
         facts.network = "not measured (probe = false)"
         facts.notes.append("probe = false: nobody checked the network")
         return
-    receipt = _probe_twice(spec, substrate, folder, progress)
-    write_whole(folder.receipt, receipt.model_dump_json(indent=1))
+    receipt = _probe_twice(spec, substrate, progress)
+    receipt.write(folder.receipt)
     facts.network = receipt.sentence()
-    if not receipt.valid(TOLERANCE):
-        facts.invalid = f"receipt off by {100 * receipt.worst_error:.1f} %: {facts.network}"
+    progress.stage(facts.network)
+    if not receipt.valid():
+        facts.invalid = facts.network
 
 
-def _probe_twice(spec: RunSpec, substrate: Substrate, folder: RunFolder, progress: Progress) -> Receipt:
+def _probe_twice(spec: RunSpec, substrate: Substrate, progress: Progress) -> Receipt:
     """A machine that hiccups once gets a second look; the network that was measured last is the one that counts."""
-    receipt = probe(substrate, plans(spec), progress.stage, logs=folder.probe_log)
-    if receipt.valid(TOLERANCE):
+    progress.stage(f"measuring the network: {spec.world * (spec.world - 1)} links and the fan-in")
+    receipt = probe(substrate, plans(spec), progress.link)
+    if receipt.valid():
         return receipt
-    progress.stage(f"receipt off by {100 * receipt.worst_error:.1f} %, measuring once more")
-    return probe(substrate, plans(spec), progress.stage, logs=folder.probe_log)
+    progress.stage(f"{receipt.sentence()}; measuring once more")
+    return probe(substrate, plans(spec), progress.link)
 
 
-def _train(spec: RunSpec, substrate: Substrate, folder: RunFolder, progress: Progress) -> None:
+def _train(
+    spec: RunSpec, substrate: Substrate, folder: RunFolder, environment: dict[str, str], progress: Progress
+) -> None:
     progress.begin(spec)
-    common = _environment(spec, substrate)
     argv = [sys.executable, "-m", "testbed.rank", "--folder", str(folder.path.resolve())]
     processes: list[Process] = []
     for rank, node in enumerate(substrate.nodes):
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
-        processes.append(substrate.start(rank, argv, common | own, folder.log(rank)))
+        processes.append(substrate.start(rank, argv, environment | own, folder.log(rank)))
     follow(processes, folder, spec.deadline, progress)
 
 
@@ -136,6 +146,5 @@ def _conclude(folder: RunFolder, spec: RunSpec, facts: Facts, status: Any, reaso
     summary = summarise(
         folder, spec, status=status, reason=reason, substrate=facts.substrate, notes=facts.notes, network=facts.network
     )
-    if folder.path.is_dir():
-        write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
+    write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
     return summary

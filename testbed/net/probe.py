@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import selectors
 import socket
 import struct
@@ -24,23 +24,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from testbed.net.pace import STALL, Pace, Pairs, pace, receive_buffer, schedule, steady
 from testbed.net.rendezvous import PATIENCE, Peer, ProbeError, Rendezvous, arrive
-from testbed.net.wire import MTU, bottleneck, burst
+from testbed.net.wire import MTU
 
 Report = Callable[[dict[str, Any]], None]
-Pairs = Sequence[tuple[int, int]]  # (src, dst)
 CHUNK = 256 * 1024  # bytes per send and receive call
 UNSENT = 128 * 1024  # bytes a sender may hold unsent: more would only delay the end
-STALL = 10.0  # seconds without a byte after which a flow has failed
-CUT = 0.25  # seconds of slow start that are not counted
-WINDOW = 0.3  # seconds that are; both grow where a burst takes long
-CUT_BURSTS, WINDOW_BURSTS = 20, 50
-UNSHAPED_CUT, UNSHAPED_WINDOW = 0.1, 0.2
-IN_FLIGHT = 0.025  # seconds of the rate: fills the bucket, stays below the queue, so nothing is lost and sent again
-MIN_IN_FLIGHT = 6 * 1024  # bytes, four frames
-SMALL_BUFFER = 128 * 1024  # bytes; a first window is half of this, and floods the queue of a link slower than that
-HEADER = struct.Struct("!16sII")  # token, step, rank
-INFO_MTU, INFO_ROUND_TRIP = 60, 68  # offsets of 32-bit fields in Linux's struct tcp_info; bytes, microseconds
+HEADER = struct.Struct("!16sI")  # token, rank
+INFO_MTU = 60  # offset of the path's MTU in Linux's struct tcp_info
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # linger for 0 s: closing throws away what is still under way
 
 
@@ -69,68 +61,16 @@ class Measurement:
     seconds: float  # the whole probe
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long a step cuts off, counts, and may last; in seconds."""
-
-    cut: float
-    window: float
-
-    @property
-    def longest(self) -> float:
-        """Far beyond what a healthy step takes."""
-        return 2 * (self.cut + self.window) + STALL
-
-
-def schedule(n: int) -> list[Pairs]:
-    """What is sent at the same time, step by step: the halves of N-1 rounds, then the fan-in."""
-    halves = [half for number in range(1, n) for half in _halves(n, number)]
-    return [*halves, [(src, 0) for src in range(1, n)]] if n > 1 else []
-
-
-def _halves(n: int, number: int) -> list[Pairs]:
-    """Round `number` in parts where nobody both sends and receives; a ring of odd length needs a third."""
-    parts: list[list[tuple[int, int]]] = [[], [], []]
-    for ring in range(math.gcd(n, number)):  # the round is made of this many separate rings
-        length = n // math.gcd(n, number)
-        for place in range(length):
-            src = (ring + place * number) % n
-            last_of_odd = length % 2 == 1 and place == length - 1
-            parts[2 if last_of_odd else place % 2].append((src, (src + number) % n))
-    return [part for part in parts if part]
-
-
-def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
-    """The slowest link of a step sets its length: at least 50 bursts are counted."""
-    limits = [bottleneck(rates[dst], [rates[src] for src, to in pairs if to == dst]) for _, dst in pairs]
-    spans = [burst(rate) * 8 / rate for rate in limits if rate is not None]
-    if not spans:
-        return Pace(UNSHAPED_CUT, UNSHAPED_WINDOW)
-    return Pace(max(CUT, CUT_BURSTS * max(spans)), max(WINDOW, WINDOW_BURSTS * max(spans)))
-
-
-def in_flight(rates: Sequence[int | None], pairs: Pairs, src_dst: tuple[int, int], round_trip: float) -> int | None:
-    """Bytes one flow may have under way, so that no queue overflows or runs dry; None where nothing is shaped."""
-    sources = [src for src, dst in pairs if dst == src_dst[1]]
-    total = bottleneck(rates[src_dst[1]], [rates[src] for src in sources])
-    if total is None:
-        return None
-    share = bottleneck(total // len(sources), [rates[src_dst[0]]]) or total
-    return max(MIN_IN_FLIGHT, round(share * (IN_FLIGHT + round_trip) / 8))
-
-
 def probe_node(rank: int, addresses: Sequence[str], port: int, rate: int | None, report: Report) -> Measurement:
     """Take part in a probe as node `rank`, whose link has `rate` bit/s; all nodes call this at the same time."""
     began = time.monotonic()
-    with socket.create_server((addresses[rank], 0), backlog=2 * len(addresses)) as listener:
-        me = Peer(address=addresses[rank], port=listener.getsockname()[1], rate=rate)
-        with arrive(rank, addresses, port, me) as meeting:
-            node = _Node(rank, listener, meeting, report)
-            try:
+    with arrive(rank, addresses, port, Peer(address=addresses[rank], rate=rate)) as meeting:
+        try:
+            with _Node(rank, meeting, report) as node:
                 node.run()
                 outcomes = meeting.gather(node.outcome())
-            except (OSError, ProbeError) as error:
-                raise meeting.fail(error) from None
+        except (OSError, ProbeError) as error:
+            raise meeting.fail(error) from None
     return _merge(outcomes, time.monotonic() - began)
 
 
@@ -147,109 +87,118 @@ def _merge(outcomes: Sequence[dict[str, Any]], seconds: float) -> Measurement:
 class _Node:
     """One node's part: connect, meet, send and count, in every step."""
 
-    def __init__(self, rank: int, listener: socket.socket, meeting: Rendezvous, report: Report) -> None:
+    def __init__(self, rank: int, meeting: Rendezvous, report: Report) -> None:
         self._rank = rank
-        self._listener = listener
         self._meeting = meeting
         self._report = report
+        self._address = meeting.peers[rank].address
         self._rates = [peer.rate for peer in meeting.peers]
         self._steps = schedule(len(self._rates))
+        self._listeners: dict[int, socket.socket] = {}  # one per step in which this node receives
         self._flows: list[Flow] = []
         self._mtu = MTU
         self._congestion = ""
 
+    def __enter__(self) -> _Node:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for listener in self._listeners.values():
+            listener.close()
+
     def run(self) -> None:
-        """All steps in turn."""
-        for number, pairs in enumerate(self._steps, start=1):
-            self._step(number, pairs)
+        """All steps in turn; first everyone says where it listens."""
+        for number, pairs in enumerate(self._steps):
+            if any(dst == self._rank for _, dst in pairs):
+                self._listeners[number] = self._listen(pairs)
+        ports = self._meeting.gather({str(n): sock.getsockname()[1] for n, sock in self._listeners.items()})
+        for number, pairs in enumerate(self._steps):
+            self._step(number, pairs, [node.get(str(number), 0) for node in ports])
+
+    def _listen(self, pairs: Pairs) -> socket.socket:
+        listener = socket.create_server((self._address, 0), backlog=2 * len(self._rates))
+        size = receive_buffer(self._rates, pairs, self._rank, self._meeting.round_trip())
+        if size is not None:  # accepted connections inherit it, first window included
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        return listener
 
     def outcome(self) -> dict[str, Any]:
         """What this node tells the others at the end."""
         return {"flows": [asdict(flow) for flow in self._flows], "mtu": self._mtu, "congestion": self._congestion}
 
-    def _step(self, number: int, pairs: Pairs) -> None:
+    def _step(self, number: int, pairs: Pairs, ports: Sequence[int]) -> None:
         """Open this step's connections, meet the others, then send and count."""
         plan = pace(self._rates, pairs)
         sources = [src for src, dst in pairs if dst == self._rank]
         with ExitStack() as closing:
-            outgoing = [
-                closing.enter_context(self._connect(number, pair, pairs)) for pair in pairs if pair[0] == self._rank
-            ]
-            incoming = [closing.enter_context(sock) for sock in self._accept(number, pairs)]
+            targets = [(self._meeting.peers[dst].address, ports[dst]) for src, dst in pairs if src == self._rank]
+            outgoing = [closing.enter_context(self._connect(target)) for target in targets]
+            incoming = [closing.enter_context(sock) for sock in self._accept(number, sources)]
             self._meeting.meet(number, allow=PATIENCE + plan.longest)
             senders = [threading.Thread(target=_send, args=(sock, plan.longest), daemon=True) for sock in outgoing]
             for sender in senders:
                 sender.start()
             if incoming:
-                self._count(number, sources, *_receive(incoming, plan))
+                self._count(number, sources, plan, incoming)
             for sock in incoming:
                 sock.close()  # resets: the sender stops at once
             for sender in senders:
                 sender.join(plan.longest)
 
-    def _count(self, number: int, sources: Sequence[int], size: int, seconds: float) -> None:
-        last = len(self._steps)
-        flow = Flow(None if number == last else sources[0], self._rank, size, seconds)
+    def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
+        last = number == len(self._steps) - 1
+        try:
+            flow = Flow(None if last else sources[0], self._rank, *_receive(incoming, plan))
+        except (OSError, ProbeError) as error:
+            names = ", ".join(f"node{src}" for src in sources)
+            raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None
         self._flows.append(flow)
-        event = {"event": "flow", "step": number, "of": last, "src": flow.src, "dst": flow.dst}
+        event = {"event": "flow", "step": number + 1, "of": len(self._steps), "src": flow.src, "dst": flow.dst}
         self._report({**event, "goodput": round(flow.goodput)})
 
-    def _connect(self, number: int, src_dst: tuple[int, int], pairs: Pairs) -> socket.socket:
-        peer, mine = self._meeting.peers[src_dst[1]], self._meeting.peers[self._rank]
+    def _connect(self, target: tuple[str, int]) -> socket.socket:
         try:
-            sock = socket.create_connection((peer.address, peer.port), timeout=STALL, source_address=(mine.address, 0))
-            sock.sendall(HEADER.pack(self._meeting.token, number, self._rank))
+            sock = socket.create_connection(target, timeout=STALL, source_address=(self._address, 0))
+            sock.sendall(HEADER.pack(self._meeting.token, self._rank))
         except OSError as error:
-            raise ProbeError(f"node{self._rank} cannot reach {peer.address}:{peer.port} ({error})") from None
+            raise ProbeError(f"node{self._rank} cannot reach {target[0]}:{target[1]} ({error})") from None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
-        bound = in_flight(self._rates, pairs, src_dst, _info(sock, INFO_ROUND_TRIP) / 1e6)
-        if bound is not None and bound <= SMALL_BUFFER:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, round(bound * 0.6))  # the kernel doubles it
-        self._mtu = _info(sock, INFO_MTU)
+        self._mtu = _path_mtu(sock)
         self._congestion = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).partition(b"\0")[0].decode()
         return sock
 
-    def _accept(self, number: int, pairs: Pairs) -> list[socket.socket]:
+    def _accept(self, number: int, sources: Sequence[int]) -> list[socket.socket]:
         """This step's connections, one from each source; anything else is closed."""
-        sources = [src for src, dst in pairs if dst == self._rank]
         found: dict[int, socket.socket] = {}
         deadline = time.monotonic() + PATIENCE
         while missing := [f"node{src}" for src in sources if src not in found]:
-            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+            self._listeners[number].settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = self._listeners[number].accept()
             except TimeoutError:
                 raise ProbeError(f"node{self._rank}: no connection from {', '.join(missing)}") from None
-            src = self._identify(sock, number)
-            if src in sources and src not in found:
-                found[src] = self._prepare(sock, (src, self._rank), pairs)
+            src = self._identify(sock)
+            if src is not None and src in sources and src not in found:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+                found[src] = sock
             else:
                 sock.close()
         return list(found.values())
 
-    def _identify(self, sock: socket.socket, number: int) -> int | None:
+    def _identify(self, sock: socket.socket) -> int | None:
         """The rank behind a new connection; None for a stranger."""
         sock.settimeout(STALL)
         with suppress(OSError):
             data = sock.recv(HEADER.size, socket.MSG_WAITALL)
-            if len(data) == HEADER.size:
-                token, of_step, src = HEADER.unpack(data)
-                return int(src) if (token, of_step) == (self._meeting.token, number) else None
+            if len(data) == HEADER.size and data.startswith(self._meeting.token):
+                return int(HEADER.unpack(data)[1])
         return None
 
-    def _prepare(self, sock: socket.socket, src_dst: tuple[int, int], pairs: Pairs) -> socket.socket:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
-        bound = in_flight(self._rates, pairs, src_dst, _info(sock, INFO_ROUND_TRIP) / 1e6)
-        if bound is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, bound)
-        return sock
 
-
-def _info(sock: socket.socket, offset: int) -> int:
-    """One field of the kernel's struct tcp_info."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_ROUND_TRIP + 4)
-    return int(struct.unpack_from("=I", info, offset)[0])
+def _path_mtu(sock: socket.socket) -> int:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_MTU + 4)
+    return int(struct.unpack_from("=I", info, INFO_MTU)[0])
 
 
 def _send(sock: socket.socket, longest: float) -> None:
@@ -263,7 +212,7 @@ def _send(sock: socket.socket, longest: float) -> None:
 
 
 def _receive(socks: Sequence[socket.socket], plan: Pace) -> tuple[int, float]:
-    """Bytes and seconds of the counted window, over all connections together."""
+    """Bytes and seconds counted, over all connections together."""
     buffer = bytearray(CHUNK)
     with selectors.DefaultSelector() as selector:
         for sock in socks:
@@ -271,8 +220,13 @@ def _receive(socks: Sequence[socket.socket], plan: Pace) -> tuple[int, float]:
             selector.register(sock, selectors.EVENT_READ)
         _, first = _drain(selector, buffer, until=0.0)
         _, start = _drain(selector, buffer, until=first + plan.cut)
-        size, end = _drain(selector, buffer, until=start + plan.window)
-    return size, end - start
+        total, end, rates = 0, start, list[float]()
+        while not steady(rates, plan.most):
+            began = end
+            size, end = _drain(selector, buffer, until=began + plan.slice)
+            total += size
+            rates.append(size / (end - began))
+    return total, end - start
 
 
 def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) -> tuple[int, float]:
@@ -296,10 +250,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """One node of a probe; JSON lines on stdout: flow, then result or error."""
     parser = argparse.ArgumentParser(prog="python -m testbed.net.probe", description="Measure the links between nodes.")
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--addresses", type=lambda text: text.split(","), required=True, help="all nodes, in rank order")
+    parser.add_argument(
+        "--addresses", type=lambda text: text.split(","), required=True, help="all nodes, in rank order"
+    )
     parser.add_argument("--port", type=int, required=True, help="where node 0 listens")
     parser.add_argument("--rate", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
     options = parser.parse_args(arguments)
+    with suppress(OSError):  # where allowed: the link is measured, not how busy the processors are
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         result = probe_node(options.rank, options.addresses, options.port, options.rate, _print)
     except (OSError, ProbeError) as error:

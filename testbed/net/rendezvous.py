@@ -1,9 +1,9 @@
 """Where the nodes of a probe meet: node 0 is the hub, the others are members, one JSON object per line.
 
-    member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"welcome": {...}}
-    member -> hub   {"ready": 3}                    hub -> member   {"go": 3}
-    member -> hub   {"outcome": {...}}              hub -> member   {"outcomes": [...]}
-    either way      {"fail": "a sentence"}          ends the probe on every node
+member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"welcome": {...}}
+member -> hub   {"ready": 3}                    hub -> member   {"go": 3}
+member -> hub   {"outcome": {...}}              hub -> member   {"outcomes": [...]}
+either way      {"fail": "a sentence"}          ends the probe on every node
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import secrets
 import select
 import socket
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 PATIENCE = 30.0  # seconds that nodes may be apart, start-up included
+INFO_MIN_RTT = 148  # offset of the smallest round trip, microseconds, in Linux's struct tcp_info
 LINE_LIMIT = 1 << 20  # bytes; a longer line is not ours
 
 
@@ -29,10 +31,9 @@ class ProbeError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a node takes data connections, and the rate of its link in bit/s."""
+    """A node's address, and the rate of its link in bit/s."""
 
     address: str
-    port: int
     rate: int | None
 
 
@@ -121,6 +122,11 @@ class Rendezvous(ABC):
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Give this node's outcome; the outcomes of all, in rank order."""
 
+    def round_trip(self) -> float:
+        """Seconds to the hub and back, or to the farthest member, as the kernel has seen it at best."""
+        infos = [channel.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152) for channel in self._channels]
+        return max((struct.unpack_from("=I", info, INFO_MIN_RTT)[0] / 1e6 for info in infos), default=0.0)
+
     def tell(self, message: dict[str, Any]) -> None:
         """Send to everyone this node has a connection to."""
         for channel in self._channels:
@@ -197,7 +203,9 @@ def _host(addresses: Sequence[str], port: int, me: Peer) -> Hub:
         with reached:
             raise reached.fail(ProbeError(f"node0 at {addresses[0]}:{port}: {error}")) from None
     ranks = range(1, len(addresses))
-    hub = Hub(secrets.token_bytes(16), [me, *(members[rank][1] for rank in ranks)], [members[rank][0] for rank in ranks])
+    hub = Hub(
+        secrets.token_bytes(16), [me, *(members[rank][1] for rank in ranks)], [members[rank][0] for rank in ranks]
+    )
     hub.tell({"welcome": {"token": hub.token.hex(), "peers": [asdict(peer) for peer in hub.peers]}})
     return hub
 

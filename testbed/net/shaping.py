@@ -46,7 +46,21 @@ def route_congestion(name: str, subnet: str, iface: str = "eth0", address: str |
     That list (net.ipv4.tcp_allowed_congestion_control) is one for the whole machine: changing it would touch others.
     """
     source = ["src", address] if address else []
-    return ["ip", "route", "replace", subnet, "dev", iface, "scope", "link", "proto", "kernel", *source, "congctl", name]
+    return [
+        "ip",
+        "route",
+        "replace",
+        subnet,
+        "dev",
+        iface,
+        "scope",
+        "link",
+        "proto",
+        "kernel",
+        *source,
+        "congctl",
+        name,
+    ]
 
 
 def _tbf(link: Link, rate: int, dev: str, place: list[str]) -> list[str]:

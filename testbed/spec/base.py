@@ -12,15 +12,16 @@ from testbed.spec.errors import SpecError
 class Spec(BaseModel):
     """Frozen configuration; build it with `load` to get one-sentence refusals."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     @classmethod
     def load(cls, values: dict[str, Any], where: str) -> Self:
-        """Validate `values`; `where` names the file or command line in the refusal."""
+        """Validate `values`; `where` names the file in the refusal."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise SpecError(f"{where}: " + "; ".join(_sentence(cls, item) for item in error.errors())) from None
+            text = "; ".join(_sentence(cls, item) for item in error.errors())
+            raise SpecError(f"{where}: {text}" if where else text) from None
 
 
 def _sentence(cls: type[BaseModel], item: Any) -> str:

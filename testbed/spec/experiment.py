@@ -6,7 +6,7 @@ import itertools
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ class Experiment(Spec):
     title: str
     takes: str = ""  # how long it takes on two cores, for people
     base: dict[str, Any] = {}
-    axes: dict[str, list[Any]] = {}
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     repeats: int = Field(default=1, ge=1, le=1000)
     published: dict[str, Any] = {}  # figures of others, kept beside the question for the report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -31,9 +32,6 @@ class RunFolder:
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"
 
-    def probe_log(self, rank: int) -> Path:
-        return self.path / f"probe{rank}.log"
-
     def create(self, spec: RunSpec) -> None:
         """Make the folder with its spec.json; one that exists is never written over."""
         try:
@@ -53,13 +51,15 @@ class RunFolder:
             return RunSpec.from_json(self.spec.read_text(encoding="utf-8"), str(self.spec))
         except OSError as error:
             raise UsageError(f"{self.spec} cannot be read ({error.strerror}). Is {self.path} a run folder?") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{self.spec}: not JSON ({error.reason}). Write it with `testbed run`.") from None
 
     def set_aside(self) -> Path:
         """Move a folder that is to be replaced out of every reader's sight; nothing is deleted."""
         attic = self.path.parent / ".superseded"
         attic.mkdir(exist_ok=True)
-        number = sum(1 for old in attic.iterdir() if old.name.startswith(f"{self.path.name}~"))
-        target = attic / f"{self.path.name}~{number}"
+        names = (attic / f"{self.path.name}~{number}" for number in itertools.count())
+        target = next(name for name in names if not name.exists())
         shutil.move(self.path, target)
         return target
 
@@ -67,7 +67,11 @@ class RunFolder:
 def write_whole(path: Path, text: str) -> None:
     """Write through a temporary name and rename: readers see the old file or the new one, never half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as out:
-        out.write(text if text.endswith("\n") else text + "\n")
-    Path(name).chmod(0o644)
-    Path(name).replace(path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text if text.endswith("\n") else text + "\n")
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

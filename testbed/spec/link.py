@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
@@ -23,9 +23,15 @@ def _from_text(parse):  # type: ignore[no-untyped-def]
     return BeforeValidator(read)
 
 
-Rate = Annotated[int, _from_text(parse_rate), PlainSerializer(format_rate), Field(gt=0)]
-Size = Annotated[int, _from_text(parse_size), PlainSerializer(format_size), Field(gt=0)]
-Duration = Annotated[float, _from_text(parse_duration), PlainSerializer(format_duration), Field(gt=0)]
+Rate = Annotated[int, _from_text(parse_rate), PlainSerializer(format_rate), Field(gt=0, le=10**15)]
+Size = Annotated[int, _from_text(parse_size), PlainSerializer(format_size), Field(gt=0, le=10**15)]
+Duration = Annotated[
+    float,
+    _from_text(parse_duration),
+    Field(ge=1e-6, le=86400),  # what is printed is exact to the microsecond, and so is what is kept
+    AfterValidator(lambda seconds: round(seconds, 6)),
+    PlainSerializer(format_duration),
+]
 
 
 class Link(Spec):

@@ -85,7 +85,7 @@ class RunSpec(Spec):
     link: Link = Link()
     overrides: dict[str, NodeOverride] = {}  # "node2" -> what differs there
     probe: bool = True  # measure the network before training
-    deadline: float = Field(default=60.0, gt=0)  # seconds that any one wait of a rank may take
+    deadline: float = Field(default=60.0, gt=0, le=86400)  # seconds that any one wait of a rank may take
     port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free one
 
     @property
@@ -122,7 +122,7 @@ class RunSpec(Spec):
 
     @model_validator(mode="after")
     def _rules(self) -> RunSpec:
-        for rule in (_check_nodes, _check_batch, _check_shares, _check_overrides, _check_placement, _check_length):
+        for rule in (_check_nodes, _check_shares, _check_batch, _check_overrides, _check_placement, _check_length):
             try:
                 rule(self)
             except SpecError as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
@@ -18,6 +19,8 @@ from testbed.spec.units import format_rate
 
 class Summary(Spec):
     """summary.json. `status` other than "ok" keeps a run out of tables; `reason` says why."""
+
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # a loss that diverged is a result too
 
     version: int = Field(default=SCHEMA, alias="schema")
     spec: RunSpec
@@ -43,13 +46,12 @@ class Summary(Spec):
 
     @classmethod
     def read(cls, folder: RunFolder) -> Summary:
-        text = folder.summary.read_text(encoding="utf-8")
         try:
-            values = cls.model_validate_json(text)
-        except ValueError as error:
+            values = json.loads(folder.summary.read_text(encoding="utf-8"))
+            check_schema(values["schema"], str(folder.summary))
+            return cls.model_validate(values)
+        except (ValueError, TypeError, KeyError) as error:
             raise SpecError(f"{folder.summary}: damaged ({str(error).splitlines()[0]}). Run it again.") from None
-        check_schema(values.version, str(folder.summary))
-        return values
 
 
 def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
@@ -121,11 +123,11 @@ def _accuracy(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
 HEADER = (
     "mode",
     "s/iter",
-    "middle half",
+    "quartiles",
     "speed-up",
     "test loss",
     "accuracy",
-    "MB sent/step: rank 0, others",
+    "MB sent/step (rank 0, others)",
     "replicas agree",
 )
 
@@ -133,6 +135,18 @@ HEADER = (
 def table(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
     """The rows under HEADER, in the order given; runs that do not count are left out."""
     return [_row(s, _baseline(s, summaries)) for s in summaries if s.status == "ok"]
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Plain aligned text that is Markdown as well: it fits a log, a README and a script's split on '|'."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = zip(cells, widths, strict=True)
+        return "| " + " | ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]) + " |"
+
+    rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
+    return "\n".join([line(header), rule, *map(line, rows)])
 
 
 def left_out(summaries: Sequence[Summary]) -> list[str]:

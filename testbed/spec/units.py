@@ -8,7 +8,8 @@ from testbed.spec.errors import refuse
 
 SIZE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_NUMBER = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"(\d{1,16}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
+_MOST = 10**15  # of the smallest unit: exact in a float, and printed in digits that parse back
 
 
 def _parse(what: str, text: str, units: dict[str, int], example: str) -> int:
@@ -18,8 +19,9 @@ def _parse(what: str, text: str, units: dict[str, int], example: str) -> int:
         rule = f"needs a number and one of {', '.join(u for u in units if u)}"
         raise refuse(what, text, rule, f"Write e.g. {example}.")
     value = round(float(match[1]) * units[unit])
-    if value < 1:
-        raise refuse(what, text, "must be greater than 0", f"Write e.g. {example}.")
+    if not 1 <= value <= _MOST:
+        rule = "must be greater than 0" if value < 1 else f"must be at most {_MOST} {next(u for u in units if u)}"
+        raise refuse(what, text, rule, f"Write e.g. {example}.")
     return value
 
 

@@ -74,6 +74,10 @@ class Substrate(Protocol):
         """Start a long-running process with `env` added to ours; its stdout and stderr are appended to `log`."""
         ...
 
+    def stop(self) -> None:
+        """End every process that was started, first politely; the nodes stay."""
+        ...
+
     def put(self, node: int, local: Path, remote: Path) -> None:
         """Copy a file to a node."""
         ...

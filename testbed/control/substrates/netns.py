@@ -114,7 +114,7 @@ class NetnsSubstrate:
                 self._make_node(node, undo)
                 self._make_group(node, plan, undo)
                 self._shape(node, plan)
-            undo.callback(self._stop)  # first to go: the processes
+            undo.callback(self.stop)  # first to go: the processes
             self._cleanup = undo.pop_all()
         return self
 
@@ -217,7 +217,8 @@ class NetnsSubstrate:
     def _pids(self, node: int) -> Callable[[], list[int]]:
         return lambda: owner.pids_in(self._names[node])
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End every process that was started, in the namespaces and groups."""
         try:
             stop(self._started)
         finally:

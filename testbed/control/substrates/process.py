@@ -134,8 +134,7 @@ class ProcessSubstrate:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        stop(process for _, process in self._started)
-        self._started.clear()
+        self.stop()
 
     def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
         """Run to the end on this machine."""
@@ -146,6 +145,11 @@ class ProcessSubstrate:
         process = spawn([*dies_with_parent(), *argv], env, log)
         self._started.append((node, process))
         return process
+
+    def stop(self) -> None:
+        """End every process that was started."""
+        stop(process for _, process in self._started)
+        self._started.clear()
 
     def put(self, node: int, local: Path, remote: Path) -> None:
         """Copy within the shared file system."""

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# A base image where no image registry answers: Debian by debootstrap, imported as testbed-base:bookworm.
+#
+#   docker/base.sh [-y]      make it, unless it is there; print its name
+#
+# Takes about a minute, once. Needs root, for debootstrap; asks before it installs that, unless -y or CI=true.
+set -euo pipefail
+
+release=bookworm
+image=testbed-base:$release
+
+say() { echo "base: $*" >&2; }
+fail() { say "$*"; exit 2; }
+
+mirror() { # the machine's own, so that no host name stands here
+  apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | awk -v r="$release" '$2 == r { print $1; exit }'
+}
+
+install_debootstrap() {
+  command -v debootstrap >/dev/null && return
+  if [[ ${CI:-} != true && ${yes:-} != 1 ]]; then
+    [[ -t 0 ]] || fail "would install debootstrap by apt. Say yes with -y."
+    read -rp "Install debootstrap by apt? [y/N] " reply
+    [[ $reply == [yY]* ]] || fail "nothing was installed."
+  fi
+  apt-get -qq -o DPkg::Lock::Timeout=120 update
+  DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 install -y --no-install-recommends debootstrap >/dev/null
+}
+
+slim() { # what the public slim image leaves out too
+  rm -rf "$1"/var/cache/apt/* "$1"/var/lib/apt/lists/* "$1"/var/log/* "$1"/usr/share/{doc,man,info,locale,lintian}/*
+  printf 'path-exclude /usr/share/%s/*\n' doc man info locale lintian >"$1/etc/dpkg/dpkg.cfg.d/slim"
+}
+
+case ${1:-} in
+  -y) yes=1 ;;
+  "") ;;
+  *) fail "'$1' is unknown. Use docker/base.sh [-y]." ;;
+esac
+docker info >/dev/null 2>&1 || fail "no engine answers. Start one with make engine."
+if ! docker image inspect "$image" >/dev/null 2>&1; then
+  ((EUID == 0)) || fail "debootstrap needs root. Run it with sudo, once."
+  command -v apt-get >/dev/null || fail "this is no Debian: bring a Debian image and build with --build-arg BASE=IMAGE."
+  source=$(mirror)
+  [[ $source ]] || fail "no apt source for $release was found."
+  install_debootstrap
+  root=$(mktemp -d)
+  trap 'rm -rf "$root"' EXIT
+  say "making $image by debootstrap, about a minute"
+  debootstrap --variant=minbase "$release" "$root" "$source" >"$root.log" 2>&1 || { tail -n 5 "$root.log" >&2; fail "debootstrap failed; its log is $root.log."; }
+  rm -f "$root.log"
+  slim "$root"
+  tar --numeric-owner -C "$root" -c . | docker import --change 'CMD ["bash"]' - "$image" >/dev/null
+fi
+echo "$image"

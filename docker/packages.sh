@@ -1,0 +1,31 @@
+#!/bin/sh
+# Runs inside the build: install the rank side's packages, leave out what no rank needs.
+set -eu
+
+if ls /wheels/*.whl >/dev/null 2>&1; then
+  from="--no-index --find-links /wheels"
+elif [ -n "${TORCH_INDEX:-}" ]; then
+  from="--extra-index-url $TORCH_INDEX"
+elif [ "$(uname -m)" = x86_64 ]; then
+  echo "wheels/ is empty, and the plain index has CUDA builds of torch only (gigabytes)." >&2
+  echo "Run make wheels, or set TORCH_INDEX to PyTorch's index of CPU builds (its install page names it)." >&2
+  exit 2
+else
+  from=""
+fi
+
+apt-get update -qq
+apt-get install -qq -y --no-install-recommends python3-pip >/dev/null
+# shellcheck disable=SC2086  # several words
+python3 -m pip install --quiet --no-cache-dir --break-system-packages --root-user-action=ignore --no-compile $from \
+  --requirement /tmp/packages.txt --constraint /tmp/requirements.txt
+apt-get purge -qq -y --autoremove python3-pip >/dev/null
+rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
+
+cd /usr/local/lib/python3.11/dist-packages
+# C++ headers, build files and test programs; all of it is for people who compile against torch.
+rm -rf torch/include torch/share torch/test
+find torch/bin -type f ! -name torch_shm_manager -delete
+find torch/lib -name '*.a' -delete
+find sympy networkx mpmath numpy torchvision -type d -name tests -prune -exec rm -rf {} +
+python3 -m compileall -q . || true  # some packages ship templates that are no Python

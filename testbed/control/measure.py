@@ -1,0 +1,144 @@
+"""Measure a substrate's network: one probe process per node, their progress followed, a receipt in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import testbed
+from testbed.control.substrates.base import NodePlan, Process, Substrate
+from testbed.net.pace import pace, schedule
+from testbed.net.probe import Flow, Measurement
+from testbed.net.receipt import Receipt
+from testbed.net.rendezvous import PATIENCE
+from testbed.spec.errors import NetworkInvalid
+
+Progress = Callable[[dict[str, Any]], None]
+PORT = 29_700  # of node 0; each node of a network has its ports to itself
+POLL = 0.05  # seconds between looks at the logs
+GRACE = 3.0  # seconds for the others to say why, once one has failed
+
+
+def python_environment() -> dict[str, str]:
+    """What a node's Python needs to find this very package, installed or not."""
+    root = str(Path(testbed.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": root + (os.pathsep + inherited if inherited else "")}
+
+
+def probe(substrate: Substrate, plans: Sequence[NodePlan], progress: Progress) -> Receipt:
+    """Measure every directed link and the fan-in; NetworkInvalid, with the nodes' own words, when it cannot be done."""
+    rates = [plan.link.rate if substrate.shaped else None for plan in plans]
+    with tempfile.TemporaryDirectory(prefix="testbed-probe-") as folder:
+        logs = [Path(folder) / f"{node.name}.log" for node in substrate.nodes]
+        started = _start(substrate, rates, logs)
+        try:
+            _follow(started, logs, progress, seconds=_longest(rates))
+            return Receipt.of(_measurement(logs[0]), rates)
+        finally:
+            _end(started)
+
+
+def _start(substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Path]) -> list[Process]:
+    addresses = [node.address for node in substrate.nodes]
+    common = ["--addresses", ",".join(addresses), "--port", str(_port(addresses))]
+    started = []
+    for node, (rate, log) in enumerate(zip(rates, logs, strict=True)):
+        argv = [sys.executable, "-m", "testbed.net.probe", "--rank", str(node), "--rate", str(rate or "none"), *common]
+        started.append(substrate.start(node, argv, python_environment(), log, quota=False))
+    return started
+
+
+def _port(addresses: Sequence[str]) -> int:
+    """A free one where the node is this machine itself; elsewhere the usual one."""
+    if not addresses[0].startswith("127."):
+        return PORT
+    with socket.create_server((addresses[0], 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _longest(rates: Sequence[int | None]) -> float:
+    """Seconds after which something is wrong that the probe itself did not notice."""
+    return 2 * PATIENCE + sum(pace(rates, pairs).longest for pairs in schedule(len(rates)))
+
+
+def _follow(started: Sequence[Process], logs: Sequence[Path], progress: Progress, seconds: float) -> None:
+    """Pass every event on until all have ended; one failure ends the wait soon after."""
+    tails = [_Tail(log) for log in logs]
+    deadline = time.monotonic() + seconds
+    while True:
+        codes = [process.poll() for process in started]
+        for event in (event for tail in tails for event in tail.events()):
+            if event.get("event") == "flow":
+                progress(event)
+        if None not in codes and not any(codes):
+            return
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if None not in codes or time.monotonic() > deadline:
+            raise NetworkInvalid(_complaint(codes, logs))
+        time.sleep(POLL)
+
+
+class _Tail:
+    """The complete JSON lines that a log has gained since the last look."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._offset = 0
+
+    def events(self) -> list[dict[str, Any]]:
+        """New events; lines that are not JSON objects are someone else's."""
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")
+            self._offset += len(whole[0]) + len(whole[1])
+            return [event for event in map(_parse, whole[0].splitlines()) if event is not None]
+        return []
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        event = json.loads(line)
+        return event if isinstance(event, dict) else None
+    return None
+
+
+def _complaint(codes: Sequence[int | None], logs: Sequence[Path]) -> str:
+    """Every node's own words, each once."""
+    words = dict.fromkeys(_last_words(log) for code, log in zip(codes, logs, strict=True) if code)
+    silent = [log.stem for code, log in zip(codes, logs, strict=True) if code is None]
+    parts = [word for word in words if word] + ([f"no end of it on {', '.join(silent)}"] if silent else [])
+    return "the probe of the network failed: " + "; ".join(parts)
+
+
+def _last_words(log: Path) -> str:
+    sentences = [str(event["sentence"]) for event in _Tail(log).events() if event.get("event") == "error"]
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return sentences[-1] if sentences else f"{log.stem}: {lines[-1] if lines else 'ended without a word'}"
+
+
+def _measurement(log: Path) -> Measurement:
+    result = next((event for event in _Tail(log).events() if event.get("event") == "result"), None)
+    if result is None:
+        raise NetworkInvalid(f"the probe of the network ended without a result on {log.stem}")
+    flows = [Flow(**flow) for flow in result["flows"]]
+    return Measurement(flows, result["mtu"], result["congestion"], result["seconds"])
+
+
+def _end(started: Sequence[Process]) -> None:
+    for process in started:
+        if process.poll() is None:
+            process.signal(signal.SIGKILL)  # holds nothing worth writing down
+    for process in started:
+        with contextlib.suppress(TimeoutError):
+            process.wait(GRACE)

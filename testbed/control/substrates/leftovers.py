@@ -1,0 +1,82 @@
+"""What controllers that were killed left behind: their namespaces, cgroups and processes, found by the owner's mark."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.control import cgroups
+from testbed.control.substrates import owner
+from testbed.control.substrates.netns import PREFIX, remove_namespace
+from testbed.spec.errors import Unavailable
+
+_NAMESPACE = re.compile(rf"{PREFIX}-(\d+-\d+)-.+")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One thing of ours; `kind` is namespace, cgroup or process."""
+
+    kind: str
+    name: str
+    owner: str
+
+    @property
+    def in_use(self) -> bool:
+        """True while the controller that made it runs."""
+        return owner.alive(self.owner)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+def find(everything: bool = False) -> list[Leftover]:
+    """What has no living owner; with `everything` also what is in use. Processes come first, they hold the rest."""
+    found = [*_processes(), *_namespaces(), *_groups()]
+    return [each for each in found if everything or not each.in_use]
+
+
+def remove(everything: bool = False) -> list[Leftover]:
+    """Kill and remove what `find` finds; what was removed, the processes inside each included."""
+    removed: list[Leftover] = []
+    for each in find(everything):
+        killed = _remove(each)
+        removed += [Leftover("process", str(pid), each.owner) for pid in killed]
+        removed += [each] if each.kind != "process" else []
+    return list(dict.fromkeys(removed))
+
+
+def _remove(each: Leftover) -> list[int]:
+    if each.kind == "process":
+        pid = int(each.name)
+        return owner.kill_until_gone(lambda: [pid] if owner.marked().get(pid) == each.owner else [])
+    if each.kind == "namespace":
+        return remove_namespace(each.name)
+    group = cgroups.CpuGroup(cgroups.find_hierarchy(), each.name.removeprefix(f"{cgroups.TOP}/"))
+    killed = group.kill()
+    group.remove()
+    return killed
+
+
+def _processes() -> list[Leftover]:
+    return [Leftover("process", str(pid), who) for pid, who in owner.marked().items() if owner.PATTERN.fullmatch(who)]
+
+
+def _namespaces() -> list[Leftover]:
+    names = sorted(entry.name for entry in owner.NETNS.iterdir()) if owner.NETNS.is_dir() else []
+    matches = [match for match in map(_NAMESPACE.fullmatch, names) if match]
+    return [Leftover("namespace", match[0], match[1]) for match in matches]
+
+
+def _groups() -> list[Leftover]:
+    with contextlib.suppress(Unavailable):
+        owners = cgroups.owners(cgroups.find_hierarchy())
+        return [
+            Leftover("cgroup", str(Path(cgroups.TOP, who, folder.name)), who)
+            for who, folders in owners.items()
+            if owner.PATTERN.fullmatch(who)
+            for folder in folders
+        ]
+    return []

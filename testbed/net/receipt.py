@@ -1,0 +1,121 @@
+"""The receipt: what a probe measured on every directed link and on the fan-in, asked against got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from testbed.net.probe import Flow, Measurement
+from testbed.net.wire import bottleneck, wire_rate
+from testbed.spec.base import Spec
+from testbed.spec.units import format_rate
+
+TOLERANCE = 0.05  # a run that is further off is invalid
+
+
+class Measured(Spec):
+    """One rate in bit/s; `error` is got / asked - 1, None where nothing was asked."""
+
+    asked: int | None
+    goodput: float  # payload
+    got: float  # on the wire, headers included
+    error: float | None
+
+
+class LinkReceipt(Measured):
+    """One directed link."""
+
+    src: int
+    dst: int
+
+
+class FanIn(Measured):
+    """All the others into node 0 at once."""
+
+    senders: tuple[int, ...]
+
+
+class Receipt(Spec):
+    """Written before training; a run whose receipt is not valid stays out of the tables."""
+
+    links: tuple[LinkReceipt, ...]
+    fan_in: FanIn | None  # None with a single node
+    mtu: int
+    congestion: tuple[str, ...]  # of each node's sockets
+    duration: float  # seconds
+
+    @classmethod
+    def of(cls, measurement: Measurement, rates: Sequence[int | None]) -> Self:
+        """Hold what was measured against the rates of the nodes' links."""
+        links = [_link(flow, rates, measurement.mtu) for flow in measurement.flows if flow.src is not None]
+        whole = [flow for flow in measurement.flows if flow.src is None]
+        return cls(
+            links=tuple(links),
+            fan_in=_fan_in(whole[0], rates, measurement.mtu) if whole else None,
+            mtu=measurement.mtu,
+            congestion=tuple(measurement.congestion),
+            duration=measurement.seconds,
+        )
+
+    @property
+    def worst_error(self) -> float | None:
+        """The error furthest from 0, with its sign; None where nothing was asked."""
+        errors = [each.error for each in self._all() if each.error is not None]
+        return max(errors, key=abs, default=None)
+
+    def valid(self, tolerance: float = TOLERANCE) -> bool:
+        """True when every rate that was asked was got; nothing asked is nothing broken."""
+        return self.worst_error is None or abs(self.worst_error) <= tolerance
+
+    def sentence(self, tolerance: float = TOLERANCE) -> str:
+        """One line for a person: how far off, and where."""
+        if not self.links:
+            return "network: one node, no link to measure"
+        count = f"{len(self.links)} links and the fan-in"
+        if self.worst_error is None:
+            slowest = min(self._all(), key=lambda each: each.got)
+            return f"network: unshaped; {count} measured, slowest {_mbit(slowest.got)} ({_name(slowest)})"
+        worst = max((each for each in self._all() if each.error is not None), key=lambda each: abs(each.error or 0.0))
+        verdict = "within" if self.valid(tolerance) else "NOT within"
+        asked = format_rate(worst.asked) if worst.asked else "nothing"
+        detail = f"worst {100 * self.worst_error:+.1f} % on {_name(worst)}: asked {asked}, got {_mbit(worst.got)}"
+        return f"network: {count} {verdict} {100 * tolerance:g} %; {detail}"
+
+    def write(self, path: Path) -> None:
+        """To a temporary name first: whoever reads `path` reads all of it."""
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(self.model_dump_json(indent=2) + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """A receipt written earlier."""
+        return cls.model_validate_json(path.read_text())
+
+    def _all(self) -> list[Measured]:
+        return [*self.links, *([self.fan_in] if self.fan_in else [])]
+
+
+def _link(flow: Flow, rates: Sequence[int | None], mtu: int) -> LinkReceipt:
+    assert flow.src is not None
+    asked, got = bottleneck(rates[flow.dst], [rates[flow.src]]), wire_rate(flow.goodput, mtu)
+    return LinkReceipt(src=flow.src, dst=flow.dst, asked=asked, goodput=flow.goodput, got=got, error=_error(asked, got))
+
+
+def _fan_in(flow: Flow, rates: Sequence[int | None], mtu: int) -> FanIn:
+    asked, got = bottleneck(rates[0], rates[1:]), wire_rate(flow.goodput, mtu)
+    senders = tuple(range(1, len(rates)))
+    return FanIn(senders=senders, asked=asked, goodput=flow.goodput, got=got, error=_error(asked, got))
+
+
+def _error(asked: int | None, got: float) -> float | None:
+    return None if asked is None else got / asked - 1
+
+
+def _name(measured: Measured) -> str:
+    return f"node{measured.src} -> node{measured.dst}" if isinstance(measured, LinkReceipt) else "the fan-in"
+
+
+def _mbit(rate: float) -> str:
+    return f"{rate / 1e6:.4g} Mbit/s"

@@ -1,0 +1,66 @@
+"""What all tests share: which groups this machine can run, and pools of real rank processes.
+
+A group that cannot run here is skipped with the reason; with CI=true it fails, so that nothing is left out unseen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rank_pool import RankPool
+
+
+def _lacks_for_gloo() -> str | None:
+    return None if importlib.util.find_spec("torch") else "torch is not installed"
+
+
+def _lacks_for_net() -> str | None:
+    if os.geteuid() != 0:
+        return "only root makes network namespaces"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"{' and '.join(missing)} not found: install iproute2" if missing else None
+
+
+GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for group, lacks in GROUPS.items():
+        reason = lacks() if item.get_closest_marker(group) else None
+        if reason and os.environ.get("CI") == "true":
+            pytest.fail(f"group {group} cannot run: {reason}", pytrace=False)
+        if reason:
+            pytest.skip(f"group {group}: {reason}")
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(4)` is a pool of four processes in one Gloo group on loopback, started once for the whole session."""
+    pools: dict[int, RankPool] = {}
+
+    def get(size: int) -> RankPool:
+        if size not in pools or pools[size].broken:
+            _close(pools.pop(size, None))
+            pools[size] = RankPool(size, tmp_path_factory.mktemp(f"ranks{size}"))
+        return pools[size]
+
+    try:
+        yield get
+    finally:
+        for pool in pools.values():
+            _close(pool)
+
+
+def _close(pool: RankPool | None) -> None:
+    if pool:
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return Path(__file__).parents[1]

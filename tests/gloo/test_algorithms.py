@@ -1,0 +1,98 @@
+"""Every algorithm x granularity leaves every rank the mean of all ranks' gradients, to the bit the same on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_pool import RankPool
+
+from testbed.spec.mode import SyncMode, legal_modes
+
+pytestmark = pytest.mark.gloo
+
+SIZES = [2, 3, 4, 5]
+MODES = [mode for mode in legal_modes(bucket="100B") if mode.distributed]
+# Nothing here divides by 2, 3, 4 and 5 at once; some tensors have fewer elements than there are ranks.
+SHAPES = [[7, 3], [1], [2], [13, 1, 3], [], [5, 4], [61]]
+TRANSPOSED = [0, 5]
+UNUSED = [2]
+TOLERANCE = {"float32": 1e-6, "float64": 1e-14}  # of sums of up to five numbers around 1
+
+Pools = Callable[[int], RankPool]
+
+
+def case_of(mode: str, **values: Any) -> dict[str, Any]:
+    unused = [] if SyncMode.parse(mode).algorithm == "ddp" else UNUSED
+    defaults = {"shapes": SHAPES, "dtype": "float32", "transposed": TRANSPOSED, "unused": unused, "steps": 1}
+    return {"mode": mode, **defaults, **values}
+
+
+def gradient(case: dict[str, Any], rank: int, step: int) -> list[np.ndarray]:
+    """What tests/gloo/worker.py draws, in float64; zero where a parameter gets none."""
+    random = np.random.default_rng((rank, step))
+    drawn = [random.standard_normal(shape).astype(case["dtype"]).astype(np.float64) for shape in case["shapes"]]
+    return [g * 0 if k in case["unused"] else g for k, g in enumerate(drawn)]
+
+
+def mean_gradient(case: dict[str, Any], size: int, step: int) -> list[np.ndarray]:
+    everyone = [gradient(case, rank, step) for rank in range(size)]
+    return [np.mean(parts, axis=0) for parts in zip(*everyone, strict=True)]
+
+
+def parameters(answer: dict[str, Any]) -> list[np.ndarray]:
+    with np.load(answer["arrays"]) as arrays:
+        return [arrays[f"values.{k}"] for k in range(len(arrays) - 1)]
+
+
+def assert_stepped_by_the_mean(pool: RankPool, case: dict[str, Any]) -> None:
+    answers = pool.run("mean", **case)
+    assert len({answer["hash"] for answer in answers}) == 1, "ranks hold different bits"
+    steps = [mean_gradient(case, pool.size, step) for step in range(case["steps"])]
+    expected = [-np.sum(parts, axis=0) for parts in zip(*steps, strict=True)]
+    for answer in answers:
+        assert answer["frozen"] == [1.0, 1.0, 1.0]
+        for got, want in zip(parameters(answer), expected, strict=True):
+            assert got.dtype == case["dtype"]
+            np.testing.assert_allclose(got, want, rtol=0, atol=case["steps"] * TOLERANCE[case["dtype"]])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", [str(mode) for mode in MODES])
+def test_one_step_is_the_float64_mean_of_all_gradients(ranks: Pools, mode: str, size: int) -> None:
+    assert_stepped_by_the_mean(ranks(size), case_of(mode))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", [str(mode) for mode in MODES if mode.granularity != "bucket"])
+def test_it_is_exact_in_float64_and_step_after_step(ranks: Pools, mode: str, size: int) -> None:
+    assert_stepped_by_the_mean(ranks(size), case_of(mode, dtype="float64", steps=3))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", ["ring", "ring-reduce", "tree", "halving", "gather", "allreduce", "server"])
+def test_a_buffer_smaller_than_the_ranks_leaves_some_chunks_empty(ranks: Pools, mode: str, size: int) -> None:
+    assert_stepped_by_the_mean(ranks(size), case_of(f"{mode}/flat", shapes=[[1]], transposed=[], unused=[]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", ["ring", "halving", "allreduce/flat"])
+def test_a_buffer_of_many_segments_is_averaged_whole(ranks: Pools, mode: str, size: int) -> None:
+    from testbed.rank.sync.algorithms import SEGMENT_BYTES
+
+    shapes = [[4_200_001], [3]]
+    assert 4 * shapes[0][0] // size > 1.5 * SEGMENT_BYTES  # so the ring's chunks travel in several pieces
+    assert_stepped_by_the_mean(ranks(size), case_of(mode, shapes=shapes, transposed=[], unused=[], steps=2))
+
+
+@pytest.mark.parametrize("mode", ["ring", "ring/param", "allreduce", "tree/param", "halving/param", "server"])
+def test_a_parameter_without_elements_does_no_harm(ranks: Pools, mode: str) -> None:
+    assert_stepped_by_the_mean(ranks(3), case_of(mode, shapes=[[0], [4], [2, 0]], transposed=[], unused=[]))
+
+
+@pytest.mark.parametrize("mode", ["ring/every:3", "allreduce/param/every:3", "tree/bucket:100B/every:3@2"])
+def test_averaging_parameters_gives_the_mean_of_all_local_steps(ranks: Pools, mode: str) -> None:
+    """With plain SGD the mean of the sums is the sum of the means; the last, incomplete round is averaged too."""
+    assert_stepped_by_the_mean(ranks(3), case_of(mode, dtype="float64", steps=7))

@@ -1,0 +1,123 @@
+"""One rank of a pool (tests/rank_pool.py): join the group once, then do the cases that come in on stdin."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from testbed.rank.group import Group, alone, join
+from testbed.rank.optim import Optimizer
+from testbed.rank.recorder import Recorder
+from testbed.rank.replicas import parameter_hash
+from testbed.rank.sync.modes import build
+from testbed.rank.traffic import SocketCounter
+from testbed.rank.train import Trainer
+from testbed.spec.mode import SyncMode
+from testbed.spec.run import OptimizerSpec, RunSpec
+
+DEADLINE = 30.0  # seconds of any one wait
+Case = dict[str, Any]
+
+
+class Known(nn.Module):
+    """A model whose gradient is whatever it is given: the loss is the sum of parameter x wanted gradient.
+
+    Parameters start at zero, so one SGD step with a learning rate of 1 leaves minus the mean gradient, exactly.
+    `transposed` ones give backward a gradient that is not contiguous; `unused` ones take no part in the loss.
+    """
+
+    def __init__(self, shapes: list[list[int]], dtype: torch.dtype, transposed: list[int], unused: list[int]) -> None:
+        super().__init__()
+        self.transposed, self.unused = transposed, unused
+        self.values = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+        self.frozen = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+
+    def forward(self, wanted: list[Tensor]) -> Tensor:
+        loss = torch.zeros((), dtype=wanted[0].dtype)
+        for number, (value, gradient) in enumerate(zip(self.values, wanted, strict=True)):
+            if number in self.transposed:
+                loss = loss + (value.t() * gradient.t().contiguous()).sum()
+            elif number not in self.unused:
+                loss = loss + (value * gradient).sum()
+        return loss
+
+
+def wanted_gradients(case: Case, rank: int, step: int) -> list[np.ndarray]:
+    """The gradients of one rank and step; the test draws the same ones."""
+    random = np.random.default_rng((rank, step))
+    return [random.standard_normal(shape).astype(case["dtype"]) for shape in case["shapes"]]
+
+
+def mean(case: Case, group: Group) -> Case:
+    """Step `steps` times through a mode with known gradients; the parameters afterwards go to the .npz file."""
+    dtype = getattr(torch, case["dtype"])
+    model = Known(case["shapes"], dtype, case["transposed"], case["unused"])
+    optimizer = Optimizer(OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0), model, batch=1, total=case["steps"])
+    sync = build(SyncMode.parse(case["mode"]), "before-step", group)
+    module = sync.attach(model, optimizer)
+    for step in range(case["steps"]):
+        sync.zero()
+        module([torch.from_numpy(g) for g in wanted_gradients(case, group.rank, step)]).backward()
+        sync.step()
+    sync.close()
+    _save(case, group.rank, model)
+    return {"hash": parameter_hash(model), "frozen": model.frozen.tolist()}
+
+
+def train(case: Case, group: Group) -> Case:
+    """A whole training run by the real loop; records lie in `run`, parameters and buffers in the .npz file."""
+    spec = RunSpec.load(case["spec"], "case")
+    own = alone() if spec.world == 1 else group
+    if group.rank >= spec.world:
+        return {}
+    with Recorder(Path(case["run"]) / f"rank{group.rank}.jsonl") as recorder:
+        trainer = Trainer(spec, own, recorder, SocketCounter())
+        trainer.run()
+    _save(case, group.rank, trainer.model)
+    return {"hash": parameter_hash(trainer.model)}
+
+
+def _save(case: Case, rank: int, model: nn.Module) -> None:
+    arrays = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    np.savez(Path(case["folder"]) / f"{case['name']}.rank{rank}.npz", **arrays)
+
+
+KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train}
+
+
+def answer(text: str, group: Group) -> Case:
+    """Do one case under its own names in the store, so that no two cases read each other's messages."""
+    case = json.loads(text)
+    own = Group(group.rank, group.size, dist.PrefixStore(case["name"], group.store), DEADLINE)
+    found = KINDS[case["kind"]](case, own)
+    gc.collect()  # DDP's reducer holds on to the group
+    return found | {"arrays": f"{case['folder']}/{case['name']}.rank{group.rank}.npz"}
+
+
+def main() -> None:
+    out, sys.stdout = sys.stdout, sys.stderr  # the loop prints; answers must stay alone on their pipe
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    group = join(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), DEADLINE)
+    print(json.dumps({"ready": rank}), file=out, flush=True)
+    for text in sys.stdin:
+        try:
+            found = answer(text, group)
+        except Exception:
+            found = {"error": traceback.format_exc()}
+        print(json.dumps(found), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

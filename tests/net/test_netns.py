@@ -1,0 +1,249 @@
+"""The instrument itself: what was asked of the namespaces against what they give, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from testbed.control import cgroups
+from testbed.control.measure import probe
+from testbed.control.substrates import leftovers, netns, owner
+from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.netns import NetnsSubstrate
+from testbed.net.receipt import Receipt
+from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
+from testbed.spec.link import Link
+
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.skipif(os.geteuid() != 0 and not os.environ.get("CI"), reason="needs root"),
+]
+
+BUSY = "import time\nend = time.time() + 2\nwhile time.time() < end: pass\nprint(time.process_time() / 2)"
+
+
+def plans(
+    n: int = 4, rate: int | None = None, cpus: float | None = None, congestion: str | None = None
+) -> list[NodePlan]:
+    return [NodePlan(name=f"node{k}", link=Link(rate=rate), cpus=cpus, congestion=congestion) for k in range(n)]
+
+
+def ours() -> list[str]:
+    """Everything on this machine that bears this process's mark."""
+    return [str(each) for each in leftovers.find(everything=True) if each.owner == owner.current()]
+
+
+def links() -> list[str]:
+    """Names of the links outside our namespaces."""
+    return [line.split(":")[1].strip() for line in _run("ip", "-o", "link").splitlines()]
+
+
+def _run(*argv: str) -> str:
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = links()
+    yield
+    assert ours() == [] and links() == before
+
+
+def assert_within(receipt: Receipt, tolerance: float = 0.05) -> None:
+    rows = [(f"node{each.src} -> node{each.dst}", each) for each in receipt.links]
+    rows += [("fan-in", receipt.fan_in)] if receipt.fan_in else []  # type: ignore[list-item]
+    report = [
+        f"{name}: expected {each.asked}, measured {each.got:.0f}, "
+        f"bounds {(each.asked or 0) * (1 - tolerance):.0f}..{(each.asked or 0) * (1 + tolerance):.0f} bit/s"
+        for name, each in rows
+    ]
+    assert receipt.valid(tolerance), "\n".join(report)
+
+
+@pytest.mark.parametrize("rate", [10**7, 2 * 10**8, 10**9])
+def test_every_link_and_the_fan_in_give_the_rate_that_was_asked(rate: int) -> None:
+    asked = plans(4, rate, congestion="cubic")
+    with NetnsSubstrate(asked) as substrate:
+        receipt = probe(substrate, asked, lambda event: None)
+    assert len(receipt.links) == 12 and receipt.fan_in is not None and receipt.fan_in.asked == rate
+    assert all(link.asked == rate for link in receipt.links)
+    assert_within(receipt)
+
+
+def test_one_slow_link_slows_what_touches_it_and_nothing_else() -> None:
+    asked = [*plans(2, 2 * 10**8), NodePlan(name="node2", link=Link(rate=5 * 10**7))]
+    with NetnsSubstrate(asked) as substrate:
+        receipt = probe(substrate, asked, lambda event: None)
+    assert [link.asked for link in receipt.links if 2 in (link.src, link.dst)] == [5 * 10**7] * 4
+    assert [link.asked for link in receipt.links if 2 not in (link.src, link.dst)] == [2 * 10**8] * 2
+    assert_within(receipt)
+
+
+def test_an_unshaped_network_is_fast_and_asks_nothing() -> None:
+    with NetnsSubstrate(plans(2)) as substrate:
+        receipt = probe(substrate, plans(2), lambda event: None)
+    assert receipt.worst_error is None and min(link.got for link in receipt.links) > 10**9
+
+
+@pytest.mark.parametrize("name", ["cubic", "reno"])
+def test_connections_use_the_congestion_control_that_was_asked(name: str) -> None:
+    """Both ways to set it: where the machine allows `name`, and where it does not."""
+    with NetnsSubstrate(plans(2, congestion=name)) as substrate:
+        receipt = probe(substrate, plans(2, congestion=name), lambda event: None)
+    assert receipt.congestion == (name, name)
+
+
+def test_the_quota_limits_and_can_be_changed_and_left_out(tmp_path: Path) -> None:
+    with NetnsSubstrate(plans(1, cpus=0.4)) as substrate:
+        assert busy_share(substrate, tmp_path / "a") == pytest.approx(0.4, rel=0.15)
+        substrate.set_cpus(0, 0.2)
+        assert busy_share(substrate, tmp_path / "b") == pytest.approx(0.2, rel=0.15)
+
+
+def busy_share(substrate: NetnsSubstrate, log: Path) -> float:
+    """Cores that a busy loop of 2 s really got."""
+    assert substrate.start(0, [sys.executable, "-c", BUSY], {}, log).wait(30) == 0
+    return float(log.read_text())
+
+
+def test_quota_false_starts_outside_the_group(tmp_path: Path) -> None:
+    with NetnsSubstrate(plans(1, cpus=0.4)) as substrate:
+        for quota in (True, False):
+            log = tmp_path / f"{quota}.log"
+            assert substrate.start(0, ["cat", "/proc/self/cgroup"], {}, log, quota=quota).wait(10) == 0
+            assert (f"/{cgroups.TOP}/{owner.current()}/node0" in log.read_text()) is quota
+
+
+def test_a_process_keeps_its_pid_through_all_prefixes_and_sees_its_own_network(tmp_path: Path) -> None:
+    script = "echo $$; ls /sys/class/net"
+    with NetnsSubstrate(plans(1, rate=10**8, cpus=0.5)) as substrate:
+        process = substrate.start(0, ["sh", "-c", script], {}, tmp_path / "log")
+        assert process.wait(10) == 0
+    assert (tmp_path / "log").read_text().split() == [str(process.pid), "eth0", "ifb0", "lo"]
+
+
+def test_a_cut_link_carries_nothing_and_comes_back_shaped() -> None:
+    asked = plans(2, rate=10**8)
+    with NetnsSubstrate(asked) as substrate:
+        substrate.cut(1)
+        assert not reaches(substrate)
+        substrate.join(1)
+        until(lambda: reaches(substrate))
+        receipt = probe(substrate, asked, lambda event: None)
+    assert_within(receipt)
+
+
+def reaches(substrate: NetnsSubstrate) -> bool:
+    """Does node 1 answer node 0? A refusal is an answer too."""
+    script = (
+        f"import socket; s = socket.socket(); s.settimeout(1); print(s.connect_ex(('{substrate.nodes[1].address}', 9)))"
+    )
+    return substrate.exec(0, [sys.executable, "-c", script], timeout=10).strip() == "111"  # ECONNREFUSED
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_faults_reach_every_process_of_the_node_and_no_other(tmp_path: Path) -> None:
+    with NetnsSubstrate(plans(2)) as substrate:
+        victim = substrate.start(0, ["sh", "-c", "setsid sleep 60 & wait"], {}, tmp_path / "log")
+        other = substrate.start(1, ["sleep", "60"], {}, tmp_path / "log")
+        name = netns.namespace(owner.current(), "node0")
+        until(lambda: len(owner.pids_in(name)) == 2)
+        substrate.pause(0)
+        substrate.kill(0)
+        assert victim.wait(10) == -signal.SIGKILL and owner.pids_in(name) == [] and other.poll() is None
+
+
+def test_a_tc_command_that_fails_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "fast"]]
+    monkeypatch.setattr(netns, "check", lambda plans: None)
+    monkeypatch.setattr(netns, "shape", lambda link, iface: wrong)
+    with pytest.raises(NetworkInvalid, match=r"node0: .*tc qdisc add dev eth0 root tbf rate fast: .*rate"):
+        with NetnsSubstrate(plans(2, rate=10**8)):
+            pytest.fail("must not be entered")
+
+
+def test_what_the_kernel_lacks_is_refused_before_anything_exists() -> None:
+    with pytest.raises(Unavailable, match=r"congestion control nonsense"):
+        NetnsSubstrate(plans(2, congestion="nonsense")).__enter__()
+    asked = [NodePlan(name="node0", link=Link(delay=0.01))]
+    try:
+        with NetnsSubstrate(asked) as substrate:
+            assert "netem" in substrate.exec(0, ["tc", "qdisc"], timeout=10)  # a kernel that has it
+    except Unavailable as error:
+        assert "delay and loss (netem)" in str(error)
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(Unavailable, match="--on process"):
+        NetnsSubstrate(plans(2)).__enter__()
+
+
+def test_a_second_one_in_the_same_process_is_refused_and_harms_nothing() -> None:
+    with NetnsSubstrate(plans(1)) as first:
+        with pytest.raises(TestbedError, match="Close it first"):
+            NetnsSubstrate(plans(1)).__enter__()
+        assert "eth0" in first.exec(0, ["ip", "-o", "link"], timeout=10)
+
+
+CONTROLLER = """
+import sys, time
+from pathlib import Path
+from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.netns import NetnsSubstrate
+from testbed.spec.link import Link
+plans = [NodePlan(name=f"node{k}", cpus=0.2, link=Link(rate=10**8)) for k in range(2)]
+with NetnsSubstrate(plans) as substrate:
+    for node in range(2):
+        substrate.start(node, ["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"], {}, Path(sys.argv[1]) / "log")
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+def start_controller(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """Another testbed on this machine, and its owner mark."""
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    with controller.stdout:
+        assert controller.stdout.readline() == "up\n"
+    marks = {each.owner for each in leftovers.find(everything=True) if each.owner.startswith(f"{controller.pid}-")}
+    assert len(marks) == 1
+    return controller, marks.pop()
+
+
+def of_owner(mark: str) -> list[leftovers.Leftover]:
+    return [each for each in leftovers.find(everything=True) if each.owner == mark]
+
+
+def test_a_killed_controller_leaves_what_clean_removes_and_a_living_one_is_not_touched(tmp_path: Path) -> None:
+    killed, mark = start_controller(tmp_path)
+    living, other = start_controller(tmp_path)  # two testbeds at once do not collide
+    try:
+        killed.kill()
+        killed.wait(10)
+        kinds = [each.kind for each in of_owner(mark)]
+        assert kinds.count("namespace") == 3 and kinds.count("cgroup") == 2 and kinds.count("process") >= 2
+        before = [each for each in of_owner(other) if each.kind != "process"]
+        removed = leftovers.remove()
+        assert {each.kind for each in removed if each.owner == mark} == {"process", "namespace", "cgroup"}
+        assert not [each for each in removed if each.owner == other]
+        assert of_owner(mark) == [] and [each for each in of_owner(other) if each.kind != "process"] == before
+        assert leftovers.remove() == []
+    finally:
+        living.send_signal(signal.SIGINT)
+        living.wait(20)
+    assert of_owner(other) == []  # Ctrl-C: it cleaned up behind itself

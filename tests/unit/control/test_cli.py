@@ -1,0 +1,93 @@
+"""The command line, without starting a rank: flags, refusals, lists."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from testbed.control import cli
+from testbed.spec.errors import SpecError, TestbedError
+
+
+def flags_of(command: str) -> set[str]:
+    import typer
+
+    group = typer.main.get_command(cli.app)
+    return {option for parameter in group.commands[command].params for option in parameter.opts if option[:2] == "--"}
+
+
+def test_the_flags_of_run_are_these_and_no_more():
+    assert flags_of("run") == {
+        *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
+        *("--on", "--set", "--out", "--json"),
+    }
+
+
+def test_the_flags_of_sweep_are_these_and_no_more():
+    assert flags_of("sweep") == {"--on", "--set", "--fresh", "--json"}
+
+
+REFUSALS = {
+    "unknown mode": (["--mode", "rong"], ["'rong'", "Known:"]),
+    "illegal cell": (["--mode", "ddp/flat"], ["'ddp/flat'", "bucket only"]),
+    "one node, distributed": (["--nodes", "1"], ["nodes 1", "--mode single"]),
+    "a rate that is no rate": (["--rate", "fast"], ["'fast'", "200mbit"]),
+    "a batch that does not divide": (["--batch", "10"], ["batch 10", "8 or 12"]),
+    "both ways to say batch": (["--batch", "8", "--batch-per-rank", "2"], ["8 and 2"]),
+    "steps that leave nothing": (["--steps", "2"], ["steps 2", "--steps 3"]),
+    "a number that is none": (["--steps", "many"], ["steps", "'many'"]),
+    "an unknown key": (["--set", "optimiser.lr=1"], ["'optimiser'", "optimizer"]),
+    "a setting without value": (["--set", "seed"], ["'seed'", "KEY=VALUE"]),
+    "an unknown place": (["--on", "moon"], ["'moon'", "netns"]),
+    "a rate on loopback": (["--on", "process", "--rate", "10mbit"], ["10mbit", "root"]),
+}
+
+
+@pytest.mark.parametrize("arguments, words", REFUSALS.values(), ids=REFUSALS.keys())
+def test_bad_input_is_refused_with_value_and_way_out_and_creates_nothing(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TestbedError) as refusal:
+        cli.app(["run", "--data", "synthetic", *arguments], standalone_mode=False)
+    assert refusal.value.exit_code == 2
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_data_is_refused_before_anything_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(TestbedError, match=r"testbed data get cifar10.*synthetic") as refusal:
+        cli.app(["run", "--on", "process"], standalone_mode=False)
+    assert refusal.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_that_is_missing_or_broken_is_refused_by_name(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("title = [")
+    for path in (tmp_path / "missing.toml", broken):
+        with pytest.raises(SpecError, match=path.name):
+            cli.app(["sweep", str(path)], standalone_mode=False)
+
+
+def test_settings_reach_the_spec_with_their_types():
+    flags = {"mode": "ring", "nodes": "4", "link.rate": "200mbit"}
+    spec = cli.build_spec(flags, ["optimizer.lr=0.1", "probe=false", "data.shares=[1, 2, 3, 2]", "batch=8"])
+    assert (spec.optimizer.lr, spec.probe, spec.data.shares, spec.batch) == (0.1, False, (1, 2, 3, 2), 8)
+    assert spec.link.rate == 200_000_000
+
+
+def test_modes_as_json_lists_every_legal_mode_once():
+    result = CliRunner().invoke(cli.app, ["modes", "--json"])
+    modes = [row["mode"] for row in json.loads(result.stdout)]
+    assert {"single", "gather", "allreduce", "ring", "ring-reduce", "tree", "halving", "server", "ddp"} <= set(modes)
+    assert len(modes) == len(set(modes))
+
+
+def test_doctor_says_what_is_here_in_one_line_each():
+    result = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    findings = {row["what"]: row for row in json.loads(result.stdout)}
+    assert findings["Python 3.11 or later"]["ok"]
+    assert all(row["fix"] for row in findings.values() if not row["ok"])

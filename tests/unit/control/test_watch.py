@@ -1,0 +1,85 @@
+"""Watching ranks from outside: who failed first, and how it is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from testbed.control import watch
+from testbed.control.progress import Silent
+from testbed.spec.errors import RankFailed, ReplicasDiffer, UsageError
+from testbed.spec.folder import RunFolder
+
+
+@dataclass
+class Scripted:
+    """A process that ends with `code` at its n-th poll."""
+
+    code: int
+    polls: int = 1
+    pid: int = 1
+    seen: int = field(default=0)
+
+    def poll(self):
+        self.seen += 1
+        return self.code if self.seen >= self.polls else None
+
+    def wait(self, timeout=None):
+        return self.code
+
+    def signal(self, signum): ...
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch):
+    monkeypatch.setattr(watch, "GRACE", 0.3)
+    monkeypatch.setattr(watch, "POLL", 0.01)
+
+
+def records(folder: RunFolder, rank: int, *rows: dict) -> None:
+    folder.records(rank).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_all_well_returns(tmp_path):
+    watch.follow([Scripted(0), Scripted(0, polls=3)], RunFolder(tmp_path), 1.0, Silent())
+
+
+def test_a_killed_rank_is_blamed_before_those_that_lost_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    records(folder, 2, {"kind": "step", "step": 6})
+    records(folder, 0, {"kind": "error", "code": 3, "message": "rank 0 lost a peer"})
+    with pytest.raises(RankFailed, match=r"rank 2 \(node2\) was killed by SIGKILL after step 7.*rank 0 lost it"):
+        watch.follow([Scripted(3), Scripted(0), Scripted(-9, polls=4)], folder, 1.0, Silent())
+
+
+def test_a_ranks_refusal_becomes_ours(tmp_path):
+    folder = RunFolder(tmp_path)
+    records(folder, 0, {"kind": "error", "code": 2, "message": "model 'x': unknown"})
+    with pytest.raises(UsageError, match=r"^model 'x': unknown$"):
+        watch.follow([Scripted(2)], folder, 1.0, Silent())
+
+
+def test_replicas_that_differ_keep_their_exit_code(tmp_path):
+    with pytest.raises(ReplicasDiffer) as error:
+        watch.follow([Scripted(4), Scripted(4)], RunFolder(tmp_path), 1.0, Silent())
+    assert error.value.exit_code == 4
+
+
+def test_a_run_in_which_nobody_moves_ends_and_names_the_slowest(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STALL", 2)
+    folder = RunFolder(tmp_path)
+    records(folder, 0, {"kind": "step", "step": 3})
+    records(folder, 1, {"kind": "step", "step": 1})
+    with pytest.raises(RankFailed, match=r"rank 1 \(node1\) is behind"):
+        watch.follow([Scripted(0, polls=10**9), Scripted(0, polls=10**9)], folder, 0.05, Silent())
+
+
+def test_a_half_written_line_waits_for_its_end(tmp_path):
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"kind":"step","step":0}\n{"kind":"st')
+    tail = watch.Tail(path)
+    assert [r["step"] for r in tail.read()] == [0]
+    path.write_text('{"kind":"step","step":0}\n{"kind":"step","step":1}\n')
+    assert [r["step"] for r in tail.read()] == [1]

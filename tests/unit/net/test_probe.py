@@ -1,0 +1,174 @@
+"""The probe over loopback: all links measured, and nothing hangs when a node fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from testbed.net import rendezvous
+from testbed.net.pace import MAX_IN_FLIGHT, pace, receive_buffer, schedule, steady
+from testbed.net.probe import Measurement, probe_node
+from testbed.net.rendezvous import Peer, ProbeError, arrive
+from testbed.net.wire import burst
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
+def test_every_link_is_used_once_and_nobody_sends_while_it_receives(n: int) -> None:
+    *halves, last = schedule(n)
+    assert sorted(pair for half in halves for pair in half) == sorted(itertools.permutations(range(n), 2))
+    assert last == [(src, 0) for src in range(1, n)]
+    for half in halves:
+        ends = [end for pair in half for end in pair]
+        assert len(ends) == len(set(ends)), half
+
+
+def test_four_nodes_take_seven_steps_and_one_takes_none() -> None:
+    assert len(schedule(4)) == 7 and schedule(1) == []
+
+
+@pytest.mark.parametrize("rate", [10**6, 10**7, 10**8, 10**9])
+def test_at_least_50_bursts_are_counted(rate: int) -> None:
+    plan = pace([rate] * 4, [(0, 1), (2, 3)])
+    assert 3 * plan.slice >= 50 * burst(rate) * 8 / rate and plan.cut >= 0.25
+
+
+def test_four_nodes_at_100_mbit_take_about_4_seconds_and_unshaped_ones_less() -> None:
+    def whole(rates: list[int | None]) -> float:
+        return sum(plan.cut + 3 * plan.slice for plan in (pace(rates, pairs) for pairs in schedule(4)))
+
+    assert 3.0 < whole([10**8] * 4) < 4.5 and whole([None] * 4) < 2.5
+
+
+def test_the_slowest_link_of_a_step_sets_its_length() -> None:
+    assert pace([10**6, 10**9, 10**9, 10**9], [(0, 1), (2, 3)]) == pace([10**6] * 4, [(0, 1), (2, 3)])
+
+
+def test_slow_links_get_a_bounded_window_and_fast_or_long_ones_the_kernels() -> None:
+    pairs = [(0, 1)]
+    assert receive_buffer([10**7, 10**7], pairs, 1, round_trip=0.0001) == 25_000
+    assert receive_buffer([10**9, 10**9], pairs, 1, round_trip=0.0001) is None
+    assert receive_buffer([10**7, 10**7], pairs, 1, round_trip=0.04) is None
+    assert receive_buffer([None, None], pairs, 1, round_trip=0.0001) is None
+    fan_in = receive_buffer([10**8] * 4, schedule(4)[-1], 0, round_trip=0.0001)
+    assert fan_in is not None and fan_in < MAX_IN_FLIGHT / 2
+
+
+def test_counting_ends_when_the_slices_agree_or_time_is_up() -> None:
+    assert not steady([100.0, 100.0], most=9)
+    assert steady([100.0, 100.1, 99.9], most=9)
+    assert not steady([100.0, 100.0, 80.0], most=9)
+    assert steady([100.0, 100.0, 80.0], most=3)
+
+
+def test_three_nodes_on_loopback_agree_on_what_they_measured() -> None:
+    port, events = free_port(), list[dict[str, Any]]()
+
+    def node(rank: int) -> Measurement:
+        return probe_node(rank, [LOOPBACK] * 3, port, None, events.append)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(node, range(3)))
+    assert results[0].flows == results[1].flows == results[2].flows
+    links = [(flow.src, flow.dst) for flow in results[0].flows]
+    assert links == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (None, 0)]
+    assert all(flow.goodput > 10**6 for flow in results[0].flows)
+    assert len(results[0].congestion) == 3 and all(results[0].congestion)
+    assert results[0].mtu > 1500  # loopback's, not an assumption
+    assert sorted({event["step"] for event in events}) == list(range(1, len(schedule(3)) + 1))
+
+
+def test_as_processes_they_print_flows_and_a_result() -> None:
+    common = ["--addresses", f"{LOOPBACK},{LOOPBACK}", "--port", str(free_port())]
+    command = [sys.executable, "-m", "testbed.net.probe", *common, "--rank"]
+    nodes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    events = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    assert [event["event"] for event in events[1]] == ["flow", "result"]
+    assert events[0][-1]["flows"] == events[1][-1]["flows"] and len(events[0][-1]["flows"]) == 3
+
+
+def test_the_probe_imports_neither_torch_nor_pydantic() -> None:
+    script = "import sys, testbed.net.probe; sys.exit(sum(name in sys.modules for name in ('torch', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_a_node_that_leaves_ends_the_probe_for_all_with_its_name() -> None:
+    port = free_port()
+
+    def deserter() -> None:
+        with arrive(1, [LOOPBACK] * 3, port, Peer(LOOPBACK, None)):
+            pass  # says hello and goes
+
+    def node(rank: int) -> str:
+        with pytest.raises(ProbeError) as caught:
+            probe_node(rank, [LOOPBACK] * 3, port, None, lambda event: None)
+        return str(caught.value)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        words = [pool.submit(node, 0), pool.submit(node, 2), pool.submit(deserter)]
+        assert "node1 left the probe" in words[0].result(timeout=30)
+        assert "node1 left the probe" in words[1].result(timeout=30)
+    assert time.monotonic() - began < 10
+
+
+def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
+    with pytest.raises(ProbeError, match="waited too long for node1"):
+        probe_node(0, [LOOPBACK] * 2, free_port(), None, lambda event: None)
+
+
+def test_nobody_at_the_meeting_point_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
+    with pytest.raises(ProbeError, match="node0 does not answer at 127.0.0.1"):
+        probe_node(1, [LOOPBACK] * 2, free_port(), None, lambda event: None)
+
+
+def test_a_port_in_use_is_a_sentence() -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        with pytest.raises(ProbeError, match="in use"):
+            probe_node(0, [LOOPBACK] * 2, server.getsockname()[1], None, lambda event: None)
+
+
+def test_strangers_at_the_door_are_ignored() -> None:
+    port = free_port()
+
+    def disturb() -> None:
+        for rubbish in (b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b'{"rank": 7}\n', b"\xff" * 1000, b""):
+            while True:
+                try:
+                    with socket.create_connection((LOOPBACK, port), timeout=5) as sock:
+                        sock.sendall(rubbish)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.01)
+
+    def join_late() -> None:
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        disturber.join(20)
+        with arrive(1, [LOOPBACK] * 2, port, Peer(LOOPBACK, 5)) as member:
+            assert [peer.rate for peer in member.peers] == [None, 5]
+
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(join_late)
+        with arrive(0, [LOOPBACK] * 2, port, Peer(LOOPBACK, None)) as hub:
+            assert [peer.rate for peer in hub.peers] == [None, 5]
+        late.result(timeout=30)

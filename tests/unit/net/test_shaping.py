@@ -1,0 +1,99 @@
+"""Shaping is data: read the argument lists without root."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.net.shaping import congestion, route_congestion, shape, unshape
+from testbed.net.wire import bottleneck, burst, efficiency, wire_rate
+from testbed.spec.link import Link
+
+
+def lines(commands: list[list[str]]) -> list[str]:
+    return [" ".join(command) for command in commands]
+
+
+def test_an_unshaped_link_needs_no_command() -> None:
+    assert shape(Link()) == [] and unshape(Link()) == []
+
+
+def test_both_ways_get_the_same_bucket() -> None:
+    commands = lines(shape(Link(rate=200_000_000)))
+    bucket = "tbf rate 200mbit burst 100000b latency 50000us"
+    assert commands[0] == f"tc qdisc add dev eth0 root {bucket}"
+    assert commands[-1] == f"tc qdisc add dev ifb0 root {bucket}"
+
+
+def test_everything_that_arrives_is_redirected_to_the_ifb() -> None:
+    assert lines(shape(Link(rate=10**9)))[1:-1] == [
+        "ip link add ifb0 type ifb",
+        "ip link set ifb0 up",
+        "tc qdisc add dev eth0 ingress",
+        "tc filter add dev eth0 parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev ifb0",
+    ]
+
+
+def test_egress_only_leaves_the_ifb_out() -> None:
+    commands = lines(shape(Link(rate=10**9), ingress=False))
+    assert len(commands) == 1 and "ifb" not in commands[0] and "ingress" not in commands[0]
+
+
+def test_other_devices_are_named_throughout() -> None:
+    commands = lines(shape(Link(rate=10**9), iface="net1", ifb="ifb9"))
+    assert not [command for command in commands if "eth0" in command or "ifb0" in command]
+
+
+def test_delay_and_loss_come_once_before_the_bucket() -> None:
+    link = Link(rate=100_000_000, delay=0.02, jitter=0.001, loss=0.01)
+    netem, bucket, *rest = lines(shape(link))
+    assert netem == "tc qdisc add dev eth0 root handle 1: netem limit 1000 delay 20000us 1000us loss 1%"
+    assert bucket.startswith("tc qdisc add dev eth0 parent 1:1 tbf rate 100mbit")
+    assert not [command for command in rest if "netem" in command]
+
+
+@pytest.mark.parametrize(("rate", "delay"), [(10**9, 0.1), (10**10, 0.05), (None, 0.05)])
+def test_netem_has_room_for_all_that_is_under_way(rate: int | None, delay: float) -> None:
+    netem = shape(Link(rate=rate, delay=delay))[0]
+    limit = int(netem[netem.index("limit") + 1])
+    assert limit >= (rate or 10**10) * delay / 8 / 1514
+
+
+def test_loss_without_rate_shapes_only_with_netem() -> None:
+    assert lines(shape(Link(loss=0.005))) == ["tc qdisc add dev eth0 root handle 1: netem limit 1000 loss 0.5%"]
+
+
+def test_unshape_takes_back_what_shape_did() -> None:
+    assert lines(unshape(Link(rate=10**9))) == [
+        "tc qdisc del dev eth0 root",
+        "tc qdisc del dev eth0 ingress",
+        "ip link del ifb0",
+    ]
+    assert lines(unshape(Link(rate=10**9), ingress=False)) == ["tc qdisc del dev eth0 root"]
+    assert lines(unshape(Link(loss=0.1))) == ["tc qdisc del dev eth0 root"]
+
+
+def test_congestion_control_is_set_per_namespace_or_per_route() -> None:
+    assert congestion("cubic")[-1] == "net.ipv4.tcp_congestion_control=cubic"
+    assert route_congestion("cubic", "10.77.0.0/24", address="10.77.0.10")[-4:] == [
+        "src",
+        "10.77.0.10",
+        "congctl",
+        "cubic",
+    ]
+
+
+def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
+    assert burst(10**9) == 500_000 and burst(10**7) == 16 * 1024
+
+
+def test_headers_leave_0_956_of_the_wire() -> None:
+    assert efficiency(1500) == pytest.approx(0.9564, abs=1e-4)
+    assert wire_rate(1448, 1500) == pytest.approx(1514)
+
+
+def test_the_bottleneck_is_the_receiver_or_all_senders_together() -> None:
+    assert bottleneck(100, [30, 30]) == 60
+    assert bottleneck(50, [30, 30]) == 50
+    assert bottleneck(None, [30]) == 30
+    assert bottleneck(50, [None, 30]) == 50
+    assert bottleneck(None, [None]) is None

@@ -1,0 +1,66 @@
+"""Link: written as people write it, kept exactly, refused with a sentence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed.spec.errors import SpecError
+from testbed.spec.link import Link
+
+
+def load(**values: object) -> Link:
+    return Link.load(values, "here")
+
+
+def test_nothing_asked_is_an_unshaped_link() -> None:
+    assert not Link().shaped
+    assert not Link().needs_netem
+
+
+def test_a_link_reads_text_and_writes_the_same_text() -> None:
+    link = load(rate="200mbit", delay="20ms", jitter="1500us", loss=0.01, queue="50ms")
+    assert (link.rate, link.delay, link.loss, link.queue) == (200_000_000, 0.020, 0.01, 0.050)
+    assert link.model_dump() == {"rate": "200mbit", "delay": "20ms", "jitter": "1500us", "loss": 0.01, "queue": "50ms"}
+
+
+def test_a_rate_alone_needs_no_netem_but_delay_and_loss_do() -> None:
+    assert load(rate="1gbit").shaped
+    assert not load(rate="1gbit").needs_netem
+    assert load(delay="1ms").needs_netem
+    assert load(loss=0.1).needs_netem
+    assert load(delay="1ms").shaped
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"rate": "fast"}, "here: rate 'fast': needs a number and one of bit, kbit, mbit, gbit. Write e.g. 200mbit."),
+        ({"rate": 0}, "rate = 0"),
+        ({"rate": -5}, "rate = -5"),
+        ({"loss": 1.0}, "loss = 1.0"),
+        ({"loss": -0.1}, "loss = -0.1"),
+        ({"loss": float("nan")}, "loss = nan"),
+        ({"delay": float("inf")}, "delay = inf"),
+        ({"delay": 1e-9}, "delay = 1e-09"),
+        ({"queue": 0}, "queue = 0"),
+        ({"jitter": "1ms"}, "link.jitter = 1ms: varies a delay, and none is set. Set link.delay too"),
+        ({"bandwidth": "1gbit"}, "unknown key 'bandwidth'; known here: delay, jitter, loss, queue, rate"),
+    ],
+)
+def test_a_bad_value_is_refused_with_value_and_rule(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        load(**values)
+    assert sentence in str(refusal.value)
+
+
+@given(
+    rate=st.none() | st.integers(1, 10**12),
+    delay=st.none() | st.floats(1e-6, 100),
+    queue=st.floats(1e-6, 100),
+    loss=st.floats(0, 1, exclude_max=True),
+)
+def test_every_link_survives_the_way_through_json(**values: object) -> None:
+    link = load(**values)
+    assert Link.model_validate_json(link.model_dump_json()) == link
