@@ -1,0 +1,120 @@
+"""The first process of a node's container: read the request, shape the network, drop every privilege, become the rank.
+
+It runs as root with NET_ADMIN (shape), SETUID, SETGID, SETPCAP (drop) and CHOWN (give the run's folder away), and
+nothing else; the rank that replaces it has no capability at all and no way to get one.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from testbed.net.shaping import shape
+from testbed.rank.asked import Asked, ask
+from testbed.spec.datasets import data_dir, is_complete
+from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
+from testbed.spec.folder import runs_dir
+from testbed.spec.settings import fresh_folder
+
+NOBODY = 65534  # who a rank is where the runs folder belongs to root
+RANK = ["python3", "-m", "testbed.rank.standalone"]
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TIMEOUT = 20.0  # seconds; each of these commands takes milliseconds
+
+
+def main() -> None:
+    """Everything that can be refused is refused before anything is shaped or made."""
+    asked = ask(os.environ)
+    owner = _owner(runs_dir())
+    _check_writable(runs_dir(), owner)
+    if asked.rank == 0:
+        _bring_data(asked, owner)
+    if asked.spec.world > 1 and asked.shaping != "off":
+        for command in shape(asked.link, asked.interface, ingress=asked.shaping == "both"):
+            _apply(command)
+    if asked.rank == 0 and owner == (0, 0):
+        os.environ["TESTBED_RUN"] = str(_make_folder(asked))
+    # Held back across the exec: as process 1, the new program would lose what arrives before it has its handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    command = [*_without_privileges(*(owner if owner[0] else (NOBODY, NOBODY))), *RANK]
+    os.execvp(command[0], command)
+
+
+def _owner(folder: Path) -> tuple[int, int]:
+    """uid and gid of the folder's owner; root's group counts as root only with root as the owner."""
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise Unavailable(f"{folder}: {error.strerror}. Mount a folder there for the runs.") from None
+    return (status.st_uid, status.st_gid) if status.st_uid else (0, 0)
+
+
+def _without_privileges(uid: int, gid: int) -> list[str]:
+    """Prefix: no groups, no capability in any set, none to be had from a set-uid file."""
+    who = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
+    sets = ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"]
+    return ["setpriv", *who, *sets, "--no-new-privs", "--"]
+
+
+def _check_writable(folder: Path, owner: tuple[int, int]) -> None:
+    if subprocess.run([*_without_privileges(*owner), "test", "-w", folder], timeout=TIMEOUT).returncode:
+        way_out = "Make ./runs writable for its owner"
+        raise Unavailable(f"runs folder {folder}: not writable for its owner (uid {owner[0]}). {way_out}.")
+
+
+def _bring_data(asked: Asked, owner: tuple[int, int]) -> None:
+    """Fetch what is missing, as the data folder's owner; where that fails, train on synthetic images and say so."""
+    name, root = asked.spec.data.name, data_dir()
+    if is_complete(name, root):
+        return
+    if root.is_dir() and _owner(root) == (0, 0) and not any(root.iterdir()):
+        os.chown(root, *owner)  # the engine made it for the mount, as root
+    argv = [*_without_privileges(*_owner(root)), sys.executable, __file__, "--fetch", name] if root.is_dir() else []
+    if not argv or subprocess.run(argv).returncode:
+        os.environ["DATA"] = "synthetic"
+        os.environ["TESTBED_NOTE"] = f"data {name} could not be fetched: synthetic images instead"
+        print(os.environ["TESTBED_NOTE"], flush=True)
+
+
+def _fetch(name: str) -> None:
+    """In a process of its own, which has no privileges."""
+    from testbed.control.data import fetch
+
+    fetch(name, data_dir(), lambda text: print(text, flush=True))
+
+
+def _apply(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        reason = (done.stderr or done.stdout).strip().replace("\n", " ").rstrip(".") if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    if reason:
+        lacks = "The container needs NET_ADMIN and the kernel tbf, ifb, u32 and mirred (netem for delay and loss)"
+        way_out = "SHAPING=egress does without ifb, SHAPING=off without all of it"
+        raise NetworkInvalid(f"the network cannot be shaped: {shlex.join(command)}: {reason}. {lacks}; {way_out}.")
+
+
+def _make_folder(asked: Asked) -> Path:
+    """Where runs/ is root's: make the run's folder and give it to the rank."""
+    folder = fresh_folder(runs_dir() / asked.spec.experiment, asked.spec.name)
+    try:
+        folder.mkdir(parents=True)
+        os.chown(folder, NOBODY, NOBODY)
+    except OSError as error:
+        raise Unavailable(f"run folder {folder}: cannot be made ({error.strerror}). Look who owns ./runs.") from None
+    return folder
+
+
+if __name__ == "__main__":
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: sys.exit(130))  # process 1 has no default
+    try:
+        _fetch(sys.argv[2]) if sys.argv[1:2] == ["--fetch"] else main()
+    except TestbedError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)

@@ -6,12 +6,9 @@ if ls /wheels/*.whl >/dev/null 2>&1; then
   from="--no-index --find-links /wheels"
 elif [ -n "${TORCH_INDEX:-}" ]; then
   from="--extra-index-url $TORCH_INDEX"
-elif [ "$(uname -m)" = x86_64 ]; then
-  echo "wheels/ is empty, and the plain index has CUDA builds of torch only (gigabytes)." >&2
-  echo "Run make wheels, or set TORCH_INDEX to PyTorch's index of CPU builds (its install page names it)." >&2
-  exit 2
 else
   from=""
+  [ "$(uname -m)" != x86_64 ] || echo "wheels/ and TORCH_INDEX are empty: this may bring gigabytes of CUDA" >&2
 fi
 
 apt-get update -qq
@@ -28,4 +25,4 @@ rm -rf torch/include torch/share torch/test
 find torch/bin -type f ! -name torch_shm_manager -delete
 find torch/lib -name '*.a' -delete
 find sympy networkx mpmath numpy torchvision -type d -name tests -prune -exec rm -rf {} +
-python3 -m compileall -q . || true  # some packages ship templates that are no Python
+python3 -m compileall -q -j 0 . || true  # some packages ship templates that are no Python

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).parent / "gloo" / "worker.py"
-START_SECONDS = 90.0  # torch imports on a busy machine
+START_SECONDS = 200.0  # torch imports on a busy machine
 
 
 def free_port() -> int:
@@ -57,7 +57,7 @@ class RankPool:
         self._workers = [_Worker(rank, size, port, folder) for rank in range(size)]
         self._answers(time.monotonic() + START_SECONDS)
 
-    def run(self, kind: str, timeout: float = 60.0, **case: Any) -> list[dict[str, Any]]:
+    def run(self, kind: str, timeout: float = 150.0, **case: Any) -> list[dict[str, Any]]:
         """Do one case on all ranks; their answers in rank order."""
         name = f"{next(self._numbers):03d}-{kind}"
         for worker in self._workers:

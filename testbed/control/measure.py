@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 import testbed
 from testbed.control.substrates.base import NodePlan, Process, Substrate
+from testbed.control.tail import Tail
 from testbed.net.pace import pace, schedule
 from testbed.net.probe import Flow, Measurement
 from testbed.net.receipt import Receipt
@@ -73,11 +73,11 @@ def _longest(rates: Sequence[int | None]) -> float:
 
 def _follow(started: Sequence[Process], logs: Sequence[Path], progress: Progress, seconds: float) -> None:
     """Pass every event on until all have ended; one failure ends the wait soon after."""
-    tails = [_Tail(log) for log in logs]
+    tails = [Tail(log) for log in logs]
     deadline = time.monotonic() + seconds
     while True:
         codes = [process.poll() for process in started]
-        for event in (event for tail in tails for event in tail.events()):
+        for event in (event for tail in tails for event in tail.read()):
             if event.get("event") == "flow":
                 progress(event)
         if None not in codes and not any(codes):
@@ -89,30 +89,6 @@ def _follow(started: Sequence[Process], logs: Sequence[Path], progress: Progress
         time.sleep(POLL)
 
 
-class _Tail:
-    """The complete JSON lines that a log has gained since the last look."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._offset = 0
-
-    def events(self) -> list[dict[str, Any]]:
-        """New events; lines that are not JSON objects are someone else's."""
-        with contextlib.suppress(FileNotFoundError), self._log.open("rb") as file:
-            file.seek(self._offset)
-            whole = file.read().rpartition(b"\n")
-            self._offset += len(whole[0]) + len(whole[1])
-            return [event for event in map(_parse, whole[0].splitlines()) if event is not None]
-        return []
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):
-        event = json.loads(line)
-        return event if isinstance(event, dict) else None
-    return None
-
-
 def _complaint(codes: Sequence[int | None], logs: Sequence[Path]) -> str:
     """Every node's own words, each once."""
     words = dict.fromkeys(_last_words(log) for code, log in zip(codes, logs, strict=True) if code)
@@ -122,13 +98,13 @@ def _complaint(codes: Sequence[int | None], logs: Sequence[Path]) -> str:
 
 
 def _last_words(log: Path) -> str:
-    sentences = [str(event["sentence"]) for event in _Tail(log).events() if event.get("event") == "error"]
+    sentences = [str(event["sentence"]) for event in Tail(log).read() if event.get("event") == "error"]
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return sentences[-1] if sentences else f"{log.stem}: {lines[-1] if lines else 'ended without a word'}"
 
 
 def _measurement(log: Path) -> Measurement:
-    result = next((event for event in _Tail(log).events() if event.get("event") == "result"), None)
+    result = next((event for event in Tail(log).read() if event.get("event") == "result"), None)
     if result is None:
         raise NetworkInvalid(f"the probe of the network ended without a result on {log.stem}")
     flows = [Flow(**flow) for flow in result["flows"]]

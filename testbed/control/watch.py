@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from testbed.control.progress import Progress
 from testbed.control.substrates.base import Process
+from testbed.control.tail import Tail
 from testbed.spec.errors import NetworkInvalid, RankFailed, ReplicasDiffer, TestbedError, UsageError
 from testbed.spec.folder import RunFolder
 
 POLL = 0.1  # seconds between two looks
 GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
 STALL = 10  # deadlines without any rank's progress: every wait inside a rank ends after one
-
-
-@dataclass
-class Tail:
-    """The new complete lines of a growing file."""
-
-    path: Path
-    offset: int = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
 
 
 @dataclass
@@ -46,7 +27,6 @@ class RankState:
     last_step: int = -1
     error: dict[str, Any] | None = None
     code: int | None = None
-    ended: bool = field(default=False)
 
     def look(self, rank: int, progress: Progress) -> bool:
         """Read on; True when anything happened."""
@@ -67,7 +47,6 @@ def follow(processes: list[Process], folder: RunFolder, deadline: float, progres
     ranks = [RankState(process, Tail(folder.records(k))) for k, process in enumerate(processes)]
     moved = time.monotonic()
     while any(rank.code is None for rank in ranks):
-        running = sum(rank.code is None for rank in ranks)
         if any([rank.look(k, progress) for k, rank in enumerate(ranks) if rank.code is None]):
             moved = time.monotonic()
         if any(rank.code not in (None, 0) for rank in ranks):
@@ -77,8 +56,7 @@ def follow(processes: list[Process], folder: RunFolder, deadline: float, progres
             slowest = min(range(len(ranks)), key=lambda k: ranks[k].last_step)
             waited = f"no rank moved for {STALL * deadline:g} s"
             raise RankFailed(f"rank {slowest} (node{slowest}) is behind, and {waited}. See {folder.log(slowest)}")
-        if running:
-            time.sleep(POLL)
+        time.sleep(POLL)
 
 
 def _let_others_end(ranks: list[RankState], progress: Progress) -> None:

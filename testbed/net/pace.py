@@ -19,7 +19,7 @@ FEWEST, MOST = 3, 9  # slices
 STEADY = 0.01  # standard error of the slices' mean, as a part of it, at which counting ends
 IN_FLIGHT = 0.02  # seconds of the rate; the kernel makes up to twice that of it, still less than the queue holds
 MIN_IN_FLIGHT = 4 * 1024  # bytes, about three frames
-MAX_IN_FLIGHT = 200_000  # bytes; what the kernel grants everyone, and fast links need no bound
+MAX_IN_FLIGHT = 32 * 1024  # bytes; from there on the first window, twice that, fits any queue, and a bound only does harm
 NEAR = 0.002  # seconds of round trip; with more, what is under way is on the path and not in the queue
 
 

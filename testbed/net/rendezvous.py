@@ -52,7 +52,17 @@ class Channel:
         try:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise ProbeError(f"{self.who} left the probe ({error})") from None
+            raise self._gone(error) from None
+
+    def _gone(self, error: OSError) -> ProbeError:
+        """Why the other end is closed: its own last words if it left any."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self.sock.settimeout(0)
+            for line in (self._buffer + self.sock.recv(65536)).splitlines():
+                message = json.loads(line)
+                if "fail" in message:
+                    return ProbeError(str(message["fail"]))
+        return ProbeError(f"{self.who} left the probe ({error})")
 
     def take(self) -> dict[str, Any] | None:
         """Read what has arrived; an object once its line is complete."""
@@ -198,16 +208,16 @@ def _host(addresses: Sequence[str], port: int, me: Peer) -> Hub:
     try:
         with socket.create_server((addresses[0], port), backlog=len(addresses)) as server:
             _welcome(server, len(addresses), members)
+        hub = Hub(secrets.token_bytes(16), [me, *_in_order(members, 1)], _in_order(members, 0))
+        hub.tell({"welcome": {"token": hub.token.hex(), "peers": [asdict(peer) for peer in hub.peers]}})
+        return hub
     except (OSError, ProbeError) as error:
-        reached = Hub(b"", [], [channel for channel, _ in members.values()])
-        with reached:
+        with Hub(b"", [], _in_order(members, 0)) as reached:
             raise reached.fail(ProbeError(f"node0 at {addresses[0]}:{port}: {error}")) from None
-    ranks = range(1, len(addresses))
-    hub = Hub(
-        secrets.token_bytes(16), [me, *(members[rank][1] for rank in ranks)], [members[rank][0] for rank in ranks]
-    )
-    hub.tell({"welcome": {"token": hub.token.hex(), "peers": [asdict(peer) for peer in hub.peers]}})
-    return hub
+
+
+def _in_order(members: dict[int, tuple[Channel, Peer]], part: int) -> list[Any]:
+    return [members[rank][part] for rank in sorted(members)]
 
 
 def _welcome(server: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]]) -> None:

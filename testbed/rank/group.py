@@ -62,22 +62,34 @@ class Group:
 
 def join(rank: int, size: int, address: str, port: int, deadline: float) -> Group:
     """Meet the others at address:port, where rank 0 listens, and make the default process group."""
-    limit = timedelta(seconds=deadline)
+    return enter(rank, size, open_store(rank, size, address, port, deadline), deadline)
+
+
+def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.Store:
+    """Rank 0 opens the store at address:port, the others connect to it."""
     listener = _listen(address, port) if rank == 0 else None
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             address,
             port,
             size,
             is_master=rank == 0,
-            timeout=limit,
+            timeout=timedelta(seconds=deadline),
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,
         )
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:  # DistStoreError and its kin
-        where = f"at {address}:{port} within {deadline:g} s"
-        raise RankFailed(f"rank {rank} did not meet all of {size} ranks {where}: {error}") from None
+        raise RankFailed(
+            f"rank {rank} did not meet rank 0 at {address}:{port} within {deadline:g} s: {error}"
+        ) from None
+
+
+def enter(rank: int, size: int, store: dist.Store, deadline: float) -> Group:
+    """Make the default process group of all who share the store."""
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline))
+    except RuntimeError as error:
+        raise RankFailed(f"rank {rank} did not meet all of {size} ranks within {deadline:g} s: {error}") from None
     return Group(rank, size, store, deadline)
 
 

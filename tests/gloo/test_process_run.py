@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gloo
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "process"]
 
 
-def testbed(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def command_line(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "testbed.control", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
@@ -51,7 +51,7 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 def test_a_run_leaves_a_whole_folder_and_prints_one_json_document(tmp_path):
-    result = testbed("run", "--mode", "ring", "--nodes", "3", "--steps", "6", *SMALL, "--json", "--out", "r", cwd=tmp_path)
+    result = command_line("run", "--mode", "ring", "--nodes", "3", "--steps", "6", *SMALL, "--json", "--out", "r", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (summary,) = json.loads(result.stdout)["runs"]
     names = {path.name for path in (tmp_path / "r").iterdir()}
@@ -65,20 +65,20 @@ def test_a_run_leaves_a_whole_folder_and_prints_one_json_document(tmp_path):
 
 def test_a_folder_that_exists_and_a_port_in_use_are_refused(tmp_path):
     (tmp_path / "r").mkdir()
-    result = testbed("run", "--steps", "4", *SMALL, "--out", "r", "--set", "probe=false", cwd=tmp_path)
+    result = command_line("run", "--steps", "4", *SMALL, "--out", "r", "--set", "probe=false", cwd=tmp_path)
     assert result.returncode == 2 and "exists" in result.stderr and "--out" in result.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         flags = ["--steps", "4", *SMALL, "--out", "s", "--set", f"port={port}"]
-        result = testbed("run", *flags, cwd=tmp_path)
+        result = command_line("run", *flags, cwd=tmp_path)
     assert result.returncode == 2 and str(port) in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "s").exists()
 
 
 def test_an_unknown_model_is_the_users_mistake(tmp_path):
-    result = testbed("run", "--steps", "4", *SMALL, "--model", "vgg99", "--set", "probe=false", cwd=tmp_path)
+    result = command_line("run", "--steps", "4", *SMALL, "--model", "vgg99", "--set", "probe=false", cwd=tmp_path)
     assert result.returncode == 2 and "'vgg99'" in result.stderr and "Traceback" not in result.stderr
 
 
@@ -88,13 +88,13 @@ def test_a_sweep_skips_what_is_finished_and_fresh_measures_again(tmp_path):
         'title = "two modes"\n[base]\nmodel = "lenet5"\ndata = { name = "synthetic" }\nnodes = 2\nbatch = 8\nsteps = 4\n'
         'probe = false\n[axes]\nmode = ["single", "tree"]\n'
     )
-    first = testbed("sweep", str(file), "--on", "process", cwd=tmp_path)
+    first = command_line("sweep", str(file), "--on", "process", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "| single" in first.stdout and "| tree" in first.stdout
-    again = testbed("sweep", str(file), "--on", "process", cwd=tmp_path)
+    again = command_line("sweep", str(file), "--on", "process", cwd=tmp_path)
     assert again.stdout.count("finished earlier") == 2
     (tmp_path / "runs/two/tree/summary.json").unlink()  # as a killed controller leaves it
-    resumed = testbed("sweep", str(file), "--on", "process", cwd=tmp_path)
+    resumed = command_line("sweep", str(file), "--on", "process", cwd=tmp_path)
     assert resumed.stdout.count("finished earlier") == 1 and resumed.returncode == 0
     assert (tmp_path / "runs/two/.superseded/tree~0/rank1.jsonl").exists()
 
@@ -141,7 +141,7 @@ def test_a_method_of_ones_own_is_one_file(tmp_path):
     (tmp_path / "methods" / "naive.py").write_text(
         "def mean_(buffer, group):\n    group.all_reduce(buffer)\n    buffer.div_(group.size)\n"
     )
-    result = testbed("run", "--mode", "naive/param", "--nodes", "2", "--steps", "4", *SMALL, "--set", "probe=false", cwd=tmp_path)
+    result = command_line("run", "--mode", "naive/param", "--nodes", "2", "--steps", "4", *SMALL, "--set", "probe=false", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "| naive/param" in result.stdout
-    assert "naive" in testbed("modes", cwd=tmp_path).stdout
+    assert "naive" in command_line("modes", cwd=tmp_path).stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from testbed.rank.train import Trainer
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec
 
-DEADLINE = 30.0  # seconds of any one wait
+DEADLINE = 100.0  # seconds of any one wait
 Case = dict[str, Any]
 
 
@@ -101,7 +100,6 @@ def answer(text: str, group: Group) -> Case:
     case = json.loads(text)
     own = Group(group.rank, group.size, dist.PrefixStore(case["name"], group.store), DEADLINE)
     found = KINDS[case["kind"]](case, own)
-    gc.collect()  # DDP's reducer holds on to the group
     return found | {"arrays": f"{case['folder']}/{case['name']}.rank{group.rank}.npz"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,8 +42,9 @@ def ours() -> list[str]:
 
 
 def links() -> list[str]:
-    """Names of the links outside our namespaces."""
-    return [line.split(":")[1].strip() for line in _run("ip", "-o", "link").splitlines()]
+    """Names like ours among the links outside our namespaces; an engine's may come and go meanwhile."""
+    names = [line.split(":")[1].strip() for line in _run("ip", "-o", "link").splitlines()]
+    return [name for name in names if re.match(r"(br|eth|ifb|port)\d", name)]
 
 
 def _run(*argv: str) -> str:
@@ -100,17 +102,22 @@ def test_connections_use_the_congestion_control_that_was_asked(name: str) -> Non
     assert receipt.congestion == (name, name)
 
 
-def test_the_quota_limits_and_can_be_changed_and_left_out(tmp_path: Path) -> None:
+def test_the_quota_limits_and_can_be_changed(tmp_path: Path) -> None:
     with NetnsSubstrate(plans(1, cpus=0.4)) as substrate:
-        assert busy_share(substrate, tmp_path / "a") == pytest.approx(0.4, rel=0.15)
+        assert_share(substrate, 0.4, tmp_path)
         substrate.set_cpus(0, 0.2)
-        assert busy_share(substrate, tmp_path / "b") == pytest.approx(0.2, rel=0.15)
+        assert_share(substrate, 0.2, tmp_path)
 
 
-def busy_share(substrate: NetnsSubstrate, log: Path) -> float:
-    """Cores that a busy loop of 2 s really got."""
-    assert substrate.start(0, [sys.executable, "-c", BUSY], {}, log).wait(30) == 0
-    return float(log.read_text())
+def assert_share(substrate: NetnsSubstrate, expected: float, folder: Path) -> None:
+    """Never more than the quota; and all of it, in one of five tries, as a busy machine may take some of it away."""
+    measured: list[float] = []
+    while len(measured) < 5 and not any(share >= 0.85 * expected for share in measured):
+        log = folder / f"{expected}-{len(measured)}.log"
+        assert substrate.start(0, [sys.executable, "-c", BUSY], {}, log).wait(30) == 0
+        measured.append(float(log.read_text()))
+    bounds = f"expected {expected} cores, measured {measured}, bounds {0.85 * expected:.2f}..{1.15 * expected:.2f}"
+    assert 0.85 * expected <= max(measured) <= 1.15 * expected, bounds
 
 
 def test_quota_false_starts_outside_the_group(tmp_path: Path) -> None:

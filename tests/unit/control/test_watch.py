@@ -9,6 +9,7 @@ import pytest
 
 from testbed.control import watch
 from testbed.control.progress import Silent
+from testbed.control.tail import Tail
 from testbed.spec.errors import RankFailed, ReplicasDiffer, UsageError
 from testbed.spec.folder import RunFolder
 
@@ -79,7 +80,7 @@ def test_a_run_in_which_nobody_moves_ends_and_names_the_slowest(tmp_path, monkey
 def test_a_half_written_line_waits_for_its_end(tmp_path):
     path = tmp_path / "rank0.jsonl"
     path.write_text('{"kind":"step","step":0}\n{"kind":"st')
-    tail = watch.Tail(path)
+    tail = Tail(path)
     assert [r["step"] for r in tail.read()] == [0]
     path.write_text('{"kind":"step","step":0}\n{"kind":"step","step":1}\n')
     assert [r["step"] for r in tail.read()] == [1]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from testbed.net import rendezvous
-from testbed.net.pace import MAX_IN_FLIGHT, pace, receive_buffer, schedule, steady
+from testbed.net.pace import pace, receive_buffer, schedule, steady
 from testbed.net.probe import Measurement, probe_node
 from testbed.net.rendezvous import Peer, ProbeError, arrive
 from testbed.net.wire import burst
@@ -62,11 +62,11 @@ def test_the_slowest_link_of_a_step_sets_its_length() -> None:
 def test_slow_links_get_a_bounded_window_and_fast_or_long_ones_the_kernels() -> None:
     pairs = [(0, 1)]
     assert receive_buffer([10**7, 10**7], pairs, 1, round_trip=0.0001) == 25_000
-    assert receive_buffer([10**9, 10**9], pairs, 1, round_trip=0.0001) is None
+    assert receive_buffer([5 * 10**7, 5 * 10**7], pairs, 1, round_trip=0.0001) is None
     assert receive_buffer([10**7, 10**7], pairs, 1, round_trip=0.04) is None
     assert receive_buffer([None, None], pairs, 1, round_trip=0.0001) is None
-    fan_in = receive_buffer([10**8] * 4, schedule(4)[-1], 0, round_trip=0.0001)
-    assert fan_in is not None and fan_in < MAX_IN_FLIGHT / 2
+    fan_in = receive_buffer([2 * 10**7] * 4, schedule(4)[-1], 0, round_trip=0.0001)
+    assert fan_in is not None and 3 * fan_in <= 50_000
 
 
 def test_counting_ends_when_the_slices_agree_or_time_is_up() -> None:
@@ -123,7 +123,8 @@ def test_a_node_that_leaves_ends_the_probe_for_all_with_its_name() -> None:
 
     began = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        words = [pool.submit(node, 0), pool.submit(node, 2), pool.submit(deserter)]
+        pool.submit(deserter)
+        words = [pool.submit(node, rank) for rank in (0, 2)]
         assert "node1 left the probe" in words[0].result(timeout=30)
         assert "node1 left the probe" in words[1].result(timeout=30)
     assert time.monotonic() - began < 10
@@ -137,7 +138,7 @@ def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nobody_at_the_meeting_point_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
-    with pytest.raises(ProbeError, match="node0 does not answer at 127.0.0.1"):
+    with pytest.raises(ProbeError, match="node0 does not answer at 127"):
         probe_node(1, [LOOPBACK] * 2, free_port(), None, lambda event: None)
 
 

@@ -110,7 +110,11 @@ def test_the_matrix_has_every_algorithm_times_granularity() -> None:
     assert sorted(str(mode) for mode in legal_modes("1MiB")) == sorted(
         ["single", "ddp", "ddp/bucket:1MiB"]
         + ["gather", "gather/bucket:1MiB", "gather/flat", "allreduce", "allreduce/bucket:1MiB", "allreduce/flat"]
-        + [f"{a}{g}" for a in ("ring", "ring-reduce", "tree", "halving", "server") for g in ("", "/param", "/bucket:1MiB")]
+        + [
+            f"{a}{g}"
+            for a in ("ring", "ring-reduce", "tree", "halving", "server")
+            for g in ("", "/param", "/bucket:1MiB")
+        ]
     )
 
 

@@ -83,8 +83,14 @@ REFUSED = {
         {"batch": 16, "nodes": 3, "data": {"shares": [3, 5, 9]}},
         "data.shares [3, 5, 9]: must be 3 numbers of at least 1 that add up to the batch of 16. Change",
     ),
-    "shares of another length": ({"batch": 8, "nodes": 3, "data": {"shares": [3, 5]}}, "data.shares [3, 5]: must be 3 numbers"),
-    "an empty share": ({"batch": 8, "nodes": 2, "data": {"shares": [0, 8]}}, "data.shares [0, 8]: must be 2 numbers of at least 1"),
+    "shares of another length": (
+        {"batch": 8, "nodes": 3, "data": {"shares": [3, 5]}},
+        "data.shares [3, 5]: must be 3 numbers",
+    ),
+    "an empty share": (
+        {"batch": 8, "nodes": 2, "data": {"shares": [0, 8]}},
+        "data.shares [0, 8]: must be 2 numbers of at least 1",
+    ),
     "shares with every": (
         {"mode": "ring/every:2", "batch": 8, "nodes": 2, "data": {"shares": [3, 5]}},
         "mode ring/every:2 averages parameters, which weights all ranks alike. Use a mode without every:K.",
@@ -93,17 +99,32 @@ REFUSED = {
         {"nodes": 2, "overrides": {"node2": {"cpus": 0.1}}},
         "overrides 'node2': there is no such node among 2. Known: node0, node1.",
     ),
-    "after-step of ddp": ({"mode": "ddp", "placement": "after-step"}, "placement 'after-step': mode ddp has no gradient exchange"),
-    "after-step of server": ({"mode": "server", "placement": "after-step"}, "Use gather, allreduce, ring, tree or halving."),
+    "after-step of ddp": (
+        {"mode": "ddp", "placement": "after-step"},
+        "placement 'after-step': mode ddp has no gradient exchange",
+    ),
+    "after-step of server": (
+        {"mode": "server", "placement": "after-step"},
+        "Use gather, allreduce, ring, tree or halving.",
+    ),
     "after-step of single": ({"mode": "single", "placement": "after-step"}, "mode single has no gradient exchange"),
-    "after-step of every": ({"mode": "ring/every:2", "placement": "after-step"}, "mode ring/every:2 has no gradient exchange"),
-    "only warm-up": ({"steps": 2}, "steps 2: the first 2 iterations are left out of all times, so nothing would remain. Use --steps 3"),
+    "after-step of every": (
+        {"mode": "ring/every:2", "placement": "after-step"},
+        "mode ring/every:2 has no gradient exchange",
+    ),
+    "only warm-up": (
+        {"steps": 2},
+        "steps 2: the first 2 iterations are left out of all times, so nothing would remain.",
+    ),
     "unknown mode": ({"mode": "star"}, "mode 'star': unknown algorithm 'star'. Known: single,"),
     "illegal cell": ({"mode": "ddp/flat"}, "mode 'ddp/flat': ddp takes bucket only"),
     "rate": ({"link": {"rate": "fast"}}, "rate 'fast': needs a number and one of"),
     "unknown key": ({"bacth": 8}, "unknown key 'bacth'; known here: accumulate, batch, batch_per_rank,"),
     "unknown key inside": ({"data": {"nam": "mnist"}}, "unknown key 'data.nam'; known here: augment, name, partition,"),
-    "unknown data": ({"data": {"name": "imagenet"}}, "data.name = 'imagenet': Input should be 'cifar10', 'mnist' or 'synthetic'"),
+    "unknown data": (
+        {"data": {"name": "imagenet"}},
+        "data.name = 'imagenet': Input should be 'cifar10', 'mnist' or 'synthetic'",
+    ),
     "negative seed": ({"seed": -1}, "seed = -1"),
     "no steps": ({"steps": 0}, "steps = 0"),
     "words for numbers": ({"nodes": "four"}, "nodes = 'four'"),
@@ -152,7 +173,9 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("values", [{}, FULL, {"mode": "single"}, {"batch": 16, "nodes": 3, "data": {"shares": [3, 5, 8]}}])
+@pytest.mark.parametrize(
+    "values", [{}, FULL, {"mode": "single"}, {"batch": 16, "nodes": 3, "data": {"shares": [3, 5, 8]}}]
+)
 def test_a_spec_survives_the_way_through_json(values: dict[str, Any]) -> None:
     spec = load(**values)
     assert RunSpec.from_json(spec.to_json(), "spec.json") == spec

@@ -40,7 +40,9 @@ def step(number: int, total: float, loss: float = 1.0, sent: int | None = 0, rec
 
 
 def evaluation(correct: int, loss: float) -> Eval:
-    return Eval(step=6, epoch=0, loss=loss, correct=correct, images=10, scope="this rank", train_loss=0, train_accuracy=0)
+    return Eval(
+        step=6, epoch=0, loss=loss, correct=correct, images=10, scope="this rank", train_loss=0, train_accuracy=0
+    )
 
 
 @pytest.fixture
@@ -237,7 +239,14 @@ def test_a_row_says_when_synchronising_came_after_the_step() -> None:
 
 def test_the_caption_says_what_all_rows_share() -> None:
     text = caption([made("ring", 1.0, link={"rate": "200mbit"}, node={"cpus": 0.4}, substrate="netns", steps=6)])
-    for words in ("lenet5 on synthetic", "batch 8 over all ranks", "2 equal nodes", "0.4 cores", "200mbit each way", "netns"):
+    for words in (
+        "lenet5 on synthetic",
+        "batch 8 over all ranks",
+        "2 equal nodes",
+        "0.4 cores",
+        "200mbit each way",
+        "netns",
+    ):
         assert words in text
     assert "unshaped" in caption([made("ring", 1.0, link={"rate": "200mbit"})])  # plain processes shape nothing
     assert caption([]) == ""

@@ -37,7 +37,9 @@ def test_a_duration_is_in_seconds(text: str, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("text", ["fast", "", "200", "200mb", "-1mbit", "1e9bit", "nanmbit", "infgbit", "1,5gbit", "1mbit; reboot"])
+@pytest.mark.parametrize(
+    "text", ["fast", "", "200", "200mb", "-1mbit", "1e9bit", "nanmbit", "infgbit", "1,5gbit", "1mbit; reboot"]
+)
 def test_a_rate_that_is_none_is_refused_with_the_units_and_an_example(text: str) -> None:
     with pytest.raises(SpecError) as refusal:
         parse_rate(text)
@@ -54,7 +56,9 @@ def test_nothing_is_not_an_amount(parse: object, text: str) -> None:
         parse(text)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("value", "text"), [(5 * 2**20, "5MiB"), (1536, "1536B"), (2**30, "1GiB"), (3 * 2**10, "3KiB")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(5 * 2**20, "5MiB"), (1536, "1536B"), (2**30, "1GiB"), (3 * 2**10, "3KiB")]
+)
 def test_a_size_prints_in_the_largest_exact_unit(value: int, text: str) -> None:
     assert format_size(value) == text
 

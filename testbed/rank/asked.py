@@ -1,0 +1,118 @@
+"""What a run without a controller is asked, by environment variables: `.env.example` lists them with their defaults.
+
+No torch here: the container's entrypoint reads the same request before it shapes the network.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed.spec.errors import SpecError, refuse
+from testbed.spec.link import Link
+from testbed.spec.run import RunSpec
+from testbed.spec.settings import run_name, with_settings
+
+EXPERIMENT = "compose"  # these runs lie in runs/compose/
+SHAPINGS = ("both", "egress", "off")
+CPU_PERIOD = 10_000  # microseconds; CPU_QUOTA is a part of it
+PORT = 29_500  # of the store; the two after it are those of the presence and of the probe
+# Variable -> key of the spec. All go in as text, and the spec refuses what it does not like.
+KEYS = {
+    "MODE": "mode",
+    "NODES": "nodes",
+    "RATE": "link.rate",
+    "MODEL": "model",
+    "DATA": "data.name",
+    "BATCH": "batch",
+    "STEPS": "steps",
+    "SEED": "seed",
+    "CONGESTION": "node.congestion",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One node's part of a request; the spec is the same on all of them."""
+
+    spec: RunSpec
+    rank: int
+    shaping: str  # one of SHAPINGS
+    interface: str
+    master: str  # name or address of rank 0
+    port: int
+    folder: Path | None  # where the entrypoint made the run's folder; None: rank 0 makes it
+    note: str  # what the entrypoint could not do, for the table
+
+    @property
+    def link(self) -> Link:
+        """This node's own."""
+        return link_of(self.spec, self.rank)
+
+    @property
+    def unshaped(self) -> str:
+        """Why the run stays out of tables though nothing failed; empty where the network is shaped both ways."""
+        left = {"egress": "what arrives at a node is not shaped", "off": "nothing is shaped"}
+        return f"SHAPING={self.shaping}: {left[self.shaping]}" if self.shaping in left else ""
+
+
+def ask(env: Mapping[str, str]) -> Asked:
+    """Read and check everything; SpecError with the value, the rule and the way out."""
+    shaping = env.get("SHAPING") or "both"
+    if shaping not in SHAPINGS:
+        raise refuse("SHAPING", shaping, "is no way to shape", f"Use one of {', '.join(SHAPINGS)}.")
+    spec = _spec(env, shaping)
+    rank = _number(env, "RANK", 0)
+    if rank >= spec.nodes:
+        raise refuse("RANK", rank, f"there are {spec.nodes} nodes", f"Use 0 to {spec.nodes - 1}.")
+    return Asked(
+        spec=spec,
+        rank=rank,
+        shaping=shaping,
+        interface=env.get("GLOO_SOCKET_IFNAME") or "eth0",
+        master=env.get("MASTER_ADDR") or "rank0",
+        port=spec.port or _number(env, "MASTER_PORT", PORT),
+        folder=Path(env["TESTBED_RUN"]) if env.get("TESTBED_RUN") else None,
+        note=env.get("TESTBED_NOTE", ""),
+    )
+
+
+def link_of(spec: RunSpec, rank: int) -> Link:
+    """The link of one node, its override included."""
+    own = spec.overrides.get(f"node{rank}")
+    return own.link if own and own.link else spec.link
+
+
+def _spec(env: Mapping[str, str], shaping: str) -> RunSpec:
+    asked = {name: env[name] for name in KEYS if env.get(name) and (name != "RATE" or shaping != "off")}
+    values: dict[str, Any] = {
+        "experiment": EXPERIMENT,
+        "name": run_name(env.get("MODE") or "ring", env.get("NODES") or 4),
+    }
+    if quota := _number(env, "CPU_QUOTA", 0):
+        values["node"] = {"cpus": quota / CPU_PERIOD}
+    values = with_settings(values, [f"{KEYS[name]}={_quoted(text)}" for name, text in asked.items()])
+    return RunSpec.load(with_settings(values, _words(env.get("SET", "")), "SET"), where="")
+
+
+def _quoted(text: str) -> str:
+    """As TOML text: bare, the seed 007 or the mode 1e5 would be read as something else."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SpecError(f"SET {text!r}: cannot be read ({error}). Write SET='key=value key=value'.") from None
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name) or str(default)
+    if not text.isdecimal():
+        raise refuse(name, text, "must be a whole number", f"Write e.g. {name}={default}.")
+    return int(text)

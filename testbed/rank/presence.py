@@ -1,0 +1,55 @@
+"""Presence: ranks 1..N-1 hold a plain connection to rank 0, and its end tells them that rank 0 has left.
+
+They leave after it: a caller that stops everything with the first container that ends (Compose's
+--abort-on-container-exit) would otherwise kill rank 0 while it sums up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from testbed.spec.errors import RankFailed, Unavailable
+
+PATIENCE = 900.0  # seconds; rank 0 may fetch a data set before it listens
+NAMELESS = 20.0  # seconds without a name after which rank 0 is gone: a container's name ends with it
+RETRY = 0.2  # seconds
+
+
+def listen(address: str, port: int, size: int) -> socket.socket:
+    """Rank 0's end. Nobody needs to accept: the kernel completes the connections, and ends them with the process."""
+    try:
+        return socket.create_server((address, port), backlog=size)
+    except OSError as error:
+        raise Unavailable(f"port {port} on {address}: cannot listen ({error.strerror}). Set MASTER_PORT.") from None
+
+
+def attend(name: str, port: int) -> socket.socket:
+    """The others' end, connected; waits for rank 0 to come up."""
+    named = begun = time.monotonic()
+    while (now := time.monotonic()) < begun + PATIENCE:
+        try:
+            return socket.create_connection((name, port), timeout=5.0)
+        except socket.gaierror:
+            if now > named + NAMELESS:
+                raise RankFailed(f"rank 0 has left, or never came: nobody is called {name!r}. See its log") from None
+        except OSError:
+            named = now  # it exists, and does not listen yet
+        time.sleep(RETRY)
+    raise RankFailed(f"rank 0 did not listen at {name}:{port} within {PATIENCE:g} s. See its log")
+
+
+def outlast(connection: socket.socket, seconds: float | None) -> None:
+    """Return when rank 0 has left, or after so many seconds."""
+    connection.settimeout(seconds)
+    with contextlib.suppress(OSError):
+        connection.recv(1)
+
+
+def own_address(master: str) -> str:
+    """The address of this node on the way to rank 0; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        trial.connect((master, 9))
+        address: str = trial.getsockname()[0]
+        return address

@@ -1,0 +1,204 @@
+"""A run without a controller: `python -m testbed.rank.standalone` on every node, as `docker compose up` starts it.
+
+Every rank reads the same request from its environment (asked.py). Rank 0 names the run, makes its folder and tells
+the others through the store; together they measure the network, train, and stay until rank 0 has summed up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from testbed.rank import presence, stopping
+from testbed.rank.asked import Asked, ask
+from testbed.rank.conclusion import Conclusion
+from testbed.spec.errors import Interrupted, RankFailed, TestbedError
+from testbed.spec.folder import RunFolder, runs_dir, write_whole
+from testbed.spec.records import Error
+from testbed.spec.run import RunSpec
+from testbed.spec.settings import fresh_folder
+
+if TYPE_CHECKING:  # torch takes a second to import: only who trains does
+    import torch.distributed as dist
+
+    from testbed.rank.recorder import Recorder
+
+PRESENCE, PROBE = 1, 2  # ports after the store's
+LINGER = 120.0  # seconds that a rank stays at most for rank 0 to sum up
+BREAK_UP = 3.0  # seconds for Gloo to close its connections after a failure
+
+
+def main() -> int:
+    """Take part; the exit code is the error's own (spec/errors.py)."""
+    stopping.raise_interrupted()
+    try:
+        asked = ask(os.environ)
+        with _presence(asked) as connection:
+            code = _take_part(asked) if asked.rank < asked.spec.world else _stand_by(asked)
+            if asked.rank > 0 and code != Interrupted.exit_code:
+                for number in stopping.SIGNALS:  # nothing is left to write down
+                    signal.signal(number, lambda *_: os._exit(code))
+                presence.outlast(connection, LINGER if asked.rank < asked.spec.world else None)
+        return code
+    except TestbedError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _presence(asked: Asked) -> socket.socket:
+    if asked.rank == 0:
+        return presence.listen(asked.master, asked.port + PRESENCE, asked.spec.nodes)
+    return presence.attend(asked.master, asked.port + PRESENCE)
+
+
+def _stand_by(asked: Asked) -> int:
+    print(f"mode {asked.spec.mode}: rank 0 trains alone, rank {asked.rank} has nothing to do", flush=True)
+    return 0
+
+
+def _take_part(asked: Asked) -> int:
+    """Meet the others, then live through the run; from the folder on, files say what happened."""
+    from testbed.rank.group import open_store
+    from testbed.rank.recorder import Recorder
+
+    store = open_store(asked.rank, asked.spec.world, asked.master, asked.port, asked.spec.deadline)
+    folder, spec = _agree(asked, store)
+    with _log(folder.log(asked.rank)), Recorder(folder.records(asked.rank)) as recorder:
+        conclusion = Conclusion(asked, spec, folder)
+        stopping.insist(lambda error: os._exit(_end(error, recorder, conclusion)))
+        try:
+            invalid = _live(asked, spec, store, recorder, conclusion)
+        except Exception as error:
+            stopping.ignore()
+            return _end(error, recorder, conclusion, store)
+        return conclusion.good() if asked.rank == 0 else invalid
+
+
+def _agree(asked: Asked, store: dist.Store) -> tuple[RunFolder, RunSpec]:
+    """Rank 0 makes the folder and says where it is and what runs; whoever was asked something else says so."""
+    if asked.rank == 0:
+        path = asked.folder or fresh_folder(runs_dir() / asked.spec.experiment, asked.spec.name)
+        spec = asked.spec.model_copy(update={"name": path.name})
+        _make(path, spec)
+        place = str(path.relative_to(runs_dir()))
+        print(f"run {place}: {spec.mode}, {spec.model} on {spec.data.name}, {spec.world} ranks", flush=True)
+        store.set("run", json.dumps({"folder": place, "spec": spec.to_json()}))
+    told = json.loads(_wait(store, "run", asked))
+    return RunFolder(runs_dir() / told["folder"]), RunSpec.from_json(told["spec"], "the spec of rank 0")
+
+
+def _make(path: Path, spec: RunSpec) -> None:
+    folder = RunFolder(path)
+    if path.exists():  # made by the entrypoint, which may do what this process may not
+        write_whole(folder.spec, spec.to_json())
+    else:
+        folder.create(spec)
+
+
+def _wait(store: dist.Store, key: str, asked: Asked) -> bytes:
+    """One value, or who has not set it within the deadline."""
+    try:
+        store.wait([key], timedelta(seconds=asked.spec.deadline))
+        return bytes(store.get(key))
+    except RuntimeError as error:
+        raise RankFailed(f"rank {asked.rank} waited {asked.spec.deadline:g} s for {key!r}: {error}") from None
+
+
+def _live(asked: Asked, spec: RunSpec, store: dist.Store, recorder: Recorder, conclusion: Conclusion) -> int:
+    """Measure, train, and return what the exit code will be: 0, or 5 where the network is not the one asked for."""
+    import torch
+
+    from testbed.rank.group import alone, enter, leave
+    from testbed.rank.traffic import open_counter
+    from testbed.rank.train import Trainer
+
+    torch.set_num_threads(spec.threads)
+    addresses = _meet(asked, spec, store)
+    valid = conclusion.measure(addresses, asked.port + PROBE) if spec.world > 1 else True
+    group = enter(asked.rank, spec.world, store, spec.deadline) if spec.world > 1 else alone()
+    Trainer(spec, group, recorder, open_counter(asked.interface)).run()
+    leave(group)
+    return 0 if valid else 5
+
+
+def _meet(asked: Asked, spec: RunSpec, store: dist.Store) -> list[str]:
+    """All ranks' addresses, in rank order; rank 0 names those who did not come."""
+    store.set(f"address/{asked.rank}", presence.own_address(asked.master))
+    keys = [f"address/{rank}" for rank in range(spec.world)]
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=spec.deadline))
+    missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
+    if missing:
+        raise RankFailed(f"{', '.join(missing)} did not come within {spec.deadline:g} s. See their logs")
+    return [store.get(key).decode() for key in keys]
+
+
+def _end(error: Exception, recorder: Recorder, conclusion: Conclusion, store: dist.Store | None = None) -> int:
+    """Write down why, let go of the peers so that they need not wait, and let rank 0 sum up."""
+    from testbed.rank.outcome import fail
+
+    with conclusion.once() as first:
+        if not first:  # the other thread is at it, and ends the process
+            threading.Event().wait()
+        record = fail(error, conclusion.asked.rank, recorder)
+        if store is not None and record.code != Interrupted.exit_code:
+            _let_go(record, conclusion.asked.rank, store)
+        if conclusion.asked.rank == 0:
+            conclusion.bad(record, store)
+    return record.code
+
+
+def _let_go(record: Error, rank: int, store: dist.Store) -> None:
+    """Tell rank 0 why, and close Gloo's connections; in a thread, because that may wait for a dead peer."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError):
+        store.set(f"failed/{rank}", json.dumps({"code": record.code, "message": record.message}))
+    if dist.is_initialized():
+        closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        closing.start()
+        closing.join(BREAK_UP)
+
+
+class _Tee:
+    """A stream that also goes to a file."""
+
+    def __init__(self, stream: TextIO, copy: TextIO) -> None:
+        self._stream, self._copy = stream, copy
+
+    def write(self, text: str) -> int:
+        self._copy.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._copy.flush()
+        self._stream.flush()
+
+
+@contextmanager
+def _log(path: Path) -> Iterator[None]:
+    """What is printed goes to the container's log and to rankN.log."""
+    with path.open("a", encoding="utf-8", buffering=1) as copy:
+        out, err = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = out, err
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a Gloo thread that still waits for a dead peer must not keep the process

@@ -1,0 +1,153 @@
+"""`python -m testbed.rank` as real processes: files and exit codes are all that the controller sees."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_pool import RankRun
+
+from testbed.spec.folder import RunFolder
+from testbed.spec.records import read
+from testbed.spec.run import SCHEMA, RunSpec
+from testbed.spec.summary import summarise
+
+pytestmark = pytest.mark.gloo
+
+OWN_METHOD = """
+import torch.distributed as dist
+
+
+def mean_(buffer, group):
+    dist.all_reduce(buffer)
+    buffer.div_(group.size)
+"""
+PATIENCE = 120.0  # seconds for processes to start and end on a busy machine
+
+
+def make(path: Path, **values: Any) -> RunFolder:
+    small = {"model": "lenet5", "data": {"name": "synthetic", "subset": 64, "test_subset": 20}, "batch": 12, "steps": 4}
+    folder = RunFolder(path / "run")
+    folder.create(RunSpec.load(small | values, "test"))
+    return folder
+
+
+def steps_done(folder: RunFolder, rank: int) -> int:
+    return sum(record["kind"] == "step" for record in read(folder.records(rank)))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "the ranks did not get going"
+        time.sleep(0.05)
+
+
+def test_a_run_leaves_its_records_and_ends_with_0(tmp_path: Path) -> None:
+    folder = make(tmp_path, nodes=2, mode="ring")
+    with RankRun(folder.path, 2) as run:
+        assert run.wait(PATIENCE) == [0, 0], run.said(0) + run.said(1)
+    for rank in range(2):
+        kinds = [record["kind"] for record in read(folder.records(rank))]
+        assert kinds == ["start", "hash", *["step"] * 4, "hash", "eval", "end"]
+    summary = summarise(folder, folder.read_spec(), status="ok")
+    assert summary.replicas_agree is True
+    assert summary.counter == "tcp sockets"
+    gradients = 61_706 * 4
+    assert summary.gradient_bytes == gradients
+    for sent in (*summary.sent_per_step, *summary.received_per_step):  # the ring's 2(N-1)/N, and little else
+        assert sent is not None and gradients <= sent < 1.02 * gradients
+
+
+def test_a_users_own_method_trains_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "by_hand.py").write_text(OWN_METHOD)
+    monkeypatch.setenv("TESTBED_METHODS", str(tmp_path))
+    folder = make(tmp_path, nodes=2, mode="by-hand")
+    with RankRun(folder.path, 2) as run:
+        assert run.wait(PATIENCE) == [0, 0], run.said(0)
+    assert [record["agree"] for record in read(folder.records(1)) if record["kind"] == "hash"] == [True, True]
+
+
+# --- nothing hangs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("ring", 1), ("gather", 0)])
+def test_when_a_rank_is_killed_the_others_end_with_3_in_time(tmp_path: Path, mode: str, victim: int) -> None:
+    folder = make(tmp_path, nodes=3, mode=mode, steps=100_000, deadline=30.0)
+    others = [rank for rank in range(3) if rank != victim]
+    with RankRun(folder.path, 3) as run:
+        wait_until(lambda: steps_done(folder, victim) >= 3)
+        run.processes[victim].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        assert run.wait(60.0, others) == [3, 3], run.said(others[0])
+        assert time.monotonic() - killed < 40.0
+    for rank in others:
+        last = list(read(folder.records(rank)))[-1]
+        assert (last["kind"], last["code"]) == ("error", 3)
+        assert last["message"] in run.said(rank)
+
+
+def test_when_a_rank_freezes_the_others_end_with_3_after_the_deadline(tmp_path: Path) -> None:
+    folder = make(tmp_path, nodes=2, mode="ring", steps=100_000, deadline=15.0)
+    with RankRun(folder.path, 2) as run:
+        wait_until(lambda: steps_done(folder, 1) >= 3)
+        run.processes[1].send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert run.wait(60.0, [0]) == [3], run.said(0)
+        assert time.monotonic() - stopped < 35.0
+
+
+def test_a_rank_that_is_stopped_keeps_what_it_measured_and_ends_with_130(tmp_path: Path) -> None:
+    folder = make(tmp_path, mode="single", steps=100_000)
+    with RankRun(folder.path, 1) as run:
+        wait_until(lambda: steps_done(folder, 0) >= 3)
+        run.processes[0].send_signal(signal.SIGTERM)
+        assert run.wait(30.0) == [130]
+    assert steps_done(folder, 0) >= 3
+    assert list(read(folder.records(0)))[-1] == {"kind": "error", "code": 130, "message": "stopped by SIGTERM"}
+
+
+# --- bad input: one sentence, exit code 2 ------------------------------------------------------------------------
+
+
+def assert_refused(run: RankRun, *words: str) -> None:
+    with run:
+        assert run.wait(PATIENCE)[0] == 2, run.said(0)
+    assert len(run.said(0).strip().splitlines()) == 1, run.said(0)
+    for word in words:
+        assert word in run.said(0)
+
+
+def test_a_spec_of_another_schema_is_refused_by_number(tmp_path: Path) -> None:
+    folder = make(tmp_path, nodes=2)
+    folder.spec.write_text(folder.spec.read_text().replace(f'"schema": {SCHEMA}', '"schema": 99'))
+    assert_refused(RankRun(folder.path, 1), "schema 99", f"reads schema {SCHEMA}")
+    assert not folder.records(0).exists()
+
+
+def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path, nodes=2)
+    assert_refused(RankRun(folder.path, 1, WORLD_SIZE="3"), "WORLD_SIZE 3: the spec is for 2 ranks")
+
+
+@pytest.mark.parametrize(("variable", "value"), [("RANK", "two"), ("RANK", "2"), ("MASTER_PORT", "http")])
+def test_a_variable_that_makes_no_sense_is_refused(tmp_path: Path, variable: str, value: str) -> None:
+    folder = make(tmp_path, nodes=2)
+    assert_refused(RankRun(folder.path, 1, WORLD_SIZE="2", **{variable: value}), variable, value)
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    folder = make(tmp_path, mode="single", model="vgg99")
+    assert_refused(RankRun(folder.path, 1), "model 'vgg99': unknown", "vgg11, resnet18, lenet5")
+
+
+def test_a_port_in_use_is_refused_at_once(tmp_path: Path) -> None:
+    folder = make(tmp_path, nodes=2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_refused(RankRun(folder.path, 1, WORLD_SIZE="2", MASTER_PORT=str(port)), f"port {port} on 127.0.0.1")

@@ -1,0 +1,273 @@
+"""Whole training runs: every synchronous mode trains the same model, and every other one does what it says."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_pool import RankPool
+
+from testbed.spec.experiment import merge
+from testbed.spec.folder import RunFolder
+from testbed.spec.records import read
+from testbed.spec.run import RunSpec
+from testbed.spec.summary import Summary, summarise
+
+pytestmark = pytest.mark.gloo
+
+LENET: dict[str, Any] = {
+    "model": "lenet5",
+    "data": {"name": "synthetic", "subset": 640, "test_subset": 40},
+    "batch": 24,
+    "nodes": 4,
+    "steps": 20,
+    "seed": 7,
+    "dtype": "float64",
+}
+SYNCHRONOUS = [
+    "gather",
+    "gather/flat",
+    "allreduce",
+    "allreduce/bucket:64KiB",
+    "ring",
+    "ring/param",
+    "ring/bucket:64KiB",
+    "ring-reduce",
+    "tree",
+    "halving",
+    "server",
+    "server/param",
+    "ddp",
+    "ddp/bucket:64KiB",
+]
+CLOSE = {"float32": 1e-4, "float64": 1e-9}  # relative: only the order of additions differs
+
+
+class Finished:
+    """One run's outcome: its summary, every rank's records, every rank's parameters and buffers."""
+
+    def __init__(self, spec: RunSpec, folder: Path, answers: list[dict[str, Any]]) -> None:
+        self.summary: Summary = summarise(RunFolder(folder), spec, status="ok")
+        self.records = [list(read(RunFolder(folder).records(rank))) for rank in range(spec.world)]
+        self.hashes = [answer["hash"] for answer in answers if "hash" in answer]
+        self._arrays = [answer["arrays"] for answer in answers]
+
+    def arrays(self, rank: int = 0) -> dict[str, np.ndarray]:
+        with np.load(self._arrays[rank]) as arrays:
+            return dict(arrays)
+
+    def of_kind(self, kind: str) -> list[list[dict[str, Any]]]:
+        return [[record for record in records if record["kind"] == kind] for records in self.records]
+
+
+Train = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def train(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """`train(mode="ring")` trains LeNet-5 on four real ranks, changes laid over LENET; equal calls train once."""
+
+    @functools.cache
+    def cached(text: str) -> Finished:
+        spec = RunSpec.from_json(text, "case")
+        folder = tmp_path_factory.mktemp("run")
+        answers = ranks(spec.nodes).run("train", spec=spec.model_dump(mode="json", by_alias=True), run=str(folder))
+        return Finished(spec, folder, answers)
+
+    return lambda **changes: cached(RunSpec.load(merge(LENET, changes), "case").to_json())
+
+
+def assert_same_parameters(one: Finished, other: Finished, tolerance: float = 1e-9) -> None:
+    mine, theirs = one.arrays(), other.arrays()
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        np.testing.assert_allclose(value, theirs[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+# --- all synchronous modes train one model -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("mode", SYNCHRONOUS)
+def test_a_synchronous_mode_has_the_loss_curve_of_one_node(train: Train, mode: str, dtype: str) -> None:
+    one, many = train(mode="single", dtype=dtype), train(mode=mode, dtype=dtype)
+    assert len(many.summary.losses) == 20
+    np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE[dtype])
+    assert statistics.fmean(many.summary.losses[-5:]) < 0.95 * many.summary.losses[0], "nothing was learnt"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("mode", SYNCHRONOUS)
+def test_a_synchronous_mode_ends_with_equal_hashes_on_all_ranks(train: Train, mode: str, dtype: str) -> None:
+    run = train(mode=mode, dtype=dtype)
+    assert len(run.hashes) == 4
+    assert len(set(run.hashes)) == 1
+    assert run.summary.replicas_agree is True
+    for hashes in run.of_kind("hash"):
+        assert [(h["step"], h["agree"]) for h in hashes] == [(0, True), (20, True)]
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("mode", ["ring", "halving", "ddp"])
+def test_the_number_of_ranks_does_not_change_the_model(train: Train, mode: str, nodes: int) -> None:
+    assert_same_parameters(train(mode=mode, nodes=nodes), train(mode="single"))
+
+
+def test_another_seed_trains_another_model(train: Train) -> None:
+    assert train(mode="ring", seed=8).hashes[0] != train(mode="ring").hashes[0]
+
+
+def test_ring_and_allreduce_agree_on_r3s_experiment(train: Train) -> None:
+    """100 images, a fixed block of 25 for each of 4 ranks, epoch after epoch."""
+    r3 = {
+        "data": {"name": "synthetic", "subset": 100, "partition": "fixed", "test_subset": 40},
+        "batch": 100,
+        "steps": None,
+        "epochs": 8,
+        "evaluate": "every-rank",
+        "optimizer": {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0},
+    }
+    ring, allreduce = train(mode="ring", **r3), train(mode="allreduce", **r3)
+    assert len(ring.summary.losses) == 8
+    np.testing.assert_allclose(ring.summary.losses, allreduce.summary.losses, rtol=1e-9)
+    for tests in ring.of_kind("eval"):
+        assert [test["epoch"] for test in tests] == list(range(8))
+        assert all(0 <= test["train_accuracy"] <= 1 for test in tests)
+
+
+def test_testing_split_over_ranks_counts_every_image_once(train: Train) -> None:
+    split, alone = train(mode="ring"), train(mode="single")
+    found = {(e["correct"], e["images"]) for evals in split.of_kind("eval") for e in evals}
+    assert found == {(e["correct"], e["images"]) for e in alone.of_kind("eval")[0]}
+    assert split.summary.test_loss == pytest.approx(alone.summary.test_loss, rel=1e-9)
+
+
+# --- the same global batch, cut differently ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ring", "server", "ddp", "single"])
+def test_accumulating_two_halves_is_the_whole_batch(train: Train, mode: str) -> None:
+    halves = train(mode=mode, accumulate=2)
+    assert_same_parameters(halves, train(mode=mode))
+    np.testing.assert_allclose(halves.summary.losses, train(mode=mode).summary.losses, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["ring", "gather", "server", "ddp"])
+def test_uneven_shares_of_the_same_batch_train_the_same_model(train: Train, mode: str) -> None:
+    uneven = train(mode=mode, data={"shares": [3, 5, 6, 10]})
+    assert [{step["images"] for step in steps} for steps in uneven.of_kind("step")] == [{3}, {5}, {6}, {10}]
+    assert_same_parameters(uneven, train(mode="single"))
+    np.testing.assert_allclose(uneven.summary.losses, train(mode="single").summary.losses, rtol=1e-9)
+    assert len(set(uneven.hashes)) == 1
+
+
+def test_uneven_shares_can_be_accumulated_too(train: Train) -> None:
+    uneven = train(mode="ring", accumulate=2, data={"shares": [2, 4, 6, 12]})
+    assert_same_parameters(uneven, train(mode="single"))
+
+
+# --- every:K, and R3's mistake -----------------------------------------------------------------------------------
+
+
+def test_every_three_drifts_and_comes_together_at_the_end(train: Train) -> None:
+    run = train(mode="ring/every:3")  # 20 steps: the last round has only two
+    assert len(set(run.hashes)) == 1
+    assert run.summary.replicas_agree is True
+    assert run.hashes[0] != train(mode="ring").hashes[0]
+
+
+def test_every_one_is_the_plain_mode(train: Train) -> None:
+    assert train(mode="ring/every:1").hashes == train(mode="ring").hashes
+
+
+def test_every_three_from_step_ten_is_the_plain_mode_up_to_there(train: Train) -> None:
+    late, plain = train(mode="ring/every:3@10").summary.losses, train(mode="ring").summary.losses
+    assert late[:11] == plain[:11]  # step 10 still computes its loss on common parameters
+    assert late[11:] != plain[11:]
+
+
+def test_after_the_step_replicas_drift_apart_and_that_is_no_error(train: Train) -> None:
+    run = train(mode="ring", placement="after-step")
+    assert len(set(run.hashes)) == 4
+    assert run.summary.replicas_agree is False
+    assert [hashes[-1]["agree"] for hashes in run.of_kind("hash")] == [False] * 4
+
+
+def test_after_the_step_every_rank_trains_alone(train: Train) -> None:
+    """So averaging once at the very end (every:1000) is the mean of what the mistake leaves on the ranks."""
+    alone, averaged = train(mode="ring", placement="after-step"), train(mode="ring/every:1000")
+    for name, value in averaged.arrays().items():
+        mean = np.mean([alone.arrays(rank)[name] for rank in range(4)], axis=0)
+        np.testing.assert_allclose(value, mean, rtol=1e-12, atol=1e-14, err_msg=name)
+
+
+# --- optimizers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ring", "server"])
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_an_optimizer_with_state_agrees_across_ranks_and_with_one_node(train: Train, name: str, mode: str) -> None:
+    chosen = {"optimizer": {"name": name, "lr": 0.001}, "nodes": 2}
+    run = train(mode=mode, **chosen)
+    assert len(set(run.hashes)) == 1
+    np.testing.assert_allclose(run.summary.losses, train(mode="single", **chosen).summary.losses, rtol=1e-6)
+
+
+def test_clipping_and_a_schedule_act_on_the_mean_gradient(train: Train) -> None:
+    chosen = {"optimizer": {"clip": 0.5, "schedule": "cosine", "warmup": 3, "base_batch": 12}}
+    assert_same_parameters(train(mode="ring", **chosen), train(mode="single", **chosen))
+    assert train(mode="ring", **chosen).hashes[0] != train(mode="ring").hashes[0]
+
+
+# --- BatchNorm, as R1 found it -----------------------------------------------------------------------------------
+
+VGG: dict[str, Any] = {
+    "model": "vgg11",
+    "dtype": "float32",
+    "nodes": 2,
+    "batch": 8,
+    "steps": 2,
+    "warmup": 0,
+    "evaluate": "every-rank",
+    "data": {"name": "synthetic", "subset": 64, "test_subset": 50},
+}
+
+
+def final_losses(run: Finished) -> list[float]:
+    return [evals[-1]["loss"] for evals in run.of_kind("eval")]
+
+
+@pytest.mark.parametrize("how", ["broadcast", "average", "untracked"])
+def test_with_common_statistics_all_ranks_test_alike(train: Train, how: str) -> None:
+    run = train(mode="allreduce/flat", batchnorm=how, **VGG)
+    assert len(set(final_losses(run))) == 1
+    assert len(set(run.summary.per_rank_accuracy)) == 1
+    assert len(set(run.hashes)) == 1
+
+
+def test_with_local_statistics_ranks_of_one_model_test_differently(train: Train) -> None:
+    run = train(mode="allreduce/flat", batchnorm="local", **VGG)
+    assert len(set(final_losses(run))) == 2
+    assert len(set(run.hashes)) == 1  # the parameters are the same all the same
+
+
+def test_broadcast_tests_with_rank_0s_statistics_and_average_with_the_mean(train: Train) -> None:
+    runs = {how: train(mode="allreduce/flat", batchnorm=how, **VGG) for how in ("local", "broadcast", "average")}
+    buffers = [name for name in runs["local"].arrays() if "running" in name]
+    assert len(buffers) == 2 * 8
+    for name, rank in itertools.product(buffers, range(2)):
+        local = [runs["local"].arrays(k)[name] for k in range(2)]
+        assert not np.array_equal(*local), name
+        np.testing.assert_array_equal(runs["broadcast"].arrays(rank)[name], local[0])
+        np.testing.assert_allclose(runs["average"].arrays(rank)[name], np.mean(local, axis=0), rtol=1e-5, atol=1e-7)
+
+
+def test_ddp_and_our_modes_treat_statistics_alike(train: Train) -> None:
+    ddp, ours = (train(mode=mode, batchnorm="broadcast", **VGG) for mode in ("ddp", "allreduce/flat"))
+    assert final_losses(ddp)[0] == final_losses(ddp)[1] == pytest.approx(final_losses(ours)[0], rel=1e-4)

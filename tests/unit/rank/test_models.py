@@ -1,0 +1,82 @@
+"""Models by name: the reports' sizes, the CIFAR stem, and any classifier of torchvision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from testbed.rank.models import build_model, untrack_statistics
+from testbed.spec.errors import SpecError
+
+
+def size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def build(name: str, channels: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(name, 10, channels, dtype)
+
+
+def test_vgg11_is_the_reports_vgg11() -> None:
+    model = build("vgg11")
+    assert size(model) == 9_231_114
+    assert len(list(model.parameters())) == 34
+
+
+def test_lenet5_is_r3s_lenet5() -> None:
+    model = build("lenet5", channels=1)
+    assert size(model) == 61_706
+    kinds = [type(layer).__name__ for layer in model]  # type: ignore[attr-defined]
+    assert kinds == ["Conv2d", "Tanh", "AvgPool2d"] * 2 + ["Conv2d", "Tanh", "Flatten", "Linear", "Tanh", "Linear"]
+
+
+def test_resnet18_keeps_small_images_large_until_the_first_block() -> None:
+    model = build("resnet18")
+    seen: list[torch.Size] = []
+    model.layer1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))  # type: ignore[operator, union-attr]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert seen == [torch.Size([2, 64, 32, 32])]
+    assert size(model) == 11_173_962
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"), [("vgg11", 3), ("vgg11", 1), ("lenet5", 1), ("lenet5", 3), ("resnet18", 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_takes_the_channels_and_the_type_it_was_built_for(name: str, channels: int, dtype: torch.dtype) -> None:
+    logits = build(name, channels, dtype)(torch.zeros(2, channels, 32, 32, dtype=dtype))
+    assert (logits.shape, logits.dtype) == ((2, 10), dtype)
+
+
+def test_one_seed_gives_one_set_of_weights() -> None:
+    one, again = build("lenet5").state_dict(), build("lenet5").state_dict()
+    assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+def test_a_torchvision_classifier_is_found_by_name() -> None:
+    model = build("squeezenet1_1")
+    assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
+
+
+@pytest.mark.parametrize("name", ["vgg99", "fcn_resnet50", "quantized_resnet18"])
+def test_a_name_that_is_no_classifier_is_refused_with_the_known_ones(name: str) -> None:
+    known = "Use one of vgg11, resnet18, lenet5, or of torchvision: alexnet,"
+    with pytest.raises(SpecError, match=f"model '{name}': unknown. {known}"):
+        build(name)
+
+
+def test_torchvisions_models_refuse_grey_images_with_a_way_out() -> None:
+    with pytest.raises(SpecError, match=r"takes 3 channels, the data has 1\. Use lenet5 or vgg11"):
+        build("alexnet", channels=1)
+
+
+def test_untracked_statistics_make_testing_like_training() -> None:
+    model = build("vgg11")
+    images = torch.randn(4, 3, 32, 32)
+    assert not torch.allclose(model.eval()(images), model.train()(images))
+    untrack_statistics(model)
+    assert list(model.buffers()) == []
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(images), model.train()(images))

@@ -1,0 +1,123 @@
+"""The import rule: code of one room imports only what DESIGN lets it, so that each side can be shipped alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "testbed"
+ROOMS = {  # room: rooms of ours it may import
+    "spec": {"spec"},
+    "net": {"net", "spec"},
+    "rank": {"rank", "spec", "net"},
+    "control": {"control", "spec", "net"},
+    "report": {"report", "spec"},
+}
+TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"docker", "fabric"}, {"matplotlib"}
+BANNED = {  # room: packages it must do without
+    "spec": TORCH | SCREEN | REMOTE | PLOTS,
+    "net": TORCH | SCREEN | REMOTE | PLOTS,
+    "rank": SCREEN | REMOTE | PLOTS,
+    "control": TORCH,
+    "report": TORCH | REMOTE,
+}
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Full names of all modules that the source imports, at any depth and in any function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def offences(room: str, source: str, package: str) -> list[str]:
+    """Imports that the room is not allowed."""
+    found = []
+    for name in imported(source, package):
+        first, *rest = name.split(".")
+        if first == "testbed":
+            wrong = rest and not rest[0].startswith("__") and rest[0] not in ROOMS[room]
+        else:
+            wrong = first in BANNED[room]
+        if wrong:
+            found.append(name)
+    return found
+
+
+def modules(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_it_may(room: str) -> None:
+    assert modules(room)
+    found = {
+        str(path.relative_to(ROOT)): wrong
+        for path in modules(room)
+        if (wrong := offences(room, path.read_text(), ".".join(path.relative_to(ROOT).parent.parts)))
+    }
+    assert found == {}
+
+
+def test_no_room_is_without_a_rule() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert rooms == set(ROOMS)
+
+
+def test_the_package_itself_imports_none_of_its_rooms() -> None:
+    for path in PACKAGE.glob("*.py"):
+        assert not any(name.startswith("testbed.") for name in imported(path.read_text(), "testbed")), path
+
+
+def test_rank_and_control_are_strangers() -> None:
+    assert "control" not in ROOMS["rank"] and "rank" not in ROOMS["control"]
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "offence"),
+    [
+        ("spec", "import torch.nn", "torch.nn"),
+        ("spec", "from testbed.net import wire", "testbed.net.wire"),
+        ("spec", "def f():\n    from testbed import rank", "testbed.rank"),
+        ("spec", "from ..rank import train", "testbed.rank.train"),
+        ("net", "import testbed.rank.data", "testbed.rank.data"),
+        ("rank", "from testbed.control.cli import main", "testbed.control.cli.main"),
+        ("rank", "from rich.console import Console", "rich.console.Console"),
+        ("control", "if True:\n    import torch as t", "torch"),
+        ("control", "from testbed.rank import train", "testbed.rank.train"),
+        ("report", "from testbed.net.wire import burst", "testbed.net.wire.burst"),
+    ],
+)
+def test_the_check_itself_sees_an_offence(room: str, source: str, offence: str) -> None:
+    assert offences(room, source, f"testbed.{room}") == [offence]
+
+
+def test_the_check_lets_through_what_is_allowed() -> None:
+    source = "import json\nfrom testbed import __version__\nfrom testbed.spec.run import RunSpec\nfrom . import wire"
+    assert all(offences(room, source, f"testbed.{room}") == [] for room in ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("testbed.control.cli", {"torch", "torchvision", "testbed.rank"}),
+        ("testbed.spec.summary", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
+        ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
+    ],
+)
+def test_a_fresh_interpreter_really_loads_no_stranger(module: str, absent: set[str]) -> None:
+    code = f"import sys, {module}; print(sorted({absent!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"
