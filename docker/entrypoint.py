@@ -6,6 +6,7 @@ nothing else; the rank that replaces it has no capability at all and no way to g
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from testbed.net.shaping import shape
+from testbed.net.shaping import route_congestion, shape
 from testbed.rank.asked import Asked, ask
 from testbed.spec.datasets import data_dir, is_complete
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
@@ -36,6 +37,7 @@ def main() -> None:
     if asked.spec.world > 1 and asked.shaping != "off":
         for command in shape(asked.link, asked.interface, ingress=asked.shaping == "both"):
             _apply(command)
+        _set_congestion(asked.spec.node.congestion, asked.interface)
     if asked.rank == 0 and owner == (0, 0):
         os.environ["TESTBED_RUN"] = str(_make_folder(asked))
     # Held back across the exec: as process 1, the new program would lose what arrives before it has its handlers.
@@ -87,16 +89,26 @@ def _fetch(name: str) -> None:
     fetch(name, data_dir(), lambda text: print(text, flush=True))
 
 
-def _apply(command: list[str]) -> None:
+def _set_congestion(name: str | None, interface: str) -> None:
+    """Through the route: a container may set the sysctl only to what the machine allows everybody."""
+    routes = json.loads(_apply(["ip", "-json", "-4", "route", "show", "dev", interface, "scope", "link"]))
+    for route in routes if name else []:
+        _apply(route_congestion(name or "", route["dst"], interface, route.get("prefsrc")))
+
+
+def _apply(command: list[str]) -> str:
+    """stdout; any failure is the end of this container."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-        reason = (done.stderr or done.stdout).strip().replace("\n", " ").rstrip(".") if done.returncode else ""
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr or error.stdout).strip().replace("\n", " ").rstrip(
+            "."
+        ) or f"exit code {error.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    if reason:
-        lacks = "The container needs NET_ADMIN and the kernel tbf, ifb, u32 and mirred (netem for delay and loss)"
-        way_out = "SHAPING=egress does without ifb, SHAPING=off without all of it"
-        raise NetworkInvalid(f"the network cannot be shaped: {shlex.join(command)}: {reason}. {lacks}; {way_out}.")
+    lacks = "The container needs NET_ADMIN and the kernel tbf, ifb, u32 and mirred (netem for delay and loss)"
+    way_out = "SHAPING=egress does without ifb, SHAPING=off without all of it"
+    raise NetworkInvalid(f"the network cannot be shaped: {shlex.join(command)}: {reason}. {lacks}; {way_out}.")
 
 
 def _make_folder(asked: Asked) -> Path:

@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from rank_pool import RankPool
+
+settings.register_profile("testbed", deadline=None)  # this machine is shared: slow is no failure
+settings.load_profile("testbed")
 
 
 def _lacks_for_gloo() -> str | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
-import time
-import tomllib
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -24,11 +21,12 @@ from testbed.control.run import execute
 from testbed.control.substrates import leftovers
 from testbed.control.sweep import sweep as run_sweep
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import TestbedError, Unavailable, refuse
+from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
 from testbed.spec.mode import algorithms, legal_modes
 from testbed.spec.run import RunSpec
+from testbed.spec.settings import fresh_folder, run_name, with_settings
 from testbed.spec.summary import HEADER, Summary, caption, format_table, left_out, table
 
 app = typer.Typer(
@@ -72,7 +70,7 @@ def run(
     place = choose(on, spec)
     if spec.link.shaped and not place.shapes:
         raise Unavailable(f"--rate {rate}: cannot be shaped here: {place.why}. Run as root, or leave the rate out.")
-    folder = RunFolder(out or _fresh_folder(spec))
+    folder = RunFolder(out or fresh_folder(runs_dir() / spec.experiment, spec.name))
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"on {place.name}: {place.why}")
     try:
@@ -94,7 +92,7 @@ def sweep(
 ) -> None:
     """Run every cell of an experiment file; finished runs are skipped, so that it resumes."""
     experiment = Experiment.read(file)
-    experiment = experiment.model_copy(update={"base": _with_settings(experiment.base, settings or [])})
+    experiment = experiment.model_copy(update={"base": with_settings(experiment.base, settings or [])})
     specs = experiment.runs()
     # The run that asks most of the machine decides where all of them go.
     place = choose(on, max(specs, key=lambda spec: spec.world))
@@ -116,35 +114,9 @@ def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
     for key, value in flags.items():
         if value is not None:
             set_key(values, key, value)
-    values = _with_settings(values, settings)
-    slug = re.sub(r"[^a-z0-9.]+", "_", str(values["mode"]).lower()).strip("_.") or "run"
-    values.setdefault("name", f"{slug}-n{values['nodes']}")
+    values = with_settings(values, settings)
+    values.setdefault("name", run_name(str(values["mode"]), values["nodes"]))
     return RunSpec.load(values, where="")
-
-
-def _with_settings(values: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    values = json.loads(json.dumps(values, default=str))  # a copy that may be written to
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise refuse("--set", setting, "must be KEY=VALUE", "Write e.g. --set optimizer.lr=0.1.")
-        set_key(values, key.strip(), _toml_value(text.strip()))
-    return values
-
-
-def _toml_value(text: str) -> Any:
-    """`0.1`, `true`, `[1, 2]` as TOML reads them; anything else is text."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _fresh_folder(spec: RunSpec) -> Path:
-    """runs/adhoc/<mode>-n4-<time>, with a number behind it when two start in one second."""
-    base = runs_dir() / spec.experiment / f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    taken = (base.with_name(f"{base.name}-{n}") for n in range(2, 1000))
-    return base if not base.exists() else next(path for path in taken if not path.exists())
 
 
 def _print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
@@ -197,7 +169,7 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove namespaces, cgroups and processes that a dead controller left behind; runs/ and data/ are not touched."""
-    removed = leftovers.remove(everything=everything)
+    removed = [str(each) for each in leftovers.remove(everything=everything)]
     if as_json:
         print(json.dumps(removed, indent=1))
     for line in [] if as_json else (removed or ["nothing of ours was left"]):

@@ -17,9 +17,9 @@ CUT_BURSTS, SLICE_BURSTS = 20, 17  # so that three slices are more than 50 burst
 UNSHAPED_CUT, UNSHAPED_SLICE = 0.1, 0.067
 FEWEST, MOST = 3, 9  # slices
 STEADY = 0.01  # standard error of the slices' mean, as a part of it, at which counting ends
-IN_FLIGHT = 0.02  # seconds of the rate; the kernel makes up to twice that of it, still less than the queue holds
+IN_FLIGHT = 0.02  # seconds of the rate: keeps the link busy and the queue, 0.05 s by default, from overflowing
 MIN_IN_FLIGHT = 4 * 1024  # bytes, about three frames
-MAX_IN_FLIGHT = 32 * 1024  # bytes; from there on the first window, twice that, fits any queue, and a bound only does harm
+MAX_IN_FLIGHT = 200_000  # bytes; fast links do well without a bound
 NEAR = 0.002  # seconds of round trip; with more, what is under way is on the path and not in the queue
 
 
@@ -64,7 +64,7 @@ def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
     return Pace(max(CUT, CUT_BURSTS * max(spans)), max(SLICE, SLICE_BURSTS * max(spans)))
 
 
-def receive_buffer(rates: Sequence[int | None], pairs: Pairs, dst: int, round_trip: float) -> int | None:
+def window(rates: Sequence[int | None], pairs: Pairs, dst: int, round_trip: float) -> int | None:
     """Bytes a connection may have under way into `dst`; None leaves that to the kernel.
 
     On a slow link TCP's first window alone overflows the queue: frames are lost, and the bytes behind the gap are

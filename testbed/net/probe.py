@@ -22,15 +22,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
-from testbed.net.pace import STALL, Pace, Pairs, pace, receive_buffer, schedule, steady
+from testbed.net.pace import STALL, Pace, Pairs, pace, schedule, steady, window
 from testbed.net.rendezvous import PATIENCE, Peer, ProbeError, Rendezvous, arrive
 from testbed.net.wire import MTU
 
 Report = Callable[[dict[str, Any]], None]
 CHUNK = 256 * 1024  # bytes per send and receive call
-UNSENT = 128 * 1024  # bytes a sender may hold unsent: more would only delay the end
+DEEP = 1024 * 1024  # bytes of buffer at each end: a process that has to wait for a processor does not stop the link
 HEADER = struct.Struct("!16sI")  # token, rank
 INFO_MTU = 60  # offset of the path's MTU in Linux's struct tcp_info
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # linger for 0 s: closing throws away what is still under way
@@ -115,11 +115,15 @@ class _Node:
         for number, pairs in enumerate(self._steps):
             self._step(number, pairs, [node.get(str(number), 0) for node in ports])
 
+    def _window(self, pairs: Pairs, dst: int) -> int | None:
+        return window(self._rates, pairs, dst, self._meeting.round_trip())
+
     def _listen(self, pairs: Pairs) -> socket.socket:
         listener = socket.create_server((self._address, 0), backlog=2 * len(self._rates))
-        size = receive_buffer(self._rates, pairs, self._rank, self._meeting.round_trip())
-        if size is not None:  # accepted connections inherit it, first window included
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        size = self._window(pairs, self._rank)
+        if size is not None:  # accepted connections inherit both
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, DEEP)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, size)
         return listener
 
     def outcome(self) -> dict[str, Any]:
@@ -131,8 +135,13 @@ class _Node:
         plan = pace(self._rates, pairs)
         sources = [src for src, dst in pairs if dst == self._rank]
         with ExitStack() as closing:
-            targets = [(self._meeting.peers[dst].address, ports[dst]) for src, dst in pairs if src == self._rank]
-            outgoing = [closing.enter_context(self._connect(target)) for target in targets]
+            outgoing = [
+                closing.enter_context(
+                    self._connect((self._meeting.peers[dst].address, ports[dst]), self._window(pairs, dst))
+                )
+                for src, dst in pairs
+                if src == self._rank
+            ]
             incoming = [closing.enter_context(sock) for sock in self._accept(number, sources)]
             self._meeting.meet(number, allow=PATIENCE + plan.longest)
             senders = [threading.Thread(target=_send, args=(sock, plan.longest), daemon=True) for sock in outgoing]
@@ -148,7 +157,11 @@ class _Node:
     def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
         last = number == len(self._steps) - 1
         try:
-            flow = Flow(None if last else sources[0], self._rank, *_receive(incoming, plan))
+            flow = Flow(
+                None if last else sources[0],
+                self._rank,
+                *_receive(incoming, plan, self._window(self._steps[number], self._rank)),
+            )
         except (OSError, ProbeError) as error:
             names = ", ".join(f"node{src}" for src in sources)
             raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None
@@ -156,14 +169,15 @@ class _Node:
         event = {"event": "flow", "step": number + 1, "of": len(self._steps), "src": flow.src, "dst": flow.dst}
         self._report({**event, "goodput": round(flow.goodput)})
 
-    def _connect(self, target: tuple[str, int]) -> socket.socket:
+    def _connect(self, target: tuple[str, int], bound: int | None) -> socket.socket:
         try:
             sock = socket.create_connection(target, timeout=STALL, source_address=(self._address, 0))
             sock.sendall(HEADER.pack(self._meeting.token, self._rank))
         except OSError as error:
             raise ProbeError(f"node{self._rank} cannot reach {target[0]}:{target[1]} ({error})") from None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+        if bound is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, DEEP)
         self._mtu = _path_mtu(sock)
         self._congestion = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).partition(b"\0")[0].decode()
         return sock
@@ -211,13 +225,13 @@ def _send(sock: socket.socket, longest: float) -> None:
             sock.send(data)
 
 
-def _receive(socks: Sequence[socket.socket], plan: Pace) -> tuple[int, float]:
-    """Bytes and seconds counted, over all connections together."""
+def _receive(socks: Sequence[socket.socket], plan: Pace, bound: int | None) -> tuple[int, float]:
+    """Bytes and seconds counted, over all connections together; `bound` is the window of each."""
     buffer = bytearray(CHUNK)
     with selectors.DefaultSelector() as selector:
         for sock in socks:
             sock.setblocking(False)
-            selector.register(sock, selectors.EVENT_READ)
+            selector.register(sock, selectors.EVENT_READ, data=bound)
         _, first = _drain(selector, buffer, until=0.0)
         _, start = _drain(selector, buffer, until=first + plan.cut)
         total, end, rates = 0, start, list[float]()
@@ -237,7 +251,10 @@ def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) ->
         if not ready:
             raise ProbeError(f"no data for {STALL:g} s")
         for key, _ in ready:
-            count = key.fileobj.recv_into(buffer)  # type: ignore[union-attr]
+            sock = cast(socket.socket, key.fileobj)
+            if key.data is not None:  # each time: the kernel lifts it whenever it thinks anew about its buffers
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, key.data)
+            count = sock.recv_into(buffer)
             if count == 0:
                 raise ProbeError("a sender stopped early")
             size += count

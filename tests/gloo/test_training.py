@@ -29,6 +29,7 @@ LENET: dict[str, Any] = {
     "steps": 20,
     "seed": 7,
     "dtype": "float64",
+    "optimizer": {"lr": 0.1},  # steep, so that a difference would show: the loss falls from 2.3 to about 0.5
 }
 SYNCHRONOUS = [
     "gather",
@@ -99,7 +100,7 @@ def test_a_synchronous_mode_has_the_loss_curve_of_one_node(train: Train, mode: s
     one, many = train(mode="single", dtype=dtype), train(mode=mode, dtype=dtype)
     assert len(many.summary.losses) == 20
     np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE[dtype])
-    assert statistics.fmean(many.summary.losses[-5:]) < 0.95 * many.summary.losses[0], "nothing was learnt"
+    assert statistics.fmean(many.summary.losses[-5:]) < 0.5 * many.summary.losses[0], "nothing was learnt"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -259,13 +260,14 @@ def test_with_local_statistics_ranks_of_one_model_test_differently(train: Train)
 
 def test_broadcast_tests_with_rank_0s_statistics_and_average_with_the_mean(train: Train) -> None:
     runs = {how: train(mode="allreduce/flat", batchnorm=how, **VGG) for how in ("local", "broadcast", "average")}
-    buffers = [name for name in runs["local"].arrays() if "running" in name]
+    arrays = {how: [run.arrays(rank) for rank in range(2)] for how, run in runs.items()}
+    buffers = [name for name in arrays["local"][0] if "running" in name]
     assert len(buffers) == 2 * 8
     for name, rank in itertools.product(buffers, range(2)):
-        local = [runs["local"].arrays(k)[name] for k in range(2)]
+        local = [arrays["local"][k][name] for k in range(2)]
         assert not np.array_equal(*local), name
-        np.testing.assert_array_equal(runs["broadcast"].arrays(rank)[name], local[0])
-        np.testing.assert_allclose(runs["average"].arrays(rank)[name], np.mean(local, axis=0), rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(arrays["broadcast"][rank][name], local[0])
+        np.testing.assert_allclose(arrays["average"][rank][name], np.mean(local, axis=0), rtol=1e-5, atol=1e-7)
 
 
 def test_ddp_and_our_modes_treat_statistics_alike(train: Train) -> None:

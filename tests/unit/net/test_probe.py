@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from testbed.net import rendezvous
-from testbed.net.pace import pace, receive_buffer, schedule, steady
+from testbed.net.pace import pace, schedule, steady, window
 from testbed.net.probe import Measurement, probe_node
 from testbed.net.rendezvous import Peer, ProbeError, arrive
 from testbed.net.wire import burst
@@ -61,11 +61,11 @@ def test_the_slowest_link_of_a_step_sets_its_length() -> None:
 
 def test_slow_links_get_a_bounded_window_and_fast_or_long_ones_the_kernels() -> None:
     pairs = [(0, 1)]
-    assert receive_buffer([10**7, 10**7], pairs, 1, round_trip=0.0001) == 25_000
-    assert receive_buffer([5 * 10**7, 5 * 10**7], pairs, 1, round_trip=0.0001) is None
-    assert receive_buffer([10**7, 10**7], pairs, 1, round_trip=0.04) is None
-    assert receive_buffer([None, None], pairs, 1, round_trip=0.0001) is None
-    fan_in = receive_buffer([2 * 10**7] * 4, schedule(4)[-1], 0, round_trip=0.0001)
+    assert window([10**7, 10**7], pairs, 1, round_trip=0.0001) == 25_000
+    assert window([10**9, 10**9], pairs, 1, round_trip=0.0001) is None
+    assert window([10**7, 10**7], pairs, 1, round_trip=0.04) is None
+    assert window([None, None], pairs, 1, round_trip=0.0001) is None
+    fan_in = window([2 * 10**7] * 4, schedule(4)[-1], 0, round_trip=0.0001)
     assert fan_in is not None and 3 * fan_in <= 50_000
 
 
