@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv data run test check bench clean
+.PHONY: help venv data run test check bench engine wheels image up clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,18 @@ check: $(VENV)/.ready ## ruff and mypy
 
 bench: data ## the speed this project promises, measured (about 10 minutes, do nothing else meanwhile)
 	$(BIN)/python -m tests.bench $(ARGS)
+
+engine: ## a Docker engine with Compose where there is none (Debian, root; asks first)
+	docker/engine.sh $(ARGS)
+
+wheels: ## the rank side's packages as wheels, for building the image without an index
+	PYTHON=$(PYTHON) docker/wheels.sh
+
+image: ## the image that every node runs, unless it is up to date
+	PYTHON=$(PYTHON) docker/image.sh
+
+up: image ## docker compose up, with base and image made first: four nodes in containers, no controller
+	docker compose up $(ARGS)
 
 clean: $(VENV)/.ready ## remove what a killed controller left behind; runs/ and data/ stay
 	$(BIN)/testbed clean

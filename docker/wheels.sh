@@ -3,16 +3,17 @@
 #
 #   docker/wheels.sh         fill wheels/ (about 250 MB), unless it is up to date
 #
-# PYTHON is the interpreter whose pip downloads. Where pip's own index has no CPU build of torch, TORCH_INDEX names
+# Where pip's own index has no CPU build of torch, TORCH_INDEX names
 # PyTorch's; without it you get gigabytes of CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python=${PYTHON:-python3}
+python=$(for each in ${PYTHON:-} .venv/bin/python python3; do "$each" -m pip --version >/dev/null 2>&1 && echo "$each" && break; done) || true
 stamp=wheels/.ready
 wanted=$(cat docker/packages.txt requirements.txt docker/wheels.sh | sha256sum)
 [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]] || { echo "wheels: up to date"; exit; }
 
+[[ $python ]] || { echo "wheels: no Python with pip was found. Install one, or run make venv first." >&2; exit 2; }
 platforms=()
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_24 manylinux2014 manylinux_2_17 manylinux_2_5 manylinux1; do
   platforms+=(--platform "${tag}_$(uname -m)")

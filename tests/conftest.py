@@ -5,9 +5,11 @@ A group that cannot run here is skipped with the reason; with CI=true it fails, 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,7 +32,16 @@ def _lacks_for_net() -> str | None:
     return f"{' and '.join(missing)} not found: install iproute2" if missing else None
 
 
-GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net}
+@functools.cache  # asked once, not before every test
+def _lacks_for_docker() -> str | None:
+    if shutil.which("docker") is None:
+        return "docker not found: make engine"
+    asked = {"an engine that answers": ["docker", "info"], "Compose v2": ["docker", "compose", "version"]}
+    missing = [what for what, argv in asked.items() if subprocess.run(argv, capture_output=True, timeout=60).returncode]
+    return f"{' and '.join(missing)} missing: make engine" if missing else None
+
+
+GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net, "docker": _lacks_for_docker}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

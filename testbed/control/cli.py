@@ -18,7 +18,6 @@ from testbed.control.doctor import examine
 from testbed.control.place import choose
 from testbed.control.progress import open_progress
 from testbed.control.run import execute
-from testbed.control.substrates import leftovers
 from testbed.control.sweep import sweep as run_sweep
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import TestbedError, Unavailable
@@ -39,7 +38,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.
 app.add_typer(data_app, name="data")
 console = Console(markup=False, highlight=False, soft_wrap=True)
 
-On = Annotated[str, typer.Option("--on", help="where: auto, netns (root, shaped), process (unshaped)")]
+On = Annotated[str, typer.Option("--on", help="where: auto, compose (engine), netns (root), process (unshaped)")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Set = Annotated[
     list[str] | None,
@@ -168,7 +167,9 @@ def clean(
     everything: Annotated[bool, typer.Option("--all", help="also what a live controller still uses")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove namespaces, cgroups and processes that a dead controller left behind; runs/ and data/ are not touched."""
+    """Remove what a dead controller left: namespaces, cgroups, containers, processes. runs/ and data/ stay."""
+    from testbed.control.substrates import leftovers  # with it comes the engine's SDK
+
     removed = [str(each) for each in leftovers.remove(everything=everything)]
     if as_json:
         print(json.dumps(removed, indent=1))

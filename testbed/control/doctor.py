@@ -7,13 +7,14 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from testbed.control.cgroups import find_hierarchy
 from testbed.control.substrates import netns
 from testbed.control.substrates.base import NodePlan
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import TestbedError
+from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
 from testbed.spec.units import parse_rate
 
@@ -30,7 +31,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Every check, in the order a person would ask."""
-    return [_python(), _cores(), _torch(), *_data(), _root(), *_tools(), _shaping(), _netem(), _cgroups()]
+    return [_python(), _cores(), _torch(), *_data(), _root(), *_tools(), _shaping(), _netem(), _cgroups(), *_engine()]
 
 
 def _python() -> Finding:
@@ -89,6 +90,23 @@ def _rehearsed(what: str, link: Link, fix: str) -> Finding:
         return Finding(what, True, "works")
     except TestbedError as error:
         return Finding(what, False, str(error).removeprefix("substrate netns: "), fix)
+
+
+def _engine() -> list[Finding]:
+    from testbed.control.substrates import compose  # the engine's SDK takes a while to import
+
+    def look(what: str, check: Callable[[], str]) -> Finding:
+        try:
+            return Finding(what, True, check())
+        except Unavailable as error:
+            found, _, fix = str(error).removeprefix("substrate compose: ").partition(". ")
+            return Finding(what, False, found, fix)
+
+    return [
+        look("Docker engine", compose.engine_version),
+        look("Docker Compose v2", compose.compose_version),
+        look(f"image {compose.IMAGE}", compose.image_content),
+    ]
 
 
 def _cgroups() -> Finding:

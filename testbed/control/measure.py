@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import testbed
 from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.control.tail import Tail
 from testbed.net.pace import pace, schedule
@@ -26,13 +23,6 @@ Progress = Callable[[dict[str, Any]], None]
 PORT = 29_700  # of node 0; each node of a network has its ports to itself
 POLL = 0.05  # seconds between looks at the logs
 GRACE = 3.0  # seconds for the others to say why, once one has failed
-
-
-def python_environment() -> dict[str, str]:
-    """What a node's Python needs to find this very package, installed or not."""
-    root = str(Path(testbed.__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": root + (os.pathsep + inherited if inherited else "")}
 
 
 def probe(substrate: Substrate, plans: Sequence[NodePlan], progress: Progress) -> Receipt:
@@ -50,11 +40,11 @@ def probe(substrate: Substrate, plans: Sequence[NodePlan], progress: Progress) -
 
 def _start(substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Path]) -> list[Process]:
     addresses = [node.address for node in substrate.nodes]
-    common = ["--addresses", ",".join(addresses), "--port", str(_port(addresses))]
+    common = ["-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(_port(addresses))]
     started = []
     for node, (rate, log) in enumerate(zip(rates, logs, strict=True)):
-        argv = [sys.executable, "-m", "testbed.net.probe", "--rank", str(node), "--rate", str(rate or "none"), *common]
-        started.append(substrate.start(node, argv, python_environment(), log, quota=False))
+        argv = [substrate.python, *common, "--rank", str(node), "--rate", str(rate or "none")]
+        started.append(substrate.start(node, argv, {}, log, quota=False))
     return started
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
@@ -13,9 +14,33 @@ from testbed.spec.errors import SpecError, Unavailable
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
 
-SUBSTRATES: dict[str, Callable[[Sequence[NodePlan]], Substrate]] = {
-    "netns": NetnsSubstrate,
-    "process": ProcessSubstrate,
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of place: how it is made, whether this machine has it, and what it is in words."""
+
+    make: Callable[[Sequence[NodePlan], Path], Substrate]
+    check: Callable[[Sequence[NodePlan]], None]  # raises Unavailable
+    what: str
+    shapes: bool = True
+
+
+def _compose(plans: Sequence[NodePlan], folder: Path) -> Substrate:
+    from testbed.control.substrates.compose import ComposeSubstrate  # the engine's SDK takes a while to import
+
+    return ComposeSubstrate(plans, folder)
+
+
+def _check_compose(plans: Sequence[NodePlan]) -> None:
+    from testbed.control.substrates.compose import check
+
+    check()
+
+
+KINDS: dict[str, Kind] = {  # best first
+    "compose": Kind(_compose, _check_compose, "one container per node, shaped both ways"),
+    "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, shaped both ways"),
+    "process": Kind(ProcessSubstrate, lambda plans: None, "plain processes on loopback, unshaped, no CPU limit", False),
 }
 
 
@@ -27,8 +52,8 @@ class Place:
     why: str
     shapes: bool
 
-    def make(self, spec: RunSpec) -> Substrate:
-        return SUBSTRATES[self.name](plans(spec))
+    def make(self, spec: RunSpec, folder: Path) -> Substrate:
+        return KINDS[self.name].make(plans(spec), folder)
 
     def fit(self, spec: RunSpec) -> RunSpec:
         """The run as this place can do it: where nothing is shaped, no rate stands in the spec."""
@@ -55,14 +80,17 @@ def _plan(spec: RunSpec, name: str) -> NodePlan:
 
 def choose(asked: str, example: RunSpec) -> Place:
     """`auto` takes the best place that this machine offers for a run like `example`."""
-    if asked == "process":
-        return Place("process", "asked for; plain processes on loopback, unshaped, no CPU limit", shapes=False)
-    if asked == "netns":
-        return Place("netns", "asked for; network namespaces, shaped both ways", shapes=True)
+    if asked in KINDS:
+        return Place(asked, f"asked for; {KINDS[asked].what}", KINDS[asked].shapes)
     if asked != "auto":
-        raise SpecError(f"--on {asked!r}: no such place. Use auto, {', '.join(SUBSTRATES)}.")
-    try:
-        check_netns(plans(example))
-    except Unavailable as error:
-        return Place("process", f"plain processes on loopback, unshaped, no CPU limit, because {error}", shapes=False)
-    return Place("netns", "network namespaces, shaped both ways: the best this machine offers (root, tc)", shapes=True)
+        raise SpecError(f"--on {asked!r}: no such place. Use auto, {', '.join(KINDS)}.")
+    refusals = []
+    for name, kind in KINDS.items():
+        try:
+            kind.check(plans(example))
+        except Unavailable as error:
+            refusals.append(str(error))
+            continue
+        why = f"; better places are not to be had: {'; '.join(refusals)}" if refusals else ""
+        return Place(name, f"{kind.what}{why}", kind.shapes)
+    raise Unavailable(f"no place for this run: {'; '.join(refusals)}")

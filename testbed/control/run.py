@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from testbed.control.measure import probe
@@ -39,9 +37,10 @@ def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress) 
     """Run to the end. Bad input raises before the folder exists; from then on summary.json says what happened."""
     spec = place.fit(spec)
     check_before(spec)
-    with place.make(spec) as substrate:
+    with place.make(spec, folder.path) as substrate:
         environment = _environment(spec, substrate)
         folder.create(spec)
+        substrate.share(folder.path)
         return _live(spec, substrate, folder, environment, progress)
 
 
@@ -104,7 +103,7 @@ def _train(
     spec: RunSpec, substrate: Substrate, folder: RunFolder, environment: dict[str, str], progress: Progress
 ) -> None:
     progress.begin(spec)
-    argv = [sys.executable, "-m", "testbed.rank", "--folder", str(folder.path.resolve())]
+    argv = [substrate.python, "-m", "testbed.rank", "--folder", str(folder.path.resolve())]
     processes: list[Process] = []
     for rank, node in enumerate(substrate.nodes):
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
@@ -122,7 +121,6 @@ def _environment(spec: RunSpec, substrate: Substrate) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.threads),
         "TESTBED_DATA": str(data_dir().resolve()),
         "TESTBED_METHODS": str(methods_dir().resolve()),
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
     }
 
 

@@ -64,8 +64,8 @@ class Channel:
                     return ProbeError(str(message["fail"]))
         return ProbeError(f"{self.who} left the probe ({error})")
 
-    def take(self) -> dict[str, Any] | None:
-        """Read what has arrived; an object once its line is complete."""
+    def fill(self) -> None:
+        """Read what has arrived."""
         try:
             data = self.sock.recv(65536)
         except OSError as error:
@@ -73,6 +73,9 @@ class Channel:
         self._buffer += data
         if not data or len(self._buffer) > LINE_LIMIT:
             raise ProbeError(f"{self.who} left the probe")
+
+    def take(self) -> dict[str, Any] | None:
+        """The next object that is complete; None while there is none."""
         line, newline, rest = self._buffer.partition(b"\n")
         if not newline:
             return None
@@ -90,15 +93,18 @@ def hear(channels: Sequence[Channel], key: str, allow: float) -> list[Any]:
     """The value under `key` from each channel, in order; the failure of any ends the wait at once."""
     heard: dict[Channel, Any] = {}
     deadline = time.monotonic() + allow
-    while len(heard) < len(channels):
-        silent = {channel.sock: channel for channel in channels if channel not in heard}
-        for sock in _readable(list(silent), deadline, ", ".join(channel.who for channel in silent.values())):
-            message = silent[sock].take()
-            if message is not None and key not in message:
-                raise ProbeError(str(message.get("fail", f"{silent[sock].who} is out of step")))
+    while True:
+        for channel in channels:  # first what came along with an earlier line: no socket announces it again
+            message = channel.take() if channel not in heard else None
             if message is not None:
-                heard[silent[sock]] = message[key]
-    return [heard[channel] for channel in channels]
+                if key not in message:
+                    raise ProbeError(str(message.get("fail", f"{channel.who} is out of step")))
+                heard[channel] = message[key]
+        silent = {channel.sock: channel for channel in channels if channel not in heard}
+        if not silent:
+            return [heard[channel] for channel in channels]
+        for sock in _readable(list(silent), deadline, ", ".join(channel.who for channel in silent.values())):
+            silent[sock].fill()
 
 
 def _readable(socks: list[socket.socket], deadline: float, whom: str) -> list[socket.socket]:
@@ -242,6 +248,7 @@ def _greet(
     """Read a hello; a rank that is ours and new becomes a member."""
     channel = strangers[sock]
     try:
+        channel.fill()
         hello = channel.take()
         if hello is None:
             return  # half a line so far

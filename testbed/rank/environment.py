@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from testbed import __version__
+from testbed.rank.traffic import congestion_control
 
 
-def describe(interface: str) -> dict[str, Any]:
+def describe() -> dict[str, Any]:
     """Facts for the start record."""
     return {
         "testbed": __version__,
@@ -24,8 +25,8 @@ def describe(interface: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
-        "interface": interface,
-        "congestion": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "congestion": congestion_control(),
         "host": platform.node(),
     }
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from testbed.rank.recorder import Recorder
-from testbed.spec.errors import RankFailed, TestbedError
+from testbed.spec.errors import RankFailed, TestbedError, UsageError
 from testbed.spec.records import Error
 
 
@@ -22,6 +22,10 @@ def describe(error: Exception, rank: int) -> Error:
     """The sentence and the exit code; what nobody foresaw is printed with its traceback."""
     if isinstance(error, TestbedError):
         return Error(code=error.exit_code, message=str(error))
+    if isinstance(error, RuntimeError) and "finished reduction in the prior iteration" in str(error):
+        way_out = "Use allreduce or ring, where such a parameter counts as zero."
+        message = f"mode ddp: the model has parameters that get no gradient, which DDP refuses. {way_out}"
+        return Error(code=UsageError.exit_code, message=message)
     if isinstance(error, RuntimeError) and _is_lost_peer(error):
         return Error(code=RankFailed.exit_code, message=f"rank {rank} lost a peer: {error}")
     traceback.print_exc()

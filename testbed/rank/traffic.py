@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -47,9 +48,8 @@ class SocketCounter:
 
     def read(self) -> tuple[int | None, int | None]:
         sent = received = 0
-        for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only, on the hot path
-            info = _tcp_info(int(descriptor))
-            if info:
+        for info in _tcp_options(socket.TCP_INFO, TCP_INFO_BYTES):
+            if len(info) >= TCP_INFO_BYTES:
                 received += struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]
                 sent += struct.unpack_from("=Q", info, BYTES_SENT)[0]
         return sent, received
@@ -64,21 +64,27 @@ class NoCounter:
         return None, None
 
 
-def _tcp_info(descriptor: int) -> bytes | None:
-    """The kernel's tcp_info of a descriptor; None when it is no TCP socket (or has gone meanwhile)."""
-    try:
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115
-            return None
-        borrowed = socket.socket(fileno=descriptor)
-    except OSError:
-        return None
-    try:
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-        return info if len(info) >= TCP_INFO_BYTES else None
-    except OSError:
-        return None
-    finally:
-        borrowed.detach()
+def congestion_control() -> str:
+    """What this process's connections really use: a route may say another name than the sysctl."""
+    names = {option.partition(b"\0")[0].decode() for option in _tcp_options(socket.TCP_CONGESTION, 16)}
+    return "+".join(sorted(names)) or "no connection"
+
+
+def _tcp_options(option: int, size: int) -> Iterator[bytes]:
+    """One TCP option of every TCP socket of this process; one that closes meanwhile is left out."""
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only, on the hot path
+        try:
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115
+                continue
+            borrowed = socket.socket(fileno=int(descriptor))
+        except OSError:
+            continue
+        try:
+            yield borrowed.getsockopt(socket.IPPROTO_TCP, option, size)
+        except OSError:
+            continue
+        finally:
+            borrowed.detach()
 
 
 def open_counter(interface: str) -> Counter:

@@ -135,7 +135,7 @@ class Trainer:
                 gradient_bytes=sum(p.numel() * p.element_size() for p in parameters),
                 tensors=len(parameters),
                 counter=self.counter.name,
-                environment=environment.describe(self.counter.name),
+                environment=environment.describe(),
             )
         )
 

@@ -101,5 +101,5 @@ def _table(values: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _slug(key: str, value: Any) -> str:
     """A cell's part of the run's name: modes speak for themselves, other axes carry their key."""
-    text = re.sub(r"[^A-Za-z0-9.]+", "_", str(value)).strip("_.") or "none"
+    text = re.sub(r"[^A-Za-z0-9.-]+", "_", str(value)).strip("_.") or "none"
     return text if key == "mode" else f"{key.split('.')[-1]}_{text}"

@@ -53,6 +53,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         every="DDP averages gradients inside backward; use allreduce/.../every:K",
     ),
 }
+OWN = Algorithm(does="your own", default="flat")  # what every method of a user's is
 SCHEDULES = ("after",)  # after backward
 DEFAULT_SCHEDULE = "after"
 _EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
@@ -66,7 +67,7 @@ def methods_dir() -> Path:
 def algorithms() -> dict[str, Algorithm]:
     """The built-in algorithms and the user's own."""
     files = sorted(methods_dir().glob("[a-z]*.py"))
-    own = {f.stem.replace("_", "-"): Algorithm(does=f"your own, from {f}", default="flat") for f in files}
+    own = {f.stem.replace("_", "-"): replace(OWN, does=f"your own, from {f}") for f in files}
     return ALGORITHMS | {name: own[name] for name in own if name not in ALGORITHMS}
 
 
@@ -94,7 +95,7 @@ class SyncMode:
         words = [self.algorithm]
         if self.granularity == "bucket":
             words.append(f"bucket:{format_size(self.bucket or 0)}")
-        elif self.granularity and self.granularity != algorithms()[self.algorithm].default:
+        elif self.granularity and self.granularity != ALGORITHMS.get(self.algorithm, OWN).default:
             words.append(self.granularity)
         if self.schedule != DEFAULT_SCHEDULE:
             words.append(self.schedule)

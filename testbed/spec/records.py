@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from testbed.spec.errors import SpecError
 from testbed.spec.run import SCHEMA, check_schema
 
 
@@ -103,10 +104,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
                 return
-            record = json.loads(line)
-            if record.get("kind") == "start":
+            try:
+                record = json.loads(line)
+                kind = record["kind"]
+            except (ValueError, KeyError, TypeError):
+                raise SpecError(f"{path}: line {number} is no record. The file is damaged; run it again.") from None
+            if kind == "start":
                 check_schema(record.get("schema"), str(path))
             yield record

@@ -184,10 +184,11 @@ def _number(value: float | None, form: str) -> str:
 
 def _traffic(sent: list[float | None]) -> str:
     """Megabytes (10^6) per step: rank 0's, then the mean of the others."""
-    known = [s / 1e6 for s in sent if s is not None]
-    if len(known) < 2:
+    first, *others = sent or [None]
+    known = [s for s in others if s is not None]
+    if first is None or not known:
         return "-"
-    return f"{known[0]:.1f}, {statistics.fmean(known[1:]):.1f}"
+    return f"{first / 1e6:.1f}, {statistics.fmean(known) / 1e6:.1f}"
 
 
 def caption(summaries: Sequence[Summary]) -> str:

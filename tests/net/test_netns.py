@@ -91,7 +91,7 @@ def test_one_slow_link_slows_what_touches_it_and_nothing_else() -> None:
 def test_an_unshaped_network_is_fast_and_asks_nothing() -> None:
     with NetnsSubstrate(plans(2)) as substrate:
         receipt = probe(substrate, plans(2), lambda event: None)
-    assert receipt.worst_error is None and min(link.got for link in receipt.links) > 10**9
+    assert receipt.worst_error is None and min(link.got for link in receipt.links) > 10**8
 
 
 @pytest.mark.parametrize("name", ["cubic", "reno"])
@@ -104,9 +104,17 @@ def test_connections_use_the_congestion_control_that_was_asked(name: str) -> Non
 
 def test_the_quota_limits_and_can_be_changed(tmp_path: Path) -> None:
     with NetnsSubstrate(plans(1, cpus=0.4)) as substrate:
+        prefer_over_others("node0")
         assert_share(substrate, 0.4, tmp_path)
         substrate.set_cpus(0, 0.2)
         assert_share(substrate, 0.2, tmp_path)
+
+
+def prefer_over_others(node: str) -> None:
+    """Give the group the largest weight, so that a busy machine takes little of what the quota grants."""
+    hierarchy = cgroups.find_hierarchy()
+    file, weight = ("cpu.weight", "10000") if hierarchy.version == 2 else ("cpu.shares", "262144")
+    (hierarchy.top / owner.current() / node / file).write_text(weight)
 
 
 def assert_share(substrate: NetnsSubstrate, expected: float, folder: Path) -> None:

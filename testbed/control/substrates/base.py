@@ -52,6 +52,7 @@ class Substrate(Protocol):
 
     name: str
     shaped: bool  # can it apply a Link?
+    python: str  # what a node calls Python; our package is on its path
 
     @property
     def nodes(self) -> Sequence[NodeHandle]:
@@ -72,6 +73,10 @@ class Substrate(Protocol):
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a long-running process with `env` added to ours; its stdout and stderr are appended to `log`."""
+        ...
+
+    def share(self, folder: Path) -> None:
+        """Let ranks write into a folder that the controller has just made."""
         ...
 
     def stop(self) -> None:

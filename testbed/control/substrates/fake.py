@@ -41,6 +41,7 @@ class FakeSubstrate:
 
     name = "fake"
     shaped = True
+    python = "python3"
     notes: Sequence[str] = ()
 
     def __init__(self, n: int, script: Script = lambda node, argv, log: 0, output: str = "") -> None:
@@ -70,6 +71,10 @@ class FakeSubstrate:
         process = FakeProcess(pid=1000 + len(self.processes), code=self._script(node, argv, log))
         self.processes.append(process)
         return process
+
+    def share(self, folder: Path) -> None:
+        """Remember it."""
+        self.calls.append(("share", folder))
 
     def stop(self) -> None:
         """Remember it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.control import cgroups
-from testbed.control.substrates import owner
+from testbed.control.substrates import compose, owner
 from testbed.control.substrates.netns import PREFIX, remove_namespace
 from testbed.spec.errors import Unavailable
 
@@ -17,7 +17,7 @@ _NAMESPACE = re.compile(rf"{PREFIX}-(\d+-\d+)-.+")
 
 @dataclass(frozen=True)
 class Leftover:
-    """One thing of ours; `kind` is namespace, cgroup or process."""
+    """One thing of ours; `kind` is process, namespace, cgroup or project (of containers and their network)."""
 
     kind: str
     name: str
@@ -34,7 +34,7 @@ class Leftover:
 
 def find(everything: bool = False) -> list[Leftover]:
     """What has no living owner; with `everything` also what is in use. Processes come first, they hold the rest."""
-    found = [*_processes(), *_namespaces(), *_groups()]
+    found = [*_processes(), *_namespaces(), *_groups(), *_projects()]
     return [each for each in found if everything or not each.in_use]
 
 
@@ -54,6 +54,9 @@ def _remove(each: Leftover) -> list[int]:
         return owner.kill_until_gone(lambda: [pid] if owner.marked().get(pid) == each.owner else [])
     if each.kind == "namespace":
         return remove_namespace(each.name)
+    if each.kind == "project":
+        compose.remove_project(each.name)
+        return []
     group = cgroups.CpuGroup(cgroups.find_hierarchy(), each.name.removeprefix(f"{cgroups.TOP}/"))
     killed = group.kill()
     group.remove()
@@ -62,6 +65,10 @@ def _remove(each: Leftover) -> list[int]:
 
 def _processes() -> list[Leftover]:
     return [Leftover("process", str(pid), who) for pid, who in owner.marked().items() if owner.PATTERN.fullmatch(who)]
+
+
+def _projects() -> list[Leftover]:
+    return [Leftover("project", name, who) for name, who in sorted(compose.projects().items())]
 
 
 def _namespaces() -> list[Leftover]:

@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -91,9 +92,10 @@ class NetnsSubstrate:
 
     name = "netns"
     shaped = True
+    python = sys.executable
     notes: Sequence[str] = ()
 
-    def __init__(self, plans: Sequence[NodePlan]) -> None:
+    def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)
         self._owner = owner.current()
         self._switch = namespace(self._owner, "switch")
@@ -216,6 +218,9 @@ class NetnsSubstrate:
 
     def _pids(self, node: int) -> Callable[[], list[int]]:
         return lambda: owner.pids_in(self._names[node])
+
+    def share(self, folder: Path) -> None:
+        """Ranks are who we are."""
 
     def stop(self) -> None:
         """End every process that was started, in the namespaces and groups."""

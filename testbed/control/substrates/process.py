@@ -11,11 +11,13 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import testbed
 from testbed.control.substrates import owner
 from testbed.control.substrates.base import NodeHandle, NodePlan, Process
 from testbed.spec.errors import TestbedError, Unavailable
@@ -82,12 +84,19 @@ def dies_with_parent() -> list[str]:
 def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProcess:
     """Start a marked process in a group of its own; stdout and stderr are appended to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**os.environ, **env, owner.VARIABLE: owner.current()}
+    whole = {**os.environ, "PYTHONPATH": _package_path(), **env, owner.VARIABLE: owner.current()}
     with log.open("ab") as output:
         popen = subprocess.Popen(
             argv, env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     return LocalProcess(popen)
+
+
+def _package_path() -> str:
+    """So that a child finds this very package, installed or not."""
+    root = str(Path(testbed.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return root + (os.pathsep + inherited if inherited else "")
 
 
 def stop(processes: Iterable[LocalProcess], grace: float = GRACE) -> None:
@@ -117,8 +126,9 @@ class ProcessSubstrate:
 
     name = "process"
     shaped = False
+    python = sys.executable
 
-    def __init__(self, plans: Sequence[NodePlan]) -> None:
+    def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)
         self._started: list[tuple[int, LocalProcess]] = []
         self.nodes: Sequence[NodeHandle] = tuple(
@@ -145,6 +155,9 @@ class ProcessSubstrate:
         process = spawn([*dies_with_parent(), *argv], env, log)
         self._started.append((node, process))
         return process
+
+    def share(self, folder: Path) -> None:
+        """Ranks are who we are."""
 
     def stop(self) -> None:
         """End every process that was started."""

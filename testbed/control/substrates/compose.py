@@ -1,0 +1,272 @@
+"""One container per node, by Docker Compose: the very containers of compose.yaml, for any number of nodes.
+
+`docker compose up` lets each container's entrypoint shape its network and become the rank. Here the controller does
+the same from outside: containers start idle, are shaped by exec, and ranks are exec'd without any privilege. The CPU
+quota comes with the first rank, so that the probe before it measures the network and not the quota.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import docker
+from docker.errors import DockerException, ImageNotFound, NotFound
+
+from testbed.control.compose_file import CPU_PERIOD, ROOT, render
+from testbed.control.substrates import owner
+from testbed.control.substrates.base import NodeHandle, NodePlan, Process
+from testbed.control.substrates.container_process import ContainerProcess
+from testbed.control.substrates.process import GRACE, copy, run
+from testbed.net.shaping import route_congestion, shape
+from testbed.spec.datasets import data_dir
+from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
+from testbed.spec.mode import methods_dir
+from testbed.spec.privileges import NOBODY
+from testbed.spec.run import SCHEMA
+
+IMAGE = "testbed:latest"
+OWNER_LABEL = "testbed.owner"
+TIMEOUT = 120.0  # seconds; making four containers takes a few
+INTERFACE = "eth0"
+
+
+def connect() -> docker.DockerClient:
+    """The engine, or Unavailable."""
+    try:
+        client = docker.from_env(timeout=60)
+        client.ping()
+        return client
+    except DockerException as error:
+        reason = str(error).split("(", 1)[0].strip()
+        raise Unavailable(
+            f"substrate compose: no Docker engine answers ({reason}). Start one; `make engine` installs it"
+        ) from None
+
+
+def engine_version() -> str:
+    """Of the engine that answers."""
+    with contextlib.closing(connect()) as client:
+        return str(client.version()["Version"])
+
+
+def compose_version() -> str:
+    """Of the plugin that the command line has."""
+    try:
+        return run(["docker", "compose", "version", "--short"], TIMEOUT).strip()
+    except (TestbedError, OSError):
+        raise Unavailable(
+            "substrate compose: `docker compose` is missing. Install Compose v2, or `make engine`"
+        ) from None
+
+
+def image_content() -> str:
+    """The content hash the image is labelled with."""
+    with contextlib.closing(connect()) as client:
+        try:
+            labels = client.images.get(IMAGE).labels
+        except ImageNotFound:
+            raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
+    if labels.get("testbed.schema") != str(SCHEMA):
+        speaks = f"speaks schema {labels.get('testbed.schema')}, this testbed schema {SCHEMA}"
+        raise Unavailable(f"substrate compose: image {IMAGE} {speaks}. Build it anew with `make image`")
+    return f"content {labels.get('testbed.content', 'unknown')}"
+
+
+def check() -> None:
+    """Engine, Compose and image are there."""
+    engine_version()
+    compose_version()
+    image_content()
+
+
+class ComposeSubstrate:
+    """N labelled containers of one Compose project on a network of their own; whatever happens, they are removed."""
+
+    name = "compose"
+    shaped = True
+    python = "python3"  # of the image, which has our package on its path
+    notes: Sequence[str] = ()
+
+    def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:
+        self._plans = tuple(plans)
+        self._runs = folder.resolve().parent
+        self._project = f"testbed-{owner.current()}"
+        self._cleanup = ExitStack()
+        self._started: list[ContainerProcess] = []
+        self._limited: set[int] = set()
+        self._containers: list[Any] = []
+        self.nodes: Sequence[NodeHandle] = ()
+
+    def __enter__(self) -> Self:
+        check()
+        with ExitStack() as undo:
+            self._client = connect()
+            undo.callback(self._client.close)
+            self._make_containers(undo)
+            for node, plan in enumerate(self._plans):
+                self._shape(node, plan)
+            undo.callback(self.stop)
+            self._cleanup = undo.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
+
+    def _make_containers(self, undo: ExitStack) -> None:
+        self._runs.mkdir(parents=True, exist_ok=True)  # or the engine would make it, as root
+        files = Path(tempfile.mkdtemp(prefix="testbed-compose-"))
+        undo.callback(shutil.rmtree, files, ignore_errors=True)
+        (files / "compose.yaml").write_text(render(len(self._plans)))
+        (files / "idle.yaml").write_text(json.dumps(idle(len(self._plans), self._volumes()), indent=1))  # JSON is YAML
+        compose = ["docker", "compose", "--project-name", self._project, "--project-directory", str(ROOT)]
+        compose += ["--file", str(files / "compose.yaml"), "--file", str(files / "idle.yaml")]
+        undo.callback(run, [*compose, "down", "--timeout", "0", "--volumes"], TIMEOUT)
+        run([*compose, "up", "--detach", "--no-build", "--quiet-pull"], TIMEOUT)
+        self._containers = [self._find(node) for node in range(len(self._plans))]
+        self.nodes = tuple(
+            NodeHandle(name=plan.name, address=_address(container), interface=INTERFACE)
+            for plan, container in zip(self._plans, self._containers, strict=True)
+        )
+
+    def _find(self, node: int) -> Any:
+        labels = [f"com.docker.compose.project={self._project}", f"com.docker.compose.service=rank{node}"]
+        (container,) = self._client.containers.list(filters={"label": labels})
+        return container
+
+    def _volumes(self) -> list[str]:
+        """Runs, data and methods under the paths they have here, so that a path means the same inside."""
+        same = [self._runs, data_dir().resolve(), methods_dir().resolve()]
+        mounts = [f"{path}:{path}" for path in same if path.is_dir()]
+        return [f"{self._runs}:/runs", *([f"{same[1]}:/data"] if same[1].is_dir() else []), *mounts]
+
+    def _shape(self, node: int, plan: NodePlan) -> None:
+        try:
+            for command in shape(plan.link, INTERFACE):
+                self.exec(node, command, TIMEOUT)
+            if plan.congestion is not None:
+                found = self.exec(
+                    node, ["ip", "-json", "-4", "route", "show", "dev", INTERFACE, "scope", "link"], TIMEOUT
+                )
+                for route in json.loads(found):
+                    self.exec(
+                        node, route_congestion(plan.congestion, route["dst"], INTERFACE, route.get("prefsrc")), TIMEOUT
+                    )
+        except TestbedError as error:
+            raise NetworkInvalid(f"{plan.name}: {error}") from None
+
+    def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
+        """Run to the end in the container, as its root: that is how its network is shaped."""
+        return run(["docker", "exec", "--user", "0", self._containers[node].id, *argv], timeout)
+
+    def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
+        """Start a process without any privilege; the first under quota puts the container under it."""
+        cpus = self._plans[node].cpus
+        if quota and cpus is not None and node not in self._limited:
+            self._containers[node].update(cpu_period=CPU_PERIOD, cpu_quota=round(cpus * CPU_PERIOD))
+            self._limited.add(node)
+        process = ContainerProcess(self._client, self._containers[node], argv, env, log, _who())
+        self._started.append(process)
+        return process
+
+    def share(self, folder: Path) -> None:
+        """Give the run's folder to whom the ranks are."""
+        if os.geteuid() == 0:
+            os.chown(folder, *_who())
+
+    def stop(self) -> None:
+        """SIGTERM, some seconds to write things down, then SIGKILL."""
+        for signum, grace in ((15, GRACE), (9, GRACE)):
+            running = [process for process in self._started if process.poll() is None]
+            for process in running:
+                process.signal(signum)
+            for process in running:
+                with contextlib.suppress(TimeoutError):
+                    process.wait(grace)
+        self._started.clear()
+
+    def put(self, node: int, local: Path, remote: Path) -> None:
+        """Copy within what is mounted."""
+        copy(local, remote)
+
+    def get(self, node: int, remote: Path, local: Path) -> None:
+        """Copy within what is mounted."""
+        copy(remote, local)
+
+    def kill(self, node: int) -> None:
+        """SIGKILL the whole container."""
+        self._containers[node].kill()
+
+    def pause(self, node: int) -> None:
+        """Freeze the container."""
+        self._containers[node].pause()
+
+    def resume(self, node: int) -> None:
+        """Let it go on."""
+        self._containers[node].unpause()
+
+    def cut(self, node: int) -> None:
+        """Link down; disconnecting it from the network would throw its address and queues away."""
+        self.exec(node, ["ip", "link", "set", INTERFACE, "down"], TIMEOUT)
+
+    def join(self, node: int) -> None:
+        """Link up again."""
+        self.exec(node, ["ip", "link", "set", INTERFACE, "up"], TIMEOUT)
+
+
+def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
+    """What differs from compose.yaml where a controller drives the containers: they wait, labelled, without a quota."""
+    service = {
+        "entrypoint": ["sleep", "infinity"],
+        "stop_signal": "SIGKILL",  # process 1 ignores the polite one
+        "healthcheck": {"disable": True},
+        "cpu_quota": -1,
+        "volumes": list(volumes),
+        "labels": {OWNER_LABEL: owner.current()},
+    }
+    return {
+        "services": {f"rank{k}": service for k in range(nodes)},
+        "networks": {"cluster": {"labels": {OWNER_LABEL: owner.current()}}},
+    }
+
+
+def remove_project(project: str) -> None:
+    """Remove the containers and networks of a dead controller's project."""
+    with contextlib.closing(connect()) as client:
+        label = {"label": f"com.docker.compose.project={project}"}
+        for container in client.containers.list(all=True, filters=label):
+            with contextlib.suppress(NotFound):
+                container.remove(force=True, v=True)
+        for network in client.networks.list(filters=label):
+            with contextlib.suppress(NotFound):
+                network.remove()
+
+
+def projects() -> dict[str, str]:
+    """Compose projects of controllers, alive or not, with their owner; none where no engine answers."""
+    try:
+        client = connect()
+    except Unavailable:
+        return {}
+    with contextlib.closing(client):
+        label = {"label": OWNER_LABEL}
+        things = [*client.containers.list(all=True, filters=label), *client.networks.list(filters=label)]
+        labels = [getattr(thing, "labels", None) or thing.attrs.get("Labels") or {} for thing in things]
+        return {each["com.docker.compose.project"]: each[OWNER_LABEL] for each in labels}
+
+
+def _who() -> tuple[int, int]:
+    """uid and gid of the ranks: the user's, and nobody's where that is root."""
+    return (os.geteuid(), os.getegid()) if os.geteuid() else (NOBODY, NOBODY)
+
+
+def _address(container: Any) -> str:
+    (network,) = container.attrs["NetworkSettings"]["Networks"].values()
+    return str(network["IPAddress"])

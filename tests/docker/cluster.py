@@ -1,0 +1,94 @@
+"""One Compose project in a folder of its own, as a user's clone would hold it; `down` leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RANKS = [f"rank{k}" for k in range(4)]
+# Small enough for a test; a test that needs the probe or the evaluation asks for it.
+QUICK = {"MODEL": "lenet5", "DATA": "synthetic", "STEPS": "4", "SET": "probe=false evaluate=never"}
+PATIENCE = 200.0  # seconds; a busy machine takes a minute to import torch four times
+
+
+class Cluster:
+    """The files a clone has, the commands a user types."""
+
+    def __init__(self, folder: Path, owner: int = 0) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        for path in (self.runs, folder / "data"):
+            path.mkdir()
+            os.chown(path, owner, owner)
+        shutil.copyfile(ROOT / "compose.yaml", folder / "compose.yaml")
+
+    def compose(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run to the end."""
+        command = ["docker", "compose", "--ansi", "never", *argv]
+        whole = {**os.environ, **QUICK, **env}
+        return subprocess.run(command, cwd=self.folder, env=whole, capture_output=True, text=True, timeout=PATIENCE)
+
+    def up(self, *argv: str, **env: str) -> str:
+        """`docker compose up` to its end; all that was printed."""
+        done = self.compose("up", "--no-build", *argv, **env)
+        return done.stdout + done.stderr
+
+    def start(self, **env: str) -> subprocess.Popen[str]:
+        """`docker compose up` in a session of its own, to be interrupted."""
+        return subprocess.Popen(
+            ["docker", "compose", "--ansi", "never", "up", "--no-build"],
+            cwd=self.folder,
+            env={**os.environ, **QUICK, **env},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    def interrupt(self, up: subprocess.Popen[str]) -> float:
+        """Ctrl-C; the seconds until everything has ended."""
+        begun = time.monotonic()
+        up.send_signal(signal.SIGINT)
+        up.wait(60)
+        return time.monotonic() - begun
+
+    def codes(self) -> dict[str, int]:
+        """Each container's exit code, once all have ended."""
+
+        def rows() -> list[dict[str, Any]]:
+            lines = self.compose("ps", "--all", "--format", "json").stdout.splitlines()
+            return [json.loads(line) for line in lines]
+
+        wait_for(lambda: all(row["State"] == "exited" for row in rows()), "all containers to end")
+        return {row["Service"]: row["ExitCode"] for row in rows()}
+
+    def folders(self) -> list[Path]:
+        return sorted((self.runs / "compose").glob("*"))
+
+    def steps(self, rank: int) -> int:
+        """How many steps the newest run's rank has recorded."""
+        files = [folder / f"rank{rank}.jsonl" for folder in self.folders()[-1:]]
+        return sum(path.read_text().count('"kind":"step"') for path in files if path.exists())
+
+    def down(self) -> None:
+        self.compose("down", "--volumes", "--timeout", "1")
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(0.5)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found

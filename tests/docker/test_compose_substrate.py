@@ -1,0 +1,83 @@
+"""`testbed run --on compose`: the controller drives real containers, and nothing of them remains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.compose import ComposeSubstrate, connect, idle, projects
+from testbed.spec.link import Link
+
+pytestmark = pytest.mark.docker
+SMALL = "--model lenet5 --data synthetic --batch 12 --on compose".split()
+
+
+def command_line(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "testbed.control", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def test_a_shaped_run_gives_the_same_folder_as_everywhere(tmp_path):
+    flags = ["--mode", "tree", "--nodes", "3", "--rate", "100mbit", "--steps", "5", "--set", "node.cpus=0.4"]
+    result = command_line("run", *flags, *SMALL, "--json", "--out", "runs/r", cwd=tmp_path)
+    assert result.returncode in (0, 5), result.stderr  # 5: a busy machine, told as such
+    names = {path.name for path in (tmp_path / "runs/r").iterdir()}
+    logs = {f"rank{k}.{end}" for k in range(3) for end in ("jsonl", "log")}
+    assert {"spec.json", "receipt.json", "summary.json", *logs} <= names
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert summary["substrate"] == "compose" and summary["replicas_agree"]
+    assert summary["counter"] == "interface eth0" and summary["environment"]["congestion"] == "cubic"
+    assert projects() == {}
+
+
+def test_a_rank_in_a_container_has_no_privileges_and_its_nodes_share(tmp_path):
+    plans = [NodePlan(name="node0", cpus=0.3, link=Link(rate=50_000_000)), NodePlan(name="node1")]
+    with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
+        log = tmp_path / "log"
+        process = substrate.start(0, ["cat", "/proc/self/status"], {}, log)
+        assert process.wait(60) == 0
+        status = dict(line.split(":\t", 1) for line in log.read_text().splitlines() if ":\t" in line)
+        assert {int(status[key], 16) for key in ("CapEff", "CapPrm", "CapBnd", "CapAmb", "CapInh")} == {0}
+        assert status["NoNewPrivs"] == "1" and status["Uid"].split()[0] != "0"
+        denied = substrate.start(0, ["touch", "/opt/x"], {}, log)
+        assert denied.wait(60) != 0
+        killed = substrate.start(1, ["sleep", "1000"], {}, log)
+        time.sleep(0.5)
+        killed.signal(signal.SIGKILL)
+        assert killed.wait(30) == -signal.SIGKILL
+        attributes = connect().containers.get(substrate._containers[0].id).attrs["HostConfig"]
+        assert (attributes["CpuPeriod"], attributes["CpuQuota"]) == (10_000, 3_000)
+        assert "tbf rate 50Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"], 30)
+        assert "tbf" not in substrate.exec(1, ["tc", "qdisc", "show", "dev", "eth0"], 30)
+    assert projects() == {}
+
+
+def test_what_a_killed_controller_leaves_is_cleaned(tmp_path):
+    flags = ["--nodes", "2", "--steps", "100000", *SMALL, "--set", "probe=false", "--out", "runs/r"]
+    command = [sys.executable, "-m", "testbed.control", "run", *flags]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    records = tmp_path / "runs/r/rank0.jsonl"
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (records.exists() and '"step"' in records.read_text()):
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (project,) = projects()
+    assert str(process.pid) in project
+    cleaned = command_line("clean", cwd=tmp_path)
+    assert f"project {project}" in cleaned.stdout
+    assert projects() == {}
+
+
+def test_idle_containers_are_labelled_with_their_owner():
+    service = idle(2, ["/a:/a"])["services"]["rank1"]
+    assert service["entrypoint"] == ["sleep", "infinity"]
+    assert str(os.getpid()) in service["labels"]["testbed.owner"]

@@ -1,0 +1,147 @@
+"""`docker compose up`, for real: four containers, no controller."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+USER = 12345  # an ordinary user, who need not exist
+ALL_WELL = dict.fromkeys(RANKS, 0)
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    """The image of the code as it is now; a rebuild after a change takes seconds."""
+    subprocess.run([ROOT / "docker" / "image.sh"], env=os.environ | {"CI": "true"}, timeout=900, check=True)
+    return "testbed:latest"
+
+
+@pytest.fixture
+def cluster(image: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A clone that belongs to an ordinary user, or (parametrised) to root."""
+    made = Cluster(tmp_path, owner=getattr(request, "param", USER))
+    try:
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.mark.parametrize("cluster", [USER, 0], indirect=True, ids=["user", "root"])
+def test_up_trains_on_four_shaped_nodes_and_leaves_a_folder(cluster: Cluster) -> None:
+    printed = cluster.up(RATE="100mbit", SET="")
+    assert cluster.codes() == ALL_WELL, printed
+    (folder,) = cluster.folders()
+    logs = [f"rank{k}.{kind}" for k in range(4) for kind in ("jsonl", "log")]
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*logs, "receipt.json", "spec.json", "summary.json"])
+    summary = summary_of(folder)
+    assert (summary["status"], summary["substrate"], summary["replicas_agree"]) == ("ok", "compose", True)
+    assert summary["spec"]["node"]["cpus"] == 0.4
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert len(receipt["links"]) == 12
+    assert receipt["congestion"] == ["cubic"] * 4
+    assert "| ring |" in printed and "| s/iter |" in printed, printed
+    owner = folder.stat().st_uid
+    assert {path.stat().st_uid for path in folder.iterdir()} == {owner}
+    assert owner == (USER if cluster.runs.stat().st_uid == USER else 65534)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "gather", "allreduce"])
+def test_up_takes_every_mode(cluster: Cluster, mode: str) -> None:
+    printed = cluster.up(MODE=mode)
+    assert cluster.codes() == ALL_WELL, printed
+    assert f"| {mode} " in printed
+
+
+def test_single_trains_on_rank_0_and_the_others_say_so(cluster: Cluster) -> None:
+    printed = cluster.up(MODE="single")
+    assert cluster.codes() == ALL_WELL, printed
+    assert printed.count("has nothing to do") == 3
+    assert not (cluster.folders()[0] / "rank1.jsonl").exists()
+
+
+def test_a_script_gets_rank_0s_code_and_a_second_up_makes_a_second_folder(cluster: Cluster) -> None:
+    script = ["up", "--no-build", "--abort-on-container-exit", "--exit-code-from", "rank0"]
+    for count in (1, 2):
+        done = cluster.compose(*script)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(cluster.folders()) == count
+        assert summary_of(cluster.folders()[-1])["status"] == "ok"
+
+
+REFUSED = {
+    "a rate that is none": ({"RATE": "fast"}, "'fast'"),
+    "an unknown mode": ({"MODE": "rong"}, "'rong'"),
+    "an unknown shaping": ({"SHAPING": "maybe"}, "'maybe'"),
+    "a setting that is none": ({"SET": "lr"}, "'lr'"),
+}
+
+
+@pytest.mark.parametrize(("env", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_bad_request_is_refused_by_every_container(cluster: Cluster, env: dict[str, str], words: str) -> None:
+    printed = cluster.up(**env)
+    assert cluster.codes() == dict.fromkeys(RANKS, 2), printed
+    assert sum(words in line for line in printed.splitlines()) == 4, printed
+    assert "Traceback" not in printed
+    assert cluster.folders() == []
+
+
+def test_a_runs_folder_that_cannot_be_written_is_refused_by_every_container(cluster: Cluster) -> None:
+    cluster.runs.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    printed = cluster.up()
+    assert cluster.codes() == dict.fromkeys(RANKS, 2), printed
+    assert printed.count("not writable") == 4
+
+
+def test_a_container_that_may_not_shape_says_so(image: str, tmp_path: Path) -> None:
+    may = [word for cap in ("SETUID", "SETGID", "SETPCAP", "CHOWN") for word in ("--cap-add", cap)]
+    env = [word for pair in ({**QUICK, "RATE": "100mbit"}).items() for word in ("-e", "=".join(pair))]
+    argv = ["docker", "run", "--rm", "--cap-drop", "ALL", *may, *env, "-v", f"{tmp_path}:/runs", image]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5, done.stderr
+    assert "cannot be shaped: tc qdisc add" in done.stderr and "NET_ADMIN" in done.stderr
+
+
+def test_shaping_off_is_a_choice_that_keeps_a_run_out_of_tables(cluster: Cluster) -> None:
+    printed = cluster.up(SHAPING="off")
+    assert cluster.codes() == ALL_WELL, printed
+    summary = summary_of(cluster.folders()[0])
+    assert summary["status"] == "invalid" and "SHAPING=off" in summary["reason"]
+    assert summary["spec"]["link"]["rate"] is None
+
+
+def test_a_running_rank_has_no_privilege_and_ctrl_c_ends_it_with_whole_files(cluster: Cluster) -> None:
+    up = cluster.start(STEPS="100000")
+    wait_for(lambda: cluster.steps(3) >= 3, "three steps of rank 3")
+    for rank in RANKS:
+        status = cluster.compose("exec", "-T", rank, "cat", "/proc/1/status").stdout
+        values = {line.partition(":")[0]: line.partition(":")[2].split() for line in status.splitlines()}
+        assert [values[key] for key in ("CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb")] == [["0" * 16]] * 5
+        assert values["NoNewPrivs"] == ["1"] and values["Groups"] == []
+        assert set(values["Uid"]) == set(values["Gid"]) == {str(USER)}
+        assert "Read-only" in cluster.compose("exec", "-T", rank, "touch", "/opt/x").stderr
+    assert cluster.interrupt(up) < 10
+    assert cluster.codes() == dict.fromkeys(RANKS, 130)
+    (folder,) = cluster.folders()
+    for rank in RANKS:
+        records = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+        assert records[-1]["kind"] == "error" and records[-1]["code"] == 130
+    assert summary_of(folder)["status"] == "interrupted"
+    assert not list(folder.glob(".*"))
+
+
+def test_a_killed_rank_ends_the_run_and_the_others_say_so(cluster: Cluster) -> None:
+    up = cluster.start(STEPS="100000")
+    wait_for(lambda: cluster.steps(0) >= 3, "three steps of rank 0")
+    cluster.compose("kill", "rank2")
+    up.wait(60)
+    assert cluster.codes() == {"rank0": 3, "rank1": 3, "rank2": 137, "rank3": 3}
+    summary = summary_of(cluster.folders()[0])
+    assert summary["status"] == "failed" and "rank 2" in summary["reason"]

@@ -1,0 +1,59 @@
+"""Where a run goes, and what is asked of its nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.control import place
+from testbed.spec.errors import SpecError, Unavailable
+from testbed.spec.inventory import Inventory
+from testbed.spec.run import RunSpec
+
+
+def spec(**values):
+    return RunSpec.load({"nodes": 4, "link": {"rate": "200mbit"}, "node": {"cpus": 0.4}, **values}, "test")
+
+
+def test_an_override_changes_one_node_and_no_other():
+    overrides = {"node2": {"link": {"rate": "50mbit"}}, "node3": {"cpus": 0.2}}
+    plans = place.plans(spec(overrides=overrides))
+    assert [plan.link.rate for plan in plans] == [200_000_000, 200_000_000, 50_000_000, 200_000_000]
+    assert [plan.cpus for plan in plans] == [0.4, 0.4, 0.4, 0.2]
+
+
+def test_single_gets_one_nodes_share():
+    (plan,) = place.plans(spec(mode="single"))
+    assert (plan.name, plan.cpus) == ("node0", 0.4)
+
+
+def refusing(reason):
+    def check(plans):
+        raise Unavailable(reason)
+
+    return check
+
+
+def test_auto_takes_the_best_that_is_there_and_says_what_is_not(monkeypatch):
+    kinds = dict(place.KINDS)
+    for name, reason in {"compose": "no engine", "netns": "no root"}.items():
+        kind = kinds[name]
+        kinds[name] = place.Kind(kind.make, refusing(reason), kind.what, kind.shapes)
+    monkeypatch.setattr(place, "KINDS", kinds)
+    chosen = place.choose("auto", spec())
+    assert chosen.name == "process" and "no engine" in chosen.why and "no root" in chosen.why
+
+
+def test_where_nothing_is_shaped_the_spec_says_so():
+    chosen = place.choose("process", spec())
+    fitted = chosen.fit(spec(overrides={"node1": {"cpus": 0.1}}))
+    assert not fitted.link.shaped and fitted.node.cpus is None and fitted.overrides == {}
+
+
+def test_an_unknown_place_is_refused():
+    with pytest.raises(SpecError, match=r"'mars'.*process"):
+        place.choose("mars", spec())
+
+
+def test_the_example_inventory_is_a_valid_one(repository):
+    inventory = Inventory.read(repository / "inventory" / "hosts.example.toml")
+    assert [node.name for node in inventory.nodes] == ["node0", "node1", "node2", "node3"]
