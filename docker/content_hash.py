@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("docker/Dockerfile", "docker/entrypoint.py", "docker/packages.sh", "docker/packages.txt", "requirements.txt")
+FILES = ("docker/Dockerfile", "docker/entrypoint.py", "docker/packages.sh", "docker/packages.txt")
 
 
 def sources(root: Path) -> Iterator[Path]:

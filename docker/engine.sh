@@ -16,7 +16,8 @@ export DEBIAN_FRONTEND=noninteractive
 say() { echo "engine: $*" >&2; }
 fail() { say "$*"; exit 2; }
 answers() { docker info >/dev/null 2>&1; }
-alive() { [[ -r $1 ]] && [[ $(cat "/proc/$(<"$1")/comm" 2>/dev/null) == "$2" ]]; }
+# alive FILE NAME: FILE holds the pid of a running NAME; a zombie that nobody has reaped yet does not count.
+alive() { [[ -r $1 ]] && [[ $(awk '{ print $2, $3 }' "/proc/$(<"$1")/stat" 2>/dev/null) == "($2) "[^Z] ]]; }
 
 missing() {
   command -v docker >/dev/null && command -v dockerd >/dev/null && command -v iptables >/dev/null || echo engine
@@ -78,7 +79,7 @@ stop() {
   pid=$(<"$ours")
   kill "$pid"
   for ((i = 0; i < patience * 5; i++)); do
-    kill -0 "$pid" 2>/dev/null || { rm -f "$ours"; say "stopped."; return; }
+    alive "$ours" dockerd || { rm -f "$ours"; say "stopped."; return; }
     sleep 0.2
   done
   fail "pid $pid did not end within $patience s."

@@ -15,7 +15,7 @@ apt-get update -qq
 apt-get install -qq -y --no-install-recommends python3-pip >/dev/null
 # shellcheck disable=SC2086  # several words
 python3 -m pip install --quiet --no-cache-dir --break-system-packages --root-user-action=ignore --no-compile $from \
-  --requirement /tmp/packages.txt --constraint /tmp/requirements.txt
+  --requirement /tmp/packages.txt
 apt-get purge -qq -y --autoremove python3-pip >/dev/null
 rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
 

@@ -3,14 +3,13 @@
 #
 #   docker/wheels.sh         fill wheels/ (about 250 MB), unless it is up to date
 #
-# Where pip's own index has no CPU build of torch, TORCH_INDEX names
-# PyTorch's; without it you get gigabytes of CUDA.
+# Where pip's own index has no CPU build of torch, TORCH_INDEX names PyTorch's; a CUDA build is refused.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=$(for each in ${PYTHON:-} .venv/bin/python python3; do "$each" -m pip --version >/dev/null 2>&1 && echo "$each" && break; done) || true
 stamp=wheels/.ready
-wanted=$(cat docker/packages.txt requirements.txt docker/wheels.sh | sha256sum)
+wanted=$(sha256sum <docker/packages.txt)
 [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]] || { echo "wheels: up to date"; exit; }
 
 [[ $python ]] || { echo "wheels: no Python with pip was found. Install one, or run make venv first." >&2; exit 2; }
@@ -18,18 +17,17 @@ platforms=()
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_24 manylinux2014 manylinux_2_17 manylinux_2_5 manylinux1; do
   platforms+=(--platform "${tag}_$(uname -m)")
 done
-rm -rf wheels.new
-"$python" -m pip --disable-pip-version-check download --quiet --dest wheels.new --only-binary :all: \
+rm -rf wheels/.new
+"$python" -m pip --disable-pip-version-check download --quiet --dest wheels/.new --only-binary :all: \
   --python-version 3.11 --implementation cp --abi cp311 --abi abi3 --abi none "${platforms[@]}" \
-  ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --requirement docker/packages.txt --constraint requirements.txt
-if compgen -G 'wheels.new/nvidia*' >/dev/null; then
-  rm -rf wheels.new
+  ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --requirement docker/packages.txt
+if compgen -G 'wheels/.new/nvidia*' >/dev/null; then
+  rm -rf wheels/.new
   echo "wheels: pip found a CUDA build of torch only. Set TORCH_INDEX to PyTorch's index of CPU builds." >&2
   exit 2
 fi
-mkdir -p wheels # the folder itself stays: it is committed, with its .gitignore
-find wheels -name '*.whl' -delete
-mv wheels.new/*.whl wheels/
-rmdir wheels.new
+find wheels -name '*.whl' ! -path '*/.new/*' -delete
+mv wheels/.new/*.whl wheels/
+rmdir wheels/.new
 echo "$wanted" >"$stamp"
 echo "wheels: $(ls wheels/*.whl | wc -l) files, $(du -sh wheels | cut -f1)"

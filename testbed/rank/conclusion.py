@@ -72,7 +72,11 @@ class Conclusion:
         first = _first_cause(error, self.spec, store)
         status: Literal["interrupted", "failed"] = "interrupted" if error.code == Interrupted.exit_code else "failed"
         self._write(status, first)
-        print(f"{status}: {first}\neverything is in {self.folder.path.name}", file=sys.stderr, flush=True)
+        print(
+            f"{status}: {first}\neverything is in runs/{self.folder.path.parent.name}/{self.folder.path.name}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _probe(self, addresses: Sequence[str], port: int, rates: Sequence[int | None]) -> Receipt:
         rank = self.asked.rank

@@ -7,8 +7,10 @@ They leave after it: a caller that stops everything with the first container tha
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
+from collections.abc import Collection
 
 from testbed.spec.errors import RankFailed, Unavailable
 
@@ -53,3 +55,19 @@ def own_address(master: str) -> str:
         trial.connect((master, 9))
         address: str = trial.getsockname()[0]
         return address
+
+
+def hang_up(keep: Collection[int]) -> None:
+    """End all of this process's TCP connections but those to or from the ports `keep`: peers that wait see it at once.
+
+    Destroying the process group would not do: Gloo closes nothing while anybody still holds a piece of it.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names only
+        with contextlib.suppress(OSError):  # no socket, not connected, or gone meanwhile
+            borrowed = socket.socket(fileno=descriptor)
+            try:
+                ends = {borrowed.getpeername()[1], borrowed.getsockname()[1]}
+                if borrowed.type == socket.SOCK_STREAM and not ends & set(keep):
+                    borrowed.shutdown(socket.SHUT_RDWR)
+            finally:
+                borrowed.detach()

@@ -35,12 +35,12 @@ if TYPE_CHECKING:  # torch takes a second to import: only who trains does
 
 PRESENCE, PROBE = 1, 2  # ports after the store's
 LINGER = 120.0  # seconds that a rank stays at most for rank 0 to sum up
-BREAK_UP = 3.0  # seconds for Gloo to close its connections after a failure
 
 
 def main() -> int:
     """Take part; the exit code is the error's own (spec/errors.py)."""
     stopping.raise_interrupted()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what the store warns of is said in our own words
     try:
         asked = ask(os.environ)
         with _presence(asked) as connection:
@@ -91,7 +91,10 @@ def _agree(asked: Asked, store: dist.Store) -> tuple[RunFolder, RunSpec]:
         spec = asked.spec.model_copy(update={"name": path.name})
         _make(path, spec)
         place = str(path.relative_to(runs_dir()))
-        print(f"run {place}: {spec.mode}, {spec.model} on {spec.data.name}, {spec.world} ranks", flush=True)
+        print(
+            f"run {place}: {spec.mode}, {spec.model} on {spec.data.name}, {spec.world} rank{'s' * (spec.world > 1)}",
+            flush=True,
+        )
         store.set("run", json.dumps({"folder": place, "spec": spec.to_json()}))
     told = json.loads(_wait(store, "run", asked))
     return RunFolder(runs_dir() / told["folder"]), RunSpec.from_json(told["spec"], "the spec of rank 0")
@@ -152,22 +155,17 @@ def _end(error: Exception, recorder: Recorder, conclusion: Conclusion, store: di
             threading.Event().wait()
         record = fail(error, conclusion.asked.rank, recorder)
         if store is not None and record.code != Interrupted.exit_code:
-            _let_go(record, conclusion.asked.rank, store)
+            _let_go(record, conclusion.asked, store)
         if conclusion.asked.rank == 0:
             conclusion.bad(record, store)
     return record.code
 
 
-def _let_go(record: Error, rank: int, store: dist.Store) -> None:
-    """Tell rank 0 why, and close Gloo's connections; in a thread, because that may wait for a dead peer."""
-    import torch.distributed as dist
-
+def _let_go(record: Error, asked: Asked, store: dist.Store) -> None:
+    """Tell rank 0 why, and hang up on the peers."""
     with contextlib.suppress(RuntimeError):
-        store.set(f"failed/{rank}", json.dumps({"code": record.code, "message": record.message}))
-    if dist.is_initialized():
-        closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        closing.start()
-        closing.join(BREAK_UP)
+        store.set(f"failed/{asked.rank}", json.dumps({"code": record.code, "message": record.message}))
+    presence.hang_up(keep=(asked.port, asked.port + PRESENCE))
 
 
 class _Tee:

@@ -21,7 +21,8 @@ PARTS = {"loop": loop.measure, "start": start.measure, "collective": collective.
 
 def main() -> int:
     """Measure, print, write; exit code 1 when a limit is missed."""
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__, formatter_class=form)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; none means all")
     parser.add_argument("--out", type=Path, default=Path("bench.json"))
     options = parser.parse_args()

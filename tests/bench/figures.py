@@ -25,9 +25,7 @@ class Figure:
 
     def __str__(self) -> str:
         bounds = " and ".join(
-            text
-            for text, bound in ((f">= {self.low}", self.low), (f"<= {self.high}", self.high))
-            if bound is not None
+            text for text, bound in ((f">= {self.low}", self.low), (f"<= {self.high}", self.high)) if bound is not None
         )
         return f"{'ok  ' if self.met else 'MISS'}  {self.name}: {self.value:.3f} ({bounds}); {self.detail}"
 

@@ -47,10 +47,22 @@ def measure() -> Iterator[Figure]:
 
 def _ours(folder: Path) -> float:
     """The end of rank 0's first step, on the clock that all processes of a machine share."""
-    flags = "--mode ring --model lenet5 --data synthetic --batch 4 --steps 3 --on process --json".split()
-    settings = ["--set", "evaluate=never", "--set", "probe=false"]
+    flags = ["--mode", "ring", "--model", "lenet5", "--data", "synthetic", "--batch", "4", "--steps", "3"]
+    settings = ["--set", "evaluate=never", "--set", "probe=false", "--on", "process", "--json"]
     begun = time.monotonic()
-    command = [sys.executable, "-m", "testbed.control", "run", *flags, *settings, "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "testbed.control",
+        "run",
+        *flags,
+        *settings,
+        "--on",
+        "process",
+        "--json",
+        "--out",
+        str(folder),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     records = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
     first = next(r for r in records if r["kind"] == "step")

@@ -5,29 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from command import run_command, start_command, wait_for_steps
 
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate, connect, idle, projects
 from testbed.spec.link import Link
 
 pytestmark = pytest.mark.docker
-SMALL = "--model lenet5 --data synthetic --batch 12 --on compose".split()
-
-
-def command_line(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "testbed.control", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "compose"]
 
 
 def test_a_shaped_run_gives_the_same_folder_as_everywhere(tmp_path):
     flags = ["--mode", "tree", "--nodes", "3", "--rate", "100mbit", "--steps", "5", "--set", "node.cpus=0.4"]
-    result = command_line("run", *flags, *SMALL, "--json", "--out", "runs/r", cwd=tmp_path)
+    result = run_command("run", *flags, *SMALL, "--json", "--out", "runs/r", cwd=tmp_path)
     assert result.returncode in (0, 5), result.stderr  # 5: a busy machine, told as such
     names = {path.name for path in (tmp_path / "runs/r").iterdir()}
     logs = {f"rank{k}.{end}" for k in range(3) for end in ("jsonl", "log")}
@@ -62,17 +55,13 @@ def test_a_rank_in_a_container_has_no_privileges_and_its_nodes_share(tmp_path):
 
 def test_what_a_killed_controller_leaves_is_cleaned(tmp_path):
     flags = ["--nodes", "2", "--steps", "100000", *SMALL, "--set", "probe=false", "--out", "runs/r"]
-    command = [sys.executable, "-m", "testbed.control", "run", *flags]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    records = tmp_path / "runs/r/rank0.jsonl"
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not (records.exists() and '"step"' in records.read_text()):
-        time.sleep(0.2)
+    process = start_command("run", *flags, cwd=tmp_path)
+    wait_for_steps(tmp_path / "runs/r", 0, 1)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     (project,) = projects()
     assert str(process.pid) in project
-    cleaned = command_line("clean", cwd=tmp_path)
+    cleaned = run_command("clean", cwd=tmp_path)
     assert f"project {project}" in cleaned.stdout
     assert projects() == {}
 

@@ -6,57 +6,25 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from command import ranks_of, run_command, start_command, wait_for_steps
 
 pytestmark = pytest.mark.gloo
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "process"]
-
-
-def command_line(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "testbed.control", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
-
-
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "testbed.control", *arguments]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_steps(folder: Path, rank: int, steps: int, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        path = folder / f"rank{rank}.jsonl"
-        if path.exists() and path.read_text().count('"kind":"step"') >= steps:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"rank {rank} made no {steps} steps within {seconds} s")
-
-
-def ranks_of(folder: Path) -> list[int]:
-    """Processes whose command line names this run folder as a rank's."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-        except OSError:
-            continue
-        if b"testbed.rank" in command and str(folder).encode() in command:
-            found.append(int(entry.name))
-    return found
+LONG = [*SMALL, "--steps", "100000", "--set", "probe=false"]
 
 
 def test_a_run_leaves_a_whole_folder_and_prints_one_json_document(tmp_path):
-    result = command_line("run", "--mode", "ring", "--nodes", "3", "--steps", "6", *SMALL, "--json", "--out", "r", cwd=tmp_path)
+    flags = ["--mode", "ring", "--nodes", "3", "--steps", "6", *SMALL]
+    result = run_command("run", *flags, "--json", "--out", "r", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (summary,) = json.loads(result.stdout)["runs"]
     names = {path.name for path in (tmp_path / "r").iterdir()}
-    expected = {"spec.json", "receipt.json", "summary.json", *(f"rank{k}.{e}" for k in range(3) for e in ("jsonl", "log"))}
-    assert expected <= names
+    of_ranks = {f"rank{k}.{end}" for k in range(3) for end in ("jsonl", "log")}
+    assert {"spec.json", "receipt.json", "summary.json", *of_ranks} <= names
     assert summary["status"] == "ok" and summary["replicas_agree"] and len(summary["losses"]) == 6
     gradient = summary["gradient_bytes"]
     for sent in summary["sent_per_step"]:  # the ring's bound, 2(N-1)/N, with 10 % for Gloo's framing
@@ -65,43 +33,44 @@ def test_a_run_leaves_a_whole_folder_and_prints_one_json_document(tmp_path):
 
 def test_a_folder_that_exists_and_a_port_in_use_are_refused(tmp_path):
     (tmp_path / "r").mkdir()
-    result = command_line("run", "--steps", "4", *SMALL, "--out", "r", "--set", "probe=false", cwd=tmp_path)
+    result = run_command("run", "--steps", "4", *SMALL, "--out", "r", "--set", "probe=false", cwd=tmp_path)
     assert result.returncode == 2 and "exists" in result.stderr and "--out" in result.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         flags = ["--steps", "4", *SMALL, "--out", "s", "--set", f"port={port}"]
-        result = command_line("run", *flags, cwd=tmp_path)
+        result = run_command("run", *flags, cwd=tmp_path)
     assert result.returncode == 2 and str(port) in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "s").exists()
 
 
 def test_an_unknown_model_is_the_users_mistake(tmp_path):
-    result = command_line("run", "--steps", "4", *SMALL, "--model", "vgg99", "--set", "probe=false", cwd=tmp_path)
+    result = run_command("run", "--steps", "4", *SMALL, "--model", "vgg99", "--set", "probe=false", cwd=tmp_path)
     assert result.returncode == 2 and "'vgg99'" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_sweep_skips_what_is_finished_and_fresh_measures_again(tmp_path):
     file = tmp_path / "two.toml"
     file.write_text(
-        'title = "two modes"\n[base]\nmodel = "lenet5"\ndata = { name = "synthetic" }\nnodes = 2\nbatch = 8\nsteps = 4\n'
-        'probe = false\n[axes]\nmode = ["single", "tree"]\n'
+        'title = "two modes"\n'
+        '[base]\nmodel = "lenet5"\ndata = { name = "synthetic" }\nnodes = 2\nbatch = 8\nsteps = 4\nprobe = false\n'
+        '[axes]\nmode = ["single", "tree"]\n'
     )
-    first = command_line("sweep", str(file), "--on", "process", cwd=tmp_path)
+    first = run_command("sweep", str(file), "--on", "process", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "| single" in first.stdout and "| tree" in first.stdout
-    again = command_line("sweep", str(file), "--on", "process", cwd=tmp_path)
+    again = run_command("sweep", str(file), "--on", "process", cwd=tmp_path)
     assert again.stdout.count("finished earlier") == 2
     (tmp_path / "runs/two/tree/summary.json").unlink()  # as a killed controller leaves it
-    resumed = command_line("sweep", str(file), "--on", "process", cwd=tmp_path)
+    resumed = run_command("sweep", str(file), "--on", "process", cwd=tmp_path)
     assert resumed.stdout.count("finished earlier") == 1 and resumed.returncode == 0
     assert (tmp_path / "runs/two/.superseded/tree~0/rank1.jsonl").exists()
 
 
 def test_ctrl_c_stops_all_ranks_and_keeps_what_was_measured(tmp_path):
     folder = tmp_path / "r"
-    process = start("run", "--nodes", "2", "--steps", "100000", *SMALL, "--set", "probe=false", "--out", str(folder), cwd=tmp_path)
+    process = start_command("run", "--nodes", "2", *LONG, "--out", str(folder), cwd=tmp_path)
     wait_for_steps(folder, 1, 5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -113,7 +82,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_measured(tmp_path):
 
 def test_a_killed_rank_is_named(tmp_path):
     folder = tmp_path / "r"
-    process = start("run", "--nodes", "3", "--steps", "100000", *SMALL, "--set", "probe=false", "--out", str(folder), cwd=tmp_path)
+    process = start_command("run", "--nodes", "3", *LONG, "--out", str(folder), cwd=tmp_path)
     wait_for_steps(folder, 1, 5)
     victim = next(pid for pid in ranks_of(folder) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
     os.kill(victim, signal.SIGKILL)
@@ -126,7 +95,7 @@ def test_a_killed_rank_is_named(tmp_path):
 
 def test_ranks_die_with_a_killed_controller(tmp_path):
     folder = tmp_path / "r"
-    process = start("run", "--nodes", "2", "--steps", "100000", *SMALL, "--set", "probe=false", "--out", str(folder), cwd=tmp_path)
+    process = start_command("run", "--nodes", "2", *LONG, "--out", str(folder), cwd=tmp_path)
     wait_for_steps(folder, 0, 3)
     process.kill()
     process.communicate()
@@ -141,7 +110,9 @@ def test_a_method_of_ones_own_is_one_file(tmp_path):
     (tmp_path / "methods" / "naive.py").write_text(
         "def mean_(buffer, group):\n    group.all_reduce(buffer)\n    buffer.div_(group.size)\n"
     )
-    result = command_line("run", "--mode", "naive/param", "--nodes", "2", "--steps", "4", *SMALL, "--set", "probe=false", cwd=tmp_path)
+    result = run_command(
+        "run", "--mode", "naive/param", "--nodes", "2", "--steps", "4", *SMALL, "--set", "probe=false", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert "| naive/param" in result.stdout
-    assert "naive" in command_line("modes", cwd=tmp_path).stdout
+    assert "naive" in run_command("modes", cwd=tmp_path).stdout

@@ -50,3 +50,13 @@ def test_every_variable_is_listed_with_its_default() -> None:
 def test_no_port_is_published_and_no_socket_mounted() -> None:
     text = render(4)
     assert "ports:" not in text and "docker.sock" not in text and "privileged" not in text
+
+
+def test_the_image_has_the_pinned_packages() -> None:
+    def pins(name: str) -> set[str]:
+        return {line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")}
+
+    unlisted = {
+        pin for pin in pins("docker/packages.txt") - pins("requirements.txt") if not pin.startswith("setuptools")
+    }
+    assert unlisted == set(), "torch asks for setuptools, which a virtual environment has by itself"
