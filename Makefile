@@ -24,6 +24,7 @@ data: $(VENV)/.ready ## CIFAR-10, verified by checksum
 	$(BIN)/testbed data get cifar10
 
 run: data ## the main job: five modes on a four-node network of this machine, one table
+	@if docker info >/dev/null 2>&1; then PYTHON=$(PYTHON) docker/image.sh || echo "no image: another place is used"; fi
 	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
 
 test: $(VENV)/.ready ## all tests that this machine can run (with CI=true: all, or fail)

@@ -21,6 +21,7 @@ import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
 from testbed.control.compose_file import CPU_PERIOD, ROOT, render
+from testbed.control.content import content_hash
 from testbed.control.substrates import owner
 from testbed.control.substrates.base import NodeHandle, NodePlan, Process
 from testbed.control.substrates.container_process import ContainerProcess
@@ -30,7 +31,6 @@ from testbed.spec.datasets import data_dir
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY
-from testbed.spec.run import SCHEMA
 
 IMAGE = "testbed:latest"
 OWNER_LABEL = "testbed.owner"
@@ -74,10 +74,11 @@ def image_content() -> str:
             labels = client.images.get(IMAGE).labels
         except ImageNotFound:
             raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
-    if labels.get("testbed.schema") != str(SCHEMA):
-        speaks = f"speaks schema {labels.get('testbed.schema')}, this testbed schema {SCHEMA}"
-        raise Unavailable(f"substrate compose: image {IMAGE} {speaks}. Build it anew with `make image`")
-    return f"content {labels.get('testbed.content', 'unknown')}"
+    made, now = labels.get("testbed.content", "unknown"), content_hash()
+    if made != now:
+        differs = f"was made from other code (content {made}, the code here is {now})"
+        raise Unavailable(f"substrate compose: image {IMAGE} {differs}. Make it anew with `make image`")
+    return f"up to date, content {made}"
 
 
 def check() -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ("docker/Dockerfile", "docker/entrypoint.py", "docker/packages.sh", "docker/packages.txt")
 
 
