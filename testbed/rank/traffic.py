@@ -6,6 +6,7 @@ On loopback, which all ranks share: the counters of this process's own TCP socke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -48,8 +49,9 @@ class SocketCounter:
 
     def read(self) -> tuple[int | None, int | None]:
         sent = received = 0
-        for info in _tcp_options(socket.TCP_INFO, TCP_INFO_BYTES):
-            if len(info) >= TCP_INFO_BYTES:
+        for connection in _tcp_sockets():
+            with contextlib.suppress(OSError, struct.error):  # no TCP socket, or a kernel that counts less
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
                 received += struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]
                 sent += struct.unpack_from("=Q", info, BYTES_SENT)[0]
         return sent, received
@@ -65,13 +67,18 @@ class NoCounter:
 
 
 def congestion_control() -> str:
-    """What this process's connections really use: a route may say another name than the sysctl."""
-    names = {option.partition(b"\0")[0].decode() for option in _tcp_options(socket.TCP_CONGESTION, 16)}
+    """What this process's connections to others really use: a route may say another name than the sysctl."""
+    names = set()
+    for connection in _tcp_sockets():
+        with contextlib.suppress(OSError):  # a listening socket has no peer
+            if connection.getpeername()[0] != connection.getsockname()[0]:
+                name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                names.add(name.partition(b"\0")[0].decode())
     return "+".join(sorted(names)) or "no connection"
 
 
-def _tcp_options(option: int, size: int) -> Iterator[bytes]:
-    """One TCP option of every TCP socket of this process; one that closes meanwhile is left out."""
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Every socket of this process, borrowed for a moment; one that closes meanwhile is left out."""
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only, on the hot path
         try:
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115
@@ -80,9 +87,7 @@ def _tcp_options(option: int, size: int) -> Iterator[bytes]:
         except OSError:
             continue
         try:
-            yield borrowed.getsockopt(socket.IPPROTO_TCP, option, size)
-        except OSError:
-            continue
+            yield borrowed
         finally:
             borrowed.detach()
 

@@ -173,7 +173,7 @@ class ComposeSubstrate:
         if quota and cpus is not None and node not in self._limited:
             self._containers[node].update(cpu_period=CPU_PERIOD, cpu_quota=round(cpus * CPU_PERIOD))
             self._limited.add(node)
-        process = ContainerProcess(self._client, self._containers[node], argv, env, log, _who())
+        process = ContainerProcess(self._containers[node].id, argv, env, log, _who())
         self._started.append(process)
         return process
 
@@ -191,6 +191,8 @@ class ComposeSubstrate:
             for process in running:
                 with contextlib.suppress(TimeoutError):
                     process.wait(grace)
+        for process in self._started:
+            process.abandon()
         self._started.clear()
 
     def put(self, node: int, local: Path, remote: Path) -> None:

@@ -1,75 +1,57 @@
-"""A process that the engine runs in a container, with the calls of any other process."""
+"""A process in a container, with the calls of any other process: `docker exec` stands for it on this side."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import docker
-from docker.errors import APIError
-
+from testbed.control.substrates.process import run, spawn
+from testbed.spec.errors import TestbedError
 from testbed.spec.privileges import without_privileges
+
+TIMEOUT = 30.0  # seconds to deliver a signal
 
 
 class ContainerProcess:
-    """A process exec'd in a container without any privilege, as user `who`; a thread keeps its output."""
+    """Runs as user `who` without any privilege; `docker exec` copies its output and takes over its exit code."""
 
     def __init__(
-        self,
-        client: docker.DockerClient,
-        container: Any,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        log: Path,
-        who: tuple[int, int],
+        self, container: str, argv: Sequence[str], env: Mapping[str, str], log: Path, who: tuple[int, int]
     ) -> None:
-        self._api = client.api
         self._container = container
         self._user = f"{who[0]}:{who[1]}"
         self._mark = f"/tmp/pid-{time.monotonic_ns()}"  # the process writes its own number there: ours differs
+        variables = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
         wrapped = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', self._mark, *without_privileges(*who), *argv]
-        self._id = self._api.exec_create(container.id, wrapped, environment=dict(env), user="0")["Id"]
-        self._code: int | None = None
-        self.pid = 0
-        self._thread = threading.Thread(target=self._copy, args=(log,), daemon=True)
-        self._thread.start()
-
-    def _copy(self, log: Path) -> None:
-        with contextlib.suppress(APIError, OSError), log.open("ab") as out:
-            for chunk in self._api.exec_start(self._id, stream=True):
-                out.write(chunk)
-                out.flush()
+        self._exec = spawn(["docker", "exec", "--user", "0", *variables, container, *wrapped], {}, log)
+        self.pid = self._exec.pid
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal as subprocess has it; None while it runs."""
-        if self._code is None and not self._thread.is_alive():
-            code = self._inspect()
-            self._code = code if code is None or code <= 128 else 128 - code
-        return self._code
-
-    def _inspect(self) -> int | None:
-        try:
-            found = self._api.exec_inspect(self._id)
-        except APIError:
-            return 137  # the container went away, and the process with it
-        return None if found["Running"] else int(found["ExitCode"] if found["ExitCode"] is not None else 137)
+        return _as_subprocess(self._exec.poll())
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; raises TimeoutError."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"process in {self._container.name} still runs after {timeout} s")
-            time.sleep(0.05)
+        code = _as_subprocess(self._exec.wait(timeout))
+        assert code is not None
         return code
 
     def signal(self, signum: int) -> None:
         """Send a signal from inside, as the process's own user: the container's root lacks the right to."""
-        if self.poll() is None:
+        if self._exec.poll() is None:
             kill = ["sh", "-c", f'kill -{int(signum)} "$(cat "$0")"', self._mark]
-            with contextlib.suppress(APIError):
-                self._container.exec_run(kill, user=self._user)
+            with contextlib.suppress(TestbedError):  # it has ended meanwhile
+                run(["docker", "exec", "--user", self._user, self._container, *kill], TIMEOUT)
+
+    def abandon(self) -> None:
+        """The container is gone, or will be: nothing is left to wait for."""
+        self._exec.signal(9)
+        with contextlib.suppress(TimeoutError):
+            self._exec.wait(TIMEOUT)
+
+
+def _as_subprocess(code: int | None) -> int | None:
+    """A shell's 128 + n, which `docker exec` passes on, is a death by signal n."""
+    return code if code is None or code <= 128 else 128 - code
