@@ -20,13 +20,14 @@ from testbed.control.progress import open_progress
 from testbed.control.run import execute
 from testbed.control.sweep import sweep as run_sweep
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import TestbedError, Unavailable
+from testbed.spec.errors import NetworkInvalid, SpecError, TestbedError, Unavailable
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
 from testbed.spec.mode import algorithms, legal_modes
 from testbed.spec.run import RunSpec
 from testbed.spec.settings import fresh_folder, run_name, with_settings
-from testbed.spec.summary import HEADER, Summary, caption, format_table, left_out, table
+from testbed.spec.summary import Summary
+from testbed.spec.table import caption, format_table, left_out, table
 
 app = typer.Typer(
     add_completion=False,
@@ -68,7 +69,8 @@ def run(
     spec = build_spec(flags, settings or [])
     place = choose(on, spec)
     if spec.link.shaped and not place.shapes:
-        raise Unavailable(f"--rate {rate}: cannot be shaped here: {place.why}. Run as root, or leave the rate out.")
+        asked = spec.link.model_dump_json(exclude_defaults=True)
+        raise Unavailable(f"link {asked}: cannot be shaped here: {place.why}. Run as root, or leave it out.")
     folder = RunFolder(out or fresh_folder(runs_dir() / spec.experiment, spec.name))
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"on {place.name}: {place.why}")
@@ -78,7 +80,7 @@ def run(
         progress.end()
     _print_results([summary], folder.path, as_json)
     if summary.status == "invalid":
-        raise typer.Exit(5)
+        raise typer.Exit(NetworkInvalid.exit_code)
 
 
 @app.command()
@@ -91,6 +93,10 @@ def sweep(
 ) -> None:
     """Run every cell of an experiment file; finished runs are skipped, so that it resumes."""
     experiment = Experiment.read(file)
+    for key in (setting.partition("=")[0].strip() for setting in settings or []):
+        if key in experiment.axes:
+            swept = f"{file} sweeps it over {experiment.axes[key]}"
+            raise SpecError(f"--set {key}: {swept}. Change it in the file.")
     experiment = experiment.model_copy(update={"base": with_settings(experiment.base, settings or [])})
     specs = experiment.runs()
     # The run that asks most of the machine decides where all of them go.
@@ -105,6 +111,8 @@ def sweep(
     _print_results(summaries, runs_dir() / experiment.name, as_json)
     if errors:
         raise errors[0]
+    if any(summary.status == "invalid" for summary in summaries):
+        raise typer.Exit(NetworkInvalid.exit_code)
 
 
 def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
@@ -126,7 +134,7 @@ def _print_results(summaries: list[Summary], where: Path, as_json: bool) -> None
         return
     counted = [s for s in summaries if s.status == "ok"]
     if counted:
-        console.print(f"\n{caption(counted)}\n\n{format_table(HEADER, table(summaries))}\n")
+        console.print(f"\n{caption(counted)}\n\n{format_table(*table(summaries))}\n")
     for line in dict.fromkeys(note for s in summaries for note in s.notes):
         console.print(f"note: {line}")
     for line in left_out(summaries):
@@ -214,7 +222,8 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command; an error of ours is printed as its sentence and becomes its exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed session is no reason to leave anything behind
+        signal.signal(number, _terminate)
     try:
         app(standalone_mode=True)
     except TestbedError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ from testbed.net.rendezvous import PATIENCE
 from testbed.spec.errors import NetworkInvalid
 
 Progress = Callable[[dict[str, Any]], None]
-PORT = 29_700  # of node 0; each node of a network has its ports to itself
 POLL = 0.05  # seconds between looks at the logs
 GRACE = 3.0  # seconds for the others to say why, once one has failed
 
@@ -40,20 +38,12 @@ def probe(substrate: Substrate, plans: Sequence[NodePlan], progress: Progress) -
 
 def _start(substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Path]) -> list[Process]:
     addresses = [node.address for node in substrate.nodes]
-    common = ["-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(_port(addresses))]
+    common = ["-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(substrate.port())]
     started = []
     for node, (rate, log) in enumerate(zip(rates, logs, strict=True)):
         argv = [substrate.python, *common, "--rank", str(node), "--rate", str(rate or "none")]
         started.append(substrate.start(node, argv, {}, log, quota=False))
     return started
-
-
-def _port(addresses: Sequence[str]) -> int:
-    """A free one where the node is this machine itself; elsewhere the usual one."""
-    if not addresses[0].startswith("127."):
-        return PORT
-    with socket.create_server((addresses[0], 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _longest(rates: Sequence[int | None]) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +12,12 @@ from testbed.control.progress import Progress
 from testbed.control.substrates.base import Process, Substrate
 from testbed.control.watch import follow
 from testbed.net.receipt import Receipt
-from testbed.spec.datasets import data_dir, is_complete
-from testbed.spec.errors import Interrupted, TestbedError, Unavailable, UsageError
+from testbed.spec.datasets import data_dir, dataset_info, is_complete
+from testbed.spec.errors import Interrupted, TestbedError, Unavailable, refuse
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.mode import methods_dir
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary, summarise
-
-NODE_PORT = 29500  # of the rendezvous on a node that has its own network
 
 
 @dataclass
@@ -35,23 +32,22 @@ class Facts:
 
 def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress) -> Summary:
     """Run to the end. Bad input raises before the folder exists; from then on summary.json says what happened."""
-    spec = place.fit(spec)
     check_before(spec)
     with place.make(spec, folder.path) as substrate:
-        environment = _environment(spec, substrate)
-        folder.create(spec)
+        port = substrate.port(spec.port)
+        folder.create(place.fit(spec))
         substrate.share(folder.path)
-        return _live(spec, substrate, folder, environment, progress)
+        return _live(place.fit(spec), substrate, folder, port, progress)
 
 
-def _live(
-    spec: RunSpec, substrate: Substrate, folder: RunFolder, environment: dict[str, str], progress: Progress
-) -> Summary:
+def _live(spec: RunSpec, substrate: Substrate, folder: RunFolder, port: int, progress: Progress) -> Summary:
     facts = Facts(substrate.name, list(substrate.notes))
     try:
         _measure(spec, substrate, folder, facts, progress)
-        _train(spec, substrate, folder, environment, progress)
+        _train(spec, substrate, folder, port, progress)
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # one is enough: now things are put away
+            signal.signal(number, signal.SIG_IGN)
         substrate.stop()
         _conclude(folder, spec, facts, "interrupted", "stopped by Ctrl-C")
         raise Interrupted(f"interrupted; all ranks are stopped. What was measured is in {folder.path}") from None
@@ -64,12 +60,14 @@ def _live(
 
 def check_before(spec: RunSpec) -> None:
     """Refuse what cannot work, before anything exists."""
-    if not is_complete(spec.data.name, data_dir()):
-        way_out = f"Get it with `testbed data get {spec.data.name}`, or use --data synthetic."
-        raise Unavailable(f"data {spec.data.name!r}: not in {data_dir() / spec.data.name}. {way_out}")
-    methods = methods_dir() / f"{spec.mode.algorithm.replace('-', '_')}.py"
-    if methods.exists() and not os.access(methods, os.R_OK):
-        raise UsageError(f"mode {spec.mode}: {methods} cannot be read. Change its permissions.")
+    name, info = spec.data.name, dataset_info(spec.data.name)
+    if not is_complete(name, data_dir()):
+        way_out = f"Get it with `testbed data get {name}`, or use --data synthetic."
+        raise Unavailable(f"data {name!r}: not in {data_dir() / name}. {way_out}")
+    sizes = (("subset", spec.data.subset, info.train), ("test_subset", spec.data.test_subset, info.test))
+    for key, asked, there in sizes:
+        if asked is not None and asked > there:
+            raise refuse(f"data.{key}", asked, f"{name} has {there} such images", "Ask for fewer.")
 
 
 def _measure(spec: RunSpec, substrate: Substrate, folder: RunFolder, facts: Facts, progress: Progress) -> None:
@@ -81,7 +79,7 @@ def _measure(spec: RunSpec, substrate: Substrate, folder: RunFolder, facts: Fact
         facts.network = "not measured (probe = false)"
         facts.notes.append("probe = false: nobody checked the network")
         return
-    receipt = _probe_twice(spec, substrate, progress)
+    receipt = _probe_twice(spec, substrate, facts, progress)
     receipt.write(folder.receipt)
     facts.network = receipt.sentence()
     progress.stage(facts.network)
@@ -89,54 +87,38 @@ def _measure(spec: RunSpec, substrate: Substrate, folder: RunFolder, facts: Fact
         facts.invalid = facts.network
 
 
-def _probe_twice(spec: RunSpec, substrate: Substrate, progress: Progress) -> Receipt:
+def _probe_twice(spec: RunSpec, substrate: Substrate, facts: Facts, progress: Progress) -> Receipt:
     """A machine that hiccups once gets a second look; the network that was measured last is the one that counts."""
     progress.stage(f"measuring the network: {spec.world * (spec.world - 1)} links and the fan-in")
     receipt = probe(substrate, plans(spec), progress.link)
     if receipt.valid():
         return receipt
+    facts.notes.append(f"a first probe said: {receipt.sentence()}")
     progress.stage(f"{receipt.sentence()}; measuring once more")
     return probe(substrate, plans(spec), progress.link)
 
 
-def _train(
-    spec: RunSpec, substrate: Substrate, folder: RunFolder, environment: dict[str, str], progress: Progress
-) -> None:
+def _train(spec: RunSpec, substrate: Substrate, folder: RunFolder, port: int, progress: Progress) -> None:
     progress.begin(spec)
+    common = _environment(spec, substrate, port)
     argv = [substrate.python, "-m", "testbed.rank", "--folder", str(folder.path.resolve())]
     processes: list[Process] = []
     for rank, node in enumerate(substrate.nodes):
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
-        processes.append(substrate.start(rank, argv, environment | own, folder.log(rank)))
-    follow(processes, folder, spec.deadline, progress)
+        processes.append(substrate.start(rank, argv, common | own, folder.log(rank)))
+    follow(processes, folder, progress)
 
 
-def _environment(spec: RunSpec, substrate: Substrate) -> dict[str, str]:
+def _environment(spec: RunSpec, substrate: Substrate, port: int) -> dict[str, str]:
     """torchrun's contract, and where things lie."""
-    address = substrate.nodes[0].address
     return {
         "WORLD_SIZE": str(spec.world),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(_port(spec, address)),
+        "MASTER_ADDR": substrate.nodes[0].address,
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(spec.threads),
         "TESTBED_DATA": str(data_dir().resolve()),
         "TESTBED_METHODS": str(methods_dir().resolve()),
     }
-
-
-def _port(spec: RunSpec, address: str) -> int:
-    """The port asked for, if it is free; by default any free one on loopback, a fixed one on a node of its own."""
-    if not address.startswith("127."):
-        return spec.port or NODE_PORT
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((address, spec.port))
-        except OSError as error:
-            way_out = "Use another, or --set port=0 for any free one."
-            raise Unavailable(f"port {spec.port} on {address}: {error.strerror}. {way_out}") from None
-        port: int = trial.getsockname()[1]
-        return port
 
 
 def _conclude(folder: RunFolder, spec: RunSpec, facts: Facts, status: Any, reason: str) -> Summary:

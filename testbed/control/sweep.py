@@ -14,15 +14,16 @@ from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 
 
-def finished(folder: RunFolder, spec: RunSpec) -> Summary | None:
-    """The summary of a run that ended well with exactly this spec."""
+def finished(folder: RunFolder, spec: RunSpec, place: Place) -> Summary | None:
+    """The summary of a run that ended well, with exactly this spec, at this place."""
     if not folder.summary.is_file():
         return None
     try:
         summary = Summary.read(folder)
     except UsageError:
         return None
-    return summary if summary.status == "ok" and summary.spec == spec else None
+    same = summary.spec == place.fit(spec) and summary.substrate == place.name
+    return summary if summary.status == "ok" and same else None
 
 
 def sweep(
@@ -34,7 +35,7 @@ def sweep(
     for number, spec in enumerate(specs, start=1):
         folder = RunFolder(root / spec.experiment / spec.name)
         progress.headline(f"[{number}/{len(specs)}] {spec.name}")
-        done = None if fresh else finished(folder, place.fit(spec))
+        done = None if fresh else finished(folder, spec, place)
         if done:
             progress.stage("finished earlier, skipped")
             summaries.append(done)

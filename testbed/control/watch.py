@@ -12,6 +12,7 @@ from testbed.control.substrates.base import Process
 from testbed.control.tail import Tail
 from testbed.spec.errors import NetworkInvalid, RankFailed, ReplicasDiffer, TestbedError, UsageError
 from testbed.spec.folder import RunFolder
+from testbed.spec.run import START_DEADLINE
 
 POLL = 0.1  # seconds between two looks
 GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
@@ -25,6 +26,7 @@ class RankState:
     process: Process
     tail: Tail
     last_step: int = -1
+    deadline: float = START_DEADLINE  # seconds that any one of its waits may take
     error: dict[str, Any] | None = None
     code: int | None = None
 
@@ -32,7 +34,9 @@ class RankState:
         """Read on; True when anything happened."""
         records = self.tail.read()
         for record in records:
-            if record["kind"] == "step":
+            if record["kind"] == "start":
+                self.deadline = record["deadline"]
+            elif record["kind"] == "step":
                 self.last_step = record["step"]
                 progress.step(rank, record)
             elif record["kind"] == "error":
@@ -42,7 +46,7 @@ class RankState:
         return bool(records) or self.code is not None
 
 
-def follow(processes: list[Process], folder: RunFolder, deadline: float, progress: Progress) -> None:
+def follow(processes: list[Process], folder: RunFolder, progress: Progress) -> None:
     """Return when all ranks ended well; raise for the guilty one otherwise."""
     ranks = [RankState(process, Tail(folder.records(k))) for k, process in enumerate(processes)]
     moved = time.monotonic()
@@ -52,9 +56,10 @@ def follow(processes: list[Process], folder: RunFolder, deadline: float, progres
         if any(rank.code not in (None, 0) for rank in ranks):
             _let_others_end(ranks, progress)
             raise _blame(ranks, folder)
-        if time.monotonic() - moved > STALL * deadline:
+        stalled = STALL * max(rank.deadline for rank in ranks)
+        if time.monotonic() - moved > stalled:
             slowest = min(range(len(ranks)), key=lambda k: ranks[k].last_step)
-            waited = f"no rank moved for {STALL * deadline:g} s"
+            waited = f"no rank moved for {stalled:g} s"
             raise RankFailed(f"rank {slowest} (node{slowest}) is behind, and {waited}. See {folder.log(slowest)}")
         time.sleep(POLL)
 
@@ -73,6 +78,12 @@ def _let_others_end(ranks: list[RankState], progress: Progress) -> None:
 def _blame(ranks: list[RankState], folder: RunFolder) -> TestbedError:
     """The first cause: a rank that ended for another reason than losing a peer, if there is one."""
     failed = [k for k, rank in enumerate(ranks) if rank.code not in (None, 0)]
+    silent = [k for k, rank in enumerate(ranks) if rank.code is None]
+    if silent and all(ranks[k].code == RankFailed.exit_code for k in failed):
+        frozen = min(silent, key=lambda k: ranks[k].last_step)
+        since = f"since step {ranks[frozen].last_step + 1}"
+        lost = ", ".join(f"rank {k}" for k in failed)
+        return RankFailed(f"rank {frozen} (node{frozen}) is silent {since}; {lost} lost it. See {folder.log(frozen)}")
     guilty = min(failed, key=lambda k: (ranks[k].code == RankFailed.exit_code, k))
     state = ranks[guilty]
     known: list[type[TestbedError]] = [UsageError, ReplicasDiffer, NetworkInvalid]

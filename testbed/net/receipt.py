@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from pydantic import Field
+
 from testbed.net.probe import Flow, Measurement
 from testbed.net.wire import bottleneck, wire_rate
 from testbed.spec.base import Spec
+from testbed.spec.errors import SpecError
+from testbed.spec.folder import write_whole
+from testbed.spec.run import SCHEMA, check_schema
 from testbed.spec.units import format_rate
 
 TOLERANCE = 0.05  # a run that is further off is invalid
@@ -39,6 +45,7 @@ class FanIn(Measured):
 class Receipt(Spec):
     """Written before training; a run whose receipt is not valid stays out of the tables."""
 
+    version: int = Field(default=SCHEMA, alias="schema")
     links: tuple[LinkReceipt, ...]
     fan_in: FanIn | None  # None with a single node
     mtu: int
@@ -84,14 +91,17 @@ class Receipt(Spec):
 
     def write(self, path: Path) -> None:
         """To a temporary name first: whoever reads `path` reads all of it."""
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(self.model_dump_json(indent=2) + "\n")
-        draft.replace(path)
+        write_whole(path, self.model_dump_json(by_alias=True, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A receipt written earlier."""
-        return cls.model_validate_json(path.read_text())
+        """A receipt written earlier; another schema is refused by number."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path}: no receipt ({error}). Run it again.") from None
+        check_schema(values.get("schema") if isinstance(values, dict) else None, str(path))
+        return cls.load(values, str(path))
 
     def _all(self) -> list[Measured]:
         return [*self.links, *([self.fan_in] if self.fan_in else [])]

@@ -27,14 +27,6 @@ def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = Tr
     return commands
 
 
-def unshape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True) -> list[list[str]]:
-    """The commands that take back exactly what `shape` with the same arguments did."""
-    commands = [["tc", "qdisc", "del", "dev", iface, "root"]] if link.shaped else []
-    if link.rate is not None and ingress:
-        commands += [["tc", "qdisc", "del", "dev", iface, "ingress"], ["ip", "link", "del", ifb]]
-    return commands
-
-
 def congestion(name: str) -> list[str]:
     """Set TCP's congestion control for one network namespace; refused where the machine does not *allow* `name`."""
     return ["sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={name}"]

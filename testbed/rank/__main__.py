@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 import torch
 
+from testbed.rank import stopping
 from testbed.rank.group import alone, join, leave
 from testbed.rank.outcome import fail
 from testbed.rank.recorder import Recorder
 from testbed.rank.traffic import open_counter
 from testbed.rank.train import Trainer
-from testbed.spec.errors import Interrupted, SpecError, TestbedError
+from testbed.spec.errors import SpecError, TestbedError
 from testbed.spec.folder import RunFolder
 from testbed.spec.run import RunSpec
 
@@ -26,8 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="testbed.rank", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="run folder with spec.json; records go there")
     folder = RunFolder(parser.parse_args().folder)
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    stopping.raise_interrupted()
     try:
         rank = _number("RANK", 0)
         spec = folder.read_spec()
@@ -35,9 +33,11 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     with Recorder(folder.records(rank)) as recorder:
+        stopping.insist(lambda error: os._exit(fail(error, rank, recorder).code))
         try:
             _train(spec, rank, recorder)
         except Exception as error:
+            stopping.ignore()
             return fail(error, rank, recorder).code
     return 0
 
@@ -51,13 +51,9 @@ def _train(spec: RunSpec, rank: int, recorder: Recorder) -> None:
     torch.set_num_threads(spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 29500)
-    group = join(rank, size, address, port, spec.deadline) if size > 1 else alone()
+    group = join(rank, size, address, port, spec.start_deadline) if size > 1 else alone()
     Trainer(spec, group, recorder, open_counter(interface)).run()
     leave(group)
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise Interrupted(f"stopped by {signal.Signals(signum).name}")
 
 
 def _number(variable: str, default: int) -> int:

@@ -18,7 +18,8 @@ from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.records import Error
 from testbed.spec.run import RunSpec
-from testbed.spec.summary import HEADER, Summary, caption, format_table, left_out, summarise, table
+from testbed.spec.summary import Summary, summarise
+from testbed.spec.table import caption, format_table, left_out, table
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -116,7 +117,7 @@ def _first_cause(own: Error, spec: RunSpec, store: dist.Store | None) -> str:
 def _print(summary: Summary, folder: RunFolder) -> None:
     """The table, what it leaves out and why, and where everything is."""
     if summary.status == "ok":
-        print(f"\n{caption([summary])}\n\n{format_table(HEADER, table([summary]))}\n")
+        print(f"\n{caption([summary])}\n\n{format_table(*table([summary]))}\n")
     for line in left_out([summary]):
         seconds = f" ({summary.seconds_per_step:.3f} s/iter)" if summary.seconds_per_step else ""
         print(f"not in a table: {line}{seconds}")

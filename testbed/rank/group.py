@@ -30,6 +30,12 @@ class Group:
         self.store = store
         self.deadline = timedelta(seconds=deadline)
 
+    def set_deadline(self, seconds: float) -> None:
+        """For every wait from here on, those inside Gloo's own collectives included."""
+        self.deadline = timedelta(seconds=seconds)
+        if dist.is_initialized():
+            dist.distributed_c10d._set_pg_timeout(self.deadline)
+
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work:
         """Start to send a contiguous tensor; it must not change before the wait."""
         return dist.isend(tensor, dst=to, tag=tag) or Nothing() if tensor.numel() else Nothing()

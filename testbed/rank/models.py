@@ -46,6 +46,11 @@ def resnet18(classes: int, channels: int) -> nn.Module:
 OWN = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}
 
 
+def usual_shape(name: str) -> tuple[int, int, int]:
+    """Channels, height and width of the images a model was made for."""
+    return (1, 32, 32) if name == "lenet5" else (3, 32, 32)
+
+
 def build_model(name: str, classes: int, channels: int, dtype: torch.dtype) -> nn.Module:
     """The model with weights drawn from torch's global generator, which the caller has seeded."""
     make = OWN.get(name)
@@ -61,8 +66,25 @@ def _from_torchvision(name: str, classes: int, channels: int) -> nn.Module:
         raise SpecError(f"model {name!r}: unknown. Use one of {', '.join(OWN)}, or of torchvision: {', '.join(names)}.")
     if channels != 3:
         raise SpecError(f"model {name!r}: takes 3 channels, the data has {channels}. Use lenet5 or vgg11.")
-    model: nn.Module = models.get_model(name, weights=None, num_classes=classes)
+    # Two models have auxiliary outputs, for which the loop has no use.
+    options = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
+    _try(name, model, usual_shape(name))
     return model
+
+
+def _try(name: str, model: nn.Module, shape: tuple[int, int, int]) -> None:
+    """One forward pass: some models want larger images than 32 x 32."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(torch.zeros(2, *shape))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise SpecError(
+            f"model {name!r}: cannot take images of {shape[1]} x {shape[2]} ({reason}). Use another."
+        ) from None
+    model.train()
 
 
 def untrack_statistics(model: nn.Module) -> None:

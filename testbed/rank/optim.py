@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 
@@ -38,6 +39,17 @@ def _build(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.O
     return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
 
 
+def _leave_compiler_alone() -> None:
+    """torch's optimizers import its compiler, a second of every rank's start, only to say that they do not use it.
+
+    Each method so marked keeps the answer in an attribute of the plain function; with it set, nobody asks again.
+    """
+    for method in vars(torch.optim.Optimizer).values():
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None:
+            plain.__dynamo_disable = plain
+
+
 class Optimizer:
     """What a synchronizer steps; it knows nothing of other ranks."""
 
@@ -47,7 +59,9 @@ class Optimizer:
         self.total = total
         self.done = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        _leave_compiler_alone()
         self.inner = _build(spec, self.parameters)
+        self._plain_step = inspect.unwrap(type(self.inner).step)  # the wrappers ask for the compiler, too
 
     def zero(self, keep: bool) -> None:
         """Clear gradients; `keep` zeroes them in place, for they are views of a mode's buffers."""
@@ -60,6 +74,7 @@ class Optimizer:
             group["lr"] = lr_at(self.done, self.spec, self.batch, self.total)
         if self.spec.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.clip)
-        self.inner.step()
+        with torch.no_grad():
+            self._plain_step(self.inner)
         self.done += 1
         return time.monotonic() - begun

@@ -71,7 +71,7 @@ def _take_part(asked: Asked) -> int:
     from testbed.rank.group import open_store
     from testbed.rank.recorder import Recorder
 
-    store = open_store(asked.rank, asked.spec.world, asked.master, asked.port, asked.spec.deadline)
+    store = open_store(asked.rank, asked.spec.world, asked.master, asked.port, asked.spec.start_deadline)
     folder, spec = _agree(asked, store)
     with _log(folder.log(asked.rank)), Recorder(folder.records(asked.rank)) as recorder:
         conclusion = Conclusion(asked, spec, folder)
@@ -111,10 +111,10 @@ def _make(path: Path, spec: RunSpec) -> None:
 def _wait(store: dist.Store, key: str, asked: Asked) -> bytes:
     """One value, or who has not set it within the deadline."""
     try:
-        store.wait([key], timedelta(seconds=asked.spec.deadline))
+        store.wait([key], timedelta(seconds=asked.spec.start_deadline))
         return bytes(store.get(key))
     except RuntimeError as error:
-        raise RankFailed(f"rank {asked.rank} waited {asked.spec.deadline:g} s for {key!r}: {error}") from None
+        raise RankFailed(f"rank {asked.rank} waited {asked.spec.start_deadline:g} s for {key!r}: {error}") from None
 
 
 def _live(asked: Asked, spec: RunSpec, store: dist.Store, recorder: Recorder, conclusion: Conclusion) -> int:
@@ -128,7 +128,7 @@ def _live(asked: Asked, spec: RunSpec, store: dist.Store, recorder: Recorder, co
     torch.set_num_threads(spec.threads)
     addresses = _meet(asked, spec, store)
     valid = conclusion.measure(addresses, asked.port + PROBE) if spec.world > 1 else True
-    group = enter(asked.rank, spec.world, store, spec.deadline) if spec.world > 1 else alone()
+    group = enter(asked.rank, spec.world, store, spec.start_deadline) if spec.world > 1 else alone()
     Trainer(spec, group, recorder, open_counter(asked.interface)).run()
     leave(group)
     return 0 if valid else 5
@@ -139,10 +139,10 @@ def _meet(asked: Asked, spec: RunSpec, store: dist.Store) -> list[str]:
     store.set(f"address/{asked.rank}", presence.own_address(asked.master))
     keys = [f"address/{rank}" for rank in range(spec.world)]
     with contextlib.suppress(RuntimeError):
-        store.wait(keys, timedelta(seconds=spec.deadline))
+        store.wait(keys, timedelta(seconds=spec.start_deadline))
     missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
-        raise RankFailed(f"{', '.join(missing)} did not come within {spec.deadline:g} s. See their logs")
+        raise RankFailed(f"{', '.join(missing)} did not come within {spec.start_deadline:g} s. See their logs")
     return [store.get(key).decode() for key in keys]
 
 

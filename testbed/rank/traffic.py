@@ -1,6 +1,7 @@
 """Bytes this rank has sent and received, counted by the kernel.
 
-On a node with its own interface: that interface's counters, headers included (what was on the wire).
+On a node with its own interface: that interface's counters. Where the kernel hands it segments to cut up (GSO) it
+counts their headers once, so this is payload and less than 1 % more; on the wire there are 4.6 % more.
 On loopback, which all ranks share: the counters of this process's own TCP sockets, payload only.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from testbed.rank import environment
 from testbed.rank.data import Batches, Dataset, open_dataset
 from testbed.rank.evaluate import Tally, evaluate
 from testbed.rank.group import Group
-from testbed.rank.models import build_model, untrack_statistics
+from testbed.rank.models import build_model, untrack_statistics, usual_shape
 from testbed.rank.optim import Optimizer
 from testbed.rank.partition import Partition
 from testbed.rank.recorder import Phases, Recorder
@@ -21,7 +22,7 @@ from testbed.rank.sync.modes import build
 from testbed.rank.traffic import Counter
 from testbed.spec.datasets import data_dir
 from testbed.spec.records import End, Start, Step
-from testbed.spec.run import RunSpec
+from testbed.spec.run import START_DEADLINE, RunSpec
 
 LOG_EVERY = 20  # steps between lines of rankN.log, as the reports printed them
 
@@ -45,6 +46,7 @@ class Trainer:
         # The mean over ranks weighs all alike; this makes it weigh all images alike when shares are uneven.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
         self.seen = Tally()
+        group.set_deadline(deadline(spec, gradient_bytes(self.model)))
 
     def run(self) -> None:
         """Train, test, and prove that the replicas agree."""
@@ -96,24 +98,21 @@ class Trainer:
         parts = list(zip(images.chunk(self.spec.accumulate), labels.chunk(self.spec.accumulate), strict=True))
         loss_sum = 0.0
         for number, (x, y) in enumerate(parts, start=1):
-            with phases.time("forward"):
-                logits = module(x)
-                loss = nn.functional.cross_entropy(logits, y)
-            with phases.time("backward"):
-                scaled = loss * (self.weight * len(y) / len(labels))
-                if number < len(parts):
-                    with self.sync.accumulating():
-                        scaled.backward()
-                else:
-                    scaled.backward()
+            with self.sync.accumulating() if number < len(parts) else nullcontext():
+                with phases.time("forward"):
+                    logits = module(x)
+                    loss = nn.functional.cross_entropy(logits, y)
+                with phases.time("backward"):
+                    (loss * (self.weight * len(y) / len(labels))).backward()
             self.seen.add(loss.item(), logits.detach(), y)
             loss_sum += loss.item() * len(y)
         return loss_sum / len(labels)
 
     def _look(self, step: int, epoch: int) -> None:
-        """At the end of an epoch, and of the run."""
-        if step == self.total or self.spec.mode.synchronous:
-            self._compare(step)
+        """At the end of an epoch, and of the run; while replicas drift there is no one model to look at."""
+        if step < self.total and not self.spec.mode.synchronous:
+            return
+        self._compare(step)
         if self.spec.evaluate != "never":
             found = evaluate(self.spec, self.model, self.test_set, self.group, step=step, epoch=epoch, seen=self.seen)
             self.recorder.write(found)
@@ -125,14 +124,15 @@ class Trainer:
         self.recorder.write(compare(self.model, self.group, step, must_agree))
 
     def _record_start(self) -> None:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = trained(self.model)
         self.recorder.write(
             Start(
                 rank=self.group.rank,
                 world=self.group.size,
                 unix=time.time(),
                 parameters=sum(p.numel() for p in parameters),
-                gradient_bytes=sum(p.numel() * p.element_size() for p in parameters),
+                gradient_bytes=gradient_bytes(self.model),
+                deadline=self.group.deadline.total_seconds(),
                 tensors=len(parameters),
                 counter=self.counter.name,
                 environment=environment.describe(),
@@ -144,7 +144,7 @@ class Trainer:
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
         name, seed = self.spec.data.name, self.spec.seed
-        shape = (1, 32, 32) if self.spec.model == "lenet5" and name == "synthetic" else None
+        shape = usual_shape(self.spec.model) if name == "synthetic" else None
         return open_dataset(name, data_dir(), train=train, subset=subset, seed=seed, shape=shape)
 
     def _batches(self, dtype: torch.dtype) -> Batches:
@@ -157,6 +157,24 @@ class Trainer:
             shares=spec.data.shares if spec.uneven else None,
         )
         return Batches(self.train_set, partition, rank, spec.world, spec.data.augment, spec.seed, dtype)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """S of every formula."""
+    return sum(p.numel() * p.element_size() for p in trained(model))
+
+
+def deadline(spec: RunSpec, size: int) -> float:
+    """What was asked; else START_DEADLINE and twice the time that N gradients take on the slowest link."""
+    if spec.deadline is not None:
+        return spec.deadline
+    rates = [link.rate for link in [spec.link, *(o.link for o in spec.overrides.values() if o.link)] if link.rate]
+    return START_DEADLINE + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
 
 
 def _total_steps(spec: RunSpec, per_epoch: int) -> int:

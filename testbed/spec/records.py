@@ -29,6 +29,7 @@ class Start:
     parameters: int
     gradient_bytes: int
     tensors: int
+    deadline: float  # seconds that any one wait of this rank may take
     counter: str  # where byte counts come from: "interface eth0" or "tcp sockets"
     environment: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA

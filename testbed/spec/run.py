@@ -12,6 +12,7 @@ from testbed.spec.errors import SchemaError, SpecError, refuse
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
 
+START_DEADLINE = 60.0  # seconds for ranks to meet, and the least that any wait may take by default
 SCHEMA = 1  # of spec.json, rankN.jsonl, receipt.json and summary.json together
 
 
@@ -85,7 +86,7 @@ class RunSpec(Spec):
     link: Link = Link()
     overrides: dict[str, NodeOverride] = {}  # "node2" -> what differs there
     probe: bool = True  # measure the network before training
-    deadline: float = Field(default=60.0, gt=0, le=86400)  # seconds that any one wait of a rank may take
+    deadline: float | None = Field(default=None, gt=0, le=86400)  # seconds of any one wait; None: as the link needs
     port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free one
 
     @property
@@ -100,6 +101,11 @@ class RunSpec(Spec):
     def local_batch(self, rank: int) -> int:
         """Images per step of one rank."""
         return self.data.shares[rank] if self.uneven and self.data.shares else self.global_batch // self.world
+
+    @property
+    def start_deadline(self) -> float:
+        """Seconds for the ranks to meet, when nobody knows the model's size yet."""
+        return self.deadline if self.deadline is not None else START_DEADLINE
 
     @property
     def uneven(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -14,7 +14,6 @@ from testbed.spec.errors import SpecError
 from testbed.spec.folder import RunFolder
 from testbed.spec.records import read
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
-from testbed.spec.units import format_rate
 
 
 class Summary(Spec):
@@ -94,10 +93,11 @@ def _losses(spec: RunSpec, steps: list[list[dict[str, Any]]]) -> list[float]:
 
 
 def _bytes_per_step(kept: list[dict[str, Any]], key: str) -> float | None:
-    """Counters are cumulative, so the first kept step is the zero point."""
-    if len(kept) < 2 or kept[0][key] is None:
+    """Counters are cumulative; from one step's end to the next one's within an epoch, so that tests do not count."""
+    pairs = [(a, b) for a, b in itertools.pairwise(kept) if a["epoch"] == b["epoch"]] or list(itertools.pairwise(kept))
+    if not pairs or kept[0][key] is None:
         return None
-    return (kept[-1][key] - kept[0][key]) / (len(kept) - 1)
+    return statistics.fmean(b[key] - a[key] for a, b in pairs)
 
 
 def _replicas_agree(ranks: list[list[dict[str, Any]]]) -> bool | None:
@@ -118,90 +118,3 @@ def _accuracy(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "test_accuracy": statistics.fmean(r["correct"] / r["images"] for r in found),
         "per_rank_accuracy": [r["correct"] / r["images"] for r in found],
     }
-
-
-HEADER = (
-    "mode",
-    "s/iter",
-    "quartiles",
-    "speed-up",
-    "test loss",
-    "accuracy",
-    "MB sent/step (rank 0, others)",
-    "replicas agree",
-)
-
-
-def table(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """The rows under HEADER, in the order given; runs that do not count are left out."""
-    return [_row(s, _baseline(s, summaries)) for s in summaries if s.status == "ok"]
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain aligned text that is Markdown as well: it fits a log, a README and a script's split on '|'."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *rest = zip(cells, widths, strict=True)
-        return "| " + " | ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]) + " |"
-
-    rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
-    return "\n".join([line(header), rule, *map(line, rows)])
-
-
-def left_out(summaries: Sequence[Summary]) -> list[str]:
-    """One sentence per run that is not in the table."""
-    return [f"{s.spec.name}: {s.status}, {s.reason}" for s in summaries if s.status != "ok"]
-
-
-def _baseline(summary: Summary, among: Sequence[Summary]) -> Summary | None:
-    """The single-node run of the same model, data and global batch."""
-
-    def key(s: Summary) -> tuple[object, ...]:
-        return (s.spec.model, s.spec.data.name, s.spec.global_batch, s.spec.dtype, s.substrate)
-
-    return next((s for s in among if s.status == "ok" and not s.spec.mode.distributed and key(s) == key(summary)), None)
-
-
-def _row(s: Summary, single: Summary | None) -> tuple[str, ...]:
-    base = single.seconds_per_step if single else None
-    agree = {True: "yes", False: "NO", None: "-"}[s.replicas_agree] if s.spec.mode.distributed else "-"
-    return (
-        str(s.spec.mode) if s.spec.placement == "before-step" else f"{s.spec.mode} (after step)",
-        _number(s.seconds_per_step, ".3f"),
-        f"{s.seconds_spread[0]:.3f}-{s.seconds_spread[1]:.3f}" if s.seconds_spread else "-",
-        f"{base / s.seconds_per_step:.2f}" if base and s.seconds_per_step else "-",
-        _number(s.test_loss, ".3f"),
-        "-" if s.test_accuracy is None else f"{100 * s.test_accuracy:.1f} %",
-        _traffic(s.sent_per_step),
-        agree,
-    )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _traffic(sent: list[float | None]) -> str:
-    """Megabytes (10^6) per step: rank 0's, then the mean of the others."""
-    first, *others = sent or [None]
-    known = [s for s in others if s is not None]
-    if first is None or not known:
-        return "-"
-    return f"{first / 1e6:.1f}, {statistics.fmean(known) / 1e6:.1f}"
-
-
-def caption(summaries: Sequence[Summary]) -> str:
-    """What all rows have in common, so that the table can be read alone."""
-    if not summaries:
-        return ""
-    s, spec = summaries[0], summaries[0].spec
-    cpus = f"{spec.node.cpus:g} cores" if spec.node.cpus and s.substrate != "process" else "no CPU limit"
-    rates = sorted({x.spec.link.rate for x in summaries if x.spec.link.rate} if s.substrate != "process" else set())
-    rate = " and ".join(format_rate(r) for r in rates) + " each way" if rates else "unshaped"
-    nodes = f"{max(x.spec.nodes for x in summaries)} equal nodes"
-    return (
-        f"{spec.model} on {spec.data.name}, batch {spec.global_batch} over all ranks, {nodes} "
-        f"({cpus}, {spec.threads} thread{'s' * (spec.threads > 1)}), {rate}, on {s.substrate}; "
-        f"median of {s.steps} steps after {spec.warmup} left out"
-    )

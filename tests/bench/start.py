@@ -38,7 +38,7 @@ def measure() -> Iterator[Figure]:
             ours.append(_ours(Path(name) / f"run{number}"))
             theirs.append(_torchrun(script, Path(name) / f"done{number}"))
     yield Figure(
-        name="command to first step, process, 4 ranks / torchrun with a minimal script",
+        name="command to first step, process, 4 ranks, no probe / torchrun with a minimal script",
         value=statistics.median(ours) / statistics.median(theirs),
         high=1.2,
         detail=f"ours {spread(ours)}, torchrun {spread(theirs)}",

@@ -9,6 +9,8 @@ from typing import Protocol, Self
 
 from testbed.spec.link import Link
 
+NODE_PORT = 29_500  # where ranks meet on a node that has its ports to itself
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
@@ -73,6 +75,10 @@ class Substrate(Protocol):
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a long-running process with `env` added to ours; its stdout and stderr are appended to `log`."""
+        ...
+
+    def port(self, wanted: int = 0) -> int:
+        """A port of node 0 to listen on: `wanted` if it is free, any free one for 0."""
         ...
 
     def share(self, folder: Path) -> None:

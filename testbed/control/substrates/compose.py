@@ -23,7 +23,7 @@ from docker.errors import DockerException, ImageNotFound, NotFound
 from testbed.control.compose_file import CPU_PERIOD, ROOT, render
 from testbed.control.content import content_hash
 from testbed.control.substrates import owner
-from testbed.control.substrates.base import NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.container_process import ContainerProcess
 from testbed.control.substrates.process import GRACE, copy, run
 from testbed.net.shaping import route_congestion, shape
@@ -176,6 +176,10 @@ class ComposeSubstrate:
         process = ContainerProcess(self._containers[node].id, argv, env, log, _who())
         self._started.append(process)
         return process
+
+    def port(self, wanted: int = 0) -> int:
+        """A container has its ports to itself."""
+        return wanted or NODE_PORT
 
     def share(self, folder: Path) -> None:
         """Give the run's folder to whom the ranks are."""

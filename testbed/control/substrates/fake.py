@@ -72,6 +72,10 @@ class FakeSubstrate:
         self.processes.append(process)
         return process
 
+    def port(self, wanted: int = 0) -> int:
+        """Whatever is wanted."""
+        return wanted or 1
+
     def share(self, folder: Path) -> None:
         """Remember it."""
         self.calls.append(("share", folder))

@@ -22,7 +22,7 @@ from typing import Self
 
 from testbed.control.cgroups import CpuGroup, find_hierarchy, quota_and_period
 from testbed.control.substrates import owner
-from testbed.control.substrates.base import NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.process import LocalProcess, copy, dies_with_parent, run, spawn, stop
 from testbed.net.shaping import congestion, route_congestion, shape
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
@@ -218,6 +218,10 @@ class NetnsSubstrate:
 
     def _pids(self, node: int) -> Callable[[], list[int]]:
         return lambda: owner.pids_in(self._names[node])
+
+    def port(self, wanted: int = 0) -> int:
+        """A node has its ports to itself."""
+        return wanted or NODE_PORT
 
     def share(self, folder: Path) -> None:
         """Ranks are who we are."""

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,16 @@ class ProcessSubstrate:
         process = spawn([*dies_with_parent(), *argv], env, log)
         self._started.append((node, process))
         return process
+
+    def port(self, wanted: int = 0) -> int:
+        """All nodes share one loopback, so it may be taken."""
+        address = self.nodes[0].address
+        try:
+            with socket.create_server((address, wanted)) as server:
+                return int(server.getsockname()[1])
+        except OSError as error:
+            way_out = "Use another, or --set port=0 for any free one"
+            raise Unavailable(f"port {wanted} on {address}: {error.strerror}. {way_out}") from None
 
     def share(self, folder: Path) -> None:
         """Ranks are who we are."""

@@ -1,4 +1,4 @@
-"""The five shapes a mode can have; algorithm and granularity fill them in. `build` picks the shape."""
+"""The shapes a mode can have; algorithm and granularity fill them in. `build` picks the shape."""
 
 from __future__ import annotations
 

@@ -1,0 +1,135 @@
+"""The table of several runs: one row each, a column for whatever varies, and a caption for what does not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from testbed.spec.run import RunSpec
+from testbed.spec.summary import Summary
+from testbed.spec.units import format_rate
+
+HEADER = (
+    "mode",
+    "s/iter",
+    "quartiles",
+    "speed-up",
+    "test loss",
+    "accuracy",
+    "MB sent/step (rank 0, others)",
+    "replicas agree",
+)
+# Keys that are no condition of a run, or have their place in the row already.
+UNTOLD = {"schema", "experiment", "name", "mode", "placement", "probe", "deadline", "port"}
+# Keys in which a run may differ from its single-node baseline.
+UNCOMPARED = UNTOLD | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
+
+
+def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows, in the order given; runs that do not count are left out."""
+    counted = [s for s in summaries if s.status == "ok"]
+    varying = _varying(counted)
+    rows = [_row(s, _baseline(s, counted), [str(_flat(s.spec).get(key)) for key in varying]) for s in counted]
+    return (HEADER[0], *(_short(key, varying) for key in varying), *HEADER[1:]), rows
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Plain aligned text that is Markdown as well: it fits a log, a README and a script's split on '|'."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = zip(cells, widths, strict=True)
+        return "| " + " | ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]) + " |"
+
+    rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def left_out(summaries: Sequence[Summary]) -> list[str]:
+    """One sentence per run that is not in the table."""
+    return [f"{s.spec.name}: {s.status}, {s.reason}" for s in summaries if s.status != "ok"]
+
+
+def caption(summaries: Sequence[Summary]) -> str:
+    """What all rows have in common, so that the table can be read alone; what varies has a column."""
+    if not summaries:
+        return ""
+    s, spec, varying = summaries[0], summaries[0].spec, set(_varying(summaries))
+    parts = {
+        "model": spec.model,
+        "data.name": f"on {spec.data.name}",
+        "batch": f"batch {spec.global_batch} over all ranks" if spec.batch else f"batch {spec.batch_per_rank} per rank",
+        "nodes": f"{spec.nodes} {'unequal' if spec.overrides else 'equal'} nodes",
+        "node.cpus": f"{spec.node.cpus:g} cores each" if spec.node.cpus else "no CPU limit",
+        "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)} each",
+        "link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped",
+    }
+    told = ", ".join(text for key, text in parts.items() if key not in varying)
+    return f"{told}, on {s.substrate}; median of {s.steps} steps after {spec.warmup} left out"
+
+
+def _flat(spec: RunSpec) -> dict[str, Any]:
+    """The spec with dotted keys, values as JSON has them."""
+
+    def walk(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            inner = value if isinstance(value, dict) and key != "overrides" else None
+            found |= walk(inner, f"{prefix}{key}.") if inner is not None else {f"{prefix}{key}": value}
+        return found
+
+    return walk(spec.model_dump(mode="json", by_alias=True), "")
+
+
+def _varying(summaries: Sequence[Summary]) -> list[str]:
+    flats = [_flat(s.spec) for s in summaries]
+    keys = [key for key in flats[0] if key not in UNTOLD] if flats else []
+    return [key for key in keys if any(flat.get(key) != flats[0][key] for flat in flats)]
+
+
+def _short(key: str, among: Sequence[str]) -> str:
+    """`optimizer.lr` -> `lr`, where that says enough."""
+    last = key.rpartition(".")[2]
+    return last if [other.rpartition(".")[2] for other in among].count(last) == 1 else key
+
+
+def _baseline(summary: Summary, among: Sequence[Summary]) -> Summary | None:
+    """The single-node run under the same conditions: all but the network and the number of nodes."""
+
+    def conditions(s: Summary) -> dict[str, Any]:
+        flat = _flat(s.spec)
+        kept = {key: flat[key] for key in flat if key not in UNCOMPARED and not key.startswith(("link.", "overrides"))}
+        return kept | {"batch": s.spec.global_batch, "on": s.substrate}
+
+    wanted = conditions(summary)
+    return next((s for s in among if not s.spec.mode.distributed and conditions(s) == wanted), None)
+
+
+def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[str, ...]:
+    base = single.seconds_per_step if single else None
+    agree = {True: "yes", False: "NO", None: "-"}[s.replicas_agree] if s.spec.mode.distributed else "-"
+    return (
+        str(s.spec.mode) if s.spec.placement == "before-step" else f"{s.spec.mode} (after step)",
+        *varying,
+        _number(s.seconds_per_step, ".3f"),
+        f"{s.seconds_spread[0]:.3f}-{s.seconds_spread[1]:.3f}" if s.seconds_spread else "-",
+        f"{base / s.seconds_per_step:.2f}" if base and s.seconds_per_step else "-",
+        _number(s.test_loss, ".3f"),
+        "-" if s.test_accuracy is None else f"{100 * s.test_accuracy:.1f} %",
+        _traffic(s.sent_per_step),
+        agree,
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _traffic(sent: list[float | None]) -> str:
+    """Megabytes (10^6) per step: rank 0's, then the mean of the others."""
+    first, *others = sent or [None]
+    known = [s for s in others if s is not None]
+    if first is None or not known:
+        return "-"
+    return f"{first / 1e6:.1f}, {statistics.fmean(known) / 1e6:.1f}"
