@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.bench import collective, loop, start
+from tests.bench import collective, compose, loop, start
 from tests.bench.figures import Figure
 
-PARTS = {"loop": loop.measure, "start": start.measure, "collective": collective.measure}
+PARTS = {"loop": loop.measure, "start": start.measure, "collective": collective.measure, "compose": compose.measure}
 
 
 def main() -> int:

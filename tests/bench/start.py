@@ -35,7 +35,7 @@ def measure() -> Iterator[Figure]:
         script = Path(name) / "minimal.py"
         script.write_text(MINIMAL)
         for number in range(REPEATS):
-            ours.append(_ours(Path(name) / f"run{number}"))
+            ours.append(process_start(Path(name) / f"run{number}"))
             theirs.append(_torchrun(script, Path(name) / f"done{number}"))
     yield Figure(
         name="command to first step, process, 4 ranks, no probe / torchrun with a minimal script",
@@ -45,24 +45,12 @@ def measure() -> Iterator[Figure]:
     )
 
 
-def _ours(folder: Path) -> float:
+def process_start(folder: Path) -> float:
     """The end of rank 0's first step, on the clock that all processes of a machine share."""
     flags = ["--mode", "ring", "--model", "lenet5", "--data", "synthetic", "--batch", "4", "--steps", "3"]
     settings = ["--set", "evaluate=never", "--set", "probe=false", "--on", "process", "--json"]
     begun = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "testbed.control",
-        "run",
-        *flags,
-        *settings,
-        "--on",
-        "process",
-        "--json",
-        "--out",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "testbed.control", "run", *flags, *settings, "--out", str(folder)]
     subprocess.run(command, check=True, capture_output=True)
     records = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
     first = next(r for r in records if r["kind"] == "step")
