@@ -139,8 +139,9 @@ def _print_results(summaries: list[Summary], where: Path, as_json: bool) -> None
         console.print(f"note: {line}")
     for line in left_out(summaries):
         console.print(f"left out: {line}")
-    for network in dict.fromkeys(s.network for s in counted if s.spec.world > 1):
-        console.print(network)
+    for s in counted:
+        if s.spec.world > 1:
+            console.print(f"{s.spec.name}: {s.network}")
     console.print(f"everything is in {where}")
 
 

@@ -128,4 +128,4 @@ def _name(measured: Measured) -> str:
 
 
 def _mbit(rate: float) -> str:
-    return f"{rate / 1e6:.4g} Mbit/s"
+    return f"{rate / 1e6:.4g} Mbit/s" if rate < 9.9995e9 else f"{rate / 1e9:.1f} Gbit/s"

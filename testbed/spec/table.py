@@ -56,17 +56,22 @@ def caption(summaries: Sequence[Summary]) -> str:
     if not summaries:
         return ""
     s, spec, varying = summaries[0], summaries[0].spec, set(_varying(summaries))
+    alike = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     parts = {
         "model": spec.model,
         "data.name": f"on {spec.data.name}",
-        "batch": f"batch {spec.global_batch} over all ranks" if spec.batch else f"batch {spec.batch_per_rank} per rank",
-        "nodes": f"{spec.nodes} {'unequal' if spec.overrides else 'equal'} nodes",
+        **({"batch": f"batch {spec.batch} over all ranks"} if spec.batch else {}),
+        **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
+        "nodes": f"{spec.nodes} {alike}nodes",
         "node.cpus": f"{spec.node.cpus:g} cores each" if spec.node.cpus else "no CPU limit",
         "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)} each",
         "link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped",
     }
     told = ", ".join(text for key, text in parts.items() if key not in varying)
-    return f"{told}, on {s.substrate}; median of {s.steps} steps after {spec.warmup} left out"
+    least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
+    steps = f"{least} to {most}" if least < most else f"{most}"
+    warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
+    return f"{told}, on {s.substrate}; median of {steps} steps after {warmup}"
 
 
 def _flat(spec: RunSpec) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from testbed.spec.errors import RankFailed, ReplicasDiffer, UsageError
 from testbed.spec.folder import RunFolder
 
 
+NEVER = 10**9  # polls
+
+
 @dataclass
 class Scripted:
     """A process that ends with `code` at its n-th poll."""
@@ -44,7 +47,7 @@ def records(folder: RunFolder, rank: int, *rows: dict) -> None:
 
 
 def test_all_well_returns(tmp_path):
-    watch.follow([Scripted(0), Scripted(0, polls=3)], RunFolder(tmp_path), 1.0, Silent())
+    watch.follow([Scripted(0), Scripted(0, polls=3)], RunFolder(tmp_path), Silent())
 
 
 def test_a_killed_rank_is_blamed_before_those_that_lost_it(tmp_path):
@@ -52,29 +55,61 @@ def test_a_killed_rank_is_blamed_before_those_that_lost_it(tmp_path):
     records(folder, 2, {"kind": "step", "step": 6})
     records(folder, 0, {"kind": "error", "code": 3, "message": "rank 0 lost a peer"})
     with pytest.raises(RankFailed, match=r"rank 2 \(node2\) was killed by SIGKILL after step 7.*rank 0 lost it"):
-        watch.follow([Scripted(3), Scripted(0), Scripted(-9, polls=4)], folder, 1.0, Silent())
+        watch.follow([Scripted(3), Scripted(0), Scripted(-9, polls=4)], folder, Silent())
 
 
 def test_a_ranks_refusal_becomes_ours(tmp_path):
     folder = RunFolder(tmp_path)
     records(folder, 0, {"kind": "error", "code": 2, "message": "model 'x': unknown"})
     with pytest.raises(UsageError, match=r"^model 'x': unknown$"):
-        watch.follow([Scripted(2)], folder, 1.0, Silent())
+        watch.follow([Scripted(2)], folder, Silent())
 
 
 def test_replicas_that_differ_keep_their_exit_code(tmp_path):
     with pytest.raises(ReplicasDiffer) as error:
-        watch.follow([Scripted(4), Scripted(4)], RunFolder(tmp_path), 1.0, Silent())
+        watch.follow([Scripted(4), Scripted(4)], RunFolder(tmp_path), Silent())
     assert error.value.exit_code == 4
 
 
 def test_a_run_in_which_nobody_moves_ends_and_names_the_slowest(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "STALL", 2)
     folder = RunFolder(tmp_path)
-    records(folder, 0, {"kind": "step", "step": 3})
-    records(folder, 1, {"kind": "step", "step": 1})
-    with pytest.raises(RankFailed, match=r"rank 1 \(node1\) is behind"):
-        watch.follow([Scripted(0, polls=10**9), Scripted(0, polls=10**9)], folder, 0.05, Silent())
+    records(folder, 0, {"kind": "start", "deadline": 0.05}, {"kind": "step", "step": 3})
+    records(folder, 1, {"kind": "start", "deadline": 0.1}, {"kind": "step", "step": 1})
+    with pytest.raises(RankFailed, match=r"rank 1 \(node1\) is behind, and no rank moved for 0\.2 s"):
+        watch.follow([Scripted(0, polls=NEVER), Scripted(0, polls=NEVER)], folder, Silent())
+
+
+def test_before_ranks_say_how_long_they_wait_they_get_the_time_to_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STALL", 0.001)
+    records(RunFolder(tmp_path), 0, {"kind": "start", "deadline": 0.05})
+    with pytest.raises(RankFailed, match=r"no rank moved for 0\.06 s"):  # the longest of all ranks: rank 1 is silent
+        watch.follow([Scripted(0, polls=NEVER), Scripted(0, polls=NEVER)], RunFolder(tmp_path), Silent())
+
+
+def test_a_frozen_rank_is_named_by_those_that_lost_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    lost = {"kind": "error", "code": 3, "message": "rank lost a peer: timed out"}
+    records(folder, 0, {"kind": "step", "step": 6}, lost)
+    records(folder, 1, {"kind": "step", "step": 5})
+    records(folder, 2, {"kind": "step", "step": 6}, lost)
+    with pytest.raises(RankFailed) as error:
+        watch.follow([Scripted(3), Scripted(0, polls=NEVER), Scripted(3, polls=2)], folder, Silent())
+    said = "rank 1 (node1) is silent since step 6; rank 0, rank 2 lost it."
+    assert str(error.value) == f"{said} See {folder.log(1)}"
+
+
+def test_of_two_silent_ranks_the_one_that_is_behind_is_the_frozen_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    records(folder, 1, {"kind": "step", "step": 6})
+    records(folder, 2, {"kind": "step", "step": 4})
+    with pytest.raises(RankFailed, match=r"rank 2 \(node2\) is silent since step 5; rank 0 lost it"):
+        watch.follow([Scripted(3), Scripted(0, polls=NEVER), Scripted(0, polls=NEVER)], folder, Silent())
+
+
+def test_a_rank_that_broke_is_blamed_even_if_another_never_ends(tmp_path):
+    with pytest.raises(RankFailed, match=r"rank 2 \(node2\) ended with code 1 before its first step.*rank 0 lost it"):
+        watch.follow([Scripted(3), Scripted(0, polls=NEVER), Scripted(1)], RunFolder(tmp_path), Silent())
 
 
 def test_a_half_written_line_waits_for_its_end(tmp_path):

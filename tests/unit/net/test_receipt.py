@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from testbed.net.probe import Flow, Measurement
 from testbed.net.receipt import Receipt
 from testbed.net.wire import efficiency
+from testbed.spec.errors import SchemaError, SpecError
+from testbed.spec.run import SCHEMA
 
 MBIT = 10**6
 
@@ -71,3 +74,22 @@ def test_it_reads_back_what_it_wrote(tmp_path: Path) -> None:
     receipt.write(tmp_path / "receipt.json")
     assert Receipt.read(tmp_path / "receipt.json") == receipt
     assert [entry.name for entry in tmp_path.iterdir()] == ["receipt.json"]
+
+
+def test_a_receipt_of_another_schema_is_refused_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "receipt.json"
+    Receipt.of(measured([200 * MBIT] * 2, 2, 200 * MBIT), [200 * MBIT] * 2).write(path)
+    values = json.loads(path.read_text())
+    assert values["schema"] == SCHEMA
+    path.write_text(json.dumps(values | {"schema": SCHEMA + 1}))
+    with pytest.raises(SchemaError, match=rf"receipt\.json: schema {SCHEMA + 1}, this testbed reads schema {SCHEMA}"):
+        Receipt.read(path)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", json.dumps({"schema": SCHEMA})])
+def test_what_is_no_receipt_is_refused_with_its_path(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "receipt.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises((SpecError, SchemaError), match=r"receipt\.json"):
+        Receipt.read(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.net.shaping import congestion, route_congestion, shape, unshape
+from testbed.net.shaping import congestion, route_congestion, shape
 from testbed.net.wire import bottleneck, burst, efficiency, wire_rate
 from testbed.spec.link import Link
 
@@ -14,7 +14,7 @@ def lines(commands: list[list[str]]) -> list[str]:
 
 
 def test_an_unshaped_link_needs_no_command() -> None:
-    assert shape(Link()) == [] and unshape(Link()) == []
+    assert shape(Link()) == []
 
 
 def test_both_ways_get_the_same_bucket() -> None:
@@ -60,16 +60,6 @@ def test_netem_has_room_for_all_that_is_under_way(rate: int | None, delay: float
 
 def test_loss_without_rate_shapes_only_with_netem() -> None:
     assert lines(shape(Link(loss=0.005))) == ["tc qdisc add dev eth0 root handle 1: netem limit 1000 loss 0.5%"]
-
-
-def test_unshape_takes_back_what_shape_did() -> None:
-    assert lines(unshape(Link(rate=10**9))) == [
-        "tc qdisc del dev eth0 root",
-        "tc qdisc del dev eth0 ingress",
-        "ip link del ifb0",
-    ]
-    assert lines(unshape(Link(rate=10**9), ingress=False)) == ["tc qdisc del dev eth0 root"]
-    assert lines(unshape(Link(loss=0.1))) == ["tc qdisc del dev eth0 root"]
 
 
 def test_congestion_control_is_set_per_namespace_or_per_route() -> None:

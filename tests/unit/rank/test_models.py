@@ -72,6 +72,21 @@ def test_torchvisions_models_refuse_grey_images_with_a_way_out() -> None:
         build("alexnet", channels=1)
 
 
+def test_googlenet_takes_small_images_and_gives_one_output() -> None:
+    model = build("googlenet")
+    assert model.training  # the trial that every such model gets leaves no trace
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "inception_v3", "vit_b_32"])
+def test_a_model_for_larger_images_is_refused_with_a_sentence(name: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        build(name)
+    said = str(refusal.value)
+    assert said.startswith(f"model '{name}': cannot take images of 32 x 32 (") and said.endswith("Use another.")
+    assert "\n" not in said
+
+
 def test_untracked_statistics_make_testing_like_training() -> None:
     model = build("vgg11")
     images = torch.randn(4, 3, 32, 32)

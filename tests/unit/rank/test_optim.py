@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -114,3 +116,66 @@ def test_frozen_parameters_are_left_out() -> None:
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
     assert Optimizer(OptimizerSpec(), model, batch=1, total=1).parameters == [model.weight]
+
+
+# --- the same as torch's own, without its compiler ---------------------------------------------------------------
+
+TORCHS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+}
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model.zero_grad()
+    images = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+    (100 * model(images).square().mean()).backward()
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_three_clipped_steps_end_where_plain_torch_ends(name: str) -> None:
+    ours, plain = small_model(), small_model()
+    values = {"name": name, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "clip": 1.0}
+    optimizer = Optimizer(OptimizerSpec.load(values, "test"), ours, batch=6, total=3)
+    theirs = TORCHS[name](plain.parameters())
+    for step in range(3):
+        backward(ours, step)
+        optimizer.step()
+        backward(plain, step)
+        assert nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1.0, "nothing was clipped"
+        theirs.step()
+    start = small_model()
+    for mine, other, old in zip(ours.parameters(), plain.parameters(), start.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert not torch.equal(mine, old)
+
+
+WITHOUT_COMPILER = """
+import sys
+import torch
+from testbed.rank.optim import Optimizer
+from testbed.spec.run import OptimizerSpec
+
+model = torch.nn.Linear(2, 1)
+optimizer = Optimizer(OptimizerSpec(name=sys.argv[1], clip=1.0), model, batch=1, total=2)
+for _ in range(2):
+    optimizer.zero(keep=False)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+optimizer.zero(keep=True)
+print([name for name in sys.modules if name.startswith("torch._dynamo")])
+"""
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_an_optimizer_steps_without_importing_torchs_compiler(name: str) -> None:
+    argv = [sys.executable, "-c", WITHOUT_COMPILER, name]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"

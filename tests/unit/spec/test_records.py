@@ -12,7 +12,7 @@ from testbed.spec.errors import SchemaError
 from testbed.spec.records import End, Error, Eval, Hash, Record, Start, Step, encode, read
 from testbed.spec.run import SCHEMA
 
-START = Start(rank=0, world=2, unix=1.0, parameters=10, gradient_bytes=40, tensors=2, counter="tcp sockets")
+START = Start(rank=0, world=2, unix=1.0, parameters=10, gradient_bytes=40, tensors=2, deadline=60.0, counter="tcp")
 STEP = Step(
     step=0,
     epoch=0,

@@ -1,0 +1,41 @@
+"""How long a rank waits for others: as asked, else as long as the slowest link may honestly take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from testbed.rank.train import deadline
+from testbed.spec.run import START_DEADLINE, RunSpec
+
+VGG11 = 9_231_114 * 4  # bytes of gradients
+
+
+def seconds(size: int = VGG11, **values: Any) -> float:
+    return deadline(RunSpec.load({"nodes": 4} | values, "test"), size)
+
+
+def test_what_was_asked_is_what_is_waited() -> None:
+    assert seconds(deadline=7.5, link={"rate": "1mbit"}) == 7.5
+
+
+def test_an_unshaped_network_gets_the_least() -> None:
+    assert seconds() == START_DEADLINE
+
+
+def test_a_slow_link_gets_twice_the_time_that_all_gradients_take_on_it() -> None:
+    assert seconds(link={"rate": "10mbit"}) == pytest.approx(START_DEADLINE + 2 * 4 * VGG11 * 8 / 10e6)
+
+
+def test_it_grows_as_links_get_slower_models_larger_and_ranks_more() -> None:
+    rates = [seconds(link={"rate": rate}) for rate in ("1gbit", "200mbit", "10mbit", "1mbit")]
+    assert rates == sorted(rates) and rates[0] > START_DEADLINE
+    assert seconds(2 * VGG11, link={"rate": "10mbit"}) > seconds(link={"rate": "10mbit"})
+    assert seconds(nodes=8, link={"rate": "10mbit"}) > seconds(link={"rate": "10mbit"})
+
+
+def test_the_slowest_node_decides() -> None:
+    slow = {"node2": {"link": {"rate": "10mbit"}}, "node1": {"cpus": 0.1}}
+    assert seconds(link={"rate": "1gbit"}, overrides=slow) == seconds(link={"rate": "10mbit"})
+    assert seconds(overrides=slow) == seconds(link={"rate": "10mbit"})  # where the others have no limit, too
