@@ -80,12 +80,25 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_measured(tmp_path):
     assert ranks_of(folder) == []
 
 
+def pid_of(folder: Path, rank: int) -> int:
+    mark = f"\0RANK={rank}\0".encode()
+    (pid,) = [pid for pid in ranks_of(folder) if mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+    return pid
+
+
+def until_left(folder: Path, pids: list[int], seconds: float) -> None:
+    """Until no other ranks than these are there."""
+    end = time.monotonic() + seconds
+    while ranks_of(folder) != pids and time.monotonic() < end:
+        time.sleep(0.1)
+    assert ranks_of(folder) == pids
+
+
 def test_a_killed_rank_is_named(tmp_path):
     folder = tmp_path / "r"
     process = start_command("run", "--nodes", "3", *LONG, "--out", str(folder), cwd=tmp_path)
     wait_for_steps(folder, 1, 5)
-    victim = next(pid for pid in ranks_of(folder) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(victim, signal.SIGKILL)
+    os.kill(pid_of(folder, 1), signal.SIGKILL)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 3
     assert "rank 1 (node1) was killed by SIGKILL" in err, err
@@ -99,10 +112,27 @@ def test_ranks_die_with_a_killed_controller(tmp_path):
     wait_for_steps(folder, 0, 3)
     process.kill()
     process.communicate()
-    end = time.monotonic() + 20
-    while ranks_of(folder) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert ranks_of(folder) == []
+    until_left(folder, [], 20)
+
+
+def test_ranks_die_with_a_killed_controller_even_while_they_wait_for_a_frozen_one(tmp_path):
+    folder = tmp_path / "r"
+    process = start_command("run", "--nodes", "3", *LONG, "--out", str(folder), cwd=tmp_path)
+    wait_for_steps(folder, 0, 3)
+    frozen = pid_of(folder, 1)
+    try:
+        os.kill(frozen, signal.SIGSTOP)
+        time.sleep(1)  # the others finish what was under way, and wait for it inside Gloo
+        process.kill()
+        process.communicate()
+        until_left(folder, [frozen], 10)
+        os.kill(frozen, signal.SIGCONT)  # while it is stopped, its SIGTERM waits, too
+        until_left(folder, [], 10)
+    finally:
+        for pid in ranks_of(folder):
+            os.kill(pid, signal.SIGKILL)
+    last = json.loads((folder / "rank0.jsonl").read_text().splitlines()[-1])
+    assert (last["kind"], last["code"]) == ("error", 130) and "SIGTERM" in last["message"]
 
 
 def test_a_method_of_ones_own_is_one_file(tmp_path):

@@ -159,6 +159,14 @@ def test_accumulating_two_halves_is_the_whole_batch(train: Train, mode: str) -> 
     np.testing.assert_allclose(halves.summary.losses, train(mode=mode).summary.losses, rtol=1e-9)
 
 
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("mode", ["ring", "ddp"])
+def test_accumulating_sends_no_more_than_the_whole_batch(train: Train, mode: str, accumulate: int) -> None:
+    parts, whole = train(mode=mode, accumulate=accumulate).summary, train(mode=mode).summary
+    assert parts.sent_per_step == pytest.approx(whole.sent_per_step, rel=0.02)
+    assert parts.received_per_step == pytest.approx(whole.received_per_step, rel=0.02)
+
+
 @pytest.mark.parametrize("mode", ["ring", "gather", "server", "ddp"])
 def test_uneven_shares_of_the_same_batch_train_the_same_model(train: Train, mode: str) -> None:
     uneven = train(mode=mode, data={"shares": [3, 5, 6, 10]})
@@ -181,6 +189,18 @@ def test_every_three_drifts_and_comes_together_at_the_end(train: Train) -> None:
     assert len(set(run.hashes)) == 1
     assert run.summary.replicas_agree is True
     assert run.hashes[0] != train(mode="ring").hashes[0]
+
+
+def test_every_three_is_tested_only_at_the_end_of_its_epochs(train: Train) -> None:
+    """Two epochs of four steps: at the end of the first, replicas have drifted for a step and are left alone."""
+    two = {"data": {"subset": 96}, "steps": None, "epochs": 2}
+    run = train(mode="ring/every:3", **two)
+    assert len(run.summary.losses) == 8
+    assert [[(e["step"], e["epoch"]) for e in evals] for evals in run.of_kind("eval")] == [[(8, 1)]] * 4
+    assert [[h["step"] for h in hashes] for hashes in run.of_kind("hash")] == [[0, 8]] * 4
+    assert len(set(run.hashes)) == 1 and run.summary.replicas_agree is True
+    plain = train(mode="ring", **two)  # a mode without drift is tested after each
+    assert [[e["step"] for e in evals] for evals in plain.of_kind("eval")] == [[4, 8]] * 4
 
 
 def test_every_one_is_the_plain_mode(train: Train) -> None:

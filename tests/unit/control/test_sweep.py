@@ -144,4 +144,4 @@ def test_a_sweep_of_invalid_runs_ends_with_5_and_shows_no_numbers_of_them(fake: 
 def test_a_sweep_of_good_runs_ends_with_0(fake: FakePlace, file: Path) -> None:
     result = command(file)
     assert result.exit_code == 0, result.output
-    assert "left out" not in result.stdout
+    assert "left out:" not in result.stdout
