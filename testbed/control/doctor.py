@@ -93,7 +93,7 @@ def _rehearsed(what: str, link: Link, fix: str) -> Finding:
 
 
 def _engine() -> list[Finding]:
-    from testbed.control.substrates import compose  # the engine's SDK takes a while to import
+    from testbed.control.substrates import engine  # the engine's SDK takes a while to import
 
     def look(what: str, check: Callable[[], str]) -> Finding:
         try:
@@ -103,9 +103,9 @@ def _engine() -> list[Finding]:
             return Finding(what, False, found, fix)
 
     return [
-        look("Docker engine", compose.engine_version),
-        look("Docker Compose v2", compose.compose_version),
-        look(f"image {compose.IMAGE}", compose.image_content),
+        look("Docker engine", engine.engine_version),
+        look("Docker Compose v2", engine.compose_version),
+        look(f"image {engine.IMAGE}", engine.image_content),
     ]
 
 

@@ -32,9 +32,9 @@ def _compose(plans: Sequence[NodePlan], folder: Path) -> Substrate:
 
 
 def _check_compose(plans: Sequence[NodePlan]) -> None:
-    from testbed.control.substrates.compose import check
+    from testbed.control.substrates.engine import check
 
-    check()
+    check(plans)
 
 
 KINDS: dict[str, Kind] = {  # best first

@@ -12,7 +12,8 @@ import pytest
 from command import run_command, start_command, wait_for_steps
 
 from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.compose import ComposeSubstrate, connect, idle, projects
+from testbed.control.substrates.compose import ComposeSubstrate, idle
+from testbed.control.substrates.engine import connect, projects
 from testbed.spec.link import Link
 
 pytestmark = pytest.mark.docker

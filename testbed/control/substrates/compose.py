@@ -17,75 +17,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-import docker
-from docker.errors import DockerException, ImageNotFound, NotFound
-
 from testbed.control.compose_file import CPU_PERIOD, ROOT, render
-from testbed.control.content import content_hash
 from testbed.control.substrates import owner
 from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.container_process import ContainerProcess
+from testbed.control.substrates.engine import OWNER_LABEL, TIMEOUT, check, connect
 from testbed.control.substrates.process import GRACE, copy, run
 from testbed.net.shaping import route_congestion, shape
 from testbed.spec.datasets import data_dir
-from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
+from testbed.spec.errors import NetworkInvalid, TestbedError
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY
 
-IMAGE = "testbed:latest"
-OWNER_LABEL = "testbed.owner"
-TIMEOUT = 120.0  # seconds; making four containers takes a few
 INTERFACE = "eth0"
-
-
-def connect() -> docker.DockerClient:
-    """The engine, or Unavailable."""
-    try:
-        client = docker.from_env(timeout=60)
-        client.ping()
-        return client
-    except DockerException as error:
-        reason = str(error).split("(", 1)[0].strip()
-        raise Unavailable(
-            f"substrate compose: no Docker engine answers ({reason}). Start one; `make engine` installs it"
-        ) from None
-
-
-def engine_version() -> str:
-    """Of the engine that answers."""
-    with contextlib.closing(connect()) as client:
-        return str(client.version()["Version"])
-
-
-def compose_version() -> str:
-    """Of the plugin that the command line has."""
-    try:
-        return run(["docker", "compose", "version", "--short"], TIMEOUT).strip()
-    except (TestbedError, OSError):
-        raise Unavailable(
-            "substrate compose: `docker compose` is missing. Install Compose v2, or `make engine`"
-        ) from None
-
-
-def image_content() -> str:
-    """The content hash the image is labelled with."""
-    with contextlib.closing(connect()) as client:
-        try:
-            labels = client.images.get(IMAGE).labels
-        except ImageNotFound:
-            raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
-    made, now = labels.get("testbed.content", "unknown"), content_hash()
-    if made != now:
-        differs = f"was made from other code (content {made}, the code here is {now})"
-        raise Unavailable(f"substrate compose: image {IMAGE} {differs}. Make it anew with `make image`")
-    return f"up to date, content {made}"
-
-
-def check() -> None:
-    """Engine, Compose and image are there."""
-    engine_version()
-    compose_version()
-    image_content()
 
 
 class ComposeSubstrate:
@@ -107,7 +51,7 @@ class ComposeSubstrate:
         self.nodes: Sequence[NodeHandle] = ()
 
     def __enter__(self) -> Self:
-        check()
+        check(self._plans)
         with ExitStack() as undo:
             self._client = connect()
             undo.callback(self._client.close)
@@ -242,31 +186,6 @@ def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
         "services": {f"rank{k}": service for k in range(nodes)},
         "networks": {"cluster": {"labels": {OWNER_LABEL: owner.current()}}},
     }
-
-
-def remove_project(project: str) -> None:
-    """Remove the containers and networks of a dead controller's project."""
-    with contextlib.closing(connect()) as client:
-        label = {"label": f"com.docker.compose.project={project}"}
-        for container in client.containers.list(all=True, filters=label):
-            with contextlib.suppress(NotFound):
-                container.remove(force=True, v=True)
-        for network in client.networks.list(filters=label):
-            with contextlib.suppress(NotFound):
-                network.remove()
-
-
-def projects() -> dict[str, str]:
-    """Compose projects of controllers, alive or not, with their owner; none where no engine answers."""
-    try:
-        client = connect()
-    except Unavailable:
-        return {}
-    with contextlib.closing(client):
-        label = {"label": OWNER_LABEL}
-        things = [*client.containers.list(all=True, filters=label), *client.networks.list(filters=label)]
-        labels = [getattr(thing, "labels", None) or thing.attrs.get("Labels") or {} for thing in things]
-        return {each["com.docker.compose.project"]: each[OWNER_LABEL] for each in labels}
 
 
 def _who() -> tuple[int, int]:

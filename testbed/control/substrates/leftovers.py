@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.control import cgroups
-from testbed.control.substrates import compose, owner
+from testbed.control.substrates import engine, owner
 from testbed.control.substrates.netns import PREFIX, remove_namespace
 from testbed.spec.errors import Unavailable
 
@@ -55,7 +55,7 @@ def _remove(each: Leftover) -> list[int]:
     if each.kind == "namespace":
         return remove_namespace(each.name)
     if each.kind == "project":
-        compose.remove_project(each.name)
+        engine.remove_project(each.name)
         return []
     group = cgroups.CpuGroup(cgroups.find_hierarchy(), each.name.removeprefix(f"{cgroups.TOP}/"))
     killed = group.kill()
@@ -68,7 +68,7 @@ def _processes() -> list[Leftover]:
 
 
 def _projects() -> list[Leftover]:
-    return [Leftover("project", name, who) for name, who in sorted(compose.projects().items())]
+    return [Leftover("project", name, who) for name, who in sorted(engine.projects().items())]
 
 
 def _namespaces() -> list[Leftover]:

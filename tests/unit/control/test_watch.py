@@ -13,7 +13,6 @@ from testbed.control.tail import Tail
 from testbed.spec.errors import RankFailed, ReplicasDiffer, UsageError
 from testbed.spec.folder import RunFolder
 
-
 NEVER = 10**9  # polls
 
 

@@ -1,0 +1,112 @@
+"""The Docker engine: is it there, can it do what is asked, and what of ours is on it."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Sequence
+
+import docker
+from docker.errors import DockerException, ImageNotFound, NotFound
+
+from testbed.control.content import content_hash
+from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.process import run
+from testbed.net.shaping import shape
+from testbed.spec.errors import TestbedError, Unavailable
+from testbed.spec.link import Link
+
+IMAGE = "testbed:latest"
+OWNER_LABEL = "testbed.owner"
+TIMEOUT = 120.0  # seconds; making four containers takes a few
+
+
+def connect() -> docker.DockerClient:
+    """The engine, or Unavailable."""
+    try:
+        client = docker.from_env(timeout=60)
+        client.ping()
+        return client
+    except DockerException as error:
+        reason = str(error).split("(", 1)[0].strip()
+        raise Unavailable(
+            f"substrate compose: no Docker engine answers ({reason}). Start one; `make engine` installs it"
+        ) from None
+
+
+def engine_version() -> str:
+    """Of the engine that answers."""
+    with contextlib.closing(connect()) as client:
+        return str(client.version()["Version"])
+
+
+def compose_version() -> str:
+    """Of the plugin that the command line has."""
+    try:
+        return run(["docker", "compose", "version", "--short"], TIMEOUT).strip()
+    except (TestbedError, OSError):
+        raise Unavailable(
+            "substrate compose: `docker compose` is missing. Install Compose v2, or `make engine`"
+        ) from None
+
+
+def image_content() -> str:
+    """The content hash the image is labelled with."""
+    with contextlib.closing(connect()) as client:
+        try:
+            labels = client.images.get(IMAGE).labels
+        except ImageNotFound:
+            raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
+    made, now = labels.get("testbed.content", "unknown"), content_hash()
+    if made != now:
+        differs = f"was made from other code (content {made}, the code here is {now})"
+        raise Unavailable(f"substrate compose: image {IMAGE} {differs}. Make it anew with `make image`")
+    return f"up to date, content {made}"
+
+
+def check(plans: Sequence[NodePlan]) -> None:
+    """Engine, Compose and image are there, and the engine's kernel can do what the links ask."""
+    engine_version()
+    compose_version()
+    image_content()
+    for link in dict.fromkeys(plan.link for plan in plans if plan.link.shaped):
+        _rehearse(link)
+
+
+def _rehearse(link: Link) -> None:
+    """Shape the loopback of a container that ends at once: its kernel is the engine's, wherever that is."""
+    script = " && ".join(shlex.join(command) for command in [["ip", "link", "set", "lo", "up"], *shape(link, "lo")])
+    alone = ["--network", "none", "--cap-drop", "ALL", "--cap-add", "NET_ADMIN", "--entrypoint", "sh"]
+    try:
+        run(["docker", "run", "--rm", *alone, IMAGE, "-c", script], TIMEOUT)
+    except TestbedError as error:
+        lacks = "delay and loss (netem)" if link.needs_netem else "shaping (tbf, ifb, ingress, u32, mirred)"
+        reason = str(error).rpartition(": ")[2].replace("\n", " ").rstrip(".")
+        raise Unavailable(
+            f"substrate compose: the engine's kernel lacks {lacks}: {reason}. Leave it out, or load the module"
+        ) from None
+
+
+def remove_project(project: str) -> None:
+    """Remove the containers and networks of a dead controller's project."""
+    with contextlib.closing(connect()) as client:
+        label = {"label": f"com.docker.compose.project={project}"}
+        for container in client.containers.list(all=True, filters=label):
+            with contextlib.suppress(NotFound):
+                container.remove(force=True, v=True)
+        for network in client.networks.list(filters=label):
+            with contextlib.suppress(NotFound):
+                network.remove()
+
+
+def projects() -> dict[str, str]:
+    """Compose projects of controllers, alive or not, with their owner; none where no engine answers."""
+    try:
+        client = connect()
+    except Unavailable:
+        return {}
+    with contextlib.closing(client):
+        label = {"label": OWNER_LABEL}
+        things = [*client.containers.list(all=True, filters=label), *client.networks.list(filters=label)]
+        labels = [getattr(thing, "labels", None) or thing.attrs.get("Labels") or {} for thing in things]
+        return {each["com.docker.compose.project"]: each[OWNER_LABEL] for each in labels}
