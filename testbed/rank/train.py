@@ -24,7 +24,8 @@ from testbed.spec.datasets import data_dir
 from testbed.spec.records import End, Start, Step
 from testbed.spec.run import START_DEADLINE, RunSpec
 
-LOG_EVERY = 20  # steps between lines of rankN.log, as the reports printed them
+LOG_STEPS = 20  # between lines of rankN.log, as the reports printed them
+LOG_SECONDS = 5.0  # between lines where steps are slow
 
 
 class Trainer:
@@ -46,6 +47,7 @@ class Trainer:
         # The mean over ranks weighs all alike; this makes it weigh all images alike when shares are uneven.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
         self.seen = Tally()
+        self.said = 0.0  # when the last line was printed
         group.set_deadline(deadline(spec, gradient_bytes(self.model)))
 
     def run(self) -> None:
@@ -78,8 +80,7 @@ class Trainer:
             stats = self.sync.step()
         total = phases.total
         sent, received = self.counter.read()
-        if step % LOG_EVERY == LOG_EVERY - 1:
-            print(f"step {step + 1} loss {loss:.4f} {total:.3f} s", flush=True)
+        self._say(step, loss, total)
         return Step(
             step=step,
             epoch=epoch,
@@ -92,6 +93,12 @@ class Trainer:
             sent=sent,
             received=received,
         )
+
+    def _say(self, step: int, loss: float, seconds: float) -> None:
+        """A line for people, now and then."""
+        if step % LOG_STEPS == LOG_STEPS - 1 or time.monotonic() - self.said >= LOG_SECONDS:
+            self.said = time.monotonic()
+            print(f"step {step + 1}/{self.total} loss {loss:.4f} {seconds:.3f} s", flush=True)
 
     def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor, phases: Phases) -> float:
         """One pass, or `accumulate` passes over parts of the batch whose gradients add up to the batch's mean."""
