@@ -1,4 +1,4 @@
-"""Summary: what one run folder says in one row, and the table of several."""
+"""Summary: what one run folder says in one row of a table."""
 
 from __future__ import annotations
 
