@@ -59,7 +59,7 @@ def caption(summaries: Sequence[Summary]) -> str:
     alike = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     parts = {
         "model": spec.model,
-        "data.name": f"on {spec.data.name}",
+        "data.name": spec.data.name,
         **({"batch": f"batch {spec.batch} over all ranks"} if spec.batch else {}),
         **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
         "nodes": f"{spec.nodes} {alike}nodes",

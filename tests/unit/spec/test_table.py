@@ -160,7 +160,7 @@ def test_without_a_baseline_no_speed_up_is_claimed() -> None:
 
 def test_the_caption_says_what_all_rows_share() -> None:
     assert caption([made("ring", 1.0, link={"rate": "200mbit"}, node={"cpus": 0.4})]) == (
-        "lenet5, on synthetic, batch 8 over all ranks, 2 equal nodes, 0.4 cores each, 1 thread each, 200mbit each way, "
+        "lenet5, synthetic, batch 8 over all ranks, 2 equal nodes, 0.4 cores each, 1 thread each, 200mbit each way, "
         "on netns; median of 4 steps after 2 left out"
     )
     assert "batch 4 per rank" in caption([made("ring", 1.0, batch_per_rank=4)])
