@@ -19,9 +19,9 @@ from testbed.rank.asked import Asked, ask
 from testbed.spec.datasets import data_dir, is_complete
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.folder import runs_dir
+from testbed.spec.privileges import NOBODY, without_privileges
 from testbed.spec.settings import fresh_folder
 
-NOBODY = 65534  # who a rank is where the runs folder belongs to root
 RANK = ["python3", "-m", "testbed.rank.standalone"]
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TIMEOUT = 20.0  # seconds; each of these commands takes milliseconds
@@ -42,7 +42,7 @@ def main() -> None:
         os.environ["TESTBED_RUN"] = str(_make_folder(asked))
     # Held back across the exec: as process 1, the new program would lose what arrives before it has its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    command = [*_without_privileges(*(owner if owner[0] else (NOBODY, NOBODY))), *RANK]
+    command = [*without_privileges(*(owner if owner[0] else (NOBODY, NOBODY))), *RANK]
     os.execvp(command[0], command)
 
 
@@ -55,15 +55,8 @@ def _owner(folder: Path) -> tuple[int, int]:
     return (status.st_uid, status.st_gid) if status.st_uid else (0, 0)
 
 
-def _without_privileges(uid: int, gid: int) -> list[str]:
-    """Prefix: no groups, no capability in any set, none to be had from a set-uid file."""
-    who = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
-    sets = ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"]
-    return ["setpriv", *who, *sets, "--no-new-privs", "--"]
-
-
 def _check_writable(folder: Path, owner: tuple[int, int]) -> None:
-    if subprocess.run([*_without_privileges(*owner), "test", "-w", folder], timeout=TIMEOUT).returncode:
+    if subprocess.run([*without_privileges(*owner), "test", "-w", folder], timeout=TIMEOUT).returncode:
         way_out = "Make ./runs writable for its owner"
         raise Unavailable(f"runs folder {folder}: not writable for its owner (uid {owner[0]}). {way_out}.")
 
@@ -75,8 +68,8 @@ def _bring_data(asked: Asked, owner: tuple[int, int]) -> None:
         return
     if root.is_dir() and _owner(root) == (0, 0) and not any(root.iterdir()):
         os.chown(root, *owner)  # the engine made it for the mount, as root
-    argv = [*_without_privileges(*_owner(root)), sys.executable, __file__, "--fetch", name] if root.is_dir() else []
-    if not argv or subprocess.run(argv).returncode:
+    argv = [*without_privileges(*_owner(root)), sys.executable, __file__, "--fetch", name] if root.is_dir() else []
+    if not argv or subprocess.Popen(argv).wait():
         os.environ["DATA"] = "synthetic"
         os.environ["TESTBED_NOTE"] = f"data {name} could not be fetched: synthetic images instead"
         print(os.environ["TESTBED_NOTE"], flush=True)
@@ -124,7 +117,8 @@ def _make_folder(asked: Asked) -> Path:
 
 if __name__ == "__main__":
     for number in SIGNALS:
-        signal.signal(number, lambda *_: sys.exit(130))  # process 1 has no default
+        # Process 1 has no default. It may not kill a child of another user, but takes all of them along.
+        signal.signal(number, lambda *_: os._exit(130))
     try:
         _fetch(sys.argv[2]) if sys.argv[1:2] == ["--fetch"] else main()
     except TestbedError as error:

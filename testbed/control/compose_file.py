@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,10 +16,9 @@ CPU_PERIOD = 10_000  # microseconds; a node's quota is a part of it
 MAX_NODES = 256
 
 
-def render(nodes: int = 4, cpus: Mapping[int, float] | None = None, folder: Path = ROOT / "docker") -> str:
-    """The file's text; `cpus` are the cores of ranks that differ from CPU_QUOTA."""
+def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
+    """The file's text."""
     if not 1 <= nodes <= MAX_NODES:
         raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use fewer.")
-    quotas = {rank: round(cores * CPU_PERIOD) for rank, cores in (cpus or {}).items()}
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
-    return templates.get_template(TEMPLATE).render(nodes=nodes, quotas=quotas, version=__version__, schema=SCHEMA)
+    return templates.get_template(TEMPLATE).render(nodes=nodes, version=__version__, schema=SCHEMA)

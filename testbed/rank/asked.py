@@ -5,6 +5,7 @@ No torch here: the container's entrypoint reads the same request before it shape
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,7 +96,19 @@ def _spec(env: Mapping[str, str], shaping: str) -> RunSpec:
     if quota := _number(env, "CPU_QUOTA", 0):
         values["node"] = {"cpus": quota / CPU_PERIOD}
     values = with_settings(values, [f"{KEYS[name]}={_quoted(text)}" for name, text in asked.items()])
-    return RunSpec.load(with_settings(values, _words(env.get("SET", "")), "SET"), where="")
+    settings = _words(env.get("SET", ""))
+    for key in (setting.partition("=")[0].strip() for setting in settings):
+        if key in ("node", "nodes", "node.cpus") or re.fullmatch(r"overrides(\.node\d+(\.cpus)?)?", key):
+            way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
+            raise refuse("SET", key, "containers that are up already cannot change their number or share", way_out)
+    spec = RunSpec.load(with_settings(values, settings, "SET"), where="")
+    return _unshaped(spec) if shaping == "off" else spec
+
+
+def _unshaped(spec: RunSpec) -> RunSpec:
+    """What is not applied does not stand in the spec."""
+    node = spec.node.model_copy(update={"congestion": None})
+    return spec.model_copy(update={"link": Link(), "overrides": {}, "node": node})
 
 
 def _quoted(text: str) -> str:

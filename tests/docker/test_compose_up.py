@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -12,16 +11,11 @@ from pathlib import Path
 import pytest
 from cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
+from testbed.control.substrates import engine, leftovers
+
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 USER = 12345  # an ordinary user, who need not exist
 ALL_WELL = dict.fromkeys(RANKS, 0)
-
-
-@pytest.fixture(scope="module")
-def image() -> str:
-    """The image of the code as it is now; a rebuild after a change takes seconds."""
-    subprocess.run([ROOT / "docker" / "image.sh"], env=os.environ | {"CI": "true"}, timeout=900, check=True)
-    return "testbed:latest"
 
 
 @pytest.fixture
@@ -145,3 +139,28 @@ def test_a_killed_rank_ends_the_run_and_the_others_say_so(cluster: Cluster) -> N
     assert cluster.codes() == {"rank0": 3, "rank1": 3, "rank2": 137, "rank3": 3}
     summary = summary_of(cluster.folders()[0])
     assert summary["status"] == "failed" and "rank 2" in summary["reason"]
+
+
+def test_clean_removes_what_an_interrupted_up_left(cluster: Cluster) -> None:
+    up = cluster.start(STEPS="100000")
+    wait_for(lambda: any((folder / "rank0.log").is_file() for folder in cluster.folders()), "a run")
+    project = cluster.folder.name.lower()
+    assert engine.projects()[project] == engine.RUNNING
+    cluster.interrupt(up)
+    leftovers.remove()
+    assert project not in engine.projects()
+
+
+def test_the_example_environment_changes_nothing() -> None:
+    def config(*flags: str) -> str:
+        command = ["docker", "compose", *flags, "config"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert config("--env-file", ".env.example") == config("--env-file", "/dev/null")
+
+
+@pytest.mark.parametrize("setting", ["node.cpus=2", "nodes=3", "overrides.node2.cpus=0.1"])
+def test_a_share_that_would_not_be_applied_is_refused(cluster: Cluster, setting: str) -> None:
+    printed = cluster.up(SET=setting)
+    assert set(cluster.codes().values()) == {2}, printed
+    assert "CPU_QUOTA" in printed

@@ -21,7 +21,7 @@ from testbed.control.compose_file import CPU_PERIOD, ROOT, render
 from testbed.control.substrates import owner
 from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.container_process import ContainerProcess
-from testbed.control.substrates.engine import OWNER_LABEL, TIMEOUT, check, connect
+from testbed.control.substrates.engine import IMAGE, OWNER_LABEL, PROJECT_LABEL, TIMEOUT, check, connect
 from testbed.control.substrates.process import GRACE, copy, run
 from testbed.net.shaping import route_congestion, shape
 from testbed.spec.datasets import data_dir
@@ -82,7 +82,7 @@ class ComposeSubstrate:
         )
 
     def _find(self, node: int) -> Any:
-        labels = [f"com.docker.compose.project={self._project}", f"com.docker.compose.service=rank{node}"]
+        labels = [f"{PROJECT_LABEL}={self._project}", f"com.docker.compose.service=rank{node}"]
         (container,) = self._client.containers.list(filters={"label": labels})
         return container
 
@@ -90,7 +90,8 @@ class ComposeSubstrate:
         """Runs, data and methods under the paths they have here, so that a path means the same inside."""
         same = [self._runs, data_dir().resolve(), methods_dir().resolve()]
         mounts = [f"{path}:{path}" for path in same if path.is_dir()]
-        return [f"{self._runs}:/runs", *([f"{same[1]}:/data"] if same[1].is_dir() else []), *mounts]
+        # Both targets of compose.yaml are taken over, or the engine would make ./data for its mount, as root.
+        return [f"{self._runs}:/runs", f"{same[1] if same[1].is_dir() else self._runs}:/data", *mounts]
 
     def _shape(self, node: int, plan: NodePlan) -> None:
         try:
@@ -175,6 +176,7 @@ class ComposeSubstrate:
 def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
     """What differs from compose.yaml where a controller drives the containers: they wait, labelled, without a quota."""
     service = {
+        "image": IMAGE,  # the one that was checked, whatever the environment says
         "entrypoint": ["sleep", "infinity"],
         "stop_signal": "SIGKILL",  # process 1 ignores the polite one
         "healthcheck": {"disable": True},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
+import socket
 from collections.abc import Sequence
 
 import docker
@@ -17,21 +19,36 @@ from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
 
 IMAGE = "testbed:latest"
-OWNER_LABEL = "testbed.owner"
+LABEL = "testbed"  # on every container and network of ours
+OWNER_LABEL = "testbed.owner"  # on those that a controller made: who it is
+PROJECT_LABEL = "com.docker.compose.project"
+RUNNING, NOBODY = "running", "nobody"  # owners of a project that no controller made
 TIMEOUT = 120.0  # seconds; making four containers takes a few
 
 
 def connect() -> docker.DockerClient:
     """The engine, or Unavailable."""
     try:
+        _knock(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"))
         client = docker.from_env(timeout=60)
         client.ping()
         return client
-    except DockerException as error:
+    except (DockerException, OSError) as error:
         reason = str(error).split("(", 1)[0].strip()
-        raise Unavailable(
-            f"substrate compose: no Docker engine answers ({reason}). Start one; `make engine` installs it"
-        ) from None
+        way_out = "Start one; `make engine` installs it"
+        raise Unavailable(f"substrate compose: no Docker engine answers ({reason}). {way_out}") from None
+
+
+def _knock(host: str) -> None:
+    """Ask a local socket first: where nobody listens, the SDK would leave its own half open."""
+    kind, _, path = host.partition("://")
+    if kind == "unix":
+        with socket.socket(socket.AF_UNIX) as door:
+            door.settimeout(5.0)
+            try:
+                door.connect(path)
+            except OSError as error:
+                raise OSError(f"{path}: {error.strerror}") from None
 
 
 def engine_version() -> str:
@@ -90,7 +107,7 @@ def _rehearse(link: Link) -> None:
 def remove_project(project: str) -> None:
     """Remove the containers and networks of a dead controller's project."""
     with contextlib.closing(connect()) as client:
-        label = {"label": f"com.docker.compose.project={project}"}
+        label = {"label": f"{PROJECT_LABEL}={project}"}
         for container in client.containers.list(all=True, filters=label):
             with contextlib.suppress(NotFound):
                 container.remove(force=True, v=True)
@@ -100,13 +117,18 @@ def remove_project(project: str) -> None:
 
 
 def projects() -> dict[str, str]:
-    """Compose projects of controllers, alive or not, with their owner; none where no engine answers."""
+    """Compose projects of ours with their owner; what `docker compose up` made is owned by its running containers."""
     try:
         client = connect()
     except Unavailable:
         return {}
     with contextlib.closing(client):
-        label = {"label": OWNER_LABEL}
-        things = [*client.containers.list(all=True, filters=label), *client.networks.list(filters=label)]
-        labels = [getattr(thing, "labels", None) or thing.attrs.get("Labels") or {} for thing in things]
-        return {each["com.docker.compose.project"]: each[OWNER_LABEL] for each in labels}
+        found: dict[str, str] = {}
+        for network in client.networks.list(filters={"label": LABEL}):
+            labels = network.attrs.get("Labels") or {}
+            found[labels[PROJECT_LABEL]] = labels.get(OWNER_LABEL, NOBODY)
+        for container in client.containers.list(all=True, filters={"label": LABEL}):
+            name = container.labels[PROJECT_LABEL]
+            alone = RUNNING if container.status in ("running", "paused") else found.get(name, NOBODY)
+            found[name] = container.labels.get(OWNER_LABEL, alone)
+        return found

@@ -1,4 +1,4 @@
-"""What controllers that were killed left behind: their namespaces, cgroups and processes, found by the owner's mark."""
+"""What killed controllers left behind: namespaces, cgroups, containers and processes, found by the owner's mark."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Leftover:
 
     @property
     def in_use(self) -> bool:
-        """True while the controller that made it runs."""
-        return owner.alive(self.owner)
+        """True while the controller that made it runs, or the containers that `docker compose up` started."""
+        return self.owner == engine.RUNNING or owner.alive(self.owner)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"

@@ -29,11 +29,6 @@ def test_there_is_one_service_per_rank(nodes: int) -> None:
     assert text.count("cap_drop") == 1, "one anchor, not copies"
 
 
-def test_a_slow_node_has_its_own_quota_and_says_so() -> None:
-    text = render(2, cpus={1: 0.2})
-    assert "    cpu_quota: 2000\n    environment: {<<: *environment, RANK: 1, CPU_QUOTA: 2000}" in text
-
-
 @pytest.mark.parametrize("nodes", [0, 257])
 def test_a_number_of_nodes_that_makes_no_sense_is_refused(nodes: int) -> None:
     with pytest.raises(SpecError, match=str(nodes)):
