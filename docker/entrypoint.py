@@ -6,24 +6,30 @@ nothing else; the rank that replaces it has no capability at all and no way to g
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
-from testbed.net.shaping import route_congestion, shape
-from testbed.rank.asked import Asked, ask
-from testbed.spec.datasets import data_dir, is_complete
-from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
-from testbed.spec.folder import runs_dir
-from testbed.spec.privileges import NOBODY, without_privileges
-from testbed.spec.settings import fresh_folder
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+if __name__ == "__main__":  # before the imports, which take a while: process 1 has no default handlers
+    for number in SIGNALS:
+        # It may not kill a child of another user, but its end takes all of them along.
+        signal.signal(number, lambda *_: os._exit(130))
+
+import json  # noqa: E402
+import shlex  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from testbed.net.shaping import route_congestion, shape  # noqa: E402
+from testbed.rank.asked import Asked, ask  # noqa: E402
+from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
+from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable  # noqa: E402
+from testbed.spec.folder import runs_dir  # noqa: E402
+from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
+from testbed.spec.settings import fresh_folder  # noqa: E402
 
 RANK = ["python3", "-m", "testbed.rank.standalone"]
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TIMEOUT = 20.0  # seconds; each of these commands takes milliseconds
 
 
@@ -116,9 +122,6 @@ def _make_folder(asked: Asked) -> Path:
 
 
 if __name__ == "__main__":
-    for number in SIGNALS:
-        # Process 1 has no default. It may not kill a child of another user, but takes all of them along.
-        signal.signal(number, lambda *_: os._exit(130))
     try:
         _fetch(sys.argv[2]) if sys.argv[1:2] == ["--fetch"] else main()
     except TestbedError as error:

@@ -13,7 +13,7 @@ base() { # what is there, else the public one, else our own
   if [[ ${BASE:-} ]]; then echo "$BASE"; return; fi
   docker image inspect "$public" >/dev/null 2>&1 || timeout "$patience" docker pull --quiet "$public" >/dev/null 2>&1 && echo "$public" && return
   say "$public cannot be pulled"
-  docker/base.sh ${CI:+-y}
+  docker/base.sh
 }
 
 docker info >/dev/null 2>&1 || { say "no engine answers. Start Docker, or install one with make engine."; exit 2; }
@@ -25,5 +25,6 @@ if [[ $made == "$hash" ]]; then
   exit
 fi
 docker/wheels.sh || say "no wheelhouse; the build will ask an index"
-BASE=$(base) CONTENT_HASH=$hash docker compose build --quiet rank0
+found=$(base) # on a line of its own: a failure in front of a command would not end the script
+BASE=$found CONTENT_HASH=$hash docker compose build --quiet rank0
 say "$image, $(docker image inspect --format '{{.Size}}' "$image" | awk '{ printf "%.0f MB", $1 / 1e6 }'), content $hash"
