@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A CPU build of torch needs its index on most machines; see README, "Set-up".
+# A CPU build of torch needs its index on most machines; see the README.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help

@@ -12,7 +12,7 @@ base() { # what is there, else the public one, else our own
   local public=debian:bookworm-slim
   if [[ ${BASE:-} ]]; then echo "$BASE"; return; fi
   docker image inspect "$public" >/dev/null 2>&1 || timeout "$patience" docker pull --quiet "$public" >/dev/null 2>&1 && echo "$public" && return
-  say "$public cannot be pulled"
+  say "no image registry gives $public; making an equal base here"
   docker/base.sh
 }
 
@@ -27,4 +27,5 @@ fi
 docker/wheels.sh || say "no wheelhouse; the build will ask an index"
 found=$(base) # on a line of its own: a failure in front of a command would not end the script
 BASE=$found CONTENT_HASH=$hash docker compose build --quiet rank0
+docker image prune --force --filter label=testbed.content >/dev/null # what the new one replaced, and only ours
 say "$image, $(docker image inspect --format '{{.Size}}' "$image" | awk '{ printf "%.0f MB", $1 / 1e6 }'), content $hash"

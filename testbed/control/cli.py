@@ -70,7 +70,8 @@ def run(
     place = choose(on, spec)
     if spec.link.shaped and not place.shapes:
         asked = spec.link.model_dump_json(exclude_defaults=True)
-        raise Unavailable(f"link {asked}: cannot be shaped here: {place.why}. Run as root, or leave it out.")
+        way_out = "Use --on netns or compose" if on == "process" else "Run as root, or start a Docker engine"
+        raise Unavailable(f"link {asked}: cannot be shaped here: {place.why}. {way_out}, or leave it out.")
     folder = RunFolder(out or fresh_folder(runs_dir() / spec.experiment, spec.name))
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"on {place.name}: {place.why}")

@@ -111,6 +111,7 @@ def _engine() -> list[Finding]:
 
 def _cgroups() -> Finding:
     try:
-        return Finding("CPU shares (cgroups)", os.geteuid() == 0, str(find_hierarchy()), "run as root")
+        found = find_hierarchy()
+        return Finding("CPU shares", os.geteuid() == 0, f"cgroups v{found.version} in {found.path}", "run as root")
     except TestbedError as error:
-        return Finding("CPU shares (cgroups)", False, str(error), "mount the cpu controller")
+        return Finding("CPU shares", False, str(error), "mount the cpu controller")

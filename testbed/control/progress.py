@@ -141,7 +141,7 @@ def describe(record: dict[str, Any], total: int, speed: Speed) -> str:
     """'step 7/12  loss 2.301  0.912 s/iter  81 MB/s'."""
     of = f"/{total}" if total else f" (epoch {record['epoch']})"
     rate = speed.megabytes()
-    moved = f"  {rate:.1f} MB/s" if rate is not None else ""
+    moved = f"  {rate:.1f} MB/s in and out" if rate is not None else ""
     return f"step {record['step'] + 1}{of}  loss {record['loss']:.4f}  {speed.seconds():.3f} s/iter{moved}"
 
 

@@ -13,9 +13,9 @@ from testbed.control.substrates.base import Process, Substrate
 from testbed.control.watch import follow
 from testbed.net.receipt import Receipt
 from testbed.spec.datasets import data_dir, dataset_info, is_complete
-from testbed.spec.errors import Interrupted, TestbedError, Unavailable, refuse
+from testbed.spec.errors import Interrupted, TestbedError, Unavailable, UsageError, refuse
 from testbed.spec.folder import RunFolder, write_whole
-from testbed.spec.mode import methods_dir
+from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary, summarise
 
@@ -63,11 +63,23 @@ def check_before(spec: RunSpec) -> None:
     name, info = spec.data.name, dataset_info(spec.data.name)
     if not is_complete(name, data_dir()):
         way_out = f"Get it with `testbed data get {name}`, or use --data synthetic."
-        raise Unavailable(f"data {name!r}: not in {data_dir() / name}. {way_out}")
+        raise Unavailable(f"data {name!r}: not in {(data_dir() / name).resolve()}. {way_out}")
+    _check_method(spec)
     sizes = (("subset", spec.data.subset, info.train), ("test_subset", spec.data.test_subset, info.test))
     for key, asked, there in sizes:
         if asked is not None and asked > there:
             raise refuse(f"data.{key}", asked, f"{name} has {there} such images", "Ask for fewer.")
+
+
+def _check_method(spec: RunSpec) -> None:
+    """A user's own method must at least be Python."""
+    if spec.mode.algorithm in ALGORITHMS:
+        return
+    path = methods_dir() / f"{spec.mode.algorithm.replace('-', '_')}.py"
+    try:
+        compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UsageError(f"mode {spec.mode}: {path} cannot be used ({error}). Mend it.") from None
 
 
 def _measure(spec: RunSpec, substrate: Substrate, folder: RunFolder, facts: Facts, progress: Progress) -> None:

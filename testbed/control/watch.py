@@ -90,7 +90,7 @@ def _blame(ranks: list[RankState], folder: RunFolder) -> TestbedError:
     kind = next((e for e in known if e.exit_code == state.code), RankFailed)
     if kind is UsageError and state.error:
         return UsageError(state.error["message"])
-    said = f": {state.error['message']}" if state.error else ""
+    said = f": {state.error['message'].rstrip('.')}" if state.error else ""
     others = [k for k in failed if k != guilty]
     also = f" Then {', '.join(f'rank {k}' for k in others)} lost it." if others else ""
     who = f"rank {guilty} (node{guilty})"

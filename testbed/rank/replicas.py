@@ -28,7 +28,7 @@ def compare(model: nn.Module, group: Group, step: int, must_agree: bool) -> Hash
     agree = len(set(hashes)) == 1
     if must_agree and not agree:
         short = ", ".join(f"rank {rank} {value[:12]}" for rank, value in enumerate(hashes))
-        raise ReplicasDiffer(f"parameters differ before step {step}: {short}. The mode lost them.")
+        raise ReplicasDiffer(f"parameters differ before step {step}: {short}. The mode does not keep replicas equal.")
     return Hash(step=step, parameters=own, agree=agree)
 
 

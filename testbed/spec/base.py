@@ -29,7 +29,9 @@ def _sentence(cls: type[BaseModel], item: Any) -> str:
     if item["type"] == "extra_forbidden":
         return f"unknown key {key!r}; known here: {', '.join(_keys_beside(cls, item['loc']))}"
     text = item["msg"].removeprefix("Value error, ")
-    return text if item["type"] == "value_error" or not key else f"{key} = {item['input']!r}: {text}"
+    if item["type"] == "value_error" or not key:
+        return text
+    return f"{key} = {item['input']!r}: {text[:1].lower()}{text[1:]}. Give another value"
 
 
 def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:

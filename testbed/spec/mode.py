@@ -123,7 +123,7 @@ def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMod
         changes = axes.pop(0)(mode, word, text)
         if changes is not None:
             return replace(mode, **changes)
-    way_out = "Spell it algorithm/granularity/schedule/every:K."
+    way_out = "After the algorithm may come param, bucket:SIZE or flat; then after; then every:K[@M]."
     raise refuse("mode", text, f"{word!r} is unknown, repeated or out of place", way_out)
 
 

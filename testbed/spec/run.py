@@ -171,7 +171,9 @@ def _check_batch(spec: RunSpec) -> None:
     if not spec.uneven and spec.global_batch % spec.world:
         n, lower = spec.world, spec.global_batch - spec.global_batch % spec.world
         nearest = f"{lower} or {lower + n}" if lower else f"{n}"
-        raise refuse("batch", spec.global_batch, f"must divide by {n} ranks", f"Use {nearest}, or --batch-per-rank.")
+        raise refuse(
+            "batch", spec.global_batch, f"must be divisible by the {n} ranks", f"Use {nearest}, or --batch-per-rank."
+        )
     for rank in range(spec.world):
         if spec.local_batch(rank) % spec.accumulate:
             size = spec.local_batch(rank)

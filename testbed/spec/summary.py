@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -29,7 +30,7 @@ class Summary(Spec):
     notes: list[str] = []
     network: str = "not measured"
     steps: int = 0  # that count, warm-up left out
-    seconds_per_step: float | None = None  # median over steps of the mean over ranks
+    seconds_per_step: float | None = None  # median (every:K: mean) over steps of the mean over ranks
     seconds_spread: tuple[float, float] | None = None  # quartiles of the same
     per_rank_seconds: list[float | None] = []  # mean per rank
     losses: list[float] = []  # per step, mean over ranks
@@ -63,7 +64,7 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
     return Summary(
         spec=spec,
         steps=len(means),
-        seconds_per_step=statistics.median(means) if means else None,
+        seconds_per_step=_centre(spec)(means) if means else None,
         seconds_spread=_quartiles(means),
         per_rank_seconds=[statistics.fmean(r["total"] for r in k) if k else None for k in kept],
         losses=_losses(spec, steps),
@@ -76,6 +77,11 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
         **_accuracy(ranks),
         **facts,
     )
+
+
+def _centre(spec: RunSpec) -> Callable[[list[float]], float]:
+    """The median; but where most steps do not synchronise it would leave out those that do, so there the mean."""
+    return statistics.median if spec.mode.synchronous else statistics.fmean
 
 
 def _quartiles(values: list[float]) -> tuple[float, float] | None:

@@ -71,7 +71,8 @@ def caption(summaries: Sequence[Summary]) -> str:
     least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
     steps = f"{least} to {most}" if least < most else f"{most}"
     warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
-    return f"{told}, on {s.substrate}; median of {steps} steps after {warmup}"
+    middle = "median" if all(x.spec.mode.synchronous for x in summaries) else "median (every:K: mean)"
+    return f"{told}, on {s.substrate}; {middle} of {steps} steps after {warmup}"
 
 
 def _flat(spec: RunSpec) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class ComposeSubstrate:
 
     def _make_containers(self, undo: ExitStack) -> None:
         self._runs.mkdir(parents=True, exist_ok=True)  # or the engine would make it, as root
-        files = Path(tempfile.mkdtemp(prefix="testbed-compose-"))
+        files = Path(tempfile.mkdtemp(prefix=f"{self._project}-"))
         undo.callback(shutil.rmtree, files, ignore_errors=True)
         (files / "compose.yaml").write_text(render(len(self._plans)))
         (files / "idle.yaml").write_text(json.dumps(idle(len(self._plans), self._volumes()), indent=1))  # JSON is YAML

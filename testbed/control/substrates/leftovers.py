@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ _NAMESPACE = re.compile(rf"{PREFIX}-(\d+-\d+)-.+")
 
 @dataclass(frozen=True)
 class Leftover:
-    """One thing of ours; `kind` is process, namespace, cgroup or project (of containers and their network)."""
+    """One thing of ours; `kind` is process, namespace, cgroup, project (of containers) or folder."""
 
     kind: str
     name: str
@@ -34,7 +36,7 @@ class Leftover:
 
 def find(everything: bool = False) -> list[Leftover]:
     """What has no living owner; with `everything` also what is in use. Processes come first, they hold the rest."""
-    found = [*_processes(), *_namespaces(), *_groups(), *_projects()]
+    found = [*_processes(), *_namespaces(), *_groups(), *_projects(), *_folders()]
     return [each for each in found if everything or not each.in_use]
 
 
@@ -54,6 +56,9 @@ def _remove(each: Leftover) -> list[int]:
         return owner.kill_until_gone(lambda: [pid] if owner.marked().get(pid) == each.owner else [])
     if each.kind == "namespace":
         return remove_namespace(each.name)
+    if each.kind == "folder":
+        shutil.rmtree(each.name, ignore_errors=True)
+        return []
     if each.kind == "project":
         engine.remove_project(each.name)
         return []
@@ -65,6 +70,13 @@ def _remove(each: Leftover) -> list[int]:
 
 def _processes() -> list[Leftover]:
     return [Leftover("process", str(pid), who) for pid, who in owner.marked().items() if owner.PATTERN.fullmatch(who)]
+
+
+def _folders() -> list[Leftover]:
+    """Compose files that were written for a project."""
+    paths = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"))
+    matches = [(path, _NAMESPACE.fullmatch(path.name)) for path in paths]
+    return [Leftover("folder", str(path), match[1]) for path, match in matches if match]
 
 
 def _projects() -> list[Leftover]:

@@ -41,7 +41,7 @@ REFUSALS = {
     "an unknown key": (["--set", "optimiser.lr=1"], ["'optimiser'", "optimizer"]),
     "a setting without value": (["--set", "seed"], ["'seed'", "KEY=VALUE"]),
     "an unknown place": (["--on", "moon"], ["'moon'", "netns"]),
-    "a rate on loopback": (["--on", "process", "--rate", "10mbit"], ["10mbit", "root"]),
+    "a rate on loopback": (["--on", "process", "--rate", "10mbit"], ["10mbit", "--on netns"]),
 }
 
 

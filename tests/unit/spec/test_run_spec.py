@@ -67,9 +67,9 @@ REFUSED = {
     "one node": ({"nodes": 1}, "nodes 1: mode ring needs at least 2. Use --mode single, or --nodes 2."),
     "batch does not divide": (
         {"batch": 10, "nodes": 4},
-        "batch 10: must divide by 4 ranks. Use 8 or 12, or --batch-per-rank.",
+        "batch 10: must be divisible by the 4 ranks. Use 8 or 12, or --batch-per-rank.",
     ),
-    "batch below the ranks": ({"batch": 3, "nodes": 4}, "batch 3: must divide by 4 ranks. Use 4, or"),
+    "batch below the ranks": ({"batch": 3, "nodes": 4}, "batch 3: must be divisible by the 4 ranks. Use 4, or"),
     "batch said twice": ({"batch": 8, "batch_per_rank": 2}, "'8 and 2': say the same thing twice. Give one of them."),
     "accumulate": (
         {"batch": 8, "nodes": 4, "accumulate": 3},
@@ -123,7 +123,7 @@ REFUSED = {
     "unknown key inside": ({"data": {"nam": "mnist"}}, "unknown key 'data.nam'; known here: augment, name, partition,"),
     "unknown data": (
         {"data": {"name": "imagenet"}},
-        "data.name = 'imagenet': Input should be 'cifar10', 'mnist' or 'synthetic'",
+        "data.name = 'imagenet': input should be 'cifar10', 'mnist' or 'synthetic'",
     ),
     "negative seed": ({"seed": -1}, "seed = -1"),
     "no steps": ({"steps": 0}, "steps = 0"),
