@@ -27,7 +27,7 @@ PLANS = [NodePlan(name=f"node{k}") for k in range(3)]
 SLEEP = ["sleep", "60"]
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
