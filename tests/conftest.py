@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import settings
 from rank_pool import RankPool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # or children of a background job would be deaf to it
 settings.register_profile("testbed", deadline=None)  # this machine is shared: slow is no failure
 settings.load_profile("testbed")
 

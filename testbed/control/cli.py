@@ -224,7 +224,8 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command; an error of ours is printed as its sentence and becomes its exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed session is no reason to leave anything behind
+    # A closed session is no reason to leave anything behind; a script's background job is born deaf to SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
     try:
         app(standalone_mode=True)
