@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,6 +32,17 @@ class Group:
         self.size = size
         self.store = store
         self.deadline = timedelta(seconds=deadline)
+        self.payload: Counter[str] = Counter()  # bytes sent, by kind
+        self.kind = "gradients"  # of what is sent now
+
+    @contextmanager
+    def carrying(self, kind: str) -> Iterator[None]:
+        """What is sent inside counts as this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
 
     def set_deadline(self, seconds: float) -> None:
         """For every wait from here on, those inside Gloo's own collectives included."""
@@ -38,6 +52,7 @@ class Group:
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work:
         """Start to send a contiguous tensor; it must not change before the wait."""
+        self.payload[self.kind] += tensor.nbytes
         return dist.isend(tensor, dst=to, tag=tag) or Nothing() if tensor.numel() else Nothing()
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work:
@@ -56,11 +71,17 @@ class Group:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """torch's own sum over all ranks, in place."""
+        self.count_all_reduce(tensor)
         dist.all_reduce(tensor)
+
+    def count_all_reduce(self, tensor: Tensor) -> None:
+        """What a ring sends from here for one all_reduce of `tensor`."""
+        self.payload[self.kind] += 2 * (self.size - 1) * tensor.nbytes // self.size
 
     def tell_all(self, key: str, value: str) -> list[str]:
         """Everybody's value of `key`, in rank order, by the store: control messages stay off the data path."""
         self.store.set(f"{key}/{self.rank}", value)
+        self.payload["metrics"] += len(value) if self.size > 1 else 0
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self.store.wait(keys, self.deadline)
         return [self.store.get(k).decode() for k in keys]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 
 import torch
 from torch import nn
@@ -67,9 +66,8 @@ class Optimizer:
         """Clear gradients; `keep` zeroes them in place, for they are views of a mode's buffers."""
         self.inner.zero_grad(set_to_none=not keep)
 
-    def step(self) -> float:
-        """Set the learning rate, clip, update; seconds it took."""
-        begun = time.monotonic()
+    def step(self) -> None:
+        """Set the learning rate, clip, update."""
         for group in self.inner.param_groups:
             group["lr"] = lr_at(self.done, self.spec, self.batch, self.total)
         if self.spec.clip is not None:
@@ -77,4 +75,3 @@ class Optimizer:
         with torch.no_grad():
             self._plain_step(self.inner)
         self.done += 1
-        return time.monotonic() - begun

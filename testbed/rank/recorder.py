@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -25,23 +22,3 @@ class Recorder:
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
-
-
-class Phases:
-    """Seconds of each named phase of one step, on the monotonic clock."""
-
-    def __init__(self) -> None:
-        self.begun = time.monotonic()
-        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0, "sync": 0.0}
-
-    @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        begun = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.monotonic() - begun
-
-    @property
-    def total(self) -> float:
-        return time.monotonic() - self.begun

@@ -42,7 +42,8 @@ def share_statistics(model: nn.Module, group: Group, how: str) -> None:
     if group.size == 1 or not buffers or how not in ("broadcast", "average"):
         return
     flat = torch.cat([b.reshape(-1) for b in buffers])
-    (spread_ if how == "broadcast" else allreduce_mean_)(flat, group)
+    with group.carrying("buffers"):
+        (spread_ if how == "broadcast" else allreduce_mean_)(flat, group)
     _unpack(flat, buffers)
 
 

@@ -16,9 +16,10 @@ from testbed.rank.group import Group
 from testbed.rank.models import build_model, untrack_statistics, usual_shape
 from testbed.rank.optim import Optimizer
 from testbed.rank.partition import Partition
-from testbed.rank.recorder import Phases, Recorder
+from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import compare
 from testbed.rank.sync.modes import build
+from testbed.rank.timeline import Timeline
 from testbed.rank.traffic import Counter
 from testbed.spec.datasets import data_dir
 from testbed.spec.records import End, Start, Step
@@ -43,7 +44,8 @@ class Trainer:
         if spec.batchnorm == "untracked":
             untrack_statistics(self.model)
         self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
-        self.sync = build(spec.mode, spec.placement, group)
+        self.timeline = Timeline(detailed=spec.spans)
+        self.sync = build(spec.mode, spec.placement, group, self.timeline)
         # The mean over ranks weighs all alike; this makes it weigh all images alike when shares are uneven.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
         self.seen = Tally()
@@ -67,32 +69,22 @@ class Trainer:
                 self.sync.close()
             self._look(step, epoch)
         sent, received = self.counter.read()
-        self.recorder.write(End(steps=step, seconds=time.monotonic() - begun, sent=sent, received=received))
+        seconds, payload = time.monotonic() - begun, dict(self.group.payload)
+        self.recorder.write(End(steps=step, seconds=seconds, sent=sent, received=received, payload=payload))
 
     def _step(self, module: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], step: int, epoch: int) -> Step:
         """Zero, forward, loss, backward, synchronise and step."""
-        phases = Phases()
-        with phases.time("data"):
+        self.timeline.start()
+        with self.timeline.phase("data"):
             images, labels = next(batches)
         self.sync.zero()
-        loss = self._forward_backward(module, images, labels, phases)
-        with phases.time("sync"):
-            stats = self.sync.step()
-        total = phases.total
+        loss = self._forward_backward(module, images, labels)
+        with self.timeline.phase("sync"):
+            self.sync.step()
+        times = self.timeline.take()
         sent, received = self.counter.read()
-        self._say(step, loss, total)
-        return Step(
-            step=step,
-            epoch=epoch,
-            at=phases.begun,
-            **phases.seconds,
-            update=stats.update,
-            total=total,
-            loss=loss,
-            images=len(labels),
-            sent=sent,
-            received=received,
-        )
+        self._say(step, loss, times["total"])
+        return Step(step=step, epoch=epoch, loss=loss, images=len(labels), sent=sent, received=received, **times)
 
     def _say(self, step: int, loss: float, seconds: float) -> None:
         """A line for people, now and then."""
@@ -100,16 +92,16 @@ class Trainer:
             self.said = time.monotonic()
             print(f"step {step + 1}/{self.total} loss {loss:.4f} {seconds:.3f} s", flush=True)
 
-    def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor, phases: Phases) -> float:
+    def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor) -> float:
         """One pass, or `accumulate` passes over parts of the batch whose gradients add up to the batch's mean."""
         parts = list(zip(images.chunk(self.spec.accumulate), labels.chunk(self.spec.accumulate), strict=True))
         loss_sum = 0.0
         for number, (x, y) in enumerate(parts, start=1):
             with self.sync.accumulating() if number < len(parts) else nullcontext():
-                with phases.time("forward"):
+                with self.timeline.phase("forward"):
                     logits = module(x)
                     loss = nn.functional.cross_entropy(logits, y)
-                with phases.time("backward"):
+                with self.timeline.phase("backward"):
                     (loss * (self.weight * len(y) / len(labels))).backward()
             self.seen.add(loss.item(), logits.detach(), y)
             loss_sum += loss.item() * len(y)

@@ -36,6 +36,11 @@ ALGORITHMS: dict[str, Algorithm] = {
     "single": Algorithm(
         does="one node, nothing to synchronise", granularities=(), every="one node has nobody to average with"
     ),
+    "none": Algorithm(
+        does="N ranks and no synchronisation: the control run, which shows what computing alone costs",
+        granularities=(),
+        every="nothing is averaged",
+    ),
     "gather": Algorithm(does="gather to rank 0, mean there, scatter back", default="param"),
     "allreduce": Algorithm(does="torch.distributed.all_reduce (Gloo's ring)", default="param"),
     "ring": Algorithm(does="our ring: scatter-reduce, then all-gather, by isend/irecv", default="flat"),
@@ -89,7 +94,7 @@ class SyncMode:
     @property
     def synchronous(self) -> bool:
         """True when every update is the same on every rank."""
-        return self.every == 1
+        return self.every == 1 and self.algorithm != "none"
 
     def __str__(self) -> str:
         words = [self.algorithm]
@@ -145,8 +150,8 @@ def _read_granularity(mode: SyncMode, word: str, text: str) -> dict[str, Any] | 
 def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     if word not in SCHEDULES:
         return None
-    if mode.algorithm in ("single", "ddp"):
-        why = "DDP has its own" if mode.algorithm == "ddp" else "one node synchronises nothing"
+    if mode.algorithm in ("single", "none", "ddp"):
+        why = "DDP has its own" if mode.algorithm == "ddp" else "nothing is synchronised"
         raise refuse("mode", text, f"{mode.algorithm} takes no schedule: {why}", "Leave the word out.")
     return {"schedule": word}
 

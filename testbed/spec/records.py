@@ -37,7 +37,11 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Times are seconds on the monotonic clock; `sync` is how long the loop was blocked after backward."""
+    """Times are seconds on the monotonic clock; offsets count from `at`.
+
+    `blocked` is timed in the loop, `busy` in the communication layer, `hidden` is where busy and not blocked overlap:
+    that blocked + hidden = busy is a check, not a definition.
+    """
 
     kind: ClassVar[str] = "step"
     step: int
@@ -53,6 +57,12 @@ class Step:
     images: int
     sent: int | None  # bytes since the start, None where nothing counts them
     received: int | None
+    blocked: float = 0.0  # the loop waited for communication: exposed
+    busy: float = 0.0  # at least one buffer was on its way
+    hidden: float = 0.0
+    phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, offset, seconds
+    comm: list[tuple[str, float, float, int]] = field(default_factory=list)  # name, offset, seconds, bytes
+    stalls: list[tuple[float, float]] = field(default_factory=list)  # offset, seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +93,7 @@ class End:
     seconds: float  # training and tests, without start-up
     sent: int | None
     received: int | None
+    payload: dict[str, int] = field(default_factory=dict)  # bytes this rank sent, by kind: gradients, parameters, ...
 
 
 @dataclass(frozen=True, kw_only=True)

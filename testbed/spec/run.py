@@ -13,7 +13,7 @@ from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
 
 START_DEADLINE = 60.0  # seconds for ranks to meet, and the least that any wait may take by default
-SCHEMA = 1  # of spec.json, rankN.jsonl, receipt.json and summary.json together
+SCHEMA = 2  # of spec.json, rankN.jsonl, receipt.json and summary.json together
 
 
 class DataSpec(Spec):
@@ -86,6 +86,7 @@ class RunSpec(Spec):
     link: Link = Link()
     overrides: dict[str, NodeOverride] = {}  # "node2" -> what differs there
     probe: bool = True  # measure the network before training
+    spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
     deadline: float | None = Field(default=None, gt=0, le=86400)  # seconds of any one wait; None: as the link needs
     port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free one
 
@@ -114,7 +115,7 @@ class RunSpec(Spec):
     @property
     def replicas_must_agree(self) -> bool:
         """False only where the run shows what goes wrong without agreement."""
-        return self.placement == "before-step"
+        return self.placement == "before-step" and self.mode.algorithm != "none"
 
     @model_validator(mode="before")
     @classmethod
@@ -200,7 +201,9 @@ def _check_overrides(spec: RunSpec) -> None:
 
 
 def _check_placement(spec: RunSpec) -> None:
-    if spec.placement == "after-step" and (spec.mode.algorithm in ("single", "ddp", "server") or spec.mode.every > 1):
+    if spec.placement == "after-step" and (
+        spec.mode.algorithm in ("single", "none", "ddp", "server") or spec.mode.every > 1
+    ):
         rule = f"mode {spec.mode} has no gradient exchange that could come after the step"
         raise refuse("placement", spec.placement, rule, "Use gather, allreduce, ring, tree or halving.")
 

@@ -20,6 +20,7 @@ from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import parameter_hash
 from testbed.rank.sync.modes import build
+from testbed.rank.timeline import Timeline
 from testbed.rank.traffic import SocketCounter
 from testbed.rank.train import Trainer
 from testbed.spec.mode import SyncMode
@@ -63,7 +64,7 @@ def mean(case: Case, group: Group) -> Case:
     dtype = getattr(torch, case["dtype"])
     model = Known(case["shapes"], dtype, case["transposed"], case["unused"])
     optimizer = Optimizer(OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0), model, batch=1, total=case["steps"])
-    sync = build(SyncMode.parse(case["mode"]), "before-step", group)
+    sync = build(SyncMode.parse(case["mode"]), "before-step", group, Timeline())
     module = sync.attach(model, optimizer)
     for step in range(case["steps"]):
         sync.zero()

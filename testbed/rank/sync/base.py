@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch.nn import Module
+
+from testbed.rank.group import Group
+from testbed.rank.timeline import Timeline
+from testbed.spec.mode import SyncMode
 
 
 class Update(Protocol):
     """The optimizer as a mode sees it: clear gradients, or clip, step and move the learning rate on."""
 
     def zero(self, keep: bool) -> None: ...
-    def step(self) -> float: ...  # seconds it took
-
-
-@dataclass(frozen=True)
-class SyncStats:
-    """What one step's synchronisation cost, as seen from the loop."""
-
-    update: float = 0.0  # seconds of the optimizer's step, on this rank
+    def step(self) -> None: ...
 
 
 class Synchronizer(Protocol):
@@ -38,10 +34,38 @@ class Synchronizer(Protocol):
         """Entered around every backward but the step's last."""
         ...
 
-    def step(self) -> SyncStats:
-        """Finish synchronising, then step."""
+    def step(self) -> None:
+        """Finish synchronising, then step. What it cost is in the timeline."""
         ...
 
     def close(self) -> None:
         """Bring replicas together where the mode let them drift."""
         ...
+
+
+class NoSync:
+    """Every rank steps on its own gradients. Also what the other shapes share."""
+
+    keeps_gradients = False  # True where .grad are views of our buffers
+
+    def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
+        self.mode = mode
+        self.group = group
+        self.timeline = timeline
+
+    def attach(self, model: Module, update: Update) -> Module:
+        self.update = update
+        return model
+
+    def zero(self) -> None:
+        self.update.zero(keep=self.keeps_gradients)
+
+    def accumulating(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def step(self) -> None:
+        with self.timeline.phase("update"):
+            self.update.step()
+
+    def close(self) -> None:
+        """Nothing drifted that should not have."""

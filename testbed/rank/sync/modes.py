@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import Mean, collect_, find_mean, spread_
-from testbed.rank.sync.base import Synchronizer, SyncStats, Update
+from testbed.rank.sync.base import NoSync, Synchronizer, Update
 from testbed.rank.sync.chunks import cut, flat_gradients, flat_parameters
+from testbed.rank.sync.reference import DDP
+from testbed.rank.timeline import Timeline
 from testbed.spec.mode import SyncMode
-
-
-class NoSync:
-    """Every rank steps on its own gradients. Also what the other shapes share."""
-
-    keeps_gradients = False  # True where .grad are views of our buffers
-
-    def __init__(self, mode: SyncMode, group: Group) -> None:
-        self.mode = mode
-        self.group = group
-
-    def attach(self, model: Module, update: Update) -> Module:
-        self.update = update
-        return model
-
-    def zero(self) -> None:
-        self.update.zero(keep=self.keeps_gradients)
-
-    def accumulating(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def step(self) -> SyncStats:
-        return SyncStats(update=self.update.step())
-
-    def close(self) -> None:
-        """Nothing drifted that should not have."""
 
 
 class GradientMean(NoSync):
@@ -46,30 +21,31 @@ class GradientMean(NoSync):
 
     keeps_gradients = True
 
-    def __init__(self, mode: SyncMode, group: Group, mean_: Mean) -> None:
-        super().__init__(mode, group)
+    def __init__(self, mode: SyncMode, group: Group, timeline: Timeline, mean_: Mean) -> None:
+        super().__init__(mode, group, timeline)
         self.mean_ = mean_
 
     def attach(self, model: Module, update: Update) -> Module:
         self.gradients = flat_gradients(cut(list(model.parameters()), self.mode))
         return super().attach(model, update)
 
-    def average(self, buffers: list[Tensor]) -> None:
-        for buffer in buffers:
-            self.mean_(buffer, self.group)
+    def average(self, buffers: Iterable[Tensor]) -> None:
+        with self.timeline.blocked():
+            for number, buffer in enumerate(buffers):
+                with self.timeline.travelling(f"bucket {number}", buffer.nbytes):
+                    self.mean_(buffer, self.group)
 
-    def step(self) -> SyncStats:
+    def step(self) -> None:
         self.average(self.gradients)
-        return SyncStats(update=self.update.step())
+        super().step()
 
 
 class AfterStep(GradientMean):
     """R3's mistake: the local step comes first, so the averaged gradients are never used and replicas drift apart."""
 
-    def step(self) -> SyncStats:
-        seconds = self.update.step()
+    def step(self) -> None:
+        NoSync.step(self)
         self.average(self.gradients)
-        return SyncStats(update=seconds)
 
 
 class ParameterMean(GradientMean):
@@ -81,20 +57,20 @@ class ParameterMean(GradientMean):
         self.drifted = False
         return super().attach(model, update)
 
-    def step(self) -> SyncStats:
+    def step(self) -> None:
         local = self.done >= self.mode.every_from
         if not local:
             self.average(self.gradients)
-        seconds = self.update.step()
+        NoSync.step(self)
         self.done += 1
         self.drifted = local
         if local and (self.done - self.mode.every_from) % self.mode.every == 0:
             self.close()
-        return SyncStats(update=seconds)
 
     def close(self) -> None:
         if self.drifted:
-            self.average(self.parameters)
+            with self.group.carrying("parameters"):
+                self.average(self.parameters)
             self.drifted = False
 
 
@@ -109,33 +85,24 @@ class Server(NoSync):
         self.gradients = flat_gradients(groups)
         return super().attach(model, update)
 
-    def step(self) -> SyncStats:
-        for buffer in self.gradients:
-            collect_(buffer, self.group)
-            buffer.div_(self.group.size)
-        seconds = self.update.step() if self.group.rank == 0 else 0.0
-        for buffer in self.parameters:
-            spread_(buffer, self.group)
-        return SyncStats(update=seconds)
+    def step(self) -> None:
+        with self.timeline.blocked():
+            for number, buffer in enumerate(self.gradients):
+                with self.timeline.travelling(f"bucket {number} up", buffer.nbytes):
+                    collect_(buffer, self.group)
+                buffer.div_(self.group.size)
+        if self.group.rank == 0:
+            super().step()
+        with self.timeline.blocked(), self.group.carrying("parameters"):
+            for number, buffer in enumerate(self.parameters):
+                with self.timeline.travelling(f"bucket {number} down", buffer.nbytes):
+                    spread_(buffer, self.group)
 
 
-class DDP(NoSync):
-    """torch's DistributedDataParallel. BatchNorm buffers are left to the run's own setting, as in every mode."""
-
-    def attach(self, model: Module, update: Update) -> Module:
-        super().attach(model, update)
-        megabytes = self.mode.bucket / 2**20 if self.mode.bucket else None
-        self.module = DistributedDataParallel(model, bucket_cap_mb=megabytes, broadcast_buffers=False)
-        return self.module
-
-    def accumulating(self) -> AbstractContextManager[object]:
-        return self.module.no_sync()
-
-
-def build(mode: SyncMode, placement: str, group: Group) -> Synchronizer:
+def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline) -> Synchronizer:
     """The synchronizer of a mode."""
-    shapes = {"single": NoSync, "server": Server, "ddp": DDP}
+    shapes: dict[str, type[NoSync]] = {"single": NoSync, "none": NoSync, "server": Server, "ddp": DDP}
     if mode.algorithm in shapes:
-        return shapes[mode.algorithm](mode, group)
+        return shapes[mode.algorithm](mode, group, timeline)
     shape = AfterStep if placement == "after-step" else ParameterMean if mode.every > 1 else GradientMean
-    return shape(mode, group, find_mean(mode.algorithm))
+    return shape(mode, group, timeline, find_mean(mode.algorithm))

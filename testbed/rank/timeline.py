@@ -1,0 +1,132 @@
+"""Timeline: when this rank computed, when it communicated, and when its loop was blocked; on the monotonic clock.
+
+The loop times phases and stalls, the communication layer times what travels, and neither asks the other: that exposed
+and hidden communication add up to what was busy is a check. Any thread may write.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Interval = tuple[float, float]  # begin, end
+PHASES = ("data", "forward", "backward", "sync", "update")  # `update` lies inside `sync`
+
+
+@dataclass
+class Travel:
+    """One buffer on its way."""
+
+    name: str
+    size: int  # bytes
+    begun: float
+
+
+class Timeline:
+    """Everything since the last `take`; what is still on its way then is cut in two."""
+
+    def __init__(self, detailed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.detailed = detailed  # False: sums of phases only, to see what the details cost
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._tokens = itertools.count()
+        self._travelling: dict[int, Travel] = {}
+        self._travelled: list[tuple[Travel, float]] = []
+        self._stalls: list[Interval] = []
+        self._phases: list[tuple[str, float, float]] = []
+        self.begun = clock()
+
+    def start(self) -> None:
+        """A step begins: what happened between steps belongs to none."""
+        self.begun = self.clock()
+        with self._lock:
+            self._travelled.clear()
+            for travel in self._travelling.values():
+                travel.begun = max(travel.begun, self.begun)
+        self._stalls.clear()
+        self._phases.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The loop is in this phase."""
+        begun = self.clock()
+        try:
+            yield
+        finally:
+            self._phases.append((name, begun, self.clock()))
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The loop waits for communication."""
+        begun = self.clock()
+        try:
+            yield
+        finally:
+            self._stalls.append((begun, self.clock()))
+
+    def was_blocked(self, since: float) -> None:
+        """The loop has waited for communication until now."""
+        self._stalls.append((since, self.clock()))
+
+    def depart(self, name: str, size: int) -> int:
+        """A buffer starts to travel; give the number to `arrive`."""
+        token = next(self._tokens)
+        with self._lock:
+            self._travelling[token] = Travel(name, size, self.clock())
+        return token
+
+    def arrive(self, token: int) -> None:
+        now = self.clock()
+        with self._lock:
+            self._travelled.append((self._travelling.pop(token), now))
+
+    @contextmanager
+    def travelling(self, name: str, size: int) -> Iterator[None]:
+        token = self.depart(name, size)
+        try:
+            yield
+        finally:
+            self.arrive(token)
+
+    def take(self) -> dict[str, Any]:
+        """The step's fields of a record, from `start` to now."""
+        begun, now = self.begun, self.clock()
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for name, a, b in self._phases:
+            seconds[name] += b - a
+        fields: dict[str, Any] = {"at": begun, **seconds, "total": now - begun}
+        return fields | self._details(begun, now) if self.detailed else fields
+
+    def _details(self, begun: float, now: float) -> dict[str, Any]:
+        with self._lock:
+            travels = [*self._travelled, *((travel, now) for travel in self._travelling.values())]
+        stalls = [(max(a, begun), b) for a, b in self._stalls]
+        intervals = [(travel.begun, end) for travel, end in travels]
+        busy = length(intervals)
+        return {
+            "blocked": length(stalls),
+            "busy": busy,
+            "hidden": length([*intervals, *stalls]) - length(stalls),
+            "phases": [(name, _short(a - begun), _short(b - a)) for name, a, b in self._phases],
+            "comm": [(t.name, _short(t.begun - begun), _short(end - t.begun), t.size) for t, end in travels],
+            "stalls": [(_short(a - begun), _short(b - a)) for a, b in stalls],
+        }
+
+
+def length(intervals: list[Interval]) -> float:
+    """Seconds covered by at least one interval."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def _short(seconds: float) -> float:
+    """Microseconds are enough, and short to write."""
+    return round(seconds, 6)

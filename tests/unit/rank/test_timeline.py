@@ -1,0 +1,97 @@
+"""Timeline: exposed, hidden and busy on a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.rank.timeline import Timeline, length
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timeline(clock: Clock) -> Timeline:
+    return Timeline(clock=clock)
+
+
+def test_a_step_that_waits_for_all_it_sends_hides_nothing(timeline: Timeline, clock: Clock) -> None:
+    timeline.start()
+    with timeline.phase("backward"):
+        clock.now += 2
+    with timeline.phase("sync"), timeline.blocked(), timeline.travelling("bucket 0", 8):
+        clock.now += 3
+    step = timeline.take()
+    assert (step["total"], step["backward"], step["sync"]) == (5, 2, 3)
+    assert (step["blocked"], step["busy"], step["hidden"]) == (3, 3, 0)
+    assert step["comm"] == [("bucket 0", 2, 3, 8)]
+
+
+def test_what_travels_while_the_loop_computes_is_hidden(timeline: Timeline, clock: Clock) -> None:
+    timeline.start()
+    with timeline.phase("backward"):
+        clock.now += 1
+        token = timeline.depart("bucket 0", 8)
+        clock.now += 2
+        with timeline.blocked():
+            clock.now += 4
+            timeline.arrive(token)
+    step = timeline.take()
+    assert (step["busy"], step["blocked"], step["hidden"]) == (6, 4, 2)
+
+
+def test_a_buffer_that_crosses_the_end_of_a_step_is_cut_there(timeline: Timeline, clock: Clock) -> None:
+    timeline.start()
+    clock.now += 1
+    token = timeline.depart("bucket 0 gather", 8)
+    clock.now += 2
+    first = timeline.take()
+    clock.now += 10  # between steps: a test, a hash
+    timeline.start()
+    clock.now += 3
+    timeline.arrive(token)
+    clock.now += 1
+    second = timeline.take()
+    assert first["comm"] == [("bucket 0 gather", 1, 2, 8)]
+    assert second["comm"] == [("bucket 0 gather", 0, 3, 8)]
+    assert (first["busy"], second["busy"]) == (2, 3)
+
+
+def test_what_happened_between_steps_belongs_to_none(timeline: Timeline, clock: Clock) -> None:
+    with timeline.blocked(), timeline.travelling("buffers", 8):
+        clock.now += 5
+    timeline.start()
+    clock.now += 1
+    step = timeline.take()
+    assert (step["busy"], step["blocked"], step["comm"]) == (0, 0, [])
+
+
+def test_without_details_only_sums_are_kept(clock: Clock) -> None:
+    timeline = Timeline(detailed=False, clock=clock)
+    timeline.start()
+    with timeline.phase("data"):
+        clock.now += 1
+    assert timeline.take() == {
+        "at": 100,
+        "data": 1,
+        "forward": 0,
+        "backward": 0,
+        "sync": 0,
+        "update": 0,
+        "total": 1,
+    }
+
+
+def test_length_counts_overlaps_once() -> None:
+    assert length([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+    assert length([]) == 0
