@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +24,7 @@ class Nothing:
 
 
 Work = dist.Work | Nothing
+TOTAL_TAG = 2**31 - 1  # no buffer has it
 
 
 class Group:
@@ -34,6 +37,7 @@ class Group:
         self.deadline = timedelta(seconds=deadline)
         self.payload: Counter[str] = Counter()  # bytes sent, by kind
         self.kind = "gradients"  # of what is sent now
+        self._counting = threading.Lock()
 
     @contextmanager
     def carrying(self, kind: str) -> Iterator[None]:
@@ -50,9 +54,14 @@ class Group:
         if dist.is_initialized():
             dist.distributed_c10d._set_pg_timeout(self.deadline)
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work:
+    def count(self, size: int, kind: str | None = None) -> None:
+        """So many bytes leave from here."""
+        with self._counting:
+            self.payload[kind or self.kind] += size
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0, kind: str | None = None) -> Work:
         """Start to send a contiguous tensor; it must not change before the wait."""
-        self.payload[self.kind] += tensor.nbytes
+        self.count(tensor.nbytes, kind)
         return dist.isend(tensor, dst=to, tag=tag) or Nothing() if tensor.numel() else Nothing()
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work:
@@ -76,12 +85,20 @@ class Group:
 
     def count_all_reduce(self, tensor: Tensor) -> None:
         """What a ring sends from here for one all_reduce of `tensor`."""
-        self.payload[self.kind] += 2 * (self.size - 1) * tensor.nbytes // self.size
+        self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
+
+    def total(self, number: Tensor) -> Tensor:
+        """The sum of one number over all ranks, added in rank order everywhere; from one thread at a time."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        parts = {rank: torch.empty_like(number) for rank in peers} | {self.rank: number}
+        coming = [self.receive(parts[rank], rank, TOTAL_TAG) for rank in peers]
+        self.wait(*[self.send(number, rank, TOTAL_TAG) for rank in peers], *coming)
+        return torch.stack([parts[rank] for rank in range(self.size)]).sum()
 
     def tell_all(self, key: str, value: str) -> list[str]:
         """Everybody's value of `key`, in rank order, by the store: control messages stay off the data path."""
         self.store.set(f"{key}/{self.rank}", value)
-        self.payload["metrics"] += len(value) if self.size > 1 else 0
+        self.count(len(value) if self.size > 1 else 0, "metrics")
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self.store.wait(keys, self.deadline)
         return [self.store.get(k).decode() for k in keys]

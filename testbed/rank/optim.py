@@ -6,7 +6,7 @@ import inspect
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from testbed.spec.run import OptimizerSpec
 
@@ -66,12 +66,38 @@ class Optimizer:
         """Clear gradients; `keep` zeroes them in place, for they are views of a mode's buffers."""
         self.inner.zero_grad(set_to_none=not keep)
 
+    @property
+    def clips(self) -> bool:
+        return self.spec.clip is not None
+
+    def clip_coefficient(self, norm: float) -> float:
+        """What a gradient of this norm is multiplied by; torch's own formula."""
+        return min(1.0, (self.spec.clip or math.inf) / (norm + 1e-6))
+
     def step(self) -> None:
         """Set the learning rate, clip, update."""
-        for group in self.inner.param_groups:
-            group["lr"] = lr_at(self.done, self.spec, self.batch, self.total)
         if self.spec.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.clip)
+        self._step()
+        self.advance()
+
+    def own(self, parts: list[Tensor]) -> None:
+        """From now on it is these parts of the parameters that are updated, one at a time."""
+        self.parts = [nn.Parameter(part) for part in parts]
+        self.inner = _build(self.spec, self.parts)
+
+    def step_part(self, number: int, gradient: Tensor) -> None:
+        """Update one part; the learning rate stays until `advance`."""
+        self.parts[number].grad = gradient
+        self._step()
+        self.parts[number].grad = None
+
+    def advance(self) -> None:
+        """The step is over."""
+        self.done += 1
+
+    def _step(self) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = lr_at(self.done, self.spec, self.batch, self.total)
         with torch.no_grad():
             self._plain_step(self.inner)
-        self.done += 1

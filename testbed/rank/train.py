@@ -18,6 +18,7 @@ from testbed.rank.optim import Optimizer
 from testbed.rank.partition import Partition
 from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import compare
+from testbed.rank.sync.chunks import trained
 from testbed.rank.sync.modes import build
 from testbed.rank.timeline import Timeline
 from testbed.rank.traffic import Counter
@@ -65,8 +66,7 @@ class Trainer:
             for _ in range(min(len(self.batches), self.total - step)):
                 self.recorder.write(self._step(module, batches, step, epoch))
                 step += 1
-            if step == self.total:
-                self.sync.close()
+            self.sync.close() if step == self.total else self.sync.settle()
             self._look(step, epoch)
         sent, received = self.counter.read()
         seconds, payload = time.monotonic() - begun, dict(self.group.payload)
@@ -156,11 +156,6 @@ class Trainer:
             shares=spec.data.shares if spec.uneven else None,
         )
         return Batches(self.train_set, partition, rank, spec.world, spec.data.augment, spec.seed, dtype)
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that get gradients."""
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def gradient_bytes(model: nn.Module) -> int:

@@ -1,6 +1,6 @@
 """SyncMode: how gradients are synchronised, in one spelling everywhere.
 
-    algorithm[/granularity][/schedule][/every:K[@M]]        e.g. ring, allreduce/param, ring/bucket:5MiB/every:4@100
+    algorithm[/granularity][/schedule][/every:K[@M]]        e.g. ring, allreduce/param, ring/bucket:2MiB/pipeline
 
 It parses and prints back to itself; defaults are left out, so one mode has one spelling.
 `every:K`    each rank takes K local steps on its own gradients, then parameters are averaged (after the last step too).
@@ -9,6 +9,7 @@ It parses and prints back to itself; defaults are left out, so one mode has one 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gather": Algorithm(does="gather to rank 0, mean there, scatter back", default="param"),
     "allreduce": Algorithm(does="torch.distributed.all_reduce (Gloo's ring)", default="param"),
     "ring": Algorithm(does="our ring: scatter-reduce, then all-gather, by isend/irecv", default="flat"),
+    "direct": Algorithm(does="each rank owns a part: gets it from all, sends its mean to all", default="flat"),
     "ring-reduce": Algorithm(does="partial sums go round to rank 0, the mean goes round again", default="flat"),
     "tree": Algorithm(does="binomial tree: reduce to rank 0, broadcast", default="flat"),
     "halving": Algorithm(does="recursive halving, then doubling; any number of ranks", default="flat"),
@@ -59,7 +61,12 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
 }
 OWN = Algorithm(does="your own", default="flat")  # what every method of a user's is
-SCHEDULES = ("after",)  # after backward
+SCHEDULES = {
+    "after": "synchronise after backward",
+    "overlap": "each bucket starts as soon as backward has filled it",
+    "pipeline": "reduce under backward, update 1/N of the parameters, gather under the next forward",
+}
+PIPELINED = ("ring", "direct")  # algorithms that are a reduce of parts, then a gather of parts
 DEFAULT_SCHEDULE = "after"
 _EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
 
@@ -128,7 +135,7 @@ def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMod
         changes = axes.pop(0)(mode, word, text)
         if changes is not None:
             return replace(mode, **changes)
-    way_out = "After the algorithm may come param, bucket:SIZE or flat; then after; then every:K[@M]."
+    way_out = "After the algorithm come param, bucket:SIZE or flat; then after, overlap or pipeline; then every:K[@M]."
     raise refuse("mode", text, f"{word!r} is unknown, repeated or out of place", way_out)
 
 
@@ -150,10 +157,27 @@ def _read_granularity(mode: SyncMode, word: str, text: str) -> dict[str, Any] | 
 def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     if word not in SCHEDULES:
         return None
-    if mode.algorithm in ("single", "none", "ddp"):
-        why = "DDP has its own" if mode.algorithm == "ddp" else "nothing is synchronised"
-        raise refuse("mode", text, f"{mode.algorithm} takes no schedule: {why}", "Leave the word out.")
+    own = {"single": "nothing is synchronised", "none": "nothing is synchronised", "ddp": "DDP has its own"}
+    if mode.algorithm in own:
+        raise refuse("mode", text, f"{mode.algorithm} takes no schedule: {own[mode.algorithm]}", "Leave the word out.")
+    why, way_out = _schedule_illegal(mode, word)
+    if why:
+        raise refuse("mode", text, f"{word} {why}", way_out)
     return {"schedule": word}
+
+
+def _schedule_illegal(mode: SyncMode, word: str) -> tuple[str, str]:
+    """Why this cell is empty, and where to go; two empty texts where it is not."""
+    if word == "pipeline" and mode.algorithm not in PIPELINED:
+        why = f"needs an algorithm that reduces parts, then gathers them; {mode.algorithm} does not"
+        return why, "Use ring/bucket:2MiB/pipeline."
+    if word == "overlap" and mode.algorithm == "server":
+        return "averages gradients on every rank; server has them on rank 0 only", "Use ring/bucket:2MiB/overlap."
+    if word != "after" and mode.granularity == "flat":
+        return "needs several buffers; a flat one is full only when backward is over", "Use bucket:SIZE."
+    if word == "pipeline" and mode.granularity == "param":
+        return "cuts its pieces by size, not by tensor", "Use bucket:SIZE."
+    return "", ""
 
 
 def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
@@ -163,6 +187,8 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     reason = algorithms()[mode.algorithm].every
     if reason:
         raise refuse("mode", text, f"{mode.algorithm} takes no every:K: {reason}", "Leave the word out.")
+    if mode.schedule != "after":
+        raise refuse("mode", text, f"every:K averages after the step, {mode.schedule} during it", "Use one of them.")
     every = int(match[1])
     if every < 1:
         raise refuse("mode", text, "every:K needs K of at least 1", "Write e.g. every:4.")
@@ -170,12 +196,16 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
 
 
 def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
-    """Every legal algorithm x granularity, with one bucket size standing for all."""
+    """Every legal algorithm x granularity x schedule, with one bucket size standing for all."""
+    sizes = {"bucket": f"bucket:{bucket}"}
     for name, algorithm in algorithms().items():
         if algorithm.default is None:
             yield SyncMode.parse(name)
         for granularity in algorithm.granularities:
-            yield SyncMode.parse(f"{name}/{granularity}" + (f":{bucket}" if granularity == "bucket" else ""))
+            for schedule in SCHEDULES if algorithm.default else ("",):
+                words = [name, sizes.get(granularity, granularity), *([schedule] if schedule else [])]
+                with contextlib.suppress(SpecError):
+                    yield SyncMode.parse("/".join(words))
 
 
 def _read(value: object) -> object:

@@ -14,7 +14,7 @@ from testbed.spec.mode import SyncMode, legal_modes
 pytestmark = pytest.mark.gloo
 
 SIZES = [2, 3, 4, 5]
-MODES = [mode for mode in legal_modes(bucket="100B") if mode.distributed]
+MODES = [mode for mode in legal_modes(bucket="100B") if mode.distributed and mode.synchronous]
 # Nothing here divides by 2, 3, 4 and 5 at once; some tensors have fewer elements than there are ranks.
 SHAPES = [[7, 3], [1], [2], [13, 1, 3], [], [5, 4], [61]]
 TRANSPOSED = [0, 5]

@@ -44,8 +44,13 @@ SYNCHRONOUS = [
     "halving",
     "server",
     "server/param",
+    "direct",
     "ddp",
     "ddp/bucket:64KiB",
+    "ring/bucket:64KiB/overlap",
+    "allreduce/param/overlap",
+    "ring/bucket:64KiB/pipeline",
+    "direct/bucket:10KiB/pipeline",
 ]
 CLOSE = {"float32": 1e-4, "float64": 1e-9}  # relative: only the order of additions differs
 

@@ -4,13 +4,12 @@ Every one ends with bit-identical buffers on all ranks: each element is summed b
 Costs for a buffer of S bytes on links of B byte/s, N ranks:
     gather       2(N-1) S/B at rank 0      tree      2 log2(N) S/B
     ring         2(N-1)/N S/B              halving   2(N-1)/N S/B (plus 2 S/B when N is no power of two)
-    ring-reduce  2(N-1) S/B
+    ring-reduce  2(N-1) S/B                direct    2(N-1)/N S/B, in two rounds
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Callable
 from typing import cast
 
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 
 from testbed.rank.group import Group, Work
+from testbed.rank.sync.chunks import split
+from testbed.rank.sync.rounds import Round, direct
 from testbed.spec.errors import SpecError
 from testbed.spec.mode import methods_dir
 
@@ -67,7 +68,7 @@ def ring_mean_(buffer: Tensor, group: Group) -> None:
     n, rank = group.size, group.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     pieces = _segment_count(buffer, n)
-    chunks = [_split(chunk, pieces) for chunk in _split(buffer, n)]
+    chunks = [split(chunk, pieces) for chunk in split(buffer, n)]
     scratch = [torch.empty(pieces, max(len(s) for c in chunks for s in c), dtype=buffer.dtype) for _ in range(2)]
     hops = 2 * (n - 1)
     sends: list[list[Work]] = []
@@ -103,6 +104,23 @@ def ring_mean_(buffer: Tensor, group: Group) -> None:
                 sends[hop + 1].append(group.send(mine, right, tag))
     for works in sends[n - 1 :]:  # the earlier ones were awaited when their place was reused
         group.wait(*works)
+
+
+def direct_mean_(buffer: Tensor, group: Group) -> None:
+    """Every rank owns a part: it gets that part from everybody, and sends the mean of it to everybody."""
+    rounds, parts = direct(group.rank, group.size), split(buffer, group.size)
+    mine = parts[group.rank]
+    landing = [torch.empty_like(mine) for _ in range(1, group.size)]
+    _exchange(rounds.reduce[0], parts, landing, group)
+    for part in landing:
+        mine.add_(part)
+    mine.div_(group.size)
+    _exchange(rounds.gather[0], parts, [parts[hop.part] for hop in rounds.gather[0].receives], group)
+
+
+def _exchange(round_: Round, parts: list[Tensor], landing: list[Tensor], group: Group) -> None:
+    coming = [group.receive(place, hop.peer) for hop, place in zip(round_.receives, landing, strict=True)]
+    group.wait(*[group.send(parts[hop.part], hop.peer) for hop in round_.sends], *coming)
 
 
 def ring_reduce_mean_(buffer: Tensor, group: Group) -> None:
@@ -177,12 +195,6 @@ def _halve_and_double(buffer: Tensor, partial: Tensor, group: Group, core: int) 
         group.exchange(buffer[keep[0] : keep[1]], buffer[give[0] : give[1]], peer)
 
 
-def _split(buffer: Tensor, parts: int) -> list[Tensor]:
-    """Contiguous parts whose sizes differ by one element at most; some are empty when the buffer is small."""
-    bounds = [len(buffer) * k // parts for k in range(parts + 1)]
-    return [buffer[a:b] for a, b in itertools.pairwise(bounds)]
-
-
 def _segment_count(buffer: Tensor, parts: int) -> int:
     """How many segments each of `parts` chunks has: the same for all, so that both ends of a link agree."""
     chunk_bytes = buffer.numel() * buffer.element_size() // parts
@@ -193,6 +205,7 @@ MEANS: dict[str, Mean] = {
     "gather": gather_mean_,
     "allreduce": allreduce_mean_,
     "ring": ring_mean_,
+    "direct": direct_mean_,
     "ring-reduce": ring_reduce_mean_,
     "tree": tree_mean_,
     "halving": halving_mean_,

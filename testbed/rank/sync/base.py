@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from torch import Tensor
 from torch.nn import Module
 
 from testbed.rank.group import Group
@@ -17,6 +18,14 @@ class Update(Protocol):
 
     def zero(self, keep: bool) -> None: ...
     def step(self) -> None: ...
+
+    # For a mode in which each rank updates only its own parts of the parameters.
+    @property
+    def clips(self) -> bool: ...
+    def own(self, parts: list[Tensor]) -> None: ...
+    def step_part(self, number: int, gradient: Tensor) -> None: ...
+    def clip_coefficient(self, norm: float) -> float: ...
+    def advance(self) -> None: ...
 
 
 class Synchronizer(Protocol):
@@ -36,6 +45,10 @@ class Synchronizer(Protocol):
 
     def step(self) -> None:
         """Finish synchronising, then step. What it cost is in the timeline."""
+        ...
+
+    def settle(self) -> None:
+        """Somebody is about to look at the parameters: finish what is on its way."""
         ...
 
     def close(self) -> None:
@@ -66,6 +79,9 @@ class NoSync:
     def step(self) -> None:
         with self.timeline.phase("update"):
             self.update.step()
+
+    def settle(self) -> None:
+        """Nothing is on its way between steps."""
 
     def close(self) -> None:
         """Nothing drifted that should not have."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from testbed.spec.mode import SyncMode
 
@@ -63,3 +64,14 @@ def flat_parameters(groups: list[list[Parameter]]) -> list[Tensor]:
 def _views(buffer: Tensor, group: list[Parameter]) -> list[Tensor]:
     pieces = buffer.split([p.numel() for p in group])
     return [piece.view(p.shape) for piece, p in zip(pieces, group, strict=True)]
+
+
+def trained(model: Module) -> list[Parameter]:
+    """The parameters that get gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def split(buffer: Tensor, parts: int) -> list[Tensor]:
+    """Contiguous parts whose sizes differ by one element at most; some are empty when the buffer is small."""
+    bounds = [len(buffer) * k // parts for k in range(parts + 1)]
+    return [buffer[a:b] for a, b in itertools.pairwise(bounds)]

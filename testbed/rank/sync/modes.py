@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import Tensor
 from torch.nn import Module
 
 from testbed.rank.group import Group
-from testbed.rank.sync.algorithms import Mean, collect_, find_mean, spread_
+from testbed.rank.sync.algorithms import collect_, find_mean, spread_
 from testbed.rank.sync.base import NoSync, Synchronizer, Update
 from testbed.rank.sync.chunks import cut, flat_gradients, flat_parameters
+from testbed.rank.sync.gradient import GradientMean
+from testbed.rank.sync.overlap import Overlap
+from testbed.rank.sync.pipeline import Pipeline
 from testbed.rank.sync.reference import DDP
 from testbed.rank.timeline import Timeline
 from testbed.spec.mode import SyncMode
-
-
-class GradientMean(NoSync):
-    """Average the gradients, buffer by buffer, after backward; then step."""
-
-    keeps_gradients = True
-
-    def __init__(self, mode: SyncMode, group: Group, timeline: Timeline, mean_: Mean) -> None:
-        super().__init__(mode, group, timeline)
-        self.mean_ = mean_
-
-    def attach(self, model: Module, update: Update) -> Module:
-        self.gradients = flat_gradients(cut(list(model.parameters()), self.mode))
-        return super().attach(model, update)
-
-    def average(self, buffers: Iterable[Tensor]) -> None:
-        with self.timeline.blocked():
-            for number, buffer in enumerate(buffers):
-                with self.timeline.travelling(f"bucket {number}", buffer.nbytes):
-                    self.mean_(buffer, self.group)
-
-    def step(self) -> None:
-        self.average(self.gradients)
-        super().step()
 
 
 class AfterStep(GradientMean):
@@ -104,5 +80,8 @@ def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline) -> S
     shapes: dict[str, type[NoSync]] = {"single": NoSync, "none": NoSync, "server": Server, "ddp": DDP}
     if mode.algorithm in shapes:
         return shapes[mode.algorithm](mode, group, timeline)
-    shape = AfterStep if placement == "after-step" else ParameterMean if mode.every > 1 else GradientMean
+    if mode.schedule == "pipeline":
+        return Pipeline(mode, group, timeline)
+    after = AfterStep if placement == "after-step" else ParameterMean if mode.every > 1 else GradientMean
+    shape = Overlap if mode.schedule == "overlap" else after
     return shape(mode, group, timeline, find_mean(mode.algorithm))

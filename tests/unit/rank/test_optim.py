@@ -86,7 +86,7 @@ def test_every_step_uses_the_rate_of_its_number() -> None:
     changes = []
     for _ in range(5):
         before = model.weight[0, 0].item()
-        assert optimizer.step() >= 0
+        optimizer.step()
         changes.append(before - model.weight[0, 0].item())
     assert changes == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 

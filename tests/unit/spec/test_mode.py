@@ -14,6 +14,8 @@ from testbed.spec.mode import ALGORITHMS, SyncMode, algorithms, legal_modes
 SIZES = st.integers(1, 2**40)
 EVERY = st.tuples(st.integers(1, 999_999), st.none() | st.integers(0, 999_999_999))
 
+OURS = ("ring", "direct", "ring-reduce", "tree", "halving")
+
 
 @st.composite
 def spellings(draw: st.DrawFn) -> str:
@@ -102,25 +104,24 @@ def test_a_short_name_has_its_documented_default(name: str, granularity: str | N
 
 def test_all_short_names_are_tested_above() -> None:
     assert set(ALGORITHMS) == {
-        "single", "gather", "allreduce", "ring", "ring-reduce", "tree", "halving", "server", "ddp",
+        "single", "gather", "allreduce", "ring", "ring-reduce", "tree", "halving", "server", "ddp", "none", "direct",
     }  # fmt: skip
 
 
-def test_the_matrix_has_every_algorithm_times_granularity() -> None:
+def test_the_matrix_has_every_algorithm_times_granularity_times_schedule() -> None:
     assert sorted(str(mode) for mode in legal_modes("1MiB")) == sorted(
-        ["single", "ddp", "ddp/bucket:1MiB"]
-        + ["gather", "gather/bucket:1MiB", "gather/flat", "allreduce", "allreduce/bucket:1MiB", "allreduce/flat"]
-        + [
-            f"{a}{g}"
-            for a in ("ring", "ring-reduce", "tree", "halving", "server")
-            for g in ("", "/param", "/bucket:1MiB")
-        ]
+        ["single", "none", "ddp", "ddp/bucket:1MiB", "server", "server/param", "server/bucket:1MiB"]
+        + [f"{a}{g}" for a in ("gather", "allreduce") for g in ("", "/bucket:1MiB", "/flat")]
+        + [f"{a}{g}/overlap" for a in ("gather", "allreduce") for g in ("", "/bucket:1MiB")]
+        + [f"{a}{g}" for a in OURS for g in ("", "/param", "/bucket:1MiB")]
+        + [f"{a}{g}/overlap" for a in OURS for g in ("/param", "/bucket:1MiB")]
+        + [f"{a}/bucket:1MiB/pipeline" for a in ("ring", "direct")]
     )
 
 
 def test_only_single_is_not_distributed_and_only_every_is_not_synchronous() -> None:
     assert [str(mode) for mode in legal_modes() if not mode.distributed] == ["single"]
-    assert all(mode.synchronous for mode in legal_modes())
+    assert [str(mode) for mode in legal_modes() if not mode.synchronous] == ["none"]
     assert not SyncMode.parse("ring/every:2").synchronous
 
 
@@ -130,7 +131,7 @@ def test_only_single_is_not_distributed_and_only_every_is_not_synchronous() -> N
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("star", "unknown algorithm 'star'. Known: single, gather"),
+        ("star", "unknown algorithm 'star'. Known: single, none, gather"),
         ("", "unknown algorithm ''"),
         ("Ring", "unknown algorithm 'Ring'"),
         ("ring/huge", "'huge' is unknown, repeated or out of place"),
@@ -147,7 +148,7 @@ def test_only_single_is_not_distributed_and_only_every_is_not_synchronous() -> N
         ("ring/every:-1", "unknown, repeated or out of place"),
         ("ring/every:x", "unknown, repeated or out of place"),
         ("single/flat", "single takes no granularity"),
-        ("single/after", "single takes no schedule: one node synchronises nothing"),
+        ("single/after", "single takes no schedule: nothing is synchronised"),
         ("single/every:2", "one node has nobody to average with"),
         ("ddp/param", "ddp takes bucket only"),
         ("ddp/flat", "ddp takes bucket only"),
