@@ -49,6 +49,15 @@ def _leave_compiler_alone() -> None:
             plain.__dynamo_disable = plain
 
 
+class Part:
+    """A stretch of the parameters with an optimizer to itself."""
+
+    def __init__(self, spec: OptimizerSpec, values: Tensor) -> None:
+        self.parameter = nn.Parameter(values)
+        self.inner = _build(spec, [self.parameter])
+        self.done = 0
+
+
 class Optimizer:
     """What a synchronizer steps; it knows nothing of other ranks."""
 
@@ -78,26 +87,22 @@ class Optimizer:
         """Set the learning rate, clip, update."""
         if self.spec.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.clip)
-        self._step()
-        self.advance()
-
-    def own(self, parts: list[Tensor]) -> None:
-        """From now on it is these parts of the parameters that are updated, one at a time."""
-        self.parts = [nn.Parameter(part) for part in parts]
-        self.inner = _build(self.spec, self.parts)
-
-    def step_part(self, number: int, gradient: Tensor) -> None:
-        """Update one part; the learning rate stays until `advance`."""
-        self.parts[number].grad = gradient
-        self._step()
-        self.parts[number].grad = None
-
-    def advance(self) -> None:
-        """The step is over."""
+        self._step(self.inner, self.done)
         self.done += 1
 
-    def _step(self) -> None:
-        for group in self.inner.param_groups:
-            group["lr"] = lr_at(self.done, self.spec, self.batch, self.total)
+    def own(self, parts: list[Tensor]) -> None:
+        """From now on it is these parts of the parameters that are updated, each when its gradient is there."""
+        self.parts = [Part(self.spec, part) for part in parts]
+
+    def step_part(self, number: int, gradient: Tensor) -> None:
+        """Update one part. Threads may update different parts at the same time."""
+        part = self.parts[number]
+        part.parameter.grad = gradient
+        self._step(part.inner, part.done)
+        part.done += 1
+
+    def _step(self, inner: torch.optim.Optimizer, done: int) -> None:
+        for group in inner.param_groups:
+            group["lr"] = lr_at(done, self.spec, self.batch, self.total)
         with torch.no_grad():
-            self._plain_step(self.inner)
+            self._plain_step(inner)

@@ -1,10 +1,10 @@
-"""Pieces of the flat buffers, their flights through one step, and the threads that advance them."""
+"""Pieces of the flat buffers, and their flight through one step."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -17,6 +17,7 @@ from testbed.rank.sync.chunks import split
 from testbed.rank.sync.rounds import Rounds
 
 MOST_ROUNDS = 512  # of either half; a tag has its number inside
+SMALL = (8, 4, 2)  # the last pieces have this fraction of the usual size
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class Piece:
     scratch: list[list[Tensor]]  # per round of reduce: where parts land before they are added
     members: list[Parameter]  # whose gradients it needs, wholly or in part
     complete: threading.Event = field(default_factory=threading.Event)  # everybody's parts of the last step are here
-    leaving: list[Work] = field(default_factory=list)  # sends of the last step
+    launched: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue)  # None: there is no more
 
     def __post_init__(self) -> None:
         self.complete.set()
@@ -51,8 +52,6 @@ class Flight:
     piece: Piece
     reducing: list[list[Work]] = field(default_factory=list)
     gathering: list[list[Work]] = field(default_factory=list)
-    sends: list[Work] = field(default_factory=list)
-    done: int = 0  # rounds of the present half
     token: int = -1  # of the timeline
 
 
@@ -60,11 +59,9 @@ def cut_pieces(
     parameters: Sequence[Parameter], gradients: Tensor, values: Tensor, limit: int, rounds: Rounds, group: Group
 ) -> list[Piece]:
     """Pieces of at most `limit` bytes of two flat buffers that hold the parameters in this order."""
-    elements = max(1, limit // values.element_size())
-    bounds = [*range(0, len(values), elements), len(values)]
     ends = list(accumulate(p.numel() for p in parameters))
     pieces = []
-    for number, (a, b) in enumerate(pairwise(bounds)):
+    for number, (a, b) in enumerate(pairwise(bounds(len(values), max(1, limit // values.element_size())))):
         parts = split(gradients[a:b], group.size)
         scratch = [[torch.empty_like(parts[hop.part]) for hop in round_.receives] for round_ in rounds.reduce]
         members = [p for p, end in zip(parameters, ends, strict=True) if a < end and end - p.numel() < b]
@@ -73,32 +70,18 @@ def cut_pieces(
     return pieces
 
 
-class Stage:
-    """A thread that advances flights round by round: several at a time, so that the wire has always one to carry."""
+def bounds(total: int, most: int) -> list[int]:
+    """Where to cut: pieces of `most` elements, and ever smaller ones at the end.
 
-    def __init__(self, name: str, advance: Callable[[Flight], bool], fail: Callable[[Exception], None]) -> None:
-        self._advance, self._fail = advance, fail
-        self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, flight: Flight) -> None:
-        self._queue.put(flight)
-
-    def stop(self) -> None:
-        """After the last flight has landed."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        active: list[Flight] = []
-        try:
-            while True:
-                if not active or not self._queue.empty():
-                    flight = self._queue.get()
-                    if flight is None:
-                        return
-                    active.append(flight)
-                active = [flight for flight in active if not self._advance(flight)]
-        except Exception as error:  # whatever it is, the loop must not wait for ever
-            self._fail(error)
+    The end of the buffer is the first layer. Its gradient comes last and its values are needed first, so nothing hides
+    the time that its piece takes.
+    """
+    sizes: list[int] = []
+    rest = total
+    for share in SMALL:
+        sizes.append(min(rest, max(1, most // share)))
+        rest -= sizes[-1]
+    while rest:
+        sizes.append(min(rest, most))
+        rest -= sizes[-1]
+    return [0, *accumulate(size for size in reversed(sizes) if size)]

@@ -4,9 +4,9 @@ Same mathematics and same bytes as an all-reduce, but the second half of the com
 forward, and each rank's optimizer works on 1/N of the parameters. All parameters live in one flat buffer, last layer
 first; it is cut into pieces of the bucket's size, wherever that falls. A layer's forward waits for its own pieces only.
 
-    loop       forward (waits for pieces) | backward: a hook copies each gradient and sends full pieces
-    reducer    adds what comes in, updates this rank's part of the piece, sends that
-    gatherer   passes on what comes in; tells the loop that a piece is complete
+    loop      forward (waits for pieces) | backward: a hook copies each gradient and launches full pieces
+    a piece   its own thread adds what comes in, updates this rank's part, passes on, says when it is complete
+    sender    hands parts to the wire: gradients first, then values in the order that forward needs them
 
 Receives are posted a whole step ahead, because Gloo sends nothing before the other side has asked for it. That is
 safe: nobody sends step t+1's parts of a piece before step t's have reached everybody.
@@ -14,7 +14,9 @@ safe: nobody sends step t+1's parts of a piece before step t's have reached ever
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,25 +26,23 @@ from torch.nn import Module, Parameter
 from testbed.rank.group import Group
 from testbed.rank.sync.base import NoSync, Update
 from testbed.rank.sync.chunks import flat_parameters, trained
-from testbed.rank.sync.pieces import Flight, Piece, Stage, cut_pieces
+from testbed.rank.sync.pieces import Flight, Piece, cut_pieces
 from testbed.rank.sync.readiness import Readiness
 from testbed.rank.sync.rounds import ROUNDS, Round
+from testbed.rank.sync.sender import Sender
 from testbed.rank.timeline import Timeline
 from testbed.spec.errors import RankFailed
 from testbed.spec.mode import SyncMode
 
 
 class Pipeline(NoSync):
-    """The loop's side and the work of both threads; the threads themselves are Stages."""
+    """The loop's side, and the flight of a piece through one step."""
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         super().__init__(mode, group, timeline)
         self.rounds = ROUNDS[mode.algorithm](group.rank, group.size)
-        self.reducer = Stage("reduce", self._reduce_one_round, self._fail)
-        self.gatherer = Stage("gather", self._gather_one_round, self._fail)
+        self.sender = Sender(group, self._fail)
         self.failure: Exception | None = None
-        self.reduced: list[Flight] = []  # of this step, not updated yet
-        self.updated = 0  # pieces of this step
 
     def attach(self, model: Module, update: Update) -> Module:
         parameters = list(reversed(trained(model)))
@@ -55,6 +55,10 @@ class Pipeline(NoSync):
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self.forward = ForwardWaits(model, self.pieces, self._wait_for)
+        self.clipping = Clipping(self.group, update, len(self.pieces)) if update.clips else None
+        self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in self.pieces]
+        for thread in self.threads:
+            thread.start()
         return super().attach(model, update)
 
     def zero(self) -> None:
@@ -84,10 +88,11 @@ class Pipeline(NoSync):
 
     def close(self) -> None:
         self.settle()
-        self.reducer.stop()
-        self.gatherer.stop()
         for piece in self.pieces:
-            self.group.wait(*piece.leaving)
+            piece.launched.put(None)
+        for thread in self.threads:
+            thread.join()
+        self.sender.stop()
 
     def _take_gradient(self, parameter: Parameter) -> None:
         """Copy a complete gradient to where it leaves from. (Hook of backward.)"""
@@ -98,73 +103,52 @@ class Pipeline(NoSync):
         self.readiness.ready(parameter)
 
     def _launch(self, number: int) -> None:
-        """All gradients of this piece are there."""
+        """All gradients of this piece are there. (Hook of backward.)"""
         flight = self.flights[number]
         self._wait_for([flight.piece])  # long true, unless a layer took no part in forward
         flight.piece.complete.clear()
-        flight.token = self.timeline.depart(f"bucket {number} reduce", flight.piece.size)
-        self._send(flight, flight.piece.gradients, self.rounds.reduce, half=0)
-        self.reducer.put(flight)
+        flight.piece.launched.put(flight)
 
-    def _reduce_one_round(self, flight: Flight) -> bool:
-        """Add what one round brings; True when this rank's part is the sum over all ranks. (Reducer.)"""
-        piece, done = flight.piece, flight.done
-        self.group.wait(*flight.reducing[done])
-        for hop, landed in zip(self.rounds.reduce[done].receives, piece.scratch[done], strict=True):
-            piece.gradients[hop.part].add_(landed)
-        flight.done += 1
-        if flight.done < len(self.rounds.reduce):
-            self._send(flight, piece.gradients, self.rounds.reduce, half=0)
-            return False
+    def _serve(self, piece: Piece) -> None:
+        """The thread of a piece."""
+        try:
+            while (flight := piece.launched.get()) is not None:
+                self._reduce(flight)
+                self._update(piece)
+                self._gather(flight)
+                piece.complete.set()
+        except Exception as error:  # whatever it is, the loop must not wait for ever
+            self._fail(error)
+
+    def _reduce(self, flight: Flight) -> None:
+        """This rank's part becomes the mean over all ranks."""
+        piece = flight.piece
+        with self.timeline.travelling(f"bucket {piece.number} reduce", piece.size):
+            for number, round_ in enumerate(self.rounds.reduce):
+                self._send(round_, piece.gradients, piece.tag(0, number), (0, piece.number), "gradients")
+                self.group.wait(*flight.reducing[number])
+                for hop, landed in zip(round_.receives, piece.scratch[number], strict=True):
+                    piece.gradients[hop.part].add_(landed)
         piece.gradients[self.group.rank].div_(self.group.size)
-        self.timeline.arrive(flight.token)
-        self.reduced.append(flight)
-        self._update()
-        return True
 
-    def _update(self) -> None:
-        """Step on this rank's part of what is reduced; clipping needs the norm of all of it first. (Reducer.)"""
-        if self.update.clips:
-            if len(self.reduced) < len(self.pieces):
-                return
-            self._clip()
-        for flight in self.reduced:
-            self.update.step_part(flight.piece.number, flight.piece.gradients[self.group.rank])
-            flight.done = 0
-            flight.token = self.timeline.depart(f"bucket {flight.piece.number} gather", flight.piece.size)
-            self._send(flight, flight.piece.values, self.rounds.gather, half=1)
-            self.gatherer.put(flight)
-        self.updated += len(self.reduced)
-        self.reduced.clear()
-        if self.updated == len(self.pieces):
-            self.update.advance()
-            self.updated = 0
+    def _update(self, piece: Piece) -> None:
+        gradient = piece.gradients[self.group.rank]
+        if self.clipping is not None:
+            gradient.mul_(self.clipping.coefficient(gradient))
+        self.update.step_part(piece.number, gradient)
 
-    def _clip(self) -> None:
-        """A rank has the norm of its own parts; the whole norm is the root of the sum of all squares. (Reducer.)"""
-        own = [flight.piece.gradients[self.group.rank] for flight in self.reduced]
-        square = torch.stack([part.square().sum() for part in own]).sum()
-        coefficient = self.update.clip_coefficient(float(self.group.total(square)) ** 0.5)
-        for part in own:
-            part.mul_(coefficient)
+    def _gather(self, flight: Flight) -> None:
+        """Everybody gets every owner's part; what forward needs first is sent first."""
+        piece = flight.piece
+        with self.timeline.travelling(f"bucket {piece.number} gather", piece.size):
+            for number, round_ in enumerate(self.rounds.gather):
+                self._send(round_, piece.values, piece.tag(1, number), (1, -piece.number), "parameters")
+                self.group.wait(*flight.gathering[number])
 
-    def _gather_one_round(self, flight: Flight) -> bool:
-        """Pass on what one round brings; True when all parts of the piece are here. (Gatherer.)"""
-        self.group.wait(*flight.gathering[flight.done])
-        flight.done += 1
-        if flight.done < len(self.rounds.gather):
-            self._send(flight, flight.piece.values, self.rounds.gather, half=1)
-            return False
-        self.timeline.arrive(flight.token)
-        flight.piece.complete.set()
-        self.group.wait(*flight.piece.leaving)  # of the step before: long over, only to be let go
-        flight.piece.leaving = flight.sends
-        return True
-
-    def _send(self, flight: Flight, parts: list[Tensor], rounds: tuple[Round, ...], half: int) -> None:
-        tag, kind = flight.piece.tag(half, flight.done), ("gradients", "parameters")[half]
-        for hop in rounds[flight.done].sends:
-            flight.sends.append(self.group.send(parts[hop.part], hop.peer, tag, kind))
+    def _send(self, round_: Round, parts: list[Tensor], tag: int, urgency: tuple[int, int], kind: str) -> None:
+        for hop in round_.sends:
+            part = parts[hop.part]
+            self.sender.put(urgency, part.nbytes, partial(self.group.send, part, hop.peer, tag, kind))
 
     def _receive(self, round_: Round, places: list[Tensor], tag: int) -> list[Any]:
         hops = zip(round_.receives, places, strict=True)
@@ -221,3 +205,26 @@ class ForwardWaits:
             *self.pieces_of[self.model],
             *(piece for module in never for piece in self.pieces_of[module]),
         ]
+
+
+class Clipping:
+    """The norm of the whole gradient, from parts: each rank sums the squares of its own, all ranks add those sums.
+
+    So nothing is updated before everything is reduced: clipping costs the pipeline half of its overlap.
+    """
+
+    def __init__(self, group: Group, update: Update, pieces: int) -> None:
+        self.group, self.update = group, update
+        self.squares: list[Tensor] = []
+        self.barrier = threading.Barrier(pieces, action=self._total)
+
+    def coefficient(self, gradient: Tensor) -> float:
+        """What this step's gradient is multiplied by; blocks until every piece has asked. (Threads of pieces.)"""
+        self.squares.append(gradient.square().sum())
+        self.barrier.wait(self.group.deadline.total_seconds())
+        return self.found
+
+    def _total(self) -> None:
+        square = self.group.total(torch.stack(self.squares).sum())
+        self.found = self.update.clip_coefficient(float(square) ** 0.5)
+        self.squares.clear()

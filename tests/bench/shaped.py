@@ -1,0 +1,45 @@
+"""A worker script on every node of a shaped network in namespaces, once, for benchmarks that time what it does."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from testbed.control.measure import probe
+from testbed.control.substrates.base import NodePlan, Substrate
+from testbed.control.substrates.netns import NetnsSubstrate
+from testbed.net.receipt import Receipt
+from testbed.spec.link import Link
+
+Make = Callable[[Sequence[NodePlan], Path], Substrate]
+
+
+@contextmanager
+def network(rate: str, nodes: int = 4, make: Make = NetnsSubstrate) -> Iterator[tuple[Substrate, Receipt, Path]]:
+    """A network of equal links, what a probe found on it, and a folder that its nodes can write to."""
+    link = Link.load({"rate": rate}, "bench")
+    plans = [NodePlan(name=f"node{k}", link=link, congestion="cubic") for k in range(nodes)]
+    with tempfile.TemporaryDirectory() as name, make(plans, Path(name) / "run") as substrate:
+        folder = Path(name) / "run"
+        folder.mkdir()
+        Path(name).chmod(0o755)
+        substrate.share(folder)
+        yield substrate, probe(substrate, plans, lambda event: None), folder
+
+
+def work(substrate: Substrate, folder: Path, script: Path, *arguments: str, seconds: float = 300) -> None:
+    """Run `script FOLDER ...` on every node, as a rank of one group, to its end."""
+    worker = Path(shutil.copy(script, folder))
+    size = str(len(substrate.nodes))
+    common = {"WORLD_SIZE": size, "MASTER_ADDR": substrate.nodes[0].address, "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank, node in enumerate(substrate.nodes):
+        argv = [substrate.python, str(worker), str(folder), *arguments]
+        own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
+        processes.append(substrate.start(rank, argv, common | own, folder / f"{rank}.log"))
+    for rank, process in enumerate(processes):
+        if process.wait(seconds) != 0:
+            raise SystemExit((folder / f"{rank}.log").read_text())

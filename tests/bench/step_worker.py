@@ -1,0 +1,39 @@
+"""One rank of the step benchmark: meet once, then train each case for a few steps with the real loop.
+
+step_worker.py FOLDER    FOLDER/cases.json is a list of runs; their records become FOLDER/<case>.rank<N>.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from testbed.rank.group import Group, join, leave
+from testbed.rank.recorder import Recorder
+from testbed.rank.traffic import open_counter
+from testbed.rank.train import Trainer
+from testbed.spec.run import RunSpec
+
+DEADLINE = 300.0  # seconds of any one wait
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    environment = os.environ
+    group = join(int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"], 29500, DEADLINE)
+    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
+        own = Group(group.rank, group.size, dist.PrefixStore(f"case{number}", group.store), DEADLINE)
+        with Recorder(folder / f"{number}.rank{group.rank}.jsonl") as recorder:
+            dist.barrier()
+            spec = RunSpec.load(case, f"case {number}")
+            Trainer(spec, own, recorder, open_counter(environment["GLOO_SOCKET_IFNAME"])).run()
+    leave(group)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
