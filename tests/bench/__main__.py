@@ -2,7 +2,8 @@
 
     make bench                     all parts
     make bench ARGS="loop start"   some of them
-Results go to bench.json as well. Do nothing else on the machine meanwhile.
+    make bench ARGS=--resume       go on where an earlier one stopped
+Results go to bench.json as well, part by part. Do nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tests.bench import collective, compose, loop, start
-from tests.bench.figures import Figure
+from testbed.spec.folder import write_whole
+from tests.bench import collective, compose, growth, loop, start, step
 
-PARTS = {"loop": loop.measure, "start": start.measure, "collective": collective.measure, "compose": compose.measure}
+PARTS = {
+    "loop": loop.measure,
+    "start": start.measure,
+    "collective": collective.measure,
+    "compose": compose.measure,
+    "growth": growth.measure,
+    **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
+}
 
 
 def main() -> int:
@@ -25,22 +35,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__, formatter_class=form)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; none means all")
     parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    parser.add_argument("--resume", action="store_true", help="leave out the parts that are in the file already")
     options = parser.parse_args()
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    figures: list[Figure] = []
+    found = _load(options.out) if options.resume else {}
     for part in options.parts or PARTS:
+        if part in found:
+            print(f"{part}: measured before", flush=True)
+            continue
         print(f"{part} ...", flush=True)
         begun = time.monotonic()
+        found[part] = []
         for figure in PARTS[part]():
             print(f"  {figure}", flush=True)
-            figures.append(figure)
+            found[part].append(figure.as_dict())
         print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
-    options.out.write_text(json.dumps([figure.as_dict() for figure in figures], indent=1) + "\n")
-    missed = [figure for figure in figures if not figure.met]
-    print(f"{len(figures) - len(missed)} of {len(figures)} limits met; all figures are in {options.out}")
-    return 1 if missed else 0
+        write_whole(options.out, json.dumps(found, indent=1) + "\n")
+    figures = [figure for part in found.values() for figure in part]
+    met = sum(figure["met"] for figure in figures)
+    print(f"{met} of {len(figures)} limits met; all figures are in {options.out}")
+    return 0 if met == len(figures) else 1
+
+
+def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 if __name__ == "__main__":

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from testbed.control.measure import probe
-from testbed.control.substrates.base import NodePlan, Substrate
+from testbed.control.substrates.base import Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.net.receipt import Receipt
-from testbed.spec.link import Link
 from tests.bench.figures import Figure, spread
+from tests.bench.shaped import Make, network, work
 
 NODES = 4
-GRADIENT_BITS = 9_231_114 * 32
+ELEMENTS = 9_231_114  # float32, VGG-11's gradient
+GRADIENT_BITS = ELEMENTS * 32
 REPEATS = {"200mbit": 4, "1gbit": 8}
 Times = dict[str, list[float]]
 
@@ -31,32 +29,18 @@ def measure() -> Iterator[Figure]:
             yield two_way(rate, times, "netns")
 
 
-def run_at(rate: str, make: Callable[[Sequence[NodePlan], Path], Substrate]) -> tuple[Receipt, Times]:
+def run_at(rate: str, make: Make = NetnsSubstrate) -> tuple[Receipt, Times]:
     """Probe a network, then time the collectives on it; a collective is over when its last rank is."""
-    link = Link.load({"rate": rate}, "bench")
-    plans = [NodePlan(name=f"node{k}", link=link, congestion="cubic") for k in range(NODES)]
-    with tempfile.TemporaryDirectory() as name, make(plans, Path(name) / "run") as substrate:
-        folder = Path(name) / "run"
-        folder.mkdir()
-        Path(name).chmod(0o755)
-        substrate.share(folder)
-        receipt = probe(substrate, plans, lambda event: None)
-        _work(substrate, folder, REPEATS[rate])
-        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NODES)]
-    return receipt, {name: [max(row) for row in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
+    with network(rate, NODES, make) as (substrate, receipt, folder):
+        return receipt, collectives(substrate, folder, REPEATS[rate], ELEMENTS, "ring,allreduce,gather")
 
 
-def _work(substrate: Substrate, folder: Path, repeats: int) -> None:
-    worker = Path(shutil.copy(Path(__file__).with_name("collective_worker.py"), folder))
-    common = {"WORLD_SIZE": str(NODES), "MASTER_ADDR": substrate.nodes[0].address, "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank, node in enumerate(substrate.nodes):
-        argv = [substrate.python, str(worker), str(folder / f"{rank}.json"), str(repeats)]
-        own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
-        processes.append(substrate.start(rank, argv, common | own, folder / f"{rank}.log"))
-    for rank, process in enumerate(processes):
-        if process.wait(300) != 0:
-            raise SystemExit((folder / f"{rank}.log").read_text())
+def collectives(substrate: Substrate, folder: Path, repeats: int, elements: int, names: str) -> Times:
+    """Seconds of each algorithm, `repeats` times, interleaved."""
+    script = Path(__file__).with_name("collective_worker.py")
+    work(substrate, folder, script, str(repeats), str(elements), names, seconds=600)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(substrate.nodes))]
+    return {name: [max(row) for row in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
 
 
 def _figures(rate: str, receipt: Receipt, times: Times) -> Iterator[Figure]:

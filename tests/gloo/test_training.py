@@ -125,6 +125,55 @@ def test_the_number_of_ranks_does_not_change_the_model(train: Train, mode: str, 
     assert_same_parameters(train(mode=mode, nodes=nodes), train(mode="single"))
 
 
+EXACT = ["allreduce/bucket:64KiB/overlap", "ring/bucket:64KiB/pipeline", "direct/bucket:64KiB/pipeline"]
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_two_hundred_steps_are_the_flat_rings_with_all_that_an_optimizer_does(train: Train, mode: str) -> None:
+    everything = {
+        "steps": 200,
+        "optimizer": {
+            "lr": 0.05,
+            "momentum": 0.9,
+            "weight_decay": 5e-4,
+            "schedule": "cosine",
+            "warmup": 10,
+            "clip": 1.0,
+        },
+    }
+    ours, plain = train(mode=mode, **everything), train(mode="ring", **everything)
+    assert len(set(ours.hashes)) == 1
+    np.testing.assert_allclose(ours.summary.losses, plain.summary.losses, rtol=1e-9)
+    for name, values in plain.arrays().items():
+        np.testing.assert_allclose(ours.arrays()[name], values, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", ["ring/bucket:64KiB/pipeline", "allreduce/bucket:64KiB/overlap", "ddp", "ring"])
+def test_what_is_busy_is_exposed_or_hidden(train: Train, mode: str) -> None:
+    """How closely they add up is a figure of a quiet machine; that nothing is left out holds on any."""
+    for steps in train(mode=mode).of_kind("step"):
+        for step in steps[2:]:
+            assert 0 < step["busy"] <= step["blocked"] + step["hidden"] + 1e-5
+            assert step["hidden"] <= step["busy"] + 1e-5
+            assert step["busy"] <= step["total"]
+            for _, offset, seconds, size in step["comm"]:
+                assert 0 <= offset <= offset + seconds <= step["total"] + 1e-5
+                assert size > 0
+
+
+def test_payload_by_kind_is_what_theory_says(train: Train) -> None:
+    steps, size = 20, train(mode="ring").summary.gradient_bytes
+    assert size is not None
+    half = steps * 3 / 4 * size
+    kinds = {mode: [end["payload"] for (end,) in train(mode=mode).of_kind("end")] for mode in (*EXACT[1:], "ring")}
+    for payload in kinds["ring"]:
+        assert payload["gradients"] == pytest.approx(2 * half, rel=1e-3)
+    for mode in EXACT[1:]:
+        for payload in kinds[mode]:
+            assert payload["gradients"] == pytest.approx(half, rel=1e-2)
+            assert payload["parameters"] == pytest.approx(half, rel=1e-2)
+
+
 def test_another_seed_trains_another_model(train: Train) -> None:
     assert train(mode="ring", seed=8).hashes[0] != train(mode="ring").hashes[0]
 
