@@ -1,0 +1,151 @@
+"""Findings: the one sentence that each plot is titled with, and the notes that say how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from testbed.report import theory
+from testbed.report.cells import Cell, Chapter
+from testbed.report.steps import Column
+
+SPLIT_NOTE = (
+    "Mean over steps and ranks. Blocked is timed in the training loop, communication in the layer that sends; hatched "
+    "is communication that went on while the loop computed and so cost nothing."
+)
+BYTES_NOTE = "Counted by the kernel at the node's interface, headers included; theory is payload alone."
+ROOFLINE_NOTE = (
+    "The least is the bytes over the busiest link, divided by the payload rate that the probe measured before training, plus "
+    " the delay of each hop. Waiting for a slower rank counts as communication here."
+)
+
+
+def fastest(cells: Sequence[Cell]) -> Cell:
+    """The cell with the shortest step, among those that synchronise (where any does)."""
+    real = [cell for cell in cells if not theory.silent(cell.spec.mode)] or list(cells)
+    return min(real, key=lambda cell: cell.seconds.centre)
+
+
+def slowest(cells: Sequence[Cell]) -> Cell:
+    """The distributed cell with the longest step."""
+    real = [cell for cell in cells if not theory.silent(cell.spec.mode)] or list(cells)
+    return max(real, key=lambda cell: cell.seconds.centre)
+
+
+def percent(share: float) -> str:
+    """0.256 -> '26 %'; small shares keep a digit."""
+    return f"{100 * share:.0f} %" if share >= 0.1 or share < 0.0005 else f"{100 * share:.1f} %"
+
+
+def where_time_goes(chapter: Chapter, cells: Sequence[Cell]) -> str:
+    best, worst = fastest(cells), slowest(cells)
+    share = worst.split.exposed / worst.split.step
+    if best is worst:
+        return f"{best.label} is blocked by communication for {percent(share)} of a step"
+    hidden = best.split.hidden_share
+    tail = f", and hides {percent(hidden)} of what it sends" if hidden and hidden > 0.05 else ""
+    own = percent(best.split.exposed / best.split.step)
+    return f"{worst.label} is blocked by the network for {percent(share)} of its step, {best.label} for {own}{tail}"
+
+
+def bytes_per_rank(chapter: Chapter, cells: Sequence[Cell]) -> str:
+    def busiest(cell: Cell) -> float:
+        return max(float(sent or 0.0) for sent in cell.sent())
+
+    most, least = max(cells, key=busiest), min(cells, key=busiest)
+    high, low = busiest(most), busiest(least)
+    rank = cell_rank(most, high)
+    if high < 1.15 * low:
+        return f"Every method sends about {high / 1e6:.0f} MB per rank and step"
+    return (
+        f"{most.label} pushes {high / 1e6:.0f} MB a step through rank {rank}'s link, {least.label} {low / 1e6:.0f} MB "
+        f"through each: {high / low:.1f} times as much"
+    )
+
+
+def cell_rank(cell: Cell, value: float) -> int:
+    """The rank that sent so much."""
+    return next(rank for rank, sent in enumerate(cell.sent()) if float(sent or 0.0) == value)
+
+
+def roofline(chapter: Chapter, cells: Sequence[Cell]) -> str:
+    ratios = {cell.label: cell.split.busy / cell.bound for cell in cells if cell.bound}
+    good = [name for name, ratio in ratios.items() if ratio <= 1.1]
+    worst = max(ratios, key=lambda name: ratios[name])
+    if len(good) == len(ratios):
+        return f"Every method runs its wire within {percent(max(ratios.values()) - 1)} of the bound: faster needs fewer bytes or more overlap"
+    return f"{worst} takes {ratios[worst]:.2f} times what its bytes need; the closest is {min(ratios, key=lambda n: ratios[n])} with {min(ratios.values()):.2f}"
+
+
+TIMELINE_NOTE = (
+    "The step nearest to the median, as rank 0 saw it. Upper strip: the training loop. Lower strip: each buffer from "
+    "the moment it was handed to the network until it was back. Below backward it is free; below red it is not."
+)
+
+
+def timeline(cells: Sequence[Cell]) -> str:
+    overlapping = [cell for cell in cells if (cell.split.hidden_share or 0.0) > 0.1]
+    after = [cell for cell in cells if cell.split.busy > 0 and (cell.split.hidden_share or 0.0) <= 0.1]
+    if overlapping and after:
+        best = max(overlapping, key=lambda cell: cell.split.hidden_share or 0.0)
+        return f"{best.label} sends while it computes; {_list([c.label for c in after])} compute first and then wait for the wire"
+    if overlapping:
+        return f"{_list([c.label for c in overlapping])} send while they compute"
+    return "Every method computes first and then waits for the wire" if after else "One step, phase by phase"
+
+
+def _list(names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(names))
+    names = [*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names
+    return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
+
+
+def loss_by_step(cells: Sequence[Cell]) -> str:
+    """Do all walk the same path? The widest gap between two of them at any step, against how far the loss moved."""
+    length = min(len(cell.losses()) for cell in cells)
+    if len(cells) < 2 or length < 2:
+        return f"The loss goes from {cells[0].losses()[0]:.2f} to {cells[0].losses()[-1]:.2f}"
+    table = np.array([cell.losses()[:length] for cell in cells])
+    if not np.isfinite(table).all():
+        lost = [cell.label for cell, row in zip(cells, table, strict=True) if not np.isfinite(row).all()]
+        return f"The loss of {_list(lost)} is no number any more: it diverged"
+    final = table[:, -max(1, length // 10) :].mean(axis=1)
+    gap = float(final.max() - final.min())
+    if gap <= 0.02 * float(np.abs(final).mean()) + 0.005:
+        return f"All {len(cells)} walk the same path: after {length} steps their losses are within {gap:.3f}"
+    high, low = cells[int(final.argmax())], cells[int(final.argmin())]
+    return f"They do not train the same model: after {length} steps {high.label} is at {final.max():.2f}, {low.label} at {final.min():.2f}"
+
+
+def loss_by_time(cells: Sequence[Cell], curves: Sequence[tuple[Column, Column]]) -> str:
+    """The loss that all reach, and who is there first."""
+    settled = [(x, _smooth(y)) for x, y in curves]
+    if not all(len(y) and np.isfinite(y).all() for _, y in settled):
+        return "Loss against time"
+    level = max(float(y.min()) for _, y in settled)
+    reached = {cell.label: float(x[int(np.argmax(y <= level))]) for cell, (x, y) in zip(cells, settled, strict=True)}
+    first, last = min(reached, key=lambda n: reached[n]), max(reached, key=lambda n: reached[n])
+    if len(reached) < 2 or reached[first] <= 0 or first == last:
+        return f"The loss falls to {level:.2f} in {reached[first]:.0f} s"
+    return f"{first} is at a loss of {level:.2f} after {reached[first]:.0f} s, {last} only after {reached[last]:.0f} s"
+
+
+def _smooth(values: Column) -> Column:
+    width = max(1, len(values) // 20)
+    return np.convolve(values, np.ones(width) / width, mode="valid") if len(values) else values
+
+
+def seconds_by_step(cells: Sequence[Cell], series: Sequence[Column]) -> str:
+    """How steady the steps are once warm-up is over."""
+    spreads = {}
+    for cell in cells:
+        pooled = np.concatenate(list(cell.samples))
+        middle = float(np.median(pooled))
+        spreads[cell.label] = (
+            float(np.quantile(pooled, 0.95) - np.quantile(pooled, 0.05)) / 2 / middle if middle else 0.0
+        )
+    worst = max(spreads, key=lambda name: spreads[name])
+    if spreads[worst] <= 0.05:
+        return f"Steps are steady: nine of ten lie within ±{percent(spreads[worst])} of the median in every mode"
+    return f"{worst} is the least steady: nine of ten steps lie within ±{percent(spreads[worst])} of its median"
