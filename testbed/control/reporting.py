@@ -6,8 +6,9 @@ It does so inside its functions: matplotlib takes a second to import, and `testb
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,10 @@ from testbed.control.screen import Json, console
 from testbed.spec.errors import TestbedError
 from testbed.spec.experiment import Experiment
 from testbed.spec.folder import EXPERIMENT, RunFolder, runs_dir, write_whole
+from testbed.spec.table import format_table
+
+if TYPE_CHECKING:
+    from testbed.report.compare import Comparison
 
 app = typer.Typer()
 Runs = Annotated[list[Path], typer.Argument(help="run folders, or folders of runs, e.g. runs/quick")]
@@ -39,6 +44,51 @@ def report(
     for each in made.skipped:
         console.print(f"left out: {each.path}: {each.reason}")
     console.print(f"report: {made.page}")
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="a run folder, or a folder of runs")],
+    b: Annotated[Path, typer.Argument(help="another; runs of equal spec are compared")],
+    threshold: Annotated[float, typer.Option(help="share by which a step of B may be slower")] = 0.05,
+    as_json: Json = False,
+) -> None:
+    """What changed from A to B, with confidence; exit code 1 when B is worse than the threshold."""
+    from testbed.report.compare import compare as find
+
+    found = find(a, b, threshold)
+    if as_json:
+        print(json.dumps(asdict(found) | {"worse": [change.name for change in found.worse]}, indent=1, default=str))
+    else:
+        _print_comparison(found)
+    if found.worse:
+        raise typer.Exit(1)
+
+
+def _print_comparison(found: Comparison) -> None:
+    for line in found.differences:
+        console.print(f"differs: {line}")
+    rows = [
+        (c.name, f"{c.before:.3f}", f"{c.after:.3f}", f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}", c.verdict)
+        for c in found.changes
+    ]
+    console.print(f"\n{format_table(('run', 'A s/iter', 'B s/iter', 'B / A', '95 % interval', 'B is'), rows)}\n")
+    for line in [*found.only, *(f"left out: {each.path}: {each.reason}" for each in found.skipped)]:
+        console.print(line)
+    for change in found.worse:
+        console.print(f"worse: {change.name} takes {100 * (change.ratio - 1):.1f} % longer")
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(help="a run folder")],
+    out: Annotated[Path | None, typer.Option(help="file to write [default: trace.json in the run folder]")] = None,
+) -> None:
+    """One trace of all ranks on one clock, for Perfetto or chrome://tracing."""
+    from testbed.report.trace import write_trace
+
+    path, spans = write_trace(run, out)
+    console.print(f"{spans} spans in {path}; open it at https://ui.perfetto.dev or chrome://tracing")
 
 
 def _beside(runs: list[Path]) -> Path:

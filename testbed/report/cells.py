@@ -21,7 +21,7 @@ from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 from testbed.spec.table import UNTOLD, baselines, flatten, label, varying_keys
 
-NO_CONDITION = UNTOLD - {"mode", "placement"}  # keys in which repeats of one cell may differ
+NO_CONDITION = UNTOLD - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Cell:
         return flatten(self.spec)
 
     @cached_property
+    def same_spec(self) -> str:
+        """Equal for cells that differ in their place only."""
+        return condition(self.spec)
+
+    @cached_property
     def waiting(self) -> Waiting:
         """Transfer against waiting, of the first repeat."""
         return waiting(self.first)
@@ -83,7 +88,7 @@ class Cell:
     @property
     def by_mean(self) -> bool:
         """Where only some steps synchronise, the median would leave out those that do."""
-        return not self.spec.mode.synchronous
+        return self.spec.mode.every > 1
 
     @cached_property
     def samples(self) -> Samples:
@@ -204,17 +209,18 @@ def chapters(loaded: Loaded) -> list[Chapter]:
     """Runs grouped by experiment, pooled where only the name differs, worker counts in numeric order."""
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in loaded.runs:
-        groups.setdefault(run.spec.experiment, {}).setdefault(condition(run), []).append(run)
+        key = f"{condition(run.spec)} on {run.summary.substrate}"
+        groups.setdefault(run.spec.experiment, {}).setdefault(key, []).append(run)
     return [
         Chapter(name, loaded.experiments.get(name), _ordered([Cell(runs) for runs in cells.values()], loaded, name))
         for name, cells in groups.items()
     ]
 
 
-def condition(run: Run) -> str:
-    """What makes two runs repeats of one another: the same spec but for names and ports, at the same kind of place."""
-    values = flatten(run.spec)
-    return repr([(key, values[key]) for key in sorted(values) if key not in NO_CONDITION] + [run.summary.substrate])
+def condition(spec: RunSpec) -> str:
+    """What makes two runs repeats of one another: the same spec but for names and ports."""
+    values = flatten(spec)
+    return repr([(key, values[key]) for key in sorted(values) if key not in NO_CONDITION])
 
 
 def _ordered(cells: list[Cell], loaded: Loaded, name: str) -> list[Cell]:

@@ -10,16 +10,6 @@ from testbed.report import theory
 from testbed.report.cells import Cell, Chapter
 from testbed.report.steps import Column
 
-SPLIT_NOTE = (
-    "Mean over steps and ranks. Blocked is timed in the training loop, communication in the layer that sends; hatched "
-    "is communication that went on while the loop computed and so cost nothing."
-)
-BYTES_NOTE = "Counted by the kernel at the node's interface, headers included; theory is payload alone."
-ROOFLINE_NOTE = (
-    "The least is the bytes over the busiest link, divided by the payload rate that the probe measured before training, plus "
-    " the delay of each hop. Waiting for a slower rank counts as communication here."
-)
-
 
 def fastest(cells: Sequence[Cell]) -> Cell:
     """The cell with the shortest step, among those that synchronise (where any does)."""
@@ -33,9 +23,15 @@ def slowest(cells: Sequence[Cell]) -> Cell:
     return max(real, key=lambda cell: cell.seconds.centre)
 
 
+def rate_in_words(value: float, digits: int = 4) -> str:
+    """180_000_000 -> '180 Mbit/s'."""
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
+
+
 def percent(share: float) -> str:
     """0.256 -> '26 %'; small shares keep a digit."""
-    return f"{100 * share:.0f} %" if share >= 0.1 or share < 0.0005 else f"{100 * share:.1f} %"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * max(share, 0.001):.1f} %"
 
 
 def where_time_goes(chapter: Chapter, cells: Sequence[Cell]) -> str:
@@ -74,14 +70,10 @@ def roofline(chapter: Chapter, cells: Sequence[Cell]) -> str:
     good = [name for name, ratio in ratios.items() if ratio <= 1.1]
     worst = max(ratios, key=lambda name: ratios[name])
     if len(good) == len(ratios):
-        return f"Every method runs its wire within {percent(max(ratios.values()) - 1)} of the bound: faster needs fewer bytes or more overlap"
-    return f"{worst} takes {ratios[worst]:.2f} times what its bytes need; the closest is {min(ratios, key=lambda n: ratios[n])} with {min(ratios.values()):.2f}"
-
-
-TIMELINE_NOTE = (
-    "The step nearest to the median, as rank 0 saw it. Upper strip: the training loop. Lower strip: each buffer from "
-    "the moment it was handed to the network until it was back. Below backward it is free; below red it is not."
-)
+        most = percent(max(ratios.values()) - 1)
+        return f"Every wire runs within {most} of its bound: faster needs fewer bytes or more overlap"
+    best = min(ratios, key=lambda name: ratios[name])
+    return f"{worst} takes {ratios[worst]:.2f} times what its bytes need, {best} {ratios[best]:.2f} times"
 
 
 def timeline(cells: Sequence[Cell]) -> str:
@@ -89,33 +81,37 @@ def timeline(cells: Sequence[Cell]) -> str:
     after = [cell for cell in cells if cell.split.busy > 0 and (cell.split.hidden_share or 0.0) <= 0.1]
     if overlapping and after:
         best = max(overlapping, key=lambda cell: cell.split.hidden_share or 0.0)
-        return f"{best.label} sends while it computes; {_list([c.label for c in after])} compute first and then wait for the wire"
+        others = listed([cell.label for cell in after])
+        return f"{best.label} sends while it computes; {others} compute first and then wait for the wire"
     if overlapping:
-        return f"{_list([c.label for c in overlapping])} send while they compute"
+        return f"{listed([c.label for c in overlapping])} send while they compute"
     return "Every method computes first and then waits for the wire" if after else "One step, phase by phase"
 
 
-def _list(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`; long lists are cut."""
     names = list(dict.fromkeys(names))
     names = [*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names
     return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
 
 
 def loss_by_step(cells: Sequence[Cell]) -> str:
-    """Do all walk the same path? The widest gap between two of them at any step, against how far the loss moved."""
+    """Do all that average gradients walk the same path? One node may not: its BatchNorm sees the whole batch."""
+    cells = [cell for cell in cells if cell.spec.mode.distributed] or cells
     length = min(len(cell.losses()) for cell in cells)
     if len(cells) < 2 or length < 2:
         return f"The loss goes from {cells[0].losses()[0]:.2f} to {cells[0].losses()[-1]:.2f}"
     table = np.array([cell.losses()[:length] for cell in cells])
     if not np.isfinite(table).all():
         lost = [cell.label for cell, row in zip(cells, table, strict=True) if not np.isfinite(row).all()]
-        return f"The loss of {_list(lost)} is no number any more: it diverged"
+        return f"The loss of {listed(lost)} is no number any more: it diverged"
     final = table[:, -max(1, length // 10) :].mean(axis=1)
     gap = float(final.max() - final.min())
     if gap <= 0.02 * float(np.abs(final).mean()) + 0.005:
         return f"All {len(cells)} walk the same path: after {length} steps their losses are within {gap:.3f}"
     high, low = cells[int(final.argmax())], cells[int(final.argmin())]
-    return f"They do not train the same model: after {length} steps {high.label} is at {final.max():.2f}, {low.label} at {final.min():.2f}"
+    ends = f"{high.label} is at {final.max():.2f}, {low.label} at {final.min():.2f}"
+    return f"They do not train the same model: after {length} steps {ends}"
 
 
 def loss_by_time(cells: Sequence[Cell], curves: Sequence[tuple[Column, Column]]) -> str:

@@ -22,6 +22,11 @@ class Focus:
     names: list[str]
     shown: str = ""
 
+    def without_control(self) -> Focus:
+        """Without runs that synchronise nothing on purpose: what they learn means nothing."""
+        kept = [(c, n) for c, n in zip(self.cells, self.names, strict=True) if c.spec.mode.algorithm != "none"]
+        return Focus([cell for cell, _ in kept], [name for _, name in kept], self.shown)
+
 
 def focus(chapter: Chapter) -> Focus:
     """All cells while they fit; else those that differ in the mode only, under the most crowded condition."""
@@ -34,7 +39,7 @@ def focus(chapter: Chapter) -> Focus:
         chosen = [cell for cell, c in zip(cells, conditions, strict=True) if c == most]
         singles = [single for cell in chosen if (single := chapter.single(cell)) and single not in chosen]
         cells = [*dict.fromkeys(singles), *chosen][:MOST]
-        told = ", ".join(_words(key, value) for key, value in zip(keys(chapter), most, strict=True))
+        told = ", ".join(words_for(key, value) for key, value in zip(keys(chapter), most, strict=True))
         shown = f"Of {len(chapter.cells)} conditions this shows {told or f'the first {MOST}'}."
     return Focus(cells, names(cells), shown)
 
@@ -52,12 +57,14 @@ def value_of(cell: Cell, key: str) -> Any:
     """A cell's value of a key as people read it."""
     if key == "on":
         return cell.substrate
+    if key == "nodes":
+        return cell.world
     if key == "overrides":
-        return overrides_in_words(cell) or "none"
+        return overrides_inwords_for(cell) or "none"
     return cell.flat.get(key)
 
 
-def overrides_in_words(cell: Cell) -> str:
+def overrides_inwords_for(cell: Cell) -> str:
     """`node2: 0.2 cores` or `node2: 125mbit`."""
     parts = []
     for node, own in cell.spec.overrides.items():
@@ -74,10 +81,10 @@ def names(cells: Sequence[Cell]) -> list[str]:
         varies.append("on")
     if len({cell.label for cell in cells}) == len(cells):
         varies = []  # the mode alone says it
-    return [", ".join([cell.label, *(_words(key, value_of(cell, key), varies) for key in varies)]) for cell in cells]
+    return [", ".join([cell.label, *(words_for(key, value_of(cell, key), varies) for key in varies)]) for cell in cells]
 
 
-def _words(key: str, value: Any, among: Sequence[str] = ()) -> str:
+def words_for(key: str, value: Any, among: Sequence[str] = ()) -> str:
     """`4 nodes`, `200mbit`, `batch 64`."""
     if key == "nodes":
         return f"{value} nodes"

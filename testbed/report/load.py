@@ -84,15 +84,12 @@ def load(paths: Sequence[Path]) -> Loaded:
     experiments: dict[str, Experiment] = {}
     for path in _distinct(folder for named in paths for folder in find(named)):
         try:
-            run = _read_run(RunFolder(path))
+            run = read_run(RunFolder(path))
         except DAMAGE as error:
             skipped.append(Skipped(path, _sentence(error)))
             continue
-        if isinstance(run, Skipped):
-            skipped.append(run)
-        else:
-            runs.append(run)
-            _read_experiment(run, experiments)
+        runs.append(run)
+        _read_experiment(run, experiments)
     return Loaded(runs, skipped, experiments)
 
 
@@ -126,23 +123,24 @@ def _distinct(paths: Iterable[Path]) -> list[Path]:
     return list(seen.values())
 
 
-def _read_run(folder: RunFolder) -> Run | Skipped:
+def read_run(folder: RunFolder) -> Run:
+    """A run that ended well; whatever speaks against showing it is raised."""
     spec = folder.read_spec()
     if not folder.summary.is_file():
-        return Skipped(folder.path, "it has no summary.json: the run is still going on, or it was killed")
+        raise SpecError("it has no summary.json: the run is still going on, or it was killed")
     summary = Summary.read(folder)
     if summary.status != "ok":
-        return Skipped(folder.path, f"{summary.status}: {summary.reason or 'no reason given'}")
+        raise SpecError(f"{summary.status}: {summary.reason or 'no reason given'}")
     if summary.spec != spec:
         raise SpecError("its spec.json and summary.json tell of different runs")
-    ranks = [_read_rank(folder, rank, spec) for rank in range(spec.world)]
+    ranks = [_read_rank(folder, rank) for rank in range(spec.world)]
     run = Run(folder, summary, ranks, read_network(folder.receipt, spec))
     if not len(run.kept[0].total):
         raise SpecError("no step is left after warm-up")
     return run
 
 
-def _read_rank(folder: RunFolder, rank: int, spec: RunSpec) -> Rank:
+def _read_rank(folder: RunFolder, rank: int) -> Rank:
     path = folder.records(rank)
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path.name} has {path.stat().st_size} bytes, and at most {MAX_BYTES} are read")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.patches import Patch
 
-from testbed.report import findings
+from testbed.report import findings, theory, words
 from testbed.report.cells import Cell, Chapter
 from testbed.report.style import COLOURS, Canvas, Plot, canvas, colour, plot
 
@@ -36,6 +36,17 @@ def legend_below(made: Canvas, keys: list[Patch]) -> None:
     made.figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0.0, -0.005), **style)
     box, lift = made.axes.get_position(), 0.3 / made.figure.get_size_inches()[1]
     made.axes.set_position((box.x0, box.y0 + lift, box.width, box.height - lift))
+
+
+def legend_above(made: Canvas) -> None:
+    """Names over the axes, as many to a line as fit; the axes make room."""
+    names = made.axes.get_legend_handles_labels()[1]
+    columns = max(1, min(len(names), int(66 / (max(map(len, names)) + 7))))
+    lines = -(-len(names) // columns)
+    box, drop = made.axes.get_position(), 0.2 * lines / made.figure.get_size_inches()[1]
+    made.axes.set_position((box.x0, box.y0, box.width, box.height - drop))
+    style = {"ncols": columns, "columnspacing": 1.3, "handlelength": 2.0, "borderaxespad": 0.2}
+    made.axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), **style)
 
 
 def where_time_goes(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
@@ -70,12 +81,16 @@ def where_time_goes(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str
         Patch(facecolor=REST, label="rest"),
     ]
     legend_below(made, keys)
-    return plot(made, "where-time-goes", findings.where_time_goes(chapter, cells), findings.SPLIT_NOTE)
+    return plot(made, "where-time-goes", findings.where_time_goes(chapter, cells), words.WHERE_TIME_GOES)
 
 
 def bytes_per_rank(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
     """What each rank sent in a step, and the line that theory draws."""
-    shown = [(cell, name) for cell, name in zip(cells, names, strict=True) if any(cell.sent()) and cell.world > 1]
+    shown = [
+        (cell, name)
+        for cell, name in zip(cells, names, strict=True)
+        if any(cell.sent()) and not theory.silent(cell.spec.mode)
+    ]
     if not shown:
         return None
     most = max(cell.world for cell, _ in shown)
@@ -87,16 +102,14 @@ def bytes_per_rank(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]
             bar = made.axes.barh(
                 place, (sent or 0) / 1e6, height=height * 0.82, color=colour(cell.spec.mode.algorithm), alpha=0.85
             )[0]
-            theory = f", theory {needed / 1e6:.1f} MB + headers" if needed is not None else ""
-            made.tip(bar, f"{name}, rank {rank}: {(sent or 0) / 1e6:.1f} MB sent per step{theory}")
+            least = f", theory {needed / 1e6:.1f} MB" if needed is not None else ""
+            made.tip(bar, f"{name}, rank {rank}: {(sent or 0) / 1e6:.1f} MB sent per step{least}")
             if needed:
                 made.axes.plot(
                     [needed / 1e6] * 2, [place - height * 0.55, place + height * 0.55], color=BOUND, linewidth=1.6
                 )
     made.axes.set_xlabel("MB sent per step; one bar per rank, rank 0 on top; | is what theory needs")
-    return plot(
-        made, "bytes-per-rank", findings.bytes_per_rank(chapter, [cell for cell, _ in shown]), findings.BYTES_NOTE
-    )
+    return plot(made, "bytes-per-rank", findings.bytes_per_rank(chapter, [cell for cell, _ in shown]), words.BYTES)
 
 
 def roofline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
@@ -114,4 +127,4 @@ def roofline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> P
         made.axes.text(max(busy, least) + 0.012 * longest, y, f"{busy / least:.2f}×", va="center", fontsize=9.5)
     made.axes.set_xlim(0, longest * 1.12)
     made.axes.set_xlabel("seconds of communication per step; | is the least that the bytes need")
-    return plot(made, "roofline", findings.roofline(chapter, [cell for cell, _ in shown]), findings.ROOFLINE_NOTE)
+    return plot(made, "roofline", findings.roofline(chapter, [cell for cell, _ in shown]), words.ROOFLINE)

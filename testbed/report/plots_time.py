@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.patches import Patch
 
-from testbed.report import findings
+from testbed.report import findings, words
 from testbed.report.cells import Cell, Chapter
-from testbed.report.plots_modes import legend_below, rows
+from testbed.report.plots_modes import legend_above, legend_below, rows
 from testbed.report.steps import Column
 from testbed.report.style import COLOURS, DASHES, Canvas, Plot, canvas, colour, plot
 
@@ -39,7 +39,7 @@ def timeline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> P
         Patch(facecolor=COLOURS["muted"][0], label="buffers on the wire"),
     ]
     legend_below(made, keys)
-    return plot(made, "timeline", findings.timeline(cells), findings.TIMELINE_NOTE)
+    return plot(made, "timeline", findings.timeline(cells), words.TIMELINE)
 
 
 def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequence[Cell], names: Sequence[str]) -> None:
@@ -49,11 +49,11 @@ def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequenc
         kind = cell.spec.mode.algorithm
         dash = DASHES[seen.get(kind, 0) % len(DASHES)]
         seen[kind] = seen.get(kind, 0) + 1
-        width = 1.5 + 3.5 * (len(cells) - 1 - number) / max(1, len(cells) - 1)
+        width = 1.5 + 2.4 * (len(cells) - 1 - number) / max(1, len(cells) - 1)
         x, y = thin(x), thin(y)
         (line,) = made.axes.plot(x, y, color=colour(kind), linewidth=width, linestyle=dash, label=name, alpha=0.9)
         made.tip(line, name)
-    made.axes.legend(loc="best", ncols=2 if len(cells) > 5 else 1, handlelength=2.2)
+    legend_above(made)
 
 
 def thin(values: Column) -> Column:

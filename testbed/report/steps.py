@@ -3,7 +3,7 @@
 step    = compute + exposed + rest           each timed where it happens, so this is a check and no definition
 busy    = exposed + hidden                   seconds in which at least one buffer was on its way
 compute = data + forward + backward + update, less what the loop was blocked inside them
-rest    = what belongs to neither: the loop's own book-keeping, and work inside `sync` that is neither update nor waiting
+rest    = the loop's own book-keeping, and work inside `sync` that is neither update nor waiting
 """
 
 from __future__ import annotations

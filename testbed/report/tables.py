@@ -8,9 +8,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from testbed.report import theory
+import numpy as np
+
+from testbed.report import theory, words
 from testbed.report.cells import Cell, Chapter
 from testbed.report.focus import keys, value_of
+from testbed.report.steps import Column
 from testbed.spec.table import format_table, short_key
 
 DASH = "-"
@@ -93,11 +96,7 @@ def modes(chapter: Chapter) -> Table:
             share(statistics.fmean(right) if right else None),
             agree,
         )
-    note = (
-        "s/iter is the median (every:K: the mean) over steps of the mean over ranks, warm-up left out, repeats pooled; its "
-        "interval is a bootstrap's. Speed-up is over one node with the same batch and the same share of the machine."
-    )
-    return Table("modes", "What each mode costs", made.header, made.rows, note)
+    return Table("modes", "What each mode costs", made.header, made.rows, words.MODES)
 
 
 def split(chapter: Chapter) -> Table:
@@ -117,12 +116,7 @@ def split(chapter: Chapter) -> Table:
             DASH if silent else number(statistics.fmean(w.transfer)),
             last,
         )
-    note = (
-        "Seconds, mean over steps and ranks. Exposed: the loop stood still for communication. Hidden: communication went on "
-        "while the loop computed. Of all communication, waiting is before the last rank joined, transfer is after. Last to "
-        "join: the rank that the others waited for most, and how often."
-    )
-    return Table("split", "Where a step goes", made.header, made.rows, note)
+    return Table("split", "Where a step goes", made.header, made.rows, words.SPLIT)
 
 
 def traffic(chapter: Chapter) -> Table | None:
@@ -132,12 +126,15 @@ def traffic(chapter: Chapter) -> Table | None:
         "theory",
         "sent, others",
         "theory ",
-        "sent / theory with headers",
+        "sent / theory",
         *KINDS,
         "headers, control",
+        "before step 1",
     )
     made = Columns(chapter, rest)
-    for cell in (cell for cell in chapter.cells if cell.world > 1 and any(cell.sent())):
+    for cell in (
+        cell for cell in chapter.cells if cell.world > 1 and any(cell.sent()) and not theory.silent(cell.spec.mode)
+    ):
         sent, needed = cell.sent(), cell.needed()
         made.add(
             cell,
@@ -148,34 +145,37 @@ def traffic(chapter: Chapter) -> Table | None:
             number(sent_over_theory(cell), ".3f"),
             *kinds(cell),
         )
-    note = (
-        "MB (10^6 bytes) per rank and step, counted by the kernel with headers; theory is payload: its column of the "
-        "ratio adds the headers of full frames. Right of it: what the payload of the whole run was made of, summed over "
-        "ranks; what the counter saw beyond payload is headers, acknowledgements, rendezvous and heartbeats."
-    )
-    return Table("bytes", "Bytes against theory", made.header, made.rows, note) if made.rows else None
+    return Table("bytes", "Bytes against theory", made.header, made.rows, words.TRAFFIC) if made.rows else None
 
 
 KINDS = ("gradients", "parameters", "buffers", "metrics")
 
 
 def kinds(cell: Cell) -> list[str]:
-    """Shares of all that was sent, by kind, and what is left for headers and control."""
+    """Shares of what was sent since step 1 began, by kind; what is left; and MB per rank that went before."""
     ends = [rank.end for rank in cell.first.ranks]
-    whole = sum(float(end.get("sent") or 0) for end in ends)
+    before = [_before(rank.steps.sent) for rank in cell.first.ranks]
+    whole = sum(float(end.get("sent") or 0) for end in ends) - sum(before)
     sums = [sum(float((end.get("payload") or {}).get(kind) or 0) for end in ends) for kind in KINDS]
-    if not whole or not any(sums):
-        return [DASH] * (len(KINDS) + 1)
-    return [_small(value / whole) for value in [*sums, whole - sum(sums)]]
+    if whole <= 0 or not any(sums):
+        return [DASH] * (len(KINDS) + 2)
+    shares = [_small(value / whole) for value in [*sums, max(0.0, whole - sum(sums))]]
+    return [*shares, _mb(statistics.fmean(before))]
+
+
+def _before(sent: Column) -> float:
+    """Bytes that the counter had seen when the first step began: the probe, the rendezvous, a first broadcast."""
+    usual = float(np.median(np.diff(sent))) if len(sent) > 1 else 0.0
+    return max(0.0, float(sent[0]) - usual) if len(sent) and np.isfinite(sent[0]) else 0.0
 
 
 def sent_over_theory(cell: Cell) -> float | None:
-    """All ranks' bytes on the wire over what theory needs with headers; None where it has no formula."""
+    """All ranks' bytes, as the kernel counted them, over the payload of theory; None where it has no formula."""
     sent, needed = cell.sent(), cell.needed()
     payload = sum(n for n in needed if n is not None)
     if not payload or None in sent or None in needed:
         return None
-    return sum(float(s or 0) for s in sent) / theory.on_the_wire(payload, cell.first.network.mtu)
+    return sum(float(s or 0) for s in sent) / payload
 
 
 def wire(chapter: Chapter) -> Table | None:
@@ -206,13 +206,7 @@ def wire(chapter: Chapter) -> Table | None:
             number(size / busy / 1e6 * 2 * (cell.world - 1) / cell.world, ".1f"),
             share(utilisation(cell)),
         )
-    note = (
-        "S: bytes of the gradient, B: payload rate of the slowest link on the receipt (gather and server: of rank 0's). "
-        "Algorithm bandwidth is S over the time of communication; bus bandwidth is that times 2(N-1)/N, what a ring would "
-        "move over each link. Used of the link: bytes the busiest rank sent or received, over the time of communication "
-        "and the rate on the receipt."
-    )
-    return Table("wire", "Time against the lower bound", made.header, made.rows, note) if made.rows else None
+    return Table("wire", "Time against the lower bound", made.header, made.rows, words.WIRE) if made.rows else None
 
 
 def utilisation(cell: Cell) -> float | None:
@@ -239,9 +233,10 @@ def network(chapter: Chapter) -> Table | None:
                     DASH if run.network.worst is None else f"{100 * run.network.worst:+.2f} %",
                     str(len(got)),
                 )
-    note = "On the wire, each way, headers included; measured on every directed link and on the fan-in before training."
     return (
-        Table("network", "The network, asked and got", made.header, made.rows, note, folded=True) if made.rows else None
+        Table("network", "The network, asked and got", made.header, made.rows, words.NETWORK, folded=True)
+        if made.rows
+        else None
     )
 
 

@@ -1,7 +1,7 @@
 """Theory: the bytes that a method must send and the least time they need, rank by rank.
 
-S is the size of the gradient, N the number of ranks, B a link's payload rate in byte/s, a the delay of one hop in seconds,
-m the number of buffers that the gradient is cut into. Every bound is what the busiest link needs:
+S is the size of the gradient, N the number of ranks, B a link's payload rate in byte/s, a the delay of one hop in
+seconds, m the number of buffers that the gradient is cut into. Every bound is what the busiest link needs:
 
     gather, server           2(N-1) S/B   + 2 m a        everything passes rank 0's link, in and then out
     allreduce, ring, ddp     2(N-1)/N S/B + 2(N-1) m a   each rank sends and receives alike
@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from testbed.spec.mode import SyncMode
-
-HEADERS = 52 + 14  # bytes of a full frame that are no payload: IPv4, TCP with timestamps, Ethernet
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,3 @@ def _children(n: int, rank: int) -> float:
     """Of a rank in the binomial tree: those it sends the mean to."""
     below = [1 << k for k in range(log2(n)) if rank % (2 << k) == 0 and rank + (1 << k) < n]
     return float(len(below))
-
-
-def on_the_wire(payload: float, mtu: int) -> float:
-    """Payload with the headers of full frames; acknowledgements of what came in are not in it."""
-    return payload * (mtu + 14) / (mtu + 14 - HEADERS)

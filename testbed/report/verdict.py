@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from testbed.report import theory
 from testbed.report.cells import Cell, Chapter
-from testbed.report.findings import fastest, percent, slowest
+from testbed.report.findings import fastest, percent, rate_in_words, slowest
 from testbed.report.focus import Focus
 from testbed.report.tables import sent_over_theory
-from testbed.spec.units import format_rate
 
 SUM_TOLERANCE = 0.05  # of the sums of a split
-BYTE_TOLERANCE = 0.05  # of bytes against theory with headers
+BYTE_TOLERANCE = 0.07  # of counted bytes over payload: headers are up to 4.6 %, acknowledgements about 2 %
 CONTROL_TOLERANCE = 0.10  # of compute against the control run
 
 
@@ -60,7 +59,7 @@ def _headline(chapter: Chapter, cells: Sequence[Cell], best: Cell, worst: Cell) 
     if not best.spec.mode.distributed:
         return f"One node takes {best.seconds.centre:.2f} s a step"
     rate = best.spec.link.rate
-    where = f"At {format_rate(rate)} each way" if rate else "On this network"
+    where = f"At {rate_in_words(rate)} each way" if rate else "On this network"
     if best is worst or best.label == worst.label:
         gain = "" if speed is None else f", {speed:.2f} times the speed of one node"
         return f"{where} {best.label} keeps {copies} copies in step in {best.seconds.centre:.2f} s a step{gain}"
@@ -88,7 +87,7 @@ def _why(best: Cell, worst: Cell) -> list[str]:
             " through rank 0's link" if worst.spec.mode.algorithm in ("gather", "server") else " over the busiest link"
         )
         said.append(
-            f"{worst.label} must move {loads[1] / 1e6:.0f} MB a step{rooted}, in and out: at least {worst.bound:.2f} s here. "
+            f"{worst.label} must move {loads[1] / 1e6:.0f} MB a step{rooted}: at least {worst.bound:.2f} s here. "
             f"{best.label} moves {loads[0] / 1e6:.0f} MB over each link: {best.bound:.2f} s."
         )
     hidden = best.split.hidden_share
@@ -104,8 +103,8 @@ def _limits(best: Cell) -> list[str]:
     least = max(compute, wire)
     limit = "the network" if wire > compute else "the CPU"
     return [
-        f"{limit[0].upper()}{limit[1:]} limits {best.label}: a step needs {compute:.2f} s of computing and at least {wire:.2f} s "
-        f"of wire, so with perfect overlap {least:.2f} s; it takes {step:.2f} s."
+        f"{limit[0].upper()}{limit[1:]} limits {best.label}: a step needs {compute:.2f} s of computing and at least "
+        f"{wire:.2f} s of wire, so with perfect overlap {least:.2f} s; it takes {step:.2f} s."
     ]
 
 
@@ -169,15 +168,18 @@ def _bytes(chapter: Chapter) -> Check | None:
     if not ratios:
         return None
     off = max(ratios, key=lambda ratio: abs(ratio - 1)) - 1
-    return Check(
-        abs(off) <= BYTE_TOLERANCE, f"Bytes: the kernel counted what theory asks for, within {percent(abs(off))}"
-    )
+    over = f"{percent(abs(off))} {'more' if off > 0 else 'less'} at most"
+    text = f"Bytes: the kernel counted what theory asks for ({over}; headers are 0.2 to 4.6 %)"
+    return Check(-0.01 <= off <= BYTE_TOLERANCE, text)
 
 
 def _sums(chapter: Chapter) -> Check:
     step = max(cell.split.step_gap for cell in chapter.cells)
     busy = max(cell.split.busy_gap for cell in chapter.cells)
-    text = f"Times: compute + exposed + rest is the step within {percent(step)}, exposed + hidden is communication within {percent(busy)}"
+    text = (
+        f"Times: compute + exposed + rest is the step within {percent(step)}, exposed + hidden is communication "
+        f"within {percent(busy)}"
+    )
     return Check(max(step, busy) <= SUM_TOLERANCE, text)
 
 

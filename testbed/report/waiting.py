@@ -125,8 +125,8 @@ def _slow_cpus(run: Run) -> list[Straggler]:
         if usual > 0 and own >= SLOW_CPU * usual:
             images = run.spec.local_batch(rank)
             sentence = (
-                f"rank {rank} is slow to compute: {own * images:.2f} s a step where the others need {usual * images:.2f} s, "
-                f"so everybody waits for its CPU"
+                f"rank {rank} is slow to compute: {own * images:.2f} s a step where the others need "
+                f"{usual * images:.2f}, so everybody waits for its CPU"
             )
             found.append(Straggler(rank, "CPU", own / usual, sentence))
     return found

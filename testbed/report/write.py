@@ -12,10 +12,11 @@ from typing import Any
 import jinja2
 
 from testbed import __version__
-from testbed.report import plots_modes, plots_time, tables
+from testbed.report import plots_axes, plots_modes, plots_time, tables, tables_reports
 from testbed.report.cells import Cell, Chapter, chapters
 from testbed.report.focus import Focus, focus
 from testbed.report.load import Loaded, Skipped, load
+from testbed.report.published import Published, published
 from testbed.report.style import Plot, css
 from testbed.report.tables import Table
 from testbed.report.verdict import Verdict, verdict
@@ -39,7 +40,7 @@ class Part:
     verdict: Verdict
     tables: list[Table]
     plots: list[Plot]
-    published: Any = None
+    published: Published | None = None
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,6 @@ def _nothing(paths: Sequence[Path], loaded: Loaded) -> str:
 
 def make_part(chapter: Chapter) -> Part:
     focused = focus(chapter)
-    made = [
-        tables.modes(chapter),
-        tables.split(chapter),
-        tables.traffic(chapter),
-        tables.wire(chapter),
-        tables.network(chapter),
-    ]
     return Part(
         chapter=chapter,
         slug=slug(chapter.name),
@@ -91,9 +85,26 @@ def make_part(chapter: Chapter) -> Part:
         title=chapter.title,
         caption=caption(chapter.summaries),
         verdict=verdict(chapter, focused),
-        tables=[table for table in made if table],
+        tables=_tables(chapter),
         plots=_plots(chapter, focused),
+        published=published(chapter),
     )
+
+
+def _tables(chapter: Chapter) -> list[Table]:
+    """The most asked-for first; tables that have nothing to say are left out."""
+    made = [
+        tables.modes(chapter),
+        *tables_reports.workers_by_batch(chapter),
+        tables.split(chapter),
+        tables.traffic(chapter),
+        tables.wire(chapter),
+        tables_reports.epochs(chapter),
+        tables_reports.ranks(chapter),
+        tables_reports.compact(chapter),
+        tables.network(chapter),
+    ]
+    return [table for table in made if table]
 
 
 Drawn = Callable[[Chapter, Sequence[Cell], Sequence[str]], Plot | None]
@@ -102,15 +113,18 @@ SIDE_BY_SIDE: tuple[Drawn, ...] = (
     plots_time.timeline,
     plots_modes.bytes_per_rank,
     plots_modes.roofline,
-    plots_time.loss_by_time,
-    plots_time.loss_by_step,
     plots_time.seconds_by_step,
 )
+LEARNING: tuple[Drawn, ...] = (plots_time.loss_by_time, plots_time.loss_by_step)
 
 
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
+    """What was swept first, then the methods side by side."""
+    along = [plot for draw in plots_axes.ALONG for plot in draw(chapter)]
     drawn = [draw(chapter, focused.cells, focused.names) for draw in SIDE_BY_SIDE]
-    return [plot for plot in drawn if plot]
+    learning = focused.without_control()
+    drawn += [draw(chapter, learning.cells, learning.names) for draw in LEARNING if learning.cells]
+    return [*along, *(plot for plot in drawn if plot)]
 
 
 def slug(text: str) -> str:
@@ -151,13 +165,16 @@ def _write_files(part: Part, files: Path) -> None:
     for plot in part.plots:
         write_whole(files / f"{part.slug}-{plot.name}.svg", plot.svg)
         (files / f"{part.slug}-{plot.name}.png").write_bytes(plot.png)
-    for table in part.tables:
+    for table in [*part.tables, *([part.published.table] if part.published else [])]:
         write_whole(files / f"{part.slug}-{table.name}.csv", table.csv())
 
 
 def _markdown(part: Part) -> str:
     lines = [f"## {part.title}", "", f"{part.verdict.headline}.", "", *part.verdict.why, "", f"{part.caption}.", ""]
     lines += [f"- {check.text}" for check in part.verdict.checks]
+    if part.published:
+        lines += ["", *(f"- {claim.word} {claim.text}" for claim in part.published.sentences)]
+        lines += ["", part.published.table.markdown()]
     lines += ["", *(table.markdown() for table in part.tables)]
     lines += [f"![{plot.finding}]({part.slug}-{plot.name}.svg)\n" for plot in part.plots]
     return "\n".join(lines)

@@ -81,7 +81,7 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
 
 def centre(spec: RunSpec) -> Callable[[list[float]], float]:
     """The median; but where most steps do not synchronise it would leave out those that do, so there the mean."""
-    return statistics.median if spec.mode.synchronous else statistics.fmean
+    return statistics.median if spec.mode.every == 1 else statistics.fmean
 
 
 def _quartiles(values: list[float]) -> tuple[float, float] | None:

@@ -74,7 +74,7 @@ def caption(summaries: Sequence[Summary]) -> str:
     least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
     steps = f"{least} to {most}" if least < most else f"{most}"
     warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
-    middle = "median" if all(x.spec.mode.synchronous for x in summaries) else "median (every:K: mean)"
+    middle = "median" if all(x.spec.mode.every == 1 for x in summaries) else "median (every:K: mean)"
     return f"{told}, on {s.substrate}; {middle} of {steps} steps after {warmup}"
 
 
