@@ -23,6 +23,7 @@ from typing import Any
 from testbed.report.cells import Cell, Chapter
 from testbed.report.focus import value_of
 from testbed.report.tables import DASH, Table
+from testbed.report.tables_reports import bandwidth_used, epoch_images, epoch_seconds, images, weak_speed_up
 
 FLAT = 0.05  # a change smaller than this share is none
 MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
@@ -38,6 +39,14 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "compute_share_percent": ("compute %", lambda chapter, cell: _percent(cell.split.compute / cell.split.step)),
     "communication_share_percent": ("blocked %", lambda chapter, cell: _percent(cell.split.exposed / cell.split.step)),
     "hidden_share_percent": ("hidden %", lambda chapter, cell: _percent(cell.split.hidden_share)),
+    "images_per_second": ("images/s", lambda chapter, cell: images(cell)),
+    "weak_speed_up": ("speed-up, same batch per worker", lambda chapter, cell: weak_speed_up(chapter, cell)),
+    "epoch_seconds": ("s/epoch", lambda chapter, cell: epoch_seconds(cell)),
+    "epoch_communication_seconds": (
+        "communication s/epoch",
+        lambda chapter, cell: cell.split.busy * epoch_images(cell) / cell.spec.global_batch,
+    ),
+    "bandwidth_megabytes": ("MB/s, all ranks", lambda chapter, cell: bandwidth_used(cell)),
     "train_accuracy_percent": ("train accuracy %", lambda chapter, cell: _percent(_train_accuracy(cell))),
 }
 
@@ -79,21 +88,39 @@ def published(chapter: Chapter) -> Published | None:
 def _table(chapter: Chapter, figures: dict[str, Any]) -> Table:
     """Theirs next to ours, one row per mode and one pair of columns per measure."""
     measures = [key for key in figures if key in MEASURES and isinstance(figures[key], dict)]
-    modes = list(dict.fromkeys(mode for key in measures for mode in figures[key]))
-    header = ["mode", *(f"{MEASURES[key][0]}, {whose}" for key in measures for whose in ("published", "ours"))]
+    theirs = {key: _rows(figures[key]) for key in measures}
+    modes = list(dict.fromkeys(mode for key in measures for mode in theirs[key]))
+    header = ["", *(f"{MEASURES[key][0]}, {whose}" for key in measures for whose in ("published", "ours"))]
     rows = []
     for mode in modes:
-        cell = _pick(chapter, mode, {})
+        cell = _pick(chapter, mode, {}) or _in_grid(chapter, mode)
         row = [str(mode)]
         for key in measures:
             ours = MEASURES[key][1](chapter, cell) if cell else None
-            row += [_text(figures[key].get(mode)), _text(ours)]
+            row += [_text(theirs[key].get(mode)), _text(ours)]
         rows.append(row)
     where = str(figures.get("source") or "the report")
     note = (
         f"Published: {where}. Their machines were others, so seconds differ; order, ratios and bottleneck should not."
     )
     return Table("published", "Published and ours", header, rows, note)
+
+
+def _rows(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures by mode as they are; those of a grid, `4 = { 32 = 3.54 }`, by workers and batch per worker."""
+    rows: dict[str, Any] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            rows |= {f"{name} workers, batch {batch}": figure for batch, figure in value.items()}
+        else:
+            rows[str(name)] = value
+    return rows
+
+
+def _in_grid(chapter: Chapter, name: str) -> Cell | None:
+    """The cell of `4 workers, batch 32`."""
+    named = {f"{cell.world} workers, batch {cell.spec.local_batch(0)}": cell for cell in chapter.cells}
+    return named.get(name)
 
 
 def _judge(chapter: Chapter, claim: dict[str, Any]) -> Claim:

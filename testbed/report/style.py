@@ -39,6 +39,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "gather": ("#cc5803", "#ff8f4d"),
     "allreduce": ("#b07a00", "#f2b92f"),
     "ring": ("#0068a8", "#5cb3f2"),
+    "direct": ("#5b7f0b", "#a8cf55"),
     "ddp": ("#00795c", "#35c79d"),
     "tree": ("#a43c84", "#e78ecb"),
     "halving": ("#5145a8", "#a79df5"),

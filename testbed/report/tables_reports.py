@@ -68,23 +68,33 @@ def workers_by_batch(chapter: Chapter) -> list[Table]:
         return Table(name, title, header, rows, words.EPOCH_TIME)
 
     def time(cell: Cell) -> list[str]:
-        single = grid.get((1, cell.spec.local_batch(0)))
-        return [number(epoch_seconds(cell), ".1f"), number(images(cell) / images(single) if single else None, ".2f")]
+        return [number(epoch_seconds(cell), ".1f"), number(weak_speed_up(chapter, cell), ".2f")]
 
     def parts(cell: Cell) -> list[str]:
         steps = epoch_images(cell) / cell.spec.global_batch
         return [number(cell.split.compute * steps, ".1f"), number(cell.split.busy * steps, ".1f")]
 
     def bandwidth(cell: Cell) -> list[str]:
-        sent = [float(v or 0) for v in cell.sent()]
-        used = sum(sent) / cell.split.busy / 1e6 if cell.split.busy else None
-        return [number(used, ".1f"), share(utilisation(cell))]
+        return [number(bandwidth_used(cell), ".1f"), share(utilisation(cell))]
 
     return [
         made("workers-time", "Workers and batch: time of an epoch", ("s", "speed-up"), time, 1),
         made("workers-split", "Workers and batch: compute and communication", ("compute s", "comm. s"), parts, 2),
         made("workers-bandwidth", "Workers and batch: bandwidth", ("MB/s, all ranks", "of the link"), bandwidth, 2),
     ]
+
+
+def weak_speed_up(chapter: Chapter, cell: Cell) -> float | None:
+    """By images per second, over one worker with the same batch per worker."""
+    alike = (c for c in chapter.cells if c.world == 1 and c.spec.local_batch(0) == cell.spec.local_batch(0))
+    single = next((c for c in alike if c.substrate == cell.substrate), None)
+    return images(cell) / images(single) if single else None
+
+
+def bandwidth_used(cell: Cell) -> float | None:
+    """MB/s that all ranks together sent while anything was being communicated."""
+    sent = sum(float(value or 0) for value in cell.sent())
+    return sent / cell.split.busy / 1e6 if cell.split.busy and sent else None
 
 
 def images(cell: Cell) -> float:

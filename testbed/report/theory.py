@@ -5,6 +5,7 @@ seconds, m the number of buffers that the gradient is cut into. Every bound is w
 
     gather, server           2(N-1) S/B   + 2 m a        everything passes rank 0's link, in and then out
     allreduce, ring, ddp     2(N-1)/N S/B + 2(N-1) m a   each rank sends and receives alike
+    direct                   2(N-1)/N S/B + 2 m a        the same bytes in two hops
     tree                     2 ceil(log2 N) S/B + 2 ceil(log2 N) m a
     halving                  2(N-1)/N S/B + 2 log2(N) m a, and 2 S/B + 2 m a more when N is no power of two
     ring-reduce              2(N-1) S/B   + 2(N-1) m a   one hop after the other
@@ -44,6 +45,7 @@ COSTS: dict[str, Callable[[int], Cost]] = {
     "gather": lambda n: Cost(2 * (n - 1), 2, "2(N-1) S/B"),
     "server": lambda n: Cost(2 * (n - 1), 2, "2(N-1) S/B"),
     "allreduce": lambda n: Cost(2 * (n - 1) / n, 2 * (n - 1), "2(N-1)/N S/B"),
+    "direct": lambda n: Cost(2 * (n - 1) / n, 2, "2(N-1)/N S/B"),
     "ring": lambda n: Cost(2 * (n - 1) / n, 2 * (n - 1), "2(N-1)/N S/B"),
     "ddp": lambda n: Cost(2 * (n - 1) / n, 2 * (n - 1), "2(N-1)/N S/B"),
     "tree": lambda n: Cost(2 * log2(n), 2 * log2(n), "2 log2(N) S/B"),
@@ -89,7 +91,7 @@ def sent_share(mode: SyncMode, ranks: int, rank: int) -> float | None:
         return 0.0
     if kind in ("gather", "server"):
         return float(n - 1) if rank == 0 else 1.0
-    if kind in ("allreduce", "ring", "ddp"):
+    if kind in ("allreduce", "ring", "direct", "ddp"):
         return 2 * (n - 1) / n
     if kind == "tree":
         return (rank > 0) + _children(n, rank)

@@ -1,8 +1,8 @@
 """Trace: all ranks of one run on one clock, as Chrome and Perfetto read it (open it at ui.perfetto.dev).
 
-A process is a rank. Its thread 0 is the training loop (each step, its phases inside it), thread 1 the times at which the
-loop was blocked, and from thread 2 on the buffers on their way: two that overlap never share a thread, for spans of one
-thread must nest.
+A process is a rank. Its thread 0 is the training loop (each step, its phases inside it), thread 1 the times at which
+the loop was blocked, and from thread 2 on the buffers on their way: two that overlap never share a thread, because
+spans of one thread must nest.
 """
 
 from __future__ import annotations
