@@ -95,7 +95,7 @@ class _Clock:
         update = 0.02
         for rank in range(spec.world):
             self._rank_step(step, rank, compute[rank], slowest, wire, update, overlap)
-        self.now += max(slowest, max(compute)) + (wire * (0.5 if overlap else 1.0)) + 2 * update
+        self.now += max(rows[-1]["total"] for rows in self.rows) + 0.001
 
     def _rank_step(
         self, step: int, rank: int, compute: float, slowest: float, wire: float, update: float, overlap: bool

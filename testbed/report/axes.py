@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,17 +52,21 @@ PER_RANK = Axis(BATCH, lambda cell: float(cell.spec.local_batch(0)))
 
 def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:
     """Cells that differ along the axis only, in its order; curves of one point are none."""
-    found: dict[str, Curve] = {}
+    found: dict[tuple[str, str], Curve] = {}
     others = [key for key in keys(chapter) if key not in axis.keys]
     for cell in chapter.cells:
         value = axis.value(cell)
         if value is None or cell.spec.mode.algorithm == "none":
             continue
         told = [words_for(key, value_of(cell, key), others) for key in others]
-        found.setdefault(", ".join([axis.family(cell), *told]), []).append((value, cell))
-    sorted_ = {name: sorted(curve, key=lambda pair: pair[0]) for name, curve in found.items()}
-    long = {name: curve for name, curve in sorted_.items() if len({x for x, _ in curve}) > 1}
-    return dict(list(long.items())[:MOST])
+        found.setdefault((axis.family(cell), ", ".join(told)), []).append((value, cell))
+    long = {key: curve for key, curve in found.items() if len({x for x, _ in curve}) > 1}
+    families = Counter(family for family, _ in long)
+    named = {
+        family if families[family] == 1 else f"{family}, {told}": sorted(curve, key=lambda pair: pair[0])
+        for (family, told), curve in long.items()
+    }
+    return dict(list(named.items())[:MOST])
 
 
 def from_one_node(chapter: Chapter, curve: Curve) -> Curve:
