@@ -60,11 +60,11 @@ def value_of(cell: Cell, key: str) -> Any:
     if key == "nodes":
         return cell.world
     if key == "overrides":
-        return overrides_inwords_for(cell) or "none"
+        return overrides_in_words(cell) or "none"
     return cell.flat.get(key)
 
 
-def overrides_inwords_for(cell: Cell) -> str:
+def overrides_in_words(cell: Cell) -> str:
     """`node2: 0.2 cores` or `node2: 125mbit`."""
     parts = []
     for node, own in cell.spec.overrides.items():

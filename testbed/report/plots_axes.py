@@ -49,7 +49,12 @@ def draw_curves(made: Canvas, curves: dict[str, Curve], value: Value, bars: bool
 
 def nodes(chapter: Chapter) -> list[Plot]:
     """Seconds per step against the number of nodes, and what share of the added nodes pays."""
-    found = {name: axes.from_one_node(chapter, curve) for name, curve in axes.curves(chapter, axes.NODES).items()}
+    fixed = {
+        name: curve
+        for name, curve in axes.curves(chapter, axes.NODES).items()
+        if len({cell.spec.global_batch for _, cell in curve}) == 1
+    }
+    found = {name: axes.from_one_node(chapter, curve) for name, curve in fixed.items()}
     if not found:
         return []
     made = canvas(3.4)
@@ -173,7 +178,7 @@ def bandwidth(chapter: Chapter) -> list[Plot]:
     made.axes.set_yscale("log")
     _plain_seconds(made)
     _log_ticks(made, found, format_rate)
-    made.axes.set_xlabel("rate of every link, each way (circles: where two meet)")
+    made.axes.set_xlabel("rate of every link, each way (○: two meet)")
     made.axes.set_ylabel("seconds per step")
     return [plot(made, "bandwidth", findings_axes.bandwidth(found, met, single), "Both axes are logarithmic.")]
 

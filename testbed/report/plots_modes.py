@@ -15,14 +15,17 @@ COMPUTE, EXPOSED, REST, BOUND = (COLOURS[name][0] for name in ("compute", "expos
 ROW = 0.42  # inches per bar
 
 
-def rows(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW, extra: float = 1.15) -> Canvas:
+def rows(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW, extra: float = 1.25) -> Canvas:
     """A plot of horizontal rows, first on top, with the names at the left in their colours."""
-    left = 0.25 + 0.088 * max(len(name) for name in names)
-    made = canvas(extra + per_row * len(cells), left=min(left, 2.9))
+    longest = max(len(name) for name in names)
+    small = longest > 26
+    left = 0.25 + (0.072 if small else 0.09) * longest
+    made = canvas(extra + per_row * len(cells), left=min(left, 2.6))
     made.axes.set_yticks(range(len(cells)), names)
     for tick, cell in zip(made.axes.get_yticklabels(), cells, strict=True):
         tick.set_color(colour(cell.spec.mode.algorithm))
         tick.set_fontweight("bold")
+        tick.set_fontsize(8 if small else 10)
     made.axes.set_ylim(len(cells) - 0.45, -0.55)
     made.axes.tick_params(axis="y", length=0)
     made.axes.grid(axis="y", visible=False)
@@ -32,16 +35,17 @@ def rows(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW, extr
 
 def legend_below(made: Canvas, keys: list[Patch]) -> None:
     """A line of keys under the axes, which make room for it."""
-    style = {"ncols": len(keys), "fontsize": 8.6, "columnspacing": 1.0, "handlelength": 1.4}
-    made.figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0.0, -0.005), **style)
-    box, lift = made.axes.get_position(), 0.3 / made.figure.get_size_inches()[1]
+    columns = 2 if sum(len(str(key.get_label())) + 6 for key in keys) > 80 else 3
+    style = {"ncols": columns, "columnspacing": 1.2, "handlelength": 1.4, "labelspacing": 0.3}
+    made.figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0.0, -0.01), **style)
+    box, lift = made.axes.get_position(), (0.14 + 0.19 * -(-len(keys) // columns)) / made.figure.get_size_inches()[1]
     made.axes.set_position((box.x0, box.y0 + lift, box.width, box.height - lift))
 
 
 def legend_above(made: Canvas) -> None:
     """Names over the axes, as many to a line as fit; the axes make room."""
     names = made.axes.get_legend_handles_labels()[1]
-    columns = max(1, min(len(names), int(66 / (max(map(len, names)) + 7))))
+    columns = max(1, min(len(names), int(58 / (max(map(len, names)) + 7))))
     lines = -(-len(names) // columns)
     box, drop = made.axes.get_position(), 0.2 * lines / made.figure.get_size_inches()[1]
     made.axes.set_position((box.x0, box.y0, box.width, box.height - drop))
@@ -108,7 +112,7 @@ def bytes_per_rank(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]
                 made.axes.plot(
                     [needed / 1e6] * 2, [place - height * 0.55, place + height * 0.55], color=BOUND, linewidth=1.6
                 )
-    made.axes.set_xlabel("MB sent per step; one bar per rank, rank 0 on top; | is what theory needs")
+    made.axes.set_xlabel("MB per step, a bar per rank; | is theory")
     return plot(made, "bytes-per-rank", findings.bytes_per_rank(chapter, [cell for cell, _ in shown]), words.BYTES)
 
 
@@ -126,5 +130,40 @@ def roofline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> P
         made.axes.plot([least] * 2, [y - 0.4, y + 0.4], color=BOUND, linewidth=2.4, solid_capstyle="butt")
         made.axes.text(max(busy, least) + 0.012 * longest, y, f"{busy / least:.2f}×", va="center", fontsize=9.5)
     made.axes.set_xlim(0, longest * 1.12)
-    made.axes.set_xlabel("seconds of communication per step; | is the least that the bytes need")
+    made.axes.set_xlabel("s of communication per step; | is the least")
     return plot(made, "roofline", findings.roofline(chapter, [cell for cell, _ in shown]), words.ROOFLINE)
+
+
+def slow_ranks(chapter: Chapter) -> list[Plot]:
+    """Rank by rank where a straggler was found: computing, waiting for the last to join, moving bytes."""
+    found = [cell for cell in chapter.cells if cell.stragglers][:3]
+    return [_ranks(cell, f"ranks-{number}") for number, cell in enumerate(found, start=1)]
+
+
+def _ranks(cell: Cell, name: str) -> Plot:
+    slow = {each.rank for each in cell.stragglers}
+    made = rows(
+        [cell] * cell.world, [f"rank {rank}{' (slow)' * (rank in slow)}" for rank in range(cell.world)], 0.36, 1.5
+    )
+    compute, w = cell.per_rank("compute"), cell.waiting
+    for rank in range(cell.world):
+        left = 0.0
+        for width, tint in (
+            (compute[rank], COMPUTE),
+            (w.waiting[rank], COLOURS["data"][0]),
+            (w.transfer[rank], EXPOSED),
+        ):
+            made.axes.barh(rank, width, left=left, height=0.6, color=tint)
+            left += width
+        whole = made.axes.barh(rank, left, height=0.6, alpha=0.0)[0]
+        parts = f"{compute[rank]:.2f} s computing, {w.waiting[rank]:.2f} waiting, {w.transfer[rank]:.2f} transfer"
+        made.tip(whole, f"rank {rank}: {parts}")
+    made.axes.set_xlabel("seconds per step (hidden communication counts)")
+    keys = [
+        Patch(facecolor=COMPUTE, label="computing"),
+        Patch(facecolor=COLOURS["data"][0], label="waiting for the last"),
+        Patch(facecolor=EXPOSED, label="bytes moving"),
+    ]
+    legend_below(made, keys)
+    first = cell.stragglers[0].sentence
+    return plot(made, name, f"{first[0].upper()}{first[1:]}", f"Run {cell.spec.name}. {words.STRAGGLER}")

@@ -19,7 +19,7 @@ POINTS = 300  # of one line; longer ones are averaged in blocks
 
 def timeline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
     """One ordinary step of rank 0 for every method: above what the loop did, below what was on the wire."""
-    made = rows(cells, names, 0.56, 1.35)
+    made = rows(cells, names, 0.56, 1.5)
     exposed = COLOURS["exposed"][0]
     for y, cell in enumerate(cells):
         steps = cell.steps[0]

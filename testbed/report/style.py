@@ -49,13 +49,13 @@ COLOURS: dict[str, tuple[str, str]] = {
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
-WIDTH = 6.4  # inches; all plots are as wide, so that their text is of one size on the page
+WIDTH = 5.4  # inches; all plots are as wide, so that their text is of one size on the page
 TITLE = 0.52  # inches above the plot for the finding; cut off on the page, which prints it itself
 
 plt.rcParams.update(
     {
         "font.family": "DejaVu Sans",
-        "font.size": 10.5,
+        "font.size": 10,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.edgecolor": COLOURS["muted"][0],
@@ -75,7 +75,7 @@ plt.rcParams.update(
         "lines.linewidth": 1.8,
         "lines.markersize": 6,
         "legend.frameon": False,
-        "legend.fontsize": 9.5,
+        "legend.fontsize": 9,
         "hatch.color": COLOURS["exposed"][0],
         "hatch.linewidth": 1.4,
         "svg.fonttype": "none",
@@ -129,13 +129,13 @@ def colour(algorithm: str) -> str:
 def plot(made: Canvas, name: str, finding: str, note: str = "") -> Plot:
     """Save a canvas; `name` salts the ids so that no two plots of a page share one."""
     size = made.figure.get_size_inches()
-    title = "\n".join(textwrap.wrap(finding, 72)[:2])
-    made.figure.text(0.012, 1 - 0.09 / size[1], title, fontsize=10.8, fontweight="bold", va="top", gid="title")
+    title = "\n".join(textwrap.wrap(finding, 64)[:2])
+    made.figure.text(0.012, 1 - 0.09 / size[1], title, fontsize=10.2, fontweight="bold", va="top", gid="title")
     with plt.rc_context({"svg.hashsalt": name}):
         text = io.StringIO()
         made.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
         image = io.BytesIO()
-        made.figure.savefig(image, format="png", dpi=120)
+        made.figure.savefig(image, format="png", dpi=120, pil_kwargs={"compress_level": 4})
     svg = _with_tips(text.getvalue(), made.tips)
     return Plot(name, finding, note, svg, _inline(svg, name, finding, size[1]), image.getvalue())
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from testbed.report import theory
 from testbed.report.cells import Cell, Chapter
-from testbed.report.findings import fastest, percent, rate_in_words, slowest
-from testbed.report.focus import Focus
+from testbed.report.findings import fastest, loss_by_step, percent, rate_in_words, slowest
+from testbed.report.focus import Focus, overrides_in_words
 from testbed.report.tables import sent_over_theory
 
 SUM_TOLERANCE = 0.05  # of the sums of a split
@@ -43,15 +43,39 @@ class Verdict:
     checks: list[Check]
 
 
-def verdict(chapter: Chapter, focused: Focus) -> Verdict:
+def verdict(chapter: Chapter, focused: Focus, swept: str = "") -> Verdict:
+    """`swept` is what was found along the axis that the experiment sweeps; it comes first where there is one."""
     cells = focused.cells
     best, worst = fastest(cells), slowest(cells)
+    usual = _headline(chapter, cells, best, worst)
+    first = swept or _cost_of_one(chapter) or _learning(chapter)
     return Verdict(
-        headline=_headline(chapter, cells, best, worst),
-        why=[*_why(best, worst), *_limits(best), *_slow_ranks(chapter)],
+        headline=first or usual,
+        why=[*([f"{usual}."] if first else []), *_why(best, worst), *_limits(best), *_slow_ranks(chapter)],
         tiles=_tiles(chapter, best, worst),
         checks=checks(chapter),
     )
+
+
+def _cost_of_one(chapter: Chapter) -> str:
+    """What one slow node costs, against the same mode on equal nodes."""
+    costs = []
+    for cell in (cell for cell in chapter.cells if cell.spec.overrides):
+        equal = next((c for c in chapter.cells if c.label == cell.label and not c.spec.overrides), None)
+        if equal:
+            costs.append((cell.seconds.centre / equal.seconds.centre, cell, equal))
+    if not costs:
+        return ""
+    factor, cell, equal = max(costs, key=lambda each: each[0])
+    times = f"{cell.seconds.centre:.2f} s a step instead of {equal.seconds.centre:.2f}"
+    where = f"{cell.label} with {overrides_in_words(cell)}"
+    return f"One slow node slows everybody: {where} takes {times}, {factor:.1f} times as long"
+
+
+def _learning(chapter: Chapter) -> str:
+    """Where the question is what is learnt, the answer is too."""
+    placed = {cell.spec.placement for cell in chapter.cells}
+    return loss_by_step([c for c in chapter.cells if c.spec.mode.algorithm != "none"]) if len(placed) > 1 else ""
 
 
 def _headline(chapter: Chapter, cells: Sequence[Cell], best: Cell, worst: Cell) -> str:

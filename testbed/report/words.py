@@ -42,3 +42,7 @@ EPOCH_TIME = (
     "Seconds per epoch are extrapolated: images of the training set over images per second of the steps that counted."
     " Speed-up is by images per second over one worker with the same batch per worker."
 )
+STRAGGLER = (
+    "A rank is named for its CPU when it computes an image at least 1.25 times as long as the median of the others, for"
+    " its link when its rate on the receipt is at most 0.8 of the others' median."
+)

@@ -40,7 +40,8 @@ class Part:
     verdict: Verdict
     tables: list[Table]
     plots: list[Plot]
-    published: Published | None = None
+    published: Published | None
+    shown: str  # which cells the side-by-side plots show, where not all
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,18 @@ def _nothing(paths: Sequence[Path], loaded: Loaded) -> str:
 
 def make_part(chapter: Chapter) -> Part:
     focused = focus(chapter)
+    swept = [plot for draw in plots_axes.ALONG for plot in draw(chapter)]
     return Part(
         chapter=chapter,
         slug=slug(chapter.name),
         name=chapter.name,
         title=chapter.title,
         caption=caption(chapter.summaries),
-        verdict=verdict(chapter, focused),
+        verdict=verdict(chapter, focused, swept[0].finding if swept else ""),
         tables=_tables(chapter),
-        plots=_plots(chapter, focused),
+        plots=[*swept, *_plots(chapter, focused)],
         published=published(chapter),
+        shown=focused.shown,
     )
 
 
@@ -119,12 +122,11 @@ LEARNING: tuple[Drawn, ...] = (plots_time.loss_by_time, plots_time.loss_by_step)
 
 
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
-    """What was swept first, then the methods side by side."""
-    along = [plot for draw in plots_axes.ALONG for plot in draw(chapter)]
+    """Slow ranks first, then the methods side by side."""
     drawn = [draw(chapter, focused.cells, focused.names) for draw in SIDE_BY_SIDE]
     learning = focused.without_control()
     drawn += [draw(chapter, learning.cells, learning.names) for draw in LEARNING if learning.cells]
-    return [*along, *(plot for plot in drawn if plot)]
+    return [*plots_modes.slow_ranks(chapter), *(plot for plot in drawn if plot)]
 
 
 def slug(text: str) -> str:
