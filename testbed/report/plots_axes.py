@@ -151,16 +151,7 @@ def bandwidth(chapter: Chapter) -> list[Plot]:
     single = next((s for curve in found.values() for _, cell in curve if (s := chapter.single(cell))), None)
     if single:
         level = single.seconds.centre
-        made.axes.axhline(level, color=colour("single"), linestyle=(0, (4, 3)), linewidth=1.5)
-        made.axes.annotate(
-            "one node",
-            (1.0, level),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            fontsize=9,
-            color=colour("single"),
-        )
+        _level(made, level, "one node", colour("single"))
         names.append("one node")
         lines.append([(x, level) for x in sorted({x for line in lines for x, _ in line})])
     met = axes.crossings(names, lines)
@@ -181,6 +172,13 @@ def bandwidth(chapter: Chapter) -> list[Plot]:
     made.axes.set_xlabel("rate of every link, each way (○: two meet)")
     made.axes.set_ylabel("seconds per step")
     return [plot(made, "bandwidth", findings_axes.bandwidth(found, met, single), "Both axes are logarithmic.")]
+
+
+def _level(made: Canvas, seconds: float, name: str, tint: str) -> None:
+    """A dashed line across, with its name at the right end."""
+    made.axes.axhline(seconds, color=tint, linestyle=(0, (4, 3)), linewidth=1.4)
+    place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+    made.axes.annotate(name, (1.0, seconds), fontsize=9, color=tint, **place)
 
 
 def _plain_seconds(made: Canvas) -> None:
@@ -205,17 +203,7 @@ def buckets(chapter: Chapter) -> list[Plot]:
         if cell.spec.mode.distributed and not cell.spec.mode.bucket and cell.spec.mode.algorithm != "none"
     ]
     for cell in levels[:4]:
-        tint = colour(cell.spec.mode.algorithm)
-        made.axes.axhline(cell.seconds.centre, color=tint, linestyle=(0, (4, 3)), linewidth=1.3)
-        made.axes.annotate(
-            cell.label,
-            (1.0, cell.seconds.centre),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            fontsize=9,
-            color=tint,
-        )
+        _level(made, cell.seconds.centre, cell.label, colour(cell.spec.mode.algorithm))
     _log_ticks(made, found, format_size)
     made.axes.tick_params(axis="x", labelsize=9)
     made.axes.set_ylim(0, None)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from testbed.report.load import Run
+from testbed.spec.intervals import Interval, length
 
 SLOW_CPU = 1.25
 SLOW_LINK = 0.8
@@ -62,7 +63,7 @@ def waiting(run: Run) -> Waiting:
         shared = [key for key in spans[0] if all(key in each for each in spans)]
         if len(ranks) < 2 or not shared:
             continue
-        waits: list[list[tuple[float, float]]] = [[] for _ in ranks]
+        waits: list[list[Interval]] = [[] for _ in ranks]
         lags = [0.0 for _ in ranks]
         for key in shared:
             begins = [each[key][0] for each in spans]
@@ -74,7 +75,7 @@ def waiting(run: Run) -> Waiting:
                 waits[rank].append((begins[rank], min(latest, spans[rank][key][1])))
         exchanges += len(shared)
         for rank in ranks:
-            total[rank] += union(waits[rank])
+            total[rank] += length(waits[rank])
             late[rank] += lags[rank]
     steps = len(run.kept[0].total)
     mean = [seconds / steps for seconds in total]
@@ -98,15 +99,6 @@ def _spans(run: Run, rank: int, index: int) -> dict[Key, tuple[float, float]]:
         found[each.name, count[each.name]] = (zero + each.offset, zero + each.offset + each.seconds)
         count[each.name] += 1
     return found
-
-
-def union(spans: list[tuple[float, float]]) -> float:
-    """Seconds covered by at least one interval."""
-    covered, end = 0.0, float("-inf")
-    for begin, stop in sorted(spans):
-        covered += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    return covered
 
 
 def stragglers(run: Run) -> list[Straggler]:

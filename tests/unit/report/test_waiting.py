@@ -9,7 +9,8 @@ import pytest
 from synthetic import Made, make_run
 
 from testbed.report.load import Run, load
-from testbed.report.waiting import stragglers, union, waiting
+from testbed.report.waiting import stragglers, waiting
+from testbed.spec.intervals import length
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
 
@@ -73,4 +74,4 @@ def test_clocks_that_differ_are_set_to_rank_0s_first(tmp_path: Path) -> None:
 
 
 def test_overlapping_waits_count_once() -> None:
-    assert union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == pytest.approx(4.0)
+    assert length([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == pytest.approx(4.0)
