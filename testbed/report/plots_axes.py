@@ -177,8 +177,8 @@ def bandwidth(chapter: Chapter) -> list[Plot]:
 def _level(made: Canvas, seconds: float, name: str, tint: str) -> None:
     """A dashed line across, with its name at the right end."""
     made.axes.axhline(seconds, color=tint, linestyle=(0, (4, 3)), linewidth=1.4)
-    place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-    made.axes.annotate(name, (1.0, seconds), fontsize=9, color=tint, **place)
+    across = made.axes.get_yaxis_transform()
+    made.axes.text(1.0, seconds, name, transform=across, ha="right", va="bottom", fontsize=9, color=tint)
 
 
 def _plain_seconds(made: Canvas) -> None:
