@@ -43,7 +43,23 @@ def _lacks_for_docker() -> str | None:
     return f"{' and '.join(missing)} missing: make engine" if missing else None
 
 
-GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net, "docker": _lacks_for_docker}
+def _lacks_for_browser() -> str | None:
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed"
+    return None if chromium() else "no Chromium found: apt-get install chromium"
+
+
+def chromium() -> str | None:
+    """Where the browser is."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+GROUPS = {
+    "gloo": _lacks_for_gloo,
+    "net": _lacks_for_net,
+    "docker": _lacks_for_docker,
+    "browser": _lacks_for_browser,
+}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,7 @@
-"""The command line: run, sweep, modes, data, doctor, clean. Flags become a spec; errors become one sentence."""
+"""The command line: run, sweep, modes, data, doctor, clean. Flags become a spec; errors become one sentence.
+
+What reads run folders (report, compare, trace) is in reporting.py.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from testbed import __version__
 from testbed.control import data as datasets
+from testbed.control import reporting
 from testbed.control.doctor import examine
 from testbed.control.place import choose
 from testbed.control.progress import open_progress
 from testbed.control.run import execute
+from testbed.control.screen import Json, console
 from testbed.control.sweep import sweep as run_sweep
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import NetworkInvalid, SpecError, TestbedError, Unavailable
@@ -37,10 +41,9 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.")
 app.add_typer(data_app, name="data")
-console = Console(markup=False, highlight=False, soft_wrap=True)
+app.add_typer(reporting.app)
 
 On = Annotated[str, typer.Option("--on", help="where: auto, compose (engine), netns (root), process (unshaped)")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="any other key of the spec, e.g. optimizer.lr=0.1"),
@@ -105,11 +108,15 @@ def sweep(
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"{experiment.title} ({len(specs)} runs{', ' + experiment.takes if experiment.takes else ''})")
     progress.headline(f"on {place.name}: {place.why}")
+    reporting.remember(experiment)
     try:
         summaries, errors = run_sweep(specs, place, runs_dir(), progress, fresh)
     finally:
         progress.end()
+    told = reporting.conclude(runs_dir() / experiment.name)
     _print_results(summaries, runs_dir() / experiment.name, as_json)
+    if not as_json:
+        console.print(told)
     if errors:
         raise errors[0]
     if any(summary.status == "invalid" for summary in summaries):

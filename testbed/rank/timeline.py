@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-Interval = tuple[float, float]  # begin, end
+from testbed.spec.intervals import Interval, length
+
 PHASES = ("data", "forward", "backward", "sync", "update")  # `update` lies inside `sync`
 
 
@@ -116,15 +117,6 @@ class Timeline:
             "comm": [(t.name, _short(t.begun - begun), _short(end - t.begun), t.size) for t, end in travels],
             "stalls": [(_short(a - begun), _short(b - a)) for a, b in stalls],
         }
-
-
-def length(intervals: list[Interval]) -> float:
-    """Seconds covered by at least one interval."""
-    covered, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        covered += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return covered
 
 
 def _short(seconds: float) -> float:

@@ -19,13 +19,14 @@ MAX_RUNS = 10_000
 
 
 class Experiment(Spec):
-    """What is asked (`title`), the run all cells share (`base`), what varies (`axes`), how often (`repeats`)."""
+    """What is asked (`title`), the run all share (`base`), what varies (`axes`, `cells`), how often (`repeats`)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     title: str
     takes: str = ""  # how long it takes on two cores, for people
     base: dict[str, Any] = {}
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    cells: list[dict[str, Any]] = []  # runs beside the product of the axes, first: a baseline that only some axes touch
     repeats: int = Field(default=1, ge=1, le=1000)
     published: dict[str, Any] = {}  # figures of others, kept beside the question for the report
 
@@ -37,7 +38,8 @@ class Experiment(Spec):
 
     def runs(self) -> list[RunSpec]:
         """One RunSpec per cell; the first axis varies slowest, repeats are interleaved."""
-        cells = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        product = itertools.product(*self.axes.values()) if self.axes or not self.cells else []
+        cells = [*self.cells, *(dict(zip(self.axes, values, strict=True)) for values in product)]
         if len(cells) * self.repeats > MAX_RUNS:
             raise refuse("axes", len(cells) * self.repeats, f"more than {MAX_RUNS} runs", "Sweep fewer values.")
         specs = [self._cell(cell, repeat) for repeat in range(self.repeats) for cell in cells]

@@ -17,6 +17,9 @@ def runs_dir() -> Path:
     return Path(os.environ.get("TESTBED_RUNS", "runs"))
 
 
+EXPERIMENT = "experiment.json"  # beside the runs of a sweep: the question they answer
+
+
 class RunFolder:
     """Paths inside one run's folder; the only place that spells them."""
 

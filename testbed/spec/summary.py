@@ -64,7 +64,7 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
     return Summary(
         spec=spec,
         steps=len(means),
-        seconds_per_step=_centre(spec)(means) if means else None,
+        seconds_per_step=centre(spec)(means) if means else None,
         seconds_spread=_quartiles(means),
         per_rank_seconds=[statistics.fmean(r["total"] for r in k) if k else None for k in kept],
         losses=_losses(spec, steps),
@@ -79,9 +79,9 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
     )
 
 
-def _centre(spec: RunSpec) -> Callable[[list[float]], float]:
+def centre(spec: RunSpec) -> Callable[[list[float]], float]:
     """The median; but where most steps do not synchronise it would leave out those that do, so there the mean."""
-    return statistics.median if spec.mode.synchronous else statistics.fmean
+    return statistics.median if spec.mode.every == 1 else statistics.fmean
 
 
 def _quartiles(values: list[float]) -> tuple[float, float] | None:

@@ -29,9 +29,12 @@ UNCOMPARED = UNTOLD | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.sh
 def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows, in the order given; runs that do not count are left out."""
     counted = [s for s in summaries if s.status == "ok"]
-    varying = _varying(counted)
-    rows = [_row(s, _baseline(s, counted), [str(_flat(s.spec).get(key)) for key in varying]) for s in counted]
-    return (HEADER[0], *(_short(key, varying) for key in varying), *HEADER[1:]), rows
+    varying = varying_keys(counted)
+    rows = [
+        _row(s, single, [str(flatten(s.spec).get(key)) for key in varying])
+        for s, single in zip(counted, baselines(counted), strict=True)
+    ]
+    return (HEADER[0], *(short_key(key, varying) for key in varying), *HEADER[1:]), rows
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -55,7 +58,7 @@ def caption(summaries: Sequence[Summary]) -> str:
     """What all rows have in common, so that the table can be read alone; what varies has a column."""
     if not summaries:
         return ""
-    s, spec, varying = summaries[0], summaries[0].spec, set(_varying(summaries))
+    s, spec, varying = summaries[0], summaries[0].spec, set(varying_keys(summaries))
     alike = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     parts = {
         "model": spec.model,
@@ -71,11 +74,16 @@ def caption(summaries: Sequence[Summary]) -> str:
     least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
     steps = f"{least} to {most}" if least < most else f"{most}"
     warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
-    middle = "median" if all(x.spec.mode.synchronous for x in summaries) else "median (every:K: mean)"
+    middle = "median" if all(x.spec.mode.every == 1 for x in summaries) else "median (every:K: mean)"
     return f"{told}, on {s.substrate}; {middle} of {steps} steps after {warmup}"
 
 
-def _flat(spec: RunSpec) -> dict[str, Any]:
+def label(spec: RunSpec) -> str:
+    """A run's method in a table: its mode, and R3's mistake where it was made on purpose."""
+    return str(spec.mode) if spec.placement == "before-step" else f"{spec.mode} (after step)"
+
+
+def flatten(spec: RunSpec) -> dict[str, Any]:
     """The spec with dotted keys, values as JSON has them."""
 
     def walk(values: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -88,35 +96,38 @@ def _flat(spec: RunSpec) -> dict[str, Any]:
     return walk(spec.model_dump(mode="json", by_alias=True), "")
 
 
-def _varying(summaries: Sequence[Summary]) -> list[str]:
-    flats = [_flat(s.spec) for s in summaries]
+def varying_keys(summaries: Sequence[Summary]) -> list[str]:
+    flats = [flatten(s.spec) for s in summaries]
     keys = [key for key in flats[0] if key not in UNTOLD] if flats else []
     return [key for key in keys if any(flat.get(key) != flats[0][key] for flat in flats)]
 
 
-def _short(key: str, among: Sequence[str]) -> str:
+def short_key(key: str, among: Sequence[str]) -> str:
     """`optimizer.lr` -> `lr`, where that says enough."""
     last = key.rpartition(".")[2]
     return last if [other.rpartition(".")[2] for other in among].count(last) == 1 else key
 
 
-def _baseline(summary: Summary, among: Sequence[Summary]) -> Summary | None:
-    """The single-node run under the same conditions: all but the network and the number of nodes."""
+def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
+    """For each run the single-node run under the same conditions: all but the network and the number of nodes."""
 
-    def conditions(s: Summary) -> dict[str, Any]:
-        flat = _flat(s.spec)
+    def conditions(s: Summary) -> str:
+        flat = flatten(s.spec)
         kept = {key: flat[key] for key in flat if key not in UNCOMPARED and not key.startswith(("link.", "overrides"))}
-        return kept | {"batch": s.spec.global_batch, "on": s.substrate}
+        return repr(sorted((kept | {"batch": s.spec.global_batch, "on": s.substrate}).items()))
 
-    wanted = conditions(summary)
-    return next((s for s in among if not s.spec.mode.distributed and conditions(s) == wanted), None)
+    singles: dict[str, Summary] = {}
+    for s in summaries:
+        if not s.spec.mode.distributed:
+            singles.setdefault(conditions(s), s)
+    return [singles.get(conditions(s)) for s in summaries]
 
 
 def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[str, ...]:
     base = single.seconds_per_step if single else None
     agree = {True: "yes", False: "NO", None: "-"}[s.replicas_agree] if s.spec.mode.distributed else "-"
     return (
-        str(s.spec.mode) if s.spec.placement == "before-step" else f"{s.spec.mode} (after step)",
+        label(s.spec),
         *varying,
         _number(s.seconds_per_step, ".3f"),
         f"{s.seconds_spread[0]:.3f}-{s.seconds_spread[1]:.3f}" if s.seconds_spread else "-",

@@ -16,7 +16,7 @@ ROOMS = {  # room: rooms of ours it may import
     "spec": {"spec"},
     "net": {"net", "spec"},
     "rank": {"rank", "spec", "net"},
-    "control": {"control", "spec", "net"},
+    "control": {"control", "spec", "net", "report"},  # report from one module, and only when it is asked for
     "report": {"report", "spec"},
 }
 TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"docker", "fabric"}, {"matplotlib"}
@@ -74,6 +74,15 @@ def test_no_room_is_without_a_rule() -> None:
     assert rooms == set(ROOMS)
 
 
+def test_one_module_of_control_calls_the_report_and_no_other() -> None:
+    callers = {
+        path.name
+        for path in modules("control")
+        if any(name.startswith("testbed.report") for name in imported(path.read_text(), "testbed.control"))
+    }
+    assert callers == {"reporting.py"}
+
+
 def test_the_package_itself_imports_none_of_its_rooms() -> None:
     for path in PACKAGE.glob("*.py"):
         assert not any(name.startswith("testbed.") for name in imported(path.read_text(), "testbed")), path
@@ -110,7 +119,8 @@ def test_the_check_lets_through_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("testbed.control.cli", {"torch", "torchvision", "testbed.rank"}),
+        ("testbed.control.cli", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
+        ("testbed.report.write", {"torch", "docker", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
         ("testbed.spec.summary", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
         ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
     ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.rank.timeline import Timeline, length
+from testbed.rank.timeline import Timeline
+from testbed.spec.intervals import length
 
 
 class Clock:

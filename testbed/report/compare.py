@@ -1,0 +1,106 @@
+"""Compare: what changed from result A to result B, cell by cell, with a 95 % interval of the ratio.
+
+B is worse when its step takes more than `threshold` longer and the whole interval of the ratio lies above 1: a
+difference that is too small to matter, or too uncertain to be one, is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.report.cells import Cell, chapters, condition
+from testbed.report.load import Skipped, load
+from testbed.report.stats import ratio
+from testbed.spec.errors import UsageError
+from testbed.spec.table import UNTOLD, flatten
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cell in both results; `ratio` is B over A."""
+
+    name: str
+    before: float
+    after: float
+    ratio: float
+    low: float
+    high: float
+    verdict: str  # "slower", "faster", "same"
+    worse: bool
+    loss: tuple[float | None, float | None]
+    sent: float | None  # ratio of bytes per step
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All changes, what only one side has, and in which keys of the spec two single runs differ."""
+
+    changes: list[Change]
+    only: list[str]
+    differences: list[str]
+    skipped: list[Skipped]
+
+    @property
+    def worse(self) -> list[Change]:
+        return [change for change in self.changes if change.worse]
+
+
+def compare(a: Path, b: Path, threshold: float) -> Comparison:
+    """Match cells of equal spec; two single runs are compared whatever they are."""
+    one, two = load([a]), load([b])
+    before = {key(cell): cell for chapter in chapters(one) for cell in chapter.cells}
+    after = {key(cell): cell for chapter in chapters(two) for cell in chapter.cells}
+    skipped = [*one.skipped, *two.skipped]
+    for path, cells in ((a, before), (b, after)):
+        if not cells:
+            raise UsageError(
+                f"{path}: no run that can be compared" + (f"; {skipped[0].reason}" if skipped else "") + "."
+            )
+    if len(before) == len(after) == 1:
+        (left,), (right,) = before.values(), after.values()
+        return Comparison([_change(left, right, threshold)], [], differences(left, right), skipped)
+    both = [name for name in before if name in after]
+    if not both:
+        raise UsageError(
+            f"{a} and {b} have no run of equal spec in common. Name two run folders to compare them anyway."
+        )
+    only = [f"only in {a}: {cell.spec.name}" for name, cell in before.items() if name not in after]
+    only += [f"only in {b}: {cell.spec.name}" for name, cell in after.items() if name not in before]
+    return Comparison([_change(before[name], after[name], threshold) for name in both], only, [], skipped)
+
+
+def key(cell: Cell) -> str:
+    """What two results must have in common to be compared: all but the names and the place."""
+    return condition(cell.spec)
+
+
+def differences(a: Cell, b: Cell) -> list[str]:
+    """`link.rate: 500mbit -> 200mbit`."""
+    left, right = flatten(a.spec), flatten(b.spec)
+    keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in UNTOLD]
+    told = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
+    return [*told, *([f"on: {a.substrate} -> {b.substrate}"] if a.substrate != b.substrate else [])]
+
+
+def _change(a: Cell, b: Cell, threshold: float) -> Change:
+    value, low, high = ratio(b.samples, a.samples, a.by_mean or b.by_mean)
+    real = low > 1 or high < 1
+    verdict = "same" if not real else "slower" if value > 1 else "faster"
+    return Change(
+        name=a.spec.name if a.spec.name == b.spec.name else f"{a.spec.name} -> {b.spec.name}",
+        before=a.seconds.centre,
+        after=b.seconds.centre,
+        ratio=value,
+        low=low,
+        high=high,
+        verdict=verdict,
+        worse=value > 1 + threshold and low > 1,
+        loss=(a.first.summary.test_loss, b.first.summary.test_loss),
+        sent=_total(b.sent()) / _total(a.sent()) if _total(a.sent()) else None,
+    )
+
+
+def _total(sent: Sequence[float | None]) -> float:
+    return sum(float(value or 0.0) for value in sent)

@@ -1,0 +1,267 @@
+"""Published: figures of others beside ours, and whether their shape was reproduced.
+
+An experiment file carries `[published]` tables of figures, one per measure, keyed by mode, and `[[published.shape]]`
+claims, each a sentence (`says`) with the rule that checks it on our runs:
+
+    rising = ["gather", "allreduce", "ddp"]         measure = "speed_up": in this order
+    equal = ["allreduce", "ring"]  within = 0.02    measure = "last_loss": the same, within a share of it
+    apart = ["ring", "ring|after"]  by = 0.1        the opposite; `|after` means synchronised after the step
+    goes = "up"  mode = "gather"  over = "nodes"  from = 3  to = 4       (or "down", "flat", a list of them)
+    below = 1.0  modes = ["gather", "ddp"]          (or `above`)
+    busiest = 0  mode = "gather"                    this rank sends most
+
+`where = { placement = "after-step" }` picks runs by any key of the spec. What our runs cannot tell is said to be open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from testbed.report.cells import Cell, Chapter
+from testbed.report.focus import value_of
+from testbed.report.tables import DASH, Table
+from testbed.report.tables_reports import bandwidth_used, epoch_images, epoch_seconds, images, weak_speed_up
+
+FLAT = 0.05  # a change smaller than this share is none
+MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
+    "seconds_per_step": ("s/iter", lambda chapter, cell: cell.seconds.centre),
+    "rank0_seconds_per_step": ("s/iter, rank 0", lambda chapter, cell: cell.per_rank("total")[0]),
+    "others_seconds_per_step": ("s/iter, other ranks", lambda chapter, cell: _mean(cell.per_rank("total")[1:])),
+    "speed_up": ("speed-up", lambda chapter, cell: chapter.speed_up(cell)),
+    "test_loss": ("test loss", lambda chapter, cell: cell.first.summary.test_loss),
+    "accuracy_percent": ("accuracy %", lambda chapter, cell: _percent(cell.first.summary.test_accuracy)),
+    "first_loss": ("first loss", lambda chapter, cell: _epoch_loss(cell, 0)),
+    "last_loss": ("last loss", lambda chapter, cell: _epoch_loss(cell, -1)),
+    "total_seconds": ("total s", lambda chapter, cell: _mean([float(r.end["seconds"]) for r in cell.first.ranks])),
+    "compute_share_percent": ("compute %", lambda chapter, cell: _percent(cell.split.compute / cell.split.step)),
+    "communication_share_percent": ("blocked %", lambda chapter, cell: _percent(cell.split.exposed / cell.split.step)),
+    "hidden_share_percent": ("hidden %", lambda chapter, cell: _percent(cell.split.hidden_share)),
+    "images_per_second": ("images/s", lambda chapter, cell: images(cell)),
+    "weak_speed_up": ("speed-up, same batch per worker", lambda chapter, cell: weak_speed_up(chapter, cell)),
+    "epoch_seconds": ("s/epoch", lambda chapter, cell: epoch_seconds(cell)),
+    "epoch_communication_seconds": (
+        "communication s/epoch",
+        lambda chapter, cell: cell.split.busy * epoch_images(cell) / cell.spec.global_batch,
+    ),
+    "bandwidth_megabytes": ("MB/s, all ranks", lambda chapter, cell: bandwidth_used(cell)),
+    "train_accuracy_percent": ("train accuracy %", lambda chapter, cell: _percent(_train_accuracy(cell))),
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One published finding: reproduced (yes), not (no), or not to be told from these runs (open)."""
+
+    state: str
+    text: str
+
+    @property
+    def word(self) -> str:
+        return {"yes": "Reproduced:", "no": "Not reproduced:", "open": "Cannot tell:"}[self.state]
+
+
+@dataclass(frozen=True)
+class Published:
+    """The verdict in a sentence, claim by claim, and the figures side by side."""
+
+    sentences: list[Claim]
+    table: Table
+
+
+def published(chapter: Chapter) -> Published | None:
+    """None where the experiment carries no figures of others."""
+    figures = chapter.experiment.published if chapter.experiment else {}
+    if not figures:
+        return None
+    shape = figures.get("shape") or []
+    claims = [_judge(chapter, claim) for claim in shape if isinstance(claim, dict)]
+    told = [claim for claim in claims if claim.state != "open"]
+    good = sum(claim.state == "yes" for claim in told)
+    whole = "yes" if told and good == len(told) else "no" if told else "open"
+    heads = [Claim(whole, f"{good} of {len(told)} findings about the shape hold here.")] if claims else []
+    return Published([*heads, *claims], _table(chapter, figures))
+
+
+def _table(chapter: Chapter, figures: dict[str, Any]) -> Table:
+    """Theirs next to ours, one row per mode and one pair of columns per measure."""
+    measures = [key for key in figures if key in MEASURES and isinstance(figures[key], dict)]
+    theirs = {key: _rows(figures[key]) for key in measures}
+    modes = list(dict.fromkeys(mode for key in measures for mode in theirs[key]))
+    header = ["", *(f"{MEASURES[key][0]}, {whose}" for key in measures for whose in ("published", "ours"))]
+    rows = []
+    for mode in modes:
+        cell = _pick(chapter, mode, {}) or _in_grid(chapter, mode)
+        row = [str(mode)]
+        for key in measures:
+            ours = MEASURES[key][1](chapter, cell) if cell else None
+            row += [_text(theirs[key].get(mode)), _text(ours)]
+        rows.append(row)
+    where = str(figures.get("source") or "the report")
+    note = (
+        f"Published: {where}. Their machines were others, so seconds differ; order, ratios and bottleneck should not."
+    )
+    return Table("published", "Published and ours", header, rows, note)
+
+
+def _rows(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures by mode as they are; those of a grid, `4 = { 32 = 3.54 }`, by workers and batch per worker."""
+    rows: dict[str, Any] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            rows |= {f"{name} workers, batch {batch}": figure for batch, figure in value.items()}
+        else:
+            rows[str(name)] = value
+    return rows
+
+
+def _in_grid(chapter: Chapter, name: str) -> Cell | None:
+    """The cell of `4 workers, batch 32`."""
+    named = {f"{cell.world} workers, batch {cell.spec.local_batch(0)}": cell for cell in chapter.cells}
+    return named.get(name)
+
+
+def _judge(chapter: Chapter, claim: dict[str, Any]) -> Claim:
+    """A claim that is misspelt or has no runs is open, with the reason."""
+    says = str(claim.get("says") or "a claim without words")
+    for key, rule in RULES.items():
+        if key in claim:
+            try:
+                state, why = rule(chapter, claim)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                return Claim("open", f"{says} (the claim cannot be read: {error})")
+            return Claim(state, f"{says} ({why})")
+    return Claim("open", f"{says} (no rule that checks it)")
+
+
+def _values(chapter: Chapter, claim: dict[str, Any], modes: list[str]) -> dict[str, float]:
+    """The measure of each mode that we have."""
+    measure = MEASURES[claim["measure"]][1]
+    cells = {mode: _pick(chapter, mode, claim.get("where") or {}) for mode in modes}
+    found = {mode: measure(chapter, cell) for mode, cell in cells.items() if cell}
+    return {mode: value for mode, value in found.items() if value is not None}
+
+
+def _pick(chapter: Chapter, mode: str, where: dict[str, Any]) -> Cell | None:
+    """A mode's cell: with these values, else with the most nodes; as published, before the step."""
+    wanted = {"placement": "before-step"} | where
+    fits = [c for c in chapter.cells if str(c.spec.mode) == mode and _fits(c, wanted)]
+    return max(fits, key=lambda cell: cell.world, default=None)
+
+
+def _fits(cell: Cell, where: dict[str, Any]) -> bool:
+    return all(str(value_of(cell, key)) == str(value) for key, value in where.items())
+
+
+def _rising(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
+    modes = [str(mode) for mode in claim["rising"]]
+    values = _values(chapter, claim, modes)
+    if len(values) < len(modes):
+        return "open", f"no run of {', '.join(mode for mode in modes if mode not in values)}"
+    said = " < ".join(f"{mode} {values[mode]:.3g}" for mode in modes)
+    return ("yes" if all(values[a] < values[b] for a, b in pairwise(modes)) else "no"), f"ours: {said}"
+
+
+def _alike(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
+    return _gap(chapter, claim, "equal", lambda gap: gap <= float(claim.get("within", 0.02)))
+
+
+def _apart(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
+    return _gap(chapter, claim, "apart", lambda gap: gap > float(claim.get("by", 0.1)))
+
+
+def _gap(chapter: Chapter, claim: dict[str, Any], key: str, holds: Callable[[float], bool]) -> tuple[str, str]:
+    """The widest distance between any two, as a share of the larger; `|after` behind a mode means after the step."""
+    names = [str(name) for name in claim[key]]
+    measure = MEASURES[claim["measure"]][1]
+    values = []
+    for name in names:
+        mode, _, after = name.partition("|")
+        where = {"placement": "after-step"} if after else {}
+        cell = _pick(chapter, mode, (claim.get("where") or {}) | where)
+        value = measure(chapter, cell) if cell else None
+        if value is None:
+            return "open", f"no run of {name}"
+        values.append(value)
+    gap = (max(values) - min(values)) / max(abs(value) for value in values)
+    said = ", ".join(
+        f"{name.replace('|after', ' after the step')} {value:.3g}" for name, value in zip(names, values, strict=True)
+    )
+    return ("yes" if holds(gap) else "no"), f"ours: {said}"
+
+
+def _goes(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
+    """Up, down or flat between two values of a key."""
+    measure, over = MEASURES[claim["measure"]][1], str(claim["over"])
+    ends = []
+    for value in (claim["from"], claim["to"]):
+        where = (claim.get("where") or {}) | {over: value}
+        cell = _pick(chapter, str(claim["mode"]), where) or _pick(chapter, "single", where)
+        found = measure(chapter, cell) if cell else None
+        if found is None:
+            return "open", f"no run of {claim['mode']} with {over} {value}"
+        ends.append(found)
+    change = ends[1] / ends[0] - 1
+    went = "flat" if abs(change) < FLAT else "up" if change > 0 else "down"
+    goes = [str(g) for g in (claim["goes"] if isinstance(claim["goes"], list) else [claim["goes"]])]
+    return ("yes" if went in goes else "no"), f"ours: {ends[0]:.3g} to {ends[1]:.3g}, {100 * change:+.0f} %"
+
+
+def _limit(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
+    modes = [str(mode) for mode in claim["modes"]]
+    values = _values(chapter, claim, modes)
+    if not values:
+        return "open", f"no run of {', '.join(modes)}"
+    below, above = claim.get("below"), claim.get("above")
+    holds = [(below is None or v < below) and (above is None or v > above) for v in values.values()]
+    return ("yes" if all(holds) else "no"), "ours: " + ", ".join(f"{m} {v:.3g}" for m, v in values.items())
+
+
+def _busiest(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
+    cell = _pick(chapter, str(claim["mode"]), claim.get("where") or {})
+    sent = [float(value or 0.0) for value in cell.sent()] if cell else []
+    if not any(sent):
+        return "open", "no bytes were counted"
+    most = sent.index(max(sent))
+    clear = max(sent) > 1.2 * sorted(sent)[-2]
+    said = f"ours: rank {most} sends {max(sent) / 1e6:.0f} MB a step, the next {sorted(sent)[-2] / 1e6:.0f}"
+    return ("yes" if most == int(claim["busiest"]) and clear else "no"), said
+
+
+RULES = {
+    "rising": _rising,
+    "equal": _alike,
+    "apart": _apart,
+    "goes": _goes,
+    "below": _limit,
+    "above": _limit,
+    "busiest": _busiest,
+}
+
+
+def _epoch_loss(cell: Cell, index: int) -> float | None:
+    """Training loss of an epoch, mean over ranks; of a step where no epoch was finished."""
+    evals = [rank.evals for rank in cell.first.ranks]
+    if all(len(each) > 1 for each in evals):
+        return _mean([float(each[index]["train_loss"]) for each in evals])
+    losses = cell.losses()
+    return float(losses[index]) if len(losses) else None
+
+
+def _train_accuracy(cell: Cell) -> float | None:
+    known = [float(rank.evals[-1]["train_accuracy"]) for rank in cell.first.ranks if rank.evals]
+    return _mean(known)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else DASH if value is None else str(value)

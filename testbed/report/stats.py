@@ -1,0 +1,70 @@
+"""Statistics of step times: centre, mean, p95, n, and a 95 % bootstrap interval of the centre."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 1000
+LONG = 10_000  # steps; from there on draws are made one by one, for the sake of memory
+SEED = 20240511  # of the resampling: the same folders always give the same report
+
+Samples = Sequence[NDArray[np.float64]]  # one array per repeat
+
+
+@dataclass(frozen=True)
+class Stat:
+    """`centre` is the median; where only some steps synchronise it is the mean. `low`, `high` bound it, 95 %."""
+
+    centre: float
+    mean: float
+    p95: float
+    n: int
+    low: float
+    high: float
+
+
+def describe(samples: Samples, by_mean: bool = False) -> Stat:
+    """Repeats are pooled for the figures; the interval knows that steps of one run resemble each other."""
+    pooled = np.concatenate(list(samples))
+    centre = np.mean if by_mean else np.median
+    low, high = interval(resample(samples, by_mean))
+    return Stat(
+        float(centre(pooled)),
+        float(pooled.mean()),
+        float(np.quantile(pooled, 0.95)),
+        len(pooled),
+        float(low),
+        float(high),
+    )
+
+
+def interval(draws: NDArray[np.float64]) -> tuple[float, float]:
+    """The middle 95 %."""
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def resample(samples: Samples, by_mean: bool = False, seed: int = SEED) -> NDArray[np.float64]:
+    """RESAMPLES bootstrap draws of the centre: of one run its steps, of several first the runs, then their steps."""
+    random = np.random.default_rng(seed)
+    centre: Callable[..., NDArray[np.float64]] = np.mean if by_mean else np.median
+    if len(samples) == 1 and len(samples[0]) <= LONG:
+        (only,) = samples
+        return np.asarray(centre(only[random.integers(len(only), size=(RESAMPLES, len(only)))], axis=1))
+    draws = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
+        runs = [samples[k] for k in random.integers(len(samples), size=len(samples))]
+        draws[number] = centre(np.concatenate([run[random.integers(len(run), size=len(run))] for run in runs]))
+    return draws
+
+
+def ratio(over: Samples, under: Samples, by_mean: bool = False) -> tuple[float, float, float]:
+    """centre(over) / centre(under), and the 95 % interval of that ratio."""
+    centre = np.mean if by_mean else np.median
+    draws = resample(over, by_mean) / resample(under, by_mean, SEED + 1)
+    value = float(centre(np.concatenate(list(over))) / centre(np.concatenate(list(under))))
+    return value, *interval(draws)

@@ -1,0 +1,253 @@
+"""Tables of the report; each is a header and rows of text, so that the page, Markdown and CSV print the same."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from testbed.report import theory, words
+from testbed.report.cells import Cell, Chapter
+from testbed.report.focus import keys, value_of
+from testbed.report.steps import Column
+from testbed.spec.table import format_table, short_key
+
+DASH = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """`name` is its file's; `note` says how to read it."""
+
+    name: str
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+    folded: bool = False  # shown on demand
+
+    def markdown(self) -> str:
+        note = f"\n\n{self.note}" if self.note else ""
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
+        return f"### {self.title}\n\n{format_table(self.header, rows)}{note}\n"
+
+    def csv(self) -> str:
+        """A cell that a spreadsheet would take for a formula is written as text."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerows([[_plain(cell) for cell in row] for row in [self.header, *self.rows]])
+        return out.getvalue()
+
+
+@dataclass
+class Columns:
+    """A table in the making: mode, what varies, and then what each row says."""
+
+    chapter: Chapter
+    rest: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    @property
+    def header(self) -> list[str]:
+        varies = keys(self.chapter)
+        return ["mode", *(short_key(key, varies).replace("_", " ") for key in varies), *self.rest]
+
+    def add(self, cell: Cell, *values: str) -> None:
+        varies = [value_of(cell, key) for key in keys(self.chapter)]
+        self.rows.append([cell.label, *(DASH if v is None else str(v) for v in varies), *values])
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    return DASH if value is None else format(value, form)
+
+
+def share(value: float | None) -> str:
+    return DASH if value is None else f"{100 * value:.1f} %"
+
+
+def _plain(cell: str) -> str:
+    risky = cell[:1] in "=+@" or (cell[:1] == "-" and cell != DASH and not cell[1:2].isdigit())
+    return f"'{cell}" if risky else cell
+
+
+def modes(chapter: Chapter) -> Table:
+    """Seconds per step with their interval, speed-up, and what was learnt."""
+    rest = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", "images/s", "test loss", "accuracy", "replicas")
+    made = Columns(chapter, rest)
+    for cell in chapter.cells:
+        s, run = cell.seconds, cell.first.summary
+        losses = [r.summary.test_loss for r in cell.runs if r.summary.test_loss is not None]
+        right = [r.summary.test_accuracy for r in cell.runs if r.summary.test_accuracy is not None]
+        agree = DASH if cell.world == 1 else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
+        made.add(
+            cell,
+            number(s.centre),
+            f"{s.low:.3f} to {s.high:.3f}",
+            number(s.mean),
+            number(s.p95),
+            str(s.n),
+            number(chapter.speed_up(cell), ".2f"),
+            number(cell.spec.global_batch / s.centre, ".1f"),
+            number(statistics.fmean(losses) if losses else None),
+            share(statistics.fmean(right) if right else None),
+            agree,
+        )
+    return Table("modes", "What each mode costs", made.header, made.rows, words.MODES)
+
+
+def split(chapter: Chapter) -> Table:
+    """Where the step goes, and for whom one waits."""
+    rest = ("step", "compute", "exposed", "rest", "hidden", "hidden share", "waiting", "transfer", "last to join")
+    made = Columns(chapter, rest)
+    for cell in chapter.cells:
+        s, w = cell.split, cell.waiting
+        slowest = w.slowest
+        last = DASH if slowest is None else f"rank {slowest} ({100 * w.last[slowest]:.0f} %)"
+        silent = not w.exchanges
+        made.add(
+            cell,
+            *(number(v) for v in (s.step, s.compute, s.exposed, s.rest, s.hidden)),
+            share(s.hidden_share),
+            DASH if silent else number(statistics.fmean(w.waiting)),
+            DASH if silent else number(statistics.fmean(w.transfer)),
+            last,
+        )
+    return Table("split", "Where a step goes", made.header, made.rows, words.SPLIT)
+
+
+def traffic(chapter: Chapter) -> Table | None:
+    """Bytes the kernel counted against bytes that theory needs, and what else travelled."""
+    rest = (
+        "sent, rank 0",
+        "theory",
+        "sent, others",
+        "theory ",
+        "sent / theory",
+        *KINDS,
+        "headers, control",
+        "before step 1",
+    )
+    made = Columns(chapter, rest)
+    for cell in (
+        cell for cell in chapter.cells if cell.world > 1 and any(cell.sent()) and not theory.silent(cell.spec.mode)
+    ):
+        sent, needed = cell.sent(), cell.needed()
+        made.add(
+            cell,
+            _mb(sent[0]),
+            _mb(needed[0]),
+            _mb(_mean(sent[1:])),
+            _mb(_mean(needed[1:])),
+            number(sent_over_theory(cell), ".3f"),
+            *kinds(cell),
+        )
+    return Table("bytes", "Bytes against theory", made.header, made.rows, words.TRAFFIC) if made.rows else None
+
+
+KINDS = ("gradients", "parameters", "buffers", "metrics")
+
+
+def kinds(cell: Cell) -> list[str]:
+    """Shares of what was sent since step 1 began, by kind; what is left; and MB per rank that went before."""
+    ends = [rank.end for rank in cell.first.ranks]
+    before = [_before(rank.steps.sent) for rank in cell.first.ranks]
+    whole = sum(float(end.get("sent") or 0) for end in ends) - sum(before)
+    sums = [sum(float((end.get("payload") or {}).get(kind) or 0) for end in ends) for kind in KINDS]
+    if whole <= 0 or not any(sums):
+        return [DASH] * (len(KINDS) + 2)
+    shares = [_small(value / whole) for value in [*sums, max(0.0, whole - sum(sums))]]
+    return [*shares, _mb(statistics.fmean(before))]
+
+
+def _before(sent: Column) -> float:
+    """Bytes that the counter had seen when the first step began: the probe, the rendezvous, a first broadcast."""
+    usual = float(np.median(np.diff(sent))) if len(sent) > 1 else 0.0
+    return max(0.0, float(sent[0]) - usual) if len(sent) and np.isfinite(sent[0]) else 0.0
+
+
+def sent_over_theory(cell: Cell) -> float | None:
+    """All ranks' bytes, as the kernel counted them, over the payload of theory; None where it has no formula."""
+    sent, needed = cell.sent(), cell.needed()
+    payload = sum(n for n in needed if n is not None)
+    if not payload or None in sent or None in needed:
+        return None
+    return sum(float(s or 0) for s in sent) / payload
+
+
+def wire(chapter: Chapter) -> Table | None:
+    """Measured time over the lower bound, and the bandwidths people quote."""
+    rest = (
+        "bound",
+        "least s",
+        "measured s",
+        "ratio",
+        "R2's log2(N) S/B",
+        "algorithm MB/s",
+        "bus MB/s",
+        "used of the link",
+    )
+    made = Columns(chapter, rest)
+    for cell in (cell for cell in chapter.cells if cell.split.busy > 0):
+        least, busy, known = cell.bound, cell.split.busy, theory.cost(cell.spec.mode, cell.world)
+        size = cell.buffers[1] * cell.syncs
+        rate = cell.first.network.slowest
+        made.add(
+            cell,
+            known.formula if known else DASH,
+            number(least),
+            number(busy),
+            number(busy / least if least else None, ".2f"),
+            number(theory.log2(cell.world) * size / rate if rate else None),
+            number(size / busy / 1e6, ".1f"),
+            number(size / busy / 1e6 * 2 * (cell.world - 1) / cell.world, ".1f"),
+            share(utilisation(cell)),
+        )
+    return Table("wire", "Time against the lower bound", made.header, made.rows, words.WIRE) if made.rows else None
+
+
+def utilisation(cell: Cell) -> float | None:
+    """Of the busiest rank's link, while anything was being communicated."""
+    summary, rates = cell.first.summary, cell.first.network.got
+    best = max(rates.values(), default=0.0)
+    busiest = max((float(v or 0) for v in [*summary.sent_per_step, *summary.received_per_step]), default=0.0)
+    return busiest / cell.split.busy / best if best and busiest and cell.split.busy else None
+
+
+def network(chapter: Chapter) -> Table | None:
+    """Rates asked and got, of every run that was measured."""
+    made = Columns(chapter, ("asked Mbit/s", "slowest got", "fastest got", "worst error", "links"))
+    for cell in chapter.cells:
+        for run in cell.runs[:1]:
+            got, asked = list(run.network.got.values()), list(run.network.asked.values())
+            if got:
+                rates = sorted({round(rate * 8e-6, 3) for rate in asked})
+                made.add(
+                    cell,
+                    " and ".join(f"{rate:g}" for rate in rates) or "nothing",
+                    number(min(got) * 8e-6, ".1f"),
+                    number(max(got) * 8e-6, ".1f"),
+                    DASH if run.network.worst is None else f"{100 * run.network.worst:+.2f} %",
+                    str(len(got)),
+                )
+    return (
+        Table("network", "The network, asked and got", made.header, made.rows, words.NETWORK, folded=True)
+        if made.rows
+        else None
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _mb(value: float | None) -> str:
+    return DASH if value is None else f"{value / 1e6:.2f}"
+
+
+def _small(value: float) -> str:
+    return f"{100 * value:.2f} %" if value >= 0.0001 or value <= 0 else "< 0.01 %"

@@ -1,0 +1,98 @@
+"""Trace: all ranks of one run on one clock, as Chrome and Perfetto read it (open it at ui.perfetto.dev).
+
+A process is a rank. Its thread 0 is the training loop (each step, its phases inside it), thread 1 the times at which
+the loop was blocked, and from thread 2 on the buffers on their way: two that overlap never share a thread, because
+spans of one thread must nest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from testbed.report.load import DAMAGE, Rank, Run, read_run
+from testbed.report.steps import Steps
+from testbed.spec.errors import UsageError
+from testbed.spec.folder import RunFolder, write_whole
+
+LOOP, BLOCKED, WIRE = 0, 1, 2
+TRACE = "trace.json"
+Event = dict[str, Any]
+
+
+def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
+    """Merge the ranks of the run folder `path`; returns the file and its number of spans."""
+    try:
+        run = read_run(RunFolder(path))
+    except DAMAGE as error:
+        raise UsageError(f"{path}: no trace can be made ({error}). Is it a run folder?") from None
+    merged = trace(run)
+    target = out or path / TRACE
+    write_whole(target, json.dumps(merged, separators=(",", ":")))
+    return target, sum(event["ph"] == "X" for event in merged["traceEvents"])
+
+
+def trace(run: Run) -> Event:
+    """The document: events in microseconds since the first step of any rank began."""
+    zero = min(float(rank.steps.at[0]) - run.network.offsets.get(rank.number, 0.0) for rank in run.ranks)
+    events = [event for rank in run.ranks for event in _rank(rank, run, zero)]
+    facts = {"run": run.spec.name, "mode": str(run.spec.mode), "clock_error_us": run.network.offset_error * 1e6}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+
+
+def _rank(rank: Rank, run: Run, zero: float) -> Iterator[Event]:
+    shift = -zero - run.network.offsets.get(rank.number, 0.0)
+    names = {LOOP: "training loop", BLOCKED: "blocked by communication"}
+    lanes: list[float] = []  # when each of the wire's threads is free again
+    spans: list[Event] = []
+    for k in range(len(rank.steps.step)):
+        spans += _step(rank.steps, k, rank.number, float(rank.steps.at[k]) + shift, lanes)
+    names |= {WIRE + lane: f"buffers {lane}" if lane else "buffers on the wire" for lane in range(len(lanes))}
+    yield _meta(rank.number, 0, "process_name", {"name": f"rank {rank.number}"})
+    yield _meta(rank.number, 0, "process_sort_index", {"sort_index": rank.number})
+    for thread, name in names.items():
+        yield _meta(rank.number, thread, "thread_name", {"name": name})
+        yield _meta(rank.number, thread, "thread_sort_index", {"sort_index": thread})
+    yield from spans
+
+
+def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> Iterator[Event]:
+    """One step's spans; whatever rounding pushed past the step's end is cut there."""
+    end = begin + float(steps.total[k])
+
+    def span(name: str, offset: float, seconds: float, thread: int, **args: Any) -> Event:
+        left, right = min(begin + offset, end), min(begin + offset + seconds, end)
+        return {
+            **{"name": name, "ph": "X", "pid": rank, "tid": thread, "cat": "testbed"},
+            **{"ts": round(left * 1e6, 3), "dur": round(max(0.0, right - left) * 1e6, 3), "args": args},
+        }
+
+    number = int(steps.step[k])
+    yield span(f"step {number}", 0.0, float(steps.total[k]), LOOP, loss=_finite(float(steps.loss[k])))
+    for name, offset, seconds in steps.phases[k]:
+        yield span(name, offset, seconds, LOOP)
+    for offset, seconds in steps.stalls[k]:
+        yield span("blocked", offset, seconds, BLOCKED)
+    for comm in sorted(steps.comm[k], key=lambda each: each.offset):
+        lane = _free_lane(lanes, begin + comm.offset, begin + comm.offset + comm.seconds)
+        yield span(comm.name, comm.offset, comm.seconds, WIRE + lane, bytes=comm.size, step=number)
+
+
+def _free_lane(lanes: list[float], begin: float, end: float) -> int:
+    """The first thread on which nothing is under way."""
+    lane = next((n for n, free in enumerate(lanes) if free <= begin + 1e-7), len(lanes))
+    if lane == len(lanes):
+        lanes.append(0.0)
+    lanes[lane] = end
+    return lane
+
+
+def _meta(rank: int, thread: int, name: str, args: dict[str, Any]) -> Event:
+    return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": args}
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no nan."""
+    return value if value - value == 0 else None

@@ -1,0 +1,227 @@
+"""Verdict: the first thing a reader sees. Who wins and by how much, what limits it, and whether the numbers add up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from testbed.report import theory
+from testbed.report.cells import Cell, Chapter
+from testbed.report.findings import fastest, loss_by_step, percent, rate_in_words, slowest
+from testbed.report.focus import Focus, overrides_in_words
+from testbed.report.tables import sent_over_theory
+
+SUM_TOLERANCE = 0.05  # of the sums of a split
+BYTE_TOLERANCE = 0.07  # of counted bytes over payload: headers are up to 4.6 %, acknowledgements about 2 %
+CONTROL_TOLERANCE = 0.10  # of compute against the control run
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure, large, and what it is."""
+
+    figure: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One way in which the numbers were held against something else."""
+
+    ok: bool | None  # None: could not be checked
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A headline, why it is so, the figures behind it, and the checks."""
+
+    headline: str
+    why: list[str]
+    tiles: list[Tile]
+    checks: list[Check]
+
+
+def verdict(chapter: Chapter, focused: Focus, swept: str = "") -> Verdict:
+    """`swept` is what was found along the axis that the experiment sweeps; it comes first where there is one."""
+    cells = focused.cells
+    best, worst = fastest(cells), slowest(cells)
+    usual = _headline(chapter, cells, best, worst)
+    first = swept or _cost_of_one(chapter) or _learning(chapter)
+    return Verdict(
+        headline=first or usual,
+        why=[*([f"{usual}."] if first else []), *_why(best, worst), *_limits(best), *_slow_ranks(chapter)],
+        tiles=_tiles(chapter, best, worst),
+        checks=checks(chapter),
+    )
+
+
+def _cost_of_one(chapter: Chapter) -> str:
+    """What one slow node costs, against the same mode on equal nodes."""
+    costs = []
+    for cell in (cell for cell in chapter.cells if cell.spec.overrides):
+        equal = next((c for c in chapter.cells if c.label == cell.label and not c.spec.overrides), None)
+        if equal:
+            costs.append((cell.seconds.centre / equal.seconds.centre, cell, equal))
+    if not costs:
+        return ""
+    factor, cell, equal = max(costs, key=lambda each: each[0])
+    times = f"{cell.seconds.centre:.2f} s a step instead of {equal.seconds.centre:.2f}"
+    where = f"{cell.label} with {overrides_in_words(cell)}"
+    return f"One slow node slows everybody: {where} takes {times}, {factor:.1f} times as long"
+
+
+def _learning(chapter: Chapter) -> str:
+    """Where the question is what is learnt, the answer is too."""
+    placed = {cell.spec.placement for cell in chapter.cells}
+    return loss_by_step([c for c in chapter.cells if c.spec.mode.algorithm != "none"]) if len(placed) > 1 else ""
+
+
+def _headline(chapter: Chapter, cells: Sequence[Cell], best: Cell, worst: Cell) -> str:
+    speed, copies = chapter.speed_up(best), best.world
+    if not best.spec.mode.distributed:
+        return f"One node takes {best.seconds.centre:.2f} s a step"
+    rate = best.spec.link.rate
+    where = f"At {rate_in_words(rate)} each way" if rate else "On this network"
+    if best is worst or best.label == worst.label:
+        gain = "" if speed is None else f", {speed:.2f} times the speed of one node"
+        return f"{where} {best.label} keeps {copies} copies in step in {best.seconds.centre:.2f} s a step{gain}"
+    factor = worst.seconds.centre / best.seconds.centre
+    text = f"{where} {best.label} is {factor:.1f} times as fast as {worst.label}"
+    if speed is None:
+        return text
+    pays = (
+        f"and {speed:.2f} times as fast as one node" if speed >= 1 else f"but slower than one node ({speed:.2f} times)"
+    )
+    return f"{text}, {pays}"
+
+
+def _why(best: Cell, worst: Cell) -> list[str]:
+    """The bytes on the busiest link, and what is hidden."""
+    costs = [theory.cost(cell.spec.mode, cell.world) for cell in (best, worst)]
+    if best is worst or not all(costs) or not best.bound or not worst.bound:
+        return []
+    said = []
+    if worst.bound > 1.5 * best.bound:
+        loads = [
+            cost.load * cell.buffers[1] * cell.syncs for cost, cell in zip(costs, (best, worst), strict=True) if cost
+        ]
+        rooted = (
+            " through rank 0's link" if worst.spec.mode.algorithm in ("gather", "server") else " over the busiest link"
+        )
+        said.append(
+            f"{worst.label} must move {loads[1] / 1e6:.0f} MB a step{rooted}: at least {worst.bound:.2f} s here. "
+            f"{best.label} moves {loads[0] / 1e6:.0f} MB over each link: {best.bound:.2f} s."
+        )
+    hidden = best.split.hidden_share
+    if hidden and hidden > 0.05:
+        said.append(f"{best.label} also sends while it computes: {percent(hidden)} of its communication costs no time.")
+    return said
+
+
+def _limits(best: Cell) -> list[str]:
+    if not best.bound:
+        return []
+    compute, wire, step = best.split.compute, best.bound, best.seconds.centre
+    least = max(compute, wire)
+    limit = "the network" if wire > compute else "the CPU"
+    return [
+        f"{limit[0].upper()}{limit[1:]} limits {best.label}: a step needs {compute:.2f} s of computing and at least "
+        f"{wire:.2f} s of wire, so with perfect overlap {least:.2f} s; it takes {step:.2f} s."
+    ]
+
+
+def _slow_ranks(chapter: Chapter) -> list[str]:
+    """Each straggler once, with the runs it was found in."""
+    found: dict[tuple[int, str], list[tuple[Cell, str]]] = {}
+    for cell in chapter.cells:
+        for each in cell.stragglers:
+            found.setdefault((each.rank, each.cause), []).append((cell, each.sentence))
+    lines = []
+    for (_, cause), cases in found.items():
+        cell, sentence = cases[0]
+        more = f", and in {len(cases) - 1} more" if len(cases) > 1 else ""
+        lines.append(f"Straggler ({cause}): {sentence} (in {cell.spec.name}{more}).")
+    return lines
+
+
+def _tiles(chapter: Chapter, best: Cell, worst: Cell) -> list[Tile]:
+    s = best.seconds
+    tiles = [Tile(f"{s.centre:.2f} s", f"a step of {best.label}, the fastest (95 %: {s.low:.2f} to {s.high:.2f})")]
+    speed = chapter.speed_up(best)
+    if speed is not None and best.spec.mode.distributed:
+        tiles.append(Tile(f"{speed:.2f}×", f"one node's speed, with {best.world} nodes"))
+    if worst is not best:
+        tiles.append(Tile(f"{worst.seconds.centre:.2f} s", f"a step of {worst.label}, the slowest"))
+    if best.split.busy > 0:
+        tiles.append(
+            Tile(percent(best.split.exposed / best.split.step), f"of {best.label}'s step is waiting for the network")
+        )
+    return tiles
+
+
+def checks(chapter: Chapter) -> list[Check]:
+    """Asked against got, counted against computed, part against whole."""
+    found = [_network(chapter), _replicas(chapter), _bytes(chapter), _sums(chapter), _control(chapter)]
+    return [check for check in found if check is not None]
+
+
+def _network(chapter: Chapter) -> Check | None:
+    runs = [run for cell in chapter.cells for run in cell.runs if run.spec.world > 1]
+    worst = [run.network.worst for run in runs if run.network.worst is not None]
+    links = sum(len(run.network.got) for run in runs if run.network.worst is not None)
+    if worst:
+        return Check(True, f"Rates: {links} links were within {percent(max(map(abs, worst)))} of what was asked")
+    return Check(None, "Rates: nothing was asked of this network, so nothing was checked") if runs else None
+
+
+def _replicas(chapter: Chapter) -> Check | None:
+    must = [r for c in chapter.cells for r in c.runs if r.spec.world > 1 and r.spec.replicas_must_agree]
+    must = [run for run in must if run.spec.mode.algorithm != "none"]
+    equal = [run for run in must if run.summary.replicas_agree]
+    if not must:
+        return None
+    return Check(
+        len(equal) == len(must), f"Replicas: parameters were bit for bit equal in {len(equal)} of {len(must)} runs"
+    )
+
+
+def _bytes(chapter: Chapter) -> Check | None:
+    ratios = [ratio for cell in chapter.cells if cell.world > 1 and (ratio := sent_over_theory(cell))]
+    if not ratios:
+        return None
+    off = max(ratios, key=lambda ratio: abs(ratio - 1)) - 1
+    over = f"{percent(abs(off))} {'more' if off > 0 else 'less'} at most"
+    text = f"Bytes: the kernel counted what theory asks for ({over}; headers are 0.2 to 4.6 %)"
+    return Check(-0.01 <= off <= BYTE_TOLERANCE, text)
+
+
+def _sums(chapter: Chapter) -> Check:
+    step = max(cell.split.step_gap for cell in chapter.cells)
+    busy = max(cell.split.busy_gap for cell in chapter.cells)
+    text = (
+        f"Times: compute + exposed + rest is the step within {percent(step)}, exposed + hidden is communication "
+        f"within {percent(busy)}"
+    )
+    return Check(max(step, busy) <= SUM_TOLERANCE, text)
+
+
+def _control(chapter: Chapter) -> Check | None:
+    """Compute of every mode against the same ranks without synchronisation."""
+    controls = [cell for cell in chapter.cells if cell.spec.mode.algorithm == "none"]
+    gaps: dict[str, float] = {}
+    for control in controls:
+        for cell in chapter.cells:
+            alike = cell.world == control.world and cell.spec.global_batch == control.spec.global_batch
+            if cell is not control and alike and cell.substrate == control.substrate and not cell.spec.overrides:
+                gaps[cell.label] = cell.split.compute / control.split.compute - 1
+    if not gaps:
+        return None
+    worst = max(gaps, key=lambda name: abs(gaps[name]))
+    middle = statistics.median(abs(gap) for gap in gaps.values())
+    text = (
+        f"Control: compute is that of the same ranks without synchronisation, within {percent(abs(gaps[worst]))} "
+        f"({worst}; median {percent(middle)})"
+    )
+    return Check(abs(gaps[worst]) <= CONTROL_TOLERANCE, text)

@@ -1,0 +1,149 @@
+"""Waiting: how much of communication is transfer and how much is waiting for the slowest rank; and why it is slowest.
+
+For each buffer of each step all ranks have an interval. From its own begin to the latest begin over all ranks a rank
+waits (at most until its own interval ends); after that bytes move. On hosts each rank's clock is first set to rank 0's.
+
+A rank is a straggler, and the cause is
+    its CPU   when its compute per image is at least SLOW_CPU times the median of the other ranks, or
+    its link  when the rate of its node (receipt, or what was asked where there is none) is at most SLOW_LINK of the
+              median of the other nodes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from testbed.report.load import Run
+from testbed.spec.intervals import Interval, length
+
+SLOW_CPU = 1.25
+SLOW_LINK = 0.8
+
+Key = tuple[str, int]  # a buffer's name, and which of its intervals in the step
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Of one run, seconds per step."""
+
+    waiting: list[float]  # per rank: before the last rank joined
+    transfer: list[float]  # per rank: the rest of its communication
+    last: list[float]  # per rank: share of all exchanges that it was the last to join
+    held_up: list[float]  # per rank: by how much it was later than the next to last
+    exchanges: int
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that the others wait for most."""
+        return max(range(len(self.held_up)), key=lambda rank: self.held_up[rank]) if self.exchanges else None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that slows the others, and by which rule it was found."""
+
+    rank: int
+    cause: str  # "CPU" or "link"
+    factor: float  # how many times slower than the median of the others
+    sentence: str
+
+
+def waiting(run: Run) -> Waiting:
+    """Overlap all ranks' intervals, step by step."""
+    ranks = range(len(run.ranks))
+    total, late = [0.0 for _ in ranks], [0.0 for _ in ranks]
+    lasts: Counter[int] = Counter()
+    exchanges = 0
+    for index in range(len(run.kept[0].total)):
+        spans = [_spans(run, rank, index) for rank in ranks]
+        shared = [key for key in spans[0] if all(key in each for each in spans)]
+        if len(ranks) < 2 or not shared:
+            continue
+        waits: list[list[Interval]] = [[] for _ in ranks]
+        lags = [0.0 for _ in ranks]
+        for key in shared:
+            begins = [each[key][0] for each in spans]
+            latest = max(begins)
+            slowest = begins.index(latest)
+            lasts[slowest] += 1
+            lags[slowest] = max(lags[slowest], latest - sorted(begins)[-2])
+            for rank in ranks:
+                waits[rank].append((begins[rank], min(latest, spans[rank][key][1])))
+        exchanges += len(shared)
+        for rank in ranks:
+            total[rank] += length(waits[rank])
+            late[rank] += lags[rank]
+    steps = len(run.kept[0].total)
+    mean = [seconds / steps for seconds in total]
+    busy = [float(each.busy.mean()) for each in run.kept]
+    return Waiting(
+        waiting=mean,
+        transfer=[max(0.0, b - w) for b, w in zip(busy, mean, strict=True)],
+        last=[lasts[rank] / exchanges if exchanges else 0.0 for rank in ranks],
+        held_up=[seconds / steps for seconds in late],
+        exchanges=exchanges,
+    )
+
+
+def _spans(run: Run, rank: int, index: int) -> dict[Key, tuple[float, float]]:
+    """A rank's intervals of one step, on rank 0's clock."""
+    steps = run.kept[rank]
+    zero = float(steps.at[index]) - run.network.offsets.get(rank, 0.0)
+    found: dict[Key, tuple[float, float]] = {}
+    count: Counter[str] = Counter()
+    for each in steps.comm[index]:
+        found[each.name, count[each.name]] = (zero + each.offset, zero + each.offset + each.seconds)
+        count[each.name] += 1
+    return found
+
+
+def stragglers(run: Run) -> list[Straggler]:
+    """Ranks that the rules above name, the worst first."""
+    if run.spec.world < 2:
+        return []
+    found = [*_slow_cpus(run), *_slow_links(run)]
+    return sorted(found, key=lambda each: -each.factor)
+
+
+def _slow_cpus(run: Run) -> list[Straggler]:
+    compute = [float(np.median(s.compute)) / run.spec.local_batch(r) for r, s in enumerate(run.kept)]
+    found = []
+    for rank, own in enumerate(compute):
+        usual = statistics.median(compute[:rank] + compute[rank + 1 :])
+        if usual > 0 and own >= SLOW_CPU * usual:
+            images = run.spec.local_batch(rank)
+            sentence = (
+                f"rank {rank} is slow to compute: {own * images:.2f} s a step where the others need "
+                f"{usual * images:.2f}, so everybody waits for its CPU"
+            )
+            found.append(Straggler(rank, "CPU", own / usual, sentence))
+    return found
+
+
+def _slow_links(run: Run) -> list[Straggler]:
+    rates = [_rate(run, rank) for rank in range(run.spec.world)]
+    found = []
+    for rank, own in enumerate(rates):
+        others = [rate for rate in rates[:rank] + rates[rank + 1 :] if rate]
+        if not own or not others:
+            continue
+        usual = statistics.median(others)
+        if own <= SLOW_LINK * usual:
+            sentence = (
+                f"rank {rank} has a slow link: {own * 8e-6:.0f} Mbit/s of payload where the others have "
+                f"{usual * 8e-6:.0f}, and every exchange runs at its pace"
+            )
+            found.append(Straggler(rank, "link", usual / own, sentence))
+    return found
+
+
+def _rate(run: Run, rank: int) -> float | None:
+    """A node's rate in byte/s: measured, else asked. Between two nodes only what was asked can tell them apart."""
+    own = run.spec.overrides.get(f"node{rank}")
+    link = own.link if own and own.link else run.spec.link
+    asked = link.rate / 8 if link.rate else None
+    return (run.network.node(rank) if run.spec.world > 2 else None) or asked

@@ -1,0 +1,125 @@
+"""The report page in a real browser: from disk, without a network, at a desk and on a phone, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import chromium
+from synthetic import Made, make_run
+
+from testbed.report.write import Report, write
+
+pytestmark = pytest.mark.browser
+SIZES = {"desk": (1280, 900), "phone": (400, 800)}
+LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("quick")
+    for seed, mode in enumerate(("single", "gather", "allreduce", "ring", "ddp")):
+        make_run(folder / mode, Made(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
+    for nodes in (2, 3):
+        make_run(
+            folder / f"ddp-{nodes}", Made(compute=1.6), mode="ddp", nodes=nodes, batch=48, experiment="nodes", **LINK
+        )
+    make_run(folder / "dead", mode="tree", experiment="quick", status="failed", reason="<b>rank 2</b> died", **LINK)
+    return write([folder], folder)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=[(size, scheme) for size in SIZES for scheme in ("light", "dark")], ids="-".join)
+def page(request: pytest.FixtureRequest, browser: Any, report: Report, tmp_path: Path) -> Iterator[Any]:
+    """The page, opened; whatever it complains of or asks for is collected and must be nothing."""
+    size, scheme = request.param
+    width, height = SIZES[size]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
+    opened = context.new_page()
+    complaints: list[str] = []
+    opened.on("console", lambda message: complaints.append(message.text))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("request", lambda asked: None if asked.url == report.page.as_uri() else complaints.append(asked.url))
+    opened.goto(report.page.as_uri())
+    yield opened
+    opened.screenshot(path=str(tmp_path / f"{size}-{scheme}.png"), full_page=True)
+    context.close()
+    assert complaints == []
+
+
+def test_every_plot_is_drawn(page: Any, report: Report) -> None:
+    plots = page.locator("figure svg")
+    assert plots.count() == sum(len(part.plots) for part in report.parts) > 8
+    for k in range(plots.count()):
+        box = plots.nth(k).bounding_box()
+        assert box["width"] > 250 and box["height"] > 80
+        assert plots.nth(k).locator("path").count() > 5
+
+
+def test_the_page_is_as_wide_as_the_window_and_no_wider(page: Any) -> None:
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= page.viewport_size["width"]
+
+
+def test_a_click_sorts_a_table_by_numbers_and_a_second_turns_it_round(page: Any) -> None:
+    table = page.locator("#quick-modes")
+    button = table.locator("thead button", has_text="s/iter")
+
+    def seconds() -> list[float]:
+        return [float(text) for text in table.locator("tbody tr td:nth-child(2)").all_inner_texts()]
+
+    before = seconds()
+    button.click()
+    assert seconds() == sorted(before)
+    button.click()
+    assert seconds() == sorted(before, reverse=True)
+    assert table.locator("th[aria-sort=descending]").count() == 1
+
+
+def test_a_missing_value_sorts_last_both_ways(page: Any) -> None:
+    table = page.locator("#quick-split")
+    button = table.locator("thead button", has_text="hidden share")
+    for _ in range(2):
+        button.click()
+        cells = table.locator("tbody tr td:nth-child(7)").all_inner_texts()
+        assert cells[-1] == "-" and cells.count("-") == 1
+
+
+def test_text_can_be_read_against_its_ground(page: Any) -> None:
+    """WCAG AA: 4.5 to 1 for text, measured as the browser paints it."""
+    contrast = """() => {
+      const light = (text) => { const v = text.match(/[\\d.]+/g).slice(0, 3).map((c) => { c /= 255;
+        return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; });
+        return 0.2126 * v[0] + 0.7152 * v[1] + 0.0722 * v[2]; };
+      const ground = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+        if (c !== "rgba(0, 0, 0, 0)") return c; } return "rgb(255, 255, 255)"; };
+      const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      const html = [...document.querySelectorAll("p, td, th, li, figcaption, h2, h3, dt, dd, summary")];
+      const drawn = [...document.querySelectorAll("figure svg text")];
+      return [...html.map((e) => [ratio(light(getComputedStyle(e).color), light(ground(e))), e.textContent]),
+              ...drawn.map((e) => [ratio(light(getComputedStyle(e).fill), light(ground(e))), e.textContent])]
+        .filter(([r]) => r < 4.5); }"""
+    assert page.evaluate(contrast) == []
+
+
+def test_what_a_stranger_wrote_is_text(page: Any) -> None:
+    assert page.locator("#left-out b").count() == 0
+    assert "<b>rank 2</b> died" in page.locator("#left-out").inner_text()
+
+
+def test_it_prints_with_every_table_open(page: Any, tmp_path: Path) -> None:
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    assert len(page.pdf(format="A4")) > 20_000

@@ -1,0 +1,66 @@
+"""compare: the exit code a CI sees, and what a person reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Made, make_run
+from typer.testing import CliRunner
+
+from testbed.control.cli import app
+from testbed.report.compare import compare
+from testbed.spec.errors import UsageError
+
+LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
+
+
+def results(folder: Path, compute: float, noise: float = 0.01, seed: int = 1) -> Path:
+    for mode in ("ring", "ddp"):
+        make_run(folder / mode, Made(compute=compute, noise=noise, seed=seed), mode=mode, **LINK)
+    return folder
+
+
+def test_the_same_result_is_the_same(tmp_path: Path) -> None:
+    found = compare(results(tmp_path / "a", 4.0), results(tmp_path / "b", 4.0, seed=2), 0.05)
+    assert [change.verdict for change in found.changes] == ["same", "same"] or not found.worse
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.3, 1), (1.0, 0), (0.7, 0)])
+def test_the_exit_code_is_1_when_b_is_worse_than_the_threshold(tmp_path: Path, factor: float, code: int) -> None:
+    a, b = results(tmp_path / "a", 4.0), results(tmp_path / "b", 4.0 * factor)
+    done = CliRunner().invoke(app, ["compare", str(a), str(b)])
+    assert done.exit_code == code, done.output
+    assert ("worse: ring" in done.output) == bool(code)
+
+
+def test_a_generous_threshold_lets_it_pass(tmp_path: Path) -> None:
+    a, b = results(tmp_path / "a", 4.0), results(tmp_path / "b", 5.0)
+    assert CliRunner().invoke(app, ["compare", str(a), str(b), "--threshold", "0.5"]).exit_code == 0
+
+
+def test_a_difference_that_drowns_in_noise_is_none(tmp_path: Path) -> None:
+    a, b = results(tmp_path / "a", 4.0, noise=0.9), results(tmp_path / "b", 4.2, noise=0.9, seed=9)
+    assert compare(a, b, 0.0).worse == []
+
+
+def test_two_single_runs_are_compared_and_their_difference_told(tmp_path: Path) -> None:
+    results(tmp_path, 4.0)
+    found = compare(tmp_path / "ring", tmp_path / "ddp", 0.05)
+    assert found.differences == ["mode: ring -> ddp"] and found.changes[0].verdict == "faster"
+
+
+def test_results_without_a_common_spec_are_refused(tmp_path: Path) -> None:
+    results(tmp_path / "a", 4.0)
+    for mode in ("tree", "gather"):
+        make_run(tmp_path / "b" / mode, mode=mode, **LINK)
+    with pytest.raises(UsageError, match="no run of equal spec"):
+        compare(tmp_path / "a", tmp_path / "b", 0.05)
+
+
+def test_as_json_it_is_one_document(tmp_path: Path) -> None:
+    a, b = results(tmp_path / "a", 4.0), results(tmp_path / "b", 5.2)
+    document = json.loads(CliRunner().invoke(app, ["compare", str(a), str(b), "--json"]).stdout)
+    assert document["worse"] == ["ddp", "ring"] or document["worse"] == ["ring", "ddp"]

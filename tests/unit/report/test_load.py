@@ -1,0 +1,116 @@
+"""Loading: what is whole is read, what is not is named and skipped, and nothing is ever a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import make_run
+
+from testbed.report.cells import chapters
+from testbed.report.load import find, load, natural
+from testbed.spec.errors import SpecError
+from testbed.spec.run import SCHEMA
+
+RATE: dict[str, Any] = {"link": {"rate": "500mbit"}}
+
+
+def test_runs_below_a_folder_are_found_and_what_a_sweep_set_aside_is_not(tmp_path: Path) -> None:
+    for name in ("quick/ring", "quick/.superseded/ring~0", "other/deep/ddp"):
+        make_run(tmp_path / name, name="run", mode=name.rpartition("/")[2].strip("~0"))
+    assert [str(path.relative_to(tmp_path)) for path in find(tmp_path)] == ["other/deep/ddp", "quick/ring"]
+
+
+def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    assert len(load([tmp_path, tmp_path / "a"]).runs) == 1
+
+
+def test_names_with_numbers_sort_as_numbers() -> None:
+    assert sorted(["n10", "n2", "n1"], key=natural) == ["n1", "n2", "n10"]
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="nowhere"):
+        load([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize("status", ["invalid", "failed", "interrupted"])
+def test_a_run_that_does_not_count_is_listed_with_its_reason(tmp_path: Path, status: str) -> None:
+    make_run(tmp_path / "bad", status=status, reason="rank 2 died")
+    loaded = load([tmp_path])
+    assert loaded.runs == [] and f"{status}: rank 2 died" in loaded.skipped[0].reason
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change(key: str, value: Any) -> Callable[[Path], None]:
+    def do(path: Path) -> None:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[4][key] = value
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return do
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no summary": ("summary.json", Path.unlink, "no summary.json"),
+    "half a summary": ("summary.json", cut, "damaged"),
+    "half a spec": ("spec.json", cut, "not JSON"),
+    "a receipt that is none": ("receipt.json", lambda p: p.write_text("[1]"), "receipt"),
+    "half a receipt": ("receipt.json", cut, "damaged"),
+    "a rank without an end": ("rank1.jsonl", cut, "rank 1 did not finish"),
+    "a rank's file gone": ("rank1.jsonl", Path.unlink, "rank1.jsonl"),
+    "no text at all": ("rank1.jsonl", lambda p: p.write_bytes(b"\xff\xfe\x00\n"), "damaged"),
+    "another schema": ("spec.json", lambda p: p.write_text(json.dumps({"schema": SCHEMA + 1})), f"schema {SCHEMA + 1}"),
+    "a negative time": ("rank0.jsonl", change("total", -1.0), "total"),
+    "a time that is no number": ("rank0.jsonl", change("busy", "long"), "damaged"),
+    "an endless time": ("rank0.jsonl", change("at", float("inf")), "at has a value"),
+    "a step left out": ("rank0.jsonl", change("step", 7), "out of order"),
+    "comm of another shape": ("rank0.jsonl", change("comm", [[1, 2]]), "damaged"),
+    "phases that are none": ("rank0.jsonl", change("phases", 5), "damaged"),
+    "a nest of brackets": ("receipt.json", lambda p: p.write_text("[" * 100_000), "damaged"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_folder_is_named_and_skipped(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], words: str
+) -> None:
+    make_run(tmp_path / "good", **RATE)
+    make_run(tmp_path / "bad", **RATE)
+    damage(tmp_path / "bad" / name)
+    loaded = load([tmp_path])
+    assert [run.folder.path.name for run in loaded.runs] == ["good"]
+    (skipped,) = loaded.skipped
+    assert skipped.path.name == "bad" and words in skipped.reason and "\n" not in skipped.reason
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_bytes_that_rot_never_raise(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("rot") / "run"
+    make_run(folder, nodes=2, steps=4, **RATE)
+    name = data.draw(st.sampled_from(["spec.json", "summary.json", "receipt.json", "rank0.jsonl", "rank1.jsonl"]))
+    content = bytearray((folder / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (folder / name).write_bytes(bytes(content))
+    loaded = load([folder])
+    assert len(loaded.runs) + len(loaded.skipped) == 1
+    for chapter in chapters(loaded):  # what was let through can be worked with
+        assert chapter.cells[0].seconds.n > 0
+
+
+def test_worker_counts_sort_as_numbers(tmp_path: Path) -> None:
+    for nodes in (16, 2, 4):
+        make_run(tmp_path / f"ring-{nodes}", mode="ring", nodes=nodes, steps=4)
+    (chapter,) = chapters(load([tmp_path]))
+    assert [cell.world for cell in chapter.cells] == [2, 4, 16]

@@ -1,0 +1,145 @@
+"""The page: findings, tables, escaping, self-containment, and 200 runs in ten seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Made, make_run
+from typer.testing import CliRunner
+
+from testbed.control.cli import app
+from testbed.report.write import Report, write
+from testbed.spec.errors import UsageError
+
+LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
+MODES = ("single", "none", "gather", "allreduce", "ring", "ddp")
+
+
+def quick(folder: Path) -> Path:
+    for seed, mode in enumerate(MODES):
+        make_run(folder / mode, Made(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
+    folder = quick(tmp_path_factory.mktemp("quick"))
+    make_run(folder / "dead", mode="tree", experiment="quick", status="failed", reason="rank 2 died", **LINK)
+    report = write([folder], folder)
+    return report, report.page.read_text()
+
+
+def test_the_first_sentence_says_who_wins_and_by_how_much(made: tuple[Report, str]) -> None:
+    headline = made[0].parts[0].verdict.headline
+    assert re.search(
+        r"At 500 Mbit/s each way ddp is 3\.\d times as fast as gather, and 1\.\d+ times as fast as one", headline
+    )
+
+
+def test_the_reason_is_in_bytes_and_seconds(made: tuple[Report, str]) -> None:
+    why = " ".join(made[0].parts[0].verdict.why)
+    assert "222 MB a step through rank 0's link" in why and "55 MB" in why and "The network limits ddp" in why
+
+
+def test_numbers_are_held_against_one_another(made: tuple[Report, str]) -> None:
+    checks = {check.text.partition(":")[0]: check.ok for check in made[0].parts[0].verdict.checks}
+    assert checks == {"Rates": True, "Replicas": True, "Bytes": True, "Times": True, "Control": True}
+
+
+def test_a_run_that_failed_is_listed_and_in_no_table(made: tuple[Report, str]) -> None:
+    report, page = made
+    assert [skipped.path.name for skipped in report.skipped] == ["dead"] and "rank 2 died" in page
+    assert all(row[0] != "tree" for table in report.parts[0].tables for row in table.rows)
+
+
+def test_every_plot_and_table_is_also_a_file(made: tuple[Report, str]) -> None:
+    report, _ = made
+    files = {path.name for path in (report.page.parent / "report").iterdir()}
+    for plot in report.parts[0].plots:
+        assert {f"quick-{plot.name}.svg", f"quick-{plot.name}.png"} <= files
+    assert {f"quick-{table.name}.csv" for table in report.parts[0].tables} <= files
+    assert {"report.md", "summary.json"} <= files
+    figures = json.loads((report.page.parent / "report" / "summary.json").read_text())
+    assert [cell["mode"] for cell in figures["experiments"]["quick"]] == list(MODES)
+
+
+def test_the_page_asks_the_network_for_nothing(made: tuple[Report, str]) -> None:
+    _, page = made
+    urls = set(re.findall(r'(?:src|href|action|data)="([^"#][^"]*)"', page)) | set(
+        re.findall(r"url\((?!#)[^)]*\)", page)
+    )
+    assert urls == set() and "@import" not in page
+
+
+def test_no_two_parts_of_the_page_share_an_id(made: tuple[Report, str]) -> None:
+    ids = re.findall(r'\bid="([^"]+)"', made[1])
+    assert len(ids) == len(set(ids))
+
+
+def test_a_stranger_cannot_put_code_into_the_page(tmp_path: Path) -> None:
+    evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+    make_run(tmp_path / "one", mode="ring", **LINK)
+    make_run(tmp_path / "dead", mode="ring", status="failed", reason=evil, **LINK)
+    rank = tmp_path / "one" / "rank0.jsonl"
+    lines = [json.loads(line) for line in rank.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step":
+            line["comm"] = [[evil, *rest] for _, *rest in line["comm"]]
+    rank.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    summary["environment"] = {evil: evil}
+    summary["substrate"] = evil
+    (tmp_path / "one" / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "experiment.json").write_text(
+        json.dumps({"name": "adhoc", "title": evil, "published": {"source": evil}})
+    )
+    page = write([tmp_path], tmp_path).page.read_text()
+    assert "<script>alert" not in page and "<img" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_a_cell_that_a_spreadsheet_would_run_is_text() -> None:
+    from testbed.report.tables import Table
+
+    table = Table("t", "t", ["a", "b"], [["=cmd()", "-1.5"], ["-", "-cmd"]])
+    assert table.csv().splitlines()[1:] == ["'=cmd(),-1.5", "-,'-cmd"]
+
+
+def test_nothing_to_show_is_refused_with_the_first_reason(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run folder"):
+        write([tmp_path], tmp_path)
+    make_run(tmp_path / "dead", mode="ring", status="failed", reason="rank 2 died")
+    with pytest.raises(UsageError, match="rank 2 died"):
+        write([tmp_path], tmp_path)
+
+
+def test_the_command_prints_where_the_page_is(tmp_path: Path) -> None:
+    quick(tmp_path)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "spec.json").write_text("{")
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert f"report: {tmp_path / 'report.html'}" in done.output and "half" in done.output
+
+
+def test_one_lonely_run_makes_a_report_too(tmp_path: Path) -> None:
+    make_run(tmp_path / "only", mode="single", steps=4, evaluate="never")
+    assert write([tmp_path / "only"], tmp_path).parts[0].verdict.headline.startswith("One node takes")
+
+
+def test_two_hundred_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
+    """Processor time: the machine that tests may be busy with something else."""
+    for number in range(200):
+        mode = MODES[2 + number % 4]
+        rate = f"{100 + 10 * (number // 4)}mbit"
+        make_run(tmp_path / f"run{number}", Made(seed=number), mode=mode, experiment="many", link={"rate": rate})
+    begun = time.process_time()
+    report = write([tmp_path], tmp_path)
+    taken = time.process_time() - begun
+    assert len(report.parts[0].tables[0].rows) == 200
+    assert taken < 10, f"{taken:.1f} s"

@@ -1,0 +1,78 @@
+"""The split of a step, on steps whose answer is known, and on made-up runs where it must add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Made, make_run
+
+from testbed.report.cells import Cell, chapters
+from testbed.report.load import load
+from testbed.report.steps import Steps
+
+
+def one(**values: Any) -> Steps:
+    record = dict.fromkeys(("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total"), 0.0)
+    record |= dict.fromkeys(("blocked", "busy", "hidden", "loss", "images"), 0.0) | {"sent": None, "received": None}
+    return Steps.of([record | {"phases": [], "comm": [], "stalls": []} | values], "here")
+
+
+def test_what_blocks_inside_backward_is_no_compute() -> None:
+    """DDP's case: backward lasts 3 s of which the last 1 s waits; timing from outside would call all of it compute."""
+    phases = [["forward", 0, 1], ["backward", 1, 3], ["sync", 4, 0.5], ["update", 4, 0.5]]
+    steps = one(forward=1, backward=3, sync=0.5, update=0.5, total=4.5, blocked=1, stalls=[[3, 1]], phases=phases)
+    assert (steps.compute[0], steps.rest[0]) == pytest.approx((3.5, 0.0))
+
+
+def test_what_sync_does_besides_waiting_and_updating_is_rest() -> None:
+    phases = [["forward", 0, 1], ["backward", 1, 1], ["sync", 2, 2]]
+    steps = one(forward=1, backward=1, sync=2, update=0.5, total=4.25, blocked=1, stalls=[[2.1, 1]], phases=phases)
+    assert (steps.compute[0], steps.rest[0]) == pytest.approx((2.5, 0.75))
+    assert steps.compute[0] + steps.blocked[0] + steps.rest[0] == pytest.approx(steps.total[0])
+
+
+def test_a_stall_that_reaches_from_backward_into_sync_is_shared_out() -> None:
+    phases = [["backward", 0, 2], ["sync", 2, 1]]
+    steps = one(backward=2, sync=1, total=3, blocked=1, stalls=[[1.5, 1]], phases=phases)
+    assert steps.blocked_in_sync[0] == pytest.approx(0.5)
+    assert steps.compute[0] == pytest.approx(1.5)
+
+
+def cell_of(folder: Path, made: Made | None = None, **values: Any) -> Cell:
+    make_run(folder, made, **values)
+    return chapters(load([folder]))[0].cells[0]
+
+
+@pytest.mark.parametrize("mode", ["single", "none", "gather", "allreduce", "ring", "ddp"])
+def test_parts_add_up_in_every_mode(tmp_path: Path, mode: str) -> None:
+    cell = cell_of(tmp_path / "run", mode=mode, link={"rate": "500mbit"})
+    assert cell.split.step_gap < 0.001 and cell.split.busy_gap < 0.001
+
+
+def test_only_a_mode_that_overlaps_hides_anything(tmp_path: Path) -> None:
+    shares = {m: cell_of(tmp_path / m, mode=m, link={"rate": "500mbit"}).split.hidden_share for m in ("ring", "ddp")}
+    assert shares["ring"] == pytest.approx(0.0, abs=1e-6)
+    assert shares["ddp"] is not None and shares["ddp"] > 0.05
+
+
+def test_warm_up_is_left_out_of_every_figure(tmp_path: Path) -> None:
+    cell = cell_of(tmp_path / "run", mode="ring", steps=12, warmup=5)
+    assert cell.seconds.n == 7 and cell.steps[0].step[0] == 5
+
+
+def test_repeats_are_pooled(tmp_path: Path) -> None:
+    for repeat in range(3):
+        make_run(tmp_path / f"ring-r{repeat}", Made(seed=repeat), mode="ring")
+    (chapter,) = chapters(load([tmp_path]))
+    (cell,) = chapter.cells
+    assert (len(cell.runs), cell.seconds.n) == (3, 30)
+
+
+def test_other_modes_places_and_spans_are_no_repeats(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", mode="ring")
+    make_run(tmp_path / "b", mode="ddp")
+    make_run(tmp_path / "c", Made(substrate="compose"), mode="ring")
+    make_run(tmp_path / "d", mode="ring", spans=False)
+    assert len(chapters(load([tmp_path]))[0].cells) == 4

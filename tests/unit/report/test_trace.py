@@ -1,0 +1,81 @@
+"""The merged trace obeys the rules of Chrome's trace format; a viewer shows it as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Made, make_run
+
+from testbed.report.trace import WIRE, write_trace
+from testbed.spec.errors import UsageError
+
+Event = dict[str, Any]
+ROUNDING = 0.002  # microseconds: times are written with three digits
+
+
+def check(document: dict[str, Any]) -> list[Event]:
+    """Rules of the format: known phases, whole numbers for ids, no negative time, spans of a thread nest."""
+    assert set(document) >= {"traceEvents"} and document.get("displayTimeUnit") in ("ms", "ns")
+    threads: dict[tuple[int, int], list[Event]] = {}
+    for event in document["traceEvents"]:
+        assert event["ph"] in ("X", "M") and isinstance(event["name"], str)
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0, event
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+        else:
+            assert event["args"], event
+    for spans in threads.values():
+        _nested(spans)
+    return [event for event in document["traceEvents"] if event["ph"] == "X"]
+
+
+def _nested(spans: list[Event]) -> None:
+    open_ends: list[float] = []
+    for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+        while open_ends and open_ends[-1] <= span["ts"] + ROUNDING:
+            open_ends.pop()
+        end = span["ts"] + span["dur"]
+        assert not open_ends or end <= open_ends[-1] + ROUNDING, f"{span['name']} sticks out of what it is in"
+        open_ends.append(end)
+
+
+def spans_of(folder: Path, made: Made | None = None, **values: Any) -> list[Event]:
+    make_run(folder, made, link={"rate": "500mbit"}, **values)
+    path, count = write_trace(folder)
+    spans = check(json.loads(path.read_text()))
+    assert len(spans) == count
+    return spans
+
+
+@pytest.mark.parametrize("mode", ["single", "none", "gather", "ring", "ddp"])
+def test_every_mode_gives_a_trace_that_obeys_the_rules(tmp_path: Path, mode: str) -> None:
+    spans = spans_of(tmp_path / "run", mode=mode)
+    assert {span["pid"] for span in spans} == set(range(1 if mode == "single" else 4))
+    names = {span["name"] for span in spans}
+    assert {"step 0", "step 11", "data", "forward", "backward", "sync", "update"} <= names
+
+
+def test_buckets_lie_inside_the_step_they_belong_to(tmp_path: Path) -> None:
+    spans = spans_of(tmp_path / "run", mode="ddp")
+    steps = {(s["pid"], s["name"]): s for s in spans if s["name"].startswith("step")}
+    buckets = [span for span in spans if span["tid"] >= WIRE]
+    assert len(buckets) == 4 * 12 * 4
+    for bucket in buckets:
+        step = steps[bucket["pid"], f"step {bucket['args']['step']}"]
+        assert step["ts"] - ROUNDING <= bucket["ts"]
+        assert bucket["ts"] + bucket["dur"] <= step["ts"] + step["dur"] + ROUNDING
+
+
+def test_clocks_of_hosts_are_laid_on_one(tmp_path: Path) -> None:
+    spans = spans_of(tmp_path / "run", Made(offsets=[0.0, 7.0, -4.0, 1.0], noise=0.0), mode="ring")
+    begins = [span["ts"] for span in spans if span["name"] == "step 3"]
+    assert max(begins) - min(begins) < 1000  # microseconds
+
+
+def test_what_is_no_run_folder_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run folder"):
+        write_trace(tmp_path)
