@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,28 +19,18 @@ from typing import Self
 from testbed.control.content import content_hash
 from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.hosts_each import connected, each, values
-from testbed.control.substrates.hosts_facts import (
-    SOON,
-    Endpoint,
-    account,
-    endpoint,
-    engine,
-    first_endpoint,
-    image_content,
-)
+from testbed.control.substrates.hosts_facts import SOON, account, engine, image_content
+from testbed.control.substrates.hosts_meeting import endpoints, meeting_port
 from testbed.control.substrates.hosts_process import Mirror, RemoteProcess
 from testbed.control.substrates.hosts_remote import HOME, STOP_GRACE, Account, Container, mount, once, run_id
 from testbed.control.substrates.hosts_ssh import CommandFailed, ConnectionLost, Host, HostFailed
-from testbed.net import meet
 from testbed.spec.datasets import MARKER, data_dir, dataset_info
-from testbed.spec.errors import NetworkInvalid, RankFailed, TestbedError, Unavailable
+from testbed.spec.errors import RankFailed, TestbedError, Unavailable
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec
 
-PORTS = (20_000, 32_000)  # below those that the kernel hands out
-TRIES = 3  # ports, before the hosts count as busy
 NOTE = "hosts.json"  # in the run's folder: what `fab collect` needs to find the run again
 
 
@@ -263,49 +252,3 @@ def remove_run(host: Host, run: str, place: PurePosixPath) -> None:
     home = place.parent.parent
     assert home.name == HOME
     host.run(["sh", "-c", 'rmdir "$0" "$1" 2>/dev/null || true', str(place.parent), str(home)], SOON)
-
-
-def endpoints(hosts: Sequence[Host]) -> list[Endpoint]:
-    """Interface and address of every rank: rank 0's first, for the others are found by the route to it."""
-    first = first_endpoint(hosts[0], hosts[1].node.address if len(hosts) > 1 else None)
-    return [first, *values(each(hosts[1:], lambda host: endpoint(host, first.address)))]
-
-
-def meeting_port(hosts: Sequence[Host], ends: Sequence[Endpoint], wanted: int) -> int:
-    """A port at which every host has just been reached by every other; `wanted`, or any for 0."""
-    if len(hosts) == 1:
-        return wanted or NODE_PORT
-    for number in range(TRIES):
-        port = wanted or random.SystemRandom().randint(*PORTS)
-        try:
-            check_meeting(hosts, ends, port)
-            return port
-        except Unavailable:
-            if wanted or number == TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
-
-
-def check_meeting(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int) -> None:
-    """Unavailable where a port is taken, NetworkInvalid where hosts do not reach each other."""
-    source = Path(meet.__file__).read_text(encoding="utf-8")
-    addresses = ",".join(end.address for end in ends)
-
-    def ask(host: Host) -> dict[str, object]:
-        rank = hosts.index(host)
-        argv = once("65534:65534", "python3", "-c", source, str(rank), str(port), addresses)
-        answer: dict[str, object] = json.loads(host.run(argv, meet.PATIENCE + SOON))
-        return answer
-
-    answers = values(each(hosts, ask))
-    busy = [f"{host} ({answer['busy']})" for host, answer in zip(hosts, answers, strict=True) if answer["busy"]]
-    if busy:
-        raise Unavailable(f"port {port} cannot be used on {', '.join(busy)}. Use another with --set port=N, or 0 for any")
-    missing = [
-        f"{host} -> {hosts[int(str(other))]}"
-        for host, answer in zip(hosts, answers, strict=True)
-        for other in list(answer["missing"])  # type: ignore[call-overload]
-    ]
-    if missing:
-        fix = "Is there a firewall between them, or the wrong interface in the inventory?"
-        raise NetworkInvalid(f"hosts do not reach each other at port {port}: {', '.join(missing)}. {fix}")
