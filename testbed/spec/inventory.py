@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -57,9 +58,14 @@ class Inventory(Spec):
         return self
 
 
-def inventory_path(given: list[str]) -> Path:
-    """The one inventory of a command line: what is given on it, else the environment's, else the usual place."""
+def read_inventory(given: Path | None = None) -> Inventory:
+    """What is given, else the environment's, else that of the usual place."""
+    return Inventory.read(given or Path(os.environ.get(VARIABLE) or DEFAULT))
+
+
+def the_one(given: Iterable[str]) -> Path | None:
+    """The inventory of a whole command line, wherever and however often it stands there."""
     different = list(dict.fromkeys(given))
     if len(different) > 1:
         raise refuse("--inventory", different, "one inventory holds for the whole command line", "Name it once.")
-    return Path(different[0] if different else os.environ.get(VARIABLE) or DEFAULT)
+    return Path(different[0]) if different else None

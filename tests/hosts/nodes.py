@@ -17,10 +17,30 @@ HERE = Path(__file__).parent
 IMAGE = "testbed-node:test"
 LABEL = "testbed.test=node"
 # What an engine inside a container needs; --privileged is refused on many machines, and would be too much.
-CAPABILITIES = (
-    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE NET_BROADCAST NET_ADMIN "
-    "NET_RAW IPC_LOCK SYS_CHROOT SYS_PTRACE SYS_ADMIN SYS_NICE MKNOD LEASE AUDIT_WRITE SETFCAP"
-).split()
+CAPABILITIES = [
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "DAC_READ_SEARCH",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "SETGID",
+    "SETUID",
+    "SETPCAP",
+    "NET_BIND_SERVICE",
+    "NET_BROADCAST",
+    "NET_ADMIN",
+    "NET_RAW",
+    "IPC_LOCK",
+    "SYS_CHROOT",
+    "SYS_PTRACE",
+    "SYS_ADMIN",
+    "SYS_NICE",
+    "MKNOD",
+    "LEASE",
+    "AUDIT_WRITE",
+    "SETFCAP",
+]
 UNCONFINED = ("seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined")
 PATIENCE = 60.0  # seconds for an engine to answer
 

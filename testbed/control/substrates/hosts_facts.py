@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.control.substrates.hosts_remote import ACCOUNT, Account, content, once, parse_account
+from testbed.control.substrates.hosts_remote import ACCOUNT, NOBODY_THERE, Account, content, once, parse_account
 from testbed.control.substrates.hosts_ssh import CommandFailed, Host, HostFailed
 
 SOON = 30.0  # seconds; each of these questions takes a moment
@@ -71,7 +71,7 @@ def _ip(host: Host, *argv: str) -> Any:
     except CommandFailed as error:
         if error.code not in NOT_FOUND:
             raise
-        return json.loads(host.run(once("65534:65534", "ip", "-json", *argv), SOON) or "[]")
+        return json.loads(host.run(once(NOBODY_THERE, "ip", "-json", *argv), SOON) or "[]")
 
 
 def own_endpoint(host: Host, interface: str) -> Endpoint:

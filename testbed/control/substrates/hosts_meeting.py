@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.control.substrates.base import NODE_PORT
-from testbed.control.substrates.hosts_each import each, values
+from testbed.control.substrates.hosts_each import Outcome, each, values
 from testbed.control.substrates.hosts_facts import SOON, Endpoint, endpoint, first_endpoint
+from testbed.control.substrates.hosts_remote import NOBODY_THERE as NOBODY
 from testbed.control.substrates.hosts_remote import once
 from testbed.control.substrates.hosts_ssh import Host
 from testbed.net import meet
@@ -42,24 +44,33 @@ def meeting_port(hosts: Sequence[Host], ends: Sequence[Endpoint], wanted: int) -
 
 def check_meeting(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int) -> None:
     """Unavailable where a port is taken, NetworkInvalid where hosts do not reach each other."""
-    source = Path(meet.__file__).read_text(encoding="utf-8")
-    addresses = ",".join(end.address for end in ends)
-
-    def ask(host: Host) -> dict[str, object]:
-        rank = hosts.index(host)
-        argv = once("65534:65534", "python3", "-c", source, str(rank), str(port), addresses)
-        answer: dict[str, object] = json.loads(host.run(argv, meet.PATIENCE + SOON))
-        return answer
-
-    answers = values(each(hosts, ask))
-    busy = [f"{host} ({answer['busy']})" for host, answer in zip(hosts, answers, strict=True) if answer["busy"]]
+    answers = values(try_meeting(hosts, ends, port))
+    busy = [f"{host} ({answer.busy})" for host, answer in zip(hosts, answers, strict=True) if answer.busy]
     if busy:
-        raise Unavailable(f"port {port} cannot be used on {', '.join(busy)}. Use another with --set port=N, or 0 for any")
-    missing = [
-        f"{host} -> {hosts[int(str(other))]}"
-        for host, answer in zip(hosts, answers, strict=True)
-        for other in list(answer["missing"])  # type: ignore[call-overload]
-    ]
+        way_out = "Use another with --set port=N, or 0 for any"
+        raise Unavailable(f"port {port} cannot be used on {', '.join(busy)}. {way_out}")
+    pairs = zip(hosts, answers, strict=True)
+    missing = [f"{host} -> {hosts[other]}" for host, answer in pairs for other in answer.missing]
     if missing:
         fix = "Is there a firewall between them, or the wrong interface in the inventory?"
         raise NetworkInvalid(f"hosts do not reach each other at port {port}: {', '.join(missing)}. {fix}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How the meeting went for one host: why its port is not to be had, and whom it did not reach."""
+
+    busy: str
+    missing: Sequence[int]
+
+
+def try_meeting(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int) -> list[Outcome[Answer]]:
+    """All hosts at once: each listens, and connects to all the others."""
+    source = Path(meet.__file__).read_text(encoding="utf-8")
+    addresses = ",".join(end.address for end in ends)
+
+    def ask(host: Host) -> Answer:
+        argv = once(NOBODY, "python3", "-c", source, str(hosts.index(host)), str(port), addresses)
+        return Answer(**json.loads(host.run(argv, meet.PATIENCE + SOON)))
+
+    return each(hosts, ask)

@@ -20,6 +20,7 @@ RUN_LABEL, RANK_LABEL = "testbed.run", "testbed.rank"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,150}")
 STOP_GRACE = 5  # seconds between SIGTERM and SIGKILL
 MAX_PIDS = 4096
+NOBODY_THERE = f"{NOBODY}:{NOBODY}"  # who runs what needs no files
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Account:
     @property
     def who(self) -> str:
         """Whom a rank runs as: the user, and nobody where that is root."""
-        return f"{self.uid}:{self.gid}" if self.uid else f"{NOBODY}:{NOBODY}"
+        return f"{self.uid}:{self.gid}" if self.uid else NOBODY_THERE
 
     @property
     def data(self) -> PurePosixPath:

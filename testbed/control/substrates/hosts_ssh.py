@@ -101,7 +101,9 @@ class Host:
     def _not_let_in(self, error: Exception) -> str:
         user = self._connection.user if self._connection else self.node.user
         if isinstance(error, paramiko.PasswordRequiredException):
-            return f"the key {self.node.key or ''} has a passphrase. Give it to the agent: ssh-add {self.node.key or ''}"
+            return (
+                f"the key {self.node.key or ''} has a passphrase. Give it to the agent: ssh-add {self.node.key or ''}"
+            )
         with_key = f" with key {self.node.key}" if self.node.key else ""
         port = f"-p {self.node.port} " if self.node.port else ""
         identity = f"-i {self.node.key} " if self.node.key else ""
@@ -149,9 +151,7 @@ class Host:
             raise CommandFailed(f"{self.name}: {_short(argv)}: {said or f'exit code {code}'}", code, said)
         return out
 
-    def send(
-        self, argv: Sequence[str], source: BinaryIO, timeout: float, progress: Callable[[int], None]
-    ) -> str:
+    def send(self, argv: Sequence[str], source: BinaryIO, timeout: float, progress: Callable[[int], None]) -> str:
         """Run with `source` as its input; `progress` hears how many bytes have gone."""
         try:
             with contextlib.closing(self.start(argv, timeout)) as channel:
