@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from invoke import Context, Exit, task
+from invoke.parser import Parser
 
 from testbed.control import hosts_commands as commands
 from testbed.spec.errors import TestbedError
@@ -67,6 +68,21 @@ def hosts_task(body: Callable[..., int]) -> Any:
     iterable = ["set_"] if "set_" in names else []
     documented = {key: HELP[key] for key in (name.strip("_").replace("_", "-") for name in names)}
     return task(wrapped, auto_shortflags=False, help=documented, iterable=iterable)
+
+
+def _anywhere() -> None:
+    """Let --inventory also stand before the first task, where Invoke would take it for a flag of its own."""
+    parse = Parser.parse_argv
+
+    def parse_argv(self: Parser, argv: list[str]) -> Any:
+        while argv and argv[0].partition("=")[0] == "--inventory":
+            argv = argv[1:] if "=" in argv[0] else argv[2:]
+        return parse(self, argv)
+
+    Parser.parse_argv = parse_argv  # type: ignore[method-assign]
+
+
+_anywhere()
 
 
 def _asked(inventory: str | None, accept_new: bool, nodes: str | None = None) -> commands.Asked:

@@ -83,12 +83,12 @@ def _look(row: Row) -> None:
         return f"{free / 1e9:.1f} GB"
 
     def clock() -> str:
-        offset, error = host.clock()
-        if abs(offset) - error > CLOCK:
+        found = host.clock()
+        if abs(found.offset) - found.error > CLOCK:
             row.troubles.append(
-                f"{host}: its clock is {offset:+.1f} s off ours. Set it there, e.g. timedatectl set-ntp 1"
+                f"{host}: its clock is {found.offset:+.1f} s off ours. Set it there, e.g. timedatectl set-ntp 1"
             )
-        return f"{1000 * offset:+.0f} ms (±{1000 * error:.0f})"
+        return f"{1000 * found.offset:+.0f} ms (±{1000 * found.error:.0f})"
 
     row.ask("engine", lambda: engine(host))
     row.ask("clock offset", clock)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +16,8 @@ from fabric import Config, Connection
 from invoke.exceptions import CommandTimedOut, ThreadException
 
 from testbed.control.substrates.hosts_keys import KeyRefused, check_host_keys
-from testbed.spec.errors import TestbedError, Unavailable
+from testbed.net.clock import Clock, read_clock
+from testbed.spec.errors import TestbedError
 from testbed.spec.inventory import HostNode
 
 CONNECT = 10  # seconds for each stage of a connection
@@ -189,12 +189,9 @@ class Host:
         except LOST as error:
             raise ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})") from None
 
-    def clock(self) -> tuple[float, float]:
-        """How far its clock is ahead of ours, and how wrong that may be; seconds."""
-        before = time.time()
-        there = float(self.run(["date", "+%s.%N"], CONNECT))
-        after = time.time()
-        return there - (before + after) / 2, (after - before) / 2
+    def clock(self) -> Clock:
+        """Its clock against ours."""
+        return read_clock(lambda number: float(self.run(["date", "+%s.%N"], CONNECT)))
 
 
 def command_line(argv: Sequence[str], timeout: float) -> str:
@@ -212,8 +209,3 @@ def _changed(error: paramiko.BadHostKeyException) -> str:
     seen, known = error.key.fingerprint, error.expected_key.fingerprint
     what = f"the host key has changed: known is {known}, it shows {seen}"
     return f"{what}. Somebody may stand in between; if the host is new: ssh-keygen -R {shlex.quote(error.hostname)}"
-
-
-def unreachable(errors: Sequence[TestbedError]) -> Unavailable:
-    """All hosts' failures as one."""
-    return Unavailable("; ".join(str(error) for error in errors))
