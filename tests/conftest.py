@@ -43,7 +43,7 @@ def _lacks_for_docker() -> str | None:
     return f"{' and '.join(missing)} missing: make engine" if missing else None
 
 
-GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net, "docker": _lacks_for_docker}
+GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net, "docker": _lacks_for_docker, "hosts": _lacks_for_docker}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -76,6 +76,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 def _close(pool: RankPool | None) -> None:
     if pool:
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def image(repository: Path) -> str:
+    """The image of the code as it is now; a rebuild after a change takes seconds."""
+    subprocess.run([repository / "docker" / "image.sh"], env=os.environ | {"CI": "true"}, timeout=900, check=True)
+    return "testbed:latest"
 
 
 @pytest.fixture(scope="session")

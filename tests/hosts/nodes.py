@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +78,7 @@ class Nodes:
         self.known = self.home / ".ssh" / "known_hosts"
         self.inventory = folder / "hosts.toml"
         self.addresses: list[str] = []
+        self.names: list[str] = []  # of containers to remove
 
     def name(self, node: int) -> str:
         return f"{self.tag}-{node}"
@@ -92,18 +93,20 @@ class Nodes:
             self.start(node)
         for node in range(self.count):
             self.wait(node)
-        self.known.write_text("".join(self.host_key(node) for node in range(self.count)))
+        self.learn(range(self.count))
         self.write_inventory(self.inventory)
 
-    def start(self, node: int) -> None:
-        """One host; its engine's data live in a volume that goes with it."""
+    def start(self, node: int, disk: str = "", engine: bool = True) -> None:
+        """One host; its engine's data live in a volume that goes with it, or in so much memory."""
         caps = [word for cap in CAPABILITIES for word in ("--cap-add", cap)]
         options = [word for option in UNCONFINED for word in ("--security-opt", option)]
-        mounts = ["--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw", "--volume", "/var/lib/docker", "--tmpfs", "/run"]
+        mounts = ["--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw", "--tmpfs", "/run"]
+        mounts += ["--tmpfs", f"/var/lib/docker:size={disk}"] if disk else ["--volume", "/var/lib/docker"]
         public = self.key.with_suffix(".pub").read_text().strip()
+        env = ["--env", f"PUBLIC_KEY={public}", "--env", f"ENGINE={'yes' if engine else 'no'}"]
         name = ["--name", self.name(node), "--hostname", f"node{node}", "--network", self.tag, "--label", LABEL]
-        argv = [*name, "--cap-drop", "ALL", *caps, *options, *mounts, "--env", f"PUBLIC_KEY={public}", IMAGE]
-        command("docker", "run", "--detach", *argv)
+        self.names.append(self.name(node))
+        command("docker", "run", "--detach", *name, "--cap-drop", "ALL", *caps, *options, *mounts, *env, IMAGE)
         self.addresses.append(self.address(node))
 
     def address(self, node: int) -> str:
@@ -125,6 +128,11 @@ class Nodes:
         text = self.inside(node, "cat", "/etc/ssh/ssh_host_ed25519_key.pub")
         return f"{self.addresses[node]} {' '.join(text.split()[:2])}\n"
 
+    def learn(self, nodes: Iterable[int]) -> None:
+        """As after a first `ssh` that was answered with yes."""
+        with self.known.open("a") as file:
+            file.writelines(self.host_key(node) for node in nodes)
+
     def write_inventory(self, path: Path, nodes: Sequence[int] | None = None, **changes: str) -> Path:
         """`changes`: "node1.user" -> a TOML value that stands there instead."""
         lines = []
@@ -142,6 +150,12 @@ class Nodes:
             fab(*argv), cwd=self.folder, env=self.environment(**env), capture_output=True, text=True, timeout=timeout
         )
 
+    def testbed(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        """The other command line."""
+        whole = [sys.executable, "-m", "testbed.control", *argv]
+        env = self.environment()
+        return subprocess.run(whole, cwd=self.folder, env=env, capture_output=True, text=True, timeout=280)
+
     def start_fab(self, *argv: str | Path, **env: str) -> subprocess.Popen[str]:
         """To be interrupted."""
         pipe = subprocess.PIPE
@@ -151,7 +165,7 @@ class Nodes:
 
     def environment(self, **env: str) -> dict[str, str]:
         whole = {**os.environ, "HOME": str(self.home), "TESTBED_INVENTORY": str(self.inventory), "COLUMNS": "200"}
-        whole |= {"TESTBED_RUNS": str(self.folder / "runs"), "TESTBED_DATA": str(ROOT / "data")}
+        whole |= {"TESTBED_RUNS": str(self.folder / "runs"), "TESTBED_DATA": str(self.folder / "data")}
         return {**whole, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.folder / "cache")} | env
 
     def ours(self, node: int) -> list[str]:
@@ -162,13 +176,17 @@ class Nodes:
         usual = re.compile(r"(/home/student(/\.ssh(/authorized_keys)?)?|/tmp|/var/tmp)")
         return [*containers, *images, *(path for path in files if not usual.fullmatch(path))]
 
+    def of_runs(self, node: int) -> list[str]:
+        """Containers, and files of runs."""
+        files = self.inside(node, "find", "/home/student/.testbed", "-path", "*/runs*").splitlines()
+        return [*self.inside(node, "docker", "ps", "--all", "--quiet").split(), *files]
+
     def running(self, node: int) -> list[str]:
         return self.inside(node, "docker", "ps", "--quiet").split()
 
     def down(self) -> None:
         """Everything of this instance, whatever state it is in."""
-        names = [self.name(node) for node in range(self.count)]
-        subprocess.run(["docker", "rm", "--force", "--volumes", *names], capture_output=True, timeout=120)
+        subprocess.run(["docker", "rm", "--force", "--volumes", *self.names], capture_output=True, timeout=120)
         subprocess.run(["docker", "network", "rm", self.tag], capture_output=True, timeout=60)
         shutil.rmtree(self.folder, ignore_errors=True)
 

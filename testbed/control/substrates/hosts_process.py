@@ -21,7 +21,7 @@ from testbed.spec.errors import RankFailed, TestbedError
 LOOK = 0.4  # seconds between looks at the files
 START = 60.0  # seconds for an engine to start a container
 FOREVER = 30 * 86400.0  # seconds; longer than any run
-RECONNECT = 20.0  # seconds of trying after a connection broke
+RECONNECT = 15.0  # seconds of trying after a connection broke
 DELIVER = 20.0  # seconds for a signal to arrive
 
 
