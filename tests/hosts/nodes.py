@@ -186,7 +186,13 @@ class Nodes:
 
     def down(self) -> None:
         """Everything of this instance, whatever state it is in."""
-        subprocess.run(["docker", "rm", "--force", "--volumes", *self.names], capture_output=True, timeout=120)
+        null = subprocess.DEVNULL
+        removing = [
+            subprocess.Popen(["docker", "rm", "--force", "--volumes", name], stdout=null, stderr=null)
+            for name in self.names
+        ]
+        for process in removing:
+            process.wait(180)
         subprocess.run(["docker", "network", "rm", self.tag], capture_output=True, timeout=60)
         shutil.rmtree(self.folder, ignore_errors=True)
 
