@@ -13,10 +13,16 @@ import sys
 import time
 from pathlib import Path
 
-from tests.bench import collective, compose, loop, start
+from tests.bench import collective, compose, hosts, loop, start
 from tests.bench.figures import Figure
 
-PARTS = {"loop": loop.measure, "start": start.measure, "collective": collective.measure, "compose": compose.measure}
+PARTS = {
+    "loop": loop.measure,
+    "start": start.measure,
+    "collective": collective.measure,
+    "compose": compose.measure,
+    "hosts": hosts.measure,
+}
 
 
 def main() -> int:

@@ -55,7 +55,7 @@ def failing(code: int, said: str) -> Say:
     ],
 )
 def test_a_host_without_an_engine_is_told_with_the_fix(code: int, said: str, fix: str) -> None:
-    with pytest.raises(HostFailed, match="^node0: ") as refusal:
+    with pytest.raises(HostFailed, match=r"^node0: ") as refusal:
         engine(ScriptedHost(failing(code, said)))
     assert fix in str(refusal.value)
 
@@ -80,7 +80,7 @@ def test_the_interface_is_the_inventorys_else_the_routes() -> None:
     assert endpoint(ScriptedHost(ip), "10.0.0.1") == Endpoint("eth0", "10.0.0.7")
     assert first_endpoint(ScriptedHost(ip), "192.0.2.9") == Endpoint("eth0", "10.0.0.7")
     assert first_endpoint(ScriptedHost(ip), None) == Endpoint("lo", "127.0.0.1")
-    with pytest.raises(HostFailed, match="interface eth9: .*does not exist"):
+    with pytest.raises(HostFailed, match=r"interface eth9: .*does not exist"):
         endpoint(ScriptedHost(ip, interface="eth9"), "10.0.0.1")
 
 
@@ -146,7 +146,7 @@ class Files:
         self.closing = contextlib.ExitStack()
 
     def open(self, path: str, mode: str) -> object:
-        file = self.closing.enter_context(Path(path).open(mode))
+        file = self.closing.enter_context(Path(path).open(mode))  # noqa: SIM115 - it does
         return type("File", (), {"stat": lambda _: Path(path).stat(), "seek": file.seek, "read": file.read})()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""What is asked of a host: argument lists without privileges, names without surprises, lines that a shell reads back."""
+"""What is asked of a host: argument lists without privileges, names without surprises, lines a shell reads back."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 import shlex
 from pathlib import Path, PurePosixPath
@@ -47,7 +48,7 @@ def test_limits_are_those_asked_for() -> None:
 
 def test_every_container_carries_our_labels() -> None:
     argv = container().start()
-    labels = [value for flag, value in zip(argv, argv[1:], strict=False) if flag == "--label"]
+    labels = [value for flag, value in itertools.pairwise(argv) if flag == "--label"]
     assert labels == ["testbed=hosts", "testbed.run=x", "testbed.rank=0"]
     assert "testbed=hosts" in once("1:1", "ip", "-json", "address")
 
