@@ -40,7 +40,7 @@ def main() -> None:
     _check_writable(runs_dir(), owner)
     if asked.rank == 0:
         _bring_data(asked, owner)
-    if asked.spec.world > 1 and asked.shaping != "off":
+    if asked.spec.world > 1 and asked.shaping in ("both", "egress"):
         for command in shape(asked.link, asked.interface, ingress=asked.shaping == "both"):
             _apply(command)
         _set_congestion(asked.spec.node.congestion, asked.interface)

@@ -58,6 +58,7 @@ GROUPS = {
     "gloo": _lacks_for_gloo,
     "net": _lacks_for_net,
     "docker": _lacks_for_docker,
+    "hosts": _lacks_for_docker,
     "browser": _lacks_for_browser,
 }
 
@@ -92,6 +93,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 def _close(pool: RankPool | None) -> None:
     if pool:
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def image(repository: Path) -> str:
+    """The image of the code as it is now; a rebuild after a change takes seconds."""
+    subprocess.run([repository / "docker" / "image.sh"], env=os.environ | {"CI": "true"}, timeout=900, check=True)
+    return "testbed:latest"
 
 
 @pytest.fixture(scope="session")

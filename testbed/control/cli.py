@@ -1,37 +1,29 @@
-"""The command line: run, sweep, modes, data, doctor, clean. Flags become a spec; errors become one sentence.
-
-What reads run folders (report, compare, trace) is in reporting.py.
-"""
+"""The command line: run, sweep, modes, data, doctor, clean. Flags become a spec; errors become one sentence."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from testbed import __version__
 from testbed.control import data as datasets
 from testbed.control import reporting
+from testbed.control.commands import build_spec, run_file, run_once
 from testbed.control.doctor import examine
-from testbed.control.place import choose
-from testbed.control.progress import open_progress
-from testbed.control.run import execute
+from testbed.control.place import HOSTS, Place, check_shaping, choose, on_hosts
 from testbed.control.screen import Json, console
-from testbed.control.sweep import sweep as run_sweep
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import NetworkInvalid, SpecError, TestbedError, Unavailable
-from testbed.spec.experiment import Experiment, set_key
-from testbed.spec.folder import RunFolder, runs_dir
+from testbed.spec.errors import SpecError, TestbedError
+from testbed.spec.inventory import read_inventory
 from testbed.spec.mode import algorithms, legal_modes
 from testbed.spec.run import RunSpec
-from testbed.spec.settings import fresh_folder, run_name, with_settings
-from testbed.spec.summary import Summary
-from testbed.spec.table import caption, format_table, left_out, table
 
 app = typer.Typer(
     add_completion=False,
@@ -43,7 +35,12 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.
 app.add_typer(data_app, name="data")
 app.add_typer(reporting.app)
 
-On = Annotated[str, typer.Option("--on", help="where: auto, compose (engine), netns (root), process (unshaped)")]
+On = Annotated[
+    str, typer.Option("--on", help="where: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH)")
+]
+File = Annotated[
+    Path | None, typer.Option("--inventory", help="the hosts, for --on hosts [default: inventory/hosts.toml]")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="any other key of the spec, e.g. optimizer.lr=0.1"),
@@ -53,7 +50,7 @@ Set = Annotated[
 @app.command()
 def run(
     mode: Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")] = "ring",
-    nodes: Annotated[str, typer.Option(help="nodes of the network, one rank each")] = "4",
+    nodes: Annotated[str | None, typer.Option(help="one rank each [default: 4; on hosts the whole inventory]")] = None,
     rate: Annotated[str | None, typer.Option(help="bandwidth of every node's link, each way, e.g. 200mbit")] = None,
     model: Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")] = "vgg11",
     data: Annotated[str, typer.Option(help="cifar10, mnist or synthetic")] = "cifar10",
@@ -62,95 +59,43 @@ def run(
     steps: Annotated[str | None, typer.Option(help="training steps [default: 40]")] = None,
     seed: Annotated[str, typer.Option(help="of parameters, data order and augmentation")] = "0",
     on: On = "auto",
+    inventory: File = None,
     settings: Set = None,
     out: Annotated[Path | None, typer.Option(help="run folder [default: runs/adhoc/MODE-nN-TIME]")] = None,
     as_json: Json = False,
 ) -> None:
     """Train once, in one mode, and print what it cost."""
+    nodes = nodes or ("4" if on != HOSTS else str(len(read_inventory(inventory).nodes)))
     flags = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data, "seed": seed}
     flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     spec = build_spec(flags, settings or [])
-    place = choose(on, spec)
-    if spec.link.shaped and not place.shapes:
-        asked = spec.link.model_dump_json(exclude_defaults=True)
-        way_out = "Use --on netns or compose" if on == "process" else "Run as root, or start a Docker engine"
-        raise Unavailable(f"link {asked}: cannot be shaped here: {place.why}. {way_out}, or leave it out.")
-    folder = RunFolder(out or fresh_folder(runs_dir() / spec.experiment, spec.name))
-    progress = open_progress(console, quiet=as_json)
-    progress.headline(f"on {place.name}: {place.why}")
-    try:
-        summary = execute(spec, place, folder, progress)
-    finally:
-        progress.end()
-    _print_results([summary], folder.path, as_json)
-    if summary.status == "invalid":
-        raise typer.Exit(NetworkInvalid.exit_code)
+    place = _place(on, [spec], inventory)
+    check_shaping(spec, place, on)
+    raise typer.Exit(run_once(spec, place, out, as_json))
 
 
 @app.command()
 def sweep(
     file: Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")],
     on: On = "auto",
+    inventory: File = None,
     settings: Set = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")] = False,
     as_json: Json = False,
 ) -> None:
     """Run every cell of an experiment file; finished runs are skipped, so that it resumes."""
-    experiment = Experiment.read(file)
-    for key in (setting.partition("=")[0].strip() for setting in settings or []):
-        if key in experiment.axes:
-            swept = f"{file} sweeps it over {experiment.axes[key]}"
-            raise SpecError(f"--set {key}: {swept}. Change it in the file.")
-    experiment = experiment.model_copy(update={"base": with_settings(experiment.base, settings or [])})
-    specs = experiment.runs()
-    # The run that asks most of the machine decides where all of them go.
-    place = choose(on, max(specs, key=lambda spec: spec.world))
-    progress = open_progress(console, quiet=as_json)
-    progress.headline(f"{experiment.title} ({len(specs)} runs{', ' + experiment.takes if experiment.takes else ''})")
-    progress.headline(f"on {place.name}: {place.why}")
-    reporting.remember(experiment)
-    try:
-        summaries, errors = run_sweep(specs, place, runs_dir(), progress, fresh)
-    finally:
-        progress.end()
-    told = reporting.conclude(runs_dir() / experiment.name)
-    _print_results(summaries, runs_dir() / experiment.name, as_json)
-    if not as_json:
-        console.print(told)
-    if errors:
-        raise errors[0]
-    if any(summary.status == "invalid" for summary in summaries):
-        raise typer.Exit(NetworkInvalid.exit_code)
+    place_for = partial(_place, on, inventory=inventory)
+    raise typer.Exit(run_file(file, settings or [], place_for, fresh, as_json))
 
 
-def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
-    """Flags and --set pairs as one validated spec; all values go in as text."""
-    values: dict[str, Any] = {}
-    for key, value in flags.items():
-        if value is not None:
-            set_key(values, key, value)
-    values = with_settings(values, settings)
-    values.setdefault("name", run_name(str(values["mode"]), values["nodes"]))
-    return RunSpec.load(values, where="")
-
-
-def _print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
-    """The table, what is not in it and why, what could not be applied, and the folder."""
-    if as_json:
-        document = {"folder": str(where), "runs": [json.loads(s.model_dump_json(by_alias=True)) for s in summaries]}
-        print(json.dumps(document, indent=1))
-        return
-    counted = [s for s in summaries if s.status == "ok"]
-    if counted:
-        console.print(f"\n{caption(counted)}\n\n{format_table(*table(summaries))}\n")
-    for line in dict.fromkeys(note for s in summaries for note in s.notes):
-        console.print(f"note: {line}")
-    for line in left_out(summaries):
-        console.print(f"left out: {line}")
-    for s in counted:
-        if s.spec.world > 1:
-            console.print(f"{s.spec.name}: {s.network}")
-    console.print(f"everything is in {where}")
+def _place(on: str, specs: list[RunSpec], inventory: Path | None) -> Place:
+    """The run that asks most of the machine decides where all of them go."""
+    largest = max(specs, key=lambda spec: spec.world)
+    if on == HOSTS:
+        return on_hosts(read_inventory(inventory), largest)
+    if inventory is not None:
+        raise SpecError(f"--inventory {inventory}: holds for real hosts only. Use it with --on hosts.")
+    return choose(on, largest)
 
 
 @app.command()

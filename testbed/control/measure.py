@@ -12,6 +12,7 @@ from typing import Any
 
 from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.control.tail import Tail
+from testbed.net.clock import Clock
 from testbed.net.pace import pace, schedule
 from testbed.net.probe import Flow, Measurement
 from testbed.net.receipt import Receipt
@@ -88,7 +89,8 @@ def _measurement(log: Path) -> Measurement:
     if result is None:
         raise NetworkInvalid(f"the probe of the network ended without a result on {log.stem}")
     flows = [Flow(**flow) for flow in result["flows"]]
-    return Measurement(flows, result["mtu"], result["congestion"], result["seconds"])
+    clocks = [Clock(**clock) for clock in result["clocks"]]
+    return Measurement(flows, result["mtu"], result["congestion"], result["seconds"], clocks)
 
 
 def _end(started: Sequence[Process]) -> None:

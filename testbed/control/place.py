@@ -11,8 +11,9 @@ from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.spec.errors import SpecError, Unavailable
+from testbed.spec.inventory import Inventory
 from testbed.spec.link import Link
-from testbed.spec.run import RunSpec
+from testbed.spec.run import NodeOverride, RunSpec
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ KINDS: dict[str, Kind] = {  # best first
 }
 
 
+HOSTS = "hosts"
+
+
 @dataclass(frozen=True)
 class Place:
     """A substrate by name, and the sentence that says why it was picked."""
@@ -61,6 +65,47 @@ class Place:
             return spec
         node = spec.node.model_copy(update={"cpus": None, "congestion": None})
         return spec.model_copy(update={"link": Link(), "node": node, "overrides": {}})
+
+
+@dataclass(frozen=True)
+class Hosts(Place):
+    """The hosts of an inventory."""
+
+    inventory: Inventory
+    accept_new: bool = False  # host keys that nobody has seen before
+
+    def make(self, spec: RunSpec, folder: Path) -> Substrate:
+        from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH
+
+        fitted = self.fit(spec)
+        return HostsSubstrate(plans(fitted), folder, fitted, self.inventory, self.accept_new)
+
+    def fit(self, spec: RunSpec) -> RunSpec:
+        """Nothing is shaped; CPU shares are those of the run if it asks for any, else the inventory's."""
+        unshaped = super().fit(spec)
+        shares = [spec.node.cpus or node.cpus for node in self.inventory.nodes[: spec.world]]
+        alike = shares[0] if len(set(shares)) == 1 else None
+        node = unshaped.node.model_copy(update={"cpus": alike})
+        own = {f"node{k}": NodeOverride(cpus=cpus) for k, cpus in enumerate(shares) if cpus and cpus != alike}
+        return unshaped.model_copy(update={"node": node, "overrides": own})
+
+
+def on_hosts(inventory: Inventory, largest: RunSpec, accept_new: bool = False) -> Hosts:
+    """Real hosts are never picked, only asked for."""
+    names = [node.name for node in inventory.first(largest.world).nodes]
+    return Hosts(HOSTS, f"{', '.join(names)}; their network is measured, never shaped", False, inventory, accept_new)
+
+
+def check_shaping(spec: RunSpec, place: Place, asked: str) -> None:
+    """A single run that asks for a link gets that link or a refusal."""
+    if not spec.link.shaped or place.shapes:
+        return
+    link = spec.link.model_dump_json(exclude_defaults=True)
+    if place.name == HOSTS:
+        why = "the network of real hosts is measured, never shaped"
+        raise Unavailable(f"link {link}: {why}. Leave it out, or use --on compose or netns for a network you choose.")
+    way_out = "Use --on netns or compose" if asked == "process" else "Run as root, or start a Docker engine"
+    raise Unavailable(f"link {link}: cannot be shaped here: {place.why}. {way_out}, or leave it out.")
 
 
 def plans(spec: RunSpec) -> list[NodePlan]:
@@ -83,7 +128,7 @@ def choose(asked: str, example: RunSpec) -> Place:
     if asked in KINDS:
         return Place(asked, f"asked for; {KINDS[asked].what}", KINDS[asked].shapes)
     if asked != "auto":
-        raise SpecError(f"--on {asked!r}: no such place. Use auto, {', '.join(KINDS)}.")
+        raise SpecError(f"--on {asked!r}: no such place. Use auto, {', '.join([*KINDS, HOSTS])}.")
     refusals = []
     for name, kind in KINDS.items():
         try:

@@ -24,6 +24,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from testbed.net.clock import Clock, min_round_trip
 from testbed.net.pace import STALL, Pace, Pairs, pace, schedule, steady, window
 from testbed.net.rendezvous import PATIENCE, Peer, ProbeError, Rendezvous, arrive
 from testbed.net.wire import MTU
@@ -44,6 +45,7 @@ class Flow:
     dst: int
     bytes: int
     seconds: float
+    round_trip: float | None = None  # seconds, of the quiet path; None for the fan-in
 
     @property
     def goodput(self) -> float:
@@ -59,6 +61,7 @@ class Measurement:
     mtu: int  # bytes; the smallest met
     congestion: Sequence[str]  # one per node, as its sockets say
     seconds: float  # the whole probe
+    clocks: Sequence[Clock] = ()  # one per node, against node 0's
 
 
 def probe_node(rank: int, addresses: Sequence[str], port: int, rate: int | None, report: Report) -> Measurement:
@@ -81,6 +84,7 @@ def _merge(outcomes: Sequence[dict[str, Any]], seconds: float) -> Measurement:
         mtu=min(outcome["mtu"] for outcome in outcomes),
         congestion=[outcome["congestion"] for outcome in outcomes],
         seconds=seconds,
+        clocks=[Clock(**clock) for clock in outcomes[0]["clocks"]],
     )
 
 
@@ -98,6 +102,7 @@ class _Node:
         self._flows: list[Flow] = []
         self._mtu = MTU
         self._congestion = ""
+        self._clocks: list[Clock] = []
 
     def __enter__(self) -> _Node:
         return self
@@ -107,11 +112,12 @@ class _Node:
             listener.close()
 
     def run(self) -> None:
-        """All steps in turn; first everyone says where it listens."""
+        """All steps in turn; first everyone says where it listens, and clocks are compared while nothing is sent."""
         for number, pairs in enumerate(self._steps):
             if any(dst == self._rank for _, dst in pairs):
                 self._listeners[number] = self._listen(pairs)
         ports = self._meeting.gather({str(n): sock.getsockname()[1] for n, sock in self._listeners.items()})
+        self._clocks = self._meeting.clocks()
         for number, pairs in enumerate(self._steps):
             self._step(number, pairs, [node.get(str(number), 0) for node in ports])
 
@@ -128,7 +134,9 @@ class _Node:
 
     def outcome(self) -> dict[str, Any]:
         """What this node tells the others at the end."""
-        return {"flows": [asdict(flow) for flow in self._flows], "mtu": self._mtu, "congestion": self._congestion}
+        found: dict[str, Sequence[Any]] = {"flows": self._flows, "clocks": self._clocks}
+        told = {key: [asdict(each) for each in items] for key, items in found.items()}
+        return {**told, "mtu": self._mtu, "congestion": self._congestion}
 
     def _step(self, number: int, pairs: Pairs, ports: Sequence[int]) -> None:
         """Open this step's connections, meet the others, then send and count."""
@@ -156,12 +164,10 @@ class _Node:
 
     def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
         last = number == len(self._steps) - 1
+        quiet = None if last else min_round_trip(incoming[0])  # of the handshake: nothing has been sent yet
+        bound = self._window(self._steps[number], self._rank)
         try:
-            flow = Flow(
-                None if last else sources[0],
-                self._rank,
-                *_receive(incoming, plan, self._window(self._steps[number], self._rank)),
-            )
+            flow = Flow(None if last else sources[0], self._rank, *_receive(incoming, plan, bound), quiet)
         except (OSError, ProbeError) as error:
             names = ", ".join(f"node{src}" for src in sources)
             raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field
 
@@ -34,12 +34,20 @@ class LinkReceipt(Measured):
 
     src: int
     dst: int
+    rtt: float | None = None  # seconds there and back, on the quiet path
 
 
 class FanIn(Measured):
     """All the others into node 0 at once."""
 
     senders: tuple[int, ...]
+
+
+class ClockReceipt(Spec):
+    """How far a node's clock is ahead of node 0's, and how wrong that may be; seconds."""
+
+    offset: float
+    error: float
 
 
 class Receipt(Spec):
@@ -51,6 +59,7 @@ class Receipt(Spec):
     mtu: int
     congestion: tuple[str, ...]  # of each node's sockets
     duration: float  # seconds
+    clock: tuple[ClockReceipt, ...] = ()  # of each node
 
     @classmethod
     def of(cls, measurement: Measurement, rates: Sequence[int | None]) -> Self:
@@ -63,6 +72,7 @@ class Receipt(Spec):
             mtu=measurement.mtu,
             congestion=tuple(measurement.congestion),
             duration=measurement.seconds,
+            clock=tuple(ClockReceipt(offset=each.offset, error=each.error) for each in measurement.clocks),
         )
 
     @property
@@ -110,7 +120,8 @@ class Receipt(Spec):
 def _link(flow: Flow, rates: Sequence[int | None], mtu: int) -> LinkReceipt:
     assert flow.src is not None
     asked, got = bottleneck(rates[flow.dst], [rates[flow.src]]), wire_rate(flow.goodput, mtu)
-    return LinkReceipt(src=flow.src, dst=flow.dst, asked=asked, goodput=flow.goodput, got=got, error=_error(asked, got))
+    rates_got: dict[str, Any] = {"asked": asked, "goodput": flow.goodput, "got": got, "error": _error(asked, got)}
+    return LinkReceipt(src=flow.src, dst=flow.dst, rtt=flow.round_trip, **rates_got)
 
 
 def _fan_in(flow: Flow, rates: Sequence[int | None], mtu: int) -> FanIn:

@@ -1,6 +1,7 @@
 """Where the nodes of a probe meet: node 0 is the hub, the others are members, one JSON object per line.
 
 member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"welcome": {...}}
+hub -> member   {"tick": 0}                     member -> hub   {"tock": the member's clock}
 member -> hub   {"ready": 3}                    hub -> member   {"go": 3}
 member -> hub   {"outcome": {...}}              hub -> member   {"outcomes": [...]}
 either way      {"fail": "a sentence"}          ends the probe on every node
@@ -13,15 +14,16 @@ import json
 import secrets
 import select
 import socket
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
+from testbed.net.clock import TICKS, Clock, min_round_trip, read_clock
+
 PATIENCE = 30.0  # seconds that nodes may be apart, start-up included
-INFO_MIN_RTT = 148  # offset of the smallest round trip, microseconds, in Linux's struct tcp_info
 LINE_LIMIT = 1 << 20  # bytes; a longer line is not ours
 
 
@@ -135,13 +137,16 @@ class Rendezvous(ABC):
         """Return when all nodes are ready for step `number`, within `allow` seconds."""
 
     @abstractmethod
+    def clocks(self) -> list[Clock]:
+        """Compare clocks with node 0; only there is the result, in rank order, and nothing elsewhere."""
+
+    @abstractmethod
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Give this node's outcome; the outcomes of all, in rank order."""
 
     def round_trip(self) -> float:
         """Seconds to the hub and back, or to the farthest member, as the kernel has seen it at best."""
-        infos = [channel.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152) for channel in self._channels]
-        return max((struct.unpack_from("=I", info, INFO_MIN_RTT)[0] / 1e6 for info in infos), default=0.0)
+        return max((min_round_trip(channel.sock) for channel in self._channels), default=0.0)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send to everyone this node has a connection to."""
@@ -164,11 +169,21 @@ class Hub(Rendezvous):
         hear(self._channels, "ready", allow)
         self.tell({"go": number})
 
+    def clocks(self) -> list[Clock]:
+        """One member after the other, so that nobody waits behind another's answer."""
+        return [Clock(), *(read_clock(partial(_tick, channel)) for channel in self._channels)]
+
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Collect in rank order and hand the whole to everyone."""
         outcomes = [outcome, *hear(self._channels, "outcome", PATIENCE)]
         self.tell({"outcomes": outcomes})
         return outcomes
+
+
+def _tick(channel: Channel, number: int) -> float:
+    """A member's time, asked for now."""
+    channel.send({"tick": number})
+    return float(hear([channel], "tock", PATIENCE)[0])
 
 
 class Member(Rendezvous):
@@ -178,6 +193,13 @@ class Member(Rendezvous):
         """Say ready, wait for go."""
         self.tell({"ready": number})
         hear(self._channels, "go", allow)
+
+    def clocks(self) -> list[Clock]:
+        """Answer with ours."""
+        for _ in range(TICKS):
+            hear(self._channels, "tick", PATIENCE)
+            self.tell({"tock": time.time()})
+        return []
 
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Hand in ours, get all."""

@@ -17,8 +17,9 @@ from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
 from testbed.spec.settings import run_name, with_settings
 
-EXPERIMENT = "compose"  # these runs lie in runs/compose/
+COMPOSE, LAUNCHED = "compose", "launched"  # who started the ranks; their runs lie in runs/ under that name
 SHAPINGS = ("both", "egress", "off")
+UNTOUCHED = "none"  # a launcher's nodes have the network they have
 CPU_PERIOD = 10_000  # microseconds; CPU_QUOTA is a part of it
 PORT = 29_500  # of the store; the two after it are those of the presence and of the probe
 # Variable -> key of the spec. All go in as text, and the spec refuses what it does not like.
@@ -41,8 +42,9 @@ class Asked:
 
     spec: RunSpec
     rank: int
-    shaping: str  # one of SHAPINGS
-    interface: str
+    place: str  # COMPOSE or LAUNCHED
+    shaping: str  # one of SHAPINGS, or UNTOUCHED
+    interface: str  # empty: by the way to rank 0
     master: str  # name or address of rank 0
     port: int
     folder: Path | None  # where the entrypoint made the run's folder; None: rank 0 makes it
@@ -62,18 +64,23 @@ class Asked:
 
 def ask(env: Mapping[str, str]) -> Asked:
     """Read and check everything; SpecError with the value, the rule and the way out."""
-    shaping = env.get("SHAPING") or "both"
-    if shaping not in SHAPINGS:
+    launched = bool(env.get("WORLD_SIZE")) and not env.get("NODES")
+    shaping = UNTOUCHED if launched else env.get("SHAPING") or "both"
+    if shaping not in (*SHAPINGS, UNTOUCHED):
         raise refuse("SHAPING", shaping, "is no way to shape", f"Use one of {', '.join(SHAPINGS)}.")
-    spec = _spec(env, shaping)
+    if launched and env.get("RATE"):
+        way_out = "Leave it out, or use docker compose up."
+        raise refuse("RATE", env["RATE"], "ranks that a launcher starts use the network that is there", way_out)
+    spec = _spec(dict(env) | {"NODES": env["WORLD_SIZE"]} if launched else env, shaping, launched)
     rank = _number(env, "RANK", 0)
     if rank >= spec.nodes:
         raise refuse("RANK", rank, f"there are {spec.nodes} nodes", f"Use 0 to {spec.nodes - 1}.")
     return Asked(
         spec=spec,
         rank=rank,
+        place=LAUNCHED if launched else COMPOSE,
         shaping=shaping,
-        interface=env.get("GLOO_SOCKET_IFNAME") or "eth0",
+        interface=env.get("GLOO_SOCKET_IFNAME") or ("" if launched else "eth0"),
         master=env.get("MASTER_ADDR") or "rank0",
         port=spec.port or _number(env, "MASTER_PORT", PORT),
         folder=Path(env["TESTBED_RUN"]) if env.get("TESTBED_RUN") else None,
@@ -87,10 +94,10 @@ def link_of(spec: RunSpec, rank: int) -> Link:
     return own.link if own and own.link else spec.link
 
 
-def _spec(env: Mapping[str, str], shaping: str) -> RunSpec:
+def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
     asked = {name: env[name] for name in KEYS if env.get(name) and (name != "RATE" or shaping != "off")}
     values: dict[str, Any] = {
-        "experiment": EXPERIMENT,
+        "experiment": LAUNCHED if launched else COMPOSE,
         "name": run_name(env.get("MODE") or "ring", env.get("NODES") or 4),
     }
     if quota := _number(env, "CPU_QUOTA", 0):
@@ -102,7 +109,7 @@ def _spec(env: Mapping[str, str], shaping: str) -> RunSpec:
             way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
             raise refuse("SET", key, "containers that are up already cannot change their number or share", way_out)
     spec = RunSpec.load(with_settings(values, settings, "SET"), where="")
-    return _unshaped(spec) if shaping == "off" else spec
+    return _unshaped(spec) if shaping in ("off", UNTOUCHED) else spec
 
 
 def _unshaped(spec: RunSpec) -> RunSpec:

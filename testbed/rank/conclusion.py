@@ -24,7 +24,6 @@ from testbed.spec.table import caption, format_table, left_out, table
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-SUBSTRATE = "compose"
 HEARSAY = 2.0  # seconds for the others to say why they failed
 
 
@@ -87,7 +86,7 @@ class Conclusion:
             raise NetworkInvalid(f"the probe of the network failed: {error}") from None
 
     def _write(self, status: Literal["ok", "invalid", "failed", "interrupted"], reason: str) -> Summary:
-        facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": SUBSTRATE}
+        facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": self.asked.place}
         summary = summarise(self.folder, self.spec, notes=self.notes, network=self.network, **facts)
         write_whole(self.folder.summary, summary.model_dump_json(by_alias=True, indent=1))
         return summary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections import Counter
@@ -110,14 +111,15 @@ def join(rank: int, size: int, address: str, port: int, deadline: float) -> Grou
 
 
 def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.Store:
-    """Rank 0 opens the store at address:port, the others connect to it."""
-    listener = _listen(address, port) if rank == 0 else None
+    """Rank 0 opens the store at address:port, the others connect to it; where torchrun has opened one, all do."""
+    ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun's agent listens there already
+    listener = _listen(address, port) if rank == 0 and ours else None
     try:
         return dist.TCPStore(
             address,
             port,
             size,
-            is_master=rank == 0,
+            is_master=rank == 0 and ours,
             timeout=timedelta(seconds=deadline),
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,

@@ -7,8 +7,10 @@ They leave after it: a caller that stops everything with the first container tha
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 import time
 from collections.abc import Collection
 
@@ -17,6 +19,7 @@ from testbed.spec.errors import RankFailed, Unavailable
 PATIENCE = 900.0  # seconds; rank 0 may fetch a data set before it listens
 NAMELESS = 20.0  # seconds without a name after which rank 0 is gone: a container's name ends with it
 RETRY = 0.2  # seconds
+SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 
 
 def listen(address: str, port: int, size: int) -> socket.socket:
@@ -55,6 +58,17 @@ def own_address(master: str) -> str:
         trial.connect((master, 9))
         address: str = trial.getsockname()[0]
         return address
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this IPv4 address; nothing is named where none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("16s16x", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
 
 
 def hang_up(keep: Collection[int]) -> None:

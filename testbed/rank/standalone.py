@@ -1,5 +1,7 @@
 """A run without a controller: `python -m testbed.rank.standalone` on every node, as `docker compose up` starts it.
 
+Any launcher will do that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: torchrun, srun, a Kubernetes Job.
+
 Every rank reads the same request from its environment (asked.py). Rank 0 names the run, makes its folder and tells
 the others through the store; together they measure the network, train, and stay until rank 0 has summed up.
 """
@@ -7,6 +9,7 @@ the others through the store; together they measure the network, train, and stay
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -44,6 +47,7 @@ def main() -> int:
     try:
         asked = ask(os.environ)
         with _presence(asked) as connection:
+            asked = _settle(asked, connection)
             code = _take_part(asked) if asked.rank < asked.spec.world else _stand_by(asked)
             if asked.rank > 0 and code != Interrupted.exit_code:
                 for number in stopping.SIGNALS:  # nothing is left to write down
@@ -59,6 +63,16 @@ def _presence(asked: Asked) -> socket.socket:
     if asked.rank == 0:
         return presence.listen(asked.master, asked.port + PRESENCE, asked.spec.nodes)
     return presence.attend(asked.master, asked.port + PRESENCE)
+
+
+def _settle(asked: Asked, connection: socket.socket) -> Asked:
+    """One concrete interface for Gloo, which would otherwise go by the host's name: the one that leads to rank 0."""
+    if asked.interface:
+        return asked
+    name = presence.interface_of(connection.getsockname()[0])
+    if name:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    return dataclasses.replace(asked, interface=name)
 
 
 def _stand_by(asked: Asked) -> int:
@@ -97,6 +111,7 @@ def _agree(asked: Asked, store: dist.Store) -> tuple[RunFolder, RunSpec]:
         )
         store.set("run", json.dumps({"folder": place, "spec": spec.to_json()}))
     told = json.loads(_wait(store, "run", asked))
+    (runs_dir() / told["folder"]).mkdir(parents=True, exist_ok=True)  # where nodes share no disk
     return RunFolder(runs_dir() / told["folder"]), RunSpec.from_json(told["spec"], "the spec of rank 0")
 
 

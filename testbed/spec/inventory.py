@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from testbed.spec.base import Spec
+from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import read_toml
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?$"  # nothing a shell or a path reads as more
+VARIABLE = "TESTBED_INVENTORY"
+DEFAULT = Path("inventory/hosts.toml")
+EXAMPLE = Path("inventory/hosts.example.toml")
 
 
 class HostNode(Spec):
-    """One host that runs one rank."""
+    """One host that runs one rank; what is None is as the user's SSH configuration says."""
 
     name: str = Field(pattern=NAME)
-    address: str = Field(pattern=r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$")
+    address: str = Field(pattern=r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$")  # or an alias of that file
     user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,31}$")
-    port: int = Field(default=22, ge=1, le=65535)
+    port: int | None = Field(default=None, ge=1, le=65535)
     key: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_~/][A-Za-z0-9_.~/@+-]{0,254}$")
     interface: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$")
     cpus: float | None = Field(default=None, gt=0, le=1024)
@@ -32,7 +38,16 @@ class Inventory(Spec):
 
     @classmethod
     def read(cls, path: Path) -> Inventory:
+        if not path.exists() and path == DEFAULT:
+            raise SpecError(f"{path}: no such file. Make it from the example: cp {EXAMPLE} {path}, and edit it.")
         return cls.load(read_toml(path), str(path))
+
+    def first(self, nodes: int) -> Inventory:
+        """The hosts of a run with so many ranks."""
+        if nodes > len(self.nodes):
+            rule = f"the inventory has {len(self.nodes)} hosts, and each runs one rank"
+            raise refuse("nodes", nodes, rule, f"Use {len(self.nodes)} or fewer, or add hosts.")
+        return Inventory(nodes=self.nodes[:nodes])
 
     @model_validator(mode="after")
     def _names_differ(self) -> Inventory:
@@ -41,3 +56,16 @@ class Inventory(Spec):
         if twice:
             raise ValueError(f"nodes {twice}: a name stands for one node. Rename all but one")
         return self
+
+
+def read_inventory(given: Path | None = None) -> Inventory:
+    """What is given, else the environment's, else that of the usual place."""
+    return Inventory.read(given or Path(os.environ.get(VARIABLE) or DEFAULT))
+
+
+def the_one(given: Iterable[str]) -> Path | None:
+    """The inventory of a whole command line, wherever and however often it stands there."""
+    different = list(dict.fromkeys(given))
+    if len(different) > 1:
+        raise refuse("--inventory", different, "one inventory holds for the whole command line", "Name it once.")
+    return Path(different[0]) if different else None

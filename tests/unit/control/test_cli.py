@@ -21,12 +21,12 @@ def flags_of(command: str) -> set[str]:
 def test_the_flags_of_run_are_these_and_no_more():
     assert flags_of("run") == {
         *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
-        *("--on", "--set", "--out", "--json"),
+        *("--on", "--inventory", "--set", "--out", "--json"),
     }
 
 
 def test_the_flags_of_sweep_are_these_and_no_more():
-    assert flags_of("sweep") == {"--on", "--set", "--fresh", "--json"}
+    assert flags_of("sweep") == {"--on", "--inventory", "--set", "--fresh", "--json"}
 
 
 REFUSALS = {

@@ -179,7 +179,14 @@ def answer(node: int, argv: Sequence[str], log: Path) -> int:
     size = round(10**8 * efficiency(1500) / 8)
     flows = [{"src": src, "dst": dst, "bytes": size, "seconds": 1.0} for src, dst in ((0, 1), (1, 0), (None, 0))]
     flow = {"event": "flow", "step": 1, "of": 3, "src": 0, "dst": 1, "goodput": size * 8}
-    result = {"event": "result", "flows": flows, "mtu": 1500, "congestion": ["cubic", "cubic"], "seconds": 4.0}
+    result = {
+        "event": "result",
+        "flows": flows,
+        "mtu": 1500,
+        "congestion": ["cubic", "cubic"],
+        "seconds": 4.0,
+        "clocks": [],
+    }
     log.write_text("a warning that is no JSON\n" + json.dumps(flow) + "\n" + json.dumps(result) + "\n")
     return 0
 

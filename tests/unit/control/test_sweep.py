@@ -129,7 +129,7 @@ def test_a_setting_on_an_axis_is_refused_and_nothing_runs(fake: FakePlace, file:
 
 def test_a_setting_beside_the_axes_reaches_every_run(fake: FakePlace, file: Path) -> None:
     assert command(file, "--set", "optimizer.lr=0.5").exit_code == 0
-    found = [Summary.read(RunFolder(path)) for path in Path("runs/three").iterdir()]
+    found = [Summary.read(RunFolder(path.parent)) for path in Path("runs/three").glob("*/spec.json")]
     assert [summary.spec.optimizer.lr for summary in found] == [0.5] * 3
 
 

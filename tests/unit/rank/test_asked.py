@@ -42,7 +42,17 @@ def test_shaping_off_takes_the_rate_out_of_the_spec_and_says_so() -> None:
     assert ask({"RATE": "1gbit", "SHAPING": "egress"}).spec.link.rate == 10**9
 
 
+def test_a_launcher_says_how_many_ranks_there_are_and_leaves_the_network_alone() -> None:
+    asked = ask({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "h0", "MASTER_PORT": "29999"})
+    assert (asked.spec.nodes, asked.rank, asked.master, asked.port) == (2, 1, "h0", 29999)
+    assert (asked.place, asked.spec.experiment, asked.shaping, asked.unshaped) == ("launched", "launched", "none", "")
+    assert asked.interface == "" and asked.spec.node.congestion is None
+    both = ask({"WORLD_SIZE": "2", "NODES": "4"})
+    assert (both.place, both.spec.nodes, both.interface) == ("compose", 4, "eth0")
+
+
 REFUSALS = {
+    "a rate under a launcher": ({"WORLD_SIZE": "2", "RATE": "1gbit"}, "the network that is there"),
     "rate": ({"RATE": "fast"}, "'fast'"),
     "mode": ({"MODE": "rong"}, "'rong'"),
     "mode with quotes": ({"MODE": 'ri"ng'}, "unknown algorithm"),

@@ -33,7 +33,7 @@ def test_a_file_lists_the_nodes_in_rank_order(tmp_path: Path) -> None:
     path.write_text('nodes = [{name = "b", address = "fe80::1"}, {name = "a", address = "host-7.lan", port = 2200}]')
     inventory = Inventory.read(path)
     assert [(node.name, node.address, node.port) for node in inventory.nodes] == [
-        ("b", "fe80::1", 22),
+        ("b", "fe80::1", None),
         ("a", "host-7.lan", 2200),
     ]
 

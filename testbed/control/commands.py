@@ -1,0 +1,99 @@
+"""What `testbed` and `fab` have in common: flags become a spec, a spec becomes a run, runs become a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from testbed.control import reporting
+from testbed.control.place import Place
+from testbed.control.progress import open_progress
+from testbed.control.run import execute
+from testbed.control.screen import console
+from testbed.control.sweep import sweep
+from testbed.spec.errors import NetworkInvalid, SpecError
+from testbed.spec.experiment import Experiment, set_key
+from testbed.spec.folder import RunFolder, runs_dir
+from testbed.spec.run import RunSpec
+from testbed.spec.settings import fresh_folder, run_name, with_settings
+from testbed.spec.summary import Summary
+from testbed.spec.table import caption, format_table, left_out, table
+
+
+def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
+    """Flags and --set pairs as one validated spec; all values go in as text."""
+    values: dict[str, Any] = {}
+    for key, value in flags.items():
+        if value is not None:
+            set_key(values, key, value)
+    values = with_settings(values, settings)
+    values.setdefault("name", run_name(str(values["mode"]), values["nodes"]))
+    return RunSpec.load(values, where="")
+
+
+def run_once(spec: RunSpec, place: Place, out: Path | None, as_json: bool) -> int:
+    """One run, its table, and the exit code; errors are raised."""
+    folder = RunFolder(out or fresh_folder(runs_dir() / spec.experiment, spec.name))
+    progress = open_progress(console, quiet=as_json)
+    progress.headline(f"on {place.name}: {place.why}")
+    try:
+        summary = execute(spec, place, folder, progress)
+    finally:
+        progress.end()
+    print_results([summary], folder.path, as_json)
+    return exit_code([summary])
+
+
+def run_file(
+    file: Path, settings: list[str], place_for: Callable[[list[RunSpec]], Place], fresh: bool, as_json: bool
+) -> int:
+    """Every cell of an experiment, one table, and the exit code; the first error is raised at the end."""
+    experiment = Experiment.read(file)
+    for key in (setting.partition("=")[0].strip() for setting in settings):
+        if key in experiment.axes:
+            swept = f"{file} sweeps it over {experiment.axes[key]}"
+            raise SpecError(f"--set {key}: {swept}. Change it in the file.")
+    experiment = experiment.model_copy(update={"base": with_settings(experiment.base, settings)})
+    specs = experiment.runs()
+    place = place_for(specs)
+    progress = open_progress(console, quiet=as_json)
+    progress.headline(f"{experiment.title} ({len(specs)} runs{', ' + experiment.takes if experiment.takes else ''})")
+    progress.headline(f"on {place.name}: {place.why}")
+    reporting.remember(experiment)
+    try:
+        summaries, errors = sweep(specs, place, runs_dir(), progress, fresh)
+    finally:
+        progress.end()
+    told = reporting.conclude(runs_dir() / experiment.name)
+    print_results(summaries, runs_dir() / experiment.name, as_json)
+    if not as_json:
+        console.print(told)
+    if errors:
+        raise errors[0]
+    return exit_code(summaries)
+
+
+def exit_code(summaries: list[Summary]) -> int:
+    """Of runs that all came to an end."""
+    return NetworkInvalid.exit_code if any(summary.status == "invalid" for summary in summaries) else 0
+
+
+def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
+    """The table, what is not in it and why, what could not be applied, and the folder."""
+    if as_json:
+        document = {"folder": str(where), "runs": [json.loads(s.model_dump_json(by_alias=True)) for s in summaries]}
+        print(json.dumps(document, indent=1))
+        return
+    counted = [s for s in summaries if s.status == "ok"]
+    if counted:
+        console.print(f"\n{caption(counted)}\n\n{format_table(*table(summaries))}\n")
+    for line in dict.fromkeys(note for s in summaries for note in s.notes):
+        console.print(f"note: {line}")
+    for line in left_out(summaries):
+        console.print(f"left out: {line}")
+    for s in counted:
+        if s.spec.world > 1:
+            console.print(f"{s.spec.name}: {s.network}")
+    console.print(f"everything is in {where}")

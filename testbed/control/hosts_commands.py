@@ -1,0 +1,180 @@
+"""The commands of `fab`: each asks all hosts, prints one table and one line per trouble, and gives an exit code."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from testbed.control.commands import build_spec, exit_code, print_results, run_file, run_once
+from testbed.control.hosts_bars import open_bars
+from testbed.control.place import Hosts, check_shaping, on_hosts
+from testbed.control.screen import console
+from testbed.control.substrates import hosts_deploy, hosts_doctor, hosts_parcel, hosts_runs
+from testbed.control.substrates.hosts_each import connected, each, values
+from testbed.control.substrates.hosts_ssh import Host
+from testbed.spec.datasets import data_dir, is_complete
+from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse
+from testbed.spec.inventory import Inventory, read_inventory, the_one
+from testbed.spec.run import RunSpec
+from testbed.spec.table import format_table
+
+DATA = "cifar10"
+BAD = UsageError.exit_code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What holds for every task of one command line."""
+
+    inventory: Inventory
+    accept_new: bool
+    data: Sequence[str]  # every --data on the line
+
+    @classmethod
+    def of(cls, argv: Sequence[str], inventory: str | None, accept_new: bool, nodes: str | None) -> Self:
+        """Tasks know only their own flags, but one inventory holds for all of them, wherever it was named."""
+        given = [*on_line(argv, "--inventory"), *([inventory] if inventory else [])]
+        found = read_inventory(the_one(given))
+        if nodes is not None:
+            if not nodes.isdecimal() or int(nodes) == 0:
+                raise refuse("nodes", nodes, "must be a whole number of hosts", f"Use 1 to {len(found.nodes)}.")
+            found = found.first(int(nodes))
+        return cls(found, accept_new or "--accept-new" in argv, on_line(argv, "--data"))
+
+
+def on_line(argv: Sequence[str], flag: str) -> list[str]:
+    """Every value that a flag has on a command line."""
+    after = [value for name, value in itertools.pairwise(argv) if name == flag]
+    return [*after, *(word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}="))]
+
+
+def doctor(asked: Asked) -> int:
+    with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
+        rows = hosts_doctor.examine(outcomes)
+    console.print(format_table(hosts_doctor.HEADER, [row.line() for row in rows]))
+    return _troubles(trouble for row in rows for trouble in row.troubles)
+
+
+def deploy(asked: Asked, data: str | None) -> int:
+    names = [name for each in _data_of(asked, data) for name in hosts_deploy.sendable(each)]
+    hosts_deploy.check_data(names)
+    with connected(asked.inventory.nodes, asked.accept_new) as outcomes, open_bars(console) as bars:
+        rows = hosts_deploy.deploy(outcomes, names, bars)
+    header = ("host", "image", *names, "seconds")
+    cells = [(r.host, r.image or "-", *(r.data.get(n, "-") for n in names), f"{r.seconds:.1f}") for r in rows]
+    console.print(format_table(header, cells))
+    return _troubles(str(row.error) for row in rows if row.error)
+
+
+def _data_of(asked: Asked, own: str | None) -> list[str]:
+    """What was asked for here, else what a run on the same line asks for, else the usual set if it is here."""
+    said = [own] if own else list(dict.fromkeys(asked.data))
+    if said:
+        return said
+    if is_complete(DATA, data_dir()):
+        return [DATA]
+    console.print(f"data {DATA} is not here, so it is not sent; `testbed data get {DATA}` fetches it")
+    return []
+
+
+def run(asked: Asked, flags: dict[str, Any], settings: list[str], out: Path | None, as_json: bool) -> int:
+    on = flags.pop("on")
+    if on is not None:
+        raise SpecError(f"--on {on!r}: fab is for real hosts. `testbed run --on {on}` is for other places.")
+    if flags["link.rate"] is not None:
+        why = "the network of real hosts is measured, never shaped"
+        raise SpecError(f"--rate {flags['link.rate']!r}: {why}. Leave it out, or use `testbed run --on compose`.")
+    flags["nodes"] = str(len(asked.inventory.nodes))
+    flags["data.name"] = flags["data.name"] or DATA
+    spec = build_spec(flags, settings)
+    place = _place(asked, [spec])
+    check_shaping(spec, place, "hosts")
+    return run_once(spec, place, out, as_json)
+
+
+def sweep(asked: Asked, file: Path, settings: list[str], fresh: bool, as_json: bool) -> int:
+    return run_file(file, settings, lambda specs: _place(asked, specs), fresh, as_json)
+
+
+def _place(asked: Asked, specs: list[RunSpec]) -> Hosts:
+    largest = max(specs, key=lambda spec: spec.world)
+    return on_hosts(asked.inventory, largest, asked.accept_new)
+
+
+def status(asked: Asked) -> int:
+    with _reached(asked) as (hosts, code):
+        rows = [
+            (found.id, f"rank {part.rank}", part.host.name, part.state, str(part.step + 1), str(part.code or 0))
+            for found in hosts_runs.find(hosts)
+            for part in found.parts
+        ]
+    console.print(format_table(("run", "rank", "host", "state", "steps", "code"), rows) if rows else "no run of ours")
+    return code
+
+
+def logs(asked: Asked, run: str | None, lines: str) -> int:
+    if not lines.isdecimal():
+        raise refuse("lines", lines, "must be a whole number", "Write e.g. --lines 40.")
+    with _reached(asked) as (hosts, code):
+        for found in hosts_runs.find(hosts, run):
+            for part in found.parts:
+                console.print(f"== {found.id}, rank {part.rank} on {part.host} ({part.state})")
+                console.print(hosts_runs.last_lines(part, int(lines)), end="")
+    return code
+
+
+def collect(asked: Asked, run: str | None) -> int:
+    with _reached(asked) as (hosts, code):
+        runs = hosts_runs.find(hosts, run)
+        if not runs:
+            console.print("nothing to collect")
+        for found in runs:
+            try:
+                summary, folder = hosts_runs.collect(found)
+            except TestbedError as error:
+                code = _troubles([str(error)])
+                continue
+            print_results([summary], folder, as_json=False)
+            code = code or exit_code([summary])
+    return code
+
+
+def stop(asked: Asked, run: str | None) -> int:
+    with _reached(asked) as (hosts, code):
+        for found in (found for found in hosts_runs.find(hosts, run) if found.running):
+            hosts_runs.stop(found)
+            console.print(f"stopped {found.id}; `fab collect` brings what it has measured")
+    return code
+
+
+def clean(asked: Asked, everything: bool) -> int:
+    with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
+        there = [outcome.host for outcome in outcomes if outcome.error is None]
+        removed = each(there, lambda host: hosts_runs.clean(host, everything))
+    for outcome in removed:
+        if outcome.error is None:
+            console.print(f"{outcome.host}: removed {', '.join(outcome.value or ()) or 'nothing, nothing was left'}")
+    hosts_parcel.forget()
+    errors = [outcome.error for outcome in outcomes] + [outcome.error for outcome in removed]
+    return _troubles(str(error) for error in errors if error)
+
+
+@contextmanager
+def _reached(asked: Asked) -> Iterator[tuple[list[Host], int]]:
+    """Connections to the hosts that answer, and the exit code that the others make."""
+    with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
+        code = _troubles(str(outcome.error) for outcome in outcomes if outcome.error)
+        there = [outcome for outcome in outcomes if outcome.error is None]
+        yield values(there), code
+
+
+def _troubles(sentences: Iterable[str]) -> int:
+    """One line each; the exit code they make."""
+    found = [sentence for sentence in sentences if sentence]
+    for sentence in found:
+        console.print(f"trouble: {sentence}")
+    return BAD if found else 0

@@ -1,0 +1,254 @@
+"""Real hosts: one rank each, in a container of the same image, on the network that is there.
+
+The network is measured and never shaped; no interface is touched. Containers get the host's network and no privilege.
+Leave it and every container and file of this run is gone from the hosts, with one exception: when a connection broke,
+what runs goes on there, and `fab collect` finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from testbed.control.content import content_hash
+from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.hosts_each import connected, each, values
+from testbed.control.substrates.hosts_facts import SOON, account, engine, image_content
+from testbed.control.substrates.hosts_meeting import endpoints, meeting_port
+from testbed.control.substrates.hosts_process import Mirror, RemoteProcess
+from testbed.control.substrates.hosts_remote import HOME, STOP_GRACE, Account, Container, mount, once, run_id
+from testbed.control.substrates.hosts_ssh import CommandFailed, ConnectionLost, Host, HostFailed
+from testbed.spec.datasets import MARKER, data_dir, dataset_info
+from testbed.spec.errors import RankFailed, TestbedError, Unavailable
+from testbed.spec.folder import RunFolder, write_whole
+from testbed.spec.inventory import Inventory
+from testbed.spec.mode import ALGORITHMS, methods_dir
+from testbed.spec.run import RunSpec
+
+NOTE = "hosts.json"  # in the run's folder: what `fab collect` needs to find the run again
+
+
+class HostsSubstrate:
+    """The hosts of an inventory, in rank order."""
+
+    name = "hosts"
+    shaped = False
+    python = "python3"  # of the image
+    notes: Sequence[str] = ()
+
+    def __init__(self, plans: Sequence[NodePlan], folder: Path, spec: RunSpec, inventory: Inventory, new: bool) -> None:
+        self._plans = tuple(plans)
+        self._folder = folder.resolve()
+        self._spec = spec
+        self._inventory = inventory.first(len(plans))
+        self._accept_new = new
+        self._id = run_id(folder)
+        self._cleanup = ExitStack()
+        self._hosts: list[Host] = []
+        self._accounts: list[Account] = []
+        self._started: list[RemoteProcess] = []
+        self._count = itertools.count()
+        self._port = NODE_PORT
+        self.nodes: Sequence[NodeHandle] = ()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            self._hosts = values(undo.enter_context(connected(self._inventory.nodes, self._accept_new)))
+            self._accounts = values(each(self._hosts, self._check))
+            ends = endpoints(self._hosts)
+            self._port = meeting_port(self._hosts, ends, self._spec.port)
+            self.nodes = tuple(
+                NodeHandle(name=host.name, address=end.address, interface=end.interface)
+                for host, end in zip(self._hosts, ends, strict=True)
+            )
+            undo.callback(self._remove)
+            values(each(self._hosts, lambda host: host.run(["mkdir", "-p", str(self._place(host))], SOON)))
+            undo.callback(self.stop)
+            self._cleanup = undo.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
+
+    def _check(self, host: Host) -> Account:
+        """Engine, image and data are there."""
+        engine(host)
+        found, wanted = image_content(host), content_hash()
+        if found != wanted:
+            what = "the image is missing" if found is None else f"the image has content {found}, the code here {wanted}"
+            raise HostFailed(f"{host}: {what}. Send it: fab deploy")
+        who, name = account(host), self._spec.data.name
+        if not dataset_info(name).generated:
+            try:
+                there = host.run(["cat", str(who.data / name / MARKER)], SOON)
+            except CommandFailed:
+                there = ""
+            if there.strip() != (data_dir() / name / MARKER).read_text().strip():
+                raise HostFailed(f"{host}: data {name} is not there. Send it: fab deploy --data {name}")
+        return who
+
+    def _place(self, host: Host) -> PurePosixPath:
+        """This run's folder on a host."""
+        return self._accounts[self._hosts.index(host)].runs / self._id
+
+    def _remove(self) -> None:
+        """Containers and files of this run; a host whose connection is lost keeps them for `fab collect`."""
+        if not self._lost():
+            for outcome in each(self._hosts, lambda host: remove_run(host, self._id, self._place(host))):
+                if outcome.error is not None:
+                    print(f"{outcome.error}. `fab clean` removes what was left there", flush=True)
+
+    def _lost(self) -> bool:
+        return any(isinstance(process.error, ConnectionLost) for process in self._started)
+
+    def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
+        """Run to the end in a container of its own."""
+        return self._hosts[node].run(once(self._accounts[node].who, argv[0], *argv[1:]), timeout)
+
+    def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
+        """Start a container and return at once; its log and its records are copied home as they grow."""
+        host, number = self._hosts[node], next(self._count)
+        place = self._place(host)
+        output = log.name if log.parent.resolve() == self._folder else f"probe{number}.log"
+        records = f"rank{node}.jsonl"
+        container = Container(
+            name=f"testbed-{self._id}-{number}",
+            run=self._id,
+            rank=node,
+            who=self._accounts[node].who,
+            argv=argv,
+            output=self._folder / output,
+            mounts=self._mounts(node, place),
+            env=env,
+            cpus=self._plans[node].cpus if quota else None,
+        )
+        mirrors = [Mirror(place / output, log)]
+        if log.parent.resolve() == self._folder:
+            mirrors.append(Mirror(place / records, self._folder / records))
+        self._started.append(process := RemoteProcess(host, container, mirrors))
+        return _Together(process, self._started)
+
+    def _mounts(self, node: int, place: PurePosixPath) -> list[list[str]]:
+        """Under the paths they have here, so that a path means the same there."""
+        mounts = [mount(place, self._folder)]
+        if not dataset_info(self._spec.data.name).generated:
+            mounts.append(mount(self._accounts[node].data, data_dir().resolve(), read_only=True))
+        if self._spec.mode.algorithm not in ALGORITHMS:
+            mounts.append(mount(place / "methods", methods_dir().resolve(), read_only=True))
+        return mounts
+
+    def port(self, wanted: int = 0) -> int:
+        """The one at which all hosts could reach each other."""
+        return self._port
+
+    def share(self, folder: Path) -> None:
+        """Send what a rank is told: spec.json, and the user's own method."""
+        known = {"id": self._id, "nodes": [host.name for host in self._hosts]}
+        write_whole(folder / NOTE, json.dumps(known, indent=1))
+        values(each(self._hosts, self._tell))
+
+    def _tell(self, host: Host) -> None:
+        node, place = self._hosts.index(host), self._place(host)
+        self.put(node, RunFolder(self._folder).spec, Path(place / "spec.json"))
+        if self._spec.mode.algorithm not in ALGORITHMS:
+            host.run(["mkdir", "-p", str(place / "methods")], SOON)
+            name = f"{self._spec.mode.algorithm.replace('-', '_')}.py"
+            self.put(node, methods_dir() / name, Path(place / "methods" / name))
+        if self._accounts[node].uid == 0:  # where we are root, the rank is nobody
+            host.run(["chown", "-R", self._accounts[node].who, str(place)], SOON)
+
+    def stop(self) -> None:
+        """SIGTERM, some seconds to write things down, then SIGKILL; where a connection is lost, ranks go on."""
+        running = [process for process in self._started if not process.ended]
+        if self._lost() or not running:
+            return
+
+        def end(host: Host) -> None:
+            names = [process.name for process in running if process.host is host]
+            with contextlib.suppress(CommandFailed):  # it has ended meanwhile
+                host.run(["docker", "stop", "--time", str(STOP_GRACE), *names], SOON)
+
+        each(list(dict.fromkeys(process.host for process in running)), end)
+        deadline = time.monotonic() + SOON
+        for process in running:
+            with contextlib.suppress(TestbedError, TimeoutError):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+    def put(self, node: int, local: Path, remote: Path) -> None:
+        """Copy a file to a host."""
+        with contextlib.closing(self._hosts[node].files()) as session:
+            session.put(str(local), str(remote))
+
+    def get(self, node: int, remote: Path, local: Path) -> None:
+        """Copy a file from a host."""
+        with contextlib.closing(self._hosts[node].files()) as session:
+            session.get(str(remote), str(local))
+
+    def kill(self, node: int) -> None:
+        """SIGKILL the host's containers."""
+        self._engine(node, "kill")
+
+    def pause(self, node: int) -> None:
+        """Freeze them."""
+        self._engine(node, "pause")
+
+    def resume(self, node: int) -> None:
+        """Let them go on."""
+        self._engine(node, "unpause")
+
+    def _engine(self, node: int, verb: str) -> None:
+        host = self._hosts[node]
+        names = [process.name for process in self._started if process.host is host and not process.ended]
+        if names:
+            host.run(["docker", verb, *names], SOON)
+
+    def cut(self, node: int) -> None:
+        """Not here."""
+        raise Unavailable("cutting a link: no interface of a real host is ever touched. Use --on compose or netns")
+
+    def join(self, node: int) -> None:
+        """Not here."""
+        self.cut(node)
+
+
+class _Together:
+    """One process whose failure tells what happened on all hosts, the guilty first."""
+
+    def __init__(self, process: RemoteProcess, all_: Sequence[RemoteProcess]) -> None:
+        self._process, self._all = process, all_
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        try:
+            return self._process.poll()
+        except TestbedError as error:
+            raise self._told(error) from None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._process.wait(timeout)
+
+    def signal(self, signum: int) -> None:
+        self._process.signal(signum)
+
+    def _told(self, first: TestbedError) -> TestbedError:
+        errors = [first, *(p.error for p in self._all if p.error is not None and p.error is not first)]
+        kind = ConnectionLost if any(isinstance(error, ConnectionLost) for error in errors) else RankFailed
+        guilty = sorted(errors, key=lambda error: not isinstance(error, RankFailed))
+        return kind("; ".join(dict.fromkeys(str(error).rstrip(".") for error in guilty)) + ".")
+
+
+def remove_run(host: Host, run: str, place: PurePosixPath) -> None:
+    """The containers and the folder of one run."""
+    found = host.run(["docker", "ps", "--all", "--quiet", "--filter", f"label=testbed.run={run}"], SOON).split()
+    if found:
+        host.run(["docker", "rm", "--force", *found], SOON)
+    host.run(["rm", "-rf", str(place)], SOON)
+    home = place.parent.parent
+    assert home.name == HOME
+    host.run(["sh", "-c", 'rmdir "$0" "$1" 2>/dev/null || true', str(place.parent), str(home)], SOON)

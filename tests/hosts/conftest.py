@@ -1,0 +1,53 @@
+"""Four hosts for the whole session, deployed to once by the real command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nodes import Nodes
+
+from testbed.spec.datasets import ARRAYS, MARKER, dataset_info
+
+
+@dataclass
+class Cluster:
+    """The hosts, and how the first command line on them went."""
+
+    nodes: Nodes
+    first: subprocess.CompletedProcess[str]
+
+
+def make_mnist(root: Path) -> None:
+    """Arrays of MNIST's shapes, which is all that a rank looks at: nothing is fetched for a test."""
+    info = dataset_info("mnist")
+    (root / "mnist").mkdir(parents=True)
+    for array in ARRAYS:
+        shape = info.array_shape(array)
+        values = np.arange(int(np.prod(shape)), dtype=np.uint32) % (10 if "labels" in array else 251)
+        np.save(root / "mnist" / f"{array}.npy", values.astype(np.uint8).reshape(shape))
+    (root / "mnist" / MARKER).write_text(json.dumps({"name": "mnist", "digests": dict(info.digests)}))
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[Cluster]:
+    nodes = Nodes(tmp_path_factory.mktemp("hosts"))
+    try:
+        nodes.up()
+        make_mnist(nodes.folder / "data")
+        quick = ["--model", "lenet5", "--data", "mnist", "--steps", "6", "--set", "data.test_subset=200"]
+        first = nodes.fab("doctor", "deploy", "run", "--mode", "ring", *quick, timeout=800)
+        yield Cluster(nodes, first)
+    finally:
+        nodes.down()
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Nodes:
+    assert cluster.first.returncode == 0, cluster.first.stdout + cluster.first.stderr
+    return cluster.nodes

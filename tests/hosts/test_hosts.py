@@ -1,0 +1,190 @@
+"""`fab` against real SSH servers and real engines: deploy, run, and whatever may go wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import Cluster
+from nodes import Nodes, command, wait_for
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+QUICK = ["--model", "lenet5", "--data", "synthetic", "--batch", "64", "--set", "probe=false", "--set", "evaluate=never"]
+
+
+def newest(nodes: Nodes) -> Path:
+    return max((nodes.folder / "runs" / "adhoc").iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def records(folder: Path, rank: int, kind: str) -> list[dict[str, object]]:
+    lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def hashes(folder: Path) -> set[object]:
+    return {records(folder, rank, "hash")[-1]["parameters"] for rank in range(4)}
+
+
+def nothing_runs(nodes: Nodes) -> bool:
+    return not any(nodes.running(node) for node in range(4))
+
+
+def test_doctor_deploy_run_on_one_line(cluster: Cluster) -> None:
+    done, nodes = cluster.first, cluster.nodes
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("none (fab deploy)") == 4, "doctor saw hosts without an image"
+    assert done.stdout.count("| node") == 8 and done.stdout.count("sent |") == 8, done.stdout
+    assert "| ring |" in done.stdout and "on hosts" in done.stdout
+    folder = newest(nodes)
+    names = {path.name for path in folder.iterdir()}
+    assert {"spec.json", "receipt.json", "summary.json", "rank3.jsonl", "rank3.log"} <= names
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["substrate"], summary["replicas_agree"]) == ("ok", "hosts", True)
+    assert len(hashes(folder)) == 1
+    assert all(nodes.inside(node, "docker", "ps", "--all", "--quiet") == "" for node in range(4))
+
+
+def test_the_receipt_says_what_the_links_give_and_asks_nothing(cluster: Cluster, nodes: Nodes) -> None:
+    folders = (nodes.folder / "runs" / "adhoc").iterdir()
+    receipt = json.loads(next(p for p in map(lambda f: f / "receipt.json", folders) if p.exists()).read_text())
+    assert len(receipt["links"]) == 12 and all(link["asked"] is None for link in receipt["links"])
+    assert all(0 < link["rtt"] < 0.5 for link in receipt["links"])
+    assert len(receipt["clock"]) == 4 and receipt["clock"][0] == {"offset": 0.0, "error": 0.0}
+    assert all(abs(clock["offset"]) <= clock["error"] + 0.005 for clock in receipt["clock"]), "one machine, one clock"
+    assert "qdisc" not in nodes.inside(0, "tc", "qdisc", "show", "dev", "eth0").replace("qdisc noqueue", "")
+
+
+def test_a_second_deploy_sends_nothing_and_ddp_runs(nodes: Nodes) -> None:
+    done = nodes.fab("deploy", "run", "--mode", "ddp", "--data", "mnist", "--steps", "4", *QUICK[:2], *QUICK[4:])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("there already") == 8 and "| ddp " in done.stdout
+    assert len(hashes(newest(nodes))) == 1
+
+
+def test_the_same_engine_from_testbed_run(nodes: Nodes) -> None:
+    """Two hosts of the inventory, by alias and jump host of the user's SSH configuration."""
+    config = [
+        f"Host first\n HostName {nodes.addresses[0]}",
+        f"Host second\n HostName {nodes.addresses[1]}\n ProxyJump first",
+    ]
+    common = f"Host *\n User student\n IdentityFile {nodes.key}\n"
+    (nodes.home / ".ssh" / "config").write_text("\n".join([*config, common]))
+    path = nodes.folder / "aliases.toml"
+    path.write_text('nodes = [{name = "a", address = "first", interface = "eth0"}, {name = "b", address = "second"}]')
+    try:
+        argv = ["run", "--on", "hosts", "--inventory", str(path), "--mode", "ring", "--steps", "3", *QUICK, "--json"]
+        done = nodes.testbed(*argv)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["runs"][0]["spec"]["nodes"] == 2
+    finally:
+        (nodes.home / ".ssh" / "config").unlink()
+
+
+def test_each_trouble_is_one_line_with_its_fix_and_stops_nobody_else(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.start(4, disk="100m")
+    nodes.start(5, engine=False)
+    nodes.wait(4)
+    wait_for(lambda: nodes.ok(5, "pgrep", "sshd"), "sshd of node5")
+    nodes.learn([4, 5])
+    command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other")
+    kept = nodes.known.read_text()
+    other_key = (tmp_path / "other.pub").read_text().split()[1]
+    lines = [f"{nodes.addresses[3]} ssh-ed25519 {other_key}\n", *(nodes.host_key(k) for k in (0, 1, 2, 4, 5))]
+    nodes.known.write_text("".join(lines))
+    changes = {"node1.address": f'"{nodes.addresses[0].rpartition(".")[0]}.250"', "node2.key": f'"{tmp_path}/other"'}
+    inventory = nodes.write_inventory(tmp_path / "bad.toml", nodes=range(6), **changes)
+    try:
+        for task in (["doctor"], ["deploy", "--data", "synthetic"]):
+            done = nodes.fab(*task, "--inventory", inventory)
+            assert done.returncode == 2, done.stdout + done.stderr
+            lines = [line for line in done.stdout.splitlines() if line.startswith("trouble: ")]
+            told = {line.split()[1].rstrip(":"): line for line in lines}
+            assert set(told) == {"node1", "node2", "node3", "node4", "node5"}, done.stdout
+            assert "Is it up" in told["node1"] and "ssh-copy-id" in told["node2"]
+            assert "has changed" in told["node3"] and "ssh-keygen -R" in told["node3"]
+            assert "disk full" in told["node4"] and "docker system prune" in told["node4"]
+            assert "no Docker engine" in told["node5"] and "apt-get install docker.io" in told["node5"]
+        assert "there already" in next(line for line in done.stdout.splitlines() if line.startswith("| node0"))
+        run = nodes.fab("run", *QUICK[:4], "--batch", "60", "--inventory", inventory)
+        assert run.returncode == 2 and all(f"node{k}: " in run.stderr for k in (1, 2, 3)), run.stderr
+        assert nothing_runs(nodes) and "Traceback" not in run.stderr
+    finally:
+        nodes.known.write_text(kept)
+
+
+def test_an_unknown_host_key_is_refused_until_one_opts_in(nodes: Nodes) -> None:
+    kept = nodes.known.read_text()
+    nodes.known.write_text("".join(line for line in kept.splitlines(True) if not line.startswith(nodes.addresses[1])))
+    try:
+        refused = nodes.fab("status")
+        assert refused.returncode == 2
+        assert f"ssh-keyscan -p 22 {nodes.addresses[1]} >> ~/.ssh/known_hosts" in refused.stdout
+        assert "--accept-new" in refused.stdout and nodes.addresses[1] not in nodes.known.read_text()
+        assert nodes.fab("status", "--accept-new").returncode == 0
+        assert nodes.fab("status").returncode == 0, "it was written down"
+    finally:
+        nodes.known.write_text(kept)
+
+
+def test_ctrl_c_stops_the_ranks_on_all_hosts(nodes: Nodes) -> None:
+    running = nodes.start_fab("run", "--mode", "ring", "--steps", "5000", *QUICK)
+    try:
+        wait_for(lambda: len(nodes.running(3)) == 1 and started(nodes), "the ranks to train")
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[0]
+    finally:
+        running.kill()
+    assert running.returncode == 130, said
+    assert nothing_runs(nodes)
+    assert json.loads((newest(nodes) / "summary.json").read_text())["status"] == "interrupted"
+    assert nodes.of_runs(0) == [], "containers and files of the run are gone"
+
+
+def started(nodes: Nodes) -> bool:
+    path = newest(nodes) / "rank0.jsonl"
+    return path.exists() and '"kind":"step"' in path.read_text()
+
+
+def test_a_rank_that_dies_is_named_and_nothing_stays(nodes: Nodes) -> None:
+    running = nodes.start_fab("run", "--mode", "ring", "--steps", "5000", *QUICK)
+    try:
+        wait_for(lambda: len(nodes.running(2)) == 1 and started(nodes), "the ranks to train")
+        nodes.inside(2, "docker", "kill", *nodes.running(2))
+        said = running.communicate(timeout=90)[0]
+    finally:
+        running.kill()
+    assert running.returncode == 3 and "rank 2 (node2) was killed by SIGKILL" in said, said
+    assert nothing_runs(nodes)
+
+
+def test_after_a_cut_the_ranks_finish_and_collect_brings_everything(nodes: Nodes) -> None:
+    running = nodes.start_fab("run", "--mode", "ring", "--steps", "250", *QUICK)
+    try:
+        wait_for(lambda: len(nodes.running(3)) == 1 and started(nodes), "the ranks to train")
+        for node in range(4):
+            nodes.inside(node, "pkill", "sshd")
+        said = running.communicate(timeout=90)[0]
+    finally:
+        running.kill()
+    assert running.returncode == 3 and "connection lost" in said and "fab collect" in said, said
+    for node in range(4):
+        nodes.inside(node, "/usr/sbin/sshd")
+    status = nodes.fab("status")
+    assert status.returncode == 0 and all(f"rank {rank} " in status.stdout for rank in range(4)), status.stdout
+    wait_for(lambda: nothing_runs(nodes), "the ranks to finish", seconds=120)
+    collected = nodes.fab("collect")
+    assert collected.returncode == 0 and "| ring |" in collected.stdout, collected.stdout + collected.stderr
+    folder = newest(nodes)
+    assert all(len(records(folder, rank, "step")) == 250 for rank in range(4)) and len(hashes(folder)) == 1
+    assert json.loads((folder / "summary.json").read_text())["status"] == "ok"
+    assert "nothing to collect" in nodes.fab("collect").stdout
+
+
+def test_clean_leaves_nothing_of_ours_on_any_host(nodes: Nodes) -> None:
+    assert nodes.ours(0), "image and data are there"
+    done = nodes.fab("clean")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [nodes.ours(node) for node in range(4)] == [[], [], [], []]
+    assert not list((nodes.folder / "cache").rglob("*.gz"))
