@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
@@ -12,9 +14,27 @@ Bytes = NDArray[np.uint8]
 MARGIN = 4  # pixels of black around an image that a random crop may reach into
 
 
-def generator(seed: int, rank: int, epoch: int) -> np.random.Generator:
-    """Its own stream for each rank and epoch; torch's global generator belongs to the experiment."""
-    return np.random.default_rng((seed, rank, epoch))
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """Its own stream for each epoch; torch's global generator belongs to the experiment."""
+    return np.random.default_rng((seed, epoch))
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Where each image of a batch is cut out, and whether it is mirrored."""
+
+    top: NDArray[np.int64]
+    left: NDArray[np.int64]
+    mirrored: NDArray[np.bool_]
+
+    def rows(self, rows: NDArray[np.int64]) -> Crops:
+        return Crops(self.top[rows], self.left[rows], self.mirrored[rows])
+
+
+def draw(rng: np.random.Generator, count: int) -> Crops:
+    """For a global batch: every rank draws all of it and takes its rows, so the number of ranks changes no image."""
+    top, left = rng.integers(0, 2 * MARGIN + 1, (2, count))
+    return Crops(top, left, rng.random(count) < 0.5)
 
 
 def pad(images: Bytes, margin: int) -> Bytes:
@@ -32,14 +52,12 @@ def channels_first(images: Bytes) -> Bytes:
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
 
-def crop_and_flip(images: Bytes, rng: np.random.Generator) -> Bytes:
+def crop_and_flip(images: Bytes, crops: Crops) -> Bytes:
     """Random crop out of a frame of 4 and a mirror image for every other one; N x H x W x C to N x C x H x W."""
     count, height, width, _ = images.shape
     windows = sliding_window_view(pad(images, MARGIN), (height, width), axis=(1, 2))  # N x 9 x 9 x C x H x W, a view
-    top, left = rng.integers(0, 2 * MARGIN + 1, (2, count))
-    cropped = np.ascontiguousarray(windows[np.arange(count), top, left])
-    mirrored = rng.random(count) < 0.5
-    cropped[mirrored] = cropped[mirrored, ..., ::-1]
+    cropped = np.ascontiguousarray(windows[np.arange(count), crops.top, crops.left])
+    cropped[crops.mirrored] = cropped[crops.mirrored, ..., ::-1]
     return cropped
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from testbed.rank import augment as transforms
+from testbed.rank.augment import Crops
 from testbed.rank.partition import Partition
 from testbed.spec.datasets import DatasetInfo, Shape, array_path, dataset_info, is_complete
 from testbed.spec.errors import Unavailable, refuse
@@ -123,9 +124,11 @@ class Batches:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Images N x C x H x W and labels (int64), step by step; every call repeats the same epoch exactly."""
-        rng = transforms.generator(self.seed, self.rank, epoch)
+        rng = transforms.generator(self.seed, epoch)
         for indices in self.partition.indices(self.rank, self.world, epoch):
-            yield _batch(self.dataset, indices, rng if self.augment else None, self.dtype)
+            rows = self.partition.rows(self.rank, self.world, len(indices))
+            crops = transforms.draw(rng, self.partition.batch).rows(rows) if self.augment else None
+            yield _batch(self.dataset, indices, crops, self.dtype)
 
 
 def test_batches(
@@ -137,9 +140,9 @@ def test_batches(
         yield _batch(dataset, np.arange(start, min(start + batch, end)), None, dtype)
 
 
-def _batch(dataset: Dataset, indices: NDArray[np.int64], rng: np.random.Generator | None, dtype: torch.dtype) -> Batch:
+def _batch(dataset: Dataset, indices: NDArray[np.int64], crops: Crops | None, dtype: torch.dtype) -> Batch:
     stored = dataset.pick(indices)
-    images = transforms.channels_first(stored) if rng is None else transforms.crop_and_flip(stored, rng)
+    images = transforms.channels_first(stored) if crops is None else transforms.crop_and_flip(stored, crops)
     return transforms.normalise(images, dataset.mean, dataset.std, dtype), torch.from_numpy(dataset.labels[indices])
 
 

@@ -53,6 +53,12 @@ class Partition:
         mine = self._fixed(rank, world) if self.kind == "fixed" else self._sampled(rank, world, epoch)
         return [mine[start : start + each] for start in range(0, len(mine), each)]
 
+    def rows(self, rank: int, world: int, count: int) -> Indices:
+        """Which rows of the global batch the first `count` images of this rank's step are."""
+        if self._uneven is not None:
+            return sum(self._uneven[:rank]) + np.arange(count)
+        return rank + world * np.arange(count)
+
     def steps(self, world: int) -> int:
         """Steps per epoch."""
         self._check(world)

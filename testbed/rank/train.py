@@ -93,8 +93,12 @@ class Trainer:
             print(f"step {step + 1}/{self.total} loss {loss:.4f} {seconds:.3f} s", flush=True)
 
     def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor) -> float:
-        """One pass, or `accumulate` passes over parts of the batch whose gradients add up to the batch's mean."""
-        parts = list(zip(images.chunk(self.spec.accumulate), labels.chunk(self.spec.accumulate), strict=True))
+        """One pass, or several over parts of the batch whose gradients add up to the batch's mean.
+
+        Parts are dealt like the ranks' shares: four parts of one node are what four nodes would have had.
+        """
+        passes = self.spec.passes(self.group.rank)
+        parts = [(images[k::passes], labels[k::passes]) for k in range(min(passes, len(labels)))]
         loss_sum = 0.0
         for number, (x, y) in enumerate(parts, start=1):
             with self.sync.accumulating() if number < len(parts) else nullcontext():

@@ -74,6 +74,7 @@ class RunSpec(Spec):
     batch: int | None = Field(default=None, gt=0)  # images per step over all ranks
     batch_per_rank: int | None = Field(default=None, gt=0)  # the other way to say it
     accumulate: int = Field(default=1, ge=1)  # micro-batches per step: gradients add up, one synchronisation
+    micro_batch: int | None = Field(default=None, gt=0)  # the other way to say it: images per pass
     steps: int | None = Field(default=None, gt=0)
     epochs: int | None = Field(default=None, gt=0)
     warmup: int = Field(default=2, ge=0)  # first iterations left out of all times
@@ -102,6 +103,10 @@ class RunSpec(Spec):
     def local_batch(self, rank: int) -> int:
         """Images per step of one rank."""
         return self.data.shares[rank] if self.uneven and self.data.shares else self.global_batch // self.world
+
+    def passes(self, rank: int) -> int:
+        """Micro-batches per step of one rank."""
+        return self.local_batch(rank) // self.micro_batch if self.micro_batch else self.accumulate
 
     @property
     def start_deadline(self) -> float:
@@ -176,9 +181,13 @@ def _check_batch(spec: RunSpec) -> None:
             "batch", spec.global_batch, f"must be divisible by the {n} ranks", f"Use {nearest}, or --batch-per-rank."
         )
     for rank in range(spec.world):
-        if spec.local_batch(rank) % spec.accumulate:
-            size = spec.local_batch(rank)
-            raise refuse("accumulate", spec.accumulate, f"must divide the {size} images of a rank", "Use a divisor.")
+        key = "accumulate" if spec.micro_batch is None else "micro_batch"
+        size, parts = spec.local_batch(rank), getattr(spec, key)
+        if size % parts:
+            raise refuse(key, parts, f"must divide the {size} images of a rank", "Use a divisor.")
+    if spec.micro_batch is not None and spec.accumulate > 1:
+        values = f"{spec.micro_batch} and {spec.accumulate}"
+        raise refuse("micro_batch and accumulate", values, "say the same thing twice", "Give one of them.")
 
 
 def _check_shares(spec: RunSpec) -> None:

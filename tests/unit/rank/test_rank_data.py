@@ -113,7 +113,7 @@ def test_each_augmented_image_is_one_of_the_possible_crops() -> None:
     images = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
     framed = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
     found = set()
-    for i, got in enumerate(augment.crop_and_flip(images, augment.generator(0, 0, 0))):
+    for i, got in enumerate(augment.crop_and_flip(images, augment.draw(augment.generator(0, 0), len(images)))):
         for top, left, step in np.ndindex(9, 9, 2):
             crop = framed[i, top : top + 32, left : left + 32].transpose(2, 0, 1)
             if np.array_equal(crop[:, :, :: -1 if step else 1], got):
@@ -160,7 +160,7 @@ def test_images_keep_their_labels() -> None:
 
 
 def test_an_epoch_repeats_exactly_and_others_differ() -> None:
-    """Also after other epochs: augmentation depends on (seed, rank, epoch) and on nothing else."""
+    """Also after other epochs: augmentation depends on (seed, epoch) and on nothing else."""
     made = batches()
     first = torch.cat([images for images, _ in made.epoch(1)])
     list(made.epoch(0))
@@ -203,3 +203,15 @@ def test_a_batch_of_64_costs_less_than_3_percent_of_a_vgg_step() -> None:
         next(epoch)
     each = (time.process_time() - started) / 40
     assert each < 0.03 * 1.1, f"{each * 1e3:.2f} ms of CPU time a batch of 64, bound 33 ms (VGG-11: 1.1 s a step)"
+
+
+def test_augmented_images_are_the_same_on_any_number_of_ranks() -> None:
+    partition, dataset = Partition(size=48, batch=24), open_dataset("synthetic", NOWHERE, True, subset=48)
+
+    def epoch(rank: int, world: int) -> list[torch.Tensor]:
+        return [images for images, _ in Batches(dataset, partition, rank, world, augment=True).epoch(3)]
+
+    alone, shares = epoch(0, 1), [epoch(rank, 4) for rank in range(4)]
+    for step, whole in enumerate(alone):
+        for rank in range(4):
+            assert torch.equal(shares[rank][step], whole[rank::4])
