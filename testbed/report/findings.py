@@ -36,6 +36,21 @@ def rate_in_words(value: float, digits: int = 4) -> str:
     return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
 
 
+def seconds(value: float) -> str:
+    """1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+
+
+def megabytes(value: float) -> str:
+    """111_050_000 -> '111 MB', 390_000 -> '0.39 MB'."""
+    return f"{value / 1e6:.0f} MB" if value >= 1e7 else f"{value / 1e6:.2g} MB"
+
+
+def times(value: float) -> str:
+    """1.054 -> '1.05', 139.2 -> '139'."""
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
 def percent(share: float) -> str:
     """0.256 -> '26 %'; small shares keep a digit."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * max(share, 0.001):.1f} %"
@@ -63,9 +78,9 @@ def bytes_per_rank(chapter: Chapter, cells: Sequence[Cell]) -> str:
     high, low = busiest(most), busiest(least)
     rank = cell_rank(most, high)
     if high < 1.15 * low:
-        return f"Every method sends about {high / 1e6:.0f} MB per rank and step"
+        return f"Every method sends about {megabytes(high)} per rank and step"
     return (
-        f"{name(most)} pushes {high / 1e6:.0f} MB a step through rank {rank}'s link, {name(least)} {low / 1e6:.0f} MB "
+        f"{name(most)} pushes {megabytes(high)} a step through rank {rank}'s link, {name(least)} {megabytes(low)} "
         f"through each: {high / low:.1f} times as much"
     )
 
@@ -84,7 +99,7 @@ def roofline(chapter: Chapter, cells: Sequence[Cell]) -> str:
         most = percent(max(ratios.values()) - 1)
         return f"Every wire runs within {most} of its bound: faster needs fewer bytes or more overlap"
     best = min(ratios, key=lambda each: ratios[each])
-    return f"{worst} takes {ratios[worst]:.2f} times what its bytes need, {best} {ratios[best]:.2f} times"
+    return f"{worst} takes {times(ratios[worst])} times what its bytes need, {best} {times(ratios[best])} times"
 
 
 def timeline(cells: Sequence[Cell]) -> str:
@@ -125,7 +140,9 @@ def loss_by_step(cells: Sequence[Cell]) -> str:
     if late.any() and (~late).sum() > 1 and _spread(final[~late]):
         right, wrong = final[~late].mean(), final[late].mean()
         together = listed([name(cell) for cell in cells if cell.spec.placement == "before-step"])
-        return f"{together} train the same model ({right:.2f}); synchronising after the step does not ({wrong:.2f})"
+        return (
+            f"{together} train the same model (loss {right:.2f}); synchronising after the step does not ({wrong:.2f})"
+        )
     high, low = name(cells[int(final.argmax())]), name(cells[int(final.argmin())])
     ends = f"{high} is at {final.max():.2f}, {low} at {final.min():.2f}"
     return f"They do not train the same model: after {length} steps {ends}"

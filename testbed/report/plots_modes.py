@@ -35,7 +35,7 @@ def rows(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW, extr
 
 def legend_below(made: Canvas, keys: list[Patch]) -> None:
     """A line of keys under the axes, which make room for it."""
-    columns = 2 if sum(len(str(key.get_label())) + 6 for key in keys) > 80 else 3
+    columns = 2 if sum(len(str(key.get_label())) + 6 for key in keys) > 95 else 3
     style = {"ncols": columns, "columnspacing": 1.2, "handlelength": 1.4, "labelspacing": 0.3}
     made.figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0.0, -0.01), **style)
     box, lift = made.axes.get_position(), (0.14 + 0.19 * -(-len(keys) // columns)) / made.figure.get_size_inches()[1]
@@ -75,8 +75,8 @@ def where_time_goes(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str
             whole,
             f"{name}: {s.step:.3f} s = {s.compute:.3f} computing + {s.exposed:.3f} blocked + {s.rest:.3f} rest{share}",
         )
-        made.axes.text(s.step + 0.012 * longest, y, f"{s.step:.2f} s", va="center", color=INK, fontsize=9.5)
-    made.axes.set_xlim(0, longest * 1.13)
+        made.axes.text(s.step + 0.012 * longest, y, findings.seconds(s.step), va="center", color=INK, fontsize=9.5)
+    made.axes.set_xlim(0, longest * 1.19)
     made.axes.set_xlabel("seconds of an average step")
     keys = [
         Patch(facecolor=COMPUTE, label="computing"),
@@ -128,8 +128,10 @@ def roofline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> P
         bar = made.axes.barh(y, busy, height=0.5, color=colour(cell.spec.mode.algorithm), alpha=0.8)[0]
         made.tip(bar, f"{name}: {busy:.3f} s communicating per step, at least {least:.3f} s needed")
         made.axes.plot([least] * 2, [y - 0.4, y + 0.4], color=BOUND, linewidth=2.4, solid_capstyle="butt")
-        made.axes.text(max(busy, least) + 0.012 * longest, y, f"{busy / least:.2f}×", va="center", fontsize=9.5)
-    made.axes.set_xlim(0, longest * 1.12)
+        made.axes.text(
+            max(busy, least) + 0.012 * longest, y, f"{findings.times(busy / least)}×", va="center", fontsize=9.5
+        )
+    made.axes.set_xlim(0, longest * 1.16)
     made.axes.set_xlabel("s of communication per step; | is the least")
     return plot(made, "roofline", findings.roofline(chapter, [cell for cell, _ in shown]), words.ROOFLINE)
 

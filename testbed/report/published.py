@@ -145,10 +145,15 @@ def _values(chapter: Chapter, claim: dict[str, Any], modes: list[str]) -> dict[s
 
 
 def _pick(chapter: Chapter, mode: str, where: dict[str, Any]) -> Cell | None:
-    """A mode's cell: with these values, else with the most nodes; as published, before the step."""
-    wanted = {"placement": "before-step"} | where
+    """A mode's cell with these values, the one with most nodes; `|after` behind it means after the step."""
+    mode, _, after = mode.partition("|")
+    wanted = {"placement": "after-step" if after else "before-step"} | where
     fits = [c for c in chapter.cells if str(c.spec.mode) == mode and _fits(c, wanted)]
     return max(fits, key=lambda cell: cell.world, default=None)
+
+
+def _told(mode: str) -> str:
+    return mode.replace("|after", " after the step")
 
 
 def _fits(cell: Cell, where: dict[str, Any]) -> bool:
@@ -160,7 +165,7 @@ def _rising(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
     values = _values(chapter, claim, modes)
     if len(values) < len(modes):
         return "open", f"no run of {', '.join(mode for mode in modes if mode not in values)}"
-    said = " < ".join(f"{mode} {values[mode]:.3g}" for mode in modes)
+    said = " < ".join(f"{_told(mode)} {values[mode]:.3g}" for mode in modes)
     return ("yes" if all(values[a] < values[b] for a, b in pairwise(modes)) else "no"), f"ours: {said}"
 
 
@@ -178,17 +183,13 @@ def _gap(chapter: Chapter, claim: dict[str, Any], key: str, holds: Callable[[flo
     measure = MEASURES[claim["measure"]][1]
     values = []
     for name in names:
-        mode, _, after = name.partition("|")
-        where = {"placement": "after-step"} if after else {}
-        cell = _pick(chapter, mode, (claim.get("where") or {}) | where)
+        cell = _pick(chapter, name, claim.get("where") or {})
         value = measure(chapter, cell) if cell else None
         if value is None:
             return "open", f"no run of {name}"
         values.append(value)
     gap = (max(values) - min(values)) / max(abs(value) for value in values)
-    said = ", ".join(
-        f"{name.replace('|after', ' after the step')} {value:.3g}" for name, value in zip(names, values, strict=True)
-    )
+    said = ", ".join(f"{_told(name)} {value:.3g}" for name, value in zip(names, values, strict=True))
     return ("yes" if holds(gap) else "no"), f"ours: {said}"
 
 

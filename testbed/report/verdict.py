@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from testbed.report import theory
 from testbed.report.cells import Cell, Chapter
-from testbed.report.findings import fastest, loss_by_step, percent, rate_in_words, slowest
+from testbed.report.findings import fastest, loss_by_step, megabytes, percent, rate_in_words, seconds, slowest
 from testbed.report.focus import Focus, overrides_in_words
 from testbed.report.tables import sent_over_theory
 
@@ -67,7 +67,7 @@ def _cost_of_one(chapter: Chapter) -> str:
     if not costs:
         return ""
     factor, cell, equal = max(costs, key=lambda each: each[0])
-    times = f"{cell.seconds.centre:.2f} s a step instead of {equal.seconds.centre:.2f}"
+    times = f"{seconds(cell.seconds.centre)} a step instead of {seconds(equal.seconds.centre)}"
     where = f"{cell.label} with {overrides_in_words(cell)}"
     return f"One slow node slows everybody: {where} takes {times}, {factor:.1f} times as long"
 
@@ -81,12 +81,12 @@ def _learning(chapter: Chapter) -> str:
 def _headline(chapter: Chapter, cells: Sequence[Cell], best: Cell, worst: Cell) -> str:
     speed, copies = chapter.speed_up(best), best.world
     if not best.spec.mode.distributed:
-        return f"One node takes {best.seconds.centre:.2f} s a step"
+        return f"One node takes {seconds(best.seconds.centre)} a step"
     rate = best.spec.link.rate
     where = f"At {rate_in_words(rate)} each way" if rate else "On this network"
     if best is worst or best.label == worst.label:
         gain = "" if speed is None else f", {speed:.2f} times the speed of one node"
-        return f"{where} {best.label} keeps {copies} copies in step in {best.seconds.centre:.2f} s a step{gain}"
+        return f"{where} {best.label} keeps {copies} copies in step in {seconds(best.seconds.centre)} a step{gain}"
     factor = worst.seconds.centre / best.seconds.centre
     text = f"{where} {best.label} is {factor:.1f} times as fast as {worst.label}"
     if speed is None:
@@ -111,8 +111,8 @@ def _why(best: Cell, worst: Cell) -> list[str]:
             " through rank 0's link" if worst.spec.mode.algorithm in ("gather", "server") else " over the busiest link"
         )
         said.append(
-            f"{worst.label} must move {loads[1] / 1e6:.0f} MB a step{rooted}: at least {worst.bound:.2f} s here. "
-            f"{best.label} moves {loads[0] / 1e6:.0f} MB over each link: {best.bound:.2f} s."
+            f"{worst.label} must move {megabytes(loads[1])} a step{rooted}: at least {seconds(worst.bound)} here. "
+            f"{best.label} moves {megabytes(loads[0])} over each link: {seconds(best.bound)}."
         )
     hidden = best.split.hidden_share
     if hidden and hidden > 0.05:
@@ -123,12 +123,16 @@ def _why(best: Cell, worst: Cell) -> list[str]:
 def _limits(best: Cell) -> list[str]:
     if not best.bound:
         return []
-    compute, wire, step = best.split.compute, best.bound, best.seconds.centre
-    least = max(compute, wire)
-    limit = "the network" if wire > compute else "the CPU"
+    s, wire, step = best.split, best.bound, best.seconds.centre
+    if s.exposed > s.compute and wire < s.busy / 2:
+        return [
+            f"Neither computing ({seconds(s.compute)} a step) nor the bytes ({seconds(wire)} at this rate) limit "
+            f"{best.label}, but the {seconds(s.busy)} that it takes to exchange them: delay, switching and waiting."
+        ]
+    limit = "The network" if wire > s.compute else "The CPU"
     return [
-        f"{limit[0].upper()}{limit[1:]} limits {best.label}: a step needs {compute:.2f} s of computing and at least "
-        f"{wire:.2f} s of wire, so with perfect overlap {least:.2f} s; it takes {step:.2f} s."
+        f"{limit} limits {best.label}: a step needs {seconds(s.compute)} of computing and at least {seconds(wire)} of "
+        f"wire, so with perfect overlap {seconds(max(s.compute, wire))}; it takes {seconds(step)}."
     ]
 
 
@@ -148,12 +152,14 @@ def _slow_ranks(chapter: Chapter) -> list[str]:
 
 def _tiles(chapter: Chapter, best: Cell, worst: Cell) -> list[Tile]:
     s = best.seconds
-    tiles = [Tile(f"{s.centre:.2f} s", f"a step of {best.label}, the fastest (95 %: {s.low:.2f} to {s.high:.2f})")]
+    tiles = [
+        Tile(seconds(s.centre), f"a step of {best.label}, the fastest (95 %: {seconds(s.low)} to {seconds(s.high)})")
+    ]
     speed = chapter.speed_up(best)
     if speed is not None and best.spec.mode.distributed:
         tiles.append(Tile(f"{speed:.2f}×", f"one node's speed, with {best.world} nodes"))
     if worst is not best:
-        tiles.append(Tile(f"{worst.seconds.centre:.2f} s", f"a step of {worst.label}, the slowest"))
+        tiles.append(Tile(f"{seconds(worst.seconds.centre)}", f"a step of {worst.label}, the slowest"))
     if best.split.busy > 0:
         tiles.append(
             Tile(percent(best.split.exposed / best.split.step), f"of {best.label}'s step is waiting for the network")

@@ -6,7 +6,8 @@ waits (at most until its own interval ends); after that bytes move. On hosts eac
 A rank is a straggler, and the cause is
     its CPU   when its compute per image is at least SLOW_CPU times the median of the other ranks, or
     its link  when the rate of its node (receipt, or what was asked where there is none) is at most SLOW_LINK of the
-              median of the other nodes.
+              median of the other nodes, and at that rate the bytes need at least MATTERS of the time that
+              communication takes (on loopback they do not, whatever the probe found).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from testbed.report import theory
 from testbed.report.load import Run
 from testbed.spec.intervals import Interval, length
 
 SLOW_CPU = 1.25
 SLOW_LINK = 0.8
+MATTERS = 0.2
 
 Key = tuple[str, int]  # a buffer's name, and which of its intervals in the step
 
@@ -132,13 +135,22 @@ def _slow_links(run: Run) -> list[Straggler]:
         if not own or not others:
             continue
         usual = statistics.median(others)
-        if own <= SLOW_LINK * usual:
+        if own <= SLOW_LINK * usual and _matters(run, own):
             sentence = (
                 f"rank {rank} has a slow link: {own * 8e-6:.0f} Mbit/s of payload where the others have "
                 f"{usual * 8e-6:.0f}, and every exchange runs at its pace"
             )
             found.append(Straggler(rank, "link", usual / own, sentence))
     return found
+
+
+def _matters(run: Run, rate: float) -> bool:
+    """True where a link of this rate can explain the time that communication takes."""
+    size = float(run.ranks[0].start.get("gradient_bytes") or 0)
+    least = theory.bound(run.spec.mode, run.spec.world, size, rate, 0.0, 1)
+    syncs = theory.syncs_per_step(run.spec.mode, int(run.kept[0].step[0]), run.kept[0].last)
+    busy = statistics.fmean(float(steps.busy.mean()) for steps in run.kept)
+    return least is None or least * syncs >= MATTERS * busy
 
 
 def _rate(run: Run, rank: int) -> float | None:

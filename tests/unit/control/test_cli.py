@@ -29,6 +29,12 @@ def test_the_flags_of_sweep_are_these_and_no_more():
     assert flags_of("sweep") == {"--on", "--inventory", "--set", "--fresh", "--json"}
 
 
+def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():
+    assert flags_of("report") == {"--out", "--json"}
+    assert flags_of("compare") == {"--threshold", "--json"}
+    assert flags_of("trace") == {"--out"}
+
+
 REFUSALS = {
     "unknown mode": (["--mode", "rong"], ["'rong'", "Known:"]),
     "illegal cell": (["--mode", "ddp/flat"], ["'ddp/flat'", "bucket only"]),

@@ -141,7 +141,8 @@ def test_a_sweep_of_invalid_runs_ends_with_5_and_shows_no_numbers_of_them(fake: 
     assert f"left out: ring: invalid, {BAD.sentence()}" in result.stdout
 
 
-def test_a_sweep_of_good_runs_ends_with_0(fake: FakePlace, file: Path) -> None:
+def test_a_sweep_of_good_runs_ends_with_0_and_a_report(fake: FakePlace, file: Path) -> None:
     result = command(file)
     assert result.exit_code == 0, result.output
+    assert "report: runs/three/report.html" in result.stdout and Path("runs/three/report.html").is_file()
     assert "left out:" not in result.stdout

@@ -81,6 +81,18 @@ def test_without_axes_there_is_one_run_and_without_repeats_no_suffix() -> None:
     assert [run.name for run in experiment(repeats=2).runs()] == ["base-r0", "base-r1"]
 
 
+def test_cells_stand_beside_the_product_of_the_axes_and_come_first() -> None:
+    """A single-node baseline has no number of nodes to be swept over."""
+    runs = experiment(cells=[{"mode": "single", "link.rate": "1gbit"}], axes={"nodes": [2, 4]}).runs()
+    assert [run.name for run in runs] == ["single-rate_1gbit", "nodes_2", "nodes_4"]
+    assert (str(runs[0].mode), runs[0].link.rate, runs[1].link.rate) == ("single", 10**9, None)
+
+
+def test_cells_alone_are_an_experiment() -> None:
+    runs = experiment(cells=[{"mode": "ring"}, {"mode": "ddp"}]).runs()
+    assert [run.name for run in runs] == ["ring", "ddp"]
+
+
 def test_the_experiments_of_this_repository_are_readable() -> None:
     files = sorted((Path(__file__).parents[3] / "experiments").glob("*.toml"))
     assert files
