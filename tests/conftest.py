@@ -43,7 +43,11 @@ def _lacks_for_docker() -> str | None:
     return f"{' and '.join(missing)} missing: make engine" if missing else None
 
 
-GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net, "docker": _lacks_for_docker, "hosts": _lacks_for_docker}
+def _lacks_for_hosts() -> str | None:
+    return _lacks_for_docker() or (None if shutil.which("ssh-keygen") else "ssh-keygen not found: openssh-client")
+
+
+GROUPS = {"gloo": _lacks_for_gloo, "net": _lacks_for_net, "docker": _lacks_for_docker, "hosts": _lacks_for_hosts}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
