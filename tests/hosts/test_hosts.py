@@ -170,6 +170,15 @@ def test_a_rank_that_dies_is_named_and_nothing_stays(nodes: Nodes, tmp_path: Pat
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
+def test_stop_from_another_shell_ends_the_run_and_the_first_one_says_so(nodes: Nodes, tmp_path: Path) -> None:
+    running = Running(nodes, 5000, tmp_path / "run")
+    stopped = nodes.fab("stop")
+    code, said = running.end()
+    assert stopped.returncode == 0 and "stopped run-" in stopped.stdout, stopped.stdout
+    assert code not in (0, None) and "Traceback" not in said, said
+    assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
+
+
 def test_after_a_cut_the_ranks_finish_and_collect_brings_everything(nodes: Nodes) -> None:
     running = Running(nodes, 250, nodes.folder / "runs" / "adhoc" / "cut")
     for node in range(4):
@@ -180,7 +189,11 @@ def test_after_a_cut_the_ranks_finish_and_collect_brings_everything(nodes: Nodes
     assert code == 3 and "connection lost" in said and "fab collect" in said, said
     status = nodes.fab("status")
     assert status.returncode == 0 and all(f"rank {rank} " in status.stdout for rank in range(4)), status.stdout
+    logs = nodes.fab("logs", "--lines", "2").stdout
+    assert all(f"rank {rank} on node{rank}" in logs for rank in range(4)) and "loss" in logs, logs
     wait_for(lambda: nothing_runs(nodes), "the ranks to finish", seconds=150)
+    kept = nodes.fab("clean")
+    assert kept.returncode == 2 and kept.stdout.count("was not collected") == 4, kept.stdout
     collected = nodes.fab("collect")
     assert collected.returncode == 0 and "| ring |" in collected.stdout, collected.stdout + collected.stderr
     assert all(len(records(running.folder, rank, "step")) == 250 for rank in range(4))
