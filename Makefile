@@ -35,7 +35,7 @@ check: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: data ## the speed this project promises, measured (about 8 minutes, do nothing else meanwhile)
+bench: data ## the speed this project promises, measured (about 12 minutes, do nothing else meanwhile)
 	$(BIN)/python -m tests.bench $(ARGS)
 
 engine: ## a Docker engine with Compose where there is none (Debian, root; asks first)

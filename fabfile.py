@@ -37,7 +37,7 @@ HELP = {
     "out": "run folder [default: runs/adhoc/MODE-nN-TIME]",
     "json": "print one JSON document and nothing else",
     "fresh": "run finished cells again; old folders are set aside",
-    "file": "an experiment, e.g. experiments/nodes.toml",
+    "file": "an experiment, e.g. experiments/epoch.toml",
     "run": "one run, as `fab status` names it [default: all]",
     "lines": "how many of the last lines [default: 40]",
     "all": "also what still runs, and results that were not collected",

@@ -54,11 +54,15 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def _lacks_for_hosts() -> str | None:
+    return _lacks_for_docker() or (None if shutil.which("ssh-keygen") else "ssh-keygen not found: openssh-client")
+
+
 GROUPS = {
     "gloo": _lacks_for_gloo,
     "net": _lacks_for_net,
     "docker": _lacks_for_docker,
-    "hosts": _lacks_for_docker,
+    "hosts": _lacks_for_hosts,
     "browser": _lacks_for_browser,
 }
 

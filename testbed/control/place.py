@@ -78,7 +78,9 @@ class Hosts(Place):
         from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH
 
         fitted = self.fit(spec)
-        return HostsSubstrate(plans(fitted), folder, fitted, self.inventory, self.accept_new)
+        link = spec.link.model_dump_json(exclude_defaults=True)
+        notes = [f"link {link} not applied: real hosts have the network they have"] if spec.link.shaped else []
+        return HostsSubstrate(plans(fitted), folder, fitted, self.inventory, accept_new=self.accept_new, notes=notes)
 
     def fit(self, spec: RunSpec) -> RunSpec:
         """Nothing is shaped; CPU shares are those of the run if it asks for any, else the inventory's."""

@@ -128,57 +128,77 @@ def test_an_unknown_host_key_is_refused_until_one_opts_in(nodes: Nodes) -> None:
         nodes.known.write_text(kept)
 
 
-def test_ctrl_c_stops_the_ranks_on_all_hosts(nodes: Nodes) -> None:
-    running = nodes.start_fab("run", "--mode", "ring", "--steps", "5000", *QUICK)
-    try:
-        wait_for(lambda: len(nodes.running(3)) == 1 and started(nodes), "the ranks to train")
-        running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=60)[0]
-    finally:
-        running.kill()
-    assert running.returncode == 130, said
-    assert nothing_runs(nodes)
-    assert json.loads((newest(nodes) / "summary.json").read_text())["status"] == "interrupted"
-    assert nodes.of_runs(0) == [], "containers and files of the run are gone"
+class Running:
+    """`fab run` for so many steps, watched until its ranks train; whatever happens, it does not outlive the test."""
+
+    def __init__(self, nodes: Nodes, steps: int, out: Path) -> None:
+        self.folder = out
+        self.fab = nodes.start_fab("run", "--mode", "ring", "--steps", str(steps), *QUICK, "--out", out)
+        try:
+            wait_for(self._trains, "the ranks to train", seconds=150)
+        except BaseException:
+            self.fab.kill()
+            raise
+
+    def _trains(self) -> bool:
+        assert self.fab.poll() is None, self.fab.communicate()[0]
+        path = self.folder / "rank0.jsonl"
+        return path.exists() and '"kind":"step"' in path.read_text()
+
+    def end(self) -> tuple[int, str]:
+        try:
+            said = self.fab.communicate(timeout=120)[0]
+        finally:
+            self.fab.kill()
+        return self.fab.returncode, said
 
 
-def started(nodes: Nodes) -> bool:
-    path = newest(nodes) / "rank0.jsonl"
-    return path.exists() and '"kind":"step"' in path.read_text()
+def test_ctrl_c_stops_the_ranks_on_all_hosts(nodes: Nodes, tmp_path: Path) -> None:
+    running = Running(nodes, 5000, tmp_path / "run")
+    running.fab.send_signal(signal.SIGINT)
+    code, said = running.end()
+    assert code == 130, said
+    assert json.loads((running.folder / "summary.json").read_text())["status"] == "interrupted"
+    assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []], "containers and files of the run are gone"
 
 
-def test_a_rank_that_dies_is_named_and_nothing_stays(nodes: Nodes) -> None:
-    running = nodes.start_fab("run", "--mode", "ring", "--steps", "5000", *QUICK)
-    try:
-        wait_for(lambda: len(nodes.running(2)) == 1 and started(nodes), "the ranks to train")
-        nodes.inside(2, "docker", "kill", *nodes.running(2))
-        said = running.communicate(timeout=90)[0]
-    finally:
-        running.kill()
-    assert running.returncode == 3 and "rank 2 (node2) was killed by SIGKILL" in said, said
-    assert nothing_runs(nodes)
+def test_a_rank_that_dies_is_named_and_nothing_stays(nodes: Nodes, tmp_path: Path) -> None:
+    running = Running(nodes, 5000, tmp_path / "run")
+    nodes.inside(2, "docker", "kill", *nodes.running(2))
+    code, said = running.end()
+    assert code == 3 and "rank 2 (node2) was killed by SIGKILL" in said, said
+    assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
+
+
+def test_stop_from_another_shell_ends_the_run_and_the_first_one_says_so(nodes: Nodes, tmp_path: Path) -> None:
+    running = Running(nodes, 5000, tmp_path / "run")
+    stopped = nodes.fab("stop")
+    code, said = running.end()
+    assert stopped.returncode == 0 and "stopped run-" in stopped.stdout, stopped.stdout
+    assert code not in (0, None) and "Traceback" not in said, said
+    assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
 def test_after_a_cut_the_ranks_finish_and_collect_brings_everything(nodes: Nodes) -> None:
-    running = nodes.start_fab("run", "--mode", "ring", "--steps", "250", *QUICK)
-    try:
-        wait_for(lambda: len(nodes.running(3)) == 1 and started(nodes), "the ranks to train")
-        for node in range(4):
-            nodes.inside(node, "pkill", "sshd")
-        said = running.communicate(timeout=90)[0]
-    finally:
-        running.kill()
-    assert running.returncode == 3 and "connection lost" in said and "fab collect" in said, said
+    running = Running(nodes, 250, nodes.folder / "runs" / "adhoc" / "cut")
+    for node in range(4):
+        nodes.inside(node, "pkill", "sshd")
+    code, said = running.end()
     for node in range(4):
         nodes.inside(node, "/usr/sbin/sshd")
+    assert code == 3 and "connection lost" in said and "fab collect" in said, said
     status = nodes.fab("status")
     assert status.returncode == 0 and all(f"rank {rank} " in status.stdout for rank in range(4)), status.stdout
-    wait_for(lambda: nothing_runs(nodes), "the ranks to finish", seconds=120)
+    logs = nodes.fab("logs", "--lines", "2").stdout
+    assert all(f"rank {rank} on node{rank}" in logs for rank in range(4)) and "loss" in logs, logs
+    wait_for(lambda: nothing_runs(nodes), "the ranks to finish", seconds=150)
+    kept = nodes.fab("clean")
+    assert kept.returncode == 2 and kept.stdout.count("was not collected") == 4, kept.stdout
     collected = nodes.fab("collect")
     assert collected.returncode == 0 and "| ring |" in collected.stdout, collected.stdout + collected.stderr
-    folder = newest(nodes)
-    assert all(len(records(folder, rank, "step")) == 250 for rank in range(4)) and len(hashes(folder)) == 1
-    assert json.loads((folder / "summary.json").read_text())["status"] == "ok"
+    assert all(len(records(running.folder, rank, "step")) == 250 for rank in range(4))
+    assert len(hashes(running.folder)) == 1
+    assert json.loads((running.folder / "summary.json").read_text())["status"] == "ok"
     assert "nothing to collect" in nodes.fab("collect").stdout
 
 

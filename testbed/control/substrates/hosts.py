@@ -40,14 +40,23 @@ class HostsSubstrate:
     name = "hosts"
     shaped = False
     python = "python3"  # of the image
-    notes: Sequence[str] = ()
 
-    def __init__(self, plans: Sequence[NodePlan], folder: Path, spec: RunSpec, inventory: Inventory, new: bool) -> None:
+    def __init__(
+        self,
+        plans: Sequence[NodePlan],
+        folder: Path,
+        spec: RunSpec,
+        inventory: Inventory,
+        *,
+        accept_new: bool = False,
+        notes: Sequence[str] = (),
+    ) -> None:
         self._plans = tuple(plans)
         self._folder = folder.resolve()
         self._spec = spec
         self._inventory = inventory.first(len(plans))
-        self._accept_new = new
+        self._accept_new = accept_new
+        self.notes = notes
         self._id = run_id(folder)
         self._cleanup = ExitStack()
         self._hosts: list[Host] = []

@@ -30,7 +30,7 @@ class Mirror:
 
     def __init__(self, remote: PurePosixPath, local: Path) -> None:
         self.remote, self.local = remote, local
-        self._offset = 0
+        self._offset = local.stat().st_size if local.exists() else 0  # a rank that starts again writes on
         self._file: paramiko.SFTPFile | None = None
         self._session: paramiko.SFTPClient | None = None
 
