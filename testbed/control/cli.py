@@ -18,9 +18,10 @@ from testbed.control.doctor import examine
 from testbed.control.place import choose
 from testbed.control.progress import open_progress
 from testbed.control.run import execute
+from testbed.control.run import resume as go_on
 from testbed.control.sweep import sweep as run_sweep
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import NetworkInvalid, SpecError, TestbedError, Unavailable
+from testbed.spec.errors import NetworkInvalid, SpecError, TestbedError, Unavailable, refuse
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
 from testbed.spec.mode import algorithms, legal_modes
@@ -60,11 +61,29 @@ def run(
     seed: Annotated[str, typer.Option(help="of parameters, data order and augmentation")] = "0",
     on: On = "auto",
     settings: Set = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="FAULT", help="go wrong on purpose, e.g. kill:rank2@step10")
+    ] = None,
+    retries: Annotated[str, typer.Option(help="restarts from the last checkpoint (--set checkpoint=K)")] = "0",
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="go on with that run's folder; its spec counts")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="run folder [default: runs/adhoc/MODE-nN-TIME]")] = None,
     as_json: Json = False,
 ) -> None:
     """Train once, in one mode, and print what it cost."""
-    flags = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data, "seed": seed}
+    if resume is not None:
+        return _finish(_resume(resume, on, retries, as_json), resume, as_json)
+    flags = {
+        "retries": retries,
+        "faults": fault,
+        "mode": mode,
+        "nodes": nodes,
+        "link.rate": rate,
+        "model": model,
+        "data.name": data,
+        "seed": seed,
+    }
     flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     spec = build_spec(flags, settings or [])
     place = choose(on, spec)
@@ -79,7 +98,25 @@ def run(
         summary = execute(spec, place, folder, progress)
     finally:
         progress.end()
-    _print_results([summary], folder.path, as_json)
+    return _finish(summary, folder.path, as_json)
+
+
+def _resume(path: Path, on: str, retries: str, as_json: bool) -> Summary:
+    """The rest of an earlier run, where it was unless --on says otherwise."""
+    folder = RunFolder(path)
+    if not retries.isdecimal() or int(retries) > 100:
+        raise refuse("retries", retries, "must be a whole number up to 100", "Write e.g. --retries 2.")
+    place = choose(on, folder.read_spec())
+    progress = open_progress(console, quiet=as_json)
+    progress.headline(f"going on with {path}, on {place.name}: {place.why}")
+    try:
+        return go_on(place, folder, progress, int(retries))
+    finally:
+        progress.end()
+
+
+def _finish(summary: Summary, where: Path, as_json: bool) -> None:
+    _print_results([summary], where, as_json)
     if summary.status == "invalid":
         raise typer.Exit(NetworkInvalid.exit_code)
 

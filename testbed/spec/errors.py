@@ -6,6 +6,7 @@ TestbedError            1   anything of ours that went wrong
 │   ├── SchemaError         a file written by another version of the schema
 │   └── Unavailable         this machine lacks something (root, a port, data, a kernel module)
 ├── RankFailed          3   a rank died or hung; names it
+│   └── PeerLost        6   what a rank ends with that did nothing wrong itself: another was lost, and is named
 ├── ReplicasDiffer      4   parameters are not equal on all ranks
 ├── NetworkInvalid      5   shaping failed, or the receipt is off by more than the tolerance
 └── Interrupted       130   Ctrl-C or SIGTERM; what was measured is kept
@@ -43,6 +44,16 @@ class RankFailed(TestbedError):
     """A rank ended with an error or did not end at all."""
 
     exit_code = 3
+
+
+class PeerLost(RankFailed):
+    """This rank is well; `guilty` is the one that was lost, where it is known."""
+
+    exit_code = 6
+
+    def __init__(self, message: str, guilty: int | None = None) -> None:
+        super().__init__(message)
+        self.guilty = guilty
 
 
 class ReplicasDiffer(TestbedError):

@@ -101,6 +101,8 @@ class Error:
     kind: ClassVar[str] = "error"
     code: int
     message: str
+    guilty: int | None = None  # the rank that was lost, where this one lost a peer and knows which
+    at: float | None = None  # monotonic time
 
 
 Record = Start | Step | Eval | Hash | End | Error
