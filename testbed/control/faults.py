@@ -25,6 +25,7 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], substrate: Substrate, history: Path) -> None:
         self._waiting = list(faults)
+        self._keeps_history = bool(faults)
         self._lasting: list[tuple[float, Fault]] = []  # when to end what
         self._substrate = substrate
         self._history = history
@@ -115,6 +116,8 @@ class Injector:
         self._write("ended", at=state.ended, rank=rank, code=state.code)
 
     def _write(self, event: str, **facts: Any) -> None:
+        if not self._keeps_history:
+            return
         facts.setdefault("at", time.monotonic())
         with self._history.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"event": event, **facts}) + "\n")

@@ -18,6 +18,7 @@ from testbed.spec.run import START_DEADLINE
 
 POLL = 0.05  # seconds between two looks
 GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
+LAST_WORDS = 1.0  # seconds for one that the others gave up already
 STALL = 10  # deadlines without any rank's progress: every wait inside a rank ends after one
 
 
@@ -99,14 +100,16 @@ def _follow(ranks: list[RankState], folder: RunFolder, progress: Progress, compa
 
 
 def _let_others_end(ranks: list[RankState], progress: Progress) -> None:
-    """They say what they saw of the failure; whoever they name as frozen is not waited for."""
+    """They say what they saw of the failure; whoever they name as frozen is not waited for any longer than that."""
     end = time.monotonic() + GRACE
     while time.monotonic() < end:
         for k, rank in enumerate(ranks):
             rank.look(k, progress)
-        named = {rank.guilty for rank in ranks}
-        if all(rank.code is not None or k in named for k, rank in enumerate(ranks)):
+        running = {k for k, rank in enumerate(ranks) if rank.code is None}
+        if not running:
             return
+        if running <= {rank.guilty for rank in ranks}:
+            end = min(end, max(rank.ended or 0 for rank in ranks) + LAST_WORDS)
         time.sleep(POLL)
 
 
@@ -142,7 +145,8 @@ def _of_its_own(guilty: int, ranks: list[RankState], folder: RunFolder) -> Testb
     kind = next((e for e in known if e.exit_code == state.code), RankFailed)
     if kind is UsageError and state.error:
         return UsageError(state.error["message"])
-    said = f": {state.error['message'].rstrip('.')}" if state.error else ""
+    words = state.error or next((rank.error for rank in ranks if rank.guilty == guilty and rank.error), None)
+    said = f": {words['message'].rstrip('.')}" if words and (state.error or (state.code or 0) > 0) else ""
     who = f"rank {guilty} (node{guilty})"
     when = f"after step {state.last_step + 1}" if state.last_step >= 0 else "before its first step"
     others = _others(guilty, ranks)

@@ -158,7 +158,7 @@ class RunSpec(Spec):
         """Read spec.json; another schema is refused by number."""
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{where}: not JSON ({error}). Write it with `testbed run`.") from None
         if not isinstance(values, dict):
             raise SpecError(f"{where}: holds a {type(values).__name__}, not a run. Write it with `testbed run`.")
