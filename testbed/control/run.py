@@ -189,6 +189,7 @@ def _environment(spec: RunSpec, substrate: Substrate, port: int) -> dict[str, st
 
 def _conclude(folder: RunFolder, spec: RunSpec, facts: Facts, status: Any, reason: str) -> Summary:
     """Write summary.json last: a folder without it never finished."""
+    folder.tidy()
     summary = summarise(
         folder, spec, status=status, reason=reason, substrate=facts.substrate, notes=facts.notes, network=facts.network
     )

@@ -14,6 +14,7 @@ from testbed.spec.errors import SpecError, UsageError, refuse
 from testbed.spec.run import RunSpec
 
 MAX_SPEC = 1 << 20  # bytes of a spec.json
+TEMPORARY = ".tmp"  # how the name of a file ends that is not whole yet
 
 
 def runs_dir() -> Path:
@@ -65,6 +66,11 @@ class RunFolder:
         """Go on with a run that is not finished; from here on it has no summary until it has a new one."""
         self.summary.unlink(missing_ok=True)
 
+    def tidy(self) -> None:
+        """Remove what a killed writer left unfinished; nobody may be writing."""
+        for half in self.path.rglob(f".*{TEMPORARY}"):
+            half.unlink(missing_ok=True)
+
     def read_spec(self) -> RunSpec:
         if not self.spec.exists():
             raise UsageError(f"{self.spec} cannot be read (it is not there). Is {self.path} a run folder?")
@@ -96,7 +102,7 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
     """
     if isinstance(content, str):
         content = (content if content.endswith("\n") else content + "\n").encode()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as out:
             out.write(content)

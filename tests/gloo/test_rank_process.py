@@ -109,7 +109,7 @@ def test_a_rank_that_is_stopped_keeps_what_it_measured_and_ends_with_130(tmp_pat
         run.processes[0].send_signal(signal.SIGTERM)
         assert run.wait(30.0) == [130]
     assert steps_done(folder, 0) >= 3
-    assert list(read(folder.records(0)))[-1] ["message"] == "stopped by SIGTERM"
+    assert list(read(folder.records(0)))[-1]["message"] == "stopped by SIGTERM"
 
 
 # --- bad input: one sentence, exit code 2 ------------------------------------------------------------------------
