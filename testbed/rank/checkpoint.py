@@ -111,6 +111,7 @@ class Checkpoints:
 
     def load(self, trained: Trained, step: int) -> None:
         """Put everything back in place."""
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
         path, facts = self._tensors(step), self._read(step)
@@ -121,7 +122,7 @@ class Checkpoints:
         try:
             spread(load(data), trained)
             random.setstate(_as_tuples(facts.python))
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        except (ValueError, TypeError, LookupError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SpecError(f"{path}: does not fit this run ({reason}). Remove it, or start anew.") from None
         trained.seen.loss, trained.seen.correct, trained.seen.images = facts.seen
@@ -144,7 +145,8 @@ class Checkpoints:
             facts = Facts(**values)
             right = (facts.rank, facts.world, facts.step, facts.schema)
             loss, correct, images = facts.seen
-            if right != (self.group.rank, self.group.size, step, SCHEMA) or not isinstance(facts.sha256, str):
+            texts = isinstance(facts.sha256, str) and isinstance(facts.parameters, str)
+            if right != (self.group.rank, self.group.size, step, SCHEMA) or not texts:
                 raise refuse("checkpoint", path.name, "is of another rank, run or version", "Remove it.")
             return Facts(**values | {"seen": (float(loss), int(correct), int(images))})
         except (ValueError, TypeError, RecursionError) as error:

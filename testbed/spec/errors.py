@@ -14,6 +14,8 @@ TestbedError            1   anything of ours that went wrong
 
 from __future__ import annotations
 
+LONGEST = 400  # characters of a value in a message
+
 
 class TestbedError(Exception):
     """Base of all; `exit_code` is what the process ends with."""
@@ -76,4 +78,10 @@ class Interrupted(TestbedError):
 
 def refuse(what: str, value: object, rule: str, way_out: str) -> SpecError:
     """The one form of a refusal: what, its value, the rule, the way out."""
-    return SpecError(f"{what} {value!r}: {rule}. {way_out}")
+    return SpecError(f"{what} {shown(value)}: {rule}. {way_out}")
+
+
+def shown(value: object) -> str:
+    """A value as a message prints it: escaped, and not longer than a person reads."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"

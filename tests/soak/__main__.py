@@ -1,7 +1,7 @@
 """`make soak`: what must hold when things go wrong, counted. Each part resumes, and keeps its book in results/soak/.
 
-    python -m tests.soak                 all parts
-    python -m tests.soak kill resume     some of them
+python -m tests.soak                 all parts
+python -m tests.soak kill resume     some of them
 """
 
 from __future__ import annotations
