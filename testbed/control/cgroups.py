@@ -18,6 +18,7 @@ TOP = "testbed"  # everything of ours lies under this folder
 PERIOD = 10_000  # microseconds; the kernel's 100 ms would freeze a rank for longer than a small step takes
 MIN_QUOTA = 1_000  # microseconds; the kernel refuses less
 MAX_PERIOD = 1_000_000
+_MEMORY_1, _MEMORY_2 = ("memory.usage_in_bytes", "memory.limit_in_bytes"), ("memory.current", "memory.max")
 # The shell joins the group and becomes the command, so the pid stays and no code runs between fork and exec.
 JOIN = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
@@ -35,15 +36,15 @@ class Hierarchy:
         return self.path / TOP
 
 
-def find_hierarchy(root: Path = ROOT) -> Hierarchy:
-    """The mounted cpu controller; Unavailable where there is none that we may write to."""
+def find_hierarchy(root: Path = ROOT, controller: str = "cpu") -> Hierarchy:
+    """Where a controller is mounted; Unavailable where there is none that we may write to."""
     with contextlib.suppress(OSError):
-        if "cpu" in (root / "cgroup.controllers").read_text().split():
+        if controller in (root / "cgroup.controllers").read_text().split():
             return _writable(Hierarchy(root, 2))
-    for name in ("cpu", "cpu,cpuacct"):
+    for name in (controller, f"{controller},cpuacct"):
         if (root / name / "cgroup.procs").exists():
             return _writable(Hierarchy(root / name, 1))
-    raise Unavailable(f"CPU quota: no cpu controller under {root}. Leave node.cpus unset, or mount cgroups")
+    raise Unavailable(f"CPU quota: no {controller} controller under {root}. Leave node.cpus unset, or mount cgroups")
 
 
 def _writable(hierarchy: Hierarchy) -> Hierarchy:
@@ -69,6 +70,11 @@ class CpuGroup:
 
     def create(self, cpus: float | None = None) -> None:
         """Make the folder and set the quota; None means no limit."""
+        self.make()
+        self.set_quota(cpus)
+
+    def make(self) -> None:
+        """Make the folder alone."""
         for attempt in range(10):
             try:
                 self._make()
@@ -76,13 +82,15 @@ class CpuGroup:
             except FileNotFoundError:  # another testbed removed the empty top folder under our feet
                 if attempt == 9:
                     raise
-        self.set_quota(cpus)
 
     def _make(self) -> None:
         self.path.mkdir(parents=True)
         if self._hierarchy.version == 2:
-            for folder in self._above():
-                _write(folder / "cgroup.subtree_control", "+cpu")
+            self._hand_down("cpu")
+
+    def _hand_down(self, controller: str) -> None:
+        for folder in self._above():
+            _write(folder / "cgroup.subtree_control", f"+{controller}")
 
     def _above(self) -> list[Path]:
         """From the mount point down to our parent: version 2 hands a controller down one level at a time."""
@@ -98,6 +106,20 @@ class CpuGroup:
             _write(self.path / "cpu.cfs_quota_us", "-1")  # else a new period may clash with the old quota
             _write(self.path / "cpu.cfs_period_us", str(period))
             _write(self.path / "cpu.cfs_quota_us", str(quota))
+
+    def set_memory(self, limit: int) -> None:
+        """At most `limit` bytes more than are in use; who asks for more is killed by the kernel."""
+        used, most = _MEMORY_1
+        if self._hierarchy.version == 2:
+            self._hand_down("memory")
+            used, most = _MEMORY_2
+        _write(self.path / most, str(int((self.path / used).read_text()) + limit))
+
+    def take_in(self, pids: Sequence[int]) -> None:
+        """Move processes that run already; one that has ended meanwhile is fine."""
+        for pid in pids:
+            with contextlib.suppress(TestbedError):
+                _write(self.path / "cgroup.procs", str(pid))
 
     def prefix(self) -> list[str]:
         """Put this in front of a command and it runs inside, under the same pid."""

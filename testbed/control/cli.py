@@ -8,19 +8,20 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from testbed import __version__
 from testbed.control import data as datasets
 from testbed.control import reporting
-from testbed.control.commands import build_spec, run_file, run_once
+from testbed.control.commands import build_spec, run_file, run_once, run_rest
 from testbed.control.doctor import examine
 from testbed.control.place import HOSTS, Place, check_shaping, choose, on_hosts
 from testbed.control.screen import Json, console
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError
+from testbed.spec.folder import RunFolder
 from testbed.spec.inventory import read_inventory
 from testbed.spec.mode import algorithms, legal_modes
 from testbed.spec.run import RunSpec
@@ -61,13 +62,23 @@ def run(
     on: On = "auto",
     inventory: File = None,
     settings: Set = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="FAULT", help="go wrong on purpose, e.g. kill:rank2@step10")
+    ] = None,
+    retries: Annotated[str, typer.Option(help="restarts from the last checkpoint (--set checkpoint=K)")] = "0",
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="go on with that run's folder; its spec counts")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="run folder [default: runs/adhoc/MODE-nN-TIME]")] = None,
     as_json: Json = False,
 ) -> None:
     """Train once, in one mode, and print what it cost."""
+    if resume is not None:
+        raise typer.Exit(run_rest(resume, _place(on, [RunFolder(resume).read_spec()], inventory), retries, as_json))
     nodes = nodes or ("4" if on != HOSTS else str(len(read_inventory(inventory).nodes)))
-    flags = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data, "seed": seed}
-    flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
+    flags: dict[str, Any] = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data}
+    flags |= {"seed": seed, "batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
+    flags |= {"faults": fault, "retries": retries}
     spec = build_spec(flags, settings or [])
     place = _place(on, [spec], inventory)
     check_shaping(spec, place, on)

@@ -9,11 +9,11 @@ from typing import Any
 
 from testbed.control import reporting
 from testbed.control.place import Place
-from testbed.control.progress import open_progress
-from testbed.control.run import execute
+from testbed.control.progress import Progress, open_progress
+from testbed.control.run import execute, resume
 from testbed.control.screen import console
 from testbed.control.sweep import sweep
-from testbed.spec.errors import NetworkInvalid, SpecError
+from testbed.spec.errors import NetworkInvalid, SpecError, refuse
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
 from testbed.spec.run import RunSpec
@@ -36,10 +36,27 @@ def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
 def run_once(spec: RunSpec, place: Place, out: Path | None, as_json: bool) -> int:
     """One run, its table, and the exit code; errors are raised."""
     folder = RunFolder(out or fresh_folder(runs_dir() / spec.experiment, spec.name))
+    return _conclude(folder, lambda progress: execute(spec, place, folder, progress), f"on {_where(place)}", as_json)
+
+
+def run_rest(path: Path, place: Place, retries: str, as_json: bool) -> int:
+    """The rest of an earlier run, from its last checkpoint."""
+    if not retries.isdecimal() or int(retries) > 100:
+        raise refuse("retries", retries, "must be a whole number up to 100", "Write e.g. --retries 2.")
+    folder = RunFolder(path)
+    headline = f"going on with {path}, on {_where(place)}"
+    return _conclude(folder, lambda progress: resume(place, folder, progress, int(retries)), headline, as_json)
+
+
+def _where(place: Place) -> str:
+    return f"{place.name}: {place.why}"
+
+
+def _conclude(folder: RunFolder, run: Callable[[Progress], Summary], headline: str, as_json: bool) -> int:
     progress = open_progress(console, quiet=as_json)
-    progress.headline(f"on {place.name}: {place.why}")
+    progress.headline(headline)
     try:
-        summary = execute(spec, place, folder, progress)
+        summary = run(progress)
     finally:
         progress.end()
     print_results([summary], folder.path, as_json)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from testbed.control.faults import Injector
+from testbed.control.lock import held
 from testbed.control.measure import probe
 from testbed.control.place import Place, plans
 from testbed.control.progress import Progress
@@ -13,7 +16,7 @@ from testbed.control.substrates.base import Process, Substrate
 from testbed.control.watch import follow
 from testbed.net.receipt import Receipt
 from testbed.spec.datasets import data_dir, dataset_info, is_complete
-from testbed.spec.errors import Interrupted, TestbedError, Unavailable, UsageError, refuse
+from testbed.spec.errors import Interrupted, RankFailed, TestbedError, Unavailable, UsageError, refuse
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec
@@ -30,21 +33,54 @@ class Facts:
     invalid: str = ""  # why the run must stay out of tables, when it must
 
 
-def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress) -> Summary:
+def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, resume: bool = False) -> Summary:
     """Run to the end. Bad input raises before the folder exists; from then on summary.json says what happened."""
     check_before(spec)
-    with place.make(spec, folder.path) as substrate:
-        port = substrate.port(spec.port)
-        folder.create(place.fit(spec))
+    with held(folder.path), place.make(spec, folder.path) as substrate:
+        injector = Injector(spec.schedule(), substrate, folder.faults)
+        injector.check()
+        substrate.port(spec.port)  # refused here, it costs nothing
+        if resume:
+            folder.reopen()
+        else:
+            folder.create(place.fit(spec))
         substrate.share(folder.path)
-        return _live(place.fit(spec), substrate, folder, port, progress)
+        return _live(Life(place.fit(spec), substrate, folder, progress, injector), resume)
 
 
-def _live(spec: RunSpec, substrate: Substrate, folder: RunFolder, port: int, progress: Progress) -> Summary:
+def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) -> Summary:
+    """Go on with a run that did not finish, from the last checkpoint that all its ranks have; its faults are over."""
+    folder.check_foreign()
+    if _status(folder) == "ok":
+        raise UsageError(f"run {folder.path} is finished, nothing is left to resume. Run it anew with another --out.")
+    spec = folder.read_spec().model_copy(update={"retries": retries, "faults": ()})
+    return execute(spec, place, folder, progress, resume=True)
+
+
+def _status(folder: RunFolder) -> str | None:
+    """How a run ended; None where it did not, or nobody can tell."""
+    with suppress(OSError, UsageError):
+        return Summary.read(folder).status
+    return None
+
+
+@dataclass
+class Life:
+    """What one run is made of while it lives."""
+
+    spec: RunSpec
+    substrate: Substrate
+    folder: RunFolder
+    progress: Progress
+    injector: Injector
+
+
+def _live(life: Life, resume: bool) -> Summary:
+    spec, substrate, folder = life.spec, life.substrate, life.folder
     facts = Facts(substrate.name, list(substrate.notes))
     try:
-        _measure(spec, substrate, folder, facts, progress)
-        _train(spec, substrate, folder, port, progress)
+        _measure(spec, substrate, folder, facts, life.progress)
+        _train(life, facts, resume)
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # one is enough: now things are put away
             signal.signal(number, signal.SIG_IGN)
@@ -110,15 +146,33 @@ def _probe_twice(spec: RunSpec, substrate: Substrate, facts: Facts, progress: Pr
     return probe(substrate, plans(spec), progress.link)
 
 
-def _train(spec: RunSpec, substrate: Substrate, folder: RunFolder, port: int, progress: Progress) -> None:
-    progress.begin(spec)
-    common = _environment(spec, substrate, port)
-    argv = [substrate.python, "-m", "testbed.rank", "--folder", str(folder.path.resolve())]
+def _train(life: Life, facts: Facts, resume: bool) -> None:
+    """Once, and again from the last checkpoint as often as the spec allows when a rank is lost."""
+    for left in range(life.spec.retries, -1, -1):
+        try:
+            return _attempt(life, resume)
+        except RankFailed as error:
+            if not left:
+                raise
+            life.substrate.stop()
+            life.injector.mend()
+            facts.notes.append(f"an attempt failed: {error}")
+            life.progress.stage(f"{error}; all ranks start again, {left} more times at most")
+            resume = True
+    return None
+
+
+def _attempt(life: Life, resume: bool) -> None:
+    spec, substrate, folder = life.spec, life.substrate, life.folder
+    life.progress.begin(spec)
+    common = _environment(spec, substrate, substrate.port(spec.port))
+    argv = [substrate.python, "-m", "testbed.rank", "--folder", str(folder.path.resolve()), *["--resume"] * resume]
     processes: list[Process] = []
     for rank, node in enumerate(substrate.nodes):
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
         processes.append(substrate.start(rank, argv, common | own, folder.log(rank)))
-    follow(processes, folder, progress)
+    life.injector.attach(processes)
+    follow(processes, folder, life.progress, life.injector, resumed=resume)
 
 
 def _environment(spec: RunSpec, substrate: Substrate, port: int) -> dict[str, str]:
@@ -135,8 +189,12 @@ def _environment(spec: RunSpec, substrate: Substrate, port: int) -> dict[str, st
 
 def _conclude(folder: RunFolder, spec: RunSpec, facts: Facts, status: Any, reason: str) -> Summary:
     """Write summary.json last: a folder without it never finished."""
+    folder.tidy()
     summary = summarise(
         folder, spec, status=status, reason=reason, substrate=facts.substrate, notes=facts.notes, network=facts.network
     )
-    write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
+    try:
+        write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
+    except OSError as error:
+        raise TestbedError(f"{folder.summary}: cannot be written ({error.strerror}): the run does not count") from None
     return summary

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from testbed.control.lock import held
 from testbed.control.place import Place
 from testbed.control.progress import Progress
 from testbed.control.run import execute
@@ -29,7 +31,16 @@ def finished(folder: RunFolder, spec: RunSpec, place: Place) -> Summary | None:
 def sweep(
     specs: Sequence[RunSpec], place: Place, root: Path, progress: Progress, fresh: bool = False
 ) -> tuple[list[Summary], list[TestbedError]]:
-    """All summaries in the order of `specs`, and the errors met on the way."""
+    """All summaries in the order of `specs`, and the errors met on the way; one sweep at a time in each folder."""
+    with ExitStack() as locks:
+        for experiment in sorted({spec.experiment for spec in specs}):
+            locks.enter_context(held(root / experiment))
+        return _sweep(specs, place, root, progress, fresh)
+
+
+def _sweep(
+    specs: Sequence[RunSpec], place: Place, root: Path, progress: Progress, fresh: bool
+) -> tuple[list[Summary], list[TestbedError]]:
     summaries: list[Summary] = []
     errors: list[TestbedError] = []
     for number, spec in enumerate(specs, start=1):
@@ -49,6 +60,9 @@ def sweep(
             errors.append(error)
             if folder.summary.is_file():
                 summaries.append(Summary.read(folder))
+        except OSError as error:  # of the machine: a full disk, a folder that vanished. The next may fare better
+            progress.stage(f"failed: {error}")
+            errors.append(TestbedError(f"{spec.name}: {error.strerror or error}. Nothing of it counts."))
     return summaries, errors
 
 

@@ -1,21 +1,24 @@
-"""Watch: follow the ranks of one run by their record files and exit codes until all have ended."""
+"""Watch: follow the ranks of one run by their record files and exit codes until all have ended, and say who failed."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from testbed.control.progress import Progress
 from testbed.control.substrates.base import Process
 from testbed.control.tail import Tail
-from testbed.spec.errors import NetworkInvalid, RankFailed, ReplicasDiffer, TestbedError, UsageError
+from testbed.spec.errors import NetworkInvalid, PeerLost, RankFailed, ReplicasDiffer, TestbedError, UsageError
 from testbed.spec.folder import RunFolder
 from testbed.spec.run import START_DEADLINE
 
-POLL = 0.1  # seconds between two looks
+POLL = 0.05  # seconds between two looks
 GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
+LAST_WORDS = 1.0  # seconds for one that the others gave up already
 STALL = 10  # deadlines without any rank's progress: every wait inside a rank ends after one
 
 
@@ -25,10 +28,12 @@ class RankState:
 
     process: Process
     tail: Tail
+    started: float | None = None  # monotonic time at which it was seen to train
     last_step: int = -1
     deadline: float = START_DEADLINE  # seconds that any one of its waits may take
     error: dict[str, Any] | None = None
     code: int | None = None
+    ended: float | None = None  # monotonic time
 
     def look(self, rank: int, progress: Progress) -> bool:
         """Read on; True when anything happened."""
@@ -36,6 +41,7 @@ class RankState:
         for record in records:
             if record["kind"] == "start":
                 self.deadline = record["deadline"]
+                self.started = time.monotonic()
             elif record["kind"] == "step":
                 self.last_step = record["step"]
                 progress.step(rank, record)
@@ -43,16 +49,45 @@ class RankState:
                 self.error = record
         if self.code is None:
             self.code = self.process.poll()
+            self.ended = None if self.code is None else time.monotonic()
         return bool(records) or self.code is not None
 
+    @property
+    def guilty(self) -> int | None:
+        """Whom this rank says it lost."""
+        return self.error.get("guilty") if self.error and self.code == PeerLost.exit_code else None
 
-def follow(processes: list[Process], folder: RunFolder, progress: Progress) -> None:
+
+class Companion(Protocol):
+    """Somebody who looks at the ranks as often as the watch does: what injects faults."""
+
+    def look(self, ranks: Sequence[RankState]) -> None: ...
+
+
+def follow(
+    processes: list[Process],
+    folder: RunFolder,
+    progress: Progress,
+    companion: Companion | None = None,
+    resumed: bool = False,
+) -> None:
     """Return when all ranks ended well; raise for the guilty one otherwise."""
-    ranks = [RankState(process, Tail(folder.records(k))) for k, process in enumerate(processes)]
+    tails = [Tail(folder.records(k), anew=resumed) for k in range(len(processes))]
+    ranks = [RankState(process, tail) for process, tail in zip(processes, tails, strict=True)]
+    try:
+        _follow(ranks, folder, progress, companion)
+    finally:
+        if companion:
+            companion.look(ranks)  # the end, too
+
+
+def _follow(ranks: list[RankState], folder: RunFolder, progress: Progress, companion: Companion | None) -> None:
     moved = time.monotonic()
     while any(rank.code is None for rank in ranks):
         if any([rank.look(k, progress) for k, rank in enumerate(ranks) if rank.code is None]):
             moved = time.monotonic()
+        if companion:
+            companion.look(ranks)
         if any(rank.code not in (None, 0) for rank in ranks):
             _let_others_end(ranks, progress)
             raise _blame(ranks, folder)
@@ -65,37 +100,69 @@ def follow(processes: list[Process], folder: RunFolder, progress: Progress) -> N
 
 
 def _let_others_end(ranks: list[RankState], progress: Progress) -> None:
-    """Their logs say what they saw of the failure; those that still wait are stopped with the substrate."""
+    """They say what they saw of the failure; whoever they name as frozen is not waited for any longer than that."""
     end = time.monotonic() + GRACE
-    while time.monotonic() < end and any(rank.code is None for rank in ranks):
+    while time.monotonic() < end:
         for k, rank in enumerate(ranks):
             rank.look(k, progress)
+        running = {k for k, rank in enumerate(ranks) if rank.code is None}
+        if not running:
+            return
+        if running <= {rank.guilty for rank in ranks}:
+            end = min(end, max(rank.ended or 0 for rank in ranks) + LAST_WORDS)
         time.sleep(POLL)
-    for k, rank in enumerate(ranks):
-        rank.look(k, progress)
 
 
 def _blame(ranks: list[RankState], folder: RunFolder) -> TestbedError:
-    """The first cause: a rank that ended for another reason than losing a peer, if there is one."""
-    failed = [k for k, rank in enumerate(ranks) if rank.code not in (None, 0)]
+    """The first cause: a rank that ended for a reason of its own; else the one that most of the others lost."""
+    named = Counter(rank.guilty for rank in ranks if rank.guilty is not None)
+    own = [k for k, rank in enumerate(ranks) if rank.code not in (None, 0, PeerLost.exit_code)]
+    if own:
+        return _of_its_own(max(own, key=lambda k: (named[k], -k)), ranks, folder)
     silent = [k for k, rank in enumerate(ranks) if rank.code is None]
-    if silent and all(ranks[k].code == RankFailed.exit_code for k in failed):
-        frozen = min(silent, key=lambda k: ranks[k].last_step)
-        since = f"since step {ranks[frozen].last_step + 1}"
-        lost = ", ".join(f"rank {k}" for k in failed)
-        return RankFailed(f"rank {frozen} (node{frozen}) is silent {since}; {lost} lost it. See {folder.log(frozen)}")
-    guilty = min(failed, key=lambda k: (ranks[k].code == RankFailed.exit_code, k))
+    if named:
+        most = max(named.values())
+        guilty = min((k for k in named if named[k] == most), key=lambda k: (k not in silent, ranks[k].last_step, k))
+        return _lost(guilty, ranks, folder)
+    if silent:
+        return _lost(min(silent, key=lambda k: ranks[k].last_step), ranks, folder)
+    return _of_its_own(next(k for k, rank in enumerate(ranks) if rank.code), ranks, folder)
+
+
+def _lost(guilty: int, ranks: list[RankState], folder: RunFolder) -> RankFailed:
+    """A rank that did not end, or ended only because it could not reach the others."""
+    state = ranks[guilty]
+    how = "is silent" if state.code is None else "was cut off"
+    since = f"since step {state.last_step + 1}"
+    seen = next((f" ({rank.error['message']})" for rank in ranks if rank.error and rank.guilty == guilty), "")
+    lost = _names(k for k, rank in enumerate(ranks) if k != guilty and rank.code == PeerLost.exit_code)
+    return RankFailed(f"rank {guilty} (node{guilty}) {how} {since}; {lost} lost it{seen}. See {folder.log(guilty)}")
+
+
+def _of_its_own(guilty: int, ranks: list[RankState], folder: RunFolder) -> TestbedError:
     state = ranks[guilty]
     known: list[type[TestbedError]] = [UsageError, ReplicasDiffer, NetworkInvalid]
     kind = next((e for e in known if e.exit_code == state.code), RankFailed)
     if kind is UsageError and state.error:
         return UsageError(state.error["message"])
-    said = f": {state.error['message'].rstrip('.')}" if state.error else ""
-    others = [k for k in failed if k != guilty]
-    also = f" Then {', '.join(f'rank {k}' for k in others)} lost it." if others else ""
+    words = state.error or next((rank.error for rank in ranks if rank.guilty == guilty and rank.error), None)
+    said = f": {words['message'].rstrip('.')}" if words and (state.error or (state.code or 0) > 0) else ""
     who = f"rank {guilty} (node{guilty})"
     when = f"after step {state.last_step + 1}" if state.last_step >= 0 else "before its first step"
-    return kind(f"{who} {_how_it_ended(state.code)} {when}{said}.{also} See {folder.log(guilty)}")
+    others = _others(guilty, ranks)
+    return kind(f"{who} {_how_it_ended(state.code)} {when}{said}.{others} See {folder.log(guilty)}")
+
+
+def _others(guilty: int, ranks: list[RankState]) -> str:
+    """Who lost it, and who ended for a reason of its own."""
+    rest = [(k, rank) for k, rank in enumerate(ranks) if k != guilty and rank.code not in (None, 0)]
+    lost = [k for k, rank in rest if rank.code == PeerLost.exit_code]
+    alike = [f"rank {k} {_how_it_ended(rank.code)}" for k, rank in rest if rank.code != PeerLost.exit_code]
+    return (f" Then {_names(lost)} lost it." if lost else "") + (f" Also {', '.join(alike)}." if alike else "")
+
+
+def _names(ranks: Any) -> str:
+    return ", ".join(f"rank {k}" for k in ranks) or "the others"
 
 
 def _how_it_ended(code: int | None) -> str:

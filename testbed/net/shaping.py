@@ -27,6 +27,25 @@ def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = Tr
     return commands
 
 
+def reshape(
+    link: Link, before: int | None, rate: int | None, iface: str = "eth0", ifb: str = "ifb0"
+) -> list[list[str]]:
+    """From one rate to another while packets flow; `link` has the rest of what is asked, None is no limit.
+
+    The bucket never gets smaller than it was: a packet in the queue that is larger would never fit, and stop them all.
+    """
+    place = ["parent", "1:1"] if link.needs_netem else ["root"]
+    if before is not None and rate is not None:
+        size = burst(max(before, rate, link.rate or 0))
+        return [_tbf(link, rate, iface, place, "change", size), _tbf(link, rate, ifb, ["root"], "change", size)]
+    if rate is not None:
+        return [_tbf(link, rate, iface, place), *_redirect(iface, ifb), _tbf(link, rate, ifb, ["root"])]
+    if before is None:
+        return []
+    drop = [["tc", "qdisc", "del", "dev", iface, *place], ["tc", "qdisc", "del", "dev", iface, "ingress"]]
+    return [*drop, ["ip", "link", "del", ifb]]
+
+
 def congestion(name: str) -> list[str]:
     """Set TCP's congestion control for one network namespace; refused where the machine does not *allow* `name`."""
     return ["sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={name}"]
@@ -55,9 +74,9 @@ def route_congestion(name: str, subnet: str, iface: str = "eth0", address: str |
     ]
 
 
-def _tbf(link: Link, rate: int, dev: str, place: list[str]) -> list[str]:
-    bucket = ["rate", format_rate(rate), "burst", f"{burst(rate)}b", "latency", _us(link.queue)]
-    return ["tc", "qdisc", "add", "dev", dev, *place, "tbf", *bucket]
+def _tbf(link: Link, rate: int, dev: str, place: list[str], verb: str = "add", size: int | None = None) -> list[str]:
+    bucket = ["rate", format_rate(rate), "burst", f"{size or burst(rate)}b", "latency", _us(link.queue)]
+    return ["tc", "qdisc", verb, "dev", dev, *place, "tbf", *bucket]
 
 
 def _redirect(iface: str, ifb: str) -> list[list[str]]:

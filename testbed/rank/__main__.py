@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from testbed.rank import stopping
-from testbed.rank.group import alone, join, leave
-from testbed.rank.outcome import fail
+from testbed.rank import appetite, stopping
+from testbed.rank.checkpoint import Checkpoints
+from testbed.rank.group import alone, join, leave, naming
+from testbed.rank.outcome import Ending
 from testbed.rank.recorder import Recorder
 from testbed.rank.traffic import open_counter
 from testbed.rank.train import Trainer
@@ -24,7 +25,9 @@ def main() -> int:
     """Read the spec, join the group, train; the exit code is the error's own (spec/errors.py)."""
     parser = argparse.ArgumentParser(prog="testbed.rank", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="run folder with spec.json; records go there")
-    folder = RunFolder(parser.parse_args().folder)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint that all ranks have")
+    options = parser.parse_args()
+    folder = RunFolder(options.folder)
     stopping.raise_interrupted()
     try:
         rank = _number("RANK", 0)
@@ -32,17 +35,21 @@ def main() -> int:
     except TestbedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    with Recorder(folder.records(rank)) as recorder:
-        stopping.insist(lambda error: os._exit(fail(error, rank, recorder).code))
+    earlier = folder.set_records_aside(rank) if options.resume else None
+    with Recorder(folder.records(rank), earlier) as recorder:
+        ending = Ending(rank, recorder)
+        stopping.insist(lambda error: os._exit(ending.because(error)))
         try:
-            _train(spec, rank, recorder)
+            _train(spec, rank, recorder, ending, folder, options.resume)
         except Exception as error:
             stopping.ignore()
-            return fail(error, rank, recorder).code
+            return ending.because(error)
     return 0
 
 
-def _train(spec: RunSpec, rank: int, recorder: Recorder) -> None:
+def _train(
+    spec: RunSpec, rank: int, recorder: Recorder, ending: Ending, folder: RunFolder, resume: bool = False
+) -> None:
     size = _number("WORLD_SIZE", spec.world)
     if size != spec.world:
         raise SpecError(f"WORLD_SIZE {size}: the spec is for {spec.world} ranks. Start that many, or change nodes.")
@@ -51,9 +58,13 @@ def _train(spec: RunSpec, rank: int, recorder: Recorder) -> None:
     torch.set_num_threads(spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 29500)
-    group = join(rank, size, address, port, spec.start_deadline) if size > 1 else alone()
-    Trainer(spec, group, recorder, open_counter(interface)).run()
-    leave(group)
+    together = (rank, size, address, port, spec.start_deadline, lambda lost: os._exit(ending.because(lost)))
+    group = join(*together) if size > 1 else alone()
+    with naming(group):
+        keeper = Checkpoints(spec, folder.checkpoints, group, resume) if spec.checkpoint or resume else None
+        appetite.wake(spec)
+        Trainer(spec, group, recorder, open_counter(interface), keeper).run()
+        leave(group)
 
 
 def _number(variable: str, default: int) -> int:

@@ -14,7 +14,7 @@ from testbed.net.probe import probe_node
 from testbed.net.receipt import Receipt
 from testbed.net.rendezvous import ProbeError
 from testbed.rank.asked import Asked, link_of
-from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed
+from testbed.spec.errors import Interrupted, NetworkInvalid, PeerLost
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.records import Error
 from testbed.spec.run import RunSpec
@@ -98,7 +98,7 @@ class Conclusion:
 
 def _first_cause(own: Error, spec: RunSpec, store: dist.Store | None) -> str:
     """Whoever ended for another reason than losing a peer; this rank, where nobody did."""
-    if store is None or own.code != RankFailed.exit_code:
+    if store is None or own.code != PeerLost.exit_code or own.guilty is not None:
         return own.message
     told = []
     for rank in range(1, spec.world):
@@ -107,7 +107,7 @@ def _first_cause(own: Error, spec: RunSpec, store: dist.Store | None) -> str:
             told.append((rank, json.loads(store.get(f"failed/{rank}"))))
         except RuntimeError:
             continue  # it is dead, or well
-    causes = [f"rank {rank}: {error['message']}" for rank, error in told if error["code"] != RankFailed.exit_code]
+    causes = [f"rank {rank}: {error['message']}" for rank, error in told if error["code"] != PeerLost.exit_code]
     silent = sorted(set(range(1, spec.world)) - {rank for rank, _ in told})
     gone = f" (silent: {', '.join(f'rank {rank}' for rank in silent)})" if silent else ""
     return causes[0] if causes else own.message + gone

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from testbed.spec.errors import RankFailed, Unavailable
+from testbed.rank.heartbeat import STOPPED, Heartbeat
+from testbed.spec.errors import Interrupted, PeerLost, RankFailed, ReplicasDiffer, Unavailable
 
 
 class Nothing:
@@ -31,10 +32,13 @@ TOTAL_TAG = 2**31 - 1  # no buffer has it
 class Group:
     """Point-to-point and collective calls on one process group; a fake of it needs these methods only."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, deadline: float) -> None:
+    def __init__(
+        self, rank: int, size: int, store: dist.Store, deadline: float, heartbeat: Heartbeat | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.store = store
+        self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)
         self.payload: Counter[str] = Counter()  # bytes sent, by kind
         self.kind = "gradients"  # of what is sent now
@@ -54,6 +58,13 @@ class Group:
         self.deadline = timedelta(seconds=seconds)
         if dist.is_initialized():
             dist.distributed_c10d._set_pg_timeout(self.deadline)
+        if self.heartbeat:
+            self.heartbeat.deadline = seconds
+
+    def at(self, step: int, phase: str) -> None:
+        """Tell the others, by the heartbeat, what this rank is about to do; `sync` means that it waits for them."""
+        if self.heartbeat:
+            self.heartbeat.at(step, phase)
 
     def count(self, size: int, kind: str | None = None) -> None:
         """So many bytes leave from here."""
@@ -98,6 +109,7 @@ class Group:
 
     def tell_all(self, key: str, value: str) -> list[str]:
         """Everybody's value of `key`, in rank order, by the store: control messages stay off the data path."""
+        self.at(self.heartbeat.step if self.heartbeat else 0, "sync")
         self.store.set(f"{key}/{self.rank}", value)
         self.count(len(value) if self.size > 1 else 0, "metrics")
         keys = [f"{key}/{rank}" for rank in range(self.size)]
@@ -105,12 +117,14 @@ class Group:
         return [self.store.get(k).decode() for k in keys]
 
 
-def join(rank: int, size: int, address: str, port: int, deadline: float) -> Group:
+def join(
+    rank: int, size: int, address: str, port: int, deadline: float, end: Callable[[PeerLost], None] = lambda lost: None
+) -> Group:
     """Meet the others at address:port, where rank 0 listens, and make the default process group."""
-    return enter(rank, size, open_store(rank, size, address, port, deadline), deadline)
+    return enter(rank, size, open_store(rank, size, address, port, deadline), deadline, end)
 
 
-def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.Store:
+def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.TCPStore:
     """Rank 0 opens the store at address:port, the others connect to it; where torchrun has opened one, all do."""
     ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun's agent listens there already
     listener = _listen(address, port) if rank == 0 and ours else None
@@ -125,18 +139,59 @@ def open_store(rank: int, size: int, address: str, port: int, deadline: float) -
             master_listen_fd=listener.detach() if listener else None,
         )
     except RuntimeError as error:  # DistStoreError and its kin
-        raise RankFailed(
-            f"rank {rank} did not meet rank 0 at {address}:{port} within {deadline:g} s: {error}"
-        ) from None
+        message = f"rank 0 (node0) was not met by rank {rank} at {address}:{port} within {deadline:g} s: {error}"
+        raise PeerLost(message, guilty=0) from None
 
 
-def enter(rank: int, size: int, store: dist.Store, deadline: float) -> Group:
-    """Make the default process group of all who share the store."""
+def enter(rank: int, size: int, store: dist.TCPStore, deadline: float, end: Callable[[PeerLost], None]) -> Group:
+    """Make the default process group of all who share the store; `end` is called when a peer is lost later on."""
+    heartbeat = Heartbeat(rank, size, store, deadline, end)
     try:
+        heartbeat.start(deadline)
+        _await_all(rank, size, store, deadline)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline))
-    except RuntimeError as error:
-        raise RankFailed(f"rank {rank} did not meet all of {size} ranks within {deadline:g} s: {error}") from None
-    return Group(rank, size, store, deadline)
+    except (RuntimeError, OSError) as error:
+        message = f"rank {rank} did not meet all of {size} ranks within {deadline:g} s: {error}"
+        raise heartbeat.verdict or PeerLost(message) from None
+    return Group(rank, size, store, deadline, heartbeat)
+
+
+def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None:
+    """Until every rank is here; those that are not are named."""
+    keys = [f"here/{other}" for other in range(size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=deadline))
+    except RuntimeError:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            names = ", ".join(f"rank {other} (node{other})" for other in missing)
+            raise PeerLost(f"{names} did not come within {deadline:g} s", guilty=missing[0]) from None
+        raise
+
+
+@contextmanager
+def naming(group: Group) -> Iterator[None]:
+    """Inside, an error that others caused becomes one that names them; they in turn hear why this rank fails."""
+    try:
+        yield
+    except Exception as error:
+        heartbeat = group.heartbeat
+        outside = isinstance(error, RuntimeError) and is_lost_peer(error)
+        if heartbeat and (outside or type(error) is RankFailed):
+            lost = heartbeat.ask()
+            if lost:
+                raise lost from error
+        elif heartbeat and not isinstance(error, PeerLost):
+            own = isinstance(error, Interrupted | ReplicasDiffer)  # of the latter all ranks know by themselves
+            heartbeat.close(STOPPED if own else f"{type(error).__name__}: {error}"[:500])
+        raise
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Gloo and the store raise plain RuntimeErrors whose texts are all they tell."""
+    text = str(error).lower()
+    return any(sign in text for sign in ("gloo", "connection", "timed out", "timeout", "socket", "broken pipe"))
 
 
 def alone() -> Group:
@@ -166,4 +221,6 @@ def leave(group: Group) -> None:
     group.store.set(f"done/{group.rank}", "1")
     if group.rank == 0:
         group.store.wait([f"done/{rank}" for rank in range(group.size)], group.deadline)
+    if group.heartbeat:
+        group.heartbeat.close()
     dist.destroy_process_group()

@@ -71,6 +71,26 @@ class Optimizer:
         self.inner = _build(spec, self.parameters)
         self._plain_step = inspect.unwrap(type(self.inner).step)  # the wrappers ask for the compiler, too
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the update rule remembers of each parameter, or own part of one, by its number; and the steps done."""
+        found = {"done": torch.tensor(self.done)}
+        for number, parameter in enumerate(self.inner.param_groups[0]["params"]):
+            values = self.inner.state.get(parameter, {})
+            found |= {f"{number}.{key}": value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        return found
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """The other way; a tensor that fits no parameter raises."""
+        self.done = int(state["done"])
+        self.inner.state.clear()
+        for name, value in state.items():
+            number, _, key = name.partition(".")
+            if key:
+                parameter = self.inner.param_groups[0]["params"][int(number)]
+                if value.numel() > 1 and value.shape != parameter.shape:
+                    raise ValueError(f"optimizer {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
+                self.inner.state[parameter][key] = value.clone()
+
     def zero(self, keep: bool) -> None:
         """Clear gradients; `keep` zeroes them in place, for they are views of a mode's buffers."""
         self.inner.zero_grad(set_to_none=not keep)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TextIO
 from testbed.rank import presence, stopping
 from testbed.rank.asked import Asked, ask
 from testbed.rank.conclusion import Conclusion
-from testbed.spec.errors import Interrupted, RankFailed, TestbedError
+from testbed.spec.errors import Interrupted, PeerLost, TestbedError
 from testbed.spec.folder import RunFolder, runs_dir, write_whole
 from testbed.spec.records import Error
 from testbed.spec.run import RunSpec
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # torch takes a second to import: only who trains does
 
 PRESENCE, PROBE = 1, 2  # ports after the store's
 LINGER = 120.0  # seconds that a rank stays at most for rank 0 to sum up
+LINGER_LOST = 3.0  # the same once a rank was lost
 
 
 def main() -> int:
@@ -48,11 +49,12 @@ def main() -> int:
         asked = ask(os.environ)
         with _presence(asked) as connection:
             asked = _settle(asked, connection)
-            code = _take_part(asked) if asked.rank < asked.spec.world else _stand_by(asked)
+            code = _take_part(asked, connection) if asked.rank < asked.spec.world else _stand_by(asked)
             if asked.rank > 0 and code != Interrupted.exit_code:
                 for number in stopping.SIGNALS:  # nothing is left to write down
                     signal.signal(number, lambda *_: os._exit(code))
-                presence.outlast(connection, LINGER if asked.rank < asked.spec.world else None)
+                linger = LINGER_LOST if code == PeerLost.exit_code else LINGER
+                presence.outlast(connection, linger if asked.rank < asked.spec.world else None)
         return code
     except TestbedError as error:
         print(error, file=sys.stderr, flush=True)
@@ -80,7 +82,7 @@ def _stand_by(asked: Asked) -> int:
     return 0
 
 
-def _take_part(asked: Asked) -> int:
+def _take_part(asked: Asked, connection: socket.socket) -> int:
     """Meet the others, then live through the run; from the folder on, files say what happened."""
     from testbed.rank.group import open_store
     from testbed.rank.recorder import Recorder
@@ -91,7 +93,7 @@ def _take_part(asked: Asked) -> int:
         conclusion = Conclusion(asked, spec, folder)
         stopping.insist(lambda error: os._exit(_end(error, recorder, conclusion)))
         try:
-            invalid = _live(asked, spec, store, recorder, conclusion)
+            invalid = _live(asked, spec, store, recorder, conclusion, connection)
         except Exception as error:
             stopping.ignore()
             return _end(error, recorder, conclusion, store)
@@ -129,23 +131,39 @@ def _wait(store: dist.Store, key: str, asked: Asked) -> bytes:
         store.wait([key], timedelta(seconds=asked.spec.start_deadline))
         return bytes(store.get(key))
     except RuntimeError as error:
-        raise RankFailed(f"rank {asked.rank} waited {asked.spec.start_deadline:g} s for {key!r}: {error}") from None
+        message = f"rank 0 (node0) did not say {key!r} to rank {asked.rank} in {asked.spec.start_deadline:g} s: {error}"
+        raise PeerLost(message, guilty=0) from None
 
 
-def _live(asked: Asked, spec: RunSpec, store: dist.Store, recorder: Recorder, conclusion: Conclusion) -> int:
+def _live(
+    asked: Asked,
+    spec: RunSpec,
+    store: dist.TCPStore,
+    recorder: Recorder,
+    conclusion: Conclusion,
+    connection: socket.socket,
+) -> int:
     """Measure, train, and return what the exit code will be: 0, or 5 where the network is not the one asked for."""
     import torch
 
-    from testbed.rank.group import alone, enter, leave
+    from testbed.rank.group import alone, enter, leave, naming
     from testbed.rank.traffic import open_counter
     from testbed.rank.train import Trainer
 
     torch.set_num_threads(spec.threads)
     addresses = _meet(asked, spec, store)
     valid = conclusion.measure(addresses, asked.port + PROBE) if spec.world > 1 else True
-    group = enter(asked.rank, spec.world, store, spec.start_deadline) if spec.world > 1 else alone()
-    Trainer(spec, group, recorder, open_counter(asked.interface)).run()
-    leave(group)
+
+    def end(lost: PeerLost) -> None:
+        code = _end(lost, recorder, conclusion, store)
+        if asked.rank > 0 and lost.guilty != 0:
+            presence.outlast(connection, LINGER_LOST)
+        os._exit(code)
+
+    group = enter(asked.rank, spec.world, store, spec.start_deadline, end) if spec.world > 1 else alone()
+    with naming(group):
+        Trainer(spec, group, recorder, open_counter(asked.interface)).run()
+        leave(group)
     return 0 if valid else 5
 
 
@@ -155,9 +173,11 @@ def _meet(asked: Asked, spec: RunSpec, store: dist.Store) -> list[str]:
     keys = [f"address/{rank}" for rank in range(spec.world)]
     with contextlib.suppress(RuntimeError):
         store.wait(keys, timedelta(seconds=spec.start_deadline))
-    missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
-        raise RankFailed(f"{', '.join(missing)} did not come within {spec.start_deadline:g} s. See their logs")
+        names = ", ".join(f"rank {rank}" for rank in missing)
+        message = f"{names} did not come within {spec.start_deadline:g} s. See their logs"
+        raise PeerLost(message, guilty=missing[0])
     return [store.get(key).decode() for key in keys]
 
 

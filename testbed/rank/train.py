@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from testbed.rank import environment
+from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.data import Batches, Dataset, open_dataset
 from testbed.rank.evaluate import Tally, evaluate
 from testbed.rank.group import Group
@@ -24,7 +26,7 @@ from testbed.rank.timeline import Timeline
 from testbed.rank.traffic import Counter
 from testbed.spec.datasets import data_dir
 from testbed.spec.records import End, Start, Step
-from testbed.spec.run import START_DEADLINE, RunSpec
+from testbed.spec.run import STEP_DEADLINE, RunSpec
 
 LOG_STEPS = 20  # between lines of rankN.log, as the reports printed them
 LOG_SECONDS = 5.0  # between lines where steps are slow
@@ -33,8 +35,11 @@ LOG_SECONDS = 5.0  # between lines where steps are slow
 class Trainer:
     """What one rank holds while it trains; `run` is the loop."""
 
-    def __init__(self, spec: RunSpec, group: Group, recorder: Recorder, counter: Counter) -> None:
+    def __init__(
+        self, spec: RunSpec, group: Group, recorder: Recorder, counter: Counter, keeper: Checkpoints | None = None
+    ) -> None:
         self.spec, self.group, self.recorder, self.counter = spec, group, recorder, counter
+        self.keeper = keeper
         torch.manual_seed(spec.seed)  # identical parameters on every rank
         dtype = getattr(torch, spec.dtype)
         self.train_set = self._open(train=True, subset=spec.data.subset)
@@ -59,26 +64,44 @@ class Trainer:
         self._compare(0)
         module = self.sync.attach(self.model, self.optimizer)
         begun = time.monotonic()
-        step = 0
-        for epoch in self._epochs():
-            self.seen = Tally()
-            batches = self.batches.epoch(epoch)
-            for _ in range(min(len(self.batches), self.total - step)):
+        step = self._resume(module)
+        for epoch in self._epochs(step):
+            first = epoch * len(self.batches)  # step of this epoch; a resumed run begins in its middle, or at its end
+            self.seen = Tally() if step == first else self.seen
+            batches = itertools.islice(self.batches.epoch(epoch), step - first, None)
+            for _ in range(min(first + len(self.batches), self.total) - step):
                 self.recorder.write(self._step(module, batches, step, epoch))
                 step += 1
+                if self.keeper:
+                    self.keeper.maybe(self, step, last=step == self.total)
             self.sync.close() if step == self.total else self.sync.settle()
             self._look(step, epoch)
         sent, received = self.counter.read()
         seconds, payload = time.monotonic() - begun, dict(self.group.payload)
         self.recorder.write(End(steps=step, seconds=seconds, sent=sent, received=received, payload=payload))
 
+    def _resume(self, module: nn.Module) -> int:
+        """Steps done by an earlier attempt, with its state put back; 0 where there was none."""
+        step = self.keeper.agree() if self.keeper else 0
+        if self.keeper and step:
+            if self.sync.rehearses:
+                self.timeline.start()
+                self._forward_backward(module, *next(self.batches.epoch(0)))
+                self.timeline.take()
+            self.keeper.load(self, step)
+            self.recorder.repeat(step)
+            print(f"resumed after step {step}", flush=True)
+        return step
+
     def _step(self, module: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], step: int, epoch: int) -> Step:
         """Zero, forward, loss, backward, synchronise and step."""
         self.timeline.start()
+        self.group.at(step, "compute")
         with self.timeline.phase("data"):
             images, labels = next(batches)
         self.sync.zero()
         loss = self._forward_backward(module, images, labels)
+        self.group.at(step, "sync")
         with self.timeline.phase("sync"):
             self.sync.step()
         times = self.timeline.take()
@@ -142,8 +165,9 @@ class Trainer:
             )
         )
 
-    def _epochs(self) -> range:
-        return range(-(-self.total // len(self.batches)))
+    def _epochs(self, step: int) -> range:
+        """From the one that the last step done belongs to: its test may be missing."""
+        return range(max(0, step - 1) // len(self.batches), -(-self.total // len(self.batches)))
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
         name, seed = self.spec.data.name, self.spec.seed
@@ -168,11 +192,11 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def deadline(spec: RunSpec, size: int) -> float:
-    """What was asked; else START_DEADLINE and twice the time that N gradients take on the slowest link."""
+    """What was asked; else STEP_DEADLINE and twice the time that N gradients take on the slowest link."""
     if spec.deadline is not None:
         return spec.deadline
     rates = [link.rate for link in [spec.link, *(o.link for o in spec.overrides.values() if o.link)] if link.rate]
-    return START_DEADLINE + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
+    return STEP_DEADLINE + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
 
 
 def _total_steps(spec: RunSpec, per_epoch: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from testbed.spec.errors import SpecError
+from testbed.spec.errors import SpecError, shown
 
 
 class Spec(BaseModel):
@@ -27,11 +27,11 @@ class Spec(BaseModel):
 def _sentence(cls: type[BaseModel], item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; known here: {', '.join(_keys_beside(cls, item['loc']))}"
+        return f"unknown key {shown(key)}; known here: {', '.join(_keys_beside(cls, item['loc']))}"
     text = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" or not key:
         return text
-    return f"{key} = {item['input']!r}: {text[:1].lower()}{text[1:]}. Give another value"
+    return f"{key} = {shown(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"
 
 
 def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:

@@ -6,12 +6,15 @@ TestbedError            1   anything of ours that went wrong
 │   ├── SchemaError         a file written by another version of the schema
 │   └── Unavailable         this machine lacks something (root, a port, data, a kernel module)
 ├── RankFailed          3   a rank died or hung; names it
+│   └── PeerLost        6   what a rank ends with that did nothing wrong itself: another was lost, and is named
 ├── ReplicasDiffer      4   parameters are not equal on all ranks
 ├── NetworkInvalid      5   shaping failed, or the receipt is off by more than the tolerance
 └── Interrupted       130   Ctrl-C or SIGTERM; what was measured is kept
 """
 
 from __future__ import annotations
+
+LONGEST = 400  # characters of a value in a message
 
 
 class TestbedError(Exception):
@@ -45,6 +48,16 @@ class RankFailed(TestbedError):
     exit_code = 3
 
 
+class PeerLost(RankFailed):
+    """This rank is well; `guilty` is the one that was lost, where it is known."""
+
+    exit_code = 6
+
+    def __init__(self, message: str, guilty: int | None = None) -> None:
+        super().__init__(message)
+        self.guilty = guilty
+
+
 class ReplicasDiffer(TestbedError):
     """Parameters or their hashes differ between ranks that must agree."""
 
@@ -65,4 +78,10 @@ class Interrupted(TestbedError):
 
 def refuse(what: str, value: object, rule: str, way_out: str) -> SpecError:
     """The one form of a refusal: what, its value, the rule, the way out."""
-    return SpecError(f"{what} {value!r}: {rule}. {way_out}")
+    return SpecError(f"{what} {shown(value)}: {rule}. {way_out}")
+
+
+def shown(value: object) -> str:
+    """A value as a message prints it: escaped, and not longer than a person reads."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"

@@ -65,11 +65,13 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise SpecError(
                 f"{path}: {path.stat().st_size} bytes, and at most {MAX_BYTES} are read. Write a smaller file."
             )
+        if not path.is_file():
+            raise SpecError(f"{path}: cannot be read (no plain file). Give the path of a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: not TOML ({error}). Mend the line it names.") from None
+    except (ValueError, RecursionError) as error:  # syntax, encoding, numbers without end, depth without end
+        raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Mend the line it names.") from None
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

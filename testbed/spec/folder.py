@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
-from testbed.spec.errors import UsageError
+from testbed.spec.errors import SpecError, UsageError, refuse
 from testbed.spec.run import RunSpec
+
+MAX_SPEC = 1 << 20  # bytes of a spec.json
+TEMPORARY = ".tmp"  # how the name of a file ends that is not whole yet
 
 
 def runs_dir() -> Path:
@@ -28,12 +33,23 @@ class RunFolder:
         self.spec = path / "spec.json"
         self.receipt = path / "receipt.json"
         self.summary = path / "summary.json"
+        self.faults = path / "faults.jsonl"
+        self.checkpoints = path / "checkpoints"
 
     def records(self, rank: int) -> Path:
         return self.path / f"rank{rank}.jsonl"
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"
+
+    def set_records_aside(self, rank: int) -> Path | None:
+        """Move what a rank recorded in an earlier attempt to rank0.attempt1.jsonl; None where there is nothing."""
+        if not self.records(rank).is_file():
+            return None
+        names = (self.path / f"rank{rank}.attempt{number}.jsonl" for number in itertools.count(1))
+        target = next(name for name in names if not name.exists())
+        self.records(rank).replace(target)
+        return target
 
     def create(self, spec: RunSpec) -> None:
         """Make the folder with its spec.json; one that exists is never written over."""
@@ -49,13 +65,28 @@ class RunFolder:
             ) from None
         write_whole(self.spec, spec.to_json())
 
+    def reopen(self) -> None:
+        """Go on with a run that is not finished; from here on it has no summary until it has a new one."""
+        self.summary.unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Remove what a killed writer left unfinished; nobody may be writing."""
+        for half in self.path.rglob(f".*{TEMPORARY}"):
+            half.unlink(missing_ok=True)
+
     def read_spec(self) -> RunSpec:
+        if not self.spec.exists():
+            raise UsageError(f"{self.spec} cannot be read (it is not there). Is {self.path} a run folder?")
         try:
-            return RunSpec.from_json(self.spec.read_text(encoding="utf-8"), str(self.spec))
-        except OSError as error:
-            raise UsageError(f"{self.spec} cannot be read ({error.strerror}). Is {self.path} a run folder?") from None
+            return RunSpec.from_json(read_bounded(self.spec, MAX_SPEC).decode(), str(self.spec))
         except UnicodeDecodeError as error:
             raise UsageError(f"{self.spec}: not JSON ({error.reason}). Write it with `testbed run`.") from None
+
+    def check_foreign(self) -> None:
+        """A folder that may come from somebody else: everything in it must lie in it, so no links."""
+        for path in [self.path, *self.path.rglob("*")]:
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise refuse("run folder", str(path), "is a link or no plain file", "Remove it.")
 
     def set_aside(self) -> Path:
         """Move a folder that is to be replaced out of every reader's sight; nothing is deleted."""
@@ -67,14 +98,47 @@ class RunFolder:
         return target
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write through a temporary name and rename: readers see the old file or the new one, never half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
+    """Write through a temporary name and rename: readers see the old file or the new one, never half of it.
+
+    `durable`: it also survives the machine's sudden end.
+    """
+    if isinstance(content, str):
+        content = (content if content.endswith("\n") else content + "\n").encode()
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text if text.endswith("\n") else text + "\n")
+        with os.fdopen(handle, "wb") as out:
+            out.write(content)
+            if durable:
+                out.flush()
+                os.fsync(out.fileno())
         Path(name).chmod(0o644)
         Path(name).replace(path)
+        if durable:
+            _sync_folder(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The bytes of a plain file; one that is a link, no file, missing or larger than `most` is refused."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise SpecError(f"{path}: is no plain file, and only those are read. Remove it.")
+            if status.st_size > most:
+                raise SpecError(f"{path}: {status.st_size} bytes, and at most {most} are read. Write a smaller file.")
+            return file.read(most)
+    except OSError as error:
+        reason = "is a link" if error.errno == errno.ELOOP else str(error.strerror)
+        raise SpecError(f"{path}: cannot be read ({reason}). Give the path of a plain file.") from None

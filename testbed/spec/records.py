@@ -101,7 +101,11 @@ class Error:
     kind: ClassVar[str] = "error"
     code: int
     message: str
+    guilty: int | None = None  # the rank that was lost, where this one lost a peer and knows which
+    at: float | None = None  # monotonic time
 
+
+MAX_LINE = 4 << 20  # bytes; a step of a deep model with all its buffers has some thousand
 
 Record = Start | Step | Eval | Hash | End | Error
 
@@ -115,14 +119,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a record file; a half-written last line is left out."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+    with path.open("rb") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE), b""), start=1):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE:
                 return
             try:
                 record = json.loads(line)
                 kind = record["kind"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise SpecError(f"{path}: line {number} is no record. The file is damaged; run it again.") from None
             if kind == "start":
                 check_schema(record.get("schema"), str(path))

@@ -9,10 +9,12 @@ from pydantic import Field, model_validator
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SchemaError, SpecError, refuse
+from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, drawn
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
 
-START_DEADLINE = 60.0  # seconds for ranks to meet, and the least that any wait may take by default
+START_DEADLINE = 60.0  # seconds for ranks to start and meet
+STEP_DEADLINE = 20.0  # seconds of waiting for others in a step, beside what the transfer itself needs
 SCHEMA = 2  # of spec.json, rankN.jsonl, receipt.json and summary.json together
 
 
@@ -89,6 +91,10 @@ class RunSpec(Spec):
     probe: bool = True  # measure the network before training
     spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
     deadline: float | None = Field(default=None, gt=0, le=86400)  # seconds of any one wait; None: as the link needs
+    start_deadline: float = Field(default=START_DEADLINE, gt=0, le=86400)  # seconds for the ranks to meet
+    checkpoint: int | None = Field(default=None, gt=0)  # steps from one checkpoint to the next; None: none
+    retries: int = Field(default=0, ge=0, le=100)  # restarts of all ranks from the last checkpoint
+    faults: tuple[FaultText, ...] = Field(default=(), max_length=MAX_FAULTS)  # e.g. "kill:rank2@step10"
     port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free one
 
     @property
@@ -108,10 +114,9 @@ class RunSpec(Spec):
         """Micro-batches per step of one rank."""
         return self.local_batch(rank) // self.micro_batch if self.micro_batch else self.accumulate
 
-    @property
-    def start_deadline(self) -> float:
-        """Seconds for the ranks to meet, when nobody knows the model's size yet."""
-        return self.deadline if self.deadline is not None else START_DEADLINE
+    def schedule(self) -> tuple[Fault, ...]:
+        """The faults with every `?` drawn: the same for the same seed."""
+        return drawn(self.faults, self.seed, self.world, self.steps)
 
     @property
     def uneven(self) -> bool:
@@ -134,7 +139,15 @@ class RunSpec(Spec):
 
     @model_validator(mode="after")
     def _rules(self) -> RunSpec:
-        for rule in (_check_nodes, _check_shares, _check_batch, _check_overrides, _check_placement, _check_length):
+        for rule in (
+            _check_nodes,
+            _check_shares,
+            _check_batch,
+            _check_overrides,
+            _check_placement,
+            _check_length,
+            _check_faults,
+        ):
             try:
                 rule(self)
             except SpecError as error:
@@ -150,7 +163,7 @@ class RunSpec(Spec):
         """Read spec.json; another schema is refused by number."""
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"{where}: not JSON ({error}). Write it with `testbed run`.") from None
         if not isinstance(values, dict):
             raise SpecError(f"{where}: holds a {type(values).__name__}, not a run. Write it with `testbed run`.")
@@ -215,6 +228,16 @@ def _check_placement(spec: RunSpec) -> None:
     ):
         rule = f"mode {spec.mode} has no gradient exchange that could come after the step"
         raise refuse("placement", spec.placement, rule, "Use gather, allreduce, ring, tree or halving.")
+
+
+def _check_faults(spec: RunSpec) -> None:
+    for fault in spec.faults:
+        if fault.rank is not None and fault.rank >= spec.world:
+            rule = f"there are ranks 0 to {spec.world - 1}"
+            raise refuse("fault", str(fault), rule, f"Name one of them, or rank{ANY} for any.")
+        if fault.step is not None and spec.steps is not None and fault.step >= spec.steps:
+            rule = f"the run ends after step {spec.steps}"
+            raise refuse("fault", str(fault), rule, "Give an earlier step, or more --steps.")
 
 
 def _check_length(spec: RunSpec) -> None:

@@ -12,9 +12,11 @@ from pydantic import ConfigDict, Field
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
-from testbed.spec.folder import RunFolder
+from testbed.spec.folder import RunFolder, read_bounded
 from testbed.spec.records import read
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
+
+MAX_SUMMARY = 64 << 20  # bytes; the losses of a million steps have 20 million
 
 
 class Summary(Spec):
@@ -47,15 +49,24 @@ class Summary(Spec):
     @classmethod
     def read(cls, folder: RunFolder) -> Summary:
         try:
-            values = json.loads(folder.summary.read_text(encoding="utf-8"))
+            values = json.loads(read_bounded(folder.summary, MAX_SUMMARY))
             check_schema(values["schema"], str(folder.summary))
             return cls.model_validate(values)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SpecError(f"{folder.summary}: damaged ({str(error).splitlines()[0]}). Run it again.") from None
 
 
 def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
     """Read every rank's records and reduce them; `facts` are what only the caller knows (status, substrate, ...)."""
+    try:
+        return _summarise(folder, spec, facts)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise SpecError(
+            f"{folder.path}: its records are damaged ({type(error).__name__}: {error}). Run it again."
+        ) from None
+
+
+def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summary:
     ranks = [list(read(folder.records(rank))) for rank in range(spec.world)]
     steps = [[r for r in records if r["kind"] == "step"] for records in ranks]
     kept = [[r for r in rank_steps if r["step"] >= spec.warmup] for rank_steps in steps]

@@ -21,7 +21,8 @@ HEADER = (
     "replicas agree",
 )
 # Keys that are no condition of a run, or have their place in the row already.
-UNTOLD = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "deadline", "port"}
+UNTOLD = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
+UNTOLD |= {"deadline", "start_deadline", "checkpoint", "retries"}
 # Keys in which a run may differ from its single-node baseline.
 UNCOMPARED = UNTOLD | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
 

@@ -77,28 +77,28 @@ def test_a_users_own_method_trains_from_its_file(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("mode", "victim"), [("ring", 1), ("gather", 0)])
-def test_when_a_rank_is_killed_the_others_end_with_3_in_time(tmp_path: Path, mode: str, victim: int) -> None:
+def test_when_a_rank_is_killed_the_others_end_with_6_in_time(tmp_path: Path, mode: str, victim: int) -> None:
     folder = make(tmp_path, nodes=3, mode=mode, steps=100_000, deadline=30.0)
     others = [rank for rank in range(3) if rank != victim]
     with RankRun(folder.path, 3) as run:
         wait_until(lambda: steps_done(folder, victim) >= 3)
         run.processes[victim].send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        assert run.wait(60.0, others) == [3, 3], run.said(others[0])
+        assert run.wait(60.0, others) == [6, 6], run.said(others[0])
         assert time.monotonic() - killed < 40.0
     for rank in others:
         last = list(read(folder.records(rank)))[-1]
-        assert (last["kind"], last["code"]) == ("error", 3)
+        assert (last["kind"], last["code"]) == ("error", 6)
         assert last["message"] in run.said(rank)
 
 
-def test_when_a_rank_freezes_the_others_end_with_3_after_the_deadline(tmp_path: Path) -> None:
+def test_when_a_rank_freezes_the_others_end_with_6_after_the_deadline(tmp_path: Path) -> None:
     folder = make(tmp_path, nodes=2, mode="ring", steps=100_000, deadline=15.0)
     with RankRun(folder.path, 2) as run:
         wait_until(lambda: steps_done(folder, 1) >= 3)
         run.processes[1].send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
-        assert run.wait(60.0, [0]) == [3], run.said(0)
+        assert run.wait(60.0, [0]) == [6], run.said(0)
         assert time.monotonic() - stopped < 35.0
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_is_stopped_keeps_what_it_measured_and_ends_with_130(tmp_pat
         run.processes[0].send_signal(signal.SIGTERM)
         assert run.wait(30.0) == [130]
     assert steps_done(folder, 0) >= 3
-    assert list(read(folder.records(0)))[-1] == {"kind": "error", "code": 130, "message": "stopped by SIGTERM"}
+    assert list(read(folder.records(0)))[-1]["message"] == "stopped by SIGTERM"
 
 
 # --- bad input: one sentence, exit code 2 ------------------------------------------------------------------------

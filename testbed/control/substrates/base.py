@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
 from testbed.spec.link import Link
 
+MEMORY_LEFT = 64 << 20  # bytes until a rank that grows meets its limit
 NODE_PORT = 29_500  # where ranks meet on a node that has its ports to itself
 
 
@@ -48,6 +49,10 @@ class Process(Protocol):
         """Send a signal; a process that has ended is left alone."""
         ...
 
+    def forbid_writing(self) -> None:
+        """From now on no file of it can grow, as on a full disk."""
+        ...
+
 
 class Substrate(Protocol):
     """Enter it and the nodes exist; leave it and exactly what was created is gone, with all that ran there."""
@@ -55,6 +60,7 @@ class Substrate(Protocol):
     name: str
     shaped: bool  # can it apply a Link?
     python: str  # what a node calls Python; our package is on its path
+    faults: Collection[str]  # kinds of faults (spec/fault.py) that can be injected here
 
     @property
     def nodes(self) -> Sequence[NodeHandle]:
@@ -103,3 +109,15 @@ class Substrate(Protocol):
     def resume(self, node: int) -> None: ...
     def cut(self, node: int) -> None: ...
     def join(self, node: int) -> None: ...
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Another rate of the link, each way; None: the one that was planned."""
+        ...
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        """Another share of the processor; None: the one that was planned."""
+        ...
+
+    def limit_memory(self, node: int) -> None:
+        """Let the rank have MEMORY_LEFT bytes more than now."""
+        ...

@@ -12,32 +12,34 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from testbed.control.compose_file import CPU_PERIOD, ROOT, render
 from testbed.control.substrates import owner
-from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.container_process import ContainerProcess
-from testbed.control.substrates.engine import IMAGE, OWNER_LABEL, PROJECT_LABEL, TIMEOUT, check, connect
-from testbed.control.substrates.process import GRACE, copy, run
-from testbed.net.shaping import route_congestion, shape
+from testbed.control.substrates.engine import IMAGE, OWNER_LABEL, PROJECT_LABEL, TIMEOUT, check, connect, in_words
+from testbed.control.substrates.process import GRACE, SharedFiles, run
+from testbed.net.shaping import reshape, route_congestion, shape
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import NetworkInvalid, TestbedError
+from testbed.spec.fault import KINDS
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY
 
 INTERFACE = "eth0"
 
 
-class ComposeSubstrate:
+class ComposeSubstrate(SharedFiles):
     """N labelled containers of one Compose project on a network of their own; whatever happens, they are removed."""
 
     name = "compose"
     shaped = True
     python = "python3"  # of the image, which has our package on its path
+    faults: Collection[str] = KINDS
     notes: Sequence[str] = ()
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:
@@ -47,6 +49,9 @@ class ComposeSubstrate:
         self._cleanup = ExitStack()
         self._started: list[ContainerProcess] = []
         self._limited: set[int] = set()
+        self._paused: set[int] = set()
+        self._gateways: dict[int, str] = {}  # of nodes that are cut off
+        self._rates = {node: plan.link.rate for node, plan in enumerate(plans)}  # now
         self._containers: list[Any] = []
         self.nodes: Sequence[NodeHandle] = ()
 
@@ -97,16 +102,18 @@ class ComposeSubstrate:
         try:
             for command in shape(plan.link, INTERFACE):
                 self.exec(node, command, TIMEOUT)
-            if plan.congestion is not None:
-                found = self.exec(
-                    node, ["ip", "-json", "-4", "route", "show", "dev", INTERFACE, "scope", "link"], TIMEOUT
-                )
-                for route in json.loads(found):
-                    self.exec(
-                        node, route_congestion(plan.congestion, route["dst"], INTERFACE, route.get("prefsrc")), TIMEOUT
-                    )
+            self._set_congestion(node, plan.congestion)
         except TestbedError as error:
             raise NetworkInvalid(f"{plan.name}: {error}") from None
+
+    def _set_congestion(self, node: int, name: str | None) -> None:
+        """Through the route, for whatever network the container is in."""
+        for route in self._routes(node, "scope", "link") if name else []:
+            self.exec(node, route_congestion(name or "", route["dst"], INTERFACE, route.get("prefsrc")), TIMEOUT)
+
+    def _routes(self, node: int, *which: str) -> list[dict[str, Any]]:
+        found = self.exec(node, ["ip", "-json", "-4", "route", "show", *which, "dev", INTERFACE], TIMEOUT)
+        return list(json.loads(found or "[]"))
 
     def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
         """Run to the end in the container, as its root: that is how its network is shaped."""
@@ -116,7 +123,7 @@ class ComposeSubstrate:
         """Start a process without any privilege; the first under quota puts the container under it."""
         cpus = self._plans[node].cpus
         if quota and cpus is not None and node not in self._limited:
-            self._containers[node].update(cpu_period=CPU_PERIOD, cpu_quota=round(cpus * CPU_PERIOD))
+            self.set_cpus(node, None)
             self._limited.add(node)
         process = ContainerProcess(self._containers[node].id, argv, env, log, _who())
         self._started.append(process)
@@ -132,7 +139,10 @@ class ComposeSubstrate:
             os.chown(folder, *_who())
 
     def stop(self) -> None:
-        """SIGTERM, some seconds to write things down, then SIGKILL."""
+        """SIGTERM, some seconds to write things down, then SIGKILL; a frozen container could not react."""
+        for node in tuple(self._paused):
+            with contextlib.suppress(TestbedError):
+                self.resume(node)
         for signum, grace in ((15, GRACE), (9, GRACE)):
             running = [process for process in self._started if process.poll() is None]
             for process in running:
@@ -144,33 +154,60 @@ class ComposeSubstrate:
             process.abandon()
         self._started.clear()
 
-    def put(self, node: int, local: Path, remote: Path) -> None:
-        """Copy within what is mounted."""
-        copy(local, remote)
-
-    def get(self, node: int, remote: Path, local: Path) -> None:
-        """Copy within what is mounted."""
-        copy(remote, local)
-
     def kill(self, node: int) -> None:
-        """SIGKILL the whole container."""
-        self._containers[node].kill()
+        """SIGKILL all that was started in the container, as its own user; the idle container stays, as a host would."""
+        uid, gid = _who()
+        everything = ["docker", "exec", "--user", f"{uid}:{gid}", self._containers[node].id]
+        run([*everything, "sh", "-c", "kill -9 -1; true"], TIMEOUT)
 
     def pause(self, node: int) -> None:
         """Freeze the container."""
-        self._containers[node].pause()
+        with in_words():
+            self._containers[node].pause()
+        self._paused.add(node)
 
     def resume(self, node: int) -> None:
         """Let it go on."""
-        self._containers[node].unpause()
+        self._paused.discard(node)
+        with in_words():
+            self._containers[node].unpause()
 
     def cut(self, node: int) -> None:
         """Link down; disconnecting it from the network would throw its address and queues away."""
+        ways = [route["gateway"] for route in self._routes(node, "default") if "gateway" in route]
+        if ways:
+            self._gateways[node] = ways[0]
         self.exec(node, ["ip", "link", "set", INTERFACE, "down"], TIMEOUT)
 
     def join(self, node: int) -> None:
-        """Link up again."""
+        """Link up again, with what the kernel forgot: congestion control stands in a route, and so does the way out."""
         self.exec(node, ["ip", "link", "set", INTERFACE, "up"], TIMEOUT)
+        self._set_congestion(node, self._plans[node].congestion)
+        if node in self._gateways:
+            way = self._gateways.pop(node)
+            self.exec(node, ["ip", "route", "replace", "default", "via", way, "dev", INTERFACE], TIMEOUT)
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Another rate, each way, while packets flow."""
+        link = self._plans[node].link
+        rate = link.rate if rate is None else rate
+        for command in reshape(link, self._rates[node], rate, INTERFACE):
+            self.exec(node, command, TIMEOUT)
+        self._rates[node] = rate
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        """Another share for the whole container."""
+        cpus = self._plans[node].cpus if cpus is None else cpus
+        quota = -1 if cpus is None else max(1000, round(cpus * CPU_PERIOD))
+        with in_words():
+            self._containers[node].update(cpu_period=CPU_PERIOD, cpu_quota=quota)
+
+    def limit_memory(self, node: int) -> None:
+        """A little more than the container uses now."""
+        with in_words():
+            used = self._containers[node].stats(stream=False)["memory_stats"]["usage"]
+            limit = used + MEMORY_LEFT
+            self._containers[node].update(mem_limit=limit, memswap_limit=limit)
 
 
 def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class ContainerProcess:
             with contextlib.suppress(TestbedError):  # it has ended meanwhile
                 run(["docker", "exec", "--user", self._user, self._container, *kill], TIMEOUT)
 
+    def forbid_writing(self) -> None:
+        """No file of it may grow beyond one byte."""
+        limit = ["sh", "-c", 'prlimit --pid "$(cat "$0")" --fsize=1', self._mark]
+        run(["docker", "exec", "--user", self._user, self._container, *limit], TIMEOUT)
+
     def abandon(self) -> None:
         """The container is gone, or will be: nothing is left to wait for."""
         self._exec.signal(9)

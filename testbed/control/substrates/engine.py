@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
@@ -37,6 +37,16 @@ def connect() -> docker.DockerClient:
         reason = str(error).split("(", 1)[0].strip()
         way_out = "Start one; `make engine` installs it"
         raise Unavailable(f"substrate compose: no Docker engine answers ({reason}). {way_out}") from None
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """What the engine refuses becomes an error of ours."""
+    try:
+        yield
+    except (DockerException, OSError) as error:
+        reason = getattr(error, "explanation", None) or str(error)
+        raise TestbedError(f"the Docker engine refused: {str(reason).strip()}") from None
 
 
 def _knock(host: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from testbed.control.substrates.base import NodeHandle, Process
+from testbed.spec.fault import KINDS
 
 
 @dataclass
@@ -32,6 +33,10 @@ class FakeProcess:
         """Remember it."""
         self.signals.append(signum)
 
+    def forbid_writing(self) -> None:
+        """Remember it as a signal that no process gets."""
+        self.signals.append(0)
+
 
 Script = Callable[[int, Sequence[str], Path], int | None]  # (node, argv, log) -> exit code; None: keeps running
 
@@ -42,6 +47,7 @@ class FakeSubstrate:
     name = "fake"
     shaped = True
     python = "python3"
+    faults: Collection[str] = KINDS
     notes: Sequence[str] = ()
 
     def __init__(self, n: int, script: Script = lambda node, argv, log: 0, output: str = "") -> None:
@@ -111,3 +117,15 @@ class FakeSubstrate:
     def join(self, node: int) -> None:
         """Remember it."""
         self.calls.append(("join", node))
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Remember it."""
+        self.calls.append(("set_rate", node, rate))
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        """Remember it."""
+        self.calls.append(("set_cpus", node, cpus))
+
+    def limit_memory(self, node: int) -> None:
+        """Remember it."""
+        self.calls.append(("limit_memory", node))

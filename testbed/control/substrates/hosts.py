@@ -11,13 +11,13 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Self
 
 from testbed.control.content import content_hash
-from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.hosts_each import connected, each, values
 from testbed.control.substrates.hosts_facts import SOON, account, engine, image_content
 from testbed.control.substrates.hosts_meeting import endpoints, meeting_port
@@ -30,6 +30,7 @@ from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec
+from testbed.spec.units import parse_size
 
 NOTE = "hosts.json"  # in the run's folder: what `fab collect` needs to find the run again
 
@@ -40,6 +41,7 @@ class HostsSubstrate:
     name = "hosts"
     shaped = False
     python = "python3"  # of the image
+    faults: Collection[str] = ("kill", "exit", "pause", "oom")
 
     def __init__(
         self,
@@ -217,12 +219,26 @@ class HostsSubstrate:
         if names:
             host.run(["docker", verb, *names], SOON)
 
+    def limit_memory(self, node: int) -> None:
+        """A little more than the rank's container uses now."""
+        host = self._hosts[node]
+        for process in self._started:
+            if process.host is host and not process.ended:
+                shown = host.run(["docker", "stats", "--no-stream", "--format", "{{.MemUsage}}", process.name], SOON)
+                limit = str(parse_size(shown.split("/")[0].strip()) + MEMORY_LEFT)
+                host.run(["docker", "update", "--memory", limit, "--memory-swap", limit, process.name], SOON)
+
     def cut(self, node: int) -> None:
-        """Not here."""
-        raise Unavailable("cutting a link: no interface of a real host is ever touched. Use --on compose or netns")
+        """Not here, nor anything else that touches what a host has for others too."""
+        raise Unavailable("a real host's interface and processor are never touched. Use --on compose or netns.")
 
     def join(self, node: int) -> None:
-        """Not here."""
+        self.cut(node)
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        self.cut(node)
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
         self.cut(node)
 
 
@@ -244,6 +260,9 @@ class _Together:
 
     def signal(self, signum: int) -> None:
         self._process.signal(signum)
+
+    def forbid_writing(self) -> None:
+        raise Unavailable("disk-full: cannot be had on real hosts. Use --on compose or netns.")
 
     def _told(self, first: TestbedError) -> TestbedError:
         errors = [first, *(p.error for p in self._all if p.error is not None and p.error is not first)]

@@ -62,9 +62,11 @@ def _remove(each: Leftover) -> list[int]:
     if each.kind == "project":
         engine.remove_project(each.name)
         return []
-    group = cgroups.CpuGroup(cgroups.find_hierarchy(), each.name.removeprefix(f"{cgroups.TOP}/"))
-    killed = group.kill()
-    group.remove()
+    killed: list[int] = []
+    for hierarchy in _hierarchies():
+        group = cgroups.CpuGroup(hierarchy, each.name.removeprefix(f"{cgroups.TOP}/"))
+        killed += group.kill()
+        group.remove()
     return killed
 
 
@@ -89,13 +91,21 @@ def _namespaces() -> list[Leftover]:
     return [Leftover("namespace", match[0], match[1]) for match in matches]
 
 
+def _hierarchies() -> list[cgroups.Hierarchy]:
+    """Where groups of ours may be: of the processor, and of memory where that is mounted apart."""
+    found = []
+    for controller in ("cpu", "memory"):
+        with contextlib.suppress(Unavailable):
+            found.append(cgroups.find_hierarchy(controller=controller))
+    return list(dict.fromkeys(found))
+
+
 def _groups() -> list[Leftover]:
-    with contextlib.suppress(Unavailable):
-        owners = cgroups.owners(cgroups.find_hierarchy())
-        return [
-            Leftover("cgroup", str(Path(cgroups.TOP, who, folder.name)), who)
-            for who, folders in owners.items()
-            if owner.PATTERN.fullmatch(who)
-            for folder in folders
-        ]
-    return []
+    found = [
+        Leftover("cgroup", str(Path(cgroups.TOP, who, folder.name)), who)
+        for hierarchy in _hierarchies()
+        for who, folders in cgroups.owners(hierarchy).items()
+        if owner.PATTERN.fullmatch(who)
+        for folder in folders
+    ]
+    return list(dict.fromkeys(found))

@@ -15,17 +15,18 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from testbed.control.cgroups import CpuGroup, find_hierarchy, quota_and_period
 from testbed.control.substrates import owner
-from testbed.control.substrates.base import NODE_PORT, NodeHandle, NodePlan, Process
-from testbed.control.substrates.process import LocalProcess, copy, dies_with_parent, run, spawn, stop
-from testbed.net.shaping import congestion, route_congestion, shape
+from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.process import LocalProcess, SharedFiles, dies_with_parent, run, spawn, stop
+from testbed.net.shaping import congestion, reshape, route_congestion, shape
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
+from testbed.spec.fault import KINDS
 from testbed.spec.link import Link
 
 PREFIX = "testbed"
@@ -87,12 +88,13 @@ def _rehearse(commands: list[list[str]], lacks: str) -> None:
         ) from None
 
 
-class NetnsSubstrate:
+class NetnsSubstrate(SharedFiles):
     """N shaped namespaces under one owner mark; whatever happens inside `with`, nothing of them remains."""
 
     name = "netns"
     shaped = True
     python = sys.executable
+    faults: Collection[str] = KINDS
     notes: Sequence[str] = ()
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
@@ -100,7 +102,9 @@ class NetnsSubstrate:
         self._owner = owner.current()
         self._switch = namespace(self._owner, "switch")
         self._names = [namespace(self._owner, plan.name) for plan in plans]
-        self._groups: dict[int, CpuGroup] = {}
+        self._groups: dict[int, CpuGroup] = {}  # with a quota
+        self._late: list[CpuGroup] = []  # made for a fault
+        self._rates = {node: plan.link.rate for node, plan in enumerate(plans)}  # now
         self._started: list[LocalProcess] = []
         self._cleanup = ExitStack()
         self.nodes: Sequence[NodeHandle] = tuple(
@@ -111,6 +115,7 @@ class NetnsSubstrate:
     def __enter__(self) -> Self:
         check(self._plans)
         with ExitStack() as undo:  # unwinds what exists so far if any of this fails
+            undo.callback(self._remove_late)
             self._make_switch(undo)
             for node, plan in enumerate(self._plans):
                 self._make_node(node, undo)
@@ -181,14 +186,6 @@ class NetnsSubstrate:
         self._started.append(process)
         return process
 
-    def put(self, node: int, local: Path, remote: Path) -> None:
-        """Copy within the shared file system."""
-        copy(local, remote)
-
-    def get(self, node: int, remote: Path, local: Path) -> None:
-        """Copy within the shared file system."""
-        copy(remote, local)
-
     def kill(self, node: int) -> None:
         """SIGKILL everything in the namespace."""
         owner.kill_until_gone(self._pids(node))
@@ -209,9 +206,40 @@ class NetnsSubstrate:
         """Plug the cable in again."""
         _ip(["-n", self._switch, "link", "set", f"port{node}", "up"])
 
-    def set_cpus(self, node: int, cpus: float) -> None:
-        """Change a node's share while it runs (a fault: the slow processor)."""
-        self._groups[node].set_quota(cpus)
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Another rate, each way, while packets flow."""
+        plan = self._plans[node]
+        rate = plan.link.rate if rate is None else rate
+        for command in reshape(plan.link, self._rates[node], rate, self.nodes[node].interface):
+            self.exec(node, command, TIMEOUT)
+        self._rates[node] = rate
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        """Change a node's share while it runs; one without a share gets a group now."""
+        if node not in self._groups:
+            self._groups[node] = self._late_group(node, "cpu")
+        self._groups[node].set_quota(self._plans[node].cpus if cpus is None else cpus)
+
+    def limit_memory(self, node: int) -> None:
+        """By the memory controller: a group of its own in version 1, the node's only one in version 2."""
+        group = self._groups.get(node)
+        if group is None or find_hierarchy(controller="memory").version == 1:
+            group = self._late_group(node, "memory")
+        group.set_memory(MEMORY_LEFT)
+
+    def _late_group(self, node: int, controller: str) -> CpuGroup:
+        """A group for what runs already."""
+        group = CpuGroup(find_hierarchy(controller=controller), f"{self._owner}/{self._plans[node].name}")
+        if not group.path.exists():
+            group.make()
+            self._late.append(group)
+        group.take_in(self._pids(node)())
+        return group
+
+    def _remove_late(self) -> None:
+        for group in self._late:
+            group.kill()
+            group.remove()
 
     def _inside(self, node: int) -> list[str]:
         return ["ip", "netns", "exec", self._names[node]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -48,6 +49,11 @@ class LocalProcess:
     def signal(self, signum: int) -> None:
         """Send a signal; a process that has ended is left alone."""
         self._popen.send_signal(signum)
+
+    def forbid_writing(self) -> None:
+        """No file may grow beyond one byte: a write fails as it does on a full disk."""
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (1, 1))
 
     def group(self) -> list[int]:
         """Our live processes that share its group: itself and what it forked."""
@@ -122,12 +128,25 @@ def copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-class ProcessSubstrate:
+class SharedFiles:
+    """put and get where every node sees this machine's files."""
+
+    def put(self, node: int, local: Path, remote: Path) -> None:
+        """Copy within what is shared."""
+        copy(local, remote)
+
+    def get(self, node: int, remote: Path, local: Path) -> None:
+        """Copy within what is shared."""
+        copy(remote, local)
+
+
+class ProcessSubstrate(SharedFiles):
     """Every node is this machine; links and CPU shares stay as they are, and `notes` lists what that leaves out."""
 
     name = "process"
     shaped = False
     python = sys.executable
+    faults: Collection[str] = ("kill", "exit", "pause", "disk-full")
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)
@@ -175,14 +194,6 @@ class ProcessSubstrate:
         stop(process for _, process in self._started)
         self._started.clear()
 
-    def put(self, node: int, local: Path, remote: Path) -> None:
-        """Copy within the shared file system."""
-        copy(local, remote)
-
-    def get(self, node: int, remote: Path, local: Path) -> None:
-        """Copy within the shared file system."""
-        copy(remote, local)
-
     def kill(self, node: int) -> None:
         """SIGKILL everything of the node."""
         self._signal(node, signal.SIGKILL)
@@ -202,6 +213,18 @@ class ProcessSubstrate:
     def join(self, node: int) -> None:
         """Not here: loopback has no link per node."""
         self.cut(node)
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Not here: loopback has no link per node."""
+        self.cut(node)
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        """Not here: nobody limits a plain process."""
+        raise Unavailable("a share of the processor: plain processes have none. Use --on netns (as root)")
+
+    def limit_memory(self, node: int) -> None:
+        """Not here: nobody limits a plain process."""
+        raise Unavailable("a memory limit: plain processes have none. Use --on netns (as root)")
 
     def _signal(self, node: int, signum: int) -> None:
         for index, process in self._started:

@@ -50,6 +50,16 @@ class Synchronizer(Protocol):
         """Somebody is about to look at the parameters: finish what is on its way."""
         ...
 
+    rehearses: bool  # True where the first step differs from all others, and a resumed run must get past it first
+
+    def state(self) -> dict[str, Tensor]:
+        """What the mode itself holds between two steps, once settled, for a checkpoint."""
+        ...
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """The other way, after `attach`."""
+        ...
+
     def close(self) -> None:
         """Bring replicas together where the mode let them drift."""
         ...
@@ -59,6 +69,7 @@ class NoSync:
     """Every rank steps on its own gradients. Also what the other shapes share."""
 
     keeps_gradients = False  # True where .grad are views of our buffers
+    rehearses = False
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         self.mode = mode
@@ -81,6 +92,13 @@ class NoSync:
 
     def settle(self) -> None:
         """Nothing is on its way between steps."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing beyond what model and optimizer hold."""
+        return {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Nothing to take over."""
 
     def close(self) -> None:
         """Nothing drifted that should not have."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
 from testbed.rank.group import Group
@@ -42,6 +44,12 @@ class ParameterMean(GradientMean):
         self.drifted = local
         if local and (self.done - self.mode.every_from) % self.mode.every == 0:
             self.close()
+
+    def state(self) -> dict[str, Tensor]:
+        return {"done": torch.tensor(self.done), "drifted": torch.tensor(self.drifted)}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.done, self.drifted = int(state["done"]), bool(state["drifted"])
 
     def close(self) -> None:
         if self.drifted:

@@ -22,6 +22,8 @@ class DDP(NoSync):
     there, so from that call to the end of backward the loop computes nothing: it is blocked.
     """
 
+    rehearses = True  # the first backward decides how buckets are packed, and so in which order sums are made
+
     def attach(self, model: Module, update: Update) -> Module:
         super().attach(model, update)
         megabytes = self.mode.bucket / 2**20 if self.mode.bucket else None

@@ -21,7 +21,7 @@ def flags_of(command: str) -> set[str]:
 def test_the_flags_of_run_are_these_and_no_more():
     assert flags_of("run") == {
         *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
-        *("--on", "--inventory", "--set", "--out", "--json"),
+        *("--on", "--inventory", "--set", "--out", "--json", "--fault", "--retries", "--resume"),
     }
 
 

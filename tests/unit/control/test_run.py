@@ -130,7 +130,7 @@ def test_ctrl_c_during_the_probe_stops_everything_and_leaves_a_summary(fake: Fak
 def test_ctrl_c_during_training_keeps_what_was_measured(
     fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     fake.receipts = iter([GOOD])

@@ -52,9 +52,9 @@ def test_all_well_returns(tmp_path):
 def test_a_killed_rank_is_blamed_before_those_that_lost_it(tmp_path):
     folder = RunFolder(tmp_path)
     records(folder, 2, {"kind": "step", "step": 6})
-    records(folder, 0, {"kind": "error", "code": 3, "message": "rank 0 lost a peer"})
+    records(folder, 0, {"kind": "error", "code": 6, "message": "rank 0 lost a peer"})
     with pytest.raises(RankFailed, match=r"rank 2 \(node2\) was killed by SIGKILL after step 7.*rank 0 lost it"):
-        watch.follow([Scripted(3), Scripted(0), Scripted(-9, polls=4)], folder, Silent())
+        watch.follow([Scripted(6), Scripted(0), Scripted(-9, polls=4)], folder, Silent())
 
 
 def test_a_ranks_refusal_becomes_ours(tmp_path):
@@ -88,12 +88,12 @@ def test_before_ranks_say_how_long_they_wait_they_get_the_time_to_start(tmp_path
 
 def test_a_frozen_rank_is_named_by_those_that_lost_it(tmp_path):
     folder = RunFolder(tmp_path)
-    lost = {"kind": "error", "code": 3, "message": "rank lost a peer: timed out"}
+    lost = {"kind": "error", "code": 6, "message": "rank lost a peer: timed out"}
     records(folder, 0, {"kind": "step", "step": 6}, lost)
     records(folder, 1, {"kind": "step", "step": 5})
     records(folder, 2, {"kind": "step", "step": 6}, lost)
     with pytest.raises(RankFailed) as error:
-        watch.follow([Scripted(3), Scripted(0, polls=NEVER), Scripted(3, polls=2)], folder, Silent())
+        watch.follow([Scripted(6), Scripted(0, polls=NEVER), Scripted(6, polls=2)], folder, Silent())
     said = "rank 1 (node1) is silent since step 6; rank 0, rank 2 lost it."
     assert str(error.value) == f"{said} See {folder.log(1)}"
 
@@ -103,12 +103,12 @@ def test_of_two_silent_ranks_the_one_that_is_behind_is_the_frozen_one(tmp_path):
     records(folder, 1, {"kind": "step", "step": 6})
     records(folder, 2, {"kind": "step", "step": 4})
     with pytest.raises(RankFailed, match=r"rank 2 \(node2\) is silent since step 5; rank 0 lost it"):
-        watch.follow([Scripted(3), Scripted(0, polls=NEVER), Scripted(0, polls=NEVER)], folder, Silent())
+        watch.follow([Scripted(6), Scripted(0, polls=NEVER), Scripted(0, polls=NEVER)], folder, Silent())
 
 
 def test_a_rank_that_broke_is_blamed_even_if_another_never_ends(tmp_path):
     with pytest.raises(RankFailed, match=r"rank 2 \(node2\) ended with code 1 before its first step.*rank 0 lost it"):
-        watch.follow([Scripted(3), Scripted(0, polls=NEVER), Scripted(1)], RunFolder(tmp_path), Silent())
+        watch.follow([Scripted(6), Scripted(0, polls=NEVER), Scripted(1)], RunFolder(tmp_path), Silent())
 
 
 def test_a_half_written_line_waits_for_its_end(tmp_path):

@@ -1,0 +1,47 @@
+"""Lock: one controller per run folder and per experiment; the kernel frees it with the process, however that ends.
+
+The file says who holds it: `<pid>-<start time>` and the command, for the message. A file that nobody holds is what a
+dead controller left, and is simply taken over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from testbed.control.substrates import owner
+from testbed.spec.errors import Unavailable
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold the lock of `path` (a folder that need not exist): a hidden file beside it."""
+    file = path.parent / f".{path.name}.lock"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle = _take(file)
+    try:
+        os.truncate(handle, 0)
+        os.pwrite(handle, f"{owner.current()}\n".encode(), 0)
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is held: who waits for nothing may make a new one
+        os.close(handle)
+
+
+def _take(file: Path) -> int:
+    """The locked file; again where another freed and removed it between our opening and locking it."""
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(handle, 64, 0).decode(errors="replace").partition("-")[0].strip() or "unknown"
+            os.close(handle)
+            what = str(file.with_name(file.name[1:].removesuffix(".lock")))
+            raise Unavailable(f"{what}: process {who} is at it. Wait for its end, or use another folder.") from None
+        if file.exists() and os.path.samestat(os.fstat(handle), file.stat()):
+            return handle
+        os.close(handle)

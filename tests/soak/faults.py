@@ -1,0 +1,121 @@
+"""Runs that go wrong on purpose: killed, silent, disturbed for a moment, resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.soak.book import Outcome
+from tests.soak.runs import DEADLINE, SMALL, Run, drop, scratch, testbed
+
+KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
+RESUME_MODES = ("ring", "ddp", "ring/bucket:2MiB/pipeline")
+FOREVER, SHORT = "1000000", "240"  # steps
+NODES = 4
+Cases = Iterator[tuple[str, Callable[[], Outcome]]]
+
+
+def kill(count: int = 20) -> Cases:
+    """SIGKILL at seeded moments, in every mode, on namespaces and plain processes in turn."""
+    for mode in KILL_MODES:
+        for seed in range(count):
+            rng = random.Random(f"kill {mode} {seed}")
+            rank, moment = rng.randrange(NODES), rng.randrange(0, 3000)
+            place = ("netns", "process")[seed % 2]
+            fault = f"kill:rank{rank}@{moment}ms" if moment else f"kill:rank{rank}@step0"
+            yield f"{mode} {seed} {place} {fault}", lambda m=mode, p=place, f=fault, r=rank: _fatal(m, p, f, r, 10.0)
+
+
+def silence(count: int = 10) -> Cases:
+    """A pause beyond the deadline, and a cable that is pulled."""
+    for kind in ("pause", "cut"):
+        for seed in range(count):
+            rng = random.Random(f"{kind} {seed}")
+            mode = KILL_MODES[seed % len(KILL_MODES)]
+            rank, step = rng.randrange(NODES), rng.randrange(1, 60)
+            fault = f"{kind}:rank{rank}@step{step}"
+            yield f"{mode} {seed} netns {fault}", lambda m=mode, f=fault, r=rank: _fatal(m, "netns", f, r, DEADLINE + 5)
+
+
+def _fatal(mode: str, place: str, fault: str, rank: int, limit: float) -> Outcome:
+    """The run must end by itself in time, name the rank, leave nothing and count nowhere."""
+    folder = scratch()
+    try:
+        run = testbed(*SMALL, *_network(place), "--mode", mode, "--steps", FOREVER, "--fault", fault, out=folder / "r")
+        injected = run.event("injected")
+        seconds = round(run.ended - injected["begun"], 2) if injected else None
+        left = run.left()
+        named = run.names(rank)
+        in_time = seconds is not None and seconds <= limit
+        ok = in_time and not left and run.status == "failed" and run.code == 3
+        outcome: Outcome = {"ok": ok, "seconds": seconds, "named": named, "left": len(left), "code": run.code}
+        return outcome if ok and named else outcome | {"said": run.said[-500:], "what": left}
+    finally:
+        drop(folder)
+
+
+def hiccup(count: int = 5) -> Cases:
+    """A pause of 3 s, and a tenth of the rate for 5 s: the run finishes with the very parameters of the undisturbed."""
+    references: dict[str, str | None] = {}
+    for kind in ("pause", "rate"):
+        for seed in range(count):
+            rng = random.Random(f"{kind} hiccup {seed}")
+            mode = KILL_MODES[seed % len(KILL_MODES)]
+            rank, step = rng.randrange(NODES), rng.randrange(5, 40)
+            fault = f"pause:rank{rank}@step{step}+3s" if kind == "pause" else f"rate:rank{rank}@step{step}+5s=10mbit"
+            yield f"{mode} {seed} {fault}", lambda m=mode, f=fault: _same(m, ["--fault", f], references, "netns")
+
+
+def resume(count: int = 10) -> Cases:
+    """Killed at a random step, restarted from the last checkpoint: the undisturbed hash."""
+    references: dict[str, str | None] = {}
+    for mode in RESUME_MODES:
+        for seed in range(count):
+            rng = random.Random(f"resume {mode} {seed}")
+            fault = f"kill:rank{rng.randrange(NODES)}@step{rng.randrange(1, int(SHORT) - 40)}"
+            flags = ["--fault", fault, "--retries", "1", "--set", f"checkpoint={rng.choice((7, 10, 25))}"]
+            yield f"{mode} {seed} {fault}", lambda m=mode, f=flags: _same(m, f, references, "process")
+
+
+def _same(mode: str, flags: list[str], references: dict[str, str | None], place: str) -> Outcome:
+    folder = scratch()
+    try:
+        if mode not in references:
+            references[mode] = _short(mode, [], place, folder / "reference").final_hash()
+        run = _short(mode, flags, place, folder / "r")
+        identical = run.final_hash() is not None and run.final_hash() == references[mode]
+        injected, left = run.event("injected") is not None, run.left()
+        ok = identical and injected and run.code == 0 and run.status == "ok" and not left
+        outcome: Outcome = {"ok": ok, "identical": identical, "injected": injected, "left": len(left), "code": run.code}
+        return outcome if ok else outcome | {"said": run.said[-800:], "what": left}
+    finally:
+        drop(folder)
+
+
+def _short(mode: str, flags: list[str], place: str, out: Path) -> Run:
+    return testbed(*SMALL, *_network(place), "--mode", mode, "--steps", SHORT, *flags, out=out)
+
+
+def _network(place: str) -> list[str]:
+    return ["--nodes", str(NODES), "--on", place, *(["--rate", "100mbit"] if place == "netns" else [])]
+
+
+def short(count: int = 100) -> Cases:
+    """Nothing goes wrong: run after run, each from an empty folder, with nothing left."""
+    modes = (*KILL_MODES, "tree", "halving", "server", "ring/every:4", "allreduce/bucket:100KB/overlap")
+    for number in range(count):
+        mode, place = modes[number % len(modes)], ("netns", "process")[number // len(modes) % 2]
+        yield f"{number} {mode} {place}", lambda m=mode, p=place, n=number: _plain(m, p, n)
+
+
+def _plain(mode: str, place: str, seed: int) -> Outcome:
+    folder = scratch()
+    try:
+        flags = [*SMALL, *_network(place), "--mode", mode, "--steps", "20", "--seed", str(seed)]
+        run = testbed(*flags, out=folder / "r")
+        left = run.left()
+        ok = run.code == 0 and run.status == "ok" and run.final_hash() is not None and not left
+        return {"ok": ok, "left": len(left), "code": run.code} | ({} if ok else {"said": run.said[-500:], "what": left})
+    finally:
+        drop(folder)

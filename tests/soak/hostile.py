@@ -1,0 +1,308 @@
+"""Files from strangers: experiments, inventories, run folders, records, checkpoints. Refused with a sentence, or run.
+
+Everything happens in this process, with a place that starts nothing, under an audit hook: it sees every file that is
+opened for writing and every program that is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from testbed.control import cli
+from testbed.spec.errors import TestbedError
+from testbed.spec.folder import RunFolder
+from testbed.spec.inventory import Inventory
+from testbed.spec.run import RunSpec
+from testbed.spec.summary import summarise
+from tests.soak.book import ROOT, Outcome
+from tests.soak.runs import drop, scratch
+
+sys.path.insert(0, str(ROOT / "tests"))  # where pytest finds it, too
+
+NASTY: list[Any] = [
+    *("../../escape", "/etc/passwd", "..", ".", "", "a/../../b", "~root/x", "name\n../x", "\0", "x" * 100_000),
+    *("$(touch stray)", "`touch stray`", "; touch stray", "| sh", "&& touch stray", "-rf", "--help", "%s%n", "{{7*7}}"),
+    *("<script>alert(1)</script>", "\u202egnp.exe", "é" * 70, "\x1b[31m", "NaN", "nan", "inf", "1e309", "0x10", "007"),
+    *(-1, 0, 2**31, 2**63, 10**30, -0.0, 1e308, True, None, [], {}, [[]], [{}], {"a": {"b": 1}}, [None] * 2000),
+    *("ring/" * 50, "ring/bucket:0", "ring/bucket:9" + "9" * 40 + "GiB", "ddp/flat/overlap", "kill:rank0@step1"),
+    *(
+        ["kill:rank99@step1"],
+        ["pause:rank1@step1+" + "9" * 99 + "s"],
+        ["cut:" * 100],
+        [1, 2],
+        ["kill:rank?@step?"] * 99,
+    ),
+]
+MILD: list[Any] = [
+    1,
+    2,
+    3,
+    4,
+    8,
+    0.5,
+    "ring",
+    "tree",
+    "lenet5",
+    "float64",
+    "10mbit",
+    "cubic",
+    "x",
+    False,
+    [4, 4],
+    "step",
+]
+KEYS = [
+    "experiment",
+    "name",
+    "mode",
+    "nodes",
+    "model",
+    "dtype",
+    "batch",
+    "steps",
+    "epochs",
+    "warmup",
+    "seed",
+    "threads",
+]
+KEYS += [
+    "data.name",
+    "data.subset",
+    "data.shares",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "node.cpus",
+    "node.congestion",
+]
+KEYS += ["link.rate", "link.delay", "link.loss", "overrides.node0.cpus", "overrides.../x.cpus", "deadline", "port"]
+KEYS += ["faults", "checkpoint", "retries", "start_deadline", "__class__", "schema", "unknown", "probe", "accumulate"]
+BASE = {"model": "lenet5", "data": {"name": "synthetic"}, "nodes": 2, "batch": 8, "steps": 4, "probe": False}
+
+
+class Guard:
+    """What was started, and what was opened for writing outside of `inside`, while it is armed."""
+
+    def __init__(self) -> None:
+        self.inside: Path | None = None
+        self.offences: list[str] = []
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.inside is None:
+            return
+        if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pty.spawn"):
+            self.offences.append(f"{event} {arguments[0]!r}"[:200])
+        if event == "pickle.find_class":
+            self.offences.append(event)
+        if event == "open" and isinstance(arguments[0], str | bytes) and isinstance(arguments[2], int):
+            path = Path(os.fsdecode(arguments[0])).absolute()
+            writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            if writes and self.inside not in path.resolve().parents and path != Path(os.devnull):
+                self.offences.append(f"open {path}"[:200])
+
+    @contextlib.contextmanager
+    def armed(self, inside: Path) -> Iterator[None]:
+        self.inside, self.offences = inside.resolve(), []
+        try:
+            yield
+        finally:
+            self.inside = None
+
+
+GUARD = Guard()
+
+
+def hostile(count: int = 500) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    for seed, kind in zip(range(count), itertools.cycle(KINDS), strict=False):
+        yield f"{seed} {kind}", lambda s=seed, k=kind: _try(k, s)
+
+
+def _try(kind: str, seed: int) -> Outcome:
+    """Refused in one sentence, or done; anything else is a miss."""
+    from fake_place import FakePlace
+
+    folder, before = scratch(), Path.cwd()
+    patch = pytest.MonkeyPatch()
+    said = io.StringIO()
+    try:
+        os.chdir(folder)
+        patch.setenv("TESTBED_RUNS", str(folder / "runs"))
+        FakePlace(patch)
+        use = KINDS[kind](folder, random.Random(f"hostile {seed}"))
+        with GUARD.armed(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            how = _outcome(use)
+        ok = how[0] in ("refused", "done") and not GUARD.offences
+        return {"ok": ok, "how": how[0]} | ({} if ok else {"why": how[1][:500], "offences": GUARD.offences})
+    finally:
+        patch.undo()
+        os.chdir(before)
+        drop(folder)
+
+
+def _outcome(use: Callable[[], object]) -> tuple[str, str]:
+    try:
+        use()
+    except TestbedError as error:
+        words = str(error)
+        return ("refused", words) if words.strip() else ("refused without a word", "")
+    except typer.Exit as end:
+        return "done", str(end.exit_code)
+    except BaseException as error:
+        return "traceback", f"{type(error).__name__}: {error}"
+    return "done", ""
+
+
+# --- the files ---------------------------------------------------------------------------------------------------
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value if value is not None else "none")
+
+
+def _mangle(data: bytes, rng: random.Random) -> bytes:
+    """Flip, cut, repeat or insert."""
+    for _ in range(rng.randrange(1, 12)):
+        at = rng.randrange(len(data) + 1)
+        data = rng.choice(
+            (
+                data[:at] + rng.randbytes(rng.randrange(1, 5)) + data[at + 1 :],
+                data[:at],
+                data[:at] + data[at // 2 : at] * 2 + data[at:],
+                data[:at] + rng.choice((b"[", b"{", b'"', b"\0", b"\xff", b"=", b"9" * 5000, b"[" * 3000)) + data[at:],
+            )
+        )
+    return data
+
+
+def _values(rng: random.Random) -> dict[str, Any]:
+    among = rng.choice((NASTY, MILD))
+    return {rng.choice(KEYS): rng.choice(among) for _ in range(rng.randrange(1, 4))}
+
+
+def _experiment(folder: Path, rng: random.Random) -> Callable[[], object]:
+    """A sweep whose keys, axes or bytes are bad."""
+    lines = [f"title = {_toml(rng.choice(['a', *map(str, NASTY[:12])]))}", "[base]"]
+    lines += [f"{_key(key)} = {_toml(value)}" for key, value in (BASE | _values(rng)).items()]
+    if rng.random() < 0.4:
+        lines += ["[axes]", f"{_key(rng.choice(KEYS))} = {_toml(rng.choice([['ring', 'tree'], NASTY, [1] * 300, []]))}"]
+    data = "\n".join(lines).encode("utf-8", "surrogatepass")
+    path = folder / rng.choice(("x.toml", "x y.toml", "-x.toml", "x;y.toml", ".toml"))
+    _place(path, _mangle(data, rng) if rng.random() < 0.5 else data, rng)
+    return lambda: cli.app(["sweep", "--on", "fake", "--json", "--", str(path)], standalone_mode=False)
+
+
+def _key(key: str) -> str:
+    return ".".join(json.dumps(part) for part in key.split("."))
+
+
+def _flags(folder: Path, rng: random.Random) -> Callable[[], object]:
+    """`testbed run` with bad settings."""
+    settings = [word for key, value in _values(rng).items() for word in ("--set", f"{key}={_toml(value)}"[:50_000])]
+    settings = [word.replace("\0", "") for word in settings]
+    small = ["--model", "lenet5", "--data", "synthetic", "--batch", "8", "--steps", "4", "--set", "probe=false"]
+    return lambda: cli.app(["run", *small, "--nodes", "2", "--on", "fake", "--json", *settings], standalone_mode=False)
+
+
+def _inventory(folder: Path, rng: random.Random) -> Callable[[], object]:
+    node = {"name": "a", "address": "10.0.0.1", rng.choice(["name", "address", "user", "key", "port", "jump", "x"]): 0}
+    node |= {key: rng.choice(NASTY) for key in node if rng.random() < 0.5}
+    data = "\n".join(["[[nodes]]", *(f"{key} = {_toml(value)}" for key, value in node.items())]).encode()
+    _place(folder / "hosts.toml", _mangle(data, rng) if rng.random() < 0.5 else data, rng)
+    return lambda: Inventory.read(folder / "hosts.toml")
+
+
+def _run_folder(folder: Path, rng: random.Random) -> Callable[[], object]:
+    """Somebody's unfinished run, to be resumed: bad spec, bad summary, links out of it."""
+    run = folder / "given"
+    run.mkdir()
+    spec = json.loads(RunSpec.load(BASE, "soak").to_json())
+    if rng.random() < 0.6:
+        spec |= {key: value for key, value in _values(rng).items() if "." not in key}
+    data = json.dumps(spec).encode("utf-8", "surrogatepass")
+    _place(run / "spec.json", _mangle(data, rng) if rng.random() < 0.4 else data, rng)
+    if rng.random() < 0.5:
+        name = rng.choice(["rank0.jsonl", "rank1.log", "faults.jsonl", "checkpoints", "summary.json", "receipt.json"])
+        target = rng.choice(["/etc/passwd", "../../stray", str(folder.parent / "stray")])
+        (run / name).symlink_to(target)
+    else:
+        (run / "summary.json").write_bytes(rng.randbytes(rng.randrange(400)))
+    return lambda: cli.app(["run", "--resume", str(run), "--on", "fake", "--json"], standalone_mode=False)
+
+
+def _records(folder: Path, rng: random.Random) -> Callable[[], object]:
+    """A finished run's records, to be summed up."""
+    spec = RunSpec.load(BASE, "soak")
+    run = RunFolder(folder / "given")
+    run.create(spec)
+    good = {"kind": "step", "step": 3, "epoch": 0, "total": 1.0, "loss": 2.0, "sent": 1, "received": 1, "images": 4}
+    for rank in range(2):
+        rows = [good | {rng.choice(list(good)): rng.choice(NASTY)} for _ in range(4)]
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8", "surrogatepass")
+        _place(run.records(rank), _mangle(data, rng) if rng.random() < 0.5 else data, rng, links=False)
+    return lambda: summarise(run, spec, status="ok")
+
+
+def _checkpoint(folder: Path, rng: random.Random) -> Callable[[], object]:
+    """Bytes that say they are a checkpoint, with or without a fitting checksum."""
+    import hashlib
+
+    from tests.soak.torn import Trained, keeper
+
+    trained, keeps = Trained(), keeper(folder / "c")
+    keeps.write(trained, 1)
+    tensors, facts = folder / "c" / "rank0-step1.safetensors", folder / "c" / "rank0-step1.json"
+    if rng.random() < 0.6:
+        head = tensors.read_bytes()[: rng.choice((8, 200, 2000))]
+        tensors.write_bytes(_mangle(head, rng) + rng.randbytes(100))
+    if rng.random() < 0.7:
+        told = json.loads(facts.read_text()) | {"sha256": hashlib.sha256(tensors.read_bytes()).hexdigest()}
+        told |= {rng.choice(list(told)): rng.choice(NASTY)} if rng.random() < 0.5 else {}
+        facts.write_text(json.dumps(told))
+    else:
+        facts.write_bytes(_mangle(facts.read_bytes()[:3000], rng))
+    if rng.random() < 0.1:
+        tensors.unlink()
+        tensors.symlink_to("/etc/passwd")
+    return lambda: (keeps.agree(), keeps.load(trained, 1))
+
+
+def _place(path: Path, data: bytes, rng: random.Random, links: bool = True) -> None:
+    """Mostly a file; sometimes a folder, a pipe, a link or something huge."""
+    odd = rng.random() if links else 1.0
+    if odd < 0.03:
+        path.mkdir()
+    elif odd < 0.06:
+        os.mkfifo(path)
+    elif odd < 0.09:
+        path.symlink_to("/dev/zero")
+    elif odd < 0.12:
+        path.write_bytes(data)
+        os.truncate(path, 3 << 30)
+    else:
+        path.write_bytes(data)
+
+
+KINDS: dict[str, Callable[[Path, random.Random], Callable[[], object]]] = {
+    "experiment": _experiment,
+    "flags": _flags,
+    "inventory": _inventory,
+    "run folder": _run_folder,
+    "records": _records,
+    "checkpoint": _checkpoint,
+}

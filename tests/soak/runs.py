@@ -1,0 +1,84 @@
+"""One run of the `testbed` command under a fault, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed.control.substrates import leftovers
+from testbed.spec.folder import TEMPORARY, RunFolder
+from testbed.spec.records import read
+from tests.soak.book import ROOT
+
+DEADLINE = 5.0  # seconds, of every soak
+SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--set", "probe=false"]
+SMALL += ["--set", f"deadline={DEADLINE:g}", "--set", "data.test_subset=100", "--set", "data.subset=1200"]
+PATIENCE = 180.0  # seconds for a command that must end by itself
+
+
+@dataclass
+class Run:
+    """What one command did."""
+
+    code: int
+    said: str
+    ended: float  # monotonic
+    pid: int
+    folder: RunFolder
+    status: str | None
+    history: list[dict[str, Any]]
+
+    def event(self, kind: str) -> dict[str, Any] | None:
+        return next((event for event in self.history if event["event"] == kind), None)
+
+    def names(self, rank: int) -> bool:
+        """The first sentence is about this rank."""
+        return f"testbed: rank {rank} (node{rank})" in self.said
+
+    def left(self) -> list[str]:
+        """Everything of this command's that is still there."""
+        mine = re.compile(rf"{self.pid}-\d+")
+        found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
+        found += [str(path) for path in Path(tempfile.gettempdir()).glob(f"testbed-*{self.pid}*")]
+        halves = self.folder.path.rglob(f".*{TEMPORARY}") if self.folder.path.exists() else ()
+        return found + [str(path) for path in (*halves, *self.folder.path.parent.glob(".*.lock"))]
+
+    def final_hash(self) -> str | None:
+        """Of the parameters after the last step, where all ranks agree."""
+        found = set()
+        for rank in range(self.folder.read_spec().world):
+            hashes = [record for record in read(self.folder.records(rank)) if record["kind"] == "hash"]
+            found.add((hashes[-1]["step"], hashes[-1]["parameters"]) if hashes else None)
+        (only,) = found if len(found) == 1 else (None,)
+        return only[1] if only and only[0] > 0 else None
+
+
+def testbed(*arguments: str, out: Path, patience: float = PATIENCE) -> Run:
+    """`testbed run` to its end."""
+    argv = [sys.executable, "-m", "testbed.control", "run", *arguments]
+    argv += [] if "--resume" in arguments else ["--out", str(out)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said, _ = process.communicate(timeout=patience)
+    folder = RunFolder(out)
+    status = json.loads(folder.summary.read_text())["status"] if folder.summary.is_file() else None
+    lines = folder.faults.read_text().splitlines() if folder.faults.is_file() else []
+    return Run(process.returncode, said, time.monotonic(), process.pid, folder, status, list(map(json.loads, lines)))
+
+
+def scratch() -> Path:
+    """A folder for one run, to be removed with `drop`."""
+    return Path(tempfile.mkdtemp(prefix="soak-"))
+
+
+def drop(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
