@@ -50,12 +50,12 @@ def _leave_compiler_alone() -> None:
 
 
 class Part:
-    """A stretch of the parameters with an optimizer to itself."""
+    """Parameters that are updated together, with an optimizer to themselves."""
 
-    def __init__(self, spec: OptimizerSpec, values: Tensor) -> None:
-        self.parameter = nn.Parameter(values)
-        self.inner = _build(spec, [self.parameter])
-        self.done = 0
+    def __init__(self, spec: OptimizerSpec, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.inner = _build(spec, parameters)
+        self.done = 0  # steps
 
 
 class Optimizer:
@@ -65,35 +65,39 @@ class Optimizer:
         self.spec = spec
         self.batch = batch
         self.total = total
-        self.done = 0
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
         _leave_compiler_alone()
-        self.inner = _build(spec, self.parameters)
-        self._plain_step = inspect.unwrap(type(self.inner).step)  # the wrappers ask for the compiler, too
+        self.parts = [Part(spec, [p for p in model.parameters() if p.requires_grad])]
+        self._plain_step = inspect.unwrap(type(self.parts[0].inner).step)  # the wrappers ask for the compiler, too
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """What the update rule remembers of each parameter, or own part of one, by its number; and the steps done."""
-        found = {"done": torch.tensor(self.done)}
-        for number, parameter in enumerate(self.inner.param_groups[0]["params"]):
-            values = self.inner.state.get(parameter, {})
-            found |= {f"{number}.{key}": value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        found = {"done": torch.tensor(self.parts[0].done)}
+        for number, (part, parameter) in enumerate(self._everything()):
+            values = part.inner.state.get(parameter, {})
+            found |= {f"{number}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         return found
 
-    def load(self, state: dict[str, torch.Tensor]) -> None:
+    def load(self, state: dict[str, Tensor]) -> None:
         """The other way; a tensor that fits no parameter raises."""
-        self.done = int(state["done"])
-        self.inner.state.clear()
+        for part in self.parts:
+            part.done = int(state["done"])
+            part.inner.state.clear()
+        everything = self._everything()
         for name, value in state.items():
             number, _, key = name.partition(".")
             if key:
-                parameter = self.inner.param_groups[0]["params"][int(number)]
+                part, parameter = everything[int(number)]
                 if value.numel() > 1 and value.shape != parameter.shape:
                     raise ValueError(f"optimizer {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
-                self.inner.state[parameter][key] = value.clone()
+                part.inner.state[parameter][key] = value.clone()
+
+    def _everything(self) -> list[tuple[Part, nn.Parameter]]:
+        return [(part, parameter) for part in self.parts for parameter in part.parameters]
 
     def zero(self, keep: bool) -> None:
         """Clear gradients; `keep` zeroes them in place, for they are views of a mode's buffers."""
-        self.inner.zero_grad(set_to_none=not keep)
+        for part in self.parts:
+            part.inner.zero_grad(set_to_none=not keep)
 
     @property
     def clips(self) -> bool:
@@ -106,23 +110,21 @@ class Optimizer:
     def step(self) -> None:
         """Set the learning rate, clip, update."""
         if self.spec.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.spec.clip)
-        self._step(self.inner, self.done)
-        self.done += 1
+            nn.utils.clip_grad_norm_(self.parts[0].parameters, self.spec.clip)
+        self._step(self.parts[0])
 
     def own(self, parts: list[Tensor]) -> None:
         """From now on it is these parts of the parameters that are updated, each when its gradient is there."""
-        self.parts = [Part(self.spec, part) for part in parts]
+        self.parts = [Part(self.spec, [nn.Parameter(values)]) for values in parts]
 
     def step_part(self, number: int, gradient: Tensor) -> None:
         """Update one part. Threads may update different parts at the same time."""
-        part = self.parts[number]
-        part.parameter.grad = gradient
-        self._step(part.inner, part.done)
-        part.done += 1
+        self.parts[number].parameters[0].grad = gradient
+        self._step(self.parts[number])
 
-    def _step(self, inner: torch.optim.Optimizer, done: int) -> None:
-        for group in inner.param_groups:
-            group["lr"] = lr_at(done, self.spec, self.batch, self.total)
+    def _step(self, part: Part) -> None:
+        for group in part.inner.param_groups:
+            group["lr"] = lr_at(part.done, self.spec, self.batch, self.total)
         with torch.no_grad():
-            self._plain_step(inner)
+            self._plain_step(part.inner)
+        part.done += 1

@@ -106,8 +106,8 @@ def test_zeroing_can_keep_the_gradient_where_it_is() -> None:
 )
 def test_a_name_is_torchs_own_optimizer_with_the_settings_of_the_spec(name: str, kind: type) -> None:
     _, optimizer = one([1.0, 1.0], name=name, weight_decay=0.25, momentum=0.5)
-    assert type(optimizer.inner) is kind
-    settings = optimizer.inner.param_groups[0]
+    assert type(optimizer.parts[0].inner) is kind
+    settings = optimizer.parts[0].inner.param_groups[0]
     assert settings["weight_decay"] == 0.25
     assert settings.get("momentum", 0.5) == 0.5
 
