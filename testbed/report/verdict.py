@@ -169,7 +169,14 @@ def _tiles(chapter: Chapter, best: Cell, worst: Cell) -> list[Tile]:
 
 def checks(chapter: Chapter) -> list[Check]:
     """Asked against got, counted against computed, part against whole."""
-    found = [_network(chapter), _replicas(chapter), _bytes(chapter), _sums(chapter), _control(chapter)]
+    found = [
+        _network(chapter),
+        _replicas(chapter),
+        _bytes(chapter),
+        _sums(chapter),
+        _control(chapter),
+        _clocks(chapter),
+    ]
     return [check for check in found if check is not None]
 
 
@@ -211,6 +218,16 @@ def _sums(chapter: Chapter) -> Check:
         f"within {percent(busy)}"
     )
     return Check(max(step, busy) <= SUM_TOLERANCE, text)
+
+
+def _clocks(chapter: Chapter) -> Check | None:
+    """Only where nodes have clocks of their own: what waiting and traces may be wrong by."""
+    error = max(run.network.offset_error for cell in chapter.cells for run in cell.runs)
+    waiting = [w for cell in chapter.cells for w in cell.waiting.waiting if cell.waiting.exchanges]
+    if not error:
+        return None
+    fine = error <= max(0.001, 0.1 * statistics.fmean(waiting)) if waiting else None
+    return Check(fine, f"Clocks: the nodes' own were set to rank 0's, right to {seconds(error)} or better")
 
 
 def _control(chapter: Chapter) -> Check | None:
