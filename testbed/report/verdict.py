@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from testbed.report import theory
 from testbed.report.cells import Cell, Chapter
-from testbed.report.findings import fastest, loss_by_step, megabytes, percent, rate_in_words, seconds, slowest
+from testbed.report.findings import fastest, loss_by_step, megabytes, namer, percent, rate_in_words, seconds, slowest
 from testbed.report.focus import Focus, overrides_in_words
 from testbed.report.tables import sent_over_theory
 
@@ -52,7 +52,7 @@ def verdict(chapter: Chapter, focused: Focus, swept: str = "") -> Verdict:
     return Verdict(
         headline=first or usual,
         why=[*([f"{usual}."] if first else []), *_why(best, worst), *_limits(best), *_slow_ranks(chapter)],
-        tiles=_tiles(chapter, best, worst),
+        tiles=_tiles(chapter, best, worst, namer(cells)),
         checks=checks(chapter),
     )
 
@@ -150,16 +150,16 @@ def _slow_ranks(chapter: Chapter) -> list[str]:
     return lines
 
 
-def _tiles(chapter: Chapter, best: Cell, worst: Cell) -> list[Tile]:
+def _tiles(chapter: Chapter, best: Cell, worst: Cell, name: Callable[[Cell], str]) -> list[Tile]:
     s = best.seconds
     tiles = [
-        Tile(seconds(s.centre), f"a step of {best.label}, the fastest (95 %: {seconds(s.low)} to {seconds(s.high)})")
+        Tile(seconds(s.centre), f"a step of {name(best)}, the fastest (95 %: {seconds(s.low)} to {seconds(s.high)})")
     ]
     speed = chapter.speed_up(best)
     if speed is not None and best.spec.mode.distributed:
         tiles.append(Tile(f"{speed:.2f}×", f"one node's speed, with {best.world} nodes"))
     if worst is not best:
-        tiles.append(Tile(f"{seconds(worst.seconds.centre)}", f"a step of {worst.label}, the slowest"))
+        tiles.append(Tile(f"{seconds(worst.seconds.centre)}", f"a step of {name(worst)}, the slowest"))
     if best.split.busy > 0:
         tiles.append(
             Tile(percent(best.split.exposed / best.split.step), f"of {best.label}'s step is waiting for the network")
