@@ -197,7 +197,7 @@ def _receipt(spec: RunSpec, made: Made) -> dict[str, Any]:
         "got": rate,
         "error": 0.0,
     }
-    clock = {"clock": {"offsets": made.offsets, "error": 0.0005}} if made.offsets else {}
+    clock = {"clock": [{"offset": each, "error": 0.0005} for each in made.offsets or []]}
     return {
         "schema": SCHEMA,
         "links": links,

@@ -147,7 +147,7 @@ class Cell:
         if not rate or theory.silent(self.spec.mode):
             return None
         count, size = self.buffers
-        once = theory.bound(self.spec.mode, self.world, size, rate, self.spec.link.delay or 0.0, count)
+        once = theory.bound(self.spec.mode, self.world, size, rate, network.delay, count)
         return None if once is None else once * self.syncs
 
     def sent(self) -> list[float | None]:
@@ -242,6 +242,7 @@ def _ordered(cells: list[Cell], loaded: Loaded, name: str) -> list[Cell]:
             cell.spec.nodes,
             rate,
             size,
+            repr(cell.spec.overrides) if cell.spec.overrides else "",  # equal nodes first
             cell.substrate,
             cell.spec.name,
         )

@@ -10,6 +10,7 @@ from testbed.report import theory
 from testbed.report.cells import Cell, Chapter
 from testbed.report.focus import names
 from testbed.report.steps import Column
+from testbed.report.words import seconds as seconds
 
 
 def namer(cells: Sequence[Cell]) -> Callable[[Cell], str]:
@@ -34,11 +35,6 @@ def rate_in_words(value: float, digits: int = 4) -> str:
     """180_000_000 -> '180 Mbit/s'."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
-
-
-def seconds(value: float) -> str:
-    """1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
 
 
 def megabytes(value: float) -> str:

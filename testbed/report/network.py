@@ -22,6 +22,7 @@ class Network:
     fan_in: float | None = None
     worst: float | None = None  # the largest |got / asked - 1|, with its sign
     mtu: int = 1500
+    delay: float = 0.0  # seconds, one way: half the quickest round trip, or what was asked
     offsets: dict[int, float] = field(default_factory=dict)  # seconds to take from a rank's clock to get rank 0's
     offset_error: float = 0.0  # seconds; 0 where ranks share one clock
 
@@ -60,17 +61,20 @@ def read_network(path: Path, spec: RunSpec) -> Network:
         fan_in=float(values["fan_in"]["goodput"]) / 8 if values.get("fan_in") else None,
         worst=max(errors, key=abs, default=None),
         mtu=int(values.get("mtu") or 1500),
-        **_clock(values.get("clock"), spec),
+        delay=_delay(links, spec),
+        **_clock(values.get("clock")),
     )
 
 
-def _clock(clock: Any, spec: RunSpec) -> dict[str, Any]:
-    """Offsets of the nodes' clocks, where they have more than one: {"offsets": [s, ...], "error": s}."""
-    if not isinstance(clock, dict):
+def _delay(links: list[dict[str, Any]], spec: RunSpec) -> float:
+    trips = [float(link["rtt"]) for link in links if link.get("rtt")]
+    return min(trips) / 2 if trips else spec.link.delay or 0.0
+
+
+def _clock(clocks: Any) -> dict[str, Any]:
+    """How far each rank's clock is ahead of rank 0's; an offset within its error is none, as on one machine."""
+    if not isinstance(clocks, list):
         return {}
-    offsets = clock.get("offsets") or []
-    named = dict(enumerate(offsets)) if isinstance(offsets, list) else {int(k): v for k, v in offsets.items()}
-    return {
-        "offsets": {rank: float(value) for rank, value in named.items() if rank < spec.world},
-        "offset_error": abs(float(clock.get("error") or 0.0)),
-    }
+    known = [(float(each["offset"]), abs(float(each["error"]))) for each in clocks]
+    offsets = {rank: offset for rank, (offset, error) in enumerate(known) if abs(offset) > error}
+    return {"offsets": offsets, "offset_error": max((known[rank][1] for rank in offsets), default=0.0)}

@@ -40,7 +40,7 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "communication_share_percent": ("blocked %", lambda chapter, cell: _percent(cell.split.exposed / cell.split.step)),
     "hidden_share_percent": ("hidden %", lambda chapter, cell: _percent(cell.split.hidden_share)),
     "images_per_second": ("images/s", lambda chapter, cell: images(cell)),
-    "weak_speed_up": ("speed-up, same batch per worker", lambda chapter, cell: weak_speed_up(chapter, cell)),
+    "weak_speed_up": ("speed-up by images/s", lambda chapter, cell: weak_speed_up(chapter, cell)),
     "epoch_seconds": ("s/epoch", lambda chapter, cell: epoch_seconds(cell)),
     "epoch_communication_seconds": (
         "communication s/epoch",
@@ -81,7 +81,7 @@ def published(chapter: Chapter) -> Published | None:
     told = [claim for claim in claims if claim.state != "open"]
     good = sum(claim.state == "yes" for claim in told)
     whole = "yes" if told and good == len(told) else "no" if told else "open"
-    heads = [Claim(whole, f"{good} of {len(told)} findings about the shape hold here.")] if claims else []
+    heads = [Claim(whole, f"{good} of {len(told)} findings about the shape hold here.")] if told else []
     return Published([*heads, *claims], _table(chapter, figures))
 
 

@@ -4,7 +4,8 @@ For each buffer of each step all ranks have an interval. From its own begin to t
 waits (at most until its own interval ends); after that bytes move. On hosts each rank's clock is first set to rank 0's.
 
 A rank is a straggler, and the cause is
-    its CPU   when its compute per image is at least SLOW_CPU times the median of the other ranks, or
+    its CPU   when its compute per image is at least SLOW_CPU times the median of the other ranks, over all and in
+              MOSTLY of the steps, so that one hiccup names nobody; or
     its link  when the rate of its node (receipt, or what was asked where there is none) is at most SLOW_LINK of the
               median of the other nodes, and at that rate the bytes need at least MATTERS of the time that
               communication takes (on loopback they do not, whatever the probe found).
@@ -20,9 +21,11 @@ import numpy as np
 
 from testbed.report import theory
 from testbed.report.load import Run
+from testbed.report.words import seconds
 from testbed.spec.intervals import Interval, length
 
 SLOW_CPU = 1.25
+MOSTLY = 0.75
 SLOW_LINK = 0.8
 MATTERS = 0.2
 
@@ -113,17 +116,19 @@ def stragglers(run: Run) -> list[Straggler]:
 
 
 def _slow_cpus(run: Run) -> list[Straggler]:
-    compute = [float(np.median(s.compute)) / run.spec.local_batch(r) for r, s in enumerate(run.kept)]
+    compute = np.array([steps.compute / run.spec.local_batch(rank) for rank, steps in enumerate(run.kept)])
     found = []
     for rank, own in enumerate(compute):
-        usual = statistics.median(compute[:rank] + compute[rank + 1 :])
-        if usual > 0 and own >= SLOW_CPU * usual:
-            images = run.spec.local_batch(rank)
+        others = np.delete(compute, rank, axis=0)
+        usual = float(np.median(np.median(others, axis=1)))
+        slower = own >= SLOW_CPU * np.median(others, axis=0)
+        if usual > 0 and float(np.median(own)) >= SLOW_CPU * usual and slower.mean() >= MOSTLY:
+            images, mine = run.spec.local_batch(rank), float(np.median(own))
             sentence = (
-                f"rank {rank} is slow to compute: {own * images:.2f} s a step where the others need "
-                f"{usual * images:.2f}, so everybody waits for its CPU"
+                f"rank {rank} is slow to compute: {seconds(mine * images)} a step where the others need "
+                f"{seconds(usual * images)}, so everybody waits for its CPU"
             )
-            found.append(Straggler(rank, "CPU", own / usual, sentence))
+            found.append(Straggler(rank, "CPU", mine / usual, sentence))
     return found
 
 

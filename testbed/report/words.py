@@ -1,4 +1,4 @@
-"""How to read each table and plot: the small print, in one place."""
+"""How to read each table and plot: the small print, in one place; and how seconds are spelled."""
 
 MODES = (
     "s/iter is the median (every:K: the mean) over steps of the mean over ranks, warm-up left out, repeats pooled; its"
@@ -43,6 +43,11 @@ EPOCH_TIME = (
     " Speed-up is by images per second over one worker with the same batch per worker."
 )
 STRAGGLER = (
-    "A rank is named for its CPU when it computes an image at least 1.25 times as long as the median of the others, for"
-    " its link when its rate on the receipt is at most 0.8 of the others' median."
+    "A rank is named for its CPU when it computes an image at least 1.25 times as long as the median of the others,"
+    " over all and in three of four steps; for its link when its rate on the receipt is at most 0.8 of the others'."
 )
+
+
+def seconds(value: float) -> str:
+    """1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
