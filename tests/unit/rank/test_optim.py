@@ -115,7 +115,7 @@ def test_a_name_is_torchs_own_optimizer_with_the_settings_of_the_spec(name: str,
 def test_frozen_parameters_are_left_out() -> None:
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
-    assert Optimizer(OptimizerSpec(), model, batch=1, total=1).parameters == [model.weight]
+    assert Optimizer(OptimizerSpec(), model, batch=1, total=1).parts[0].parameters == [model.weight]
 
 
 # --- the same as torch's own, without its compiler ---------------------------------------------------------------
