@@ -19,10 +19,11 @@ from testbed.control.commands import build_spec, run_file, run_once
 from testbed.control.doctor import examine
 from testbed.control.place import HOSTS, Place, check_shaping, choose, on_hosts
 from testbed.control.screen import Json, console
+from testbed.spec.codec import CODECS
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError
 from testbed.spec.inventory import read_inventory
-from testbed.spec.mode import algorithms, legal_modes
+from testbed.spec.mode import algorithms, codecs_of, legal_modes
 from testbed.spec.run import RunSpec
 
 app = typer.Typer(
@@ -100,16 +101,24 @@ def _place(on: str, specs: list[RunSpec], inventory: Path | None) -> Place:
 
 @app.command()
 def modes(as_json: Json = False) -> None:
-    """List every legal mode: algorithm x granularity; each of ours also takes every:K[@M]."""
-    rows = [(str(mode), algorithms()[mode.algorithm].does) for mode in legal_modes()]
+    """List every legal mode: algorithm x granularity x schedule, and the codecs each one takes."""
+    rows = [(mode, algorithms()[mode.algorithm].does, codecs_of(mode)) for mode in legal_modes()]
     if as_json:
-        print(json.dumps([{"mode": mode, "does": does} for mode, does in rows], indent=1))
+        print(
+            json.dumps([{"mode": str(mode), "does": does, "codecs": codecs} for mode, does, codecs in rows], indent=1)
+        )
         return
-    width = max(len(mode) for mode, _ in rows)
-    for mode, does in rows:
-        console.print(f"{mode.ljust(width)}  {does}")
-    console.print("\nSpelled algorithm[/granularity][/schedule][/every:K[@M]]; any bucket size works.")
-    console.print("/every:K after any mode but single, server and ddp: K local steps, then parameters are averaged.")
+    width = max(len(str(mode)) for mode, *_ in rows)
+    for mode, does, _ in rows:
+        console.print(f"{str(mode).ljust(width)}  {does}")
+    console.print("\nSpelled algorithm[/granularity][/schedule][/codec][/every:K[@M]]; any bucket size works.\n")
+    for codec in CODECS.values():
+        takers = dict.fromkeys(mode.algorithm for mode, _, codecs in rows if codec.example in codecs)
+        console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}\n{' ' * width}  after {', '.join(takers)}")
+    console.print(f"{'/every:K'.ljust(width)}  K local steps, then parameters are averaged")
+    console.print(
+        f"{' ' * width}  after any mode but single, none, server, ddp, overlap, pipeline and those with a codec"
+    )
 
 
 @app.command()

@@ -10,8 +10,8 @@ from torch import Tensor
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import exchange_parts
 from testbed.rank.sync.chunks import split
-from testbed.rank.sync.rounds import direct
 from testbed.rank.sync.codecs_seed import generator
+from testbed.rank.sync.rounds import direct
 
 SCALE_BYTES = 4  # a float32 in front of an int8 payload
 STEPS = 127  # int8 on either side of zero

@@ -63,8 +63,10 @@ class DDP(NoSync):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         token = self._depart(bucket, 2 * bucket.buffer().numel())
-        hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[self.mode.codec or ""]
-        return hook(dist.group.WORLD, bucket).then(lambda future: self._arrive(token, future))
+        hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
+            self.mode.codec or ""
+        ]
+        return hook(self.module.process_group, bucket).then(lambda future: self._arrive(token, future))
 
     def _timed_power(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         """torch's PowerSGD. Each bucket is waited for: it makes three collectives, one from the end of the other, and
