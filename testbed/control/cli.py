@@ -113,8 +113,8 @@ def modes(as_json: Json = False) -> None:
         console.print(f"{str(mode).ljust(width)}  {does}")
     console.print("\nSpelled algorithm[/granularity][/schedule][/codec][/every:K[@M]]; any bucket size works.\n")
     for codec in CODECS.values():
-        takers = dict.fromkeys(mode.algorithm for mode, _, codecs in rows if codec.example in codecs)
-        console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}\n{' ' * width}  after {', '.join(takers)}")
+        takers = ", ".join(dict.fromkeys(mode.algorithm for mode, _, codecs in rows if codec.example in codecs))
+        console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}\n{' ' * width}  after {takers}")
     console.print(f"{'/every:K'.ljust(width)}  K local steps, then parameters are averaged")
     console.print(
         f"{' ' * width}  after any mode but single, none, server, ddp, overlap, pipeline and those with a codec"
