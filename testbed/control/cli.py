@@ -1,4 +1,4 @@
-"""The command line: run, sweep, modes, data, doctor, clean. Flags become a spec; errors become one sentence."""
+"""The command line: run, sweep, tune, modes, data, doctor, clean. Flags become a spec; errors become one sentence."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from testbed.control.commands import build_spec, run_file, run_once, run_rest
 from testbed.control.doctor import examine
 from testbed.control.place import HOSTS, Place, check_shaping, choose, on_hosts
 from testbed.control.screen import Json, console
+from testbed.control.tune import tune as run_tune
+from testbed.spec.codec import CODECS
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError
 from testbed.spec.folder import RunFolder
 from testbed.spec.inventory import read_inventory
-from testbed.spec.mode import algorithms, legal_modes
+from testbed.spec.mode import algorithms, codecs_of, legal_modes
 from testbed.spec.run import RunSpec
 
 app = typer.Typer(
@@ -36,6 +38,13 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.
 app.add_typer(data_app, name="data")
 app.add_typer(reporting.app)
 
+Nodes = Annotated[str | None, typer.Option(help="one rank each [default: 4; on hosts the whole inventory]")]
+Rate = Annotated[str | None, typer.Option(help="bandwidth of every node's link, each way, e.g. 200mbit")]
+Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
+Data = Annotated[str, typer.Option(help="cifar10, mnist or synthetic")]
+Batch = Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")]
+BatchPerRank = Annotated[str | None, typer.Option(help="the other way to say it")]
+Seed = Annotated[str, typer.Option(help="of parameters, data order and augmentation")]
 On = Annotated[
     str, typer.Option("--on", help="where: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH)")
 ]
@@ -51,14 +60,14 @@ Set = Annotated[
 @app.command()
 def run(
     mode: Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")] = "ring",
-    nodes: Annotated[str | None, typer.Option(help="one rank each [default: 4; on hosts the whole inventory]")] = None,
-    rate: Annotated[str | None, typer.Option(help="bandwidth of every node's link, each way, e.g. 200mbit")] = None,
-    model: Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")] = "vgg11",
-    data: Annotated[str, typer.Option(help="cifar10, mnist or synthetic")] = "cifar10",
-    batch: Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")] = None,
-    batch_per_rank: Annotated[str | None, typer.Option(help="the other way to say it")] = None,
+    nodes: Nodes = None,
+    rate: Rate = None,
+    model: Model = "vgg11",
+    data: Data = "cifar10",
+    batch: Batch = None,
+    batch_per_rank: BatchPerRank = None,
     steps: Annotated[str | None, typer.Option(help="training steps [default: 40]")] = None,
-    seed: Annotated[str, typer.Option(help="of parameters, data order and augmentation")] = "0",
+    seed: Seed = "0",
     on: On = "auto",
     inventory: File = None,
     settings: Set = None,
@@ -75,7 +84,7 @@ def run(
     """Train once, in one mode, and print what it cost."""
     if resume is not None:
         raise typer.Exit(run_rest(resume, _place(on, [RunFolder(resume).read_spec()], inventory), retries, as_json))
-    nodes = nodes or ("4" if on != HOSTS else str(len(read_inventory(inventory).nodes)))
+    nodes = nodes or _all_nodes(on, inventory)
     flags: dict[str, Any] = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data}
     flags |= {"seed": seed, "batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     flags |= {"faults": fault, "retries": retries}
@@ -83,6 +92,34 @@ def run(
     place = _place(on, [spec], inventory)
     check_shaping(spec, place, on)
     raise typer.Exit(run_once(spec, place, out, as_json))
+
+
+@app.command()
+def tune(
+    mode: Annotated[str, typer.Option(help="whose bucket size and schedule are sought: ALGORITHM[/CODEC]")] = "ring",
+    nodes: Nodes = None,
+    rate: Rate = None,
+    model: Model = "vgg11",
+    data: Data = "cifar10",
+    batch: Batch = None,
+    batch_per_rank: BatchPerRank = None,
+    steps: Annotated[str, typer.Option(help="training steps of each run, the first 2 left out")] = "10",
+    seed: Seed = "0",
+    minutes: Annotated[float, typer.Option(help="no run begins after this")] = 20.0,
+    on: On = "auto",
+    inventory: File = None,
+    settings: Set = None,
+    out: Annotated[Path, typer.Option(help="the winner as an experiment file")] = Path("experiments/tuned.toml"),
+    as_json: Json = False,
+) -> None:
+    """Find the fastest bucket size and schedule for this model on this network, by measuring."""
+    nodes = nodes or _all_nodes(on, inventory)
+    flags = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data, "seed": seed}
+    flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
+    spec = build_spec(flags, settings or [])
+    place = _place(on, [spec], inventory)
+    check_shaping(spec, place, on)
+    run_tune(spec, place, out, 60 * minutes, console, as_json)
 
 
 @app.command()
@@ -99,6 +136,10 @@ def sweep(
     raise typer.Exit(run_file(file, settings or [], place_for, fresh, as_json))
 
 
+def _all_nodes(on: str, inventory: Path | None) -> str:
+    return "4" if on != HOSTS else str(len(read_inventory(inventory).nodes))
+
+
 def _place(on: str, specs: list[RunSpec], inventory: Path | None) -> Place:
     """The run that asks most of the machine decides where all of them go."""
     largest = max(specs, key=lambda spec: spec.world)
@@ -111,16 +152,24 @@ def _place(on: str, specs: list[RunSpec], inventory: Path | None) -> Place:
 
 @app.command()
 def modes(as_json: Json = False) -> None:
-    """List every legal mode: algorithm x granularity; each of ours also takes every:K[@M]."""
-    rows = [(str(mode), algorithms()[mode.algorithm].does) for mode in legal_modes()]
+    """List every legal mode: algorithm x granularity x schedule, and the codecs each one takes."""
+    rows = [(mode, algorithms()[mode.algorithm].does, codecs_of(mode)) for mode in legal_modes()]
     if as_json:
-        print(json.dumps([{"mode": mode, "does": does} for mode, does in rows], indent=1))
+        print(
+            json.dumps([{"mode": str(mode), "does": does, "codecs": codecs} for mode, does, codecs in rows], indent=1)
+        )
         return
-    width = max(len(mode) for mode, _ in rows)
-    for mode, does in rows:
-        console.print(f"{mode.ljust(width)}  {does}")
-    console.print("\nSpelled algorithm[/granularity][/schedule][/every:K[@M]]; any bucket size works.")
-    console.print("/every:K after any mode but single, server and ddp: K local steps, then parameters are averaged.")
+    width = max(len(str(mode)) for mode, *_ in rows)
+    for mode, does, _ in rows:
+        console.print(f"{str(mode).ljust(width)}  {does}")
+    console.print("\nSpelled algorithm[/granularity][/schedule][/codec][/every:K[@M]]; any bucket size works.\n")
+    for codec in CODECS.values():
+        takers = ", ".join(dict.fromkeys(mode.algorithm for mode, _, codecs in rows if codec.example in codecs))
+        console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}\n{' ' * width}  after {takers}")
+    console.print(f"{'/every:K'.ljust(width)}  K local steps, then parameters are averaged")
+    console.print(
+        f"{' ' * width}  after any mode but single, none, server, ddp, overlap, pipeline and those with a codec"
+    )
 
 
 @app.command()

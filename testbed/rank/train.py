@@ -51,7 +51,7 @@ class Trainer:
             untrack_statistics(self.model)
         self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
         self.timeline = Timeline(detailed=spec.spans)
-        self.sync = build(spec.mode, spec.placement, group, self.timeline)
+        self.sync = build(spec.mode, spec.placement, group, self.timeline, spec.seed)
         # The mean over ranks weighs all alike; this makes it weigh all images alike when shares are uneven.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
         self.seen = Tally()

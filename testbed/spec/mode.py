@@ -1,6 +1,6 @@
 """SyncMode: how gradients are synchronised, in one spelling everywhere.
 
-    algorithm[/granularity][/schedule][/every:K[@M]]        e.g. ring, allreduce/param, ring/bucket:2MiB/pipeline
+    algorithm[/granularity][/schedule][/codec][/every:K[@M]]     e.g. ring, allreduce/param, ring/bucket:2MiB/pipeline
 
 It parses and prints back to itself; defaults are left out, so one mode has one spelling.
 `every:K`    each rank takes K local steps on its own gradients, then parameters are averaged (after the last step too).
@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from testbed.spec.codec import CODECS, codec_word, read_codec
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.units import format_size, parse_size
 
@@ -91,6 +92,8 @@ class SyncMode:
     granularity: str | None = None  # "param", "flat", "bucket", or None: the algorithm's own
     bucket: int | None = None  # bytes, with granularity "bucket"
     schedule: str = DEFAULT_SCHEDULE
+    codec: str | None = None  # None: gradients travel as they are
+    codec_number: float | None = None  # F of topk, R of powersgd
     every: int = 1
     every_from: int = 0  # first step that is local
 
@@ -111,6 +114,8 @@ class SyncMode:
             words.append(self.granularity)
         if self.schedule != DEFAULT_SCHEDULE:
             words.append(self.schedule)
+        if self.codec:
+            words.append(codec_word(self.codec, self.codec_number))
         if self.every > 1:
             words.append(f"every:{self.every}" + (f"@{self.every_from}" if self.every_from else ""))
         return "/".join(words)
@@ -123,7 +128,7 @@ class SyncMode:
         if name not in known:
             raise refuse("mode", text, f"unknown algorithm {name!r}", f"Known: {', '.join(known)}.")
         mode = cls(name, granularity=known[name].default)
-        axes = [_read_granularity, _read_schedule, _read_every]  # the order words must come in
+        axes = [_read_granularity, _read_schedule, _read_codec, _read_every]  # the order words must come in
         for word in words:
             mode = _read_word(mode, word, axes, text)
         return mode
@@ -135,7 +140,8 @@ def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMod
         changes = axes.pop(0)(mode, word, text)
         if changes is not None:
             return replace(mode, **changes)
-    way_out = "After the algorithm come param, bucket:SIZE or flat; then after, overlap or pipeline; then every:K[@M]."
+    words = ["param, bucket:SIZE or flat", "after, overlap or pipeline", "a codec", "every:K[@M]"]
+    way_out = f"After the algorithm come {'; then '.join(words)}."
     raise refuse("mode", text, f"{word!r} is unknown, repeated or out of place", way_out)
 
 
@@ -180,6 +186,33 @@ def _schedule_illegal(mode: SyncMode, word: str) -> tuple[str, str]:
     return "", ""
 
 
+def _read_codec(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
+    read = read_codec(word, text)
+    if read is None:
+        return None
+    name, number = read
+    why, way_out = _codec_illegal(mode, name, word)
+    if why:
+        raise refuse("mode", text, f"{name} {why}", way_out)
+    return {"codec": name, "codec_number": number}
+
+
+def _codec_illegal(mode: SyncMode, name: str, word: str) -> tuple[str, str]:
+    """Why this cell is empty, and where to go; two empty texts where it is not."""
+    codec = CODECS[name]
+    if not algorithms()[mode.algorithm].granularities:
+        return f"changes what travels, and in {mode.algorithm} nothing does", "Leave the word out."
+    if mode.algorithm == "ddp" and not codec.in_ddp:
+        return "is no hook that torch has for DDP", f"Use direct/bucket:5MiB/overlap/{word}."
+    if mode.algorithm == "server" or mode.schedule == "pipeline":
+        half = "half of what travels are parameters, and what they lose is lost for good"
+        return f"is made for gradients: {half}", "Use ring/bucket:2MiB/overlap/fp16."
+    if not codec.summable and mode.algorithm not in ("direct", "ddp"):
+        why = f"cannot be added up on its way, as {mode.algorithm} does: it goes straight to the others"
+        return why, f"Use direct/{word}."
+    return "", ""
+
+
 def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     match = _EVERY.fullmatch(word)
     if match is None:
@@ -192,11 +225,14 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     every = int(match[1])
     if every < 1:
         raise refuse("mode", text, "every:K needs K of at least 1", "Write e.g. every:4.")
+    if mode.codec and every > 1:
+        rule = f"every:K averages parameters, and what they would lose to {mode.codec} is lost for good"
+        raise refuse("mode", text, rule, "Use one of them.")
     return {"every": every, "every_from": int(match[2] or 0) if every > 1 else 0}
 
 
 def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
-    """Every legal algorithm x granularity x schedule, with one bucket size standing for all."""
+    """Every legal algorithm x granularity x schedule, with one bucket size for all; `codecs_of` has the fourth axis."""
     sizes = {"bucket": f"bucket:{bucket}"}
     for name, algorithm in algorithms().items():
         if algorithm.default is None:
@@ -206,6 +242,16 @@ def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
                 words = [name, sizes.get(granularity, granularity), *([schedule] if schedule else [])]
                 with contextlib.suppress(SpecError):
                     yield SyncMode.parse("/".join(words))
+
+
+def codecs_of(mode: SyncMode) -> list[str]:
+    """The codecs that a mode without one can have; one number stands for all."""
+    legal = []
+    for codec in CODECS.values():
+        with contextlib.suppress(SpecError):
+            SyncMode.parse(f"{mode}/{codec.example}")
+            legal.append(codec.example)
+    return legal
 
 
 def _read(value: object) -> object:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.folder import write_whole
-from tests.bench import collective, compose, growth, hosts, loop, start, step
+from tests.bench import codecs, collective, compose, growth, hosts, loop, start, step
 
 PARTS = {
     "loop": loop.measure,
@@ -27,6 +27,7 @@ PARTS = {
     "growth": growth.measure,
     **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
     "hosts": hosts.measure,
+    "codecs": codecs.measure,
 }
 
 

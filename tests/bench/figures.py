@@ -25,8 +25,9 @@ class Figure:
 
     def __str__(self) -> str:
         bounds = " and ".join(
-            text for text, bound in ((f">= {self.low}", self.low), (f"<= {self.high}", self.high)) if bound is not None
+            f"{sign} {bound:.4g}" for sign, bound in ((">=", self.low), ("<=", self.high)) if bound is not None
         )
+        bounds = bounds or "no limit"
         return f"{'ok  ' if self.met else 'MISS'}  {self.name}: {self.value:.3f} ({bounds}); {self.detail}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -60,19 +61,39 @@ def wanted_gradients(case: Case, rank: int, step: int) -> list[np.ndarray]:
 
 
 def mean(case: Case, group: Group) -> Case:
-    """Step `steps` times through a mode with known gradients; the parameters afterwards go to the .npz file."""
-    dtype = getattr(torch, case["dtype"])
-    model = Known(case["shapes"], dtype, case["transposed"], case["unused"])
-    optimizer = Optimizer(OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0), model, batch=1, total=case["steps"])
-    sync = build(SyncMode.parse(case["mode"]), "before-step", group, Timeline())
-    module = sync.attach(model, optimizer)
+    """Step `steps` times through a mode with known gradients; the parameters afterwards go to the .npz file.
+
+    Before step `handover`, all goes over to a model and a mode made anew, as from a checkpoint.
+    """
+    timeline = Timeline()
+    model = Known(case["shapes"], getattr(torch, case["dtype"]), case["transposed"], case["unused"])
+    sync, module = _attach(model, case, group, timeline)
     for step in range(case["steps"]):
+        if step == case.get("handover"):
+            kept = {name: value.clone() for name, value in sync.state().items()}
+            sync.close()
+            model = copy.deepcopy(model)
+            sync, module = _attach(model, case, group, timeline)
+            sync.load(kept)
+        timeline.start()
         sync.zero()
         module([torch.from_numpy(g) for g in wanted_gradients(case, group.rank, step)]).backward()
         sync.step()
+    sizes = [size for *_, size in timeline.take()["comm"]]
+    kept = {name: value.tolist() for name, value in sync.state().items()} if case.get("kept") else {}
     sync.close()
     _save(case, group.rank, model)
-    return {"hash": parameter_hash(model), "frozen": model.frozen.tolist()}
+    found = {"sizes": sizes, "payload": dict(group.payload), "kept": kept}
+    return {"hash": parameter_hash(model), "frozen": model.frozen.tolist(), **found}
+
+
+def _attach(model: Known, case: Case, group: Group, timeline: Timeline) -> tuple[Any, nn.Module]:
+    for value in model.values:
+        value.grad = None
+        value._post_accumulate_grad_hooks = None  # of a mode that had this model's original
+    optimizer = Optimizer(OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0), model, batch=1, total=case["steps"])
+    sync = build(SyncMode.parse(case["mode"]), "before-step", group, timeline, seed=case.get("seed", 0))
+    return sync, sync.attach(model, optimizer)
 
 
 def train(case: Case, group: Group) -> Case:

@@ -111,14 +111,15 @@ def direct_mean_(buffer: Tensor, group: Group) -> None:
     rounds, parts = direct(group.rank, group.size), split(buffer, group.size)
     mine = parts[group.rank]
     landing = [torch.empty_like(mine) for _ in range(1, group.size)]
-    _exchange(rounds.reduce[0], parts, landing, group)
+    exchange_parts(rounds.reduce[0], parts, landing, group)
     for part in landing:
         mine.add_(part)
     mine.div_(group.size)
-    _exchange(rounds.gather[0], parts, [parts[hop.part] for hop in rounds.gather[0].receives], group)
+    exchange_parts(rounds.gather[0], parts, [parts[hop.part] for hop in rounds.gather[0].receives], group)
 
 
-def _exchange(round_: Round, parts: list[Tensor], landing: list[Tensor], group: Group) -> None:
+def exchange_parts(round_: Round, parts: list[Tensor], landing: list[Tensor], group: Group) -> None:
+    """Carry out one round; what is received lands in `landing`, in the order of the round's receives."""
     coming = [group.receive(place, hop.peer) for hop, place in zip(round_.receives, landing, strict=True)]
     group.wait(*[group.send(parts[hop.part], hop.peer) for hop in round_.sends], *coming)
 

@@ -83,8 +83,8 @@ class Server(NoSync):
                     spread_(buffer, self.group)
 
 
-def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline) -> Synchronizer:
-    """The synchronizer of a mode."""
+def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline, seed: int = 0) -> Synchronizer:
+    """The synchronizer of a mode; `seed` is for codecs that draw."""
     shapes: dict[str, type[NoSync]] = {"single": NoSync, "none": NoSync, "server": Server, "ddp": DDP}
     if mode.algorithm in shapes:
         return shapes[mode.algorithm](mode, group, timeline)
@@ -92,4 +92,4 @@ def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline) -> S
         return Pipeline(mode, group, timeline)
     after = AfterStep if placement == "after-step" else ParameterMean if mode.every > 1 else GradientMean
     shape = Overlap if mode.schedule == "overlap" else after
-    return shape(mode, group, timeline, find_mean(mode.algorithm))
+    return shape(mode, group, timeline, find_mean(mode.algorithm), seed)

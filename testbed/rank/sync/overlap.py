@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
-from torch import Tensor
 from torch.nn import Module
 
 from testbed.rank.sync.base import NoSync, Update
@@ -35,12 +34,11 @@ class Overlap(GradientMean):
         return self.readiness.pause()
 
     def _launch(self, number: int) -> None:
-        buffer = self.gradients[number]
-        token = self.timeline.depart(f"bucket {number}", buffer.nbytes)
-        self.works.append(self.worker.submit(self._average_one, buffer, token))
+        token = self.timeline.depart(f"bucket {number}", self.coders[number].size)
+        self.works.append(self.worker.submit(self._average_one, number, token))
 
-    def _average_one(self, buffer: Tensor, token: int) -> None:
-        self.mean_(buffer, self.group)
+    def _average_one(self, number: int, token: int) -> None:
+        self.coders[number](self.gradients[number], self.group)
         self.timeline.arrive(token)
 
     def step(self) -> None:

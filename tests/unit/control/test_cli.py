@@ -90,6 +90,19 @@ def test_modes_as_json_lists_every_legal_mode_once():
     modes = [row["mode"] for row in json.loads(result.stdout)]
     assert {"single", "gather", "allreduce", "ring", "ring-reduce", "tree", "halving", "server", "ddp"} <= set(modes)
     assert len(modes) == len(set(modes))
+    taken = {row["mode"]: row["codecs"] for row in json.loads(result.stdout)}
+    assert "int8" in taken["direct"] and "int8" not in taken["ring"] and "fp16" in taken["ring"]
+
+
+def test_modes_for_people_says_each_codec_once_and_who_takes_it():
+    lines = CliRunner().invoke(cli.app, ["modes"]).stdout.splitlines()
+    for word, takers in (
+        ("/int8", "after direct"),
+        ("/topk:0.01", "after direct"),
+        ("/fp16", "after gather, allreduce"),
+    ):
+        (at,) = [number for number, line in enumerate(lines) if line.startswith(f"{word} ")]
+        assert lines[at + 1].strip().startswith(takers)
 
 
 def test_doctor_says_what_is_here_in_one_line_each():

@@ -9,23 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
-from testbed.spec.mode import ALGORITHMS, SyncMode, algorithms, legal_modes
+from testbed.spec.mode import ALGORITHMS, SyncMode, algorithms, codecs_of, legal_modes
 
 SIZES = st.integers(1, 2**40)
 EVERY = st.tuples(st.integers(1, 999_999), st.none() | st.integers(0, 999_999_999))
+NUMBERED = {"topk": st.floats(0, 1.1).map("{:.6f}".format), "powersgd": st.integers(0, 1100).map(str)}
+CODEC = st.sampled_from(["fp16", "bf16", "int8", *NUMBERED]).flatmap(
+    lambda name: NUMBERED[name].map(lambda number: f"{name}:{number}") if name in NUMBERED else st.just(name)
+)
 
 OURS = ("ring", "direct", "ring-reduce", "tree", "halving")
 
 
 @st.composite
 def spellings(draw: st.DrawFn) -> str:
-    """Any sentence of algorithm[/granularity][/after][/every:K[@M]], legal or not."""
+    """Any sentence of algorithm[/granularity][/schedule][/codec][/every:K[@M]], legal or not."""
     words = [draw(st.sampled_from(sorted(ALGORITHMS)))]
     granularity = draw(st.sampled_from(["", "param", "flat", "bucket"]))
     if granularity:
         words.append(f"bucket:{draw(SIZES)}B" if granularity == "bucket" else granularity)
-    if draw(st.booleans()):
-        words.append("after")
+    words += draw(st.sampled_from([[], ["after"], ["overlap"], ["pipeline"]]))
+    words += draw(st.sampled_from([[], [draw(CODEC)]]))
     if draw(st.booleans()):
         every, start = draw(EVERY)
         words.append(f"every:{every}" + ("" if start is None else f"@{start}"))
@@ -74,6 +78,12 @@ def test_no_text_at_all_makes_the_parser_fall_over(text: str) -> None:
         ("ring/every:4@0", "ring/every:4"),
         ("ring/flat/every:4@100", "ring/every:4@100"),
         (" ddp/bucket:25MiB ", "ddp/bucket:25MiB"),
+        ("ring/flat/after/fp16", "ring/fp16"),
+        ("direct/topk:.010", "direct/topk:0.01"),
+        ("direct/topk:0.000001", "direct/topk:0.000001"),
+        ("direct/topk:1", "direct/topk:1"),
+        ("ring/powersgd:04", "ring/powersgd:4"),
+        ("ring/fp16/every:1", "ring/fp16"),
     ],
 )
 def test_defaults_are_left_out_when_printing(text: str, printed: str) -> None:
@@ -119,6 +129,18 @@ def test_the_matrix_has_every_algorithm_times_granularity_times_schedule() -> No
     )
 
 
+def test_codecs_go_where_what_travels_can_be_added_up_and_the_others_go_straight() -> None:
+    assert codecs_of(SyncMode.parse("direct/param/overlap")) == ["fp16", "bf16", "int8", "topk:0.01", "powersgd:2"]
+    assert codecs_of(SyncMode.parse("tree")) == codecs_of(SyncMode.parse("ddp")) == ["fp16", "bf16", "powersgd:2"]
+    assert all(codecs_of(SyncMode.parse(m)) == [] for m in ("single", "none", "server", "ring/bucket:1MiB/pipeline"))
+    assert SyncMode.parse("ring/fp16").synchronous
+
+
+@pytest.mark.parametrize("mode", [f"{mode}/{codec}" for mode in legal_modes() for codec in codecs_of(mode)])
+def test_every_coded_mode_prints_back_to_itself(mode: str) -> None:
+    assert str(SyncMode.parse(mode)) == mode
+
+
 def test_only_single_is_not_distributed_and_only_every_is_not_synchronous() -> None:
     assert [str(mode) for mode in legal_modes() if not mode.distributed] == ["single"]
     assert [str(mode) for mode in legal_modes() if not mode.synchronous] == ["none"]
@@ -155,6 +177,23 @@ def test_only_single_is_not_distributed_and_only_every_is_not_synchronous() -> N
         ("ddp/after", "ddp takes no schedule: DDP has its own"),
         ("ddp/every:2", "use allreduce/.../every:K"),
         ("server/every:2", "no rank can step alone"),
+        ("single/fp16", "fp16 changes what travels, and in single nothing does"),
+        ("none/int8", "in none nothing does"),
+        ("ring/int8", "int8 cannot be added up on its way, as ring does"),
+        ("allreduce/topk:0.01", "Use direct/topk:0.01."),
+        ("ddp/int8", "int8 is no hook that torch has for DDP. Use direct/bucket:5MiB/overlap/int8."),
+        ("server/bf16", "half of what travels are parameters"),
+        ("ring/bucket:2MiB/pipeline/fp16", "half of what travels are parameters"),
+        ("ring/fp16/every:4", "every:K averages parameters, and what they would lose to fp16 is lost for good"),
+        ("ring/fp16/overlap", "'overlap' is unknown, repeated or out of place"),
+        ("ring/fp16/bf16", "'bf16' is unknown, repeated or out of place"),
+        ("ring/fp16:2", "fp16 takes no number"),
+        ("direct/topk", "topk needs a fraction greater than 0 and at most 1"),
+        ("direct/topk:0", "topk needs a fraction"),
+        ("direct/topk:1.1", "topk needs a fraction"),
+        ("direct/topk:1e-3", "topk needs a fraction"),
+        ("ring/powersgd:0", "powersgd needs a whole number"),
+        ("ring/powersgd:1.5", "powersgd needs a whole number"),
     ],
 )
 def test_an_illegal_cell_is_refused_with_the_reason(text: str, reason: str) -> None:

@@ -1,0 +1,210 @@
+"""Tune: the bucket size and schedule with the shortest step, for this network and this model, found by measuring.
+
+Rounds of short runs, each a whole run through `execute`. The first round tries every schedule with sizes a factor of
+four apart. Every later one runs again whoever may still be the fastest, in turn, and the neighbours in size of the
+leader. It ends when the leader is sure enough (tune_race.py), has no untried neighbour, or time is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testbed.control.place import Place
+from testbed.control.progress import Progress
+from testbed.control.run import execute
+from testbed.control.tune_race import OUT, SURE, Race
+from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError, refuse
+from testbed.spec.folder import RunFolder, runs_dir, write_whole
+from testbed.spec.mode import SCHEDULES, SyncMode
+from testbed.spec.run import RunSpec
+from testbed.spec.settings import run_name
+from testbed.spec.units import format_size
+
+MARK = "# Written by `testbed tune`"  # the first line of a file that may be written over
+SMALLEST = 4 << 10  # bytes: below that, messages are all overhead
+PARTS = (32, 8, 2)  # of the gradient, for the first sizes
+MOST_RUNS = 8  # of one candidate
+
+
+@dataclass
+class Tuning:
+    """What is sought, and all that was found so far."""
+
+    spec: RunSpec
+    folder: Path
+    race: Race = field(default_factory=Race)
+    gradient: int = 0  # bytes; known after the first run
+    runs: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)  # candidate -> why
+    stopped: str = "interrupted"
+
+    @property
+    def sure(self) -> float:
+        return self.race.chances()[self.race.leader()]
+
+
+def first_mode(mode: SyncMode) -> SyncMode:
+    """What the search begins with: one flat buffer after backward; a mode that says more than that is refused."""
+    if mode.granularity == "bucket" or mode.schedule != "after" or mode.every > 1:
+        rule = "granularity and schedule are what is sought"
+        raise refuse("mode", str(mode), rule, "Give the algorithm alone, or with a codec: ring, direct/int8.")
+    if not mode.distributed or mode.algorithm == "none":
+        raise refuse("mode", str(mode), "has nothing to tune", "Use ring.")
+    words = [mode.algorithm, *(["flat"] if mode.algorithm != "ddp" else []), *_codec(mode)]
+    return SyncMode.parse("/".join(words))
+
+
+def candidates(mode: SyncMode, gradient: int) -> list[str]:
+    """The first round: the reference, and every legal schedule at sizes a factor of four apart."""
+    sizes = [_round_size(gradient // part) for part in PARTS]
+    words = [("ddp", *_codec(mode))]
+    words += [(mode.algorithm, f"bucket:{format_size(s)}", *w, *_codec(mode)) for w in _schedules(mode) for s in sizes]
+    return [name for name in dict.fromkeys(_legal(words)) if name != str(mode)]
+
+
+def neighbours(mode: SyncMode, gradient: int) -> list[str]:
+    """The same with half and with twice the bucket, as long as that means something."""
+    if mode.bucket is None:
+        return []
+    sizes = [size for size in (mode.bucket // 2, mode.bucket * 2) if SMALLEST <= size < gradient]
+    schedule = [mode.schedule] if mode.schedule != "after" else []
+    return list(_legal([(mode.algorithm, f"bucket:{format_size(s)}", *schedule, *_codec(mode)) for s in sizes]))
+
+
+def _schedules(mode: SyncMode) -> list[list[str]]:
+    return [[]] if mode.algorithm == "ddp" else [[name] for name in SCHEDULES if name != "after"]
+
+
+def _codec(mode: SyncMode) -> list[str]:
+    return [str(mode).rpartition("/")[2]] if mode.codec else []
+
+
+def _round_size(size: int) -> int:
+    """The power of two below."""
+    return max(SMALLEST, 1 << max(0, size.bit_length() - 1))
+
+
+def _legal(words: list[tuple[str, ...]]) -> Iterator[str]:
+    for each in words:
+        with contextlib.suppress(SpecError):
+            yield str(SyncMode.parse("/".join(each)))
+
+
+def search(tuning: Tuning, place: Place, progress: Progress, seconds: float) -> None:
+    """Run rounds until the answer is good enough; what was found stands in `tuning`, however this ends."""
+    begun, start = time.monotonic(), str(first_mode(tuning.spec.mode))
+    _round([start], 1, tuning, place, progress, begun + seconds)
+    if not tuning.race.times:
+        raise TestbedError(f"nothing to tune: {start} failed: {tuning.dropped.get(start, tuning.stopped)}")
+    wanted, number = candidates(SyncMode.parse(start), tuning.gradient), 2
+    while wanted:
+        if not _round(wanted, number, tuning, place, progress, begun + seconds):
+            tuning.stopped = f"time is up ({seconds / 60:g} minutes)"
+            return
+        wanted, number = _next(tuning), number + 1
+    tuning.stopped = "sure enough" if tuning.sure >= SURE else f"each that could be the fastest had {MOST_RUNS} runs"
+
+
+def _next(tuning: Tuning) -> list[str]:
+    """Who runs in the next round; nobody when the answer is good enough."""
+    race, leader = tuning.race, tuning.race.leader()
+    untried = [
+        name
+        for name in neighbours(SyncMode.parse(leader), tuning.gradient)
+        if name not in race.times and name not in tuning.dropped
+    ]
+    chances = race.chances()
+    if chances[leader] >= SURE:
+        return untried
+    open_ones = [name for name in race.times if name == leader or chances[name] >= OUT]
+    return untried + [name for name in open_ones if len(race.times[name]) < MOST_RUNS and name not in tuning.dropped]
+
+
+def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress: Progress, until: float) -> bool:
+    """Each of them once; False when time ran out on the way."""
+    for turn, name in enumerate(names, start=1):
+        if time.monotonic() > until and tuning.race.times:
+            return False
+        best = ""
+        if tuning.race.times:
+            leader = tuning.race.leader()
+            best = f"; best so far {leader}, {tuning.race.centre(leader):.3f} s"
+        progress.headline(f"[round {number}, {turn}/{len(names)}] {name}{best}")
+        _try(name, tuning, place, progress)
+    return True
+
+
+def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
+    """One run of one candidate. One that fails is dropped; one whose network was off is repeated, once."""
+    for _ in range(2):
+        tuning.runs += 1
+        spec = trial(tuning.spec, name, tuning.runs, tuning.folder.name)
+        try:
+            summary = execute(spec, place, RunFolder(tuning.folder / spec.name), progress)
+        except (Interrupted, UsageError):
+            raise
+        except TestbedError as error:
+            tuning.dropped[name] = str(error)
+            progress.stage(f"dropped: {error}")
+            return
+        if summary.status == "ok" and summary.seconds_per_step:
+            tuning.gradient = summary.gradient_bytes or 0
+            tuning.race.add(name, summary.seconds_per_step)
+            return
+        progress.stage(f"does not count: {summary.reason}")
+    raise NetworkInvalid(f"{name}: {summary.reason}, twice. What was measured is in {tuning.folder}")
+
+
+def trial(spec: RunSpec, mode: str, number: int, experiment: str) -> RunSpec:
+    """The run that times one candidate; nobody asks what it has learnt."""
+    values = spec.model_dump(mode="json", by_alias=True)
+    own = {"mode": mode, "experiment": experiment, "name": f"{number:03d}-{run_name(mode, spec.nodes)}"}
+    return RunSpec.load(values | own | {"evaluate": "never"}, where="")
+
+
+def check_file(path: Path) -> None:
+    """Refuse before the search what could not be written after it."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--out {path}: there is no folder {path.parent}. Make it, or give another.")
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        raise UsageError(f"--out {path}: exists and was not written by `testbed tune`. Give another.")
+
+
+def write_file(path: Path, tuning: Tuning, place: Place) -> None:
+    """The winner as an experiment, beside what one would have taken without it."""
+    leader = tuning.race.leader()
+    told = f"{tuning.race.centre(leader):.3f} s/iter, {tuning.sure:.0%} sure, {tuning.runs} runs on {place.name}"
+    base = tuning.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    base = {key: value for key, value in base.items() if key not in ("mode", "name", "experiment", "schema", "steps")}
+    reference = [name for name in tuning.race.times if name.startswith("ddp") and "bucket" not in name]
+    modes = dict.fromkeys([str(first_mode(tuning.spec.mode)), *reference, leader])
+    lines = [
+        f"{MARK}: {told}.",
+        f"title = {json.dumps(f'Is {leader} the fastest here?')}",
+        "",
+        "[base]",
+        *(f"{key} = {_toml(value)}" for key, value in base.items()),
+        "",
+        "[axes]",
+        f"mode = {_toml(list(modes))}",
+    ]
+    write_whole(path, "\n".join(lines))
+
+
+def _toml(value: Any) -> str:
+    """A value on one line; text, numbers and truth are spelled as in JSON."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items() if inner is not None) + " }"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def open_tuning(spec: RunSpec) -> Tuning:
+    """A search with a folder of its own."""
+    first_mode(spec.mode)
+    return Tuning(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}")

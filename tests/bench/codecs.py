@@ -1,0 +1,80 @@
+"""Codecs: bytes on the wire against 2(N-1)/N S, and accuracy against full precision, seed by seed.
+
+Runs what is missing of experiments/codecs-bytes.toml (namespaces, VGG-11) and experiments/codecs.toml (processes,
+LeNet-5), then reads both: so it resumes, and a second call only prints.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from testbed.control.place import choose
+from testbed.control.progress import Plain
+from testbed.control.sweep import sweep
+from testbed.spec.experiment import Experiment
+from testbed.spec.folder import runs_dir
+from testbed.spec.summary import Summary
+from tests.bench.figures import Figure
+
+BYTES = {"fp16": (0.48, 0.52), "bf16": (0.48, 0.52), "int8": (0.23, 0.27), "topk": (0.0, 0.05), "powersgd": (0.0, 0.05)}
+SHOWN_ONLY = "topk"  # whose accuracy has no limit
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+def measure() -> Iterator[Figure]:
+    for summary in _sweep("codecs-bytes", on="netns"):
+        if summary.spec.mode.codec:
+            yield byte_ratio(summary)
+    yield from verdict(_sweep("codecs", on="process"))
+
+
+def _sweep(name: str, on: str) -> list[Summary]:
+    specs = Experiment.read(EXPERIMENTS / f"{name}.toml").runs()
+    progress = Plain(Console(markup=False, highlight=False, soft_wrap=True))
+    summaries, errors = sweep(specs, choose(on, specs[0]), runs_dir(), progress)
+    if errors:
+        raise errors[0]
+    return summaries
+
+
+def byte_ratio(summary: Summary) -> Figure:
+    """Rank 0's bytes a step, counted by the kernel, against what an exact all-reduce must send."""
+    n, codec = summary.spec.world, summary.spec.mode.codec or ""
+    sent, low_high = summary.sent_per_step[0], BYTES[codec]
+    if sent is None or not summary.gradient_bytes:
+        raise SystemExit(f"{summary.spec.name}: nothing counts bytes here")
+    return Figure(
+        name=f"bytes a step, {summary.spec.mode} / 2(N-1)/N S",
+        value=sent / (2 * (n - 1) / n * summary.gradient_bytes),
+        low=low_high[0],
+        high=low_high[1],
+        detail=f"{sent / 1e6:.2f} MB, {summary.seconds_per_step:.3f} s/iter, {summary.counter}",
+    )
+
+
+def verdict(summaries: Sequence[Summary]) -> Iterator[Figure]:
+    """Accuracy of each coded mode less that of full precision with the same seed, in points."""
+    percent = {(str(s.spec.mode), s.spec.seed): 100 * (s.test_accuracy or 0.0) for s in summaries}
+    exact = next(str(s.spec.mode) for s in summaries if s.spec.mode.codec is None)
+    seeds = sorted({seed for _, seed in percent})
+    for mode in dict.fromkeys(str(s.spec.mode) for s in summaries if s.spec.mode.codec):
+        differences = [percent[mode, seed] - percent[exact, seed] for seed in seeds]
+        limit = None if SHOWN_ONLY in mode else allowed(differences)
+        each = ", ".join(f"{difference:+.2f}" for difference in differences)
+        means = [statistics.fmean(percent[which, seed] for seed in seeds) for which in (mode, exact)]
+        yield Figure(
+            name=f"accuracy, {mode} less {exact}, points",
+            value=statistics.fmean(differences),
+            low=None if limit is None else -limit,
+            high=limit,
+            detail=f"{means[0]:.1f} % against {means[1]:.1f} %; by seed {each}",
+        )
+
+
+def allowed(differences: Sequence[float]) -> float:
+    """A point, or two standard errors of the paired difference where that is more."""
+    return max(1.0, 2 * statistics.stdev(differences) / len(differences) ** 0.5)
