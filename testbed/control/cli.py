@@ -24,6 +24,7 @@ from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import NetworkInvalid, SpecError, TestbedError, Unavailable, refuse
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
+from testbed.spec.history import HEADER, fault_table
 from testbed.spec.mode import algorithms, legal_modes
 from testbed.spec.run import RunSpec
 from testbed.spec.settings import fresh_folder, run_name, with_settings
@@ -115,6 +116,14 @@ def _resume(path: Path, on: str, retries: str, as_json: bool) -> Summary:
         progress.end()
 
 
+def _print_faults(folders: list[RunFolder]) -> None:
+    """What was done on purpose, who noticed, and what became of it."""
+    ended = [folder for folder in folders if folder.summary.is_file()]
+    rows = fault_table([(folder, s.spec, s.status) for folder in ended for s in [Summary.read(folder)]])
+    if rows:
+        console.print(f"\n{format_table(HEADER, rows)}\n")
+
+
 def _finish(summary: Summary, where: Path, as_json: bool) -> None:
     _print_results([summary], where, as_json)
     if summary.status == "invalid":
@@ -147,6 +156,8 @@ def sweep(
     finally:
         progress.end()
     _print_results(summaries, runs_dir() / experiment.name, as_json)
+    if not as_json:
+        _print_faults([RunFolder(runs_dir() / spec.experiment / spec.name) for spec in specs])
     if errors:
         raise errors[0]
     if any(summary.status == "invalid" for summary in summaries):
