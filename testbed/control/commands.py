@@ -16,6 +16,7 @@ from testbed.control.sweep import sweep
 from testbed.spec.errors import NetworkInvalid, SpecError, refuse
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
+from testbed.spec.history import HEADER, fault_table
 from testbed.spec.run import RunSpec
 from testbed.spec.settings import fresh_folder, run_name, with_settings
 from testbed.spec.summary import Summary
@@ -86,10 +87,19 @@ def run_file(
     told = reporting.conclude(runs_dir() / experiment.name)
     print_results(summaries, runs_dir() / experiment.name, as_json)
     if not as_json:
+        _print_faults([RunFolder(runs_dir() / spec.experiment / spec.name) for spec in specs])
         console.print(told)
     if errors:
         raise errors[0]
     return exit_code(summaries)
+
+
+def _print_faults(folders: list[RunFolder]) -> None:
+    """What was done on purpose, who noticed, and what became of it."""
+    ended = [folder for folder in folders if folder.summary.is_file()]
+    rows = fault_table([(folder, s.spec, s.status) for folder in ended for s in [Summary.read(folder)]])
+    if rows:
+        console.print(f"\n{format_table(HEADER, rows)}\n")
 
 
 def exit_code(summaries: list[Summary]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -76,6 +77,7 @@ def _number(variable: str, default: int) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # on a full disk
+            stream.flush()
     os._exit(code)  # a Gloo thread that still waits for a dead peer must not keep the process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Self
@@ -30,4 +31,5 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take is lost, and was complained of
+            self._file.close()

@@ -117,6 +117,14 @@ def encode(record: Record) -> str:
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a record file; a half-written last line is left out."""
+    for record in read_lines(path, "kind"):
+        if record["kind"] == "start":
+            check_schema(record.get("schema"), str(path))
+        yield record
+
+
+def read_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    """JSON objects that have `key`, one a line."""
     if not path.is_file():
         return
     with path.open("rb") as lines:
@@ -125,9 +133,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 return
             try:
                 record = json.loads(line)
-                kind = record["kind"]
+                record[key]  # it has one
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise SpecError(f"{path}: line {number} is no record. The file is damaged; run it again.") from None
-            if kind == "start":
-                check_schema(record.get("schema"), str(path))
             yield record

@@ -46,9 +46,11 @@ class ParameterMean(GradientMean):
             self.close()
 
     def state(self) -> dict[str, Tensor]:
-        return {"done": torch.tensor(self.done), "drifted": torch.tensor(self.drifted)}
+        return super().state() | {"done": torch.tensor(self.done), "drifted": torch.tensor(self.drifted)}
 
     def load(self, state: dict[str, Tensor]) -> None:
+        own = {key: state[key] for key in state if key not in ("done", "drifted")}
+        super().load(own)
         self.done, self.drifted = int(state["done"]), bool(state["drifted"])
 
     def close(self) -> None:
