@@ -49,8 +49,7 @@ class ParameterMean(GradientMean):
         return super().state() | {"done": torch.tensor(self.done), "drifted": torch.tensor(self.drifted)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        own = {key: state[key] for key in state if key not in ("done", "drifted")}
-        super().load(own)
+        super().load(state)
         self.done, self.drifted = int(state["done"]), bool(state["drifted"])
 
     def close(self) -> None:
