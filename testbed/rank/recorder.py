@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Self
 
+from testbed.spec.folder import RunFolder
 from testbed.spec.records import Record, encode, read
 
 
@@ -14,6 +15,7 @@ class Recorder:
     """Appends to rankN.jsonl; a context manager."""
 
     def __init__(self, path: Path, earlier: Path | None = None) -> None:
+        self.folder = RunFolder(path.parent)
         self._earlier = earlier  # what an attempt before this one recorded
         self._file = path.open("a", encoding="utf-8", buffering=1)
 

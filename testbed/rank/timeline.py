@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class Timeline:
         self._travelled: list[tuple[Travel, float]] = []
         self._stalls: list[Interval] = []
         self._phases: list[tuple[str, float, float]] = []
+        self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # a profiler's, around stalls
         self.begun = clock()
 
     def start(self) -> None:
@@ -66,7 +67,8 @@ class Timeline:
         """The loop waits for communication."""
         begun = self.clock()
         try:
-            yield
+            with self.mark():
+                yield
         finally:
             self._stalls.append((begun, self.clock()))
 

@@ -18,6 +18,7 @@ from testbed.rank.group import Group
 from testbed.rank.models import build_model, untrack_statistics, usual_shape
 from testbed.rank.optim import Optimizer
 from testbed.rank.partition import Partition
+from testbed.rank.profiler import Profiler
 from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import compare
 from testbed.rank.sync.chunks import trained
@@ -51,6 +52,7 @@ class Trainer:
             untrack_statistics(self.model)
         self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
         self.timeline = Timeline(detailed=spec.spans)
+        self.profiler = self._profiler() if spec.profile else None
         self.sync = build(spec.mode, spec.placement, group, self.timeline, spec.seed)
         # The mean over ranks weighs all alike; this makes it weigh all images alike when shares are uneven.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
@@ -70,7 +72,11 @@ class Trainer:
             self.seen = Tally() if step == first else self.seen
             batches = itertools.islice(self.batches.epoch(epoch), step - first, None)
             for _ in range(min(first + len(self.batches), self.total) - step):
+                if self.profiler:
+                    self.profiler.before(step, self.sync.settle)
                 self.recorder.write(self._step(module, batches, step, epoch))
+                if self.profiler:
+                    self.profiler.after(step, self.sync.settle)
                 step += 1
                 if self.keeper:
                     self.keeper.maybe(self, step, last=step == self.total)
@@ -168,6 +174,12 @@ class Trainer:
     def _epochs(self, step: int) -> range:
         """From the one that the last step done belongs to: its test may be missing."""
         return range(max(0, step - 1) // len(self.batches), -(-self.total // len(self.batches)))
+
+    def _profiler(self) -> Profiler:
+        folder, rank = self.recorder.folder, self.group.rank
+        made = Profiler(self.spec.warmup, self.total - 1, folder.trace(rank), folder.shares(rank))
+        self.timeline.mark = made.mark
+        return made
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
         name, seed = self.spec.data.name, self.spec.seed

@@ -155,7 +155,7 @@ def _read_rank(folder: RunFolder, rank: int) -> Rank:
 
 def _profile(folder: RunFolder, rank: int) -> dict[str, float]:
     """Shares of the step by torch.profiler; absent unless it was asked for."""
-    path = folder.path / f"rank{rank}.profile.json"
+    path = folder.shares(rank)
     if not path.is_file():
         return {}
     values = json.loads(path.read_text(encoding="utf-8"))

@@ -42,6 +42,14 @@ class RunFolder:
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"
 
+    def trace(self, rank: int) -> Path:
+        """torch.profiler's own, where it was asked for."""
+        return self.path / f"rank{rank}.trace.json"
+
+    def shares(self, rank: int) -> Path:
+        """How the profiled time divides up."""
+        return self.path / f"rank{rank}.profile.json"
+
     def set_records_aside(self, rank: int) -> Path | None:
         """Move what a rank recorded in an earlier attempt to rank0.attempt1.jsonl; None where there is nothing."""
         if not self.records(rank).is_file():

@@ -90,6 +90,7 @@ class RunSpec(Spec):
     overrides: dict[str, NodeOverride] = {}  # "node2" -> what differs there
     probe: bool = True  # measure the network before training
     spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
+    profile: bool = False  # torch.profiler over the first steps after warm-up; they are slower then
     deadline: float | None = Field(default=None, gt=0, le=86400)  # seconds of any one wait; None: as the link needs
     start_deadline: float = Field(default=START_DEADLINE, gt=0, le=86400)  # seconds for the ranks to meet
     checkpoint: int | None = Field(default=None, gt=0)  # steps from one checkpoint to the next; None: none

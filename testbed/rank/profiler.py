@@ -1,0 +1,73 @@
+"""torch.profiler over a few steps, on request: a Chrome trace of this rank, and how the time divides up.
+
+compute        an operator ran (and the loop was not waiting for others)
+communication  the loop waited for others, or Gloo was at work, and no operator ran
+other          the rest: Python, and waiting for the processor
+overlap        Gloo was at work while an operator ran; it is part of compute
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from testbed.spec.intervals import Interval, length
+
+STEPS = 3  # that are profiled, after warm-up
+WAITING = "communication"  # the name of our own marks
+
+
+class Profiler:
+    """Call `before` and `after` around every step."""
+
+    def __init__(self, first: int, last: int, trace: Path, shares: Path) -> None:
+        self.first, self.last = first, min(last, first + STEPS - 1)
+        self.trace, self.shares = trace, shares
+        self.running: profile | None = None
+
+    def before(self, step: int, settle: Callable[[], None]) -> None:
+        """`settle` waits for what other threads do: the profiler must not start or stop under their feet."""
+        if step == self.first:
+            settle()
+            self.running = profile(activities=[ProfilerActivity.CPU])
+            self.running.start()
+
+    def after(self, step: int, settle: Callable[[], None]) -> None:
+        if self.running is not None and step == self.last:
+            settle()
+            self.running.stop()
+            self.running.export_chrome_trace(str(self.trace))
+            self.shares.write_text(json.dumps(divide(self.running.events() or [])), encoding="utf-8")
+            self.running = None
+
+    def mark(self) -> AbstractContextManager[Any]:
+        """Around what the loop waits for."""
+        return record_function(WAITING) if self.running is not None else nullcontext()
+
+
+def divide(events: Iterable[Any]) -> dict[str, float]:
+    """Shares of the profiled time; events have a name and a time_range with start and end."""
+    spans = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
+    if not spans:
+        return {}
+    whole = max(end for _, (_, end) in spans) - min(begin for _, (begin, _) in spans)
+    waiting = [span for name, span in spans if name == WAITING]
+    gloo = [span for name, span in spans if name.startswith("gloo:")]
+    operators = [span for name, span in spans if name.startswith(("aten::", "autograd::", "Optimizer."))]
+    computing = _without(operators, waiting)
+    both = length(operators) + length([*waiting, *gloo]) - length([*operators, *waiting, *gloo])
+    hidden = both - (length(operators) - computing)
+    communicating = length([*operators, *waiting, *gloo]) - computing
+    shares = {"compute": computing, "communication": communicating, "overlap": max(0.0, hidden)}
+    shares["other"] = whole - computing - communicating
+    return {key: value / whole for key, value in shares.items()} if whole else {}
+
+
+def _without(intervals: list[Interval], taken: list[Interval]) -> float:
+    """How much of `intervals` lies outside `taken`."""
+    return length([*intervals, *taken]) - length(taken)
