@@ -9,6 +9,8 @@ seconds, m the number of buffers that the gradient is cut into. Every bound is w
     tree                     2 ceil(log2 N) S/B + 2 ceil(log2 N) m a
     halving                  2(N-1)/N S/B + 2 log2(N) m a, and 2 S/B + 2 m a more when N is no power of two
     ring-reduce              2(N-1) S/B   + 2(N-1) m a   one hop after the other
+With a codec S is what it makes of the gradient; topk is the one that sends it otherwise:
+    direct/topk              (N-1) S/B    + m a          everybody's to everybody, and that is all
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ COSTS: dict[str, Callable[[int], Cost]] = {
     "halving": _halving,
     "ring-reduce": lambda n: Cost(2 * (n - 1), 2 * (n - 1), "2(N-1) S/B"),
 }
+TOPK = "topk"
 # No method that ends with the mean on every rank can do with less (Patarasuk and Yuan, 2009).
 LEAST = COSTS["ring"]
 
@@ -63,6 +66,8 @@ def silent(mode: SyncMode) -> bool:
 
 def cost(mode: SyncMode, ranks: int) -> Cost | None:
     """Of a built-in method; of a user's own nobody knows more than the least."""
+    if mode.codec == TOPK:
+        return Cost(ranks - 1, 1, "(N-1) S/B")
     known = COSTS.get(mode.algorithm)
     return None if silent(mode) or known is None else known(ranks)
 
@@ -89,6 +94,8 @@ def sent_share(mode: SyncMode, ranks: int, rank: int) -> float | None:
     kind, n = mode.algorithm, ranks
     if silent(mode):
         return 0.0
+    if mode.codec == TOPK:
+        return float(n - 1)
     if kind in ("gather", "server"):
         return float(n - 1) if rank == 0 else 1.0
     if kind in ("allreduce", "ring", "direct", "ddp"):

@@ -71,7 +71,7 @@ class Rounded:
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, buffer: Tensor, group: Group) -> None:
-        torch.div(buffer, group.size, out=self.wire)
+        self.wire.copy_(buffer.div_(group.size))
         self.mean_(self.wire, group)
         buffer.copy_(self.wire).mul_(group.size)
 

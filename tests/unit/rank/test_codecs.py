@@ -10,6 +10,7 @@ from torch import Tensor
 
 from testbed.rank.group import Group, alone
 from testbed.rank.sync.codecs import Coder, Parcel, make_coder
+from testbed.rank.sync.codecs_payload import largest
 from testbed.spec.mode import SyncMode
 
 SHAPES = [torch.Size(shape) for shape in ([30, 4, 5], [30], [8, 8], [2, 3], [], [0])]
@@ -93,6 +94,21 @@ def test_topk_sends_the_largest_and_keeps_the_rest() -> None:
     assert len(sent) == math.ceil(0.1 * LENGTH)
     assert true[sent].abs().min() >= true[buffer == 0].abs().max()
     assert torch.equal(buffer + code.state["residual"], true)
+
+
+@pytest.mark.parametrize("kind", ["normal", "tied", "sorted", "nan", "all nan"])
+def test_the_largest_are_found_by_way_of_a_sample_too(kind: str) -> None:
+    values = gradient(5, 200_000).abs()
+    if kind == "tied":
+        values = values.round()
+    if kind == "sorted":
+        values = values.sort().values
+    if "nan" in kind:
+        values[7 if kind == "nan" else slice(None)] = math.nan
+    found = largest(values, 20_000)
+    assert len(found.unique()) == 20_000
+    wanted = torch.topk(values, 20_000).values
+    torch.testing.assert_close(values[found].sort(descending=True).values, wanted, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("word", ["topk:0.1", "powersgd:2"])

@@ -22,6 +22,9 @@ S, B = 36_924_456.0, 1e9 / 8
         ("tree", 4.0),
         ("halving", 1.5),
         ("ring-reduce", 6.0),
+        ("ring/fp16", 1.5),
+        ("direct/int8", 1.5),
+        ("direct/topk:0.01", 3.0),
     ],
 )
 def test_the_bound_at_four_ranks(mode: str, loads: float) -> None:
