@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv data run test check bench engine wheels image up clean
+.PHONY: help venv data run test check bench soak fuzz engine wheels image up clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,13 @@ check: $(VENV)/.ready ## ruff and mypy
 
 bench: data ## the speed this project promises, measured (about 12 minutes, do nothing else meanwhile)
 	$(BIN)/python -m tests.bench $(ARGS)
+
+soak: $(VENV)/.ready ## what must hold when things go wrong, counted; resumes (ARGS="kill resume": some parts)
+	$(BIN)/python -m tests.soak $(ARGS)
+
+fuzz: $(VENV)/.ready ## specs, modes, faults and files made up at random, far longer than in make test
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/unit/spec -q $(ARGS)
+	$(BIN)/python -m tests.soak hostile
 
 engine: ## a Docker engine with Compose where there is none (Debian, root; asks first)
 	docker/engine.sh $(ARGS)

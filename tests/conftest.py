@@ -20,7 +20,8 @@ from rank_pool import RankPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # or children of a background job would be deaf to it
 settings.register_profile("testbed", deadline=None)  # this machine is shared: slow is no failure
-settings.load_profile("testbed")
+settings.register_profile("fuzz", deadline=None, max_examples=5000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "testbed"))
 
 
 def _lacks_for_gloo() -> str | None:

@@ -94,6 +94,7 @@ class Heartbeat:
         self._peers: list[Peer] = []
         self._gone: dict[int, str] = {}  # ranks that left, with their reason
         self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None  # rank 0's
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def start(self, deadline: float) -> None:
@@ -156,8 +157,9 @@ class Heartbeat:
             self.end(self.verdict)
         else:
             self._tell({"bye": self._farewell, "rank": self.rank})
-        for peer in self._peers:
-            peer.connection.close()
+        for end in [peer.connection for peer in self._peers] + ([self._listener] if self._listener else []):
+            end.close()
+        self._selector.close()
 
     def _forgive(self, seconds: float) -> None:
         for peer in self._peers:
@@ -172,6 +174,7 @@ class Heartbeat:
         return peer
 
     def _accept(self) -> None:
+        assert self._listener is not None
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             strangers = [peer for peer in self._peers if peer.rank is None]

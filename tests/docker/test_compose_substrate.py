@@ -14,7 +14,7 @@ from command import run_command, start_command, wait_for_steps
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate, idle
 from testbed.control.substrates.engine import connect, projects
-from testbed.spec.errors import Unavailable
+from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
 
 pytestmark = pytest.mark.docker
@@ -99,3 +99,44 @@ def test_delay_is_refused_before_anything_starts_where_the_kernel_lacks_netem(tm
     except Unavailable as refusal:
         assert "netem" in str(refusal) and "Leave it out" in str(refusal)
         assert not (tmp_path / "runs").exists()
+
+
+def test_a_container_that_was_cut_off_comes_back_with_its_routes(tmp_path):
+    plans = [NodePlan(name=f"node{k}", link=Link(rate=50_000_000), congestion="cubic") for k in range(2)]
+    with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
+        before = sorted(substrate.exec(0, ["ip", "route"], 30).splitlines())
+        assert any("congctl cubic" in route for route in before) and any("default via" in route for route in before)
+        substrate.cut(0)
+        assert "default" not in substrate.exec(0, ["ip", "route"], 30)
+        substrate.join(0)
+        after = sorted(substrate.exec(0, ["ip", "route"], 30).splitlines())
+        assert [route.split() for route in after] == [route.split() for route in before]
+        substrate.set_rate(0, 10_000_000)
+        assert "rate 10Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "ifb0"], 30)
+
+
+def test_a_paused_container_is_stopped_and_what_the_engine_refuses_is_a_sentence(tmp_path):
+    with ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs/r") as substrate:
+        process = substrate.start(0, ["sleep", "1000"], {}, tmp_path / "log")
+        time.sleep(0.5)
+        substrate.pause(0)
+        with pytest.raises(TestbedError, match=r"the Docker engine refused: .*paused"):
+            substrate.pause(0)
+        substrate.stop()
+        assert process.poll() is not None
+        killed = substrate.start(0, ["sleep", "1000"], {}, tmp_path / "log")
+        time.sleep(0.5)
+        substrate.kill(0)
+        assert killed.wait(30) == -signal.SIGKILL
+        assert substrate.start(0, ["true"], {}, tmp_path / "log").wait(30) == 0  # the node itself lives on
+    assert substrate._project not in projects()
+
+
+def test_a_killed_rank_is_restarted_from_its_checkpoint(tmp_path):
+    flags = ["--nodes", "2", "--steps", "60", *SMALL, "--set", "probe=false", "--set", "checkpoint=10"]
+    fault = ["--fault", "kill:rank1@step25", "--retries", "1"]
+    result = run_command("run", *flags, *fault, "--json", "--out", "runs/r", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert len(summary["losses"]) == 60 and summary["replicas_agree"]
+    assert any("rank 1 (node1) was killed by SIGKILL" in note for note in summary["notes"])

@@ -11,7 +11,7 @@ from tests.soak.runs import DEADLINE, SMALL, Run, drop, scratch, testbed
 
 KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
 RESUME_MODES = ("ring", "ddp", "ring/bucket:2MiB/pipeline")
-FOREVER, SHORT = "1000000", "240"  # steps
+FOREVER, SHORT = "1000000", 200  # steps
 NODES = 4
 Cases = Iterator[tuple[str, Callable[[], Outcome]]]
 
@@ -73,17 +73,17 @@ def resume(count: int = 10) -> Cases:
     for mode in RESUME_MODES:
         for seed in range(count):
             rng = random.Random(f"resume {mode} {seed}")
-            fault = f"kill:rank{rng.randrange(NODES)}@step{rng.randrange(1, int(SHORT) - 40)}"
+            fault = f"kill:rank{rng.randrange(NODES)}@step{rng.randrange(1, SHORT - 40)}"
             flags = ["--fault", fault, "--retries", "1", "--set", f"checkpoint={rng.choice((7, 10, 25))}"]
             yield f"{mode} {seed} {fault}", lambda m=mode, f=flags: _same(m, f, references, "process")
 
 
-def _same(mode: str, flags: list[str], references: dict[str, str | None], place: str) -> Outcome:
+def _same(mode: str, flags: list[str], references: dict[str, str | None], place: str, steps: int = SHORT) -> Outcome:
     folder = scratch()
     try:
         if mode not in references:
-            references[mode] = _short(mode, [], place, folder / "reference").final_hash()
-        run = _short(mode, flags, place, folder / "r")
+            references[mode] = _short(mode, [], place, folder / "reference", steps).final_hash()
+        run = _short(mode, flags, place, folder / "r", steps)
         identical = run.final_hash() is not None and run.final_hash() == references[mode]
         injected, left = run.event("injected") is not None, run.left()
         ok = identical and injected and run.code == 0 and run.status == "ok" and not left
@@ -93,8 +93,8 @@ def _same(mode: str, flags: list[str], references: dict[str, str | None], place:
         drop(folder)
 
 
-def _short(mode: str, flags: list[str], place: str, out: Path) -> Run:
-    return testbed(*SMALL, *_network(place), "--mode", mode, "--steps", SHORT, *flags, out=out)
+def _short(mode: str, flags: list[str], place: str, out: Path, steps: int) -> Run:
+    return testbed(*SMALL, *_network(place), "--mode", mode, "--steps", str(steps), *flags, out=out)
 
 
 def _network(place: str) -> list[str]:

@@ -1,0 +1,102 @@
+"""A sample of `make soak` on plain processes: killed, frozen, resumed, disturbed by strangers, out of space."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from command import run_command
+
+from tests.soak import faults, garbage, torn
+
+pytestmark = pytest.mark.gloo
+SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "process", "--set", "probe=false"]
+
+
+@pytest.mark.parametrize(("mode", "rank"), [("ddp", 0), ("ring/bucket:2MiB/pipeline", 2)])
+def test_a_killed_rank_ends_the_run_at_once_and_is_named(mode: str, rank: int) -> None:
+    outcome = faults._fatal(mode, "process", f"kill:rank{rank}@step5", rank, limit=10.0)
+    assert outcome["ok"] and outcome["named"], outcome
+
+
+def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named() -> None:
+    outcome = faults._fatal("ring", "process", "pause:rank1@step5", 1, limit=faults.DEADLINE + 5)
+    assert outcome["ok"] and outcome["named"] and outcome["seconds"] > faults.DEADLINE - 1, outcome
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/pipeline"])
+def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
+    flags = ["--fault", "kill:rank1@step30", "--retries", "1", "--set", "checkpoint=7"]
+    outcome = faults._same(mode, flags, {}, "process", steps=60)
+    assert outcome["ok"], outcome
+
+
+def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: Path) -> None:
+    flags = [*SMALL, "--nodes", "2", "--steps", "60", "--set", "checkpoint=10", "--fault", "kill:rank0@step25"]
+    failed = run_command("run", *flags, "--out", "r", cwd=tmp_path)
+    assert failed.returncode == 3 and "rank 0 (node0) was killed by SIGKILL" in failed.stderr, failed.stderr
+    resumed = run_command("run", "--resume", "r", "--on", "process", "--json", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    (summary,) = json.loads(resumed.stdout)["runs"]
+    assert summary["status"] == "ok" and len(summary["losses"]) == 60 and summary["replicas_agree"]
+    assert (tmp_path / "r" / "rank0.attempt1.jsonl").exists()
+    again = run_command("run", "--resume", "r", "--on", "process", cwd=tmp_path)
+    assert again.returncode == 2 and "is finished" in again.stderr
+
+
+def test_garbage_at_the_rendezvous_does_not_stop_a_run() -> None:
+    ((_, case),) = garbage.garbage(1)
+    outcome = case()
+    assert outcome["ok"], outcome
+
+
+def test_a_writer_killed_inside_a_write_leaves_what_was_complete() -> None:
+    for _, case in torn.torn(3):
+        outcome = case()
+        assert outcome["ok"], outcome
+
+
+def test_ranks_listen_on_the_clusters_address_alone(tmp_path: Path) -> None:
+    """Every listening socket of a rank, whoever opened it: store, heartbeat, Gloo."""
+    from command import ranks_of, start_command, wait_for_steps
+
+    flags = [*SMALL, "--nodes", "2", "--steps", "100000", "--out", "r"]
+    process = start_command("run", *flags, cwd=tmp_path)
+    try:
+        wait_for_steps(tmp_path / "r", 0, 2)
+        found = [address for pid in ranks_of(tmp_path / "r") for address in listening(pid)]
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert len(found) >= 4 and set(found) == {"0100007F"}, found  # 127.0.0.1
+
+
+def listening(pid: int) -> list[str]:
+    """Local addresses, in the kernel's hexadecimal, of a process's listening TCP sockets."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(descriptor.readlink())
+        inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+def test_a_full_disk_leaves_no_run_that_looks_finished(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)], check=True)
+    try:
+        flags = [*SMALL, "--nodes", "2", "--steps", "5000", "--set", "deadline=5"]
+        result = run_command("run", *flags, "--out", str(disk / "r"), cwd=tmp_path)
+        assert result.returncode in (1, 3) and "Traceback" not in result.stderr, result.stderr
+        assert (
+            not (disk / "r" / "summary.json").exists()
+            or '"status": "ok"' not in (disk / "r" / "summary.json").read_text()
+        )
+        assert [path.name for path in (disk / "r").iterdir() if path.name.endswith(".tmp")] == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -1,0 +1,128 @@
+"""Checkpoints: what goes in comes out, the last two are kept, and what is torn, foreign or false is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from testbed.rank.checkpoint import Checkpoints
+from testbed.rank.evaluate import Tally
+from testbed.rank.group import alone
+from testbed.rank.optim import Optimizer
+from testbed.rank.sync.base import NoSync
+from testbed.rank.timeline import Timeline
+from testbed.spec.errors import SpecError
+from testbed.spec.mode import SyncMode
+from testbed.spec.run import OptimizerSpec, RunSpec
+
+
+class Trained:
+    def __init__(self, seed: int, name: Any = "sgd") -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        self.optimizer = Optimizer(OptimizerSpec(name=name), self.model, 8, 100)
+        self.sync = NoSync(SyncMode.parse("single"), alone(), Timeline())
+        self.sync.attach(self.model, self.optimizer)
+        self.seen = Tally()
+
+    def step(self) -> float:
+        self.sync.zero()
+        loss = self.model(torch.rand(8, 4)).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.seen.add(loss.item(), torch.zeros(1, 2), torch.zeros(1))
+        return loss.item()
+
+
+def keeper(folder: Path, every: int = 1) -> Checkpoints:
+    return Checkpoints(RunSpec.load({"mode": "single", "checkpoint": every}, "test"), folder, alone(), resume=True)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
+def test_a_restored_run_goes_on_as_the_undisturbed_one(tmp_path: Path, name: str) -> None:
+    trained, keeps = Trained(1, name), keeper(tmp_path / "c")
+    for _ in range(3):
+        trained.step()
+    keeps.write(trained, 3)
+    drawn = (random.random(), np.random.rand())
+    expected = [trained.step() for _ in range(3)]
+    other = Trained(2, name)
+    other.step()
+    assert keeps.agree() == 3
+    keeps.load(other, 3)
+    assert (random.random(), np.random.rand()) == drawn
+    assert [other.step() for _ in range(3)] == expected
+    assert other.seen.loss == trained.seen.loss and other.seen.images == trained.seen.images
+    left, right = other.model.state_dict(), trained.model.state_dict()
+    assert all(torch.equal(left[key], right[key]) for key in right)
+
+
+def test_one_is_written_every_so_many_steps_and_the_last_two_are_kept(tmp_path: Path) -> None:
+    trained, keeps = Trained(1), keeper(tmp_path / "c", every=5)
+    for step in range(1, 31):
+        keeps.maybe(trained, step, last=step == 30)
+    names = sorted(path.name for path in (tmp_path / "c").iterdir())
+    assert names == [f"rank0-step{step}.{end}" for step in (20, 25) for end in ("json", "safetensors")]
+
+
+@pytest.mark.parametrize("damage", ["tensors missing", "tensors cut", "facts missing", "facts cut", "of another rank"])
+def test_a_torn_checkpoint_is_as_good_as_none_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+    trained, keeps = Trained(1), keeper(tmp_path)
+    keeps.write(trained, 1)
+    keeps.write(trained, 2)
+    what = tmp_path / ("rank0-step2.safetensors" if "tensors" in damage else "rank0-step2.json")
+    if "missing" in damage:
+        what.unlink()
+    elif "cut" in damage:
+        what.write_bytes(what.read_bytes()[:-40])
+    else:
+        what.write_text(json.dumps(json.loads(what.read_text()) | {"rank": 1}))
+    assert keeps.agree() == 1
+
+
+def test_without_any_checkpoint_a_run_starts_at_the_beginning(tmp_path: Path) -> None:
+    assert keeper(tmp_path / "none").agree() == 0
+
+
+def forge(folder: Path, tensors: bytes) -> None:
+    """Other tensors under a checksum that fits them."""
+    (folder / "rank0-step1.safetensors").write_bytes(tensors)
+    facts = folder / "rank0-step1.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"sha256": hashlib.sha256(tensors).hexdigest()}))
+
+
+def test_a_forged_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    from safetensors.torch import save
+
+    trained, keeps = Trained(1), keeper(tmp_path)
+    keeps.write(trained, 1)
+    before = [p.clone() for p in trained.model.parameters()]
+    for tensors in (save({"model.0.weight": torch.zeros(9, 9)}), save({"x": torch.zeros(1)}), b"\x80\x04pickle", b""):
+        forge(tmp_path, tensors)
+        with pytest.raises(SpecError, match=r"rank0-step1\.safetensors: does not fit this run \(.+\)\. Remove it"):
+            keeps.load(trained, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.model.parameters(), strict=True))
+
+
+def test_a_link_out_of_the_folder_and_a_huge_file_are_not_read(tmp_path: Path) -> None:
+    trained, keeps = Trained(1), keeper(tmp_path / "c")
+    keeps.write(trained, 1)
+    tensors = tmp_path / "c" / "rank0-step1.safetensors"
+    (tmp_path / "elsewhere").write_bytes(tensors.read_bytes())
+    tensors.unlink()
+    tensors.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SpecError, match="is a link"):
+        keeps.load(trained, 1)
+    tensors.unlink()
+    with tensors.open("wb") as file:
+        file.truncate(10 << 30)
+    with pytest.raises(SpecError, match="at most"):
+        keeps.load(trained, 1)
