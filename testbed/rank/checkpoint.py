@@ -122,7 +122,7 @@ class Checkpoints:
         try:
             spread(load(data), trained)
             random.setstate(_as_tuples(facts.python))
-        except (ValueError, TypeError, LookupError, RuntimeError, SafetensorError) as error:
+        except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, SafetensorError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SpecError(f"{path}: does not fit this run ({reason}). Remove it, or start anew.") from None
         trained.seen.loss, trained.seen.correct, trained.seen.images = facts.seen
@@ -149,7 +149,7 @@ class Checkpoints:
             if right != (self.group.rank, self.group.size, step, SCHEMA) or not texts:
                 raise refuse("checkpoint", path.name, "is of another rank, run or version", "Remove it.")
             return Facts(**values | {"seen": (float(loss), int(correct), int(images))})
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise SpecError(f"{path}: damaged ({str(error).splitlines()[0][:200]}). Remove it.") from None
 
     def _steps(self) -> list[int]:

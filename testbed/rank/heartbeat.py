@@ -188,6 +188,8 @@ class Heartbeat:
         self._peers.remove(peer)
 
     def _hear(self, peer: Peer) -> None:
+        if peer not in self._peers:  # dropped a moment ago, to make room
+            return
         messages = peer.read()
         if messages is None:
             self._drop(peer)
@@ -202,7 +204,8 @@ class Heartbeat:
 
     def _introduce(self, peer: Peer, message: dict[str, Any]) -> bool:
         rank, token = message.get("hello"), message.get("token")
-        known = isinstance(token, str) and secrets.compare_digest(token.encode(), self._token.encode())
+        said = token.encode("utf-8", "replace") if isinstance(token, str) else b""
+        known = secrets.compare_digest(said, self._token.encode())
         if not known or not isinstance(rank, int) or not 0 < rank < self.size:
             return False
         peer.rank = rank

@@ -149,3 +149,18 @@ def test_strangers_are_heard_by_nobody(ring: Callable[..., list[Heartbeat]]) -> 
     until(lambda: all(peer.rank is not None for peer in zero._peers))
     one.close("a real failure")
     assert guilty([zero]) == [1]
+
+
+def test_strangers_do_not_stop_it(ring: Callable[..., list[Heartbeat]]) -> None:
+    """More of them than are let in, all at once, some with text that is no text."""
+    zero, one = ring(2)
+    assert zero._listener is not None
+    strangers = [socket.create_connection(zero._listener.getsockname()) for _ in range(2 * heartbeat.MAX_STRANGERS)]
+    for number, stranger in enumerate(strangers):
+        with contextlib.suppress(OSError):
+            stranger.sendall(b'{"hello": 1, "token": "\\ud800"}\n' if number % 2 else b"\xff\n")
+    time.sleep(4 * heartbeat.PERIOD)
+    for stranger in strangers:
+        stranger.close()
+    assert zero._thread.is_alive() and one._thread.is_alive()
+    assert zero.verdict is None and one.verdict is None
