@@ -105,7 +105,8 @@ class Optimizer:
 
     def clip_coefficient(self, norm: float) -> float:
         """What a gradient of this norm is multiplied by; torch's own formula."""
-        return min(1.0, (self.spec.clip or math.inf) / (norm + 1e-6))
+        ratio = (self.spec.clip or math.inf) / (norm + 1e-6)
+        return 1.0 if ratio > 1.0 else ratio  # a norm that is no number stays one
 
     def step(self) -> None:
         """Set the learning rate, clip, update."""

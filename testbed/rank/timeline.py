@@ -16,6 +16,7 @@ from typing import Any
 
 from testbed.spec.intervals import Interval, length
 
+CONTINUED = " (cont.)"  # ends the name of what was on its way when the step began
 PHASES = ("data", "forward", "backward", "sync", "update")  # `update` lies inside `sync`
 
 
@@ -49,7 +50,8 @@ class Timeline:
         with self._lock:
             self._travelled.clear()
             for travel in self._travelling.values():
-                travel.begun = max(travel.begun, self.begun)
+                travel.begun = self.begun
+                travel.name = travel.name.removesuffix(CONTINUED) + CONTINUED
         self._stalls.clear()
         self._phases.clear()
 

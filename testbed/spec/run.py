@@ -224,9 +224,8 @@ def _check_overrides(spec: RunSpec) -> None:
 
 
 def _check_placement(spec: RunSpec) -> None:
-    if spec.placement == "after-step" and (
-        spec.mode.algorithm in ("single", "none", "ddp", "server") or spec.mode.every > 1
-    ):
+    own = spec.mode.algorithm in ("single", "none", "ddp", "server")
+    if spec.placement == "after-step" and (own or spec.mode.every > 1 or spec.mode.schedule != "after"):
         rule = f"mode {spec.mode} has no gradient exchange that could come after the step"
         raise refuse("placement", spec.placement, rule, "Use gather, allreduce, ring, tree or halving.")
 

@@ -15,8 +15,11 @@ from torch.nn import Parameter
 from testbed.rank.group import Group, Work
 from testbed.rank.sync.chunks import split
 from testbed.rank.sync.rounds import Rounds
+from testbed.spec.errors import refuse
+from testbed.spec.units import format_size
 
 MOST_ROUNDS = 512  # of either half; a tag has its number inside
+MOST_PIECES = 256
 SMALL = (8, 4, 2)  # the last pieces have this fraction of the usual size
 
 
@@ -52,7 +55,6 @@ class Flight:
     piece: Piece
     reducing: list[list[Work]] = field(default_factory=list)
     gathering: list[list[Work]] = field(default_factory=list)
-    token: int = -1  # of the timeline
 
 
 def cut_pieces(
@@ -60,8 +62,12 @@ def cut_pieces(
 ) -> list[Piece]:
     """Pieces of at most `limit` bytes of two flat buffers that hold the parameters in this order."""
     ends = list(accumulate(p.numel() for p in parameters))
+    cuts = bounds(len(values), max(1, limit // values.element_size()))
+    if len(cuts) - 1 > MOST_PIECES:
+        rule = f"would cut this model into {len(cuts) - 1} pieces, and each has a thread; at most {MOST_PIECES} work"
+        raise refuse("bucket", format_size(limit), rule, f"Use bucket:{values.nbytes // MOST_PIECES // 2**10 + 2}KiB.")
     pieces = []
-    for number, (a, b) in enumerate(pairwise(bounds(len(values), max(1, limit // values.element_size())))):
+    for number, (a, b) in enumerate(pairwise(cuts)):
         parts = split(gradients[a:b], group.size)
         scratch = [[torch.empty_like(parts[hop.part]) for hop in round_.receives] for round_ in rounds.reduce]
         members = [p for p, end in zip(parameters, ends, strict=True) if a < end and end - p.numel() < b]

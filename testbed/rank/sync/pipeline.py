@@ -41,8 +41,8 @@ class Pipeline(NoSync):
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         super().__init__(mode, group, timeline)
         self.rounds = ROUNDS[mode.algorithm](group.rank, group.size)
-        self.sender = Sender(group, self._fail)
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # the first of any thread's
+        self.clipping: Clipping | None = None
 
     def attach(self, model: Module, update: Update) -> Module:
         parameters = list(reversed(trained(model)))
@@ -56,6 +56,7 @@ class Pipeline(NoSync):
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self.forward = ForwardWaits(model, self.pieces, self._wait_for)
         self.clipping = Clipping(self.group, update, len(self.pieces)) if update.clips else None
+        self.sender = Sender(self.group, self._fail)
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in self.pieces]
         for thread in self.threads:
             thread.start()
@@ -78,8 +79,13 @@ class Pipeline(NoSync):
 
     def step(self) -> None:
         """Nothing to wait for: what is on its way is needed by the next forward, layer by layer."""
-        for parameter in self.readiness.absent():
-            self.views[parameter].zero_()  # it got no gradient: the last step's must not count twice
+        absent = self.readiness.absent()
+        self._wait_for([piece for piece in self.pieces if any(piece.holds(p) for p in absent)])
+        for parameter in absent:  # in none of the step's passes, or not in the last
+            if parameter.grad is None:
+                self.views[parameter].zero_()  # the last step's must not count twice
+            else:
+                self._copy_gradient(parameter)
         self.readiness.finish()
         self.forward.learn()
 
@@ -93,20 +99,25 @@ class Pipeline(NoSync):
         for thread in self.threads:
             thread.join()
         self.sender.stop()
+        self._raise_failure()
 
     def _take_gradient(self, parameter: Parameter) -> None:
         """Copy a complete gradient to where it leaves from. (Hook of backward.)"""
-        if self.readiness.paused or parameter.grad is None:
-            return
+        if not self.readiness.paused:
+            self._copy_gradient(parameter)
+            self.readiness.ready(parameter)
+
+    def _copy_gradient(self, parameter: Parameter) -> None:
+        assert parameter.grad is not None
         self.views[parameter].copy_(parameter.grad.reshape(-1))
         parameter.grad = None
-        self.readiness.ready(parameter)
 
     def _launch(self, number: int) -> None:
         """All gradients of this piece are there. (Hook of backward.)"""
         flight = self.flights[number]
         self._wait_for([flight.piece])  # long true, unless a layer took no part in forward
         flight.piece.complete.clear()
+        self._raise_failure()  # one that came before the line above will wake nobody again
         flight.piece.launched.put(flight)
 
     def _serve(self, piece: Piece) -> None:
@@ -134,7 +145,7 @@ class Pipeline(NoSync):
     def _update(self, piece: Piece) -> None:
         gradient = piece.gradients[self.group.rank]
         if self.clipping is not None:
-            gradient.mul_(self.clipping.coefficient(gradient))
+            gradient.mul_(self.clipping.coefficient(piece.number, gradient))
         self.update.step_part(piece.number, gradient)
 
     def _gather(self, flight: Flight) -> None:
@@ -161,13 +172,19 @@ class Pipeline(NoSync):
             with self.timeline.blocked():
                 for piece in missing:
                     if not piece.complete.wait(self.group.deadline.total_seconds()):
+                        self._raise_failure()
                         raise RankFailed(f"bucket {piece.number} timed out: a peer is silent")
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
 
     def _fail(self, error: Exception) -> None:
-        """A thread cannot go on: wake the loop, which raises its error."""
-        self.failure = error
+        """A thread cannot go on: wake the loop, which raises the first error; what it caused elsewhere is no news."""
+        self.failure = self.failure or error
+        if self.clipping is not None:
+            self.clipping.abort()
         for piece in self.pieces:
             piece.complete.set()
 
@@ -215,16 +232,22 @@ class Clipping:
 
     def __init__(self, group: Group, update: Update, pieces: int) -> None:
         self.group, self.update = group, update
-        self.squares: list[Tensor] = []
+        self.squares = [torch.zeros(())] * pieces  # by piece: threads come in any order, sums are made in one
         self.barrier = threading.Barrier(pieces, action=self._total)
 
-    def coefficient(self, gradient: Tensor) -> float:
+    def coefficient(self, piece: int, gradient: Tensor) -> float:
         """What this step's gradient is multiplied by; blocks until every piece has asked. (Threads of pieces.)"""
-        self.squares.append(gradient.square().sum())
-        self.barrier.wait(self.group.deadline.total_seconds())
+        self.squares[piece] = gradient.square().sum()
+        try:
+            self.barrier.wait(self.group.deadline.total_seconds())
+        except threading.BrokenBarrierError:
+            raise RankFailed("waiting for the gradient's norm timed out: a peer is silent") from None
         return self.found
+
+    def abort(self) -> None:
+        """A piece will never ask."""
+        self.barrier.abort()
 
     def _total(self) -> None:
         square = self.group.total(torch.stack(self.squares).sum())
         self.found = self.update.clip_coefficient(float(square) ** 0.5)
-        self.squares.clear()

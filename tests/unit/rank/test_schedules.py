@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from testbed.rank.sync.pieces import bounds, cut_pieces
 from testbed.rank.sync.readiness import Readiness
 from testbed.rank.sync.rounds import ROUNDS, Round, Rounds
 from testbed.rank.sync.sender import WINDOW, Sender
+from testbed.spec.errors import SpecError
 
 
 def outgoing(plan: Round, held: list[set[int]]) -> dict[tuple[int, int], set[int]]:
@@ -110,7 +112,7 @@ def test_the_sender_lets_urgent_parts_overtake() -> None:
     sender = Sender(alone(), fail=lambda error: order.append(repr(error)))
     sender.put((1, 0), WINDOW, lambda: send("first"))
     while not order:
-        pass  # it has left, and fills the window
+        time.sleep(0.001)  # until it has left, and fills the window
     for urgency, name in (((1, 0), "values of layer 9"), ((1, -9), "values of layer 0"), ((0, 5), "gradients")):
         sender.put(urgency, WINDOW, lambda name=name: send(name))
     gate.set()
@@ -129,3 +131,11 @@ def test_a_sender_that_fails_says_so() -> None:
     sender.put((0,), 1, broken)
     sender.stop()
     assert told == ["peer is gone"]
+
+
+def test_more_pieces_than_threads_are_refused_with_a_size_that_works() -> None:
+    parameters, flat = [Parameter(torch.zeros(100_000))], torch.zeros(100_000)
+    rounds = ROUNDS["ring"](0, 1)
+    with pytest.raises(SpecError, match=r"would cut this model into 39\d pieces.*Use bucket:3KiB"):
+        cut_pieces(parameters, flat, flat.clone(), 1024, rounds, alone())
+    assert len(cut_pieces(parameters, flat, flat.clone(), 3 * 1024, rounds, alone())) <= 256

@@ -64,7 +64,7 @@ def test_a_buffer_that_crosses_the_end_of_a_step_is_cut_there(timeline: Timeline
     clock.now += 1
     second = timeline.take()
     assert first["comm"] == [("bucket 0 gather", 1, 2, 8)]
-    assert second["comm"] == [("bucket 0 gather", 0, 3, 8)]
+    assert second["comm"] == [("bucket 0 gather (cont.)", 0, 3, 8)]
     assert (first["busy"], second["busy"]) == (2, 3)
 
 
