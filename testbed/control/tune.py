@@ -65,7 +65,7 @@ def curve(tuning: Tuning) -> str:
         seconds = race.centre(name)
         bar = "#" * max(1, round(BAR * seconds / slowest))
         figures = (f"{seconds:.3f}", f"{low:.3f}-{high:.3f}", str(len(race.times[name])), f"{seconds / best:.2f}")
-        rows.append((name, *figures, f"{chances[name]:.0%}", bar.ljust(BAR)))
+        rows.append((name, *figures, percent(chances[name]), bar.ljust(BAR)))
     return format_table(header, rows)
 
 
@@ -73,15 +73,23 @@ def conclusion(tuning: Tuning) -> list[str]:
     """The winner, how sure it is, what it is worth, and who fell out."""
     race, leader = tuning.race, tuning.race.leader()
     low, high = race.interval(leader)
+    won = "best so far" if tuning.untried else "winner"
     lines = [
-        f"winner: {leader}, {race.centre(leader):.3f} s/iter (95 %: {low:.3f} to {high:.3f})",
-        f"{tuning.sure:.0%} sure that nothing tried is more than {TOLERANCE:.0%} faster; {tuning.runs} runs; "
+        f"{won}: {leader}, {race.centre(leader):.3f} s/iter (95 %: {low:.3f} to {high:.3f})",
+        f"{percent(tuning.sure)} sure that nothing tried is more than {percent(TOLERANCE)} faster; {tuning.runs} runs; "
         f"ended: {tuning.stopped}",
     ]
     reference = next((name for name in race.times if name.startswith("ddp") and "bucket" not in name), leader)
     if reference != leader:
         lines.append(f"{reference} takes {race.centre(reference) / race.centre(leader):.2f} times as long")
+    if tuning.untried:
+        lines.append(f"not tried: {', '.join(tuning.untried)}")
     return lines + [f"dropped: {name}: {why}" for name, why in tuning.dropped.items()]
+
+
+def percent(share: float) -> str:
+    """Of few runs nothing is certain."""
+    return f"{100 * share:.0f} %" if share < 0.995 else "> 99 %"
 
 
 def document(tuning: Tuning, file: Path | None) -> dict[str, Any]:
@@ -94,4 +102,4 @@ def document(tuning: Tuning, file: Path | None) -> dict[str, Any]:
         points.append({"mode": name, **found, "runs": race.times[name]})
     facts = {"winner": race.leader(), "sure": tuning.sure, "tolerance": TOLERANCE, "ended": tuning.stopped}
     where = {"file": str(file) if file else None, "folder": str(tuning.folder)}
-    return {**facts, "curve": points, "dropped": tuning.dropped, **where}
+    return {**facts, "curve": points, "dropped": tuning.dropped, "untried": tuning.untried, **where}

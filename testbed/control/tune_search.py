@@ -30,6 +30,7 @@ MARK = "# Written by `testbed tune`"  # the first line of a file that may be wri
 SMALLEST = 4 << 10  # bytes: below that, messages are all overhead
 PARTS = (32, 8, 2)  # of the gradient, for the first sizes
 MOST_RUNS = 8  # of one candidate
+TRIES = 3  # for a run on the network that was asked for
 
 
 @dataclass
@@ -42,11 +43,17 @@ class Tuning:
     gradient: int = 0  # bytes; known after the first run
     runs: int = 0
     dropped: dict[str, str] = field(default_factory=dict)  # candidate -> why
+    wanted: list[str] = field(default_factory=list)  # of this round
     stopped: str = "interrupted"
 
     @property
     def sure(self) -> float:
         return self.race.chances()[self.race.leader()]
+
+    @property
+    def untried(self) -> list[str]:
+        """Who should have run and did not."""
+        return [name for name in self.wanted if name not in self.race.times and name not in self.dropped]
 
 
 def first_mode(mode: SyncMode) -> SyncMode:
@@ -128,6 +135,7 @@ def _next(tuning: Tuning) -> list[str]:
 
 def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress: Progress, until: float) -> bool:
     """Each of them once; False when time ran out on the way."""
+    tuning.wanted = names
     for turn, name in enumerate(names, start=1):
         if time.monotonic() > until and tuning.race.times:
             return False
@@ -141,8 +149,8 @@ def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress
 
 
 def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
-    """One run of one candidate. One that fails is dropped; one whose network was off is repeated, once."""
-    for _ in range(2):
+    """One run of one candidate. One that fails is dropped; one whose network was off is repeated."""
+    for _ in range(TRIES):
         tuning.runs += 1
         spec = trial(tuning.spec, name, tuning.runs, tuning.folder.name)
         try:
@@ -158,7 +166,8 @@ def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
             tuning.race.add(name, summary.seconds_per_step)
             return
         progress.stage(f"does not count: {summary.reason}")
-    raise NetworkInvalid(f"{name}: {summary.reason}, twice. What was measured is in {tuning.folder}")
+    rule = f"{summary.reason}, {TRIES} times. Is the machine busy?"
+    raise NetworkInvalid(f"{name}: {rule} What was measured is in {tuning.folder}")
 
 
 def trial(spec: RunSpec, mode: str, number: int, experiment: str) -> RunSpec:
@@ -179,7 +188,9 @@ def check_file(path: Path) -> None:
 def write_file(path: Path, tuning: Tuning, place: Place) -> None:
     """The winner as an experiment, beside what one would have taken without it."""
     leader = tuning.race.leader()
-    told = f"{tuning.race.centre(leader):.3f} s/iter, {tuning.sure:.0%} sure, {tuning.runs} runs on {place.name}"
+    told = (
+        f"{tuning.race.centre(leader):.3f} s/iter, {100 * tuning.sure:.0f} % sure, {tuning.runs} runs on {place.name}"
+    )
     base = tuning.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     base = {key: value for key, value in base.items() if key not in ("mode", "name", "experiment", "schema", "steps")}
     reference = [name for name in tuning.race.times if name.startswith("ddp") and "bucket" not in name]

@@ -25,6 +25,10 @@ def test_the_flags_of_run_are_these_and_no_more():
     }
 
 
+def test_the_flags_of_tune_are_those_of_run_and_minutes():
+    assert flags_of("tune") == flags_of("run") - {"--fault", "--retries", "--resume"} | {"--minutes"}
+
+
 def test_the_flags_of_sweep_are_these_and_no_more():
     assert flags_of("sweep") == {"--on", "--inventory", "--set", "--fresh", "--json"}
 

@@ -201,6 +201,7 @@ def test_repeats_are_interleaved(speeds: Speeds) -> None:
 def test_time_that_is_up_ends_it_with_what_it_has(speeds: Speeds) -> None:
     found = json.loads(command("--json", "--minutes", "0").stdout)
     assert found["winner"] == "ring" and "time is up" in found["ended"]
+    assert found["untried"] == candidates(SyncMode.parse("ring"), GRADIENT)
     assert Path(found["file"]).is_file()
 
 
@@ -218,7 +219,7 @@ def test_when_the_first_run_fails_nothing_can_be_tuned(speeds: Speeds) -> None:
     assert isinstance(result.exception, TestbedError) and "it broke" in str(result.exception)
 
 
-def test_a_network_that_is_off_does_not_count_and_twice_ends_it(fake: FakePlace, speeds: Speeds) -> None:
+def test_a_network_that_is_off_does_not_count_and_three_times_ends_it(fake: FakePlace, speeds: Speeds) -> None:
     from fake_place import BAD
 
     fake.receipts = itertools.chain([BAD, BAD], itertools.repeat(GOOD))  # one run: each is probed twice
@@ -238,7 +239,8 @@ def test_interrupted_it_prints_what_it_has_and_writes_no_file(speeds: Speeds, mo
     monkeypatch.setattr(tune_search, "execute", execute)
     result = command()
     assert isinstance(result.exception, Interrupted)
-    assert "winner: " in result.stdout and "ended: interrupted" in result.stdout
+    assert "best so far: " in result.stdout and "ended: interrupted" in result.stdout
+    assert "not tried: ring/bucket:4MiB/overlap, ring/bucket:16MiB/overlap" in result.stdout
     assert not Path("experiments/tuned.toml").exists()
 
 
