@@ -56,6 +56,11 @@ class Place:
     why: str
     shapes: bool
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether they outlive the run."""
+        return True
+
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
         return KINDS[self.name].make(plans(spec), folder)
 
@@ -73,6 +78,10 @@ class Hosts(Place):
 
     inventory: Inventory
     accept_new: bool = False  # host keys that nobody has seen before
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        return False
 
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
         from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH

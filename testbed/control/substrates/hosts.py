@@ -40,6 +40,7 @@ class HostsSubstrate:
 
     name = "hosts"
     shaped = False
+    one_clock = False
     python = "python3"  # of the image
     faults: Collection[str] = ("kill", "exit", "pause", "oom")
 
