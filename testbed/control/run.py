@@ -88,14 +88,23 @@ def _live(life: Life, resume: bool) -> Summary:
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # one is enough: now things are put away
             signal.signal(number, signal.SIG_IGN)
-        substrate.stop()
+        stopped = _stop(substrate)
         _conclude(folder, spec, facts, "interrupted", "stopped by Ctrl-C")
-        raise Interrupted(f"interrupted; all ranks are stopped. What was measured is in {folder.path}") from None
+        raise Interrupted(f"interrupted; {stopped}. What was measured is in {folder.path}") from None
     except TestbedError as error:
-        substrate.stop()
+        _stop(substrate)
         _conclude(folder, spec, facts, "failed", str(error))
         raise
     return _conclude(folder, spec, facts, "invalid" if facts.invalid else "ok", facts.invalid)
+
+
+def _stop(substrate: Substrate) -> str:
+    """How that went, in words: what could not be stopped must not hide why."""
+    try:
+        substrate.stop()
+        return "all ranks are stopped"
+    except TestbedError as error:
+        return str(error)
 
 
 def check_before(spec: RunSpec) -> None:
