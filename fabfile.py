@@ -24,7 +24,7 @@ HELP = {
     "inventory": "the hosts; holds for the whole command line [default: TESTBED_INVENTORY or inventory/hosts.toml]",
     "accept-new": "trust host keys that nobody has seen before; changed ones are refused all the same",
     "mode": "how gradients are synchronised; `testbed modes` lists them [default: ring]",
-    "nodes": "only the first so many hosts of the inventory",
+    "nodes": "only the first so many hosts of the inventory; holds for the whole command line",
     "model": "vgg11, resnet18, lenet5, or a torchvision name [default: vgg11]",
     "data": "cifar10, mnist or synthetic [default: cifar10]",
     "batch": "images per step over all ranks [default: 256]",
@@ -33,6 +33,8 @@ HELP = {
     "seed": "of parameters, data order and augmentation [default: 0]",
     "rate": "refused: the network of real hosts is measured, never shaped",
     "on": "refused: fab is for real hosts; `testbed run --on` for other places",
+    "fault": "go wrong on purpose, e.g. kill:rank2@step10; kill, exit, pause and oom can be had on hosts",
+    "retries": "restarts from the last checkpoint (--set checkpoint=K) [default: 0]",
     "set": "KEY=VALUE: any other key of the spec, e.g. optimizer.lr=0.1",
     "out": "run folder [default: runs/adhoc/MODE-nN-TIME]",
     "json": "print one JSON document and nothing else",
@@ -65,7 +67,7 @@ def hosts_task(body: Callable[..., int]) -> Any:
             raise Exit(code=code)
 
     names = list(body.__code__.co_varnames[1 : body.__code__.co_argcount])
-    iterable = ["set_"] if "set_" in names else []
+    iterable = [name for name in ("set_", "fault") if name in names]
     documented = {key: HELP[key] for key in (name.strip("_").replace("_", "-") for name in names)}
     return task(wrapped, auto_shortflags=False, help=documented, iterable=iterable)
 
@@ -113,6 +115,8 @@ def run(
     steps=None,
     seed="0",
     set_=None,
+    fault=None,
+    retries="0",
     out=None,
     rate=None,
     on=None,
@@ -123,6 +127,7 @@ def run(
     """Train once, one rank per host, and print what it cost."""
     flags = {"mode": mode, "model": model, "data.name": data, "seed": seed, "link.rate": rate, "on": on}
     flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
+    flags |= {"faults": fault or None, "retries": retries}
     return commands.run(_asked(inventory, accept_new, nodes), flags, set_ or [], Path(out) if out else None, json)
 
 

@@ -51,6 +51,9 @@ On = Annotated[
 File = Annotated[
     Path | None, typer.Option("--inventory", help="the hosts, for --on hosts [default: inventory/hosts.toml]")
 ]
+AcceptNew = Annotated[
+    bool, typer.Option("--accept-new", help="on hosts: trust host keys that nobody has seen; changed ones are refused")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="any other key of the spec, e.g. optimizer.lr=0.1"),
@@ -70,6 +73,7 @@ def run(
     seed: Seed = "0",
     on: On = "auto",
     inventory: File = None,
+    accept_new: AcceptNew = False,
     settings: Set = None,
     fault: Annotated[
         list[str] | None, typer.Option(metavar="FAULT", help="go wrong on purpose, e.g. kill:rank2@step10")
@@ -83,13 +87,14 @@ def run(
 ) -> None:
     """Train once, in one mode, and print what it cost."""
     if resume is not None:
-        raise typer.Exit(run_rest(resume, _place(on, [RunFolder(resume).read_spec()], inventory), retries, as_json))
+        place = _place(on, [RunFolder(resume).read_spec()], inventory, accept_new)
+        raise typer.Exit(run_rest(resume, place, retries, as_json))
     nodes = nodes or _all_nodes(on, inventory)
     flags: dict[str, Any] = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data}
     flags |= {"seed": seed, "batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     flags |= {"faults": fault, "retries": retries}
     spec = build_spec(flags, settings or [])
-    place = _place(on, [spec], inventory)
+    place = _place(on, [spec], inventory, accept_new)
     check_shaping(spec, place, on)
     raise typer.Exit(run_once(spec, place, out, as_json))
 
@@ -108,6 +113,7 @@ def tune(
     minutes: Annotated[float, typer.Option(help="no run begins after this")] = 20.0,
     on: On = "auto",
     inventory: File = None,
+    accept_new: AcceptNew = False,
     settings: Set = None,
     out: Annotated[Path, typer.Option(help="the winner as an experiment file")] = Path("experiments/tuned.toml"),
     as_json: Json = False,
@@ -117,7 +123,7 @@ def tune(
     flags = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data, "seed": seed}
     flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     spec = build_spec(flags, settings or [])
-    place = _place(on, [spec], inventory)
+    place = _place(on, [spec], inventory, accept_new)
     check_shaping(spec, place, on)
     run_tune(spec, place, out, 60 * minutes, console, as_json)
 
@@ -127,12 +133,13 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")],
     on: On = "auto",
     inventory: File = None,
+    accept_new: AcceptNew = False,
     settings: Set = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")] = False,
     as_json: Json = False,
 ) -> None:
     """Run every cell of an experiment file; finished runs are skipped, so that it resumes."""
-    place_for = partial(_place, on, inventory=inventory)
+    place_for = partial(_place, on, inventory=inventory, accept_new=accept_new)
     raise typer.Exit(run_file(file, settings or [], place_for, fresh, as_json))
 
 
@@ -140,13 +147,15 @@ def _all_nodes(on: str, inventory: Path | None) -> str:
     return "4" if on != HOSTS else str(len(read_inventory(inventory).nodes))
 
 
-def _place(on: str, specs: list[RunSpec], inventory: Path | None) -> Place:
+def _place(on: str, specs: list[RunSpec], inventory: Path | None, accept_new: bool) -> Place:
     """The run that asks most of the machine decides where all of them go."""
     largest = max(specs, key=lambda spec: spec.world)
     if on == HOSTS:
-        return on_hosts(read_inventory(inventory), largest)
+        return on_hosts(read_inventory(inventory), largest, accept_new)
     if inventory is not None:
         raise SpecError(f"--inventory {inventory}: holds for real hosts only. Use it with --on hosts.")
+    if accept_new:
+        raise SpecError("--accept-new: holds for real hosts only. Use it with --on hosts.")
     return choose(on, largest)
 
 

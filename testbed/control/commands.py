@@ -13,7 +13,7 @@ from testbed.control.progress import Progress, open_progress
 from testbed.control.run import execute, resume
 from testbed.control.screen import console
 from testbed.control.sweep import sweep
-from testbed.spec.errors import NetworkInvalid, SpecError, refuse
+from testbed.spec.errors import NetworkInvalid, RankFailed, SpecError, refuse
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
 from testbed.spec.history import HEADER, fault_table
@@ -103,8 +103,11 @@ def _print_faults(folders: list[RunFolder]) -> None:
 
 
 def exit_code(summaries: list[Summary]) -> int:
-    """Of runs that all came to an end."""
-    return NetworkInvalid.exit_code if any(summary.status == "invalid" for summary in summaries) else 0
+    """Of runs that all came to an end, the worst counts."""
+    found = {summary.status for summary in summaries}
+    if "failed" in found:
+        return RankFailed.exit_code
+    return NetworkInvalid.exit_code if "invalid" in found else 0
 
 
 def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:

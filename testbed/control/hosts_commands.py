@@ -14,8 +14,7 @@ from testbed.control.hosts_bars import open_bars
 from testbed.control.place import Hosts, check_shaping, on_hosts
 from testbed.control.screen import console
 from testbed.control.substrates import hosts_deploy, hosts_doctor, hosts_parcel, hosts_runs
-from testbed.control.substrates.hosts_each import connected, each, values
-from testbed.control.substrates.hosts_ssh import Host
+from testbed.control.substrates.hosts_each import connected, each
 from testbed.spec.datasets import data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse
 from testbed.spec.inventory import Inventory, read_inventory, the_one
@@ -36,9 +35,11 @@ class Asked:
 
     @classmethod
     def of(cls, argv: Sequence[str], inventory: str | None, accept_new: bool, nodes: str | None) -> Self:
-        """Tasks know only their own flags, but one inventory holds for all of them, wherever it was named."""
+        """Tasks know only their own flags, but the hosts are the same for all of them, wherever they were named."""
         given = [*on_line(argv, "--inventory"), *([inventory] if inventory else [])]
-        found = read_inventory(the_one(given))
+        path = the_one("--inventory", given)
+        found = read_inventory(Path(path) if path else None)
+        nodes = the_one("--nodes", [*on_line(argv, "--nodes"), *([nodes] if nodes is not None else [])])
         if nodes is not None:
             if not nodes.isdecimal() or int(nodes) == 0:
                 raise refuse("nodes", nodes, "must be a whole number of hosts", f"Use 1 to {len(found.nodes)}.")
@@ -67,7 +68,7 @@ def deploy(asked: Asked, data: str | None) -> int:
     header = ("host", "image", *names, "seconds")
     cells = [(r.host, r.image or "-", *(r.data.get(n, "-") for n in names), f"{r.seconds:.1f}") for r in rows]
     console.print(format_table(header, cells))
-    return _troubles(str(row.error) for row in rows if row.error)
+    return _troubles(row.error for row in rows if row.error)
 
 
 def _data_of(asked: Asked, own: str | None) -> list[str]:
@@ -106,49 +107,50 @@ def _place(asked: Asked, specs: list[RunSpec]) -> Hosts:
 
 
 def status(asked: Asked) -> int:
-    with _reached(asked) as (hosts, code):
-        rows = [
-            (found.id, f"rank {part.rank}", part.host.name, part.state, str(part.step + 1), str(part.code or 0))
-            for found in hosts_runs.find(hosts)
-            for part in found.parts
-        ]
+    with _runs(asked) as (runs, troubles):
+        rows = [_line(found.id, part) for found in runs for part in found.parts]
     console.print(format_table(("run", "rank", "host", "state", "steps", "code"), rows) if rows else "no run of ours")
-    return code
+    return _troubles(troubles)
+
+
+def _line(run: str, part: hosts_runs.Part) -> tuple[str, ...]:
+    code = "-" if part.code is None else str(part.code)
+    rank = "-" if part.rank is None else f"rank {part.rank}"
+    return run, rank, part.host.name, part.state, str(part.step + 1), code
 
 
 def logs(asked: Asked, run: str | None, lines: str) -> int:
     if not lines.isdecimal():
         raise refuse("lines", lines, "must be a whole number", "Write e.g. --lines 40.")
-    with _reached(asked) as (hosts, code):
-        for found in hosts_runs.find(hosts, run):
-            for part in found.parts:
-                console.print(f"== {found.id}, rank {part.rank} on {part.host} ({part.state})")
+    with _runs(asked, run) as (runs, troubles):
+        for name, part in ((found.id, part) for found in runs for part in found.parts):
+            console.print(f"== {name}, rank {part.rank} on {part.host} ({part.state})")
+            with _told(troubles):
                 console.print(hosts_runs.last_lines(part, int(lines)), end="")
-    return code
+    return _troubles(troubles)
 
 
 def collect(asked: Asked, run: str | None) -> int:
-    with _reached(asked) as (hosts, code):
-        runs = hosts_runs.find(hosts, run)
+    summaries = []
+    with _runs(asked, run) as (runs, troubles):
         if not runs:
             console.print("nothing to collect")
         for found in runs:
-            try:
-                summary, folder = hosts_runs.collect(found)
-            except TestbedError as error:
-                code = _troubles([str(error)])
-                continue
-            print_results([summary], folder, as_json=False)
-            code = code or exit_code([summary])
-    return code
+            with _told(troubles):
+                summary, folder, failures = hosts_runs.collect(found)
+                print_results([summary], folder, as_json=False)
+                summaries.append(summary)
+                troubles += failures
+    return _troubles(troubles) or exit_code(summaries)
 
 
 def stop(asked: Asked, run: str | None) -> int:
-    with _reached(asked) as (hosts, code):
-        for found in (found for found in hosts_runs.find(hosts, run) if found.running):
-            hosts_runs.stop(found)
-            console.print(f"stopped {found.id}; `fab collect` brings what it has measured")
-    return code
+    with _runs(asked, run) as (runs, troubles):
+        for found in (found for found in runs if found.running):
+            with _told(troubles):
+                hosts_runs.stop(found)
+                console.print(f"stopped {found.id}; `fab collect` brings what it has measured")
+    return _troubles(troubles)
 
 
 def clean(asked: Asked, everything: bool) -> int:
@@ -160,21 +162,30 @@ def clean(asked: Asked, everything: bool) -> int:
             console.print(f"{outcome.host}: removed {', '.join(outcome.value or ()) or 'nothing, nothing was left'}")
     hosts_parcel.forget()
     errors = [outcome.error for outcome in outcomes] + [outcome.error for outcome in removed]
-    return _troubles(str(error) for error in errors if error)
+    return _troubles(error for error in errors if error)
 
 
 @contextmanager
-def _reached(asked: Asked) -> Iterator[tuple[list[Host], int]]:
-    """Connections to the hosts that answer, and the exit code that the others make."""
+def _runs(asked: Asked, only: str | None = None) -> Iterator[tuple[list[hosts_runs.Found], list[TestbedError]]]:
+    """What lies on the hosts that answer, and the troubles of the others, a list to which more may come."""
+    hosts_runs.check_name(only)
     with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
-        code = _troubles(str(outcome.error) for outcome in outcomes if outcome.error)
-        there = [outcome for outcome in outcomes if outcome.error is None]
-        yield values(there), code
+        runs, troubles = hosts_runs.find([outcome.host for outcome in outcomes if outcome.error is None], only)
+        yield runs, [*(outcome.error for outcome in outcomes if outcome.error is not None), *troubles]
 
 
-def _troubles(sentences: Iterable[str]) -> int:
+@contextmanager
+def _told(troubles: list[TestbedError]) -> Iterator[None]:
+    """One run's failure is told with the others, and stops no other run."""
+    try:
+        yield
+    except TestbedError as error:
+        troubles.append(error)
+
+
+def _troubles(sentences: Iterable[object]) -> int:
     """One line each; the exit code they make."""
-    found = [sentence for sentence in sentences if sentence]
+    found = [str(sentence) for sentence in sentences]
     for sentence in found:
         console.print(f"trouble: {sentence}")
     return BAD if found else 0

@@ -10,7 +10,7 @@ from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
-from testbed.spec.errors import SpecError, Unavailable
+from testbed.spec.errors import SpecError, Unavailable, refuse
 from testbed.spec.inventory import Inventory
 from testbed.spec.link import Link
 from testbed.spec.run import NodeOverride, RunSpec
@@ -56,6 +56,11 @@ class Place:
     why: str
     shapes: bool
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether they outlive the run."""
+        return True
+
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
         return KINDS[self.name].make(plans(spec), folder)
 
@@ -74,9 +79,18 @@ class Hosts(Place):
     inventory: Inventory
     accept_new: bool = False  # host keys that nobody has seen before
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        return False
+
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
         from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH
+        from testbed.control.substrates.hosts_remote import UNTOUCHED
 
+        for fault in spec.faults:
+            if fault.kind not in HostsSubstrate.faults:
+                rule = f"{UNTOUCHED}; there can be {', '.join(HostsSubstrate.faults)}"
+                raise refuse("fault", str(fault), rule, "Leave it out, or use --on compose or netns.")
         fitted = self.fit(spec)
         link = spec.link.model_dump_json(exclude_defaults=True)
         notes = [f"link {link} not applied: real hosts have the network they have"] if spec.link.shaped else []

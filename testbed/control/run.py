@@ -13,6 +13,7 @@ from testbed.control.measure import probe
 from testbed.control.place import Place, plans
 from testbed.control.progress import Progress
 from testbed.control.substrates.base import Process, Substrate
+from testbed.control.tail import Tail
 from testbed.control.watch import follow
 from testbed.net.receipt import Receipt
 from testbed.spec.datasets import data_dir, dataset_info, is_complete
@@ -51,6 +52,9 @@ def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, 
 def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) -> Summary:
     """Go on with a run that did not finish, from the last checkpoint that all its ranks have; its faults are over."""
     folder.check_foreign()
+    if not place.keeps_checkpoints:
+        rule = f"on {place.name}, checkpoints lie there and are removed when a run ends"
+        raise refuse("--resume", str(folder.path), rule, "Run it anew, with --retries N for restarts within the run.")
     if _status(folder) == "ok":
         raise UsageError(f"run {folder.path} is finished, nothing is left to resume. Run it anew with another --out.")
     spec = folder.read_spec().model_copy(update={"retries": retries, "faults": ()})
@@ -84,14 +88,23 @@ def _live(life: Life, resume: bool) -> Summary:
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # one is enough: now things are put away
             signal.signal(number, signal.SIG_IGN)
-        substrate.stop()
+        stopped = _stop(substrate)
         _conclude(folder, spec, facts, "interrupted", "stopped by Ctrl-C")
-        raise Interrupted(f"interrupted; all ranks are stopped. What was measured is in {folder.path}") from None
+        raise Interrupted(f"interrupted; {stopped}. What was measured is in {folder.path}") from None
     except TestbedError as error:
-        substrate.stop()
+        _stop(substrate)
         _conclude(folder, spec, facts, "failed", str(error))
         raise
     return _conclude(folder, spec, facts, "invalid" if facts.invalid else "ok", facts.invalid)
+
+
+def _stop(substrate: Substrate) -> str:
+    """How that went, in words: what could not be stopped must not hide why."""
+    try:
+        substrate.stop()
+        return "all ranks are stopped"
+    except TestbedError as error:
+        return str(error)
 
 
 def check_before(spec: RunSpec) -> None:
@@ -167,12 +180,14 @@ def _attempt(life: Life, resume: bool) -> None:
     life.progress.begin(spec)
     common = _environment(spec, substrate, substrate.port(spec.port))
     argv = [substrate.python, "-m", "testbed.rank", "--folder", str(folder.path.resolve()), *["--resume"] * resume]
+    tails = [Tail(folder.records(rank), anew=resume) for rank in range(spec.world)]  # before anything new is written
     processes: list[Process] = []
     for rank, node in enumerate(substrate.nodes):
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
         processes.append(substrate.start(rank, argv, common | own, folder.log(rank)))
     life.injector.attach(processes)
-    follow(processes, folder, life.progress, life.injector, resumed=resume)
+    names = [node.name for node in substrate.nodes]
+    follow(processes, folder, life.progress, life.injector, tails, names)
 
 
 def _environment(spec: RunSpec, substrate: Substrate, port: int) -> dict[str, str]:

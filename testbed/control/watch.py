@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from testbed.spec.run import START_DEADLINE
 POLL = 0.05  # seconds between two looks
 GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
 LAST_WORDS = 1.0  # seconds for one that the others gave up already
+_NODE = re.compile(r"rank (\d{1,4}) \(node\1\)", re.ASCII)
 STALL = 10  # deadlines without any rank's progress: every wait inside a rank ends after one
 
 
@@ -28,6 +30,7 @@ class RankState:
 
     process: Process
     tail: Tail
+    node: str = ""  # its name, as the user calls it
     started: float | None = None  # monotonic time at which it was seen to train
     last_step: int = -1
     deadline: float = START_DEADLINE  # seconds that any one of its waits may take
@@ -69,11 +72,13 @@ def follow(
     folder: RunFolder,
     progress: Progress,
     companion: Companion | None = None,
-    resumed: bool = False,
+    tails: Sequence[Tail] | None = None,
+    nodes: Sequence[str] = (),
 ) -> None:
-    """Return when all ranks ended well; raise for the guilty one otherwise."""
-    tails = [Tail(folder.records(k), anew=resumed) for k in range(len(processes))]
-    ranks = [RankState(process, tail) for process, tail in zip(processes, tails, strict=True)]
+    """Return when all ranks ended well; raise for the guilty one otherwise. `tails`: of records read before."""
+    tails = tails or [Tail(folder.records(k)) for k in range(len(processes))]
+    names = nodes or [f"node{k}" for k in range(len(processes))]
+    ranks = [RankState(*each) for each in zip(processes, tails, names, strict=True)]
     try:
         _follow(ranks, folder, progress, companion)
     finally:
@@ -95,7 +100,7 @@ def _follow(ranks: list[RankState], folder: RunFolder, progress: Progress, compa
         if time.monotonic() - moved > stalled:
             slowest = min(range(len(ranks)), key=lambda k: ranks[k].last_step)
             waited = f"no rank moved for {stalled:g} s"
-            raise RankFailed(f"rank {slowest} (node{slowest}) is behind, and {waited}. See {folder.log(slowest)}")
+            raise RankFailed(f"{_who(slowest, ranks)} is behind, and {waited}. See {folder.log(slowest)}")
         time.sleep(POLL)
 
 
@@ -135,8 +140,9 @@ def _lost(guilty: int, ranks: list[RankState], folder: RunFolder) -> RankFailed:
     how = "is silent" if state.code is None else "was cut off"
     since = f"since step {state.last_step + 1}"
     seen = next((f" ({rank.error['message']})" for rank in ranks if rank.error and rank.guilty == guilty), "")
+    seen = _by_name(seen, ranks)
     lost = _names(k for k, rank in enumerate(ranks) if k != guilty and rank.code == PeerLost.exit_code)
-    return RankFailed(f"rank {guilty} (node{guilty}) {how} {since}; {lost} lost it{seen}. See {folder.log(guilty)}")
+    return RankFailed(f"{_who(guilty, ranks)} {how} {since}; {lost} lost it{seen}. See {folder.log(guilty)}")
 
 
 def _of_its_own(guilty: int, ranks: list[RankState], folder: RunFolder) -> TestbedError:
@@ -147,7 +153,7 @@ def _of_its_own(guilty: int, ranks: list[RankState], folder: RunFolder) -> Testb
         return UsageError(state.error["message"])
     words = state.error or next((rank.error for rank in ranks if rank.guilty == guilty and rank.error), None)
     said = f": {words['message'].rstrip('.')}" if words and (state.error or (state.code or 0) > 0) else ""
-    who = f"rank {guilty} (node{guilty})"
+    said, who = _by_name(said, ranks), _who(guilty, ranks)
     when = f"after step {state.last_step + 1}" if state.last_step >= 0 else "before its first step"
     others = _others(guilty, ranks)
     return kind(f"{who} {_how_it_ended(state.code)} {when}{said}.{others} See {folder.log(guilty)}")
@@ -159,6 +165,15 @@ def _others(guilty: int, ranks: list[RankState]) -> str:
     lost = [k for k, rank in rest if rank.code == PeerLost.exit_code]
     alike = [f"rank {k} {_how_it_ended(rank.code)}" for k, rank in rest if rank.code != PeerLost.exit_code]
     return (f" Then {_names(lost)} lost it." if lost else "") + (f" Also {', '.join(alike)}." if alike else "")
+
+
+def _who(rank: int, ranks: list[RankState]) -> str:
+    return f"rank {rank} ({ranks[rank].node})"
+
+
+def _by_name(message: str, ranks: list[RankState]) -> str:
+    """A rank's own words: it knows the others by number, the user by what the inventory calls them."""
+    return _NODE.sub(lambda found: _who(int(found[1]), ranks) if int(found[1]) < len(ranks) else found[0], message)
 
 
 def _names(ranks: Any) -> str:

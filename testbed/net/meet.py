@@ -17,7 +17,10 @@ HELLO = b"testbed"
 
 
 def meet(rank: int, port: int, addresses: list[str], patience: float = PATIENCE) -> dict[str, object]:
-    """{"busy": why the port is not to be had, "missing": ranks that could not be reached}."""
+    """{"busy": why the port is not to be had, "missing": ranks that were not reached, or not heard}.
+
+    To be let in somewhere proves little; that the other also came from its address, and said who it is, does.
+    """
     deadline = time.monotonic() + patience
     others = set(range(len(addresses))) - {rank}
     try:
@@ -31,7 +34,7 @@ def meet(rank: int, port: int, addresses: list[str], patience: float = PATIENCE)
         while time.monotonic() < deadline and (reached != others or heard != others):
             heard |= _hear(server)
             reached |= {each for each in others - reached if _knock(addresses[rank], addresses[each], port, rank)}
-        return {"busy": "", "missing": sorted(others - reached)}
+        return {"busy": "", "missing": sorted(others - (reached & heard))}
 
 
 def _knock(source: str, address: str, port: int, rank: int) -> bool:

@@ -23,7 +23,7 @@ class HostNode(Spec):
 
     name: str = Field(pattern=NAME)
     address: str = Field(pattern=r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$")  # or an alias of that file
-    user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,31}$")
+    user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}$")
     port: int | None = Field(default=None, ge=1, le=65535)
     key: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_~/][A-Za-z0-9_.~/@+-]{0,254}$")
     interface: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$")
@@ -63,9 +63,9 @@ def read_inventory(given: Path | None = None) -> Inventory:
     return Inventory.read(given or Path(os.environ.get(VARIABLE) or DEFAULT))
 
 
-def the_one(given: Iterable[str]) -> Path | None:
-    """The inventory of a whole command line, wherever and however often it stands there."""
+def the_one(flag: str, given: Iterable[str]) -> str | None:
+    """The value that a flag has on a whole command line, wherever and however often it stands there."""
     different = list(dict.fromkeys(given))
     if len(different) > 1:
-        raise refuse("--inventory", different, "one inventory holds for the whole command line", "Name it once.")
-    return Path(different[0]) if different else None
+        raise refuse(flag, different, f"one {flag.strip('-')} holds for the whole command line", "Name it once.")
+    return different[0] if different else None

@@ -16,6 +16,7 @@ from tests.hosts.nodes import ROOT, Nodes
 
 REPEATS = 3
 STEP = ["--mode", "ring", "--batch", "64", "--steps", "8", "--data", "synthetic"]
+OWN = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # what hosts use, as nothing is set there
 SETTINGS = ["--set", "node.cpus=0.4", "--set", "evaluate=never", "--set", "probe=false"]
 
 
@@ -62,11 +63,12 @@ def _fab(nodes: Nodes, *argv: str) -> float:
 
 
 def _step(nodes: Nodes) -> Figure:
-    """The same spec, turn by turn."""
+    """The same spec, turn by turn; also TCP's congestion control is the machine's own in both places."""
     seconds: dict[str, list[float]] = {"hosts": [], "compose": []}
     for number in range(REPEATS):
         out = nodes.folder / f"compose{number}"
         command = [sys.executable, "-m", "testbed.control", "run", *STEP, *SETTINGS, "--on", "compose"]
+        command += ["--set", f"node.congestion={OWN.read_text().strip()}"]
         compose = subprocess.run([*command, "--out", out, "--json"], capture_output=True, text=True, check=True)
         hosts = nodes.fab("run", *STEP, *SETTINGS, "--json", timeout=600)
         for place, text in (("compose", compose.stdout), ("hosts", hosts.stdout)):

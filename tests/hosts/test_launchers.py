@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 RUN = {"MODE": "ring", "MODEL": "lenet5", "DATA": "synthetic", "BATCH": "32", "STEPS": "4"}
 
 
-def test_torchrun_on_two_nodes_as_the_readme_has_it(tmp_path: Path, image: str) -> None:
+def test_torchrun_on_two_nodes(tmp_path: Path, image: str) -> None:
+    """The readme's command but for the network: on one machine two nodes cannot both have the host's ports."""
     tag = f"testbed-launch-{os.getpid()}"
     names = [f"{tag}-{node}" for node in range(2)]
     variables = [word for key, value in RUN.items() for word in ("--env", f"{key}={value}")]

@@ -59,6 +59,7 @@ class Substrate(Protocol):
 
     name: str
     shaped: bool  # can it apply a Link?
+    one_clock: bool  # is the monotonic clock of its nodes ours?
     python: str  # what a node calls Python; our package is on its path
     faults: Collection[str]  # kinds of faults (spec/fault.py) that can be injected here
 

@@ -38,6 +38,7 @@ class ComposeSubstrate(SharedFiles):
 
     name = "compose"
     shaped = True
+    one_clock = True
     python = "python3"  # of the image, which has our package on its path
     faults: Collection[str] = KINDS
     notes: Sequence[str] = ()

@@ -137,7 +137,7 @@ def projects() -> dict[str, str]:
         for network in client.networks.list(filters={"label": LABEL}):
             labels = network.attrs.get("Labels") or {}
             found[labels[PROJECT_LABEL]] = labels.get(OWNER_LABEL, NOBODY)
-        for container in client.containers.list(all=True, filters={"label": LABEL}):
+        for container in client.containers.list(all=True, filters={"label": [LABEL, PROJECT_LABEL]}):
             name = container.labels[PROJECT_LABEL]
             alone = RUNNING if container.status in ("running", "paused") else found.get(name, NOBODY)
             found[name] = container.labels.get(OWNER_LABEL, alone)

@@ -46,6 +46,7 @@ class FakeSubstrate:
 
     name = "fake"
     shaped = True
+    one_clock = True
     python = "python3"
     faults: Collection[str] = KINDS
     notes: Sequence[str] = ()

@@ -19,13 +19,23 @@ from typing import Self
 from testbed.control.content import content_hash
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.hosts_each import connected, each, values
-from testbed.control.substrates.hosts_facts import SOON, account, engine, image_content
+from testbed.control.substrates.hosts_facts import SOON, account, engine, image_content, remove_containers
 from testbed.control.substrates.hosts_meeting import endpoints, meeting_port
-from testbed.control.substrates.hosts_process import Mirror, RemoteProcess
-from testbed.control.substrates.hosts_remote import HOME, STOP_GRACE, Account, Container, mount, once, run_id
+from testbed.control.substrates.hosts_process import Mirror, RemoteProcess, Together, version_of, when_back
+from testbed.control.substrates.hosts_remote import (
+    HOME,
+    RUN_LABEL,
+    STOP_GRACE,
+    UNTOUCHED,
+    Account,
+    Container,
+    mount,
+    once,
+    run_id,
+)
 from testbed.control.substrates.hosts_ssh import CommandFailed, ConnectionLost, Host, HostFailed
 from testbed.spec.datasets import MARKER, data_dir, dataset_info
-from testbed.spec.errors import RankFailed, TestbedError, Unavailable
+from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
@@ -40,6 +50,7 @@ class HostsSubstrate:
 
     name = "hosts"
     shaped = False
+    one_clock = False
     python = "python3"  # of the image
     faults: Collection[str] = ("kill", "exit", "pause", "oom")
 
@@ -64,6 +75,7 @@ class HostsSubstrate:
         self._hosts: list[Host] = []
         self._accounts: list[Account] = []
         self._started: list[RemoteProcess] = []
+        self._out_of_reach: set[Host] = set()  # when the run was to be stopped
         self._count = itertools.count()
         self._port = NODE_PORT
         self.nodes: Sequence[NodeHandle] = ()
@@ -109,14 +121,18 @@ class HostsSubstrate:
         return self._accounts[self._hosts.index(host)].runs / self._id
 
     def _remove(self) -> None:
-        """Containers and files of this run; a host whose connection is lost keeps them for `fab collect`."""
-        if not self._lost():
-            for outcome in each(self._hosts, lambda host: remove_run(host, self._id, self._place(host))):
-                if outcome.error is not None:
-                    print(f"{outcome.error}. `fab clean` removes what was left there", flush=True)
+        """Containers and files of this run; a run that goes on keeps them, and so does a host out of reach."""
+        if self._goes_on():
+            return
+        there = [host for host in self._hosts if host not in self._out_of_reach]
+        for outcome in each(there, lambda host: remove_run(host, self._id, self._place(host))):
+            if outcome.error is not None:
+                print(f"{outcome.error}. `fab clean` removes what was left there", flush=True)
 
-    def _lost(self) -> bool:
-        return any(isinstance(process.error, ConnectionLost) for process in self._started)
+    def _goes_on(self) -> bool:
+        """A connection broke for good while nobody wanted the run to end: it is left alone, on all hosts."""
+        lost = (process for process in self._started if isinstance(process.error, ConnectionLost))
+        return any(process.host not in self._out_of_reach for process in lost)
 
     def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
         """Run to the end in a container of its own."""
@@ -125,9 +141,8 @@ class HostsSubstrate:
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a container and return at once; its log and its records are copied home as they grow."""
         host, number = self._hosts[node], next(self._count)
-        place = self._place(host)
-        output = log.name if log.parent.resolve() == self._folder else f"probe{number}.log"
-        records = f"rank{node}.jsonl"
+        place, is_rank = self._place(host), log.parent.resolve() == self._folder
+        output = log.name if is_rank else f"probe{number}.log"
         container = Container(
             name=f"testbed-{self._id}-{number}",
             run=self._id,
@@ -138,12 +153,18 @@ class HostsSubstrate:
             mounts=self._mounts(node, place),
             env=env,
             cpus=self._plans[node].cpus if quota else None,
+            purpose="rank" if is_rank else "probe",
         )
-        mirrors = [Mirror(place / output, log)]
-        if log.parent.resolve() == self._folder:
-            mirrors.append(Mirror(place / records, self._folder / records))
+        mirrors = [Mirror(place / output, log), *([self._records(node)] if is_rank else [])]
         self._started.append(process := RemoteProcess(host, container, mirrors))
-        return _Together(process, self._started)
+        return Together(process, self._started)
+
+    def _records(self, node: int) -> Mirror:
+        """From the first byte: what an earlier attempt recorded is set aside, here now and there by its rank."""
+        folder = RunFolder(self._folder)
+        there = self._place(self._hosts[node]) / folder.records(node).name
+        earlier = folder.set_records_aside(node)
+        return Mirror(there, folder.records(node), old=version_of(self._hosts[node], there) if earlier else None)
 
     def _mounts(self, node: int, place: PurePosixPath) -> list[list[str]]:
         """Under the paths they have here, so that a path means the same there."""
@@ -160,8 +181,7 @@ class HostsSubstrate:
 
     def share(self, folder: Path) -> None:
         """Send what a rank is told: spec.json, and the user's own method."""
-        known = {"id": self._id, "nodes": [host.name for host in self._hosts]}
-        write_whole(folder / NOTE, json.dumps(known, indent=1))
+        write_note(folder, self._id, self._hosts)
         values(each(self._hosts, self._tell))
 
     def _tell(self, host: Host) -> None:
@@ -175,21 +195,29 @@ class HostsSubstrate:
             host.run(["chown", "-R", self._accounts[node].who, str(place)], SOON)
 
     def stop(self) -> None:
-        """SIGTERM, some seconds to write things down, then SIGKILL; where a connection is lost, ranks go on."""
-        running = [process for process in self._started if not process.ended]
-        if self._lost() or not running:
+        """SIGTERM, some seconds to write things down, then SIGKILL. After a lost connection ranks go on instead.
+
+        A host that cannot be reached stops no other from being stopped; it is named in the end.
+        """
+        running = [p for p in self._started if not p.ended and p.host not in self._out_of_reach]
+        if self._goes_on() or not running:
             return
 
         def end(host: Host) -> None:
             names = [process.name for process in running if process.host is host]
             with contextlib.suppress(CommandFailed):  # it has ended meanwhile
-                host.run(["docker", "stop", "--time", str(STOP_GRACE), *names], SOON)
+                when_back(lambda: host.run(["docker", "stop", "--time", str(STOP_GRACE), *names], SOON))
 
-        each(list(dict.fromkeys(process.host for process in running)), end)
+        outcomes = each(list(dict.fromkeys(process.host for process in running)), end)
+        lost = [outcome.host for outcome in outcomes if isinstance(outcome.error, ConnectionLost)]
+        self._out_of_reach |= set(lost)
         deadline = time.monotonic() + SOON
-        for process in running:
+        for process in (process for process in running if process.host not in lost):
             with contextlib.suppress(TestbedError, TimeoutError):
                 process.wait(max(0.0, deadline - time.monotonic()))
+        if lost:
+            fix = "what runs there goes on until `fab stop` reaches it"
+            raise ConnectionLost(f"{', '.join(map(str, lost))}: not reached to stop the ranks; {fix}")
 
     def put(self, node: int, local: Path, remote: Path) -> None:
         """Copy a file to a host."""
@@ -217,7 +245,8 @@ class HostsSubstrate:
         host = self._hosts[node]
         names = [process.name for process in self._started if process.host is host and not process.ended]
         if names:
-            host.run(["docker", verb, *names], SOON)
+            with contextlib.suppress(CommandFailed):  # it has ended meanwhile
+                host.run(["docker", verb, *names], SOON)
 
     def limit_memory(self, node: int) -> None:
         """A little more than the rank's container uses now."""
@@ -230,7 +259,7 @@ class HostsSubstrate:
 
     def cut(self, node: int) -> None:
         """Not here, nor anything else that touches what a host has for others too."""
-        raise Unavailable("a real host's interface and processor are never touched. Use --on compose or netns.")
+        raise Unavailable(f"{UNTOUCHED}. Use --on compose or netns.")
 
     def join(self, node: int) -> None:
         self.cut(node)
@@ -242,40 +271,14 @@ class HostsSubstrate:
         self.cut(node)
 
 
-class _Together:
-    """One process whose failure tells what happened on all hosts, the guilty first."""
-
-    def __init__(self, process: RemoteProcess, all_: Sequence[RemoteProcess]) -> None:
-        self._process, self._all = process, all_
-        self.pid = process.pid
-
-    def poll(self) -> int | None:
-        try:
-            return self._process.poll()
-        except TestbedError as error:
-            raise self._told(error) from None
-
-    def wait(self, timeout: float | None = None) -> int:
-        return self._process.wait(timeout)
-
-    def signal(self, signum: int) -> None:
-        self._process.signal(signum)
-
-    def forbid_writing(self) -> None:
-        raise Unavailable("disk-full: cannot be had on real hosts. Use --on compose or netns.")
-
-    def _told(self, first: TestbedError) -> TestbedError:
-        errors = [first, *(p.error for p in self._all if p.error is not None and p.error is not first)]
-        kind = ConnectionLost if any(isinstance(error, ConnectionLost) for error in errors) else RankFailed
-        guilty = sorted(errors, key=lambda error: not isinstance(error, RankFailed))
-        return kind("; ".join(dict.fromkeys(str(error).rstrip(".") for error in guilty)) + ".")
+def write_note(folder: Path, run: str, hosts: Sequence[Host]) -> None:
+    """Which run on which hosts this folder is of."""
+    write_whole(folder / NOTE, json.dumps({"id": run, "nodes": [host.name for host in hosts]}, indent=1))
 
 
 def remove_run(host: Host, run: str, place: PurePosixPath) -> None:
     """The containers and the folder of one run."""
-    found = host.run(["docker", "ps", "--all", "--quiet", "--filter", f"label=testbed.run={run}"], SOON).split()
-    if found:
-        host.run(["docker", "rm", "--force", *found], SOON)
+    remove_containers(host, f"{RUN_LABEL}={run}")
     host.run(["rm", "-rf", str(place)], SOON)
     home = place.parent.parent
     assert home.name == HOME

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from testbed.control.content import content_hash
 from testbed.control.substrates.hosts_each import Outcome, each
-from testbed.control.substrates.hosts_facts import SOON, account, engine, free_bytes, image_content
+from testbed.control.substrates.hosts_facts import SOON, account, engine, free_at, free_bytes, image_content
 from testbed.control.substrates.hosts_parcel import Parcel, digests, pack_data, pack_image
 from testbed.control.substrates.hosts_remote import Account
 from testbed.control.substrates.hosts_ssh import CommandFailed, Host, HostFailed
@@ -151,8 +151,7 @@ def _bring_data(host: Host, name: str, packing: Packing, bars: Bars) -> str:
     parcel = packing.data(name)
     host.run(["rm", "-rf", str(staged)], SOON)
     host.run(["mkdir", "-p", str(staged)], SOON)
-    lines = host.run(["df", "--block-size=1", "--output=avail", str(staged)], SOON).split()
-    _check_room(host, int(lines[-1]), round(parcel.unpacked * ROOM), name)
+    _check_room(host, free_at(host, str(staged)), round(parcel.unpacked * ROOM), name)
     _send(host, name, parcel, ["tar", "-xzf", "-", "-C", str(staged)], bars)
     if _digests_there(host, who, f".{name}.partial", wanted) != wanted:
         host.run(["rm", "-rf", str(staged)], SOON)

@@ -17,8 +17,8 @@ from testbed.control.substrates.hosts_facts import (
     free_bytes,
     image_content,
 )
-from testbed.control.substrates.hosts_meeting import try_meeting
-from testbed.control.substrates.hosts_ssh import Host
+from testbed.control.substrates.hosts_meeting import check_apart, try_meeting
+from testbed.control.substrates.hosts_ssh import Host, KeyUnknown, NotLetIn
 from testbed.spec.errors import TestbedError
 
 HEADER = ("host", "reachable", "key", "engine", "free disk", "clock offset", "interface", "ports", "image")
@@ -62,14 +62,12 @@ def examine(outcomes: Sequence[Outcome[Host]]) -> list[Row]:
 
 def _first(outcome: Outcome[Host]) -> Row:
     """Whether it answers, and whether its key is the known one."""
-    row = Row(outcome.host)
-    said = str(outcome.error or "")
-    refused = "host key" in said
-    row.cells["reachable"] = "yes" if not said or refused or "not let in" in said else "no"
-    row.cells["key"] = "refused" if refused else "known" if row.cells["reachable"] == "yes" else "-"
-    if said:
-        row.troubles.append(said)
-        row.cells["reachable"] = "no" if row.cells["reachable"] == "no" else "not let in"
+    row, error = Row(outcome.host), outcome.error
+    if error is not None:
+        row.troubles.append(str(error))
+    answers = error is None or isinstance(error, KeyUnknown | NotLetIn)
+    row.cells["reachable"] = "yes" if error is None else "not let in" if answers else "no"
+    row.cells["key"] = "refused" if isinstance(error, KeyUnknown) else "known" if answers else "-"
     return row
 
 
@@ -139,6 +137,11 @@ def _meet(able: Sequence[Row], rows: Sequence[Row]) -> None:
             row.cells["ports"] = "nobody to meet"
         return
     ends = [row.end for row in able if row.end is not None]
+    try:
+        check_apart([row.host for row in able], ends)
+    except TestbedError as error:
+        able[0].troubles.append(str(error))
+        return
     for row, outcome in zip(able, try_meeting([row.host for row in able], ends, NODE_PORT), strict=True):
         _judge(row, outcome, able)
 
@@ -152,9 +155,9 @@ def _judge(row: Row, outcome: Outcome, able: Sequence[Row]) -> None:  # type: ig
         row.cells["ports"] = f"{NODE_PORT} taken"  # a run takes another
     elif answer.missing:
         names = ", ".join(able[other].host.name for other in answer.missing)
-        row.cells["ports"] = f"not to {names}"
+        row.cells["ports"] = f"not with {names}"
         row.troubles.append(
-            f"{row.host}: does not reach {names} at port {NODE_PORT}. Is there a firewall between them?"
+            f"{row.host}: no connection to and from {names} at port {NODE_PORT}. Is there a firewall between them?"
         )
     else:
         row.cells["ports"] = f"free, {len(able) - 1} reached"

@@ -42,13 +42,27 @@ def _no_engine(error: CommandFailed) -> str:
     return f"no Docker engine answers ({error.said[:120]}). Start it there, e.g. systemctl start docker"
 
 
+def containers(host: Host, label: str, running: bool = False) -> list[str]:
+    """Ids of those with a label; stopped ones, too, unless only running ones are asked for."""
+    which = [] if running else ["--all"]
+    return host.run(["docker", "ps", *which, "--quiet", "--filter", f"label={label}"], SOON).split()
+
+
+def remove_containers(host: Host, label: str) -> int:
+    """All with a label, running or not; how many."""
+    found = containers(host, label)
+    if found:
+        host.run(["docker", "rm", "--force", "--volumes", *found], SOON)
+    return len(found)
+
+
 def free_bytes(host: Host) -> int:
     """Free where the engine keeps its images."""
     root = host.run(["docker", "info", "--format", "{{.DockerRootDir}}"], SOON).strip()
-    return _free(host, root)
+    return free_at(host, root)
 
 
-def _free(host: Host, path: str) -> int:
+def free_at(host: Host, path: str) -> int:
     """Of the file system that holds `path`; the user may not be allowed to look inside, but may look at it."""
     lines = host.run(["df", "--block-size=1", "--output=avail", path], SOON).split()
     return int(lines[-1])

@@ -24,7 +24,22 @@ TRIES = 3  # ports, before the hosts count as busy
 def endpoints(hosts: Sequence[Host]) -> list[Endpoint]:
     """Interface and address of every rank: rank 0's first, for the others are found by the route to it."""
     first = first_endpoint(hosts[0], hosts[1].node.address if len(hosts) > 1 else None)
-    return [first, *values(each(hosts[1:], lambda host: endpoint(host, first.address)))]
+    found = [first, *values(each(hosts[1:], lambda host: endpoint(host, first.address)))]
+    check_apart(hosts, found)
+    return found
+
+
+def check_apart(hosts: Sequence[Host], ends: Sequence[Endpoint]) -> None:
+    """One address is one rank's: two hosts that share one are the same machine, or cannot be told apart."""
+    by_address: dict[str, list[str]] = {}
+    for host, end in zip(hosts, ends, strict=True):
+        by_address.setdefault(end.address, []).append(host.name)
+    for address, names in by_address.items():
+        if len(names) > 1:
+            fix = "Leave all but one out of the inventory, or name another interface there"
+            raise NetworkInvalid(
+                f"hosts {', '.join(names)}: all have the address {address}, and each needs its own. {fix}"
+            )
 
 
 def meeting_port(hosts: Sequence[Host], ends: Sequence[Endpoint], wanted: int) -> int:
@@ -49,16 +64,16 @@ def check_meeting(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int) ->
     if busy:
         way_out = "Use another with --set port=N, or 0 for any"
         raise Unavailable(f"port {port} cannot be used on {', '.join(busy)}. {way_out}")
-    pairs = zip(hosts, answers, strict=True)
-    missing = [f"{host} -> {hosts[other]}" for host, answer in pairs for other in answer.missing]
-    if missing:
+    pairs = {frozenset((rank, other)) for rank, answer in enumerate(answers) for other in answer.missing}
+    if pairs:
+        missing = ", ".join(f"{hosts[a]} and {hosts[b]}" for a, b in sorted(map(sorted, pairs)))
         fix = "Is there a firewall between them, or the wrong interface in the inventory?"
-        raise NetworkInvalid(f"hosts do not reach each other at port {port}: {', '.join(missing)}. {fix}")
+        raise NetworkInvalid(f"hosts do not reach each other at port {port}, each way: {missing}. {fix}")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How the meeting went for one host: why its port is not to be had, and whom it did not reach."""
+    """How the meeting went for one host: why its port is not to be had, and whom it did not both reach and hear."""
 
     busy: str
     missing: Sequence[int]

@@ -7,7 +7,6 @@ import os
 import subprocess
 import tarfile
 import tempfile
-import threading
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import IO, BinaryIO
 
 from testbed.control.content import content_hash
 from testbed.control.substrates.engine import IMAGE, image_content
-from testbed.spec.datasets import ARRAYS, MARKER, array_path, data_dir, is_complete
+from testbed.spec.datasets import ARRAYS, MARKER, array_path, data_dir
 from testbed.spec.errors import TestbedError, Unavailable
 
 BLOCK = 8 << 20  # bytes that are compressed as one piece
@@ -114,6 +113,7 @@ def pack_data(name: str, known: dict[str, str]) -> Parcel:
 
 
 def _tar(folder: Path, names: list[str], out: BinaryIO) -> None:
+    """Raises what went wrong while writing: a file that shrank or vanished must not leave half an archive."""
     reading, writing = os.pipe()
 
     def write() -> None:
@@ -121,11 +121,15 @@ def _tar(folder: Path, names: list[str], out: BinaryIO) -> None:
             for name in names:
                 archive.add(folder / name, arcname=name, filter=_plain)
 
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    with os.fdopen(reading, "rb") as pipe:
-        compress(pipe, out)
-    writer.join()
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write)
+        with os.fdopen(reading, "rb") as pipe:
+            compress(pipe, out)
+        try:
+            written.result()
+        except (OSError, tarfile.TarError) as error:
+            fix = f"Is it whole? `testbed data verify {folder.name}`"
+            raise TestbedError(f"{folder}: cannot be packed ({error}). {fix}") from None
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -154,8 +158,3 @@ def _fresh(path: Path, older: str) -> Iterator[BinaryIO]:
         raise TestbedError(f"{path}: cannot be written ({error.strerror}). Make room, or set XDG_CACHE_HOME.") from None
     finally:
         Path(name).unlink(missing_ok=True)
-
-
-def ready(name: str) -> bool:
-    """True if a data set must be sent and is here to be sent."""
-    return is_complete(name, data_dir())

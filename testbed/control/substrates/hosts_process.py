@@ -7,16 +7,17 @@ have gained a few times a second, and waits for its end; after a break it connec
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 import paramiko
 
-from testbed.control.substrates.hosts_remote import Container
+from testbed.control.substrates.hosts_remote import UNTOUCHED, Container
 from testbed.control.substrates.hosts_ssh import LOST, CommandFailed, ConnectionLost, Host, HostFailed
-from testbed.spec.errors import RankFailed, TestbedError
+from testbed.spec.errors import RankFailed, TestbedError, Unavailable
 
 LOOK = 0.4  # seconds between looks at the files
 START = 60.0  # seconds for an engine to start a container
@@ -25,12 +26,47 @@ RECONNECT = 15.0  # seconds of trying after a connection broke
 DELIVER = 20.0  # seconds for a signal to arrive
 
 
-class Mirror:
-    """A file on a host and its copy here, which grows as the original does."""
+Version = tuple[int | None, int | None]
 
-    def __init__(self, remote: PurePosixPath, local: Path) -> None:
-        self.remote, self.local = remote, local
-        self._offset = local.stat().st_size if local.exists() else 0  # a rank that starts again writes on
+
+def version(stat: paramiko.SFTPAttributes) -> Version:
+    """Size and time by which a file is told from the one that takes its place."""
+    return stat.st_size, stat.st_mtime
+
+
+def version_of(host: Host, path: PurePosixPath) -> Version | None:
+    """What a file on a host is like now; None where there is none."""
+    try:
+        with contextlib.closing(host.files()) as session:
+            return version(session.stat(str(path)))
+    except FileNotFoundError:
+        return None
+    except LOST as error:
+        raise ConnectionLost(f"{host}: the connection broke ({error or type(error).__name__})") from None
+
+
+def when_back(call: Callable[[], object]) -> None:
+    """Try until the connection, which another thread mends, has had its time to come back."""
+    deadline = time.monotonic() + RECONNECT
+    while True:
+        try:
+            call()
+            return
+        except ConnectionLost:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK)
+
+
+class Mirror:
+    """A file on a host and its copy here, which grows as the original does; a copy that exists is continued.
+
+    `old` is what a file of an earlier attempt was like, which its rank will set aside: nothing of it is copied.
+    """
+
+    def __init__(self, remote: PurePosixPath, local: Path, old: Version | None = None) -> None:
+        self.remote, self.local, self._old = remote, local, old
+        self._offset = local.stat().st_size if local.exists() else 0
         self._file: paramiko.SFTPFile | None = None
         self._session: paramiko.SFTPClient | None = None
 
@@ -40,16 +76,30 @@ class Mirror:
             self._file, self._session = None, session
         if self._file is None:
             try:
-                self._file = session.open(str(self.remote), "rb")
+                file = session.open(str(self.remote), "rb")
             except FileNotFoundError:
                 return
+            if self._old is not None and version(file.stat()) == self._old:
+                file.close()
+                return
+            self._file, self._old = file, None
         size = self._file.stat().st_size or 0
         if size > self._offset:
             self._file.seek(self._offset)
             data = self._file.read(size - self._offset)
-            with self.local.open("ab") as out:
-                out.write(data)
+            self._write(data)
             self._offset += len(data)
+
+    def _write(self, data: bytes) -> None:
+        """Where it belongs, as half of it may be there already. A full disk here is no broken connection."""
+        try:
+            handle = os.open(self.local, os.O_WRONLY | os.O_CREAT, 0o644)
+            with os.fdopen(handle, "wb") as out:
+                out.seek(self._offset)
+                out.write(data)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TestbedError(f"{self.local}: cannot be written ({reason}). Make room here, then run again") from None
 
 
 class RemoteProcess:
@@ -154,3 +204,33 @@ class RemoteProcess:
     def _copy(self, session: paramiko.SFTPClient) -> None:
         for mirror in self._mirrors:
             mirror.copy(session)
+
+
+class Together:
+    """One process whose failure tells what happened on all hosts, the guilty first."""
+
+    def __init__(self, process: RemoteProcess, all_: Sequence[RemoteProcess]) -> None:
+        self._process, self._all = process, all_
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        try:
+            return self._process.poll()
+        except TestbedError as error:
+            raise self._told(error) from None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._process.wait(timeout)
+
+    def signal(self, signum: int) -> None:
+        self._process.signal(signum)
+
+    def forbid_writing(self) -> None:
+        raise Unavailable(f"{UNTOUCHED}. Use --on compose or netns.")
+
+    def _told(self, first: TestbedError) -> TestbedError:
+        errors = [first, *(p.error for p in self._all if p.error is not None and p.error is not first)]
+        kinds: list[type[TestbedError]] = [ConnectionLost, RankFailed]
+        kind = next((kind for kind in kinds if any(isinstance(e, kind) for e in errors)), TestbedError)
+        guilty = sorted(errors, key=lambda error: not isinstance(error, RankFailed))
+        return kind("; ".join(dict.fromkeys(str(error).rstrip(".") for error in guilty)) + ".")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import getpass
 import io
+import os
 import re
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,7 +19,9 @@ from testbed.spec.privileges import NOBODY
 
 HOME = ".testbed"  # in the home folder of the user on the host: all our files
 LABEL = "testbed=hosts"  # on all our containers there
-RUN_LABEL, RANK_LABEL = "testbed.run", "testbed.rank"
+RUN_LABEL, RANK_LABEL, PURPOSE_LABEL = "testbed.run", "testbed.rank", "testbed.purpose"
+USER_LABEL = "testbed.user"  # who sent it there: an engine may serve several people
+UNTOUCHED = "the interface, processor and disk of a real host are never touched"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,150}")
 STOP_GRACE = 5  # seconds between SIGTERM and SIGKILL
 MAX_PIDS = 4096
@@ -67,6 +72,15 @@ def mount(source: PurePosixPath, target: Path | PurePosixPath, read_only: bool =
     return ["--mount", line.getvalue()]
 
 
+def user() -> str:
+    """Who we are, the same for every command from this account of this machine."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # an account without a name
+        name = str(os.getuid())
+    return re.sub(r"[^A-Za-z0-9_.@-]+", "_", f"{name}@{socket.gethostname()}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Container:
     """One container on a host: what runs in it, as whom, with how much."""
@@ -80,14 +94,15 @@ class Container:
     mounts: Sequence[Sequence[str]]
     env: Mapping[str, str]
     cpus: float | None = None
+    purpose: str = "rank"  # or "probe"
 
     def start(self) -> list[str]:
         """Without any privilege: no capability, a read-only root, and the host's network as it is."""
         limits = ["--pids-limit", str(MAX_PIDS)]
         if self.cpus is not None:
             limits += ["--cpu-period", str(CPU_PERIOD), "--cpu-quota", str(round(self.cpus * CPU_PERIOD))]
-        labels = [LABEL, f"{RUN_LABEL}={self.run}", f"{RANK_LABEL}={self.rank}"]
-        marked = [word for label in labels for word in ("--label", label)]
+        own = {RUN_LABEL: self.run, RANK_LABEL: self.rank, PURPOSE_LABEL: self.purpose}
+        marked = [*marks(), *(word for key, value in own.items() for word in ("--label", f"{key}={value}"))]
         variables = [word for key, value in self.env.items() for word in ("--env", f"{key}={value}")]
         mounts = [word for each in self.mounts for word in each]
         wrapped = ["-c", 'exec "$@" >>"$0" 2>&1', str(self.output), *self.argv]
@@ -103,13 +118,17 @@ def locked(who: str) -> list[str]:
 
 def once(who: str, program: str, *argv: str) -> list[str]:
     """A program of the image that ends by itself and leaves nothing."""
-    return ["docker", "run", "--rm", "--label", LABEL, *locked(who), "--entrypoint", program, IMAGE, *argv]
+    return ["docker", "run", "--rm", *marks(), *locked(who), "--entrypoint", program, IMAGE, *argv]
 
 
-def listing(run: str | None = None, everything: bool = True) -> list[str]:
-    """Our containers on a host, one JSON object a line."""
-    chosen = ["--filter", f"label={LABEL}" if run is None else f"label={RUN_LABEL}={run}"]
-    return ["docker", "ps", *(["--all"] if everything else []), *chosen, "--no-trunc", "--format", "{{json .}}"]
+def marks() -> list[str]:
+    """The options that make a container ours."""
+    return ["--label", LABEL, "--label", f"{USER_LABEL}={user()}"]
+
+
+def listing() -> list[str]:
+    """Containers of the testbed on a host, whoever sent them, one JSON object a line."""
+    return ["docker", "ps", "--all", "--filter", f"label={LABEL}", "--no-trunc", "--format", "{{json .}}"]
 
 
 def content() -> list[str]:

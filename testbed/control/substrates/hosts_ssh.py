@@ -33,6 +33,14 @@ class HostFailed(TestbedError):
     exit_code = 2
 
 
+class KeyUnknown(HostFailed):
+    """It answers, and its host key is not the known one."""
+
+
+class NotLetIn(HostFailed):
+    """It answers, and does not take our user or key."""
+
+
 class ConnectionLost(TestbedError):
     """An open connection broke; what runs on the host goes on."""
 
@@ -63,6 +71,9 @@ class Host:
         """Connect, or say in one sentence why not and what would help."""
         if self._connection is not None and self._connection.is_connected:
             return
+        if self.node.key and not Path(self.node.key).expanduser().is_file():
+            fix = "Name another in the inventory, or leave it out for those of the SSH configuration"
+            raise HostFailed(f"{self.name}: key {self.node.key}: no such file here. {fix}")
         try:
             self._connection = connection = self._describe()
             check_host_keys(connection, self._accept_new)
@@ -70,11 +81,11 @@ class Host:
             assert connection.transport is not None
             connection.transport.set_keepalive(15)
         except KeyRefused as error:
-            raise HostFailed(f"{self.name}: {error}") from None
+            raise KeyUnknown(f"{self.name}: {error}") from None
         except paramiko.BadHostKeyException as error:
-            raise HostFailed(f"{self.name}: {_changed(error)}") from None
+            raise KeyUnknown(f"{self.name}: {_changed(error)}") from None
         except paramiko.AuthenticationException as error:
-            raise HostFailed(f"{self.name}: {self._not_let_in(error)}") from None
+            raise NotLetIn(f"{self.name}: {self._not_let_in(error)}") from None
         except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
             where = f"{self.node.address}:{self.node.port or 22}"
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -156,11 +167,16 @@ class Host:
         try:
             with contextlib.closing(self.start(argv, timeout)) as channel:
                 channel.settimeout(STALL)
-                with contextlib.suppress(OSError):  # it ended early: its own words say why
+                try:
                     while chunk := source.read(CHUNK):
                         channel.sendall(chunk)
                         progress(len(chunk))
                     channel.shutdown_write()
+                except TimeoutError:
+                    what = f"it took nothing for {STALL:g} s during {_short(argv)}"
+                    raise ConnectionLost(f"{self.name}: {what}. Is its link or its disk stuck? Run it again") from None
+                except OSError:  # it ended early: its own words say why
+                    pass
                 channel.settimeout(timeout)
                 out = channel.makefile("rb").read().decode(errors="replace")
                 err = channel.makefile_stderr("rb").read().decode(errors="replace")

@@ -93,6 +93,7 @@ class NetnsSubstrate(SharedFiles):
 
     name = "netns"
     shaped = True
+    one_clock = True
     python = sys.executable
     faults: Collection[str] = KINDS
     notes: Sequence[str] = ()

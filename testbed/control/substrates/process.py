@@ -145,6 +145,7 @@ class ProcessSubstrate(SharedFiles):
 
     name = "process"
     shaped = False
+    one_clock = True
     python = sys.executable
     faults: Collection[str] = ("kill", "exit", "pause", "disk-full")
 

@@ -98,6 +98,16 @@ def test_what_each_rank_saw_and_how_it_ended_is_written_once(tmp_path: Path) -> 
     assert (ended["event"], ended["code"], ended["at"]) == ("ended", 6, 5.0)
 
 
+def test_the_time_of_another_machines_clock_is_not_written_down(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "kill:rank1@step999")
+    substrate.one_clock = False
+    ranks[0].code, ranks[0].ended = 6, 5.0
+    ranks[0].error = {"kind": "error", "guilty": 1, "at": 987654.0, "message": "rank 1 is gone"}
+    made.look(ranks)
+    saw, _ = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
+    assert saw["at"] == 5.0
+
+
 def test_a_run_without_faults_has_no_history(tmp_path: Path) -> None:
     made, _, ranks = injector(tmp_path)
     ranks[0].code = 0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.control.substrates.hosts_remote import RUN_ID, Account, Container, mount, once, parse_account, run_id
+from testbed.control.substrates.hosts_remote import RUN_ID, Account, Container, mount, once, parse_account, run_id, user
 from testbed.control.substrates.hosts_ssh import command_line
 
 HOSTILE = ["; rm -rf /", "$(reboot)", "`reboot`", "a'b", 'a"b', "a\nb", "-v", "ü", "x" * 5000, "a,b", "a:b", "*", ""]
@@ -49,7 +49,8 @@ def test_limits_are_those_asked_for() -> None:
 def test_every_container_carries_our_labels() -> None:
     argv = container().start()
     labels = [value for flag, value in itertools.pairwise(argv) if flag == "--label"]
-    assert labels == ["testbed=hosts", "testbed.run=x", "testbed.rank=0"]
+    own = ["testbed.run=x", "testbed.rank=0", "testbed.purpose=rank"]
+    assert labels == ["testbed=hosts", f"testbed.user={user()}", *own]
     assert "testbed=hosts" in once("1:1", "ip", "-json", "address")
 
 

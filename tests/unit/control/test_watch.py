@@ -118,3 +118,12 @@ def test_a_half_written_line_waits_for_its_end(tmp_path):
     assert [r["step"] for r in tail.read()] == [0]
     path.write_text('{"kind":"step","step":0}\n{"kind":"step","step":1}\n')
     assert [r["step"] for r in tail.read()] == [1]
+
+
+def test_the_guilty_is_called_as_the_inventory_calls_it_also_in_other_ranks_words(tmp_path):
+    folder = RunFolder(tmp_path)
+    records(folder, 0, {"kind": "error", "code": 6, "guilty": 1, "message": "rank 1 (node1) is silent"})
+    with pytest.raises(RankFailed) as told:
+        processes = [Scripted(6), Scripted(0, polls=NEVER)]
+        watch.follow(processes, folder, Silent(), nodes=["anna", "bert"])
+    assert "rank 1 (bert) is silent since step 0" in str(told.value) and "node1" not in str(told.value)
