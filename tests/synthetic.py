@@ -13,12 +13,16 @@ from typing import Any
 
 from testbed.report import theory
 from testbed.spec.folder import RunFolder, write_whole
+from testbed.spec.intervals import length
 from testbed.spec.run import SCHEMA, RunSpec
 from testbed.spec.summary import Summary, summarise
 
 GRADIENT = 36_924_456  # VGG-11
 EFFICIENCY = 1448 / 1514  # payload per byte on the wire
-OVERLAPS = ("ddp",)
+UNRECORDED: dict[str, Any] = {"blocked": 0.0, "busy": 0.0, "hidden": 0.0, "phases": [], "comm": [], "stalls": []}
+UPDATE = 0.02  # seconds
+CARRIED = 0.004  # seconds that pipeline's last buffer is still on its way in the next step
+ENCODED = {"fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 0.02, "powersgd": 0.05}  # of a gradient
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Made:
     accuracy: float = 0.5
     offsets: list[float] | None = None  # of the ranks' clocks, as on hosts
     loss_rate: float = 0.05
+    loss: float | None = None  # of the test; None: as the accuracy says
 
 
 def make_run(folder: Path, made: Made | None = None, status: str = "ok", reason: str = "", **values: Any) -> Summary:
@@ -65,6 +70,22 @@ def make_run(folder: Path, made: Made | None = None, status: str = "ok", reason:
     return summary
 
 
+def size_of(spec: RunSpec) -> int:
+    """S: what travels in place of the gradient."""
+    return round(GRADIENT * ENCODED[spec.mode.codec]) if spec.mode.codec else GRADIENT
+
+
+def overlaps(spec: RunSpec) -> bool:
+    return spec.mode.algorithm == "ddp" or spec.mode.schedule != "after"
+
+
+def ways(spec: RunSpec) -> tuple[str, ...]:
+    """How the names of buffers end, one for each way they go; as testbed.rank.sync names them."""
+    if spec.mode.schedule == "pipeline":
+        return (" reduce", " gather")
+    return (" up", " down") if spec.mode.algorithm == "server" else ("",)
+
+
 class _Clock:
     """Ranks that march together: each step's communication ends at the same moment on all."""
 
@@ -74,10 +95,11 @@ class _Clock:
         self.now = 1000.0
         slow = min(made.slow_link.values(), default=1.0)
         rate = (spec.link.rate or 10**10) / 8 * EFFICIENCY * slow
-        once = theory.bound(spec.mode, spec.world, GRADIENT, rate, 0.0, 1) or 0.0
+        once = theory.bound(spec.mode, spec.world, size_of(spec), rate, 0.0, 1) or 0.0
         self.wire = once * made.overhead
         count = 1 if theory.silent(spec.mode) else made.buckets
-        self.buckets = [GRADIENT // count] * count
+        self.names = [f"bucket {k}{way}" for way in ways(spec) for k in range(count)]
+        self.size = size_of(spec) // count
         self.rows: list[list[dict[str, Any]]] = [[] for _ in range(spec.world)]
         self.sent = [0.0] * spec.world
         for step in range(spec.steps or 0):
@@ -90,26 +112,29 @@ class _Clock:
         compute = [share * made.slow_cpu.get(r, 1.0) * jitter[r] for r in range(spec.world)]
         due = spec.mode.every == 1 or (step + 1) % spec.mode.every == 0
         wire = self.wire * (1 + made.noise * self.random.uniform(0, 1)) if due else 0.0
-        overlap = spec.mode.algorithm in OVERLAPS
         slowest = max(compute) if wire else 0.0
-        update = 0.02
         for rank in range(spec.world):
-            self._rank_step(step, rank, compute[rank], slowest, wire, update, overlap)
+            self._rank_step(step, rank, compute[rank], slowest, wire)
         self.now += max(rows[-1]["total"] for rows in self.rows) + 0.001
 
-    def _rank_step(
-        self, step: int, rank: int, compute: float, slowest: float, wire: float, update: float, overlap: bool
-    ) -> None:
+    def _comm(self, step: int, begin: float, end: float, total: float) -> list[list[Any]]:
+        """One buffer after the other; the last of pipeline is still on its way when the step ends."""
+        each = (end - begin) / len(self.names)
+        comm = [[name, begin + each * k, each, self.size] for k, name in enumerate(self.names)]
+        if self.spec.mode.schedule == "pipeline":
+            comm[-1][2] = total - comm[-1][1]
+            comm = [*([[f"{self.names[-1]} (cont.)", 0.0, CARRIED, self.size]] if step else []), *comm]
+        return comm
+
+    def _rank_step(self, step: int, rank: int, compute: float, slowest: float, wire: float) -> None:
         """Data 2 %, forward 31 %, backward 67 % of compute; then wait for the slowest and send."""
+        update, overlap = UPDATE, overlaps(self.spec)
         data, forward, backward = 0.02 * compute, 0.31 * compute, 0.67 * compute
         begin_comm = data + forward + (0.5 * backward if overlap else backward)
         latest = slowest * (0.02 + 0.31 + (0.5 if overlap else 1.0) * 0.67)
         end_comm = max(latest + wire, begin_comm) if wire else begin_comm
         if overlap and wire:
             end_comm = max(end_comm, compute)
-        span = end_comm - begin_comm
-        n = len(self.buckets)
-        comm = [[f"bucket {k}", begin_comm + span * k / n, span / n, self.buckets[k]] for k in range(n)] if wire else []
         blocked = max(0.0, end_comm - compute) if wire else 0.0
         stalls = [[compute, blocked]] if blocked else []
         in_backward = blocked if overlap else 0.0
@@ -119,21 +144,20 @@ class _Clock:
         phases += [["sync", at_sync, sync], ["update", at_sync + sync - update, update]]
         share = theory.sent_share(self.spec.mode, self.spec.world, rank) or 0.0
         if wire:
-            self.sent[rank] += share * GRADIENT / EFFICIENCY
+            self.sent[rank] += share * size_of(self.spec) / EFFICIENCY
         offset = self.made.offsets[rank] if self.made.offsets else 0.0
         total = at_sync + sync + 0.001
+        comm = self._comm(step, begin_comm, end_comm, total) if wire else []
+        busy = length([(offset, offset + seconds) for _, offset, seconds, _ in comm])
         self.rows[rank].append(
             {
                 **{"kind": "step", "step": step, "epoch": 0, "at": self.now + offset, "data": data, "forward": forward},
                 **{"backward": backward + in_backward, "sync": sync, "update": update, "total": total},
                 **{"loss": 2.3 - self.made.loss_rate * step, "images": self.spec.local_batch(rank)},
                 **{"sent": round(self.sent[rank]), "received": round(self.sent[rank])},
-                **{
-                    "blocked": blocked,
-                    "busy": span if wire else 0.0,
-                    "hidden": max(0.0, span - blocked) if wire else 0.0,
-                },
+                **{"blocked": blocked, "busy": busy, "hidden": max(0.0, busy - blocked)},
                 **{"phases": phases, "comm": comm, "stalls": stalls},
+                **({} if self.spec.spans else UNRECORDED),
             }
         )
 
@@ -141,7 +165,10 @@ class _Clock:
         return self.rows[rank]
 
     def end(self, rank: int) -> dict[str, Any]:
-        payload = {"gradients": round(self.sent[rank] * EFFICIENCY), "parameters": 0, "buffers": 5000, "metrics": 200}
+        back = 0.5 if len(ways(self.spec)) > 1 else 0.0  # the way back is parameters'
+        paid = self.sent[rank] * EFFICIENCY
+        payload = {"gradients": round(paid * (1 - back)), "parameters": round(paid * back)}
+        payload |= {"buffers": 5000, "metrics": 200}
         sent = round(self.sent[rank])
         seconds = self.now - 1000.0
         return {
@@ -169,7 +196,8 @@ def _hash(step: int) -> dict[str, Any]:
 
 
 def _eval(made: Made, spec: RunSpec) -> dict[str, Any]:
-    facts = {"loss": 2.3 - made.accuracy, "correct": round(1000 * made.accuracy), "images": 1000}
+    loss = 2.3 - made.accuracy if made.loss is None else made.loss
+    facts = {"loss": loss, "correct": round(1000 * made.accuracy), "images": 1000}
     where = {"kind": "eval", "step": spec.steps, "epoch": 0, "scope": "all ranks"}
     return {**where, **facts, "train_loss": 2.3 - made.accuracy, "train_accuracy": made.accuracy}
 

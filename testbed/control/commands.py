@@ -12,7 +12,7 @@ from testbed.control.place import Place
 from testbed.control.progress import Progress, open_progress
 from testbed.control.run import execute, resume
 from testbed.control.screen import console
-from testbed.control.sweep import sweep
+from testbed.control.sweep import folder_for, sweep
 from testbed.spec.errors import NetworkInvalid, RankFailed, SpecError, refuse
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
@@ -84,10 +84,11 @@ def run_file(
         summaries, errors = sweep(specs, place, runs_dir(), progress, fresh)
     finally:
         progress.end()
-    told = reporting.conclude(runs_dir() / experiment.name)
     print_results(summaries, runs_dir() / experiment.name, as_json)
     if not as_json:
-        _print_faults([RunFolder(runs_dir() / spec.experiment / spec.name) for spec in specs])
+        _print_faults([folder_for(spec, place, runs_dir()) for spec in specs])
+    told = reporting.conclude(runs_dir() / experiment.name)
+    if not as_json:
         console.print(told)
     if errors:
         raise errors[0]

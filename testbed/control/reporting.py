@@ -19,7 +19,7 @@ from testbed.spec.folder import EXPERIMENT, RunFolder, runs_dir, write_whole
 from testbed.spec.table import format_table
 
 if TYPE_CHECKING:
-    from testbed.report.compare import Comparison
+    from testbed.report.compare import Change, Comparison
 
 app = typer.Typer()
 Runs = Annotated[list[Path], typer.Argument(help="run folders, or folders of runs, e.g. runs/quick")]
@@ -51,32 +51,39 @@ def compare(
     a: Annotated[Path, typer.Argument(help="a run folder, or a folder of runs")],
     b: Annotated[Path, typer.Argument(help="another; runs of equal spec are compared")],
     threshold: Annotated[float, typer.Option(help="share by which a step of B may be slower")] = 0.05,
+    allow_missing: Annotated[bool, typer.Option("--allow-missing", help="B may lack runs that A has")] = False,
     as_json: Json = False,
 ) -> None:
-    """What changed from A to B, with confidence; exit code 1 when B is worse than the threshold."""
+    """What changed from A to B, with confidence; exit code 1 when B is slower than the threshold or lost a run."""
     from testbed.report.compare import compare as find
+    from testbed.report.stats import finite
 
     found = find(a, b, threshold)
     if as_json:
-        print(json.dumps(asdict(found) | {"worse": [change.name for change in found.worse]}, indent=1, default=str))
+        document = asdict(found) | {"worse": [change.name for change in found.worse]}
+        print(json.dumps(finite(document), indent=1, default=str, allow_nan=False))
     else:
         _print_comparison(found)
-    if found.worse:
+    if found.worse or (found.lost and not allow_missing):
         raise typer.Exit(1)
 
 
 def _print_comparison(found: Comparison) -> None:
     for line in found.differences:
         console.print(f"differs: {line}")
-    rows = [
-        (c.name, f"{c.before:.3f}", f"{c.after:.3f}", f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}", c.verdict)
-        for c in found.changes
-    ]
-    console.print(f"\n{format_table(('run', 'A s/iter', 'B s/iter', 'B / A', '95 % interval', 'B is'), rows)}\n")
+    header = ("run", "A s/iter", "B s/iter", "B / A", "95 % interval", "B is", "bytes B / A", "test loss A", "B")
+    console.print(f"\n{format_table(header, [_row(change) for change in found.changes])}\n")
     for line in [*found.only, *(f"left out: {each.path}: {each.reason}" for each in found.skipped)]:
         console.print(line)
+    for line in found.lost:
+        console.print(f"lost in B: {line}")
     for change in found.worse:
         console.print(f"worse: {change.name} takes {100 * (change.ratio - 1):.1f} % longer")
+
+
+def _row(c: Change) -> tuple[str, ...]:
+    times = (f"{c.before:.3f}", f"{c.after:.3f}", f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}", c.verdict)
+    return (c.name, *times, *("-" if value is None else f"{value:.3f}" for value in (c.sent, *c.loss)))
 
 
 @app.command()
@@ -106,10 +113,11 @@ def remember(experiment: Experiment) -> None:
 
 
 def conclude(folder: Path) -> str:
-    """The report at the end of a sweep; that it cannot be made is said, and costs nobody the runs."""
-    from testbed.report.write import write
-
+    """The report at the end of a sweep; that it cannot be made is said, and costs nobody the runs or the exit code."""
     try:
+        from testbed.report.write import write
+
         return f"report: {write([folder], folder).page}"
-    except (TestbedError, OSError) as error:
-        return f"no report: {error}"
+    except Exception as error:  # also what nobody thought of: the runs are there, and `testbed report` shows it in full
+        kind = "" if isinstance(error, TestbedError | OSError) else f"{type(error).__name__}: "
+        return f"no report: {kind}{error}"

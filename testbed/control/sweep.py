@@ -16,16 +16,26 @@ from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 
 
-def finished(folder: RunFolder, spec: RunSpec, place: Place) -> Summary | None:
-    """The summary of a run that ended well, with exactly this spec, at this place."""
-    if not folder.summary.is_file():
-        return None
+def folder_for(spec: RunSpec, place: Place, root: Path) -> RunFolder:
+    """runs/<experiment>/<run>; what another place finished there stays, and this place's goes to <run>@<place>."""
+    plain = RunFolder(root / spec.experiment / spec.name)
+    own = RunFolder(plain.path.with_name(f"{spec.name}@{place.name}"))
+    found = _ended_well(plain)
+    return own if own.path.exists() or (found and found.substrate != place.name) else plain
+
+
+def _ended_well(folder: RunFolder) -> Summary | None:
     try:
-        summary = Summary.read(folder)
+        summary = Summary.read(folder) if folder.summary.is_file() else None
     except UsageError:
         return None
-    same = summary.spec == place.fit(spec) and summary.substrate == place.name
-    return summary if summary.status == "ok" and same else None
+    return summary if summary and summary.status == "ok" else None
+
+
+def finished(folder: RunFolder, spec: RunSpec, place: Place) -> Summary | None:
+    """The summary of a run that ended well, with exactly this spec, at this place."""
+    summary = _ended_well(folder)
+    return summary if summary and summary.spec == place.fit(spec) and summary.substrate == place.name else None
 
 
 def sweep(
@@ -44,7 +54,7 @@ def _sweep(
     summaries: list[Summary] = []
     errors: list[TestbedError] = []
     for number, spec in enumerate(specs, start=1):
-        folder = RunFolder(root / spec.experiment / spec.name)
+        folder = folder_for(spec, place, root)
         progress.headline(f"[{number}/{len(specs)}] {spec.name}")
         done = None if fresh else finished(folder, spec, place)
         if done:

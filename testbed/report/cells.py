@@ -118,20 +118,10 @@ class Cell:
         """The first repeat's steps that count, rank by rank."""
         return self.first.kept
 
-    @cached_property
-    def gradient(self) -> float:
-        """S: bytes of the whole gradient."""
-        return float(self.first.ranks[0].start.get("gradient_bytes") or 0)
-
-    @cached_property
+    @property
     def buffers(self) -> tuple[float, float]:
-        """How many buffers one synchronisation takes, and their bytes together, as rank 0 recorded them."""
-        sent = [[c for c in comm if not c.name.endswith(" gather")] for comm in self.steps[0].comm]
-        whole = [(len({c.name for c in comm}), float(sum({c.name: c.size for c in comm}.values()))) for comm in sent]
-        busy = [pair for pair in whole if pair[1]]
-        if not busy:
-            return (1.0, self.gradient)
-        return statistics.median(p[0] for p in busy), statistics.median(p[1] for p in busy)
+        """How many buffers one synchronisation takes, and S, their bytes together."""
+        return self.first.buffers
 
     @cached_property
     def syncs(self) -> float:

@@ -1,7 +1,7 @@
 """Compare: what changed from result A to result B, cell by cell, with a 95 % interval of the ratio.
 
 B is worse when its step takes more than `threshold` longer and the whole interval of the ratio lies above 1: a
-difference that is too small to matter, or too uncertain to be one, is none.
+difference that is too small to matter, or too uncertain to be one, is none. It is worse too when it lost a run of A's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Comparison:
     """All changes, what only one side has, and in which keys of the spec two single runs differ."""
 
     changes: list[Change]
-    only: list[str]
+    lost: list[str]  # what A has and B has not, each with the reason where B tells one
+    only: list[str]  # what only B has
     differences: list[str]
     skipped: list[Skipped]
 
@@ -60,15 +61,23 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
             )
     if len(before) == len(after) == 1:
         (left,), (right,) = before.values(), after.values()
-        return Comparison([_change(left, right, threshold)], [], differences(left, right), skipped)
+        return Comparison([_change(left, right, threshold)], [], [], differences(left, right), skipped)
     both = [name for name in before if name in after]
     if not both:
         raise UsageError(
             f"{a} and {b} have no run of equal spec in common. Name two run folders to compare them anyway."
         )
-    only = [f"only in {a}: {cell.spec.name}" for name, cell in before.items() if name not in after]
-    only += [f"only in {b}: {cell.spec.name}" for name, cell in after.items() if name not in before]
-    return Comparison([_change(before[name], after[name], threshold) for name in both], only, [], skipped)
+    reasons = {each.path.name: each.reason for each in two.skipped}
+    lost = [_lost(cell, reasons) for name, cell in before.items() if name not in after]
+    only = [f"only in {b}: {cell.spec.name}" for name, cell in after.items() if name not in before]
+    return Comparison([_change(before[name], after[name], threshold) for name in both], lost, only, [], skipped)
+
+
+def _lost(cell: Cell, reasons: dict[str, str]) -> str:
+    """A cell of A that B does not have; a folder of the same name in B may say why."""
+    names = [run.folder.path.name for run in cell.runs]
+    why = next((reasons[name] for name in names if name in reasons), "not there")
+    return f"{cell.spec.name}: {why}"
 
 
 def key(cell: Cell) -> str:

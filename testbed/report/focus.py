@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ class Focus:
     names: list[str]
     shown: str = ""
 
-    def without_control(self) -> Focus:
-        """Without runs that synchronise nothing on purpose: what they learn means nothing."""
-        kept = [(c, n) for c, n in zip(self.cells, self.names, strict=True) if c.spec.mode.algorithm != "none"]
+    def only(self, wanted: Callable[[Cell], bool]) -> Focus:
+        """Some of the cells under the same names."""
+        kept = [(c, n) for c, n in zip(self.cells, self.names, strict=True) if wanted(c)]
         return Focus([cell for cell, _ in kept], [name for _, name in kept], self.shown)
 
 

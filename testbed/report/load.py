@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,20 @@ class Run:
         """Each rank's steps that count: warm-up left out, and only steps that every rank finished."""
         last = min((rank.steps.last for rank in self.ranks), default=-1)
         return [rank.steps.between(self.spec.warmup, last) for rank in self.ranks]
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of the whole gradient, before any codec."""
+        return float(self.ranks[0].start.get("gradient_bytes") or 0)
+
+    @cached_property
+    def buffers(self) -> tuple[float, float]:
+        """How many buffers one synchronisation takes, and S: their bytes together, as rank 0 recorded them."""
+        steps = [{c.name: c.size for c in comm if c.outward} for comm in self.kept[0].comm]
+        busy = [(len(sizes), float(sum(sizes.values()))) for sizes in steps if sizes]
+        if not busy:
+            return (1.0, self.gradient)
+        return statistics.median(count for count, _ in busy), statistics.median(size for _, size in busy)
 
 
 @dataclass(frozen=True)

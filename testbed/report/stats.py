@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,3 +70,12 @@ def ratio(over: Samples, under: Samples, by_mean: bool = False) -> tuple[float, 
     draws = resample(over, by_mean) / resample(under, by_mean, SEED + 1)
     value = float(centre(np.concatenate(list(over))) / centre(np.concatenate(list(under))))
     return value, *interval(draws)
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for: a loss that diverged, a ratio without an end."""
+    if isinstance(value, dict):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

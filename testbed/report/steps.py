@@ -1,9 +1,9 @@
 """Steps: one rank's steps as columns, and the one arithmetic that splits a step.
 
-step    = compute + exposed + rest           each timed where it happens, so this is a check and no definition
+step    = compute + exposed + rest           a check: exposed is what the rank summed up, the others use its intervals
 busy    = exposed + hidden                   seconds in which at least one buffer was on its way
-compute = data + forward + backward + update, less what the loop was blocked inside them
-rest    = the loop's own book-keeping, and work inside `sync` that is neither update nor waiting
+compute = data + forward + backward + update, less the stalls that lie inside the first three
+rest    = the loop's own book-keeping, and work inside `sync` that is neither update nor a stall
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from testbed.spec.errors import SpecError
 
 Column = NDArray[np.float64]
 Interval = tuple[float, float]  # offset from the step's begin, seconds
+COMPUTING = ("data", "forward", "backward")
+CONTINUED = " (cont.)"  # how the name of a buffer ends that was already on its way when the step began
+WAY_BACK = (" gather", " down")  # and of one whose way there has been recorded under a name of its own
 NUMBERS = ("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden")
 
 
@@ -30,6 +33,21 @@ class Comm:
     offset: float
     seconds: float
     size: int  # bytes of the buffer on this rank
+
+    @property
+    def continued(self) -> bool:
+        """The rest of a flight that the end of the step before cut in two."""
+        return self.name.endswith(CONTINUED)
+
+    @property
+    def buffer(self) -> str:
+        """The name without the mark of a rest."""
+        return self.name.removesuffix(CONTINUED)
+
+    @property
+    def outward(self) -> bool:
+        """True once for every buffer of a synchronisation: neither a rest nor the way back."""
+        return not self.name.endswith((CONTINUED, *WAY_BACK))
 
 
 @dataclass(frozen=True)
@@ -86,12 +104,15 @@ class Steps:
     @property
     def blocked_in_sync(self) -> Column:
         """Seconds of the sync phase in which the loop was blocked."""
-        return np.array([_blocked_in(phases, stalls) for phases, stalls in zip(self.phases, self.stalls, strict=True)])
+        return self._blocked_in(("sync",))
+
+    def _blocked_in(self, names: Sequence[str]) -> Column:
+        pairs = zip(self.phases, self.stalls, strict=True)
+        return np.array([_blocked_in(phases, stalls, names) for phases, stalls in pairs], dtype=np.float64)
 
     @property
     def compute(self) -> Column:
-        inside = self.blocked - self.blocked_in_sync
-        return self.data + self.forward + self.backward + self.update - inside
+        return self.data + self.forward + self.backward + self.update - self._blocked_in(COMPUTING)
 
     @property
     def rest(self) -> Column:
@@ -99,8 +120,8 @@ class Steps:
         return between + (self.sync - self.update - self.blocked_in_sync)
 
 
-def _blocked_in(phases: list[tuple[str, float, float]], stalls: list[Interval]) -> float:
-    spans = [(begin, begin + seconds) for name, begin, seconds in phases if name == "sync"]
+def _blocked_in(phases: list[tuple[str, float, float]], stalls: list[Interval], names: Sequence[str]) -> float:
+    spans = [(begin, begin + seconds) for name, begin, seconds in phases if name in names]
     return sum(
         max(0.0, min(end, offset + seconds) - max(begin, offset)) for begin, end in spans for offset, seconds in stalls
     )

@@ -110,7 +110,8 @@ def split(chapter: Chapter) -> Table:
         silent = not w.exchanges
         made.add(
             cell,
-            *(number(v) for v in (s.step, s.compute, s.exposed, s.rest, s.hidden)),
+            number(s.step),
+            *(number(v) if cell.spec.spans else DASH for v in (s.compute, s.exposed, s.rest, s.hidden)),
             share(s.hidden_share),
             DASH if silent else number(statistics.fmean(w.waiting)),
             DASH if silent else number(statistics.fmean(w.transfer)),

@@ -36,7 +36,7 @@ def ranks(chapter: Chapter) -> Table:
                 share(last["correct"] / last["images"] if last.get("images") else None),
                 f"{last['correct']} of {last['images']}" if last.get("images") else DASH,
                 number(float(kept.total.mean())),
-                number(float(kept.compute.mean())),
+                number(float(kept.compute.mean())) if cell.spec.spans else DASH,
                 number(cell.waiting.waiting[rank.number]) if cell.waiting.exchanges else DASH,
                 *profile,
             )
@@ -72,7 +72,8 @@ def workers_by_batch(chapter: Chapter) -> list[Table]:
 
     def parts(cell: Cell) -> list[str]:
         steps = epoch_images(cell) / cell.spec.global_batch
-        return [number(cell.split.compute * steps, ".1f"), number(cell.split.busy * steps, ".1f")]
+        known = (cell.split.compute, cell.split.busy) if cell.spec.spans else (None, None)
+        return [number(None if each is None else each * steps, ".1f") for each in known]
 
     def bandwidth(cell: Cell) -> list[str]:
         return [number(bandwidth_used(cell), ".1f"), share(utilisation(cell))]

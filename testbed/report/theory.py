@@ -1,7 +1,9 @@
 """Theory: the bytes that a method must send and the least time they need, rank by rank.
 
 S is the size of the gradient, N the number of ranks, B a link's payload rate in byte/s, a the delay of one hop in
-seconds, m the number of buffers that the gradient is cut into. Every bound is what the busiest link needs:
+seconds, m the number of buffers that travel one after the other: those the gradient is cut into, but 1 in `ddp` and
+`pipeline`, whose buffers are on their way together. The first term is what the busiest link needs, the second is what
+the longest chain of messages, each of which waits for the one before, needs even if it were empty:
 
     gather, server           2(N-1) S/B   + 2 m a        everything passes rank 0's link, in and then out
     allreduce, ring, ddp     2(N-1)/N S/B + 2(N-1) m a   each rank sends and receives alike
@@ -59,6 +61,11 @@ TOPK = "topk"
 LEAST = COSTS["ring"]
 
 
+def together(mode: SyncMode) -> bool:
+    """True where buffers are on their way at the same time, so that their delays pass at the same time too."""
+    return mode.algorithm == "ddp" or mode.schedule == "pipeline"
+
+
 def silent(mode: SyncMode) -> bool:
     """True where nothing is synchronised at all."""
     return mode.algorithm in ("single", "none")
@@ -86,7 +93,8 @@ def syncs_per_step(mode: SyncMode, first: int, last: int) -> float:
 def bound(mode: SyncMode, ranks: int, size: float, rate: float, delay: float, buffers: float) -> float | None:
     """Least seconds to synchronise once; None for methods without a formula."""
     known = cost(mode, ranks)
-    return None if known is None else known.load * size / rate + known.hops * buffers * delay
+    turns = 1.0 if together(mode) else buffers
+    return None if known is None else known.load * size / rate + known.hops * turns * delay
 
 
 def sent_share(mode: SyncMode, ranks: int, rank: int) -> float | None:

@@ -2,7 +2,8 @@
 
 A process is a rank. Its thread 0 is the training loop (each step, its phases inside it), thread 1 the times at which
 the loop was blocked, and from thread 2 on the buffers on their way: two that overlap never share a thread, because
-spans of one thread must nest.
+spans of one thread must nest. A buffer whose way a step's end cut in two has two spans: `bucket 3 gather` in the step
+that sent it off, `bucket 3 gather (cont.)` in the next.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> 
         yield span("blocked", offset, seconds, BLOCKED)
     for comm in sorted(steps.comm[k], key=lambda each: each.offset):
         lane = _free_lane(lanes, begin + comm.offset, begin + comm.offset + comm.seconds)
-        yield span(comm.name, comm.offset, comm.seconds, WIRE + lane, bytes=comm.size, step=number)
+        yield span(
+            comm.name, comm.offset, comm.seconds, WIRE + lane, bytes=comm.size, step=number, continued=comm.continued
+        )
 
 
 def _free_lane(lanes: list[float], begin: float, end: float) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from testbed.report import theory
-from testbed.report.cells import Cell, Chapter
+from testbed.report.cells import NO_CONDITION, Cell, Chapter
 from testbed.report.findings import fastest, loss_by_step, megabytes, namer, percent, rate_in_words, seconds, slowest
 from testbed.report.focus import Focus, overrides_in_words
 from testbed.report.tables import sent_over_theory
@@ -121,7 +121,7 @@ def _why(best: Cell, worst: Cell) -> list[str]:
 
 
 def _limits(best: Cell) -> list[str]:
-    if not best.bound:
+    if not best.bound or not best.spec.spans:
         return []
     s, wire, step = best.split, best.bound, best.seconds.centre
     if s.exposed > s.compute and wire < s.busy / 2:
@@ -210,9 +210,11 @@ def _bytes(chapter: Chapter) -> Check | None:
     return Check(-0.01 <= off <= BYTE_TOLERANCE, text)
 
 
-def _sums(chapter: Chapter) -> Check:
-    step = max(cell.split.step_gap for cell in chapter.cells)
-    busy = max(cell.split.busy_gap for cell in chapter.cells)
+def _sums(chapter: Chapter) -> Check | None:
+    detailed = [cell.split for cell in chapter.cells if cell.spec.spans]
+    if not detailed:
+        return None
+    step, busy = max(split.step_gap for split in detailed), max(split.busy_gap for split in detailed)
     text = (
         f"Times: compute + exposed + rest is the step within {percent(step)}, exposed + hidden is communication "
         f"within {percent(busy)}"
@@ -230,14 +232,20 @@ def _clocks(chapter: Chapter) -> Check | None:
     return Check(fine, f"Clocks: the nodes' own were set to rank 0's, right to {seconds(error)} or better")
 
 
+def _computes_alike(a: Cell, b: Cell) -> bool:
+    """Everything is the same but the method and the network: computing should cost the same."""
+    varies = [key for key in a.flat if a.flat[key] != b.flat[key] and key not in NO_CONDITION]
+    free = [key in ("mode", "placement") or key.startswith("link.") for key in varies]
+    return a.world == b.world and a.substrate == b.substrate and all(free)
+
+
 def _control(chapter: Chapter) -> Check | None:
     """Compute of every mode against the same ranks without synchronisation."""
-    controls = [cell for cell in chapter.cells if cell.spec.mode.algorithm == "none"]
+    controls = [cell for cell in chapter.cells if cell.spec.mode.algorithm == "none" and cell.spec.spans]
     gaps: dict[str, float] = {}
     for control in controls:
         for cell in chapter.cells:
-            alike = cell.world == control.world and cell.spec.global_batch == control.spec.global_batch
-            if cell is not control and alike and cell.substrate == control.substrate and not cell.spec.overrides:
+            if cell is not control and cell.spec.spans and _computes_alike(cell, control):
                 gaps[cell.label] = cell.split.compute / control.split.compute - 1
     if not gaps:
         return None

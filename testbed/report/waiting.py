@@ -1,7 +1,7 @@
 """Waiting: how much of communication is transfer and how much is waiting for the slowest rank; and why it is slowest.
 
-For each buffer of each step all ranks have an interval. From its own begin to the latest begin over all ranks a rank
-waits (at most until its own interval ends); after that bytes move. On hosts each rank's clock is first set to rank 0's.
+For each buffer of each step all ranks have a flight. From its own begin to the latest begin over all ranks a rank
+waits (at most until its own flight ends); after that bytes move. On hosts each rank's clock is first set to rank 0's.
 
 A rank is a straggler, and the cause is
     its CPU   when its compute per image is at least SLOW_CPU times the median of the other ranks, over all and in
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,7 +30,14 @@ MOSTLY = 0.75
 SLOW_LINK = 0.8
 MATTERS = 0.2
 
-Key = tuple[str, int]  # a buffer's name, and which of its intervals in the step
+
+@dataclass(frozen=True)
+class Flight:
+    """One buffer's way, begun in a step and perhaps ended in the next; seconds on rank 0's clock."""
+
+    step: int
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -59,51 +67,58 @@ class Straggler:
 
 
 def waiting(run: Run) -> Waiting:
-    """Overlap all ranks' intervals, step by step."""
+    """Lay all ranks' flights over one another, buffer by buffer."""
     ranks = range(len(run.ranks))
-    total, late = [0.0 for _ in ranks], [0.0 for _ in ranks]
+    waits: list[list[Interval]] = [[] for _ in ranks]
+    late: dict[tuple[int, int], float] = {}  # (step, rank that was last) -> by how much, at most
     lasts: Counter[int] = Counter()
-    exchanges = 0
-    for index in range(len(run.kept[0].total)):
-        spans = [_spans(run, rank, index) for rank in ranks]
-        shared = [key for key in spans[0] if all(key in each for each in spans)]
-        if len(ranks) < 2 or not shared:
-            continue
-        waits: list[list[Interval]] = [[] for _ in ranks]
-        lags = [0.0 for _ in ranks]
-        for key in shared:
-            begins = [each[key][0] for each in spans]
-            latest = max(begins)
-            slowest = begins.index(latest)
-            lasts[slowest] += 1
-            lags[slowest] = max(lags[slowest], latest - sorted(begins)[-2])
-            for rank in ranks:
-                waits[rank].append((begins[rank], min(latest, spans[rank][key][1])))
-        exchanges += len(shared)
-        for rank in ranks:
-            total[rank] += length(waits[rank])
-            late[rank] += lags[rank]
-    steps = len(run.kept[0].total)
-    mean = [seconds / steps for seconds in total]
+    for exchange in _exchanges(run):
+        begins = [flight.begin for flight in exchange]
+        latest = max(begins)
+        slowest = begins.index(latest)
+        lasts[slowest] += 1
+        key = (exchange[0].step, slowest)
+        late[key] = max(late.get(key, 0.0), latest - sorted(begins)[-2])
+        for rank, flight in enumerate(exchange):
+            waits[rank].append((flight.begin, min(latest, flight.end)))
+    steps, exchanges = len(run.kept[0].total), sum(lasts.values())
+    mean = [length(each) / steps for each in waits]
     busy = [float(each.busy.mean()) for each in run.kept]
     return Waiting(
         waiting=mean,
         transfer=[max(0.0, b - w) for b, w in zip(busy, mean, strict=True)],
         last=[lasts[rank] / exchanges if exchanges else 0.0 for rank in ranks],
-        held_up=[seconds / steps for seconds in late],
+        held_up=[sum(seconds for (_, last), seconds in late.items() if last == rank) / steps for rank in ranks],
         exchanges=exchanges,
     )
 
 
-def _spans(run: Run, rank: int, index: int) -> dict[Key, tuple[float, float]]:
-    """A rank's intervals of one step, on rank 0's clock."""
-    steps = run.kept[rank]
-    zero = float(steps.at[index]) - run.network.offsets.get(rank, 0.0)
-    found: dict[Key, tuple[float, float]] = {}
-    count: Counter[str] = Counter()
-    for each in steps.comm[index]:
-        found[each.name, count[each.name]] = (zero + each.offset, zero + each.offset + each.seconds)
-        count[each.name] += 1
+def _exchanges(run: Run) -> Iterator[list[Flight]]:
+    """Each buffer's flight on all ranks, where rank 0 began it in a step that counts.
+
+    The n-th flight of a name in the whole run is the n-th on every rank; that of a step need not be, because one rank
+    may begin before the end of its step what another begins after. A name that ranks have seen unequally often is out.
+    """
+    ranks = [_flights(run, rank) for rank in range(len(run.ranks))]
+    first, last = int(run.kept[0].step[0]), run.kept[0].last
+    for name, own in ranks[0].items():
+        others = [flights.get(name, []) for flights in ranks[1:]]
+        if others and all(len(each) == len(own) for each in others):
+            found = zip(own, *others, strict=True)
+            yield from (list(each) for each in found if first <= each[0].step <= last)
+
+
+def _flights(run: Run, rank: int) -> dict[str, list[Flight]]:
+    """A rank's flights by name, on rank 0's clock; one that a step's end cut in two is whole again."""
+    steps, found = run.ranks[rank].steps, dict[str, list[Flight]]()
+    for index, comms in enumerate(steps.comm):
+        zero = float(steps.at[index]) - run.network.offsets.get(rank, 0.0)
+        for each in sorted(comms, key=lambda comm: comm.offset):
+            begin, flights = zero + each.offset, found.setdefault(each.buffer, [])
+            if not each.continued:
+                flights.append(Flight(int(steps.step[index]), begin, begin + each.seconds))
+            elif flights:
+                flights[-1] = replace(flights[-1], end=begin + each.seconds)
     return found
 
 
@@ -151,8 +166,7 @@ def _slow_links(run: Run) -> list[Straggler]:
 
 def _matters(run: Run, rate: float) -> bool:
     """True where a link of this rate can explain the time that communication takes."""
-    size = float(run.ranks[0].start.get("gradient_bytes") or 0)
-    least = theory.bound(run.spec.mode, run.spec.world, size, rate, 0.0, 1)
+    least = theory.bound(run.spec.mode, run.spec.world, run.buffers[1], rate, 0.0, 1)
     syncs = theory.syncs_per_step(run.spec.mode, int(run.kept[0].step[0]), run.kept[0].last)
     busy = statistics.fmean(float(steps.busy.mean()) for steps in run.kept)
     return least is None or least * syncs >= MATTERS * busy

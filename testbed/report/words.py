@@ -8,6 +8,7 @@ SPLIT = (
     "Seconds, mean over steps and ranks. Exposed: the loop stood still for communication. Hidden: communication went on"
     " while the loop computed. Of all communication, waiting is before the last rank joined, transfer is after."
     " Last to join: the rank that the others waited for most, and how often it was the last."
+    " A run with spans = false recorded none of it."
 )
 TRAFFIC = (
     "MB (10^6 bytes) per rank and step. Theory is payload; the kernel counts headers too: 0.2 % where it sees packets"

@@ -17,6 +17,7 @@ from testbed.report.cells import Cell, Chapter, chapters
 from testbed.report.focus import Focus, focus
 from testbed.report.load import Loaded, Skipped, load
 from testbed.report.published import Published, published
+from testbed.report.stats import finite
 from testbed.report.style import Plot, css
 from testbed.report.tables import Table
 from testbed.report.verdict import Verdict, verdict
@@ -64,7 +65,7 @@ def write(paths: Sequence[Path], out: Path) -> Report:
     for part in parts:
         _write_files(part, files)
     write_whole(files / "report.md", "\n".join(_markdown(part) for part in parts) + _left_out(loaded.skipped))
-    write_whole(files / "summary.json", json.dumps(_figures(parts, loaded), indent=1))
+    write_whole(files / "summary.json", json.dumps(finite(_figures(parts, loaded)), indent=1, allow_nan=False))
     write_whole(out / PAGE, render(parts, loaded))
     return Report(out / PAGE, parts, loaded.skipped)
 
@@ -111,9 +112,8 @@ def _tables(chapter: Chapter) -> list[Table]:
 
 
 Drawn = Callable[[Chapter, Sequence[Cell], Sequence[str]], Plot | None]
+DETAILED: tuple[Drawn, ...] = (plots_modes.where_time_goes, plots_time.timeline)  # need every phase and buffer
 SIDE_BY_SIDE: tuple[Drawn, ...] = (
-    plots_modes.where_time_goes,
-    plots_time.timeline,
     plots_modes.bytes_per_rank,
     plots_modes.roofline,
     plots_time.seconds_by_step,
@@ -123,9 +123,10 @@ LEARNING: tuple[Drawn, ...] = (plots_time.loss_by_time, plots_time.loss_by_step)
 
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
     """Slow ranks first, then the methods side by side."""
-    drawn = [draw(chapter, focused.cells, focused.names) for draw in SIDE_BY_SIDE]
-    learning = focused.without_control()
-    drawn += [draw(chapter, learning.cells, learning.names) for draw in LEARNING if learning.cells]
+    detailed = focused.only(lambda cell: cell.spec.spans)
+    learning = focused.only(lambda cell: cell.spec.mode.algorithm != "none")  # what a control learns means nothing
+    groups = ((DETAILED, detailed), (SIDE_BY_SIDE, focused), (LEARNING, learning))
+    drawn = [draw(chapter, group.cells, group.names) for draws, group in groups if group.cells for draw in draws]
     return [*plots_modes.slow_ranks(chapter), *(plot for plot in drawn if plot)]
 
 
@@ -206,7 +207,7 @@ def _cell_figures(chapter: Chapter, cell: Cell) -> dict[str, Any]:
         "spec": json.loads(cell.spec.to_json()),
         "seconds": asdict(cell.seconds),
         "speed_up": chapter.speed_up(cell),
-        "split": asdict(cell.split) | {"hidden_share": cell.split.hidden_share},
+        "split": asdict(cell.split) | {"hidden_share": cell.split.hidden_share} if cell.spec.spans else None,
         "waiting": asdict(waiting) | {"slowest": waiting.slowest},
         "stragglers": [asdict(each) for each in cell.stragglers],
         "bound": cell.bound,

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from testbed.control import cli, place, watch
 from testbed.control.progress import Silent
+from testbed.control.substrates.fake import FakeSubstrate
 from testbed.control.sweep import finished, sweep
 from testbed.spec.errors import RankFailed, SpecError
 from testbed.spec.experiment import Experiment
@@ -118,6 +119,42 @@ def test_only_the_same_spec_at_the_same_place_is_finished(fake: FakePlace, file:
     assert finished(folder, specs(file, seed=1)[1], fake.place) is None
     folder.summary.write_text("{")
     assert finished(folder, ring, fake.place) is None
+
+
+def test_a_report_that_breaks_costs_neither_the_table_nor_the_exit_code(
+    fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr("testbed.report.write.write", breaks)
+    result = command(file)
+    assert result.exit_code == 0, result.exception
+    table, told = result.stdout.index("| tree"), result.stdout.index("no report: ZeroDivisionError: nobody thought")
+    assert table < told
+
+
+def test_what_another_place_finished_stays_beside(fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = place.Place("other", "for tests", True)
+    for where in (fake.place, other, fake.place, other):
+        monkeypatch.setattr(FakeSubstrate, "name", where.name)
+        summaries, errors = sweep(specs(file), where, Path("runs"), Silent())
+        assert [s.status for s in summaries] == ["ok"] * 3 and errors == []
+    assert len(fake.made) == 6
+    names = ["ring", "ring@other", "single", "single@other", "tree", "tree@other"]
+    assert sorted(path.name for path in Path("runs/three").iterdir()) == names
+    sweep(specs(file), other, Path("runs"), Silent(), fresh=True)
+    aside = sorted(path.name for path in Path("runs/three/.superseded").iterdir())
+    assert aside == ["ring@other~0", "single@other~0", "tree@other~0"]
+
+
+def test_what_failed_elsewhere_makes_room(fake: FakePlace, file: Path) -> None:
+    fake.play = fails_in("ring")
+    sweep(specs(file), fake.place, Path("runs"), Silent())
+    fake.play = well
+    sweep(specs(file), place.Place("other", "for tests", True), Path("runs"), Silent())
+    assert Summary.read(RunFolder(Path("runs/three/ring"))).status == "ok"
+    assert not Path("runs/three/ring@other").exists() and Path("runs/three/tree@other").exists()
 
 
 def test_a_setting_on_an_axis_is_refused_and_nothing_runs(fake: FakePlace, file: Path) -> None:

@@ -60,6 +60,29 @@ def test_results_without_a_common_spec_are_refused(tmp_path: Path) -> None:
         compare(tmp_path / "a", tmp_path / "b", 0.05)
 
 
+@pytest.mark.parametrize("status", ["failed", "invalid", None])
+def test_a_run_that_b_lost_is_worse_unless_it_may_be_missing(tmp_path: Path, status: str | None) -> None:
+    a, b = results(tmp_path / "a", 4.0), results(tmp_path / "b", 4.0)
+    for folder in (a, b):
+        lost = status if folder is b else "ok"
+        if lost:
+            make_run(folder / "tree", mode="tree", status=lost, reason="rank 2 died", **LINK)
+    done = CliRunner().invoke(app, ["compare", str(a), str(b)])
+    why = f"{status}: rank 2 died" if status else "not there"
+    assert done.exit_code == 1 and f"lost in B: tree: {why}" in done.output
+    assert CliRunner().invoke(app, ["compare", str(a), str(b), "--allow-missing"]).exit_code == 0
+    assert CliRunner().invoke(app, ["compare", str(b), str(a)]).exit_code == 0  # B may have more than A
+
+
+def test_bytes_and_losses_are_told_too(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    make_run(a, Made(accuracy=0.5), mode="ring", **LINK)
+    make_run(b, Made(accuracy=0.25), mode="ring/fp16", **LINK)
+    lines = CliRunner().invoke(app, ["compare", str(a), str(b)]).output.splitlines()
+    (row,) = [line for line in lines if line.startswith("| a -> b")]
+    assert [cell.strip() for cell in row.split("|")[-4:-1]] == ["0.500", "1.800", "2.050"]
+
+
 def test_as_json_it_is_one_document(tmp_path: Path) -> None:
     a, b = results(tmp_path / "a", 4.0), results(tmp_path / "b", 5.2)
     document = json.loads(CliRunner().invoke(app, ["compare", str(a), str(b), "--json"]).stdout)

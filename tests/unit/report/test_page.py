@@ -68,6 +68,37 @@ def test_every_plot_and_table_is_also_a_file(made: tuple[Report, str]) -> None:
     assert [cell["mode"] for cell in figures["experiments"]["quick"]] == list(MODES)
 
 
+def test_figures_for_scripts_are_json_also_where_the_loss_diverged(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", Made(loss=float("nan")), mode="ring", **LINK)
+    text = (write([tmp_path], tmp_path).page.parent / "report" / "summary.json").read_text()
+    figures = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert figures["experiments"]["adhoc"][0]["test_loss"] is None
+
+
+def test_what_was_not_recorded_is_a_dash_and_no_zero(tmp_path: Path) -> None:
+    make_run(tmp_path / "plain", mode="ring", spans=False, **LINK)
+    make_run(tmp_path / "ring", mode="ring", **LINK)
+    part = write([tmp_path], tmp_path).parts[0]
+    split = next(table for table in part.tables if table.name == "split")
+    rows = {row[2] == "-": row for row in split.rows}
+    assert rows[True][2:] == ["-"] * 8 and rows[False][3] != "-"
+    assert [plot.svg.count("ring: ") for plot in part.plots if plot.name == "where-time-goes"] == [1]
+
+
+def test_the_control_is_held_only_against_runs_that_compute_alike(tmp_path: Path) -> None:
+    make_run(tmp_path / "none", Made(compute=2.0), mode="none", experiment="quick", **LINK)
+    others: dict[str, tuple[float, dict[str, Any]]] = {
+        "alike": (2.0, {"link": {"rate": "200mbit"}}),
+        "quota": (9.0, {"node": {"cpus": 0.1}}),
+        "model": (5.0, {"model": "resnet18"}),
+    }
+    for name, (compute, more) in others.items():
+        make_run(tmp_path / name, Made(compute=compute), mode="ring", experiment="quick", **LINK | more)
+    checks = write([tmp_path], tmp_path).parts[0].verdict.checks
+    (control,) = [check for check in checks if check.text.startswith("Control")]
+    assert control.ok
+
+
 def test_the_page_asks_the_network_for_nothing(made: tuple[Report, str]) -> None:
     _, page = made
     urls = set(re.findall(r'(?:src|href|action|data)="([^"#][^"]*)"', page)) | set(

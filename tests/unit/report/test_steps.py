@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Made, make_run
+from synthetic import Made, make_run, size_of
 
 from testbed.report.cells import Cell, chapters
 from testbed.report.load import load
 from testbed.report.steps import Steps
+from testbed.report.tables import sent_over_theory
 
 
 def one(**values: Any) -> Steps:
@@ -45,10 +46,32 @@ def cell_of(folder: Path, made: Made | None = None, **values: Any) -> Cell:
     return chapters(load([folder]))[0].cells[0]
 
 
-@pytest.mark.parametrize("mode", ["single", "none", "gather", "allreduce", "ring", "ddp"])
+MODES = ["single", "none", "gather", "allreduce", "ring", "ddp", "server", "ddp/fp16", "direct/topk:0.01"]
+MODES += ["ring/bucket:2MiB/overlap", "ring/bucket:2MiB/pipeline", "direct/bucket:2MiB/overlap/int8"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_parts_add_up_in_every_mode(tmp_path: Path, mode: str) -> None:
     cell = cell_of(tmp_path / "run", mode=mode, link={"rate": "500mbit"})
     assert cell.split.step_gap < 0.001 and cell.split.busy_gap < 0.001
+
+
+def test_a_stall_outside_every_phase_is_seen_as_a_gap(tmp_path: Path) -> None:
+    """The sum is no definition: what the rank says it waited must lie where its intervals say it did."""
+    phases = [["backward", 0, 2], ["sync", 2.5, 0.5]]
+    steps = one(backward=2, sync=0.5, total=3, blocked=0.5, stalls=[[2, 0.5]], phases=phases)
+    assert steps.compute[0] + steps.blocked[0] + steps.rest[0] == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("single", "none")])
+def test_every_buffer_counts_once_whatever_its_ways_are_called(tmp_path: Path, mode: str) -> None:
+    """S would double where the way back has a name of its own, and the kernel's count would be half of theory's."""
+    cell = cell_of(tmp_path / "run", Made(buckets=4), mode=mode, link={"rate": "500mbit"})
+    count, size = cell.buffers
+    assert count == 4 and size == pytest.approx(size_of(cell.spec), abs=4)
+    ratio = sent_over_theory(cell)
+    assert ratio is not None and 1.0 < ratio < 1.06
+    assert cell.bound is not None and cell.split.busy >= cell.bound
 
 
 def test_only_a_mode_that_overlaps_hides_anything(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def test_delay_counts_per_hop_and_per_buffer() -> None:
     assert theory.bound(SyncMode.parse("gather"), 4, 0.0, B, 0.01, 1) == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize(
+    ("mode", "turns"),
+    [("ring/bucket:2MiB", 8), ("ring/bucket:2MiB/overlap", 8), ("ring/bucket:2MiB/pipeline", 1), ("ddp", 1)],
+)
+def test_buffers_that_fly_together_pay_the_delay_once(mode: str, turns: int) -> None:
+    assert theory.bound(SyncMode.parse(mode), 4, 0.0, B, 0.01, 8) == pytest.approx(0.01 * 6 * turns)
+
+
 @pytest.mark.parametrize("mode", [name for name in ALGORITHMS if name not in ("single", "none")])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
 def test_no_method_sends_less_than_any_must(mode: str, ranks: int) -> None:

@@ -13,6 +13,7 @@ from testbed.report.trace import WIRE, write_trace
 from testbed.spec.errors import UsageError
 
 Event = dict[str, Any]
+PIPELINE = "ring/bucket:2MiB/pipeline"
 ROUNDING = 0.002  # microseconds: times are written with three digits
 
 
@@ -51,7 +52,7 @@ def spans_of(folder: Path, made: Made | None = None, **values: Any) -> list[Even
     return spans
 
 
-@pytest.mark.parametrize("mode", ["single", "none", "gather", "ring", "ddp"])
+@pytest.mark.parametrize("mode", ["single", "none", "gather", "ring", "ddp", "server", PIPELINE])
 def test_every_mode_gives_a_trace_that_obeys_the_rules(tmp_path: Path, mode: str) -> None:
     spans = spans_of(tmp_path / "run", mode=mode)
     assert {span["pid"] for span in spans} == set(range(1 if mode == "single" else 4))
@@ -68,6 +69,14 @@ def test_buckets_lie_inside_the_step_they_belong_to(tmp_path: Path) -> None:
         step = steps[bucket["pid"], f"step {bucket['args']['step']}"]
         assert step["ts"] - ROUNDING <= bucket["ts"]
         assert bucket["ts"] + bucket["dur"] <= step["ts"] + step["dur"] + ROUNDING
+
+
+def test_a_buffer_that_crosses_the_steps_end_says_so(tmp_path: Path) -> None:
+    spans = [span for span in spans_of(tmp_path / "run", mode=PIPELINE) if span["name"].startswith("bucket 3 gather")]
+    of_rank = [span for span in spans if span["pid"] == 1]
+    rests = [span for span in of_rank if span["args"]["continued"]]
+    assert len(of_rank) == 12 + 11 and len(rests) == 11
+    assert {span["name"] for span in rests} == {"bucket 3 gather (cont.)"} and rests[0]["args"]["step"] == 1
 
 
 def test_clocks_of_hosts_are_laid_on_one(tmp_path: Path) -> None:
