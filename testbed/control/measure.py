@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import tempfile
 import time
@@ -20,6 +21,7 @@ from testbed.net.rendezvous import PATIENCE
 from testbed.spec.errors import NetworkInvalid
 
 Progress = Callable[[dict[str, Any]], None]
+_NODE = re.compile(r"\bnode(\d{1,4})\b", re.ASCII)
 POLL = 0.05  # seconds between looks at the logs
 GRACE = 3.0  # seconds for the others to say why, once one has failed
 
@@ -71,17 +73,20 @@ def _follow(started: Sequence[Process], logs: Sequence[Path], progress: Progress
 
 
 def _complaint(codes: Sequence[int | None], logs: Sequence[Path]) -> str:
-    """Every node's own words, each once."""
-    words = dict.fromkeys(_last_words(log) for code, log in zip(codes, logs, strict=True) if code)
-    silent = [log.stem for code, log in zip(codes, logs, strict=True) if code is None]
+    """Every node's own words, each once; a probe knows nodes by number, the user by name."""
+    names = [log.stem for log in logs]
+    words = dict.fromkeys(_last_words(log, names) for code, log in zip(codes, logs, strict=True) if code)
+    silent = [name for code, name in zip(codes, names, strict=True) if code is None]
     parts = [word for word in words if word] + ([f"no end of it on {', '.join(silent)}"] if silent else [])
     return "the probe of the network failed: " + "; ".join(parts)
 
 
-def _last_words(log: Path) -> str:
+def _last_words(log: Path, names: Sequence[str]) -> str:
     sentences = [str(event["sentence"]) for event in Tail(log).read() if event.get("event") == "error"]
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return sentences[-1] if sentences else f"{log.stem}: {lines[-1] if lines else 'ended without a word'}"
+    if sentences:
+        return _NODE.sub(lambda found: dict(enumerate(names)).get(int(found[1]), found[0]), sentences[-1])
+    return f"{log.stem}: {lines[-1] if lines else 'ended without a word'}"
 
 
 def _measurement(log: Path) -> Measurement:

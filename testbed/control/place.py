@@ -85,12 +85,8 @@ class Hosts(Place):
 
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
         from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH
-        from testbed.control.substrates.hosts_remote import UNTOUCHED
 
-        for fault in spec.faults:
-            if fault.kind not in HostsSubstrate.faults:
-                rule = f"{UNTOUCHED}; there can be {', '.join(HostsSubstrate.faults)}"
-                raise refuse("fault", str(fault), rule, "Leave it out, or use --on compose or netns.")
+        check_faults(spec)
         fitted = self.fit(spec)
         link = spec.link.model_dump_json(exclude_defaults=True)
         notes = [f"link {link} not applied: real hosts have the network they have"] if spec.link.shaped else []
@@ -112,8 +108,21 @@ def on_hosts(inventory: Inventory, largest: RunSpec, accept_new: bool = False) -
     return Hosts(HOSTS, f"{', '.join(names)}; their network is measured, never shaped", False, inventory, accept_new)
 
 
+def check_faults(spec: RunSpec) -> None:
+    """What real hosts can be asked to suffer."""
+    from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH
+    from testbed.control.substrates.hosts_remote import UNTOUCHED
+
+    for fault in spec.faults:
+        if fault.kind not in HostsSubstrate.faults:
+            rule = f"{UNTOUCHED}; there can be {', '.join(HostsSubstrate.faults)}"
+            raise refuse("fault", str(fault), rule, "Leave it out, or use --on compose or netns.")
+
+
 def check_shaping(spec: RunSpec, place: Place, asked: str) -> None:
-    """A single run that asks for a link gets that link or a refusal."""
+    """A single run that asks for a link gets that link or a refusal; for faults on hosts it is the same."""
+    if place.name == HOSTS:
+        check_faults(spec)
     if not spec.link.shaped or place.shapes:
         return
     link = spec.link.model_dump_json(exclude_defaults=True)

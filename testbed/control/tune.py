@@ -10,7 +10,7 @@ from rich.console import Console
 
 from testbed.control.place import Place
 from testbed.control.progress import open_progress
-from testbed.control.tune_race import TOLERANCE
+from testbed.control.tune_race import SPREAD, TOLERANCE
 from testbed.control.tune_search import Tuning, check_file, open_tuning, search, write_file
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
@@ -82,6 +82,8 @@ def conclusion(tuning: Tuning) -> list[str]:
     reference = next((name for name in race.times if name.startswith("ddp") and "bucket" not in name), leader)
     if reference != leader:
         lines.append(f"{reference} takes {race.centre(reference) / race.centre(leader):.2f} times as long")
+    if not race.repeated():
+        lines.append(f"every candidate ran once only: that runs differ by {percent(SPREAD)} is assumed, not measured")
     if tuning.untried:
         lines.append(f"not tried: {', '.join(tuning.untried)}")
     return lines + [f"dropped: {name}: {why}" for name, why in tuning.dropped.items()]

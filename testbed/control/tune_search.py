@@ -1,8 +1,9 @@
 """Tune: the bucket size and schedule with the shortest step, for this network and this model, found by measuring.
 
 Rounds of short runs, each a whole run through `execute`. The first round tries every schedule with sizes a factor of
-four apart. Every later one runs again whoever may still be the fastest, in turn, and the neighbours in size of the
-leader. It ends when the leader is sure enough (tune_race.py), has no untried neighbour, or time is up.
+four apart. Every later one runs again the faster ones and whoever may still be the fastest, in turn, and the
+neighbours in size of the leader. It ends when the leader is sure enough (tune_race.py) and has no untried neighbour,
+or when time is up.
 """
 
 from __future__ import annotations
@@ -127,10 +128,9 @@ def _next(tuning: Tuning) -> list[str]:
         if name not in race.times and name not in tuning.dropped
     ]
     chances = race.chances()
-    if chances[leader] >= SURE:
-        return untried
-    open_ones = [name for name in race.times if name == leader or chances[name] >= OUT]
-    return untried + [name for name in open_ones if len(race.times[name]) < MOST_RUNS and name not in tuning.dropped]
+    doubtful = [] if chances[leader] >= SURE else [n for n in race.times if n == leader or chances[n] >= OUT]
+    again = [name for name in dict.fromkeys([*race.due(), *doubtful]) if len(race.times[name]) < MOST_RUNS]
+    return untried + [name for name in again if name not in tuning.dropped]
 
 
 def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress: Progress, until: float) -> bool:

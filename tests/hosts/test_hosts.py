@@ -170,6 +170,15 @@ def test_a_rank_that_dies_is_named_and_nothing_stays(nodes: Nodes, tmp_path: Pat
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
+def test_a_killed_rank_is_restarted_and_its_records_are_of_one_piece(nodes: Nodes, tmp_path: Path) -> None:
+    argv = ["--fault", "kill:rank1@step12", "--retries", "1", "--set", "checkpoint=5", "--steps", "20"]
+    done = nodes.fab("run", "--mode", "ring", *argv, *QUICK, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [[record["step"] for record in records(tmp_path / "run", rank, "step")] for rank in range(4)]
+    assert steps == [list(range(20))] * 4 and (tmp_path / "run" / "rank1.attempt1.jsonl").is_file()
+    assert len(hashes(tmp_path / "run")) == 1
+
+
 def test_stop_from_another_shell_ends_the_run_and_the_first_one_says_so(nodes: Nodes, tmp_path: Path) -> None:
     running = Running(nodes, 5000, tmp_path / "run")
     stopped = nodes.fab("stop")

@@ -71,6 +71,13 @@ def test_without_an_inventory_the_way_to_one_is_told(file: Path) -> None:
         Asked.of(["fab", "doctor"], None, False, None)
 
 
+def test_one_number_of_nodes_holds_for_the_whole_line(file: Path) -> None:
+    argv = ["fab", "doctor", "deploy", "run", "--nodes", "1"]
+    assert [node.name for node in Asked.of(argv, str(file), False, None).inventory.nodes] == ["a"]
+    with pytest.raises(SpecError, match="one nodes holds for the whole command line"):
+        Asked.of([*argv, "--nodes=2"], str(file), False, None)
+
+
 @pytest.mark.parametrize("nodes", ["3", "0", "-1", "two", "1.5", "٣"])
 def test_more_hosts_than_there_are_or_no_number_is_refused(file: Path, nodes: str) -> None:
     with pytest.raises(SpecError, match="nodes"):
@@ -141,6 +148,9 @@ def test_fab_lists_itself(tmp_path: Path) -> None:
     [
         (["run", "--steps", "$(touch x)"], "steps"),
         (["run", "--nodes", "two"], "nodes 'two'"),
+        (["run", "--data", "synthetic", "--fault", "cut:rank0@step1", "--retries", "1"], "never touched"),
+        (["run", "--fault", "trip:rank0@step1"], "unknown kind"),
+        (["run", "--retries", "many"], "retries"),
         (["run", "--rate", "1gbit"], "measured, never shaped"),
         (["run", "--mode", "rong; touch x"], "rong; touch x"),
         (["doctor", "run", "--inventory", "other.toml"], "one inventory"),

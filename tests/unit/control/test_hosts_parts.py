@@ -13,13 +13,13 @@ import paramiko
 import pytest
 from test_hosts_remote import container
 
-from testbed.control.substrates import hosts_process
-from testbed.control.substrates.hosts_each import each, values
+from testbed.control.substrates import hosts_doctor, hosts_process
+from testbed.control.substrates.hosts_each import Outcome, each, values
 from testbed.control.substrates.hosts_facts import Endpoint, endpoint, engine, first_endpoint, image_content
 from testbed.control.substrates.hosts_keys import KeyRefused, check_host_keys, known_hosts
-from testbed.control.substrates.hosts_parcel import BLOCK, compress
+from testbed.control.substrates.hosts_parcel import BLOCK, compress, pack_data
 from testbed.control.substrates.hosts_process import Mirror, RemoteProcess
-from testbed.control.substrates.hosts_ssh import CommandFailed, ConnectionLost, Host, HostFailed
+from testbed.control.substrates.hosts_ssh import CommandFailed, ConnectionLost, Host, HostFailed, KeyUnknown, NotLetIn
 from testbed.spec.errors import RankFailed, TestbedError
 from testbed.spec.inventory import HostNode
 
@@ -147,7 +147,8 @@ class Files:
 
     def open(self, path: str, mode: str) -> object:
         file = self.closing.enter_context(Path(path).open(mode))  # noqa: SIM115 - it does
-        return type("File", (), {"stat": lambda _: Path(path).stat(), "seek": file.seek, "read": file.read})()
+        calls = {"seek": file.seek, "read": file.read, "close": file.close}
+        return type("File", (), {"stat": lambda _: Path(path).stat(), **calls})()
 
     def close(self) -> None:
         self.closing.close()
@@ -199,6 +200,48 @@ def test_compressed_pieces_are_one_gzip_file() -> None:
     out = io.BytesIO()
     compress(io.BytesIO(data), out)
     assert gzip.decompress(out.getvalue()) == data and len(out.getvalue()) < len(data) / 10
+
+
+def test_a_data_set_that_cannot_be_read_leaves_no_half_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data" / "mnist").mkdir(parents=True)
+    (tmp_path / "data" / "mnist" / "a.npy").write_bytes(b"x" * 100)
+    with pytest.raises(TestbedError, match=r"mnist: cannot be packed .*b\.npy.*testbed data verify mnist"):
+        pack_data("mnist", {"a.npy": "1", "b.npy": "2"})
+    assert list((tmp_path / "cache").rglob("*.gz")) == []
+
+
+class Stuck:
+    """A channel whose other end takes nothing."""
+
+    def settimeout(self, seconds: float) -> None: ...
+
+    def sendall(self, data: bytes) -> None:
+        raise TimeoutError
+
+    def close(self) -> None: ...
+
+
+def test_a_host_that_takes_nothing_any_more_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = ScriptedHost(lambda argv: "")
+    monkeypatch.setattr(host, "start", lambda argv, timeout: Stuck())
+    with pytest.raises(ConnectionLost, match=r"node0: it took nothing for 60 s during docker load.*Run it again"):
+        host.send(["docker", "load"], io.BytesIO(b"image"), 10, lambda count: None)
+
+
+@pytest.mark.parametrize(
+    ("error", "reachable", "key"),
+    [
+        (None, "yes", "known"),
+        (KeyUnknown("node0: the key is not known"), "not let in", "refused"),
+        (NotLetIn("node0: user ann"), "not let in", "known"),
+        (HostFailed("node0: no SSH connection; host key, not let in"), "no", "-"),
+    ],
+)
+def test_doctor_tells_apart_who_does_not_answer(error: HostFailed | None, reachable: str, key: str) -> None:
+    row = hosts_doctor._first(Outcome(ScriptedHost(lambda argv: ""), error=error))
+    assert (row.cells["reachable"], row.cells["key"], len(row.troubles)) == (reachable, key, error is not None)
 
 
 def connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept_new: bool) -> paramiko.SSHClient:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from testbed.control.measure import probe
+from testbed.control.measure import _complaint, probe
 from testbed.control.substrates import leftovers, owner
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.fake import FakeSubstrate
@@ -216,3 +216,9 @@ def test_a_probe_of_plain_processes_is_unshaped() -> None:
     with ProcessSubstrate(plans) as substrate:
         receipt = probe(substrate, plans, lambda event: None)
     assert receipt.worst_error is None and len(receipt.links) == 2 and receipt.fan_in is not None
+
+
+def test_a_probe_that_failed_names_nodes_as_the_user_does(tmp_path: Path) -> None:
+    logs = [tmp_path / "anna.log", tmp_path / "node0.log"]
+    logs[0].write_text(json.dumps({"event": "error", "sentence": "node0: no connection from node1"}) + "\n")
+    assert _complaint([1, None], logs).endswith("anna: no connection from node0; no end of it on node0")

@@ -44,6 +44,12 @@ def test_one_that_does_not_come_is_named_by_the_others() -> None:
     assert [answer["missing"] for answer in answers.values()] == [[1], [1]]
 
 
+def test_whoever_answers_without_saying_who_it_is_does_not_count() -> None:
+    with socket.create_server(("127.0.0.2", 0), backlog=8) as stranger:
+        answer = meet(0, stranger.getsockname()[1], ADDRESSES[:2], patience=1.0)
+    assert answer == {"busy": "", "missing": [1]}
+
+
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer = meet(0, server.getsockname()[1], ADDRESSES, patience=0.5)
