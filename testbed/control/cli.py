@@ -87,7 +87,9 @@ def run(
 ) -> None:
     """Train once, in one mode, and print what it cost."""
     if resume is not None:
-        place = _place(on, [RunFolder(resume).read_spec()], inventory, accept_new)
+        spec = RunFolder(resume).read_spec()
+        place = _place(on, [spec], inventory, accept_new)
+        check_shaping(spec, place, on)
         raise typer.Exit(run_rest(resume, place, retries, as_json))
     nodes = nodes or _all_nodes(on, inventory)
     flags: dict[str, Any] = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data}

@@ -55,16 +55,20 @@ def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) ->
     if not place.keeps_checkpoints:
         rule = f"on {place.name}, checkpoints lie there and are removed when a run ends"
         raise refuse("--resume", str(folder.path), rule, "Run it anew, with --retries N for restarts within the run.")
-    if _status(folder) == "ok":
+    before = _summary(folder)
+    if before and before.status == "ok":
         raise UsageError(f"run {folder.path} is finished, nothing is left to resume. Run it anew with another --out.")
+    if before and before.substrate != place.name:
+        rule = f"began on {before.substrate}, and half a run there and half on {place.name} is no run"
+        raise refuse("--resume", str(folder.path), rule, f"Use --on {before.substrate}.")
     spec = folder.read_spec().model_copy(update={"retries": retries, "faults": ()})
     return execute(spec, place, folder, progress, resume=True)
 
 
-def _status(folder: RunFolder) -> str | None:
+def _summary(folder: RunFolder) -> Summary | None:
     """How a run ended; None where it did not, or nobody can tell."""
     with suppress(OSError, UsageError):
-        return Summary.read(folder).status
+        return Summary.read(folder)
     return None
 
 
