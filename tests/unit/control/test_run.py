@@ -11,10 +11,11 @@ import pytest
 from fake_place import BAD, GOOD, WORSE, FakePlace, ends_with, well
 
 from testbed.control import watch
+from testbed.control.place import Place
 from testbed.control.progress import Silent
-from testbed.control.run import execute
+from testbed.control.run import execute, resume
 from testbed.net.receipt import Receipt
-from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, SpecError, UsageError
+from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, SpecError, TestbedError, UsageError
 from testbed.spec.folder import RunFolder
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
@@ -188,3 +189,13 @@ def test_more_images_than_there_are_is_refused_before_anything_exists(
     with pytest.raises(SpecError, match=rf"data\.{key} 10000000: synthetic has \d+ such images\. Ask for fewer"):
         run(fake, folder, data={"name": "synthetic", key: 10_000_000})
     assert not folder.path.exists() and fake.made == []
+
+
+def test_a_run_is_resumed_only_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
+    fake.receipts, fake.play = iter([GOOD]), ends_with(1, "out of luck")
+    with pytest.raises(TestbedError):
+        run(fake, folder)
+    with pytest.raises(
+        SpecError, match=r"began on fake, and half a run there and half on other is no run. Use --on fake"
+    ):
+        resume(Place("other", "for tests", True), folder, Silent(), retries=0)
