@@ -23,7 +23,7 @@ venv: $(VENV)/.ready ## the virtual environment, with pinned packages
 data: $(VENV)/.ready ## CIFAR-10, verified by checksum
 	$(BIN)/testbed data get cifar10
 
-run: data ## the main job: five modes on a four-node network of this machine, a table and a report
+run: data ## the main job: five modes and a control run on a four-node network of this machine, a table and a report
 	@if docker info >/dev/null 2>&1; then PYTHON=$(PYTHON) docker/image.sh || echo "no image: another place is used"; fi
 	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
 

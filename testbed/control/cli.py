@@ -54,6 +54,7 @@ File = Annotated[
 AcceptNew = Annotated[
     bool, typer.Option("--accept-new", help="on hosts: trust host keys that nobody has seen; changed ones are refused")
 ]
+Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="any other key of the spec, e.g. optimizer.lr=0.1"),
@@ -75,6 +76,7 @@ def run(
     inventory: File = None,
     accept_new: AcceptNew = False,
     settings: Set = None,
+    profile: Profile = False,
     fault: Annotated[
         list[str] | None, typer.Option(metavar="FAULT", help="go wrong on purpose, e.g. kill:rank2@step10")
     ] = None,
@@ -95,7 +97,7 @@ def run(
     flags: dict[str, Any] = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data}
     flags |= {"seed": seed, "batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     flags |= {"faults": fault, "retries": retries}
-    spec = build_spec(flags, settings or [])
+    spec = build_spec(flags, _settings(settings, profile))
     place = _place(on, [spec], inventory, accept_new)
     check_shaping(spec, place, on)
     raise typer.Exit(run_once(spec, place, out, as_json))
@@ -137,12 +139,17 @@ def sweep(
     inventory: File = None,
     accept_new: AcceptNew = False,
     settings: Set = None,
+    profile: Profile = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")] = False,
     as_json: Json = False,
 ) -> None:
     """Run every cell of an experiment file; finished runs are skipped, so that it resumes."""
     place_for = partial(_place, on, inventory=inventory, accept_new=accept_new)
-    raise typer.Exit(run_file(file, settings or [], place_for, fresh, as_json))
+    raise typer.Exit(run_file(file, _settings(settings, profile), place_for, fresh, as_json))
+
+
+def _settings(settings: list[str] | None, profile: bool) -> list[str]:
+    return [*(settings or []), *(["profile=true"] if profile else [])]
 
 
 def _all_nodes(on: str, inventory: Path | None) -> str:

@@ -20,7 +20,7 @@ from testbed.spec.history import HEADER, fault_table
 from testbed.spec.run import RunSpec
 from testbed.spec.settings import fresh_folder, run_name, with_settings
 from testbed.spec.summary import Summary
-from testbed.spec.table import caption, format_table, left_out, table
+from testbed.spec.table import caption, footnotes, format_table, left_out, table
 
 
 def build_spec(flags: dict[str, Any], settings: list[str]) -> RunSpec:
@@ -120,7 +120,7 @@ def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
     counted = [s for s in summaries if s.status == "ok"]
     if counted:
         console.print(f"\n{caption(counted)}\n\n{format_table(*table(summaries))}\n")
-    for line in dict.fromkeys(note for s in summaries for note in s.notes):
+    for line in [*footnotes(summaries), *dict.fromkeys(note for s in summaries for note in s.notes)]:
         console.print(f"note: {line}")
     for line in left_out(summaries):
         console.print(f"left out: {line}")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from testbed.spec.intervals import Interval, length
+from testbed.spec.records import CONTINUED
 
-CONTINUED = " (cont.)"  # ends the name of what was on its way when the step began
 PHASES = ("data", "forward", "backward", "sync", "update")  # `update` lies inside `sync`
 
 

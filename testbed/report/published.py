@@ -36,8 +36,8 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "first_loss": ("first loss", lambda chapter, cell: _epoch_loss(cell, 0)),
     "last_loss": ("last loss", lambda chapter, cell: _epoch_loss(cell, -1)),
     "total_seconds": ("total s", lambda chapter, cell: _mean([float(r.end["seconds"]) for r in cell.first.ranks])),
-    "compute_share_percent": ("compute %", lambda chapter, cell: _percent(cell.split.compute / cell.split.step)),
-    "communication_share_percent": ("blocked %", lambda chapter, cell: _percent(cell.split.exposed / cell.split.step)),
+    "compute_share_percent": ("profiler: compute %", lambda chapter, cell: _profiled(cell, "compute")),
+    "communication_share_percent": ("communication %", lambda chapter, cell: _profiled(cell, "communication")),
     "hidden_share_percent": ("hidden %", lambda chapter, cell: _percent(cell.split.hidden_share)),
     "images_per_second": ("images/s", lambda chapter, cell: images(cell)),
     "weak_speed_up": ("speed-up by images/s", lambda chapter, cell: weak_speed_up(chapter, cell)),
@@ -254,6 +254,11 @@ def _epoch_loss(cell: Cell, index: int) -> float | None:
 def _train_accuracy(cell: Cell) -> float | None:
     known = [float(rank.evals[-1]["train_accuracy"]) for rank in cell.first.ranks if rank.evals]
     return _mean(known)
+
+
+def _profiled(cell: Cell, key: str) -> float | None:
+    """Of torch.profiler, mean over ranks, as R0 gives it; None where it was off (`--profile`)."""
+    return _percent(_mean([rank.profile[key] for rank in cell.first.ranks if key in rank.profile]))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from testbed.spec.errors import SpecError
+from testbed.spec.records import CONTINUED
 
 Column = NDArray[np.float64]
 Interval = tuple[float, float]  # offset from the step's begin, seconds
 COMPUTING = ("data", "forward", "backward")
-CONTINUED = " (cont.)"  # how the name of a buffer ends that was already on its way when the step began
-WAY_BACK = (" gather", " down")  # and of one whose way there has been recorded under a name of its own
+WAY_BACK = (" gather", " down")  # how the name of a buffer ends whose way there has a name of its own
 NUMBERS = ("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden")
 
 

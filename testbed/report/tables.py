@@ -82,7 +82,8 @@ def modes(chapter: Chapter) -> Table:
         s, run = cell.seconds, cell.first.summary
         losses = [r.summary.test_loss for r in cell.runs if r.summary.test_loss is not None]
         right = [r.summary.test_accuracy for r in cell.runs if r.summary.test_accuracy is not None]
-        agree = DASH if cell.world == 1 else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
+        alone = cell.world == 1 or theory.silent(cell.spec.mode)
+        agree = DASH if alone else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
         made.add(
             cell,
             number(s.centre),
@@ -129,7 +130,7 @@ def traffic(chapter: Chapter) -> Table | None:
         "theory ",
         "sent / theory",
         *KINDS,
-        "headers, control",
+        "headers and control",
         "before step 1",
     )
     made = Columns(chapter, rest)

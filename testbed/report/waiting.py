@@ -29,6 +29,7 @@ SLOW_CPU = 1.25
 MOSTLY = 0.75
 SLOW_LINK = 0.8
 MATTERS = 0.2
+ROUNDED = 1e-5  # seconds; records keep microseconds
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,20 @@ def _exchanges(run: Run) -> Iterator[list[Flight]]:
 
 
 def _flights(run: Run, rank: int) -> dict[str, list[Flight]]:
-    """A rank's flights by name, on rank 0's clock; one that a step's end cut in two is whole again."""
-    steps, found = run.ranks[rank].steps, dict[str, list[Flight]]()
+    """A rank's flights by name, on rank 0's clock; one that a step's end cut in two is whole again.
+
+    What began between two steps is marked as a rest too, but of no flight that was cut: it is one of its own.
+    """
+    steps, found, cut = run.ranks[rank].steps, dict[str, list[Flight]](), set[str]()
     for index, comms in enumerate(steps.comm):
         zero = float(steps.at[index]) - run.network.offsets.get(rank, 0.0)
         for each in sorted(comms, key=lambda comm: comm.offset):
             begin, flights = zero + each.offset, found.setdefault(each.buffer, [])
-            if not each.continued:
-                flights.append(Flight(int(steps.step[index]), begin, begin + each.seconds))
-            elif flights:
+            if each.continued and each.buffer in cut:
                 flights[-1] = replace(flights[-1], end=begin + each.seconds)
+            else:
+                flights.append(Flight(int(steps.step[index]), begin, begin + each.seconds))
+        cut = {each.buffer for each in comms if each.offset + each.seconds > float(steps.total[index]) - ROUNDED}
     return found
 
 

@@ -14,6 +14,8 @@ TRAFFIC = (
     "MB (10^6 bytes) per rank and step. Theory is payload; the kernel counts headers too: 0.2 % where it sees packets"
     " before they are cut into frames, up to 4.6 % where it sees frames. Right of it: what all that was sent from the"
     " first step on was made of, and the MB per rank that went before it (probe, rendezvous, a first broadcast)."
+    " Headers and control (heartbeats, agreement) are what is left; no counter tells them apart, because the kernel may"
+    " count packets before or after they are cut into frames."
 )
 WIRE = (
     "S: bytes of the gradient, B: payload rate of the slowest link on the receipt (gather and server: of rank 0's)."

@@ -105,6 +105,7 @@ class Error:
     at: float | None = None  # monotonic time
 
 
+CONTINUED = " (cont.)"  # ends the name in `comm` of what was on its way when the step began
 MAX_LINE = 4 << 20  # bytes; a step of a deep model with all its buffers has some thousand
 
 Record = Start | Step | Eval | Hash | End | Error

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 from testbed.spec.units import format_rate
@@ -21,6 +22,7 @@ HEADER = (
     "replicas agree",
 )
 # Keys that are no condition of a run, or have their place in the row already.
+CONTROL = "none"  # the mode that synchronises nothing
 UNTOLD = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
 UNTOLD |= {"deadline", "start_deadline", "checkpoint", "retries"}
 # Keys in which a run may differ from its single-node baseline.
@@ -48,6 +50,12 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
     return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def footnotes(summaries: Sequence[Summary]) -> list[str]:
+    """What a row means that is no contestant."""
+    control = any(s.spec.mode.algorithm == CONTROL and s.status == "ok" for s in summaries)
+    return [f"{CONTROL}: {ALGORITHMS[CONTROL].does}"] if control else []
 
 
 def left_out(summaries: Sequence[Summary]) -> list[str]:
@@ -110,7 +118,10 @@ def short_key(key: str, among: Sequence[str]) -> str:
 
 
 def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
-    """For each run the single-node run under the same conditions: all but the network and the number of nodes."""
+    """For each run the single-node run under the same conditions: all but the network and the number of nodes.
+
+    None for a control run: what does not do the job has no speed-up.
+    """
 
     def conditions(s: Summary) -> str:
         flat = flatten(s.spec)
@@ -121,20 +132,22 @@ def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
     for s in summaries:
         if not s.spec.mode.distributed:
             singles.setdefault(conditions(s), s)
-    return [singles.get(conditions(s)) for s in summaries]
+    return [None if s.spec.mode.algorithm == CONTROL else singles.get(conditions(s)) for s in summaries]
 
 
 def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[str, ...]:
     base = single.seconds_per_step if single else None
-    agree = {True: "yes", False: "NO", None: "-"}[s.replicas_agree] if s.spec.mode.distributed else "-"
+    alone = s.spec.mode.algorithm in ("single", CONTROL)
+    agree = "-" if alone else {True: "yes", False: "NO", None: "-"}[s.replicas_agree]
+    learnt = s.spec.mode.algorithm != CONTROL
     return (
         label(s.spec),
         *varying,
         _number(s.seconds_per_step, ".3f"),
         f"{s.seconds_spread[0]:.3f}-{s.seconds_spread[1]:.3f}" if s.seconds_spread else "-",
         f"{base / s.seconds_per_step:.2f}" if base and s.seconds_per_step else "-",
-        _number(s.test_loss, ".3f"),
-        "-" if s.test_accuracy is None else f"{100 * s.test_accuracy:.1f} %",
+        _number(s.test_loss if learnt else None, ".3f"),
+        "-" if s.test_accuracy is None or not learnt else f"{100 * s.test_accuracy:.1f} %",
         _traffic(s.sent_per_step),
         agree,
     )

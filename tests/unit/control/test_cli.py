@@ -21,16 +21,17 @@ def flags_of(command: str) -> set[str]:
 def test_the_flags_of_run_are_these_and_no_more():
     assert flags_of("run") == {
         *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
-        *("--on", "--inventory", "--accept-new", "--set", "--out", "--json", "--fault", "--retries", "--resume"),
+        *("--on", "--inventory", "--accept-new", "--set", "--profile", "--out", "--json", "--fault", "--retries"),
+        "--resume",
     }
 
 
 def test_the_flags_of_tune_are_those_of_run_and_minutes():
-    assert flags_of("tune") == flags_of("run") - {"--fault", "--retries", "--resume"} | {"--minutes"}
+    assert flags_of("tune") == flags_of("run") - {"--profile", "--fault", "--retries", "--resume"} | {"--minutes"}
 
 
 def test_the_flags_of_sweep_are_these_and_no_more():
-    assert flags_of("sweep") == {"--on", "--inventory", "--accept-new", "--set", "--fresh", "--json"}
+    assert flags_of("sweep") == {"--on", "--inventory", "--accept-new", "--set", "--profile", "--fresh", "--json"}
 
 
 def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():

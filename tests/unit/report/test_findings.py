@@ -15,6 +15,7 @@ from testbed.report.load import load
 from testbed.report.published import MEASURES, RULES, Published, published
 from testbed.report.write import Part, write
 from testbed.spec.experiment import Experiment
+from testbed.spec.folder import RunFolder
 
 FILES = sorted((Path(__file__).parents[3] / "experiments").glob("*.toml"))
 EXPERIMENTS = [path for path in FILES if path.name != "tuned.toml"]  # which `testbed tune` leaves there
@@ -130,6 +131,23 @@ def test_a_published_shape_is_judged_by_its_rule(tmp_path: Path, claim: dict[str
     found = with_published(tmp_path, [{"says": "so it is", **claim}])
     assert found.sentences[-1].state == state and found.sentences[-1].text.startswith("so it is")
     assert found.table.rows[0][:2] == ["single", "1.9"]
+
+
+def test_published_shares_are_held_against_the_profilers_and_not_against_our_split(tmp_path: Path) -> None:
+    shares = {"compute_share_percent": {"ring": 45}, "communication_share_percent": {"ring": 17}}
+    make_run(tmp_path / "ring", mode="ring", **LINK)
+    (tmp_path / "experiment.json").write_text(json.dumps({"name": "adhoc", "title": "t", "published": shares}))
+
+    def ours() -> list[str]:
+        found = published(chapters(load([tmp_path]))[0])
+        assert found is not None
+        return found.table.rows[0]
+
+    assert ours() == ["ring", "45", "-", "17", "-"]
+    for rank in range(4):
+        profile = {"compute": 0.5, "communication": 0.1 * rank, "overlap": 0.0, "other": 0.5 - 0.1 * rank}
+        RunFolder(tmp_path / "ring").shares(rank).write_text(json.dumps(profile))
+    assert ours() == ["ring", "45", "50", "17", "15"]
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)

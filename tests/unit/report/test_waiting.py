@@ -88,6 +88,15 @@ def test_the_rest_of_a_flight_is_no_flight_of_its_own(tmp_path: Path) -> None:
     assert found.slowest == 2 and found.last[2] > 0.5 and found.waiting[2] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_what_began_between_two_steps_is_a_flight_of_its_own(tmp_path: Path) -> None:
+    """Rank 1's last gather of step 4 had not begun when the step was taken down; step 5 calls it a rest."""
+    folder = tmp_path / "run"
+    make_run(folder, Made(noise=0.0), mode=PIPELINE, **LINK)
+    rewrite(folder, 1, lambda step: step["comm"].pop() if step["step"] == 4 else None)
+    found = waiting(load([folder]).runs[0])
+    assert found.exchanges == 10 * 4 * 2 and found.last[1] == pytest.approx(1 / 80)
+
+
 def test_what_one_rank_begins_after_its_step_is_matched_with_what_others_began_before(tmp_path: Path) -> None:
     """Rank 1 ends each step before the last gather begins, and so records it in the next: whole, without a mark."""
     folder = tmp_path / "run"

@@ -9,7 +9,7 @@ import pytest
 from testbed.spec.run import RunSpec
 from testbed.spec.settings import run_name
 from testbed.spec.summary import Summary
-from testbed.spec.table import HEADER, caption, format_table, left_out, table
+from testbed.spec.table import HEADER, caption, footnotes, format_table, left_out, table
 
 FACTS = ("status", "reason", "substrate", "test_loss", "test_accuracy", "sent_per_step", "replicas_agree")
 
@@ -54,6 +54,16 @@ def test_agreement_is_yes_no_or_does_not_apply() -> None:
         made("ddp", 1.0, replicas_agree=None),
     ]
     assert column(summaries, "replicas") == ["-", "yes", "NO", "-"]
+
+
+def test_a_control_run_is_no_contestant_and_a_footnote_says_what_it_is() -> None:
+    learnt = {"test_loss": 2.0, "test_accuracy": 0.1}
+    summaries = [made("single", 2.0, **learnt), made("none", 0.5, replicas_agree=False, **learnt)]
+    for title in ("speed-up", "replicas", "test loss", "accuracy"):
+        assert column(summaries, title)[1] == "-"
+    assert column(summaries, "s/iter") == ["2.000", "0.500"]
+    (note,) = footnotes(summaries)
+    assert note.startswith("none: ") and footnotes(summaries[:1]) == []
 
 
 @pytest.mark.parametrize("status", ["invalid", "failed", "interrupted"])

@@ -1,0 +1,63 @@
+"""What real ranks record, read by the report: parts add up, buffers count once, whatever the mode calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import run_command
+
+from testbed.report.cells import Cell, chapters
+from testbed.report.load import load
+
+pytestmark = pytest.mark.gloo
+MODES = ["none", "ring", "ring/bucket:64KiB/overlap", "ring/bucket:64KiB/pipeline", "server", "ddp/bucket:64KiB"]
+WITHIN = 0.05
+FILE = f"""
+title = "what is recorded"
+[base]
+model = "lenet5"
+data = {{ name = "synthetic" }}
+nodes = 2
+batch = 64
+steps = 14
+evaluate = "never"
+probe = false
+[axes]
+mode = {MODES}
+"""
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
+    """One sweep of all modes, two processes each, a few seconds a mode."""
+    folder = tmp_path_factory.mktemp("records")
+    (folder / "recorded.toml").write_text(FILE)
+    done = run_command("sweep", "recorded.toml", "--on", "process", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return {cell.label: cell for cell in chapters(load([Path(folder, "runs")]))[0].cells}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parts_of_a_real_step_add_up(cells: dict[str, Cell], mode: str) -> None:
+    """Step by step, and then the median: on a busy machine the parts' own medians come from different steps."""
+    for steps in cells[mode].steps:
+        gap = np.median(np.abs(steps.compute + steps.blocked + steps.rest - steps.total) / steps.total)
+        assert gap <= WITHIN, gap
+        assert np.median(steps.compute) > 0 and np.median(steps.rest / steps.total) >= -0.001
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_blocks_and_what_is_hidden_is_all_that_travels(cells: dict[str, Cell], mode: str) -> None:
+    for steps in cells[mode].steps:
+        busy = np.maximum(steps.busy, 1e-9)
+        gap = np.median(np.abs(steps.blocked + steps.hidden - steps.busy) / busy)
+        assert gap <= WITHIN, gap
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
+def test_the_buffers_of_one_synchronisation_are_the_gradient(cells: dict[str, Cell], mode: str) -> None:
+    cell = cells[mode]
+    assert cell.buffers[1] == pytest.approx(cell.first.gradient, rel=0.01)
+    assert cell.waiting.exchanges >= len(cell.steps[0].total)
