@@ -15,7 +15,7 @@ import typer
 from testbed import __version__
 from testbed.control import data as datasets
 from testbed.control import reporting
-from testbed.control.commands import build_spec, run_file, run_once, run_rest
+from testbed.control.commands import build_spec, run_file, run_once, run_rest, where_it_was
 from testbed.control.doctor import examine
 from testbed.control.place import HOSTS, Place, check_shaping, choose, on_hosts
 from testbed.control.screen import Json, console
@@ -90,6 +90,7 @@ def run(
     """Train once, in one mode, and print what it cost."""
     if resume is not None:
         spec = RunFolder(resume).read_spec()
+        on = where_it_was(resume) if on == "auto" else on
         place = _place(on, [spec], inventory, accept_new)
         check_shaping(spec, place, on)
         raise typer.Exit(run_rest(resume, place, retries, as_json))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from testbed.control.progress import Progress, open_progress
 from testbed.control.run import execute, resume
 from testbed.control.screen import console
 from testbed.control.sweep import folder_for, sweep
-from testbed.spec.errors import NetworkInvalid, RankFailed, SpecError, refuse
+from testbed.spec.errors import NetworkInvalid, RankFailed, SpecError, UsageError, refuse
 from testbed.spec.experiment import Experiment, set_key
 from testbed.spec.folder import RunFolder, runs_dir
 from testbed.spec.history import HEADER, fault_table
@@ -38,6 +39,13 @@ def run_once(spec: RunSpec, place: Place, out: Path | None, as_json: bool) -> in
     """One run, its table, and the exit code; errors are raised."""
     folder = RunFolder(out or fresh_folder(runs_dir() / spec.experiment, spec.name))
     return _conclude(folder, lambda progress: execute(spec, place, folder, progress), f"on {_where(place)}", as_json)
+
+
+def where_it_was(path: Path) -> str:
+    """The place that an earlier run's summary names; `auto` where nobody wrote one."""
+    with suppress(OSError, UsageError):
+        return Summary.read(RunFolder(path)).substrate or "auto"
+    return "auto"
 
 
 def run_rest(path: Path, place: Place, retries: str, as_json: bool) -> int:

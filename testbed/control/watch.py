@@ -21,7 +21,7 @@ POLL = 0.05  # seconds between two looks
 GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
 LAST_WORDS = 1.0  # seconds for one that the others gave up already
 _NODE = re.compile(r"rank (\d{1,4}) \(node\1\)", re.ASCII)
-STALL = 10  # deadlines without any rank's progress: every wait inside a rank ends after one
+STALL = 30  # deadlines without any rank's progress: ranks themselves give up long before
 
 
 @dataclass

@@ -109,6 +109,9 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
             way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
             raise refuse("SET", key, "containers that are up already cannot change their number or share", way_out)
     spec = RunSpec.load(with_settings(values, settings, "SET"), where="")
+    if spec.faults or spec.retries:
+        rule = "somebody outside must inject faults and restart ranks"
+        raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")
     return _unshaped(spec) if shaping in ("off", UNTOUCHED) else spec
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from testbed.rank.heartbeat import STOPPED, Heartbeat
 from testbed.spec.errors import Interrupted, PeerLost, RankFailed, ReplicasDiffer, Unavailable
 
+PATIENCE = 10  # deadlines that a rank which lives may be late for a test or a comparison
+
 
 class Nothing:
     """The work of an empty message: sizes are known on both ends, so nothing needs to travel."""
@@ -113,7 +115,7 @@ class Group:
         self.store.set(f"{key}/{self.rank}", value)
         self.count(len(value) if self.size > 1 else 0, "metrics")
         keys = [f"{key}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, self.deadline)
+        self.store.wait(keys, PATIENCE * self.deadline)
         return [self.store.get(k).decode() for k in keys]
 
 
@@ -220,7 +222,7 @@ def leave(group: Group) -> None:
         return
     group.store.set(f"done/{group.rank}", "1")
     if group.rank == 0:
-        group.store.wait([f"done/{rank}" for rank in range(group.size)], group.deadline)
+        group.store.wait([f"done/{rank}" for rank in range(group.size)], PATIENCE * group.deadline)
     if group.heartbeat:
         group.heartbeat.close()
     dist.destroy_process_group()

@@ -146,6 +146,7 @@ def _live(
     """Measure, train, and return what the exit code will be: 0, or 5 where the network is not the one asked for."""
     import torch
 
+    from testbed.rank.checkpoint import Checkpoints
     from testbed.rank.group import alone, enter, leave, naming
     from testbed.rank.traffic import open_counter
     from testbed.rank.train import Trainer
@@ -161,8 +162,9 @@ def _live(
         os._exit(code)
 
     group = enter(asked.rank, spec.world, store, spec.start_deadline, end) if spec.world > 1 else alone()
+    keeper = Checkpoints(spec, conclusion.folder.checkpoints, group) if spec.checkpoint else None
     with naming(group):
-        Trainer(spec, group, recorder, open_counter(asked.interface)).run()
+        Trainer(spec, group, recorder, open_counter(asked.interface), keeper).run()
         leave(group)
     return 0 if valid else 5
 

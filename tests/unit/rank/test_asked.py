@@ -72,3 +72,9 @@ def test_a_bad_value_is_refused_with_a_sentence(env: dict[str, str], words: str)
     with pytest.raises(SpecError) as refusal:
         ask(env)
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("setting", ["faults=['kill:rank1@step2']", "retries=2"])
+def test_what_needs_a_controller_is_refused(setting: str) -> None:
+    with pytest.raises(SpecError, match=r"faults, retries.*testbed run --on compose"):
+        ask({"SET": f'"{setting}"'})

@@ -39,3 +39,8 @@ def test_the_slowest_node_decides() -> None:
     slow = {"node2": {"link": {"rate": "10mbit"}}, "node1": {"cpus": 0.1}}
     assert seconds(link={"rate": "1gbit"}, overrides=slow) == seconds(link={"rate": "10mbit"})
     assert seconds(overrides=slow) == seconds(link={"rate": "10mbit"})  # where the others have no limit, too
+
+
+def test_ranks_that_meet_seldom_may_be_later() -> None:
+    assert seconds(mode="ring/every:4") == 4 * STEP_DEADLINE
+    assert seconds(mode="ring/every:1000") == 30 * STEP_DEADLINE

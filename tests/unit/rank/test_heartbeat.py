@@ -57,6 +57,7 @@ def freeze(beat: Heartbeat) -> None:
     """As SIGSTOP does: the connections stay, nothing is said or heard."""
     beat._beat = lambda: None  # type: ignore[method-assign]
     beat._judge = lambda now: None  # type: ignore[method-assign]
+    beat._hear = lambda peer: time.sleep(0.01)  # type: ignore[method-assign, assignment, return-value]
 
 
 def guilty(beats: list[Heartbeat]) -> list[int | None]:
