@@ -136,7 +136,7 @@ def test_a_killed_rank_ends_the_run_and_the_others_say_so(cluster: Cluster) -> N
     wait_for(lambda: cluster.steps(0) >= 3, "three steps of rank 0")
     cluster.compose("kill", "rank2")
     up.wait(60)
-    assert cluster.codes() == {"rank0": 3, "rank1": 3, "rank2": 137, "rank3": 3}
+    assert cluster.codes() == {"rank0": 6, "rank1": 6, "rank2": 137, "rank3": 6}
     summary = summary_of(cluster.folders()[0])
     assert summary["status"] == "failed" and "rank 2" in summary["reason"]
 
