@@ -25,3 +25,9 @@ def test_a_function_is_short(path: Path) -> None:
     found = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, functions)]
     sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in found}
     assert {name: size for name, size in sizes.items() if size > MOST_IN_FUNCTION} == {}
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by their bare names, so two of one name stop the whole run."""
+    names = [path.name for path in PACKAGE.parent.joinpath("tests").rglob("test_*.py")]
+    assert [name for name in names if names.count(name) > 1] == []
