@@ -70,6 +70,21 @@ def make_run(folder: Path, made: Made | None = None, status: str = "ok", reason:
     return summary
 
 
+def make_faulted(folder: Path, fault: str, over: float | None = None, **values: Any) -> None:
+    """A run to which something was done: it ended by it after 0.3 s, or, with `over`, went on after so many seconds."""
+    status, reason = ("ok", "") if over else ("failed", "rank 2 was killed")
+    make_run(folder, status=status, reason=reason, faults=[fault], **values)
+    run, guilty = RunFolder(folder), int(fault.split("rank")[1][0])
+    begun = json.loads(run.records(0).read_text().splitlines()[5])["at"]
+    events: list[dict[str, Any]] = [{"event": "injected", "fault": fault, "rank": guilty, "step": 3, "begun": begun}]
+    others = [rank for rank in range(4) if rank != guilty and not over]
+    events += [{"event": "over", "fault": fault, "rank": guilty, "at": begun + over}] if over else []
+    events += [{"event": "saw", "rank": rank, "guilty": guilty, "at": begun + 0.3, "code": 6} for rank in others]
+    codes = [0 if over else -9 if rank == guilty else 6 for rank in range(4)]
+    events += [{"event": "ended", "rank": rank, "code": code, "at": begun + 0.4} for rank, code in enumerate(codes)]
+    run.faults.write_text("".join(json.dumps({"at": begun, **event}) + "\n" for event in events))
+
+
 def size_of(spec: RunSpec) -> int:
     """S: what travels in place of the gradient."""
     return round(GRADIENT * ENCODED[spec.mode.codec]) if spec.mode.codec else GRADIENT

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from testbed.report.faults import Faulted, read_faulted
 from testbed.report.network import Network, read_network
 from testbed.report.steps import Steps
 from testbed.spec.errors import SpecError, TestbedError
@@ -90,6 +91,7 @@ class Loaded:
     runs: list[Run]
     skipped: list[Skipped]
     experiments: dict[str, Experiment]  # by name; what the sweep left beside its runs
+    faulted: list[Faulted]  # runs to which something was done on purpose, however they ended
 
 
 def load(paths: Sequence[Path]) -> Loaded:
@@ -97,15 +99,18 @@ def load(paths: Sequence[Path]) -> Loaded:
     runs: list[Run] = []
     skipped: list[Skipped] = []
     experiments: dict[str, Experiment] = {}
+    faulted: list[Faulted] = []
     for path in _distinct(folder for named in paths for folder in find(named)):
         try:
+            history = read_faulted(RunFolder(path))
+            faulted += [history] if history else []
             run = read_run(RunFolder(path))
         except DAMAGE as error:
             skipped.append(Skipped(path, _sentence(error)))
             continue
         runs.append(run)
         _read_experiment(run, experiments)
-    return Loaded(runs, skipped, experiments)
+    return Loaded(runs, skipped, experiments, faulted)
 
 
 def find(path: Path, depth: int = DEEPEST) -> Iterator[Path]:
@@ -138,34 +143,33 @@ def _distinct(paths: Iterable[Path]) -> list[Path]:
     return list(seen.values())
 
 
-def read_run(folder: RunFolder) -> Run:
-    """A run that ended well; whatever speaks against showing it is raised."""
+def read_run(folder: RunFolder, whole: bool = True) -> Run:
+    """A run that ended well; whatever speaks against showing it is raised. Not `whole`: what there is of any run."""
     spec = folder.read_spec()
     if not folder.summary.is_file():
         raise SpecError("it has no summary.json: the run is still going on, or it was killed")
     summary = Summary.read(folder)
-    if summary.status != "ok":
+    if whole and summary.status != "ok":
         raise SpecError(f"{summary.status}: {summary.reason or 'no reason given'}")
     if summary.spec != spec:
         raise SpecError("its spec.json and summary.json tell of different runs")
-    ranks = [_read_rank(folder, rank) for rank in range(spec.world)]
+    ranks = [_read_rank(folder, rank, whole) for rank in range(spec.world)]
     run = Run(folder, summary, ranks, read_network(folder.receipt, spec))
-    if not len(run.kept[0].total):
+    if whole and not len(run.kept[0].total):
         raise SpecError("no step is left after warm-up")
     return run
 
 
-def _read_rank(folder: RunFolder, rank: int) -> Rank:
+def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
     path = folder.records(rank)
     if path.stat().st_size > MAX_BYTES:
         raise SpecError(f"{path.name} has {path.stat().st_size} bytes, and at most {MAX_BYTES} are read")
     records = list(read(path))
     of = {kind: [r for r in records if r["kind"] == kind] for kind in ("start", "step", "eval", "end")}
-    if not of["start"] or not of["end"]:
+    if whole and not (of["start"] and of["end"]):
         raise SpecError(f"{path.name} has no {'start' if not of['start'] else 'end'}: rank {rank} did not finish")
-    return Rank(
-        rank, of["start"][0], Steps.of(of["step"], path.name), of["eval"], of["end"][-1], _profile(folder, rank)
-    )
+    start, end = (of["start"] or [{}])[0], (of["end"] or [{}])[-1]
+    return Rank(rank, start, Steps.of(of["step"], path.name), of["eval"], end, _profile(folder, rank))
 
 
 def _profile(folder: RunFolder, rank: int) -> dict[str, float]:

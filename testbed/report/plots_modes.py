@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.artist import Artist
 from matplotlib.patches import Patch
 
 from testbed.report import findings, theory, words
@@ -16,28 +17,33 @@ ROW = 0.42  # inches per bar
 
 
 def rows(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW, extra: float = 1.25) -> Canvas:
-    """A plot of horizontal rows, first on top, with the names at the left in their colours."""
-    longest = max(len(name) for name in names)
-    small = longest > 26
-    left = 0.25 + (0.072 if small else 0.09) * longest
-    made = canvas(extra + per_row * len(cells), left=min(left, 2.6))
-    made.axes.set_yticks(range(len(cells)), names)
+    """Strips for methods, with their names in their colours."""
+    made = strips(names, per_row, extra)
     for tick, cell in zip(made.axes.get_yticklabels(), cells, strict=True):
         tick.set_color(colour(cell.spec.mode.algorithm))
         tick.set_fontweight("bold")
-        tick.set_fontsize(8 if small else 10)
-    made.axes.set_ylim(len(cells) - 0.45, -0.55)
+    return made
+
+
+def strips(names: Sequence[str], per_row: float, extra: float) -> Canvas:
+    """A plot of horizontal rows, first on top, with the names at the left."""
+    longest = max(len(name) for name in names)
+    small = longest > 26
+    left = 0.25 + (0.072 if small else 0.09) * longest
+    made = canvas(extra + per_row * len(names), left=min(left, 2.6))
+    made.axes.set_yticks(range(len(names)), names, fontsize=8 if small else 10)
+    made.axes.set_ylim(len(names) - 0.45, -0.55)
     made.axes.tick_params(axis="y", length=0)
     made.axes.grid(axis="y", visible=False)
     made.axes.spines["left"].set_visible(False)
     return made
 
 
-def legend_below(made: Canvas, keys: list[Patch]) -> None:
+def legend_below(made: Canvas, keys: Sequence[Artist]) -> None:
     """A line of keys under the axes, which make room for it."""
     columns = 2 if sum(len(str(key.get_label())) + 6 for key in keys) > 95 else 3
     style = {"ncols": columns, "columnspacing": 1.2, "handlelength": 1.4, "labelspacing": 0.3}
-    made.figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0.0, -0.01), **style)
+    made.figure.legend(handles=list(keys), loc="lower left", bbox_to_anchor=(0.0, -0.01), **style)
     box, lift = made.axes.get_position(), (0.14 + 0.19 * -(-len(keys) // columns)) / made.figure.get_size_inches()[1]
     made.axes.set_position((box.x0, box.y0 + lift, box.width, box.height - lift))
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from testbed.report import words
 from testbed.report.cells import Cell, Chapter
+from testbed.report.faults import Faulted
 from testbed.report.focus import names
 from testbed.report.load import Rank
 from testbed.report.tables import DASH, Columns, Table, number, share, utilisation
 from testbed.spec.datasets import dataset_info
+from testbed.spec.history import HEADER
 
 MOST_EPOCHS = 12  # rows of the table per epoch
 
@@ -147,3 +149,8 @@ def compact(chapter: Chapter) -> Table | None:
         ["speed-up", *(number(chapter.speed_up(cell), ".2f") for cell in cells)],
     ]
     return Table("compact", "In short", ["", *names(cells)], rows, "Loss is of the last step.", folded=True)
+
+
+def faults(runs: Sequence[Faulted]) -> Table:
+    """What was done on purpose, who noticed, and what became of it."""
+    return Table("faults", "Faults on purpose", list(HEADER), [list(run.row) for run in runs], words.FAULTS)

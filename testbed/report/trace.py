@@ -3,7 +3,8 @@
 A process is a rank. Its thread 0 is the training loop (each step, its phases inside it), thread 1 the times at which
 the loop was blocked, and from thread 2 on the buffers on their way: two that overlap never share a thread, because
 spans of one thread must nest. A buffer whose way a step's end cut in two has two spans: `bucket 3 gather` in the step
-that sent it off, `bucket 3 gather (cont.)` in the next.
+that sent it off, `bucket 3 gather (cont.)` in the next. Faults on purpose are a process after the ranks, a thread for
+each rank they were done to; that a rank lost another is a mark on its loop. A run that failed has a trace, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from testbed.report.faults import Faulted, read_faulted
 from testbed.report.load import DAMAGE, Rank, Run, read_run
 from testbed.report.steps import Steps
 from testbed.spec.errors import UsageError
@@ -26,21 +28,45 @@ Event = dict[str, Any]
 def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
     """Merge the ranks of the run folder `path`; returns the file and its number of spans."""
     try:
-        run = read_run(RunFolder(path))
+        run = read_run(RunFolder(path), whole=False)
+        history = read_faulted(run.folder)
     except DAMAGE as error:
         raise UsageError(f"{path}: no trace can be made ({error}). Is it a run folder?") from None
-    merged = trace(run)
+    if not any(len(rank.steps.at) for rank in run.ranks):
+        raise UsageError(f"{path}: no trace can be made (no rank finished a step).")
+    merged = trace(run, history)
     target = out or path / TRACE
     write_whole(target, json.dumps(merged, separators=(",", ":")))
     return target, sum(event["ph"] == "X" for event in merged["traceEvents"])
 
 
-def trace(run: Run) -> Event:
-    """The document: events in microseconds since the first step of any rank began."""
-    zero = min(float(rank.steps.at[0]) - run.network.offsets.get(rank.number, 0.0) for rank in run.ranks)
+def trace(run: Run, history: Faulted | None = None) -> Event:
+    """The document: events in microseconds since the first step of any rank began, or the first fault was done."""
+    history = history if history and history.one_clock else None
+    begins = [
+        float(rank.steps.at[0]) - run.network.offsets.get(rank.number, 0.0) for rank in run.ranks if len(rank.steps.at)
+    ]
+    zero = min([*begins, *(episode.begin for episode in history.episodes)] if history else begins)
     events = [event for rank in run.ranks for event in _rank(rank, run, zero)]
+    events += _faults(history, zero) if history else []
     facts = {"run": run.spec.name, "mode": str(run.spec.mode), "clock_error_us": run.network.offset_error * 1e6}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+
+
+def _faults(history: Faulted, zero: float) -> Iterator[Event]:
+    """What lasts is a span, what does not is a mark; so is what ranks saw of it."""
+    process = history.spec.world
+    yield _meta(process, 0, "process_name", {"name": "faults on purpose"})
+    yield _meta(process, 0, "process_sort_index", {"sort_index": process})
+    for rank in sorted({episode.rank for episode in history.episodes}):
+        yield _meta(process, rank, "thread_name", {"name": f"rank {rank}"})
+    for episode in history.episodes:
+        if episode.end is None:
+            yield _mark(episode.fault, process, episode.rank, episode.begin - zero, "g")
+        else:
+            yield _span(episode.fault, process, episode.rank, episode.begin - zero, episode.end - zero)
+    for rank, at in history.saw:
+        yield _mark("lost another rank", rank, LOOP, max(0.0, at - zero), "p")
 
 
 def _rank(rank: Rank, run: Run, zero: float) -> Iterator[Event]:
@@ -64,11 +90,7 @@ def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> 
     end = begin + float(steps.total[k])
 
     def span(name: str, offset: float, seconds: float, thread: int, **args: Any) -> Event:
-        left, right = min(begin + offset, end), min(begin + offset + seconds, end)
-        return {
-            **{"name": name, "ph": "X", "pid": rank, "tid": thread, "cat": "testbed"},
-            **{"ts": round(left * 1e6, 3), "dur": round(max(0.0, right - left) * 1e6, 3), "args": args},
-        }
+        return _span(name, rank, thread, min(begin + offset, end), min(begin + offset + seconds, end), **args)
 
     number = int(steps.step[k])
     yield span(f"step {number}", 0.0, float(steps.total[k]), LOOP, loss=_finite(float(steps.loss[k])))
@@ -90,6 +112,18 @@ def _free_lane(lanes: list[float], begin: float, end: float) -> int:
         lanes.append(0.0)
     lanes[lane] = end
     return lane
+
+
+def _span(name: str, process: int, thread: int, begin: float, end: float, **args: Any) -> Event:
+    return {
+        **{"name": name, "ph": "X", "pid": process, "tid": thread, "cat": "testbed"},
+        **{"ts": round(begin * 1e6, 3), "dur": round(max(0.0, end - begin) * 1e6, 3), "args": args},
+    }
+
+
+def _mark(name: str, process: int, thread: int, at: float, scope: str) -> Event:
+    """An instant; scope `g` is drawn over all processes, `p` over its own."""
+    return {"name": name, "ph": "i", "s": scope, "pid": process, "tid": thread, "ts": round(at * 1e6, 3)}
 
 
 def _meta(rank: int, thread: int, name: str, args: dict[str, Any]) -> Event:

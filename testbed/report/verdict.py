@@ -45,7 +45,7 @@ class Verdict:
 
 def verdict(chapter: Chapter, focused: Focus, swept: str = "") -> Verdict:
     """`swept` is what was found along the axis that the experiment sweeps; it comes first where there is one."""
-    cells = focused.cells
+    cells = [cell for cell in focused.cells if not cell.spec.overrides] or focused.cells  # equal nodes, where any are
     best, worst = fastest(cells), slowest(cells)
     usual = _headline(chapter, cells, best, worst)
     first = swept or _cost_of_one(chapter) or _learning(chapter)

@@ -50,6 +50,13 @@ STRAGGLER = (
     " over all and in three of four steps; for its link when its rate on the receipt is at most 0.8 of the others'."
 )
 
+FAULTS = (
+    "Noticed after: seconds from the fault to the middle one of the ranks that ended because of it. Named right: most"
+    " of them blamed the rank that it was done to. Codes are those of the first attempt: -9 is SIGKILL, 6 a rank that"
+    " lost another, stopped one that the controller ended. Recovered: `went on` by itself, or `restarted` from a"
+    " checkpoint."
+)
+
 
 def seconds(value: float) -> str:
     """1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from testbed import __version__
-from testbed.report import plots_axes, plots_modes, plots_time, tables, tables_reports
+from testbed.report import findings, plots_axes, plots_faults, plots_modes, plots_time, tables, tables_reports
 from testbed.report.cells import Cell, Chapter, chapters
 from testbed.report.focus import Focus, focus
 from testbed.report.load import Loaded, Skipped, load
@@ -27,6 +27,7 @@ from testbed.spec.table import caption
 
 PAGE = "report.html"
 FILES = "report"  # the folder beside the page
+FAULTS = "faults"  # how the files of the section on faults begin
 
 
 @dataclass(frozen=True)
@@ -46,28 +47,42 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Faults:
+    """Runs with faults on purpose, ready to be printed: those that failed are in no chapter."""
+
+    finding: str
+    table: Table
+    plots: list[Plot]
+
+
+@dataclass(frozen=True)
 class Report:
     """What was written."""
 
     page: Path
     parts: list[Part]
+    faults: Faults | None
     skipped: list[Skipped]
 
 
 def write(paths: Sequence[Path], out: Path) -> Report:
     """Read the runs below `paths`, write the report into the folder `out`."""
     loaded = load(paths)
-    if not loaded.runs:
+    if not loaded.runs and not loaded.faulted:
         raise UsageError(_nothing(paths, loaded))
     parts = [make_part(chapter) for chapter in chapters(loaded)]
+    faults = make_faults(loaded)
     files = out / FILES
     files.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        _write_files(part, files)
-    write_whole(files / "report.md", "\n".join(_markdown(part) for part in parts) + _left_out(loaded.skipped))
+        _write_files(part.slug, part.plots, [*part.tables, *([part.published.table] if part.published else [])], files)
+    if faults:
+        _write_files(FAULTS, faults.plots, [faults.table], files)
+    texts = [*map(_markdown, parts), *([_faults_markdown(faults)] if faults else [])]
+    write_whole(files / "report.md", "\n".join(texts) + _left_out(loaded.skipped))
     write_whole(files / "summary.json", json.dumps(finite(_figures(parts, loaded)), indent=1, allow_nan=False))
-    write_whole(out / PAGE, render(parts, loaded))
-    return Report(out / PAGE, parts, loaded.skipped)
+    write_whole(out / PAGE, render(parts, faults, loaded))
+    return Report(out / PAGE, parts, faults, loaded.skipped)
 
 
 def _nothing(paths: Sequence[Path], loaded: Loaded) -> str:
@@ -130,17 +145,25 @@ def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
     return [*plots_modes.slow_ranks(chapter), *(plot for plot in drawn if plot)]
 
 
+def make_faults(loaded: Loaded) -> Faults | None:
+    runs = loaded.faulted
+    if not runs:
+        return None
+    return Faults(findings.faults(runs), tables_reports.faults(runs), plots_faults.draw(runs))
+
+
 def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower() or "runs"
 
 
-def render(parts: Sequence[Part], loaded: Loaded) -> str:
+def render(parts: Sequence[Part], faults: Faults | None, loaded: Loaded) -> str:
     """The page; every value that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("testbed.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("page.html.j2").render(
         title=parts[0].title if len(parts) == 1 else "testbed report",
         chapters=parts,
+        faults=faults,
         runs=len(loaded.runs),
         skipped=loaded.skipped,
         version=__version__,
@@ -164,12 +187,12 @@ def _few(values: list[str]) -> str:
     return ", ".join(values[:3]) + (f" and {len(values) - 3} more" if len(values) > 3 else "")
 
 
-def _write_files(part: Part, files: Path) -> None:
-    for plot in part.plots:
-        write_whole(files / f"{part.slug}-{plot.name}.svg", plot.svg)
-        (files / f"{part.slug}-{plot.name}.png").write_bytes(plot.png)
-    for table in [*part.tables, *([part.published.table] if part.published else [])]:
-        write_whole(files / f"{part.slug}-{table.name}.csv", table.csv())
+def _write_files(slug: str, plots: Sequence[Plot], tables: Sequence[Table], files: Path) -> None:
+    for plot in plots:
+        write_whole(files / f"{slug}-{plot.name}.svg", plot.svg)
+        (files / f"{slug}-{plot.name}.png").write_bytes(plot.png)
+    for table in tables:
+        write_whole(files / f"{slug}-{table.name}.csv", table.csv())
 
 
 def _markdown(part: Part) -> str:
@@ -179,8 +202,15 @@ def _markdown(part: Part) -> str:
         lines += ["", *(f"- {claim.word} {claim.text}" for claim in part.published.sentences)]
         lines += ["", part.published.table.markdown()]
     lines += ["", *(table.markdown() for table in part.tables)]
-    lines += [f"![{plot.finding}]({part.slug}-{plot.name}.svg)\n" for plot in part.plots]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_pictures(part.slug, part.plots)])
+
+
+def _faults_markdown(faults: Faults) -> str:
+    return "\n".join([f"## {faults.finding}", "", faults.table.markdown(), *_pictures(FAULTS, faults.plots)])
+
+
+def _pictures(slug: str, plots: Sequence[Plot]) -> list[str]:
+    return [f"![{plot.finding}]({slug}-{plot.name}.svg)\n" for plot in plots]
 
 
 def _left_out(skipped: Sequence[Skipped]) -> str:

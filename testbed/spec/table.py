@@ -34,7 +34,7 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
     counted = [s for s in summaries if s.status == "ok"]
     varying = varying_keys(counted)
     rows = [
-        _row(s, single, [str(flatten(s.spec).get(key)) for key in varying])
+        _row(s, single, [str(s.spec.world if key == "nodes" else flatten(s.spec).get(key)) for key in varying])
         for s, single in zip(counted, baselines(counted), strict=True)
     ]
     return (HEADER[0], *(short_key(key, varying) for key in varying), *HEADER[1:]), rows

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.folder import write_whole
-from tests.bench import codecs, collective, compose, growth, hosts, loop, start, step
+from tests.bench import codecs, collective, compose, growth, hosts, loop, start, step, trust
 
 PARTS = {
     "loop": loop.measure,
@@ -26,6 +26,9 @@ PARTS = {
     "compose": compose.measure,
     "growth": growth.measure,
     **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
+    "recorder": trust.recorder,
+    "control": trust.control,
+    "straggler": trust.straggler,
     "hosts": hosts.measure,
     "codecs": codecs.measure,
 }

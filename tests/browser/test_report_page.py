@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import chromium
-from synthetic import Made, make_run
+from synthetic import Made, make_faulted, make_run
 
 from testbed.report.write import Report, write
 
@@ -27,6 +27,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
             folder / f"ddp-{nodes}", Made(compute=1.6), mode="ddp", nodes=nodes, batch=48, experiment="nodes", **LINK
         )
     make_run(folder / "dead", mode="tree", experiment="quick", status="failed", reason="<b>rank 2</b> died", **LINK)
+    make_faulted(folder / "killed", "kill:rank2@step8", mode="ring", experiment="quick", **LINK)
     return write([folder], folder)
 
 
@@ -60,7 +61,8 @@ def page(request: pytest.FixtureRequest, browser: Any, report: Report, tmp_path:
 
 def test_every_plot_is_drawn(page: Any, report: Report) -> None:
     plots = page.locator("figure svg")
-    assert plots.count() == sum(len(part.plots) for part in report.parts) > 8
+    assert report.faults and report.faults.plots
+    assert plots.count() == sum(len(part.plots) for part in [*report.parts, report.faults]) > 8
     for k in range(plots.count()):
         box = plots.nth(k).bounding_box()
         assert box["width"] > 250 and box["height"] > 80

@@ -163,6 +163,11 @@ def test_what_is_busy_is_exposed_or_hidden(train: Train, mode: str) -> None:
                 assert size > 0
 
 
+@pytest.mark.parametrize("mode", ["ring/bucket:64KiB/pipeline", "ddp", "ring"])
+def test_what_is_recorded_changes_nothing_that_is_trained(train: Train, mode: str) -> None:
+    assert train(mode=mode, spans=False).hashes == train(mode=mode).hashes
+
+
 def test_payload_by_kind_is_what_theory_says(train: Train) -> None:
     steps, size = 20, train(mode="ring").summary.gradient_bytes
     assert size is not None

@@ -1,0 +1,92 @@
+"""Faults: what was done to runs on purpose and what became of them. Runs that failed are told of only here.
+
+Times are on the one clock of this machine. Runs on hosts have no place in a plot: their nodes' clocks are not the
+controller's, which injects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.spec.folder import RunFolder
+from testbed.spec.history import Story, fault_table, read_story
+from testbed.spec.intervals import Interval
+from testbed.spec.records import read, read_lines
+from testbed.spec.run import RunSpec
+from testbed.spec.summary import Summary
+
+MAX_EVENTS = 10_000  # of one run; a controller writes some dozen
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One fault, from when it was done until it was over (None: it was never undone)."""
+
+    fault: str
+    rank: int
+    begin: float
+    end: float | None
+
+
+@dataclass(frozen=True)
+class Faulted:
+    """One run with faults, whatever became of it."""
+
+    folder: RunFolder
+    summary: Summary
+    story: Story
+    episodes: list[Episode]
+    saw: list[tuple[int, float]]  # rank, when it ended because of another
+    ended: list[tuple[int, float, int]]  # rank, when, exit code
+    steps: list[list[Interval]]  # per rank, of all attempts
+    one_clock: bool
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.summary.spec
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        (row,) = fault_table([(self.folder, self.spec, self.summary.status)])
+        return row
+
+
+def read_faulted(folder: RunFolder) -> Faulted | None:
+    """The history of a run to which something was done; None where nothing was."""
+    if not folder.faults.is_file() or not folder.summary.is_file():
+        return None
+    story = read_story(folder)
+    if not story.injected:
+        return None
+    summary = Summary.read(folder)
+    events = list(itertools.islice(read_lines(folder.faults, "event"), MAX_EVENTS))
+    return Faulted(
+        folder=folder,
+        summary=summary,
+        story=story,
+        episodes=_episodes(events),
+        saw=[(int(e["rank"]), float(e["at"])) for e in events if e["event"] == "saw" and e["at"]],
+        ended=[(int(e["rank"]), float(e["at"]), int(e["code"])) for e in events if e["event"] == "ended" and e["at"]],
+        steps=[_steps(folder, rank) for rank in range(summary.spec.world)],
+        one_clock=summary.substrate != "hosts",
+    )
+
+
+def _episodes(events: Sequence[dict[str, Any]]) -> list[Episode]:
+    found = []
+    for number, event in enumerate(events):
+        if event["event"] == "injected":
+            over = (e for e in events[number:] if e["event"] == "over" and e["fault"] == event["fault"])
+            end = next((float(e["at"]) for e in over), None)
+            found.append(Episode(str(event["fault"]), int(event["rank"]), float(event["begun"]), end))
+    return found
+
+
+def _steps(folder: RunFolder, rank: int) -> list[Interval]:
+    """When each step of a rank began and ended, those of attempts that failed included."""
+    paths = [*sorted(folder.path.glob(f"rank{rank}.attempt*.jsonl")), folder.records(rank)]
+    rows = [record for path in paths for record in read(path) if record["kind"] == "step"]
+    return [(float(row["at"]), float(row["at"]) + float(row["total"])) for row in rows]
