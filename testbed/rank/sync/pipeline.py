@@ -6,7 +6,7 @@ first; it is cut into pieces of the bucket's size, wherever that falls. A layer'
 
     loop      forward (waits for pieces) | backward: a hook copies each gradient and launches full pieces
     a piece   its own thread adds what comes in, updates this rank's part, passes on, says when it is complete
-    sender    hands parts to the wire: gradients first, then values in the order that forward needs them
+    sender    hands parts to the wire: what the next forward needs first goes first, gradients before values
 
 Receives are posted a whole step ahead, because Gloo sends nothing before the other side has asked for it. That is
 safe: nobody sends step t+1's parts of a piece before step t's have reached everybody.
@@ -136,7 +136,7 @@ class Pipeline(NoSync):
         piece = flight.piece
         with self.timeline.travelling(f"bucket {piece.number} reduce", piece.size):
             for number, round_ in enumerate(self.rounds.reduce):
-                self._send(round_, piece.gradients, piece.tag(0, number), (0, piece.number), "gradients")
+                self._send(round_, piece.gradients, piece.tag(0, number), (-piece.number, 0), "gradients")
                 self.group.wait(*flight.reducing[number])
                 for hop, landed in zip(round_.receives, piece.scratch[number], strict=True):
                     piece.gradients[hop.part].add_(landed)
@@ -153,7 +153,7 @@ class Pipeline(NoSync):
         piece = flight.piece
         with self.timeline.travelling(f"bucket {piece.number} gather", piece.size):
             for number, round_ in enumerate(self.rounds.gather):
-                self._send(round_, piece.values, piece.tag(1, number), (1, -piece.number), "parameters")
+                self._send(round_, piece.values, piece.tag(1, number), (-piece.number, 1), "parameters")
                 self.group.wait(*flight.gathering[number])
 
     def _send(self, round_: Round, parts: list[Tensor], tag: int, urgency: tuple[int, int], kind: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from testbed.rank.group import Nothing, alone
 from testbed.rank.sync.pieces import bounds, cut_pieces
 from testbed.rank.sync.readiness import Readiness
 from testbed.rank.sync.rounds import ROUNDS, Round, Rounds
-from testbed.rank.sync.sender import WINDOW, Sender
+from testbed.rank.sync.sender import TCP_NOTSENT_LOWAT, UNSENT, WINDOW, Sender, keep_queues_short
 from testbed.spec.errors import SpecError
 
 
@@ -119,6 +121,14 @@ def test_the_sender_lets_urgent_parts_overtake() -> None:
     sender.stop()
     assert order[0] == "first"
     assert order.index("gradients") < order.index("values of layer 0")
+
+
+def test_a_sender_keeps_the_kernels_queue_short_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        keep_queues_short()
+        assert ours.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT) == UNSENT
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_sender_that_fails_says_so() -> None:
