@@ -13,6 +13,8 @@ from testbed.report.focus import names
 from testbed.report.steps import Column
 from testbed.report.words import seconds as seconds
 
+EXACTLY = 3  # steps in which exact methods agree before anybody says that rounding parted them
+
 
 def namer(cells: Sequence[Cell]) -> Callable[[Cell], str]:
     """What to call each of these cells: the mode alone where that says it."""
@@ -140,9 +142,22 @@ def loss_by_step(cells: Sequence[Cell]) -> str:
         return (
             f"{together} train the same model (loss {right:.2f}); synchronising after the step does not ({wrong:.2f})"
         )
+    common = _together(table)
+    exact = all(cell.spec.mode.codec is None and cell.spec.mode.every == 1 for cell in cells)
+    if exact and not late.any() and common >= EXACTLY:
+        ends = f"{final.min():.2f} to {final.max():.2f}"
+        return (
+            f"All {len(cells)} walk the same path for {common} steps; then rounding, which grows, parts them ({ends})"
+        )
     high, low = name(cells[int(final.argmax())]), name(cells[int(final.argmin())])
     ends = f"{high} is at {final.max():.2f}, {low} at {final.min():.2f}"
     return f"They do not train the same model: after {length} steps {ends}"
+
+
+def _together(table: Column) -> int:
+    """How many steps from the first on all losses are as close as rounding leaves them."""
+    apart = [not _spread(table[:, step]) for step in range(table.shape[1])]
+    return apart.index(True) if True in apart else len(apart)
 
 
 def _gap(final: Column) -> float:

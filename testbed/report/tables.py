@@ -80,8 +80,9 @@ def modes(chapter: Chapter) -> Table:
     made = Columns(chapter, rest)
     for cell in chapter.cells:
         s, run = cell.seconds, cell.first.summary
-        losses = [r.summary.test_loss for r in cell.runs if r.summary.test_loss is not None]
-        right = [r.summary.test_accuracy for r in cell.runs if r.summary.test_accuracy is not None]
+        learnt = [] if cell.spec.mode.algorithm == "none" else cell.runs  # what a control learns means nothing
+        losses = [r.summary.test_loss for r in learnt if r.summary.test_loss is not None]
+        right = [r.summary.test_accuracy for r in learnt if r.summary.test_accuracy is not None]
         alone = cell.world == 1 or theory.silent(cell.spec.mode)
         agree = DASH if alone else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
         made.add(

@@ -200,7 +200,7 @@ def _markdown(part: Part) -> str:
     lines += [f"- {check.text}" for check in part.verdict.checks]
     if part.published:
         lines += ["", *(f"- {claim.word} {claim.text}" for claim in part.published.sentences)]
-        lines += ["", part.published.table.markdown()]
+        lines += ["", part.published.table.markdown()] if part.published.table.rows else []
     lines += ["", *(table.markdown() for table in part.tables)]
     return "\n".join([*lines, *_pictures(part.slug, part.plots)])
 

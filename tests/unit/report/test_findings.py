@@ -65,6 +65,17 @@ def test_bucket_sizes_and_skipping_have_their_curves(tmp_path: Path) -> None:
     assert "every:8 costs ring 6.0 points" in said["skipping-accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [("ddp", "the same path for 5 steps; then rounding"), ("ring/fp16", "do not train the same model")],
+)
+def test_exact_modes_part_by_rounding_and_others_do_not_train_the_same(tmp_path: Path, other: str, said: str) -> None:
+    make_run(tmp_path / "runs" / "ring", Made(loss_rate=0.05), mode="ring")
+    make_run(tmp_path / "runs" / "other", Made(loss_rate=0.06), mode=other)
+    (part,) = write([tmp_path / "runs"], tmp_path).parts
+    assert said in next(plot.finding for plot in part.plots if plot.name == "loss-by-iteration")
+
+
 def test_two_places_stand_side_by_side(tmp_path: Path) -> None:
     for place in ("netns", "compose"):
         for mode in ("ring", "ddp"):
