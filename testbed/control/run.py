@@ -9,6 +9,7 @@ from typing import Any
 
 from testbed.control.faults import Injector
 from testbed.control.lock import held
+from testbed.control.machine import alone
 from testbed.control.measure import probe
 from testbed.control.place import Place, plans
 from testbed.control.progress import Progress
@@ -41,7 +42,7 @@ def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, 
     """
     check_before(spec)
     anew = resume is None
-    with held(folder.path), place.make(spec, folder.path) as substrate:
+    with alone(place), held(folder.path), place.make(spec, folder.path) as substrate:
         injector = Injector(spec.schedule() if anew else (), substrate, folder.faults)
         injector.check()
         substrate.port(spec.port)  # refused here, it costs nothing

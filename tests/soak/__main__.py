@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 
+from testbed.control.machine import reserved
 from tests.soak.book import Book, Promise
 from tests.soak.runs import DEADLINE
 
@@ -93,11 +94,12 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     good = True
-    for part in options.parts or PARTS:
-        module, function, promise = PARTS[part]
-        book = Book(part, promise)
-        book.run(getattr(importlib.import_module(f"tests.soak.{module}"), function)())
-        good = book.close() and good
+    with reserved():  # its runs then share the machine with nobody but each other
+        for part in options.parts or PARTS:
+            module, function, promise = PARTS[part]
+            book = Book(part, promise)
+            book.run(getattr(importlib.import_module(f"tests.soak.{module}"), function)())
+            good = book.close() and good
     return 0 if good else 1
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from testbed.control.machine import SHARE
 from testbed.control.substrates import leftovers
 from testbed.report.load import load
 from testbed.spec.folder import TEMPORARY, RunFolder
@@ -24,6 +25,7 @@ DEADLINE = 5.0  # seconds, of every soak
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--set", "probe=false"]
 SMALL += ["--set", f"deadline={DEADLINE:g}", "--set", "data.test_subset=100", "--set", "data.subset=1200"]
 PATIENCE = 180.0  # seconds for a command that must end by itself
+NOT_OURS = "torchinductor_"  # torch's cache, one for each user, made when DDP is imported
 SHAPING = ("tbf", "netem", "ingress", "htb")  # qdiscs that we make
 
 
@@ -51,7 +53,8 @@ class Run:
         """Everything of this command's that is still there: what bears its mark, temporary files, locks, shaping."""
         mine = re.compile(rf"{self.pid}-\d+")
         found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
-        found += map(str, temporary(self.folder.path).iterdir())
+        files = temporary(self.folder.path).iterdir()
+        found += [str(path) for path in files if not path.name.startswith(NOT_OURS)]
         halves = self.folder.path.rglob(f".*{TEMPORARY}") if self.folder.path.exists() else ()
         found += map(str, (*halves, *self.folder.path.parent.glob(".*.lock")))
         return found + sorted(shaping() - self.shaped)
@@ -83,7 +86,7 @@ def testbed(*arguments: str, out: Path, patience: float = PATIENCE) -> Run:
     argv = [sys.executable, "-m", "testbed.control", "run", *arguments]
     argv += [] if "--resume" in arguments else ["--out", str(out)]
     temporary(out).mkdir(exist_ok=True)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary(out))}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary(out)), SHARE: "1"}
     shaped = shaping()
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said, _ = process.communicate(timeout=patience)
