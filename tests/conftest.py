@@ -19,6 +19,7 @@ from hypothesis import settings
 from rank_pool import RankPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # or children of a background job would be deaf to it
+os.environ.setdefault("TESTBED_SHARE", "1")  # tests start runs beside each other
 settings.register_profile("testbed", deadline=None)  # this machine is shared: slow is no failure
 settings.register_profile("fuzz", deadline=None, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "testbed"))

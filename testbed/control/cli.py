@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -54,6 +55,7 @@ File = Annotated[
 AcceptNew = Annotated[
     bool, typer.Option("--accept-new", help="on hosts: trust host keys that nobody has seen; changed ones are refused")
 ]
+Share = Annotated[bool, typer.Option("--share", help="measure although another testbed does on this machine")]
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 Set = Annotated[
     list[str] | None,
@@ -75,6 +77,7 @@ def run(
     on: On = "auto",
     inventory: File = None,
     accept_new: AcceptNew = False,
+    share: Share = False,
     settings: Set = None,
     profile: Profile = False,
     fault: Annotated[
@@ -91,7 +94,7 @@ def run(
     if resume is not None:
         spec = RunFolder(resume).read_spec()
         on = where_it_was(resume) if on == "auto" else on
-        place = _place(on, [spec], inventory, accept_new)
+        place = _place(on, [spec], inventory, accept_new, share)
         check_shaping(spec, place, on)
         raise typer.Exit(run_rest(resume, place, retries, as_json))
     nodes = nodes or _all_nodes(on, inventory)
@@ -99,7 +102,7 @@ def run(
     flags |= {"seed": seed, "batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     flags |= {"faults": fault, "retries": retries}
     spec = build_spec(flags, _settings(settings, profile))
-    place = _place(on, [spec], inventory, accept_new)
+    place = _place(on, [spec], inventory, accept_new, share)
     check_shaping(spec, place, on)
     raise typer.Exit(run_once(spec, place, out, as_json))
 
@@ -119,6 +122,7 @@ def tune(
     on: On = "auto",
     inventory: File = None,
     accept_new: AcceptNew = False,
+    share: Share = False,
     settings: Set = None,
     out: Annotated[Path, typer.Option(help="the winner as an experiment file")] = Path("experiments/tuned.toml"),
     as_json: Json = False,
@@ -128,7 +132,7 @@ def tune(
     flags = {"mode": mode, "nodes": nodes, "link.rate": rate, "model": model, "data.name": data, "seed": seed}
     flags |= {"batch": batch, "batch_per_rank": batch_per_rank, "steps": steps}
     spec = build_spec(flags, settings or [])
-    place = _place(on, [spec], inventory, accept_new)
+    place = _place(on, [spec], inventory, accept_new, share)
     check_shaping(spec, place, on)
     run_tune(spec, place, out, 60 * minutes, console, as_json)
 
@@ -139,13 +143,14 @@ def sweep(
     on: On = "auto",
     inventory: File = None,
     accept_new: AcceptNew = False,
+    share: Share = False,
     settings: Set = None,
     profile: Profile = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")] = False,
     as_json: Json = False,
 ) -> None:
     """Run every cell of an experiment file; finished runs are skipped, so that it resumes."""
-    place_for = partial(_place, on, inventory=inventory, accept_new=accept_new)
+    place_for = partial(_place, on, inventory=inventory, accept_new=accept_new, share=share)
     raise typer.Exit(run_file(file, _settings(settings, profile), place_for, fresh, as_json))
 
 
@@ -157,7 +162,7 @@ def _all_nodes(on: str, inventory: Path | None) -> str:
     return "4" if on != HOSTS else str(len(read_inventory(inventory).nodes))
 
 
-def _place(on: str, specs: list[RunSpec], inventory: Path | None, accept_new: bool) -> Place:
+def _place(on: str, specs: list[RunSpec], inventory: Path | None, accept_new: bool, share: bool) -> Place:
     """The run that asks most of the machine decides where all of them go."""
     largest = max(specs, key=lambda spec: spec.world)
     if on == HOSTS:
@@ -166,7 +171,7 @@ def _place(on: str, specs: list[RunSpec], inventory: Path | None, accept_new: bo
         raise SpecError(f"--inventory {inventory}: holds for real hosts only. Use it with --on hosts.")
     if accept_new:
         raise SpecError("--accept-new: holds for real hosts only. Use it with --on hosts.")
-    return choose(on, largest)
+    return replace(choose(on, largest), beside=share)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 faults.jsonl has one line per event, times on the monotonic clock of this machine:
 injected  a fault, with the step that its rank had done      over   a fault that lasts only a while has ended
 saw       what a rank said when it ended because of others   ended  a rank's exit code
+again     all ranks start once more; who has not ended by then was stopped
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Injector:
         for _, fault in self._lasting:
             self._undo(fault)
         self._lasting = []
+        self._write("again")
 
     def _inject(self, fault: Fault, ranks: Sequence[RankState]) -> None:
         assert fault.rank is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from testbed.control.substrates.base import NodePlan, Substrate
@@ -24,6 +25,15 @@ class Kind:
     check: Callable[[Sequence[NodePlan]], None]  # raises Unavailable
     what: str
     shapes: bool = True
+    here: Callable[[], bool] = lambda: False  # whether its nodes share this machine's cores
+
+
+def _always() -> bool:
+    return True
+
+
+def _engine_is_local() -> bool:
+    return os.environ.get("DOCKER_HOST", "unix://").startswith("unix://")
 
 
 def _compose(plans: Sequence[NodePlan], folder: Path) -> Substrate:
@@ -39,9 +49,11 @@ def _check_compose(plans: Sequence[NodePlan]) -> None:
 
 
 KINDS: dict[str, Kind] = {  # best first
-    "compose": Kind(_compose, _check_compose, "one container per node, shaped both ways"),
-    "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, shaped both ways"),
-    "process": Kind(ProcessSubstrate, lambda plans: None, "plain processes on loopback, unshaped, no CPU limit", False),
+    "compose": Kind(_compose, _check_compose, "one container per node, shaped both ways", here=_engine_is_local),
+    "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, shaped both ways", here=_always),
+    "process": Kind(
+        ProcessSubstrate, lambda plans: None, "plain processes on loopback, unshaped, no CPU limit", False, _always
+    ),
 }
 
 
@@ -55,6 +67,12 @@ class Place:
     name: str
     why: str
     shapes: bool
+    beside: bool = field(default=False, kw_only=True)  # measure although another does
+
+    @property
+    def here(self) -> bool:
+        """Whether its nodes share this machine's cores."""
+        return KINDS[self.name].here()
 
     @property
     def keeps_checkpoints(self) -> bool:
@@ -78,6 +96,10 @@ class Hosts(Place):
 
     inventory: Inventory
     accept_new: bool = False  # host keys that nobody has seen before
+
+    @property
+    def here(self) -> bool:
+        return False
 
     @property
     def keeps_checkpoints(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from testbed.control.faults import Injector
 from testbed.control.lock import held
+from testbed.control.machine import alone
 from testbed.control.measure import probe
 from testbed.control.place import Place, plans
 from testbed.control.progress import Progress
@@ -34,23 +35,28 @@ class Facts:
     invalid: str = ""  # why the run must stay out of tables, when it must
 
 
-def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, resume: bool = False) -> Summary:
-    """Run to the end. Bad input raises before the folder exists; from then on summary.json says what happened."""
+def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, resume: int | None = None) -> Summary:
+    """Run to the end. Bad input raises before the folder exists; from then on summary.json says what happened.
+
+    `resume`: the rest of an earlier run, with so many retries; its faults are over.
+    """
     check_before(spec)
-    with held(folder.path), place.make(spec, folder.path) as substrate:
-        injector = Injector(spec.schedule(), substrate, folder.faults)
+    anew = resume is None
+    with alone(place), held(folder.path), place.make(spec, folder.path) as substrate:
+        injector = Injector(spec.schedule() if anew else (), substrate, folder.faults)
         injector.check()
         substrate.port(spec.port)  # refused here, it costs nothing
-        if resume:
-            folder.reopen()
-        else:
+        if anew:
             folder.create(place.fit(spec))
+        else:
+            folder.reopen()
         substrate.share(folder.path)
-        return _live(Life(place.fit(spec), substrate, folder, progress, injector), resume)
+        retries = spec.retries if resume is None else resume
+        return _live(Life(place.fit(spec), substrate, folder, progress, injector, retries), not anew)
 
 
 def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) -> Summary:
-    """Go on with a run that did not finish, from the last checkpoint that all its ranks have; its faults are over."""
+    """Go on with a run that did not finish, from the last checkpoint that all its ranks have."""
     folder.check_foreign()
     if not place.keeps_checkpoints:
         rule = f"on {place.name}, checkpoints lie there and are removed when a run ends"
@@ -61,8 +67,7 @@ def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) ->
     if before and before.substrate != place.name:
         rule = f"began on {before.substrate}, and half a run there and half on {place.name} is no run"
         raise refuse("--resume", str(folder.path), rule, f"Use --on {before.substrate}.")
-    spec = folder.read_spec().model_copy(update={"retries": retries, "faults": ()})
-    return execute(spec, place, folder, progress, resume=True)
+    return execute(folder.read_spec(), place, folder, progress, resume=retries)
 
 
 def _summary(folder: RunFolder) -> Summary | None:
@@ -81,6 +86,7 @@ class Life:
     folder: RunFolder
     progress: Progress
     injector: Injector
+    retries: int
 
 
 def _live(life: Life, resume: bool) -> Summary:
@@ -165,7 +171,7 @@ def _probe_twice(spec: RunSpec, substrate: Substrate, facts: Facts, progress: Pr
 
 def _train(life: Life, facts: Facts, resume: bool) -> None:
     """Once, and again from the last checkpoint as often as the spec allows when a rank is lost."""
-    for left in range(life.spec.retries, -1, -1):
+    for left in range(life.retries, -1, -1):
         try:
             return _attempt(life, resume)
         except RankFailed as error:

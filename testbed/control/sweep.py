@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from testbed.control.lock import held
+from testbed.control.machine import alone
 from testbed.control.place import Place
 from testbed.control.progress import Progress
 from testbed.control.run import execute
@@ -45,11 +46,11 @@ def sweep(
     with ExitStack() as locks:
         for experiment in sorted({spec.experiment for spec in specs}):
             locks.enter_context(held(root / experiment))
-        return _sweep(specs, place, root, progress, fresh)
+        return _sweep(specs, place, root, progress, fresh, locks)
 
 
 def _sweep(
-    specs: Sequence[RunSpec], place: Place, root: Path, progress: Progress, fresh: bool
+    specs: Sequence[RunSpec], place: Place, root: Path, progress: Progress, fresh: bool, locks: ExitStack
 ) -> tuple[list[Summary], list[TestbedError]]:
     summaries: list[Summary] = []
     errors: list[TestbedError] = []
@@ -61,6 +62,7 @@ def _sweep(
             progress.stage("finished earlier, skipped")
             summaries.append(done)
             continue
+        locks.enter_context(alone(place))  # from the first that must run to the end of the sweep
         try:
             summaries.append(_run_anew(spec, place, folder, progress))
         except Interrupted:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from testbed.control.machine import alone
 from testbed.control.place import Place
 from testbed.control.progress import open_progress
 from testbed.control.tune_race import SPREAD, TOLERANCE
@@ -27,7 +28,8 @@ def tune(spec: RunSpec, place: Place, out: Path, seconds: float, console: Consol
     progress.headline(f"on {place.name}: {place.why}")
     file = None
     try:
-        search(tuning, place, progress, seconds)
+        with alone(place):
+            search(tuning, place, progress, seconds)
         write_file(out, tuning, place)
         file = out
     finally:

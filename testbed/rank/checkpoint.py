@@ -10,6 +10,7 @@ follow from seed, rank and epoch, and those of the epoch that were seen are draw
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
@@ -97,11 +98,11 @@ class Checkpoints:
             self._facts(old).unlink(missing_ok=True)
             self._tensors(old).unlink(missing_ok=True)
 
-    def agree(self) -> int:
+    def agree(self, trained: Trained) -> int:
         """The last step of which all ranks have a whole checkpoint; 0: start from the beginning."""
         if not self.resume:
             return 0
-        own = {step: facts.parameters for step, facts in self._whole()}
+        own = {step: facts.parameters for step, facts in self._whole(trained)}
         told = [json.loads(text) for text in self.group.tell_all("checkpoints", json.dumps(own))]
         for step in sorted(own, reverse=True):
             hashes = [other.get(str(step)) for other in told]
@@ -115,10 +116,7 @@ class Checkpoints:
         from safetensors.torch import load
 
         path, facts = self._tensors(step), self._read(step)
-        parameters = sum(p.numel() * p.element_size() for p in trained.model.parameters())
-        data = read_bounded(path, MAX_SMALL + MAX_RATIO * parameters)
-        if hashlib.sha256(data).hexdigest() != facts.sha256:
-            raise SpecError(f"{path}: is not what its checksum says. Remove it, and an earlier one is taken.")
+        data = self._checked(facts, trained)
         try:
             spread(load(data), trained)
             random.setstate(_as_tuples(facts.python))
@@ -127,16 +125,22 @@ class Checkpoints:
             raise SpecError(f"{path}: does not fit this run ({reason}). Remove it, or start anew.") from None
         trained.seen.loss, trained.seen.correct, trained.seen.images = facts.seen
 
-    def _whole(self) -> Iterator[tuple[int, Facts]]:
+    def _whole(self, trained: Trained) -> Iterator[tuple[int, Facts]]:
         """Checkpoints that are all there; a damaged one is as good as none."""
         for step in sorted(self._steps()):
-            try:
+            with contextlib.suppress(SpecError):
                 facts = self._read(step)
-                with self._tensors(step).open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() == facts.sha256:
-                        yield step, facts
-            except (OSError, SpecError):
-                continue
+                self._checked(facts, trained)
+                yield step, facts
+
+    def _checked(self, facts: Facts, trained: Trained) -> bytes:
+        """The tensors as they were written; a file that is larger than any of this model's can be is not read."""
+        path = self._tensors(facts.step)
+        parameters = sum(p.numel() * p.element_size() for p in trained.model.parameters())
+        data = read_bounded(path, MAX_SMALL + MAX_RATIO * parameters)
+        if hashlib.sha256(data).hexdigest() != facts.sha256:
+            raise SpecError(f"{path}: is not what its checksum says. Remove it, and an earlier one is taken.")
+        return data
 
     def _read(self, step: int) -> Facts:
         path = self._facts(step)

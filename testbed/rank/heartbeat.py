@@ -31,6 +31,7 @@ HELLO = 5.0  # seconds for a new connection to say who it is
 PATIENCE = 3.0  # seconds in which a rank that lost a peer waits to learn which
 MAX_LINE = 4096  # bytes of one message
 MAX_STRANGERS = 64  # connections that have not said who they are
+BACKLOG = 1024  # in front of the door: whom the kernel turns away comes back only after a second
 KEY = "heartbeat"  # in the store
 DONE, STOPPED = "done", "stopped"  # farewells of a rank that did not fail
 WAITS = "sync"  # the phase in which a rank waits for others
@@ -102,9 +103,7 @@ class Heartbeat:
         if self.rank == 0:
             self._token = secrets.token_hex(16)
             family = socket.AF_INET6 if ":" in self.store.host else socket.AF_INET
-            self._listener = socket.create_server(
-                (self.store.host, 0), family=family, backlog=self.size + MAX_STRANGERS
-            )
+            self._listener = socket.create_server((self.store.host, 0), family=family, backlog=BACKLOG)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
             where = {"port": self._listener.getsockname()[1], "token": self._token}

@@ -88,7 +88,7 @@ class Trainer:
 
     def _resume(self, module: nn.Module) -> int:
         """Steps done by an earlier attempt, with its state put back; 0 where there was none."""
-        step = self.keeper.agree() if self.keeper else 0
+        step = self.keeper.agree(self) if self.keeper else 0
         if self.keeper and step:
             if self.sync.rehearses:
                 self.timeline.start()

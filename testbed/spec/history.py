@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def read_story(folder: RunFolder) -> Story:
     """From faults.jsonl; empty where there is none."""
     events = list(read_lines(folder.faults, "event"))
     codes: dict[int, int] = {}
-    for event in events:
+    for event in itertools.takewhile(lambda event: event["event"] != "again", events):
         if event["event"] == "ended":
             codes.setdefault(event["rank"], event["code"])
     return Story(

@@ -30,7 +30,7 @@ def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named() -> None:
 @pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/pipeline"])
 def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
     flags = ["--fault", "kill:rank1@step30", "--retries", "1", "--set", "checkpoint=7"]
-    outcome = faults._same(mode, flags, {}, "process", steps=60)
+    outcome = faults._same(faults._short(mode, 60, "process"), flags, {})
     assert outcome["ok"], outcome
 
 
@@ -47,9 +47,9 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
     assert again.returncode == 2 and "is finished" in again.stderr
 
 
-def test_garbage_at_the_rendezvous_does_not_stop_a_run() -> None:
-    ((_, case),) = garbage.garbage(1)
-    outcome = case()
+@pytest.mark.parametrize(("port", "phase"), [("rendezvous", "train"), ("heartbeat", "meet")])
+def test_garbage_does_not_stop_a_run(port: str, phase: str) -> None:
+    outcome = garbage._disturb(port, phase, seed=0)
     assert outcome["ok"], outcome
 
 

@@ -25,7 +25,7 @@ def test_a_rank_that_is_cut_off_is_named_after_the_deadline(mode: str, rank: int
 
 
 def test_a_slow_spell_changes_times_and_nothing_else() -> None:
-    outcome = faults._same("ring", ["--fault", "rate:rank1@step5+3s=10mbit"], {}, "netns", steps=60)
+    outcome = faults._same(faults._short("ring", 60, "netns"), ["--fault", "rate:rank1@step5+3s=10mbit"], {})
     assert outcome["ok"], outcome
 
 

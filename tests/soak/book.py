@@ -6,21 +6,43 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "results" / "soak"
 
+SOAKED = ("testbed/spec", "testbed/net", "testbed/rank", "testbed/control", "tests/soak")  # a change here: all anew
+SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand")
+MINUTES = 25.0  # that any part may take
+
 Outcome = dict[str, Any]  # "ok": whether the case was as it must be; the rest explains it
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a part must show: so many cases, all of them ok, and limits of its counts."""
+
+    words: str
+    cases: int
+    least: Mapping[str, float] = field(default_factory=dict)  # a count that was not kept is missed
+    most: Mapping[str, float] = field(default_factory=dict)
+
+    def missed(self, counts: Mapping[str, Any]) -> list[str]:
+        """One line for each limit that does not hold."""
+        least = {"of": self.cases, "ok": self.cases, **self.least}
+        most = {"of": self.cases, "minutes": MINUTES, **self.most}
+        below = [(key, "at least", limit) for key, limit in least.items() if not counts.get(key, -1) >= limit]
+        above = [(key, "at most", limit) for key, limit in most.items() if not counts.get(key, limit + 1) <= limit]
+        return [f"{key} {counts.get(key, 'unknown')}, promised {how} {limit:g}" for key, how, limit in below + above]
 
 
 def code_commit() -> str:
     """The last commit that changed what is soaked; `+` where there are changes beside it."""
-    paths = ["testbed", "tests/soak"]
-    found = _git("log", "-1", "--format=%h", "--", *paths)
-    return found + ("+" if _git("status", "--porcelain", "--", *paths) else "")
+    found = _git("log", "-1", "--format=%h", "--", *SOAKED)
+    return found + ("+" if _git("status", "--porcelain", "--", *SOAKED) else "")
 
 
 def _git(*arguments: str) -> str:
@@ -31,9 +53,10 @@ def _git(*arguments: str) -> str:
 class Book:
     """Cases of one part by their name; those of another commit do not count."""
 
-    def __init__(self, part: str, promise: str, folder: Path = FOLDER) -> None:
+    def __init__(self, part: str, promise: Promise, folder: Path = FOLDER) -> None:
         self.path = folder / f"{part}.json"
-        self.head = {"part": part, "promise": promise, "commit": code_commit()}
+        self.promise = promise
+        self.head = {"part": part, "promise": promise.words, "commit": code_commit()}
         self.cases: dict[str, Outcome] = {}
         if self.path.is_file():
             kept = json.loads(self.path.read_text())
@@ -53,7 +76,9 @@ class Book:
 
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({**self.head, **self.counts(), "cases": self.cases}, indent=1) + "\n")
+        counts = self.counts()
+        whole = {**self.head, **counts, "missed": self.promise.missed(counts), "cases": self.cases}
+        self.path.write_text(json.dumps(whole, indent=1) + "\n")
 
     def counts(self) -> dict[str, Any]:
         ok = sum(outcome["ok"] for outcome in self.cases.values())
@@ -61,19 +86,23 @@ class Book:
         found: dict[str, Any] = {"ok": ok, "of": len(self.cases)}
         if seconds:
             found |= {"median_seconds": round(statistics.median(seconds), 2), "most_seconds": max(seconds)}
-        for key in ("named", "left", "identical"):
+        found["minutes"] = round(sum(outcome["took"] for outcome in self.cases.values()) / 60, 1)
+        for key in SUMMED:
             values = [outcome[key] for outcome in self.cases.values() if key in outcome]
             if values:
                 found[key] = sum(int(value) for value in values)
         return found
 
     def close(self) -> bool:
-        """Print the counts; True when every case was as promised."""
+        """Print the counts and every limit that was missed; True when none was."""
         self.write()
         counts = self.counts()
+        missed = self.promise.missed(counts)
         print(f"{self.head['part']}: {counts['ok']} of {counts['of']}; {_line(counts)}; commit {self.head['commit']}")
-        print(f"  promised: {self.head['promise']}", flush=True)
-        return bool(counts["ok"] == counts["of"])
+        print(f"  promised: {self.head['promise']}{'' if missed else ': kept'}", flush=True)
+        for line in missed:
+            print(f"  MISSED: {line}", flush=True)
+        return not missed
 
 
 def _line(values: dict[str, Any]) -> str:

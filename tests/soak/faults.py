@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from tests.soak.book import Outcome
-from tests.soak.runs import DEADLINE, SMALL, Run, drop, scratch, testbed
+from tests.soak.runs import DEADLINE, SMALL, drop, scratch, testbed
 
 KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
 RESUME_MODES = ("ring", "ddp", "ring/bucket:2MiB/pipeline")
-FOREVER, SHORT = "1000000", 200  # steps
+FOREVER, SHORT, SHORTER = 1_000_000, 200, 100  # steps
 NODES = 4
 Cases = Iterator[tuple[str, Callable[[], Outcome]]]
 
 
+def followed(part: Callable[[], Cases]) -> Callable[[], Cases]:
+    """That the next run starts is what the next case shows; after the last one there is a plain run."""
+
+    @functools.wraps(part)
+    def whole() -> Cases:
+        *others, (name, last) = part()
+        yield from others
+        yield name, lambda: _with_a_plain_run(last)
+
+    return whole
+
+
+def _with_a_plain_run(case: Callable[[], Outcome]) -> Outcome:
+    outcome, after = case(), _plain("ring", "process", 0)
+    return outcome | {"ok": outcome["ok"] and after["ok"], "afterwards": after}
+
+
+@followed
 def kill(count: int = 20) -> Cases:
     """SIGKILL at seeded moments, in every mode, on namespaces and plain processes in turn."""
     for mode in KILL_MODES:
@@ -27,6 +45,7 @@ def kill(count: int = 20) -> Cases:
             yield f"{mode} {seed} {place} {fault}", lambda m=mode, p=place, f=fault, r=rank: _fatal(m, p, f, r, 10.0)
 
 
+@followed
 def silence(count: int = 10) -> Cases:
     """A pause beyond the deadline, and a cable that is pulled."""
     for kind in ("pause", "cut"):
@@ -42,19 +61,22 @@ def _fatal(mode: str, place: str, fault: str, rank: int, limit: float) -> Outcom
     """The run must end by itself in time, name the rank, leave nothing and count nowhere."""
     folder = scratch()
     try:
-        run = testbed(*SMALL, *_network(place), "--mode", mode, "--steps", FOREVER, "--fault", fault, out=folder / "r")
+        run = testbed(*_short(mode, FOREVER, place), "--fault", fault, out=folder / "r")
         injected = run.event("injected")
         seconds = round(run.ended - injected["begun"], 2) if injected else None
         left = run.left()
         named = run.names(rank)
+        started, tabled = run.started(), run.tabled()
         in_time = seconds is not None and seconds <= limit
-        ok = in_time and not left and run.status == "failed" and run.code == 3
+        ok = in_time and not left and started and not tabled and run.status == "failed" and run.code == 3
         outcome: Outcome = {"ok": ok, "seconds": seconds, "named": named, "left": len(left), "code": run.code}
+        outcome |= {"started": started, "tabled": tabled}
         return outcome if ok and named else outcome | {"said": run.said[-500:], "what": left}
     finally:
         drop(folder)
 
 
+@followed
 def hiccup(count: int = 5) -> Cases:
     """A pause of 3 s, and a tenth of the rate for 5 s: the run finishes with the very parameters of the undisturbed."""
     references: dict[str, str | None] = {}
@@ -64,37 +86,50 @@ def hiccup(count: int = 5) -> Cases:
             mode = KILL_MODES[seed % len(KILL_MODES)]
             rank, step = rng.randrange(NODES), rng.randrange(5, 40)
             fault = f"pause:rank{rank}@step{step}+3s" if kind == "pause" else f"rate:rank{rank}@step{step}+5s=10mbit"
-            yield f"{mode} {seed} {fault}", lambda m=mode, f=fault: _same(m, ["--fault", f], references, "netns")
+            yield (
+                f"{mode} {seed} {fault}",
+                lambda m=mode, f=fault: _same(_short(m, SHORT, "netns"), ["--fault", f], references),
+            )
 
 
+@followed
 def resume(count: int = 10) -> Cases:
-    """Killed at a random step, restarted from the last checkpoint: the undisturbed hash."""
+    """Killed at a random step, restarted from the last checkpoint, every third by hand: the undisturbed hash."""
     references: dict[str, str | None] = {}
-    for mode in RESUME_MODES:
-        for seed in range(count):
-            rng = random.Random(f"resume {mode} {seed}")
-            fault = f"kill:rank{rng.randrange(NODES)}@step{rng.randrange(1, SHORT - 40)}"
-            flags = ["--fault", fault, "--retries", "1", "--set", f"checkpoint={rng.choice((7, 10, 25))}"]
-            yield f"{mode} {seed} {fault}", lambda m=mode, f=flags: _same(m, f, references, "process")
+    for number, (mode, seed) in enumerate((mode, seed) for mode in RESUME_MODES for seed in range(count)):
+        rng = random.Random(f"resume {mode} {seed}")
+        fault = f"kill:rank{rng.randrange(NODES)}@step{rng.randrange(1, SHORTER - 20)}"
+        flags = ["--fault", fault, "--set", f"checkpoint={rng.choice((7, 10, 25))}"]
+        hand = number % 3 == 2
+        flags += [] if hand else ["--retries", "1"]
+        name = f"{mode} {seed} {fault}{' by hand' if hand else ''}"
+        yield name, lambda m=mode, f=flags, h=hand: _same(_short(m, SHORTER, "process"), f, references, h)
 
 
-def _same(mode: str, flags: list[str], references: dict[str, str | None], place: str, steps: int = SHORT) -> Outcome:
-    folder = scratch()
+def _same(base: list[str], flags: list[str], references: dict[str, str | None], by_hand: bool = False) -> Outcome:
+    """The run must finish with the parameters of the undisturbed one, and be in the tables only when it has."""
+    folder, which = scratch(), " ".join(base)
     try:
-        if mode not in references:
-            references[mode] = _short(mode, [], place, folder / "reference", steps).final_hash()
-        run = _short(mode, flags, place, folder / "r", steps)
-        identical = run.final_hash() is not None and run.final_hash() == references[mode]
-        injected, left = run.event("injected") is not None, run.left()
-        ok = identical and injected and run.code == 0 and run.status == "ok" and not left
-        outcome: Outcome = {"ok": ok, "identical": identical, "injected": injected, "left": len(left), "code": run.code}
+        if which not in references:
+            references[which] = testbed(*base, out=folder / "reference").final_hash()
+        run = testbed(*base, *flags, out=folder / "r")
+        injected, started, left, tabled = run.event("injected") is not None, run.started(), run.left(), False
+        if by_hand:
+            tabled = run.tabled()
+            run = testbed("--resume", str(folder / "r"), out=folder / "r")
+            left += run.left()
+        identical = run.final_hash() is not None and run.final_hash() == references[which]
+        whole = run.code == 0 and run.status == "ok" and run.tabled()
+        ok = identical and injected and started and whole and not tabled and not left
+        outcome: Outcome = {"ok": ok, "identical": identical, "injected": injected, "started": started}
+        outcome |= {"left": len(left), "tabled": tabled, "code": run.code, "by_hand": by_hand}
         return outcome if ok else outcome | {"said": run.said[-800:], "what": left}
     finally:
         drop(folder)
 
 
-def _short(mode: str, flags: list[str], place: str, out: Path, steps: int) -> Run:
-    return testbed(*SMALL, *_network(place), "--mode", mode, "--steps", str(steps), *flags, out=out)
+def _short(mode: str, steps: int, place: str) -> list[str]:
+    return [*SMALL, *_network(place), "--mode", mode, "--steps", str(steps)]
 
 
 def _network(place: str) -> list[str]:
@@ -112,8 +147,7 @@ def short(count: int = 100) -> Cases:
 def _plain(mode: str, place: str, seed: int) -> Outcome:
     folder = scratch()
     try:
-        flags = [*SMALL, *_network(place), "--mode", mode, "--steps", "20", "--seed", str(seed)]
-        run = testbed(*flags, out=folder / "r")
+        run = testbed(*_short(mode, 20, place), "--seed", str(seed), out=folder / "r")
         left = run.left()
         ok = run.code == 0 and run.status == "ok" and run.final_hash() is not None and not left
         return {"ok": ok, "left": len(left), "code": run.code} | ({} if ok else {"said": run.said[-500:], "what": left})

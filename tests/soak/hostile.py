@@ -279,7 +279,7 @@ def _checkpoint(folder: Path, rng: random.Random) -> Callable[[], object]:
     if rng.random() < 0.1:
         tensors.unlink()
         tensors.symlink_to("/etc/passwd")
-    return lambda: (keeps.agree(), keeps.load(trained, 1))
+    return lambda: (keeps.agree(trained), keeps.load(trained, 1))
 
 
 def _place(path: Path, data: bytes, rng: random.Random, links: bool = True) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from testbed.control.machine import SHARE
 from testbed.control.substrates import leftovers
+from testbed.report.load import load
 from testbed.spec.folder import TEMPORARY, RunFolder
 from testbed.spec.records import read
 from tests.soak.book import ROOT
@@ -23,6 +25,8 @@ DEADLINE = 5.0  # seconds, of every soak
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--set", "probe=false"]
 SMALL += ["--set", f"deadline={DEADLINE:g}", "--set", "data.test_subset=100", "--set", "data.subset=1200"]
 PATIENCE = 180.0  # seconds for a command that must end by itself
+NOT_OURS = "torchinductor_"  # torch's cache, one for each user, made when DDP is imported
+SHAPING = ("tbf", "netem", "ingress", "htb")  # qdiscs that we make
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Run:
     folder: RunFolder
     status: str | None
     history: list[dict[str, Any]]
+    shaped: frozenset[str]  # what was shaped on the machine's own links before
 
     def event(self, kind: str) -> dict[str, Any] | None:
         return next((event for event in self.history if event["event"] == kind), None)
@@ -45,12 +50,26 @@ class Run:
         return f"testbed: rank {rank} (node{rank})" in self.said
 
     def left(self) -> list[str]:
-        """Everything of this command's that is still there."""
+        """Everything of this command's that is still there: what bears its mark, temporary files, locks, shaping."""
         mine = re.compile(rf"{self.pid}-\d+")
         found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
-        found += [str(path) for path in Path(tempfile.gettempdir()).glob(f"testbed-*{self.pid}*")]
+        files = temporary(self.folder.path).iterdir()
+        found += [str(path) for path in files if not path.name.startswith(NOT_OURS)]
         halves = self.folder.path.rglob(f".*{TEMPORARY}") if self.folder.path.exists() else ()
-        return found + [str(path) for path in (*halves, *self.folder.path.parent.glob(".*.lock"))]
+        found += map(str, (*halves, *self.folder.path.parent.glob(".*.lock")))
+        return found + sorted(shaping() - self.shaped)
+
+    def started(self) -> bool:
+        """The first attempt came to its training: a rank says so when it has met all the others."""
+        first = [self.folder.path / f"rank{rank}.attempt1.jsonl" for rank in range(self.folder.read_spec().world)]
+        paths = [old if old.is_file() else self.folder.records(rank) for rank, old in enumerate(first)]
+        return any(record["kind"] == "start" for path in paths if path.is_file() for record in read(path))
+
+    def tabled(self) -> bool:
+        """Whether the report shows it. One that is not shown must be named with the reason."""
+        found = load([self.folder.path])
+        assert len(found.runs) + len(found.skipped) == 1, found
+        return bool(found.runs)
 
     def final_hash(self) -> str | None:
         """Of the parameters after the last step, where all ranks agree."""
@@ -63,16 +82,31 @@ class Run:
 
 
 def testbed(*arguments: str, out: Path, patience: float = PATIENCE) -> Run:
-    """`testbed run` to its end."""
+    """`testbed run` to its end, with a folder of its own for temporary files."""
     argv = [sys.executable, "-m", "testbed.control", "run", *arguments]
     argv += [] if "--resume" in arguments else ["--out", str(out)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    temporary(out).mkdir(exist_ok=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary(out)), SHARE: "1"}
+    shaped = shaping()
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said, _ = process.communicate(timeout=patience)
-    folder = RunFolder(out)
+    ended, folder = time.monotonic(), RunFolder(out)
     status = json.loads(folder.summary.read_text())["status"] if folder.summary.is_file() else None
     lines = folder.faults.read_text().splitlines() if folder.faults.is_file() else []
-    return Run(process.returncode, said, time.monotonic(), process.pid, folder, status, list(map(json.loads, lines)))
+    return Run(process.returncode, said, ended, process.pid, folder, status, list(map(json.loads, lines)), shaped)
+
+
+def temporary(out: Path) -> Path:
+    """Where a run's temporary files go."""
+    return out.parent / "temporary"
+
+
+def shaping() -> frozenset[str]:
+    """What is shaped on this machine's own links; that of nodes goes with their namespaces."""
+    if shutil.which("tc") is None:
+        return frozenset()
+    lines = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return frozenset(line for line in lines if line.split()[1] in SHAPING)
 
 
 def scratch() -> Path:

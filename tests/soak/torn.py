@@ -110,7 +110,7 @@ def _load(folder: Path) -> tuple[int, bool]:
     if child == 0:
         try:
             trained, checkpoints = Trained(), keeper(folder)
-            step = checkpoints.agree()
+            step = checkpoints.agree(trained)
             checkpoints.load(trained, step)
             right = all(bool((p == step).all()) for p in trained.model.parameters())
             os.write(writing, step.to_bytes(4) + bytes([right]))

@@ -1,18 +1,23 @@
-"""A sample of the hostile files, and that a soak goes on where it stopped."""
+"""A sample of the hostile files, and that a soak goes on where it stopped and tells what it missed."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
 from tests.soak import book, hostile
+from tests.soak.__main__ import PARTS
 
 
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in hostile.hostile(48)])
 def test_a_hostile_file_is_refused_with_a_sentence_or_run(name: str, case: object) -> None:
     outcome = case()  # type: ignore[operator]
     assert outcome["ok"], outcome
+
+
+PROMISE = book.Promise("all", cases=2, least={"named": 1}, most={"most_seconds": 1.5})
 
 
 def test_a_soak_goes_on_where_it_stopped_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,12 +27,39 @@ def test_a_soak_goes_on_where_it_stopped_and_counts(tmp_path: Path, monkeypatch:
     def case(name: str, ok: bool) -> object:
         return lambda: done.append(name) or {"ok": ok, "seconds": 2.0}
 
-    first = book.Book("part", "all", tmp_path)
+    first = book.Book("part", PROMISE, tmp_path)
     first.run([("a", case("a", True))])  # type: ignore[list-item]
-    again = book.Book("part", "all", tmp_path)
+    again = book.Book("part", PROMISE, tmp_path)
     again.run([("a", case("a", True)), ("b", case("b", False))])  # type: ignore[list-item]
     assert done == ["a", "b"]
-    assert again.counts() == {"ok": 1, "of": 2, "median_seconds": 2.0, "most_seconds": 2.0}
+    assert again.counts() == {"ok": 1, "of": 2, "median_seconds": 2.0, "most_seconds": 2.0, "minutes": 0.0}
     assert again.close() is False
     monkeypatch.setattr(book, "code_commit", lambda: "another")
-    assert book.Book("part", "all", tmp_path).cases == {}
+    assert book.Book("part", PROMISE, tmp_path).cases == {}
+
+
+def test_every_limit_that_is_missed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(book, "code_commit", lambda: "abc")
+    soak = book.Book("part", PROMISE, tmp_path)
+    soak.run([("a", lambda: {"ok": True, "seconds": 1.0, "named": False})])
+    assert soak.close() is False
+    assert "MISSED: of 1, promised at least 2" in capsys.readouterr().out
+    soak.run([("b", lambda: {"ok": True, "seconds": 1.6, "named": True})])
+    assert soak.close() is False
+    assert "MISSED: most_seconds 1.6, promised at most 1.5" in capsys.readouterr().out
+    soak.cases["b"] |= {"seconds": 1.5, "took": 26 * 60}
+    assert soak.promise.missed(soak.counts()) == ["minutes 26.0, promised at most 25"]
+    soak.cases["b"]["took"] = 1.0
+    assert soak.close() is True
+    assert "all: kept" in capsys.readouterr().out
+
+
+def test_a_part_promises_what_its_cases_can_keep() -> None:
+    """Complete means as many as are promised, and what was never counted is no limit that holds."""
+    for part, (module, function, promise) in PARTS.items():
+        cases = dict(getattr(importlib.import_module(f"tests.soak.{module}"), function)())
+        assert len(cases) == promise.cases, part
+    assert book.Promise("", 0, least={"named": 1}).missed({"of": 0, "ok": 0, "minutes": 0}) != []
+    assert book.Promise("", 0, most={"left": 0}).missed({"of": 0, "ok": 0, "minutes": 0}) != []

@@ -102,10 +102,10 @@ def _hierarchies() -> list[cgroups.Hierarchy]:
 
 def _groups() -> list[Leftover]:
     found = [
-        Leftover("cgroup", str(Path(cgroups.TOP, who, folder.name)), who)
+        Leftover("cgroup", str(folder.relative_to(hierarchy.path)), who)
         for hierarchy in _hierarchies()
         for who, folders in cgroups.owners(hierarchy).items()
         if owner.PATTERN.fullmatch(who)
-        for folder in folders
+        for folder in folders or (hierarchy.top / who,)  # one that lost its nodes is a leftover, too
     ]
     return list(dict.fromkeys(found))

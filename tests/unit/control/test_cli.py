@@ -22,7 +22,7 @@ def test_the_flags_of_run_are_these_and_no_more():
     assert flags_of("run") == {
         *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
         *("--on", "--inventory", "--accept-new", "--set", "--profile", "--out", "--json", "--fault", "--retries"),
-        "--resume",
+        *("--resume", "--share"),
     }
 
 
@@ -31,7 +31,9 @@ def test_the_flags_of_tune_are_those_of_run_and_minutes():
 
 
 def test_the_flags_of_sweep_are_these_and_no_more():
-    assert flags_of("sweep") == {"--on", "--inventory", "--accept-new", "--set", "--profile", "--fresh", "--json"}
+    assert flags_of("sweep") == {
+        *("--on", "--inventory", "--accept-new", "--share", "--set", "--profile", "--fresh", "--json")
+    }
 
 
 def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():

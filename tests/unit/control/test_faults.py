@@ -77,6 +77,7 @@ def test_what_lasts_for_good_is_mended_before_the_next_attempt(tmp_path: Path) -
     assert substrate.calls == [("cut", 0)]
     made.mend()
     assert substrate.calls == [("cut", 0), ("join", 0)]
+    assert json.loads((tmp_path / "faults.jsonl").read_text().splitlines()[-1])["event"] == "again"
 
 
 def test_exit_oom_and_disk_full_go_to_the_rank(tmp_path: Path) -> None:

@@ -191,6 +191,19 @@ def test_more_images_than_there_are_is_refused_before_anything_exists(
     assert not folder.path.exists() and fake.made == []
 
 
+def test_a_resumed_run_tells_of_the_spec_that_its_folder_has(fake: FakePlace, folder: RunFolder) -> None:
+    """Its faults are over, and still it is the run that had them: the report refuses one whose two specs differ."""
+    fake.play = ends_with(3, "boom")
+    with pytest.raises(RankFailed):
+        run(fake, folder, probe=False, faults=["kill:rank1@step2"], retries=0)
+    before = folder.faults.read_text()
+    fake.play = well
+    summary = resume(fake.place, folder, Silent(), retries=1)
+    assert summary.status == "ok"
+    assert summary.spec == folder.read_spec()
+    assert folder.faults.read_text() == before
+
+
 def test_a_run_is_resumed_only_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
     fake.receipts, fake.play = iter([GOOD]), ends_with(1, "out of luck")
     with pytest.raises(TestbedError):

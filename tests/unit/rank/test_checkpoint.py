@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from testbed.rank import checkpoint
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.evaluate import Tally
 from testbed.rank.group import alone
@@ -56,7 +58,7 @@ def test_a_restored_run_goes_on_as_the_undisturbed_one(tmp_path: Path, name: str
     expected = [trained.step() for _ in range(3)]
     other = Trained(2, name)
     other.step()
-    assert keeps.agree() == 3
+    assert keeps.agree(trained) == 3
     keeps.load(other, 3)
     assert (random.random(), np.random.rand()) == drawn
     assert [other.step() for _ in range(3)] == expected
@@ -85,11 +87,11 @@ def test_a_torn_checkpoint_is_as_good_as_none_and_the_one_before_is_taken(tmp_pa
         what.write_bytes(what.read_bytes()[:-40])
     else:
         what.write_text(json.dumps(json.loads(what.read_text()) | {"rank": 1}))
-    assert keeps.agree() == 1
+    assert keeps.agree(trained) == 1
 
 
 def test_without_any_checkpoint_a_run_starts_at_the_beginning(tmp_path: Path) -> None:
-    assert keeper(tmp_path / "none").agree() == 0
+    assert keeper(tmp_path / "none").agree(Trained(1)) == 0
 
 
 def forge(folder: Path, tensors: bytes) -> None:
@@ -126,3 +128,29 @@ def test_a_link_out_of_the_folder_and_a_huge_file_are_not_read(tmp_path: Path) -
         file.truncate(10 << 30)
     with pytest.raises(SpecError, match="at most"):
         keeps.load(trained, 1)
+
+
+def test_whether_a_checkpoint_is_whole_is_asked_of_no_link_and_no_huge_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terabytes without a byte on the disk would keep a rank hashing past every deadline."""
+    trained, keeps = Trained(1), keeper(tmp_path / "c")
+    keeps.write(trained, 1)
+    keeps.write(trained, 2)
+    tensors = tmp_path / "c" / "rank0-step2.safetensors"
+    good = tensors.read_bytes()
+    with tensors.open("r+b") as file:
+        file.truncate(1 << 40)
+    begun = time.monotonic()
+    assert keeps.agree(trained) == 1
+    assert time.monotonic() - begun < 5
+    tensors.unlink()
+    (tmp_path / "elsewhere").write_bytes(good)
+    tensors.symlink_to(tmp_path / "elsewhere")
+    assert keeps.agree(trained) == 1
+    tensors.unlink()
+    tensors.write_bytes(good)
+    assert keeps.agree(trained) == 2
+    monkeypatch.setattr(checkpoint, "MAX_SMALL", 0)
+    monkeypatch.setattr(checkpoint, "MAX_RATIO", 1)
+    assert keeps.agree(trained) == 0

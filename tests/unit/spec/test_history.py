@@ -43,9 +43,12 @@ def test_a_wrong_name_is_told_and_one_of_three_is_outvoted(tmp_path: Path) -> No
 
 
 def test_a_retried_run_shows_the_codes_of_the_attempt_that_failed(tmp_path: Path) -> None:
-    codes = [ended(0, 6), ended(1, -9), ended(2, 6), ended(0, 0), ended(1, 0), ended(2, 0)]
-    ((*_, shown, recovered),) = fault_table([(write(tmp_path, INJECTED, *codes), SPEC, "ok")])
-    assert (shown, recovered) == ("6 -9 6", "restarted")
+    second = [{"event": "again", "at": 13.0}, ended(0, 0), ended(1, 0), ended(2, 0)]
+    killed = [ended(0, 6), ended(1, -9), ended(2, 6)]
+    frozen = [ended(0, 6), ended(2, 6)]  # the one that was lost never ended, it was stopped
+    for first, codes in ((killed, "6 -9 6"), (frozen, "6 stopped 6")):
+        ((*_, shown, recovered),) = fault_table([(write(tmp_path, INJECTED, *first, *second), SPEC, "ok")])
+        assert (shown, recovered) == (codes, "restarted")
 
 
 def test_a_run_without_faults_has_no_row_and_a_damaged_history_is_refused(tmp_path: Path) -> None:
