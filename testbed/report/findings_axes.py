@@ -10,6 +10,7 @@ from testbed.report.cells import Cell, Chapter
 from testbed.report.findings import listed, percent, rate_in_words
 
 REAL = 0.02  # a change smaller than this share is no change
+MOST = 4  # methods that a sentence names one by one
 
 
 def rate(value: float) -> str:
@@ -59,6 +60,7 @@ def bandwidth(curves: dict[str, Curve], met: Sequence[Crossing], single: Cell | 
         always = [n for n, curve in curves.items() if n not in pays and curve[-1][1].seconds.centre < level]
         ordered = sorted(pays.items(), key=lambda pair: pair[1])
         said = [f"{name} {'beats one node ' * (k == 0)}from {rate(at)} on" for k, (name, at) in enumerate(ordered)]
+        said = [*said[:MOST], f"{len(said) - MOST} more from higher rates on"] if len(said) > MOST + 1 else said
         never = [name for name in curves if name not in pays and name not in always]
         said += [f"{listed(always)} {'beats one node ' * (not said)}at every rate"] if always else []
         said += [f"{listed(never)} {'beats one node ' * (not said)}at none of these rates"] if never else []

@@ -117,7 +117,11 @@ def _free_lane(lanes: list[float], begin: float, end: float) -> int:
 def _span(name: str, process: int, thread: int, begin: float, end: float, **args: Any) -> Event:
     return {
         **{"name": name, "ph": "X", "pid": process, "tid": thread, "cat": "testbed"},
-        **{"ts": round(begin * 1e6, 3), "dur": round(max(0.0, end - begin) * 1e6, 3), "args": args},
+        **{
+            "ts": round(begin * 1e6, 3),
+            "dur": round(max(0.0, end - begin) * 1e6, 3),
+            **({"args": args} if args else {}),
+        },
     }
 
 
