@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.folder import write_whole
-from tests.bench import codecs, collective, compose, growth, hosts, loop, start, step, trust
+from tests.bench import codecs, collective, compose, growth, hosts, loop, start, step, trust, volume
 
 PARTS = {
     "loop": loop.measure,
@@ -26,6 +26,7 @@ PARTS = {
     "compose": compose.measure,
     "growth": growth.measure,
     **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
+    "bytes": volume.measure,
     "recorder": trust.recorder,
     "control": trust.control,
     "straggler": trust.straggler,
