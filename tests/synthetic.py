@@ -30,6 +30,7 @@ class Made:
     """What a synthetic run is told beyond its spec."""
 
     compute: float = 1.0  # seconds of one rank's forward, backward and update
+    cpu: float = 0.9  # of compute, processor time of the loop
     buckets: int = 4
     slow_cpu: dict[int, float] = field(default_factory=dict)  # rank -> factor on compute
     slow_link: dict[int, float] = field(default_factory=dict)  # rank -> factor on its rate
@@ -169,7 +170,7 @@ class _Clock:
                 **{"kind": "step", "step": step, "epoch": 0, "at": self.now + offset, "data": data, "forward": forward},
                 **{"backward": backward + in_backward, "sync": sync, "update": update, "total": total},
                 **{"loss": 2.3 - self.made.loss_rate * step, "images": self.spec.local_batch(rank)},
-                **{"sent": round(self.sent[rank]), "received": round(self.sent[rank])},
+                **{"sent": round(self.sent[rank]), "received": round(self.sent[rank]), "cpu": self.made.cpu * compute},
                 **{"blocked": blocked, "busy": busy, "hidden": max(0.0, busy - blocked)},
                 **{"phases": phases, "comm": comm, "stalls": stalls},
                 **({} if self.spec.spans else UNRECORDED),

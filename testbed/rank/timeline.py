@@ -18,6 +18,7 @@ from testbed.spec.intervals import Interval, length
 from testbed.spec.records import CONTINUED
 
 PHASES = ("data", "forward", "backward", "sync", "update")  # `update` lies inside `sync`
+WORK = ("data", "forward", "backward", "update")
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Timeline:
         self._travelled: list[tuple[Travel, float]] = []
         self._stalls: list[Interval] = []
         self._phases: list[tuple[str, float, float]] = []
+        self._cpu = 0.0
         self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # a profiler's, around stalls
         self.begun = clock()
 
@@ -54,15 +56,17 @@ class Timeline:
                 travel.name = travel.name.removesuffix(CONTINUED) + CONTINUED
         self._stalls.clear()
         self._phases.clear()
+        self._cpu = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """The loop is in this phase."""
-        begun = self.clock()
+        begun, used = self.clock(), time.thread_time()
         try:
             yield
         finally:
             self._phases.append((name, begun, self.clock()))
+            self._cpu += time.thread_time() - used if name in WORK else 0.0
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -104,7 +108,7 @@ class Timeline:
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, a, b in self._phases:
             seconds[name] += b - a
-        fields: dict[str, Any] = {"at": begun, **seconds, "total": now - begun}
+        fields: dict[str, Any] = {"at": begun, **seconds, "total": now - begun, "cpu": _short(self._cpu)}
         return fields | self._details(begun, now) if self.detailed else fields
 
     def _details(self, begun: float, now: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Split:
     hidden: float
     busy: float
     rest: float
+    cpu: float  # processor time of the loop while it computed; nan where nobody recorded it
 
     @property
     def hidden_share(self) -> float | None:
@@ -105,7 +106,7 @@ class Cell:
             return statistics.fmean(float(getattr(s, column).mean()) for run in self.runs for s in run.kept)
 
         columns = {"step": "total", "exposed": "blocked"}
-        names = ("step", "compute", "exposed", "hidden", "busy", "rest")
+        names = ("step", "compute", "exposed", "hidden", "busy", "rest", "cpu")
         return Split(**{name: mean(columns.get(name, name)) for name in names})
 
     def per_rank(self, column: str) -> list[float]:

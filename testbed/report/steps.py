@@ -70,6 +70,7 @@ class Steps:
     images: Column
     sent: Column  # bytes since the start, nan where nothing counts them
     received: Column
+    cpu: Column  # seconds of the loop's own thread, nan where nobody recorded them
     phases: list[list[tuple[str, float, float]]]
     comm: list[list[Comm]]
     stalls: list[list[Interval]]
@@ -78,6 +79,7 @@ class Steps:
     def of(cls, records: Sequence[dict[str, Any]], where: str) -> Steps:
         """From the lines of rankN.jsonl; times that no clock can show are refused."""
         columns = {key: _column(records, key) for key in (*NUMBERS, "loss", "images", "sent", "received")}
+        columns["cpu"] = np.array([_number(record.get("cpu")) for record in records], dtype=np.float64)
         for key in NUMBERS:
             if not (np.isfinite(columns[key]).all() and (columns[key] >= 0).all()):
                 raise SpecError(f"{where}: {key} has a value that is negative or no number. The file is damaged")
@@ -129,5 +131,8 @@ def _blocked_in(phases: list[tuple[str, float, float]], stalls: list[Interval], 
 
 def _column(records: Sequence[dict[str, Any]], key: str) -> Column:
     """One key of every record; null becomes nan."""
-    values = [record[key] for record in records]
-    return np.array([np.nan if value is None else float(value) for value in values], dtype=np.float64)
+    return np.array([_number(record[key]) for record in records], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)

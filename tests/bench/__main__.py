@@ -3,7 +3,8 @@
     make bench                     all parts
     make bench ARGS="loop start"   some of them
     make bench ARGS=--resume       go on where an earlier one stopped
-Results go to bench.json as well, part by part. Do nothing else on the machine meanwhile.
+Results go to results/bench.json as well, part by part, with the commit they were made from; other parts' stay. Do
+nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from testbed.spec.folder import write_whole
 from tests.bench import codecs, collective, compose, growth, hosts, loop, start, step, trust, volume
+from tests.provenance import ROOT, code_commit
 
 PARTS = {
     "loop": loop.measure,
@@ -40,32 +42,32 @@ def main() -> int:
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__, formatter_class=form)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; none means all")
-    parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench.json")
     parser.add_argument("--resume", action="store_true", help="leave out the parts that are in the file already")
     options = parser.parse_args()
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    found = _load(options.out) if options.resume else {}
-    for part in options.parts or PARTS:
-        if part in found:
+    kept, chosen = _load(options.out), options.parts or list(PARTS)
+    for part in chosen:
+        if options.resume and part in kept:
             print(f"{part}: measured before", flush=True)
             continue
         print(f"{part} ...", flush=True)
-        begun = time.monotonic()
-        found[part] = []
+        begun, figures = time.monotonic(), []
         for figure in PARTS[part]():
             print(f"  {figure}", flush=True)
-            found[part].append(figure.as_dict())
+            figures.append(figure.as_dict())
         print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
-        write_whole(options.out, json.dumps(found, indent=1) + "\n")
-    figures = [figure for part in found.values() for figure in part]
-    met = sum(figure["met"] for figure in figures)
-    print(f"{met} of {len(figures)} limits met; all figures are in {options.out}")
-    return 0 if met == len(figures) else 1
+        kept[part] = {"commit": code_commit("testbed", "tests/bench"), "figures": figures}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(options.out, json.dumps(kept, indent=1) + "\n")
+    met = [figure["met"] for part in chosen for figure in kept[part]["figures"]]
+    print(f"{sum(met)} of {len(met)} limits met; all figures are in {options.out}")
+    return 0 if all(met) else 1
 
 
-def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
+def _load(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 

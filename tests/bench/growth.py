@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
 from testbed.net.wire import efficiency
 from tests.bench.collective import Times, collectives
 from tests.bench.figures import Figure, spread
 from tests.bench.shaped import network
+from tests.provenance import ROOT
 
 SIZES = (2, 4, 8, 16)
 ELEMENTS = 2_000_000  # float32: 8 MB
 RATE, BITS_PER_SECOND = "100mbit", 100e6
 REPEATS = 3
-PLOT = Path("growth.svg")
+PLOT = ROOT / "results" / "growth.svg"
 
 
 def measure() -> Iterator[Figure]:

@@ -18,16 +18,22 @@ Make = Callable[[Sequence[NodePlan], Path], Substrate]
 
 
 @contextmanager
-def network(rate: str, nodes: int = 4, make: Make = NetnsSubstrate) -> Iterator[tuple[Substrate, Receipt, Path]]:
-    """A network of equal links, what a probe found on it, and a folder that its nodes can write to."""
+def network(
+    rate: str, nodes: int = 4, make: Make = NetnsSubstrate, cpus: float | None = None
+) -> Iterator[tuple[Substrate, Receipt, Path]]:
+    """A network of equal nodes, what a probe found on it, and a folder that they can write to."""
     link = Link.load({"rate": rate}, "bench")
-    plans = [NodePlan(name=f"node{k}", link=link, congestion="cubic") for k in range(nodes)]
+    plans = [NodePlan(name=f"node{k}", link=link, congestion="cubic", cpus=cpus) for k in range(nodes)]
     with tempfile.TemporaryDirectory() as name, make(plans, Path(name) / "run") as substrate:
         folder = Path(name) / "run"
         folder.mkdir()
         Path(name).chmod(0o755)
         substrate.share(folder)
-        yield substrate, probe(substrate, plans, lambda event: None), folder
+        receipts = (probe(substrate, plans, lambda event: None) for _ in range(2))  # as a run does
+        receipt = next((each for each in receipts if each.valid()), None)
+        if receipt is None:
+            raise SystemExit(f"{rate}: the probe got another rate twice, so nothing is measured. Is the machine busy?")
+        yield substrate, receipt, folder
 
 
 def work(substrate: Substrate, folder: Path, script: Path, *arguments: str, seconds: float = 300) -> None:

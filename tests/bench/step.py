@@ -105,11 +105,12 @@ def _figures(rate: str, found: dict[str, Case], mode: str, best_ddp: str, plan: 
         low=plan.default,
         detail=f"{mode} {spread(found[mode].seconds)}, ddp {spread(found[DDP].seconds)}",
     )
+    best = min((DDP, best_ddp), key=lambda name: median[name])
     yield Figure(
         name=f"DDP's best / {mode}, {where}",
-        value=median[best_ddp] / median[mode],
+        value=median[best] / median[mode],
         low=plan.best,
-        detail=f"{best_ddp} {spread(found[best_ddp].seconds)}",
+        detail=f"{best} {spread(found[best].seconds)}",
     )
     yield Figure(
         name=f"{mode} / max(C, F+B), {where}",

@@ -46,38 +46,43 @@ def recorder() -> Iterator[Figure]:
 
 
 def control() -> Iterator[Figure]:
-    """Compute of modes that overlap, against the same ranks that synchronise nothing; and the sums of every split."""
-    modes = [CONTROL, DDP, PIPELINE] * 3
-    with network(RATE, NODES) as (substrate, _, folder):
-        found = train(substrate, folder, [case(mode, 8) for mode in modes])
-    compute = {mode: _pooled(found, modes, mode, "compute") for mode in (CONTROL, DDP, PIPELINE)}
-    usual = statistics.median(compute[CONTROL])
-    for mode in (DDP, PIPELINE):
-        yield Figure(
-            name=f"compute of {mode} / of the control, {RATE}",
-            value=statistics.median(compute[mode]) / usual,
-            low=1 - MOST_CONTROL,
-            high=1 + MOST_CONTROL,
-            detail=f"{spread(compute[mode])} against {spread(compute[CONTROL])}",
-        )
-        mean = {
-            name: statistics.fmean(_pooled(found, modes, mode, name))
-            for name in ("compute", "blocked", "rest", "total", "hidden", "busy")
-        }
-        yield Figure(
-            name=f"compute + exposed + rest / step, {mode}",
-            value=(mean["compute"] + mean["blocked"] + mean["rest"]) / mean["total"],
-            low=1 - MOST_SUMS,
-            high=1 + MOST_SUMS,
-            detail=f"{mean['compute']:.3f} + {mean['blocked']:.3f} + {mean['rest']:.3f}, {mean['total']:.3f} s",
-        )
-        yield Figure(
-            name=f"exposed + hidden / communication, {mode}",
-            value=(mean["blocked"] + mean["hidden"]) / mean["busy"],
-            low=1 - MOST_SUMS,
-            high=1 + MOST_SUMS,
-            detail=f"{mean['blocked']:.3f} + {mean['hidden']:.3f}, {mean['busy']:.3f} s",
-        )
+    """Modes that overlap against the same ranks that synchronise nothing, with the whole machine and with a quota."""
+    for cpus in (None, 0.4):
+        modes = [CONTROL, DDP, PIPELINE] * 2
+        with network(RATE, NODES, cpus=cpus) as (substrate, _, folder):
+            found = train(substrate, folder, [case(mode, 8) for mode in modes])
+        where = f"{RATE}, {f'{cpus} cores a rank' if cpus else 'no quota'}"
+        for mode in (DDP, PIPELINE):
+            for column, what in (("cpu", "processor time of the loop"), ("compute", "compute by the clock")):
+                times = {name: _pooled(found, modes, name, column) for name in (mode, CONTROL)}
+                yield Figure(
+                    name=f"{what}, {mode} / control, {where}",
+                    value=statistics.median(times[mode]) / statistics.median(times[CONTROL]),
+                    low=1 - MOST_CONTROL,
+                    high=1 + MOST_CONTROL,
+                    detail=f"{spread(times[mode])} against {spread(times[CONTROL])}",
+                )
+            yield from _sums(found, modes, mode, where)
+
+
+def _sums(found: list[Ranks], modes: list[str], mode: str, where: str) -> Iterator[Figure]:
+    """Does what was timed in different places add up?"""
+    names = ("compute", "blocked", "rest", "total", "hidden", "busy")
+    mean = {name: statistics.fmean(_pooled(found, modes, mode, name)) for name in names}
+    yield Figure(
+        name=f"compute + exposed + rest / step, {mode}, {where}",
+        value=(mean["compute"] + mean["blocked"] + mean["rest"]) / mean["total"],
+        low=1 - MOST_SUMS,
+        high=1 + MOST_SUMS,
+        detail=f"{mean['compute']:.3f} + {mean['blocked']:.3f} + {mean['rest']:.3f}, {mean['total']:.3f} s",
+    )
+    yield Figure(
+        name=f"exposed + hidden / communication, {mode}, {where}",
+        value=(mean["blocked"] + mean["hidden"]) / mean["busy"],
+        low=1 - MOST_SUMS,
+        high=1 + MOST_SUMS,
+        detail=f"{mean['blocked']:.3f} + {mean['hidden']:.3f}, {mean['busy']:.3f} s",
+    )
 
 
 def _pooled(found: list[Ranks], modes: list[str], mode: str, column: str) -> list[float]:

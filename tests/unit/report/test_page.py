@@ -99,6 +99,16 @@ def test_the_control_is_held_only_against_runs_that_compute_alike(tmp_path: Path
     assert control.ok
 
 
+@pytest.mark.parametrize(("cpu", "right"), [(0.6, True), (0.9, False)])
+def test_the_same_work_may_take_longer_by_the_clock(tmp_path: Path, cpu: float, right: bool) -> None:
+    """3 s of which 60 % are the loop's are the work of 2 s of which 90 % are; the rest of the processor moved bytes."""
+    make_run(tmp_path / "none", Made(compute=2.0, cpu=0.9), mode="none", **LINK)
+    make_run(tmp_path / "ring", Made(compute=3.0, cpu=cpu), mode="ring", **LINK)
+    checks = write([tmp_path], tmp_path).parts[0].verdict.checks
+    (control,) = [check for check in checks if check.text.startswith("Control")]
+    assert control.ok is right and re.search(r"by the clock it takes up to (4[5-9]|5\d) % more \(ring\)", control.text)
+
+
 def test_the_page_asks_the_network_for_nothing(made: tuple[Report, str]) -> None:
     _, page = made
     urls = set(re.findall(r'(?:src|href|action|data)="([^"#][^"]*)"', page)) | set(

@@ -1,0 +1,20 @@
+"""From which commit a kept result is: the last that changed what was measured; and were there changes beside it?"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DIRTY = "+"  # after a commit: there were changes beside it
+
+
+def code_commit(*paths: str) -> str:
+    """The last commit that touched one of these paths."""
+    found = _git("log", "-1", "--format=%h", "--", *paths)
+    return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
