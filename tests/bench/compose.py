@@ -28,7 +28,7 @@ def measure() -> Iterator[Figure]:
     subprocess.run([ROOT / "docker" / "image.sh"], check=True)
     yield from _against_namespaces()
     yield _first_step()
-    yield two_way("200mbit", run_at("200mbit", ComposeSubstrate)[1], "compose")
+    yield two_way("200mbit", run_at("200mbit", ComposeSubstrate), "compose")
     yield _rebuild()
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from testbed.control.measure import probe
-from testbed.control.substrates.base import NodePlan, Substrate
+from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.net.receipt import Receipt
 from testbed.spec.link import Link
@@ -47,5 +47,10 @@ def work(substrate: Substrate, folder: Path, script: Path, *arguments: str, seco
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
         processes.append(substrate.start(rank, argv, common | own, folder / f"{rank}.log"))
     for rank, process in enumerate(processes):
-        if process.wait(seconds) != 0:
-            raise SystemExit((folder / f"{rank}.log").read_text())
+        finish(process, folder / f"{rank}.log", seconds)
+
+
+def finish(process: Process, log: Path, seconds: float) -> None:
+    """Wait for its end; what it logged when that was a failure."""
+    if process.wait(seconds) != 0:
+        raise SystemExit(log.read_text())

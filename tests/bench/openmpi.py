@@ -1,0 +1,98 @@
+"""Open MPI's Allreduce on a network in namespaces, where its packages are there (requirements-bench.txt).
+
+mpirun starts a daemon on each node by ssh; here a script that enters the node's namespace takes ssh's place. The
+namespaces also get host names, as the daemons tell each other apart by them. Nothing but TCP over the shaped link is
+left to the ranks, and their interfaces' counters must show the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from testbed.control.substrates import owner
+from testbed.control.substrates.base import NodeHandle, Substrate
+from testbed.control.substrates.netns import namespace
+from tests.bench.figures import Figure, spread
+from tests.bench.shaped import finish
+
+PACKAGES = ("openmpi", "mpi4py")
+TUNED = ["--mca", "coll_tuned_use_dynamic_rules", "1", "--mca", "coll_tuned_allreduce_algorithm"]
+CHOICES: dict[str, list[str]] = {"as it chooses": [], "its ring": [*TUNED, "ring"]}
+SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of each Allreduce, and the bytes that left a node for one, mean over nodes."""
+
+    seconds: list[float]
+    sent: float
+    library: str
+
+
+def missing() -> str | None:
+    """What keeps it from being measured here, with the way out."""
+    lacking = [package for package in PACKAGES if not _installed(package)]
+    way_out = "pip install -r requirements-bench.txt"
+    return f"Open MPI is not measured, {' and '.join(lacking)} not installed: {way_out}" if lacking else None
+
+
+def _installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def allreduce(substrate: Substrate, folder: Path, repeats: int, elements: int) -> dict[str, Timing]:
+    """Its Allreduce with each choice of algorithm, which holds for all of a process, so one after the other."""
+    agent = folder / "agent.sh"
+    agent.write_text(agent_script(namespace(owner.current(), "")))
+    agent.chmod(0o755)
+    worker, found, log = shutil.copy(Path(__file__).with_name("openmpi_worker.py"), folder), {}, folder / "openmpi.log"
+    for choice, options in CHOICES.items():
+        file, interface = folder / "openmpi.json", substrate.nodes[0].interface
+        rank = [substrate.python, worker, str(file), str(repeats), str(elements), interface, str(len(substrate.nodes))]
+        command = [*mpirun(agent, substrate.nodes), *options, *rank]
+        # The folder goes when the network does, and with it what daemons that were killed left there.
+        env = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        argv = [str(agent), substrate.nodes[0].name, shlex.join(command)]
+        finish(substrate.start(0, argv, env, log), log, SECONDS)
+        found[choice] = Timing(**json.loads(file.read_text()))
+    return found
+
+
+def agent_script(prefix: str) -> str:
+    """What mpirun calls instead of ssh, with a node's name and a command line."""
+    inside = """'hostname "$0" && exec sh -c "$1"' "$node" "$*" """.strip()
+    return f'#!/bin/sh\nnode=$1; shift\nexec ip netns exec {shlex.quote(prefix)}"$node" unshare --uts sh -c {inside}\n'
+
+
+def mpirun(agent: Path, nodes: Sequence[NodeHandle]) -> list[str]:
+    """One rank a node. They yield when idle: mpirun sees one rank on each node, not that nodes share these cores."""
+    program = next(file for file in distribution("openmpi").files or () if file.name == "mpirun")
+    start = [str(program.locate()), "--allow-run-as-root", "--bind-to", "none"]
+    hosts = ["--np", str(len(nodes)), "--host", ",".join(node.name for node in nodes)]
+    daemons = {"prte_ssh_agent": str(agent), "prte_if_include": nodes[0].interface}
+    ranks = {"pml": "ob1", "btl": "tcp,self", "btl_tcp_if_include": nodes[0].interface, "mpi_yield_when_idle": "1"}
+    settings = [["--prtemca", *pair] for pair in daemons.items()] + [["--mca", *pair] for pair in ranks.items()]
+    return [*start, *hosts, *(word for setting in settings for word in setting)]
+
+
+def figures(rate: str, ring: float, least: float, timings: dict[str, Timing]) -> Iterator[Figure]:
+    """Each against our ring's seconds; `least` is what any all-reduce must send, bytes a node."""
+    for choice, timing in timings.items():
+        ratio = timing.sent / least
+        if ratio < 0.99:
+            raise SystemExit(f"Open MPI sent {ratio:.3f} of the least bytes over the links: the rest went elsewhere")
+        detail = f"{timing.library} {spread(timing.seconds)}, bytes / least {ratio:.3f}"
+        value = statistics.median(timing.seconds) / ring
+        yield Figure(name=f"Open MPI's Allreduce, {choice} / ring/flat, {rate}", value=value, detail=detail)
