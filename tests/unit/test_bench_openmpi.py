@@ -38,7 +38,7 @@ def test_what_is_not_installed_is_named_with_the_way_out(monkeypatch: pytest.Mon
 
 
 def test_a_figure_is_the_median_over_our_ring_and_has_no_limit() -> None:
-    (figure,) = openmpi.figures("200mbit", 2.0, 150.0, {"its ring": TIMING})
+    (figure,) = openmpi.figures("200mbit", [1.0, 2.0, 2.5], 150.0, {"its ring": TIMING})
     assert figure.name == "Open MPI's Allreduce, its ring / ring/flat, 200mbit"
     assert (figure.value, figure.low, figure.high) == (1.5, None, None)
     assert "3.000 s (2.000-4.000, n=3), bytes / least 1.001" in figure.detail
@@ -46,4 +46,4 @@ def test_a_figure_is_the_median_over_our_ring_and_has_no_limit() -> None:
 
 def test_bytes_that_were_not_on_the_links_are_no_figure() -> None:
     with pytest.raises(SystemExit, match=r"0\.501 of the least bytes"):
-        list(openmpi.figures("200mbit", 2.0, 300.0, {"its ring": TIMING}))
+        list(openmpi.figures("200mbit", [2.0], 300.0, {"its ring": TIMING}))
