@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from testbed.report.foreign import MAX_FAULTS, MAX_RECORDS, check_inside, check_size
 from testbed.spec.folder import RunFolder
 from testbed.spec.history import Story, fault_table, read_story
 from testbed.spec.intervals import Interval
@@ -58,6 +59,8 @@ def read_faulted(folder: RunFolder) -> Faulted | None:
     """The history of a run to which something was done; None where nothing was."""
     if not folder.faults.is_file() or not folder.summary.is_file():
         return None
+    check_inside(folder)
+    check_size([folder.faults], MAX_FAULTS)
     story = read_story(folder)
     if not story.injected:
         return None
@@ -88,5 +91,6 @@ def _episodes(events: Sequence[dict[str, Any]]) -> list[Episode]:
 def _steps(folder: RunFolder, rank: int) -> list[Interval]:
     """When each step of a rank began and ended, those of attempts that failed included."""
     paths = [*sorted(folder.path.glob(f"rank{rank}.attempt*.jsonl")), folder.records(rank)]
+    check_size((path for path in paths if path.is_file()), MAX_RECORDS)
     rows = [record for path in paths for record in read(path) if record["kind"] == "step"]
     return [(float(row["at"]), float(row["at"]) + float(row["total"])) for row in rows]

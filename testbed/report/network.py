@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from testbed.report.foreign import read_json
 from testbed.spec.errors import SpecError
 from testbed.spec.run import RunSpec, check_schema
 
@@ -47,7 +47,7 @@ def read_network(path: Path, spec: RunSpec) -> Network:
     """The receipt beside a run; a run without one has no rates."""
     if not path.is_file():
         return Network()
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     if not isinstance(values, dict):
         raise SpecError(f"{path.name}: no receipt. The file is damaged")
     check_schema(values.get("schema"), path.name)

@@ -112,6 +112,34 @@ def test_no_two_parts_of_the_page_share_an_id(made: tuple[Report, str]) -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_a_report_folder_that_is_a_link_is_refused_and_nothing_lands_outside(tmp_path: Path) -> None:
+    make_run(tmp_path / "theirs" / "one", mode="ring", **LINK)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs" / "report").symlink_to(tmp_path / "mine")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "theirs")])
+    assert isinstance(done.exception, UsageError) and "is a link" in str(done.exception)
+    assert list((tmp_path / "mine").iterdir()) == [] and not (tmp_path / "theirs" / "report.html").exists()
+
+
+def test_links_that_a_stranger_put_where_files_go_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    make_run(tmp_path / "theirs" / "one", mode="ring", **LINK)
+    files = [path.relative_to(tmp_path / "theirs") for path in write_all(tmp_path / "theirs")]
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    for name in files:
+        (tmp_path / "theirs" / name).unlink()
+        (tmp_path / "theirs" / name).symlink_to(mine)
+    again = write_all(tmp_path / "theirs")
+    assert mine.read_text() == "precious" and not any(path.is_symlink() for path in again)
+    assert {path.suffix for path in again} == {".html", ".png", ".svg", ".csv", ".md", ".json"}
+
+
+def write_all(folder: Path) -> list[Path]:
+    """The report, and every file of it."""
+    page = write([folder], folder).page
+    return [page, *(page.parent / "report").iterdir()]
+
+
 def test_a_stranger_cannot_put_code_into_the_page(tmp_path: Path) -> None:
     evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
     make_run(tmp_path / "one", mode="ring", **LINK)

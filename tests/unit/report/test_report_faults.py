@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,28 @@ def test_a_damaged_history_is_named_and_the_rest_is_shown(tmp_path: Path) -> Non
     (tmp_path / "bad" / "faults.jsonl").write_text('{"event": "injected", "rank": "x", "fault": 3, "begun": "?"}\n')
     loaded = load([tmp_path])
     assert len(loaded.runs) == 1 and loaded.faulted == [] and "damaged" in loaded.skipped[0].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("faults.jsonl", 16 << 20), ("rank0.jsonl", 128 << 20), ("rank0.attempt1.jsonl", 128 << 20)]
+)
+def test_a_history_without_end_is_named_and_not_read(tmp_path: Path, name: str, size: int) -> None:
+    make_faulted(tmp_path / "bad", FAULT, mode="ring")
+    (tmp_path / "bad" / name).touch()
+    os.truncate(tmp_path / "bad" / name, size + 1)
+    loaded = load([tmp_path])
+    assert loaded.faulted == [] and f"at most {size} are read" in loaded.skipped[0].reason
+
+
+@pytest.mark.parametrize("name", ["faults.jsonl", "rank0.attempt1.jsonl"])
+def test_a_history_that_lies_elsewhere_is_named_and_not_read(tmp_path: Path, name: str) -> None:
+    make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
+    path, elsewhere = tmp_path / "runs" / "bad" / name, tmp_path / name
+    elsewhere.write_text(path.read_text() if path.exists() else "")
+    path.unlink(missing_ok=True)
+    path.symlink_to(elsewhere)
+    loaded = load([tmp_path / "runs"])
+    assert loaded.faulted == [] and "is a link" in loaded.skipped[0].reason
 
 
 @pytest.mark.parametrize(("fault", "over", "shape"), [(FAULT, None, "i"), ("cut:rank2@step3+2s", 2.0, "X")])
