@@ -1,8 +1,10 @@
 """How to read each table and plot: the small print, in one place; and how seconds are spelled."""
 
+ONE_RUN = "The interval of a cell with one run is of steps within that run: it knows nothing of how runs differ."
 MODES = (
     "s/iter is the median (every:K: the mean) over steps of the mean over ranks, warm-up left out, repeats pooled; its"
-    " interval is a bootstrap's. Speed-up is over one node with the same batch and the same share of the machine."
+    " interval is a bootstrap's, which with one run knows nothing of how runs differ. Speed-up is over one node with"
+    " the same batch and the same share of the machine."
 )
 SPLIT = (
     "Seconds, mean over steps and ranks. Exposed: the loop stood still for communication. Hidden: communication went on"
