@@ -11,7 +11,6 @@ from testbed.report.cells import Cell, Chapter
 from testbed.report.faults import Faulted
 from testbed.report.focus import names
 from testbed.report.steps import Column
-from testbed.report.words import seconds as seconds
 
 EXACTLY = 3  # steps in which exact methods agree before anybody says that rounding parted them
 

@@ -31,9 +31,13 @@ class Network:
         """The slowest directed link."""
         return min(self.links.values(), default=None)
 
-    def node(self, rank: int) -> float | None:
-        """A node's rate: the best that any link to or from it reached, the worse of its two directions."""
-        ways = [[rate for pair, rate in self.links.items() if pair[way] == rank] for way in (0, 1)]
+    def node(self, rank: int, rates: dict[tuple[int, int], float] | None = None) -> float | None:
+        """A node's rate: the best that any link to or from it reached, the worse of its two directions.
+
+        Of payload; with `rates=got` on the wire, which is what counted bytes must be held against.
+        """
+        rates = self.links if rates is None else rates
+        ways = [[rate for pair, rate in rates.items() if pair[way] == rank] for way in (0, 1)]
         return min(max(way) for way in ways) if all(ways) else None
 
     @property

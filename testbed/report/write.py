@@ -245,6 +245,7 @@ def _cell_figures(chapter: Chapter, cell: Cell) -> dict[str, Any]:
         "stragglers": [asdict(each) for each in cell.stragglers],
         "bound": cell.bound,
         "sent_per_step": cell.sent(),
+        "received_per_step": cell.received(),
         "needed_per_step": cell.needed(),
         "test_accuracy": cell.first.summary.test_accuracy,
         "test_loss": cell.first.summary.test_loss,
