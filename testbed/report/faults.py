@@ -44,15 +44,12 @@ class Faulted:
     ended: list[tuple[int, float, int]]  # rank, when, exit code
     steps: list[list[Interval]]  # per rank, of all attempts
     one_clock: bool
+    row: tuple[str, ...]  # of the table
+    knew: float | None  # seconds from the first fault until the last of the others had noticed; None: nobody did
 
     @property
     def spec(self) -> RunSpec:
         return self.summary.spec
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        (row,) = fault_table([(self.folder, self.spec, self.summary.status)])
-        return row
 
 
 def read_faulted(folder: RunFolder) -> Faulted | None:
@@ -65,6 +62,9 @@ def read_faulted(folder: RunFolder) -> Faulted | None:
     if not story.injected:
         return None
     summary = Summary.read(folder)
+    rows = fault_table([(folder, summary.spec, summary.status)])
+    if not rows:  # a history that its spec knows nothing of
+        return None
     events = list(itertools.islice(read_lines(folder.faults, "event"), MAX_EVENTS))
     return Faulted(
         folder=folder,
@@ -75,6 +75,8 @@ def read_faulted(folder: RunFolder) -> Faulted | None:
         ended=[(int(e["rank"]), float(e["at"]), int(e["code"])) for e in events if e["event"] == "ended" and e["at"]],
         steps=[_steps(folder, rank) for rank in range(summary.spec.world)],
         one_clock=summary.substrate != "hosts",
+        row=rows[0],
+        knew=_knew(events),
     )
 
 
@@ -86,6 +88,15 @@ def _episodes(events: Sequence[dict[str, Any]]) -> list[Episode]:
             end = next((float(e["at"]) for e in over), None)
             found.append(Episode(str(event["fault"]), int(event["rank"]), float(event["begun"]), end))
     return found
+
+
+def _knew(events: Sequence[dict[str, Any]]) -> float | None:
+    """Of the attempt in which the first fault was done; what its own rank saw is nobody's notice."""
+    later = itertools.dropwhile(lambda e: e["event"] != "injected", events)
+    attempt = list(itertools.takewhile(lambda e: e["event"] != "again", later))
+    saw = [e for e in attempt if e["event"] == "saw" and e["at"] and e.get("guilty") is not None]
+    times = [float(e["at"]) - float(attempt[0]["begun"]) for e in saw if e["rank"] != attempt[0]["rank"]]
+    return max(times, default=None)
 
 
 def _steps(folder: RunFolder, rank: int) -> list[Interval]:
