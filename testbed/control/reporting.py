@@ -73,7 +73,7 @@ def _print_comparison(found: Comparison) -> None:
         console.print(f"differs: {line}")
     header = ("run", "A s/iter", "B s/iter", "B / A", "95 % interval", "B is", "bytes B / A", "test loss A", "B")
     console.print(f"\n{format_table(header, [_row(change) for change in found.changes])}\n")
-    for line in [*found.only, *(f"left out: {each.path}: {each.reason}" for each in found.skipped)]:
+    for line in [*found.notes, *found.only, *(f"left out: {each.path}: {each.reason}" for each in found.skipped)]:
         console.print(line)
     for line in found.lost:
         console.print(f"lost in B: {line}")

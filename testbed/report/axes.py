@@ -47,7 +47,6 @@ WEAK = Axis(("nodes", *BATCH), NODES.value, lambda cell: f"{cell.label}, {cell.s
 RATE = Axis(("link.rate",), _rate)
 BUCKET = Axis((), _bucket, _bucket_family)
 EVERY = Axis((), lambda cell: float(cell.spec.mode.every) if cell.spec.mode.distributed else None, _every_family)
-PER_RANK = Axis(BATCH, lambda cell: float(cell.spec.local_batch(0)))
 
 
 def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:

@@ -47,6 +47,11 @@ class Split:
         return abs(self.compute + self.exposed + self.rest - self.step) / self.step if self.step else 0.0
 
     @property
+    def rest_share(self) -> float:
+        """Of the step: what is neither computing nor waiting."""
+        return self.rest / self.step if self.step else 0.0
+
+    @property
     def busy_gap(self) -> float:
         """How far exposed + hidden is from busy, as a fraction."""
         return abs(self.exposed + self.hidden - self.busy) / self.busy if self.busy else 0.0
@@ -100,6 +105,10 @@ class Cell:
     def seconds(self) -> Stat:
         return describe(self.samples, self.by_mean)
 
+    @property
+    def images_per_second(self) -> float:
+        return self.spec.global_batch / self.seconds.centre
+
     @cached_property
     def split(self) -> Split:
         def mean(column: str) -> float:
@@ -144,6 +153,10 @@ class Cell:
     def sent(self) -> list[float | None]:
         """Bytes per step that the kernel counted, for each rank; repeats agree, so the first stands for all."""
         return self.first.summary.sent_per_step
+
+    def received(self) -> list[float | None]:
+        """As `sent`, the other way."""
+        return self.first.summary.received_per_step
 
     def needed(self) -> list[float | None]:
         """Bytes per step that theory asks of each rank: payload, without headers."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from testbed.report import words
 from testbed.report.cells import Cell, chapters, condition
 from testbed.report.load import Skipped, load
 from testbed.report.stats import ratio
@@ -35,13 +36,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes, what only one side has, and in which keys of the spec two single runs differ."""
+    """All changes, what only one side has, and in what all of it differs: two single runs' keys, or the place."""
 
     changes: list[Change]
     lost: list[str]  # what A has and B has not, each with the reason where B tells one
     only: list[str]  # what only B has
     differences: list[str]
     skipped: list[Skipped]
+    notes: list[str]  # on how to read the intervals
 
     @property
     def worse(self) -> list[Change]:
@@ -51,8 +53,10 @@ class Comparison:
 def compare(a: Path, b: Path, threshold: float) -> Comparison:
     """Match cells of equal spec; two single runs are compared whatever they are."""
     one, two = load([a]), load([b])
-    before = {key(cell): cell for chapter in chapters(one) for cell in chapter.cells}
-    after = {key(cell): cell for chapter in chapters(two) for cell in chapter.cells}
+    sides = [[cell for chapter in chapters(each) for cell in chapter.cells] for each in (one, two)]
+    places = [list(dict.fromkeys(cell.substrate for cell in cells)) for cells in sides]
+    several = any(len(each) > 1 for each in places)
+    before, after = ({key(cell, several): cell for cell in cells} for cells in sides)
     skipped = [*one.skipped, *two.skipped]
     for path, cells in ((a, before), (b, after)):
         if not cells:
@@ -61,28 +65,40 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
             )
     if len(before) == len(after) == 1:
         (left,), (right,) = before.values(), after.values()
-        return Comparison([_change(left, right, threshold)], [], [], differences(left, right), skipped)
+        return Comparison(
+            [_change(left, right, threshold)], [], [], differences(left, right), skipped, _notes([left, right])
+        )
     both = [name for name in before if name in after]
     if not both:
         raise UsageError(
             f"{a} and {b} have no run of equal spec in common. Name two run folders to compare them anyway."
         )
     reasons = {each.path.name: each.reason for each in two.skipped}
-    lost = [_lost(cell, reasons) for name, cell in before.items() if name not in after]
-    only = [f"only in {b}: {cell.spec.name}" for name, cell in after.items() if name not in before]
-    return Comparison([_change(before[name], after[name], threshold) for name in both], lost, only, [], skipped)
+    lost = [_lost(cell, reasons, several) for name, cell in before.items() if name not in after]
+    only = [
+        f"only in {b}: {cell.spec.name}{_place(cell, several)}" for name, cell in after.items() if name not in before
+    ]
+    changes = [_change(before[name], after[name], threshold, several) for name in both]
+    moved = [] if several else _moved(*(each[0] for each in places))
+    notes = _notes([side[name] for name in both for side in (before, after)])
+    return Comparison(changes, lost, only, moved, skipped, notes)
 
 
-def _lost(cell: Cell, reasons: dict[str, str]) -> str:
+def _lost(cell: Cell, reasons: dict[str, str], several: bool) -> str:
     """A cell of A that B does not have; a folder of the same name in B may say why."""
     names = [run.folder.path.name for run in cell.runs]
     why = next((reasons[name] for name in names if name in reasons), "not there")
-    return f"{cell.spec.name}: {why}"
+    return f"{cell.spec.name}{_place(cell, several)}: {why}"
 
 
-def key(cell: Cell) -> str:
-    """What two results must have in common to be compared: all but the names and the place."""
-    return condition(cell.spec)
+def key(cell: Cell, several: bool) -> str:
+    """What two cells must have in common to be compared: all but the names, and the place unless there are several."""
+    return condition(cell.spec) + _place(cell, several)
+
+
+def _place(cell: Cell, several: bool) -> str:
+    """Told only where it tells cells apart."""
+    return f" on {cell.substrate}" if several else ""
 
 
 def differences(a: Cell, b: Cell) -> list[str]:
@@ -90,15 +106,25 @@ def differences(a: Cell, b: Cell) -> list[str]:
     left, right = flatten(a.spec), flatten(b.spec)
     keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in UNTOLD]
     told = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
-    return [*told, *([f"on: {a.substrate} -> {b.substrate}"] if a.substrate != b.substrate else [])]
+    return [*told, *_moved(a.substrate, b.substrate)]
 
 
-def _change(a: Cell, b: Cell, threshold: float) -> Change:
+def _moved(a: str, b: str) -> list[str]:
+    return [f"on: {a} -> {b}"] if a != b else []
+
+
+def _notes(cells: Sequence[Cell]) -> list[str]:
+    """What a reader of the intervals must know; said once."""
+    return [words.ONE_RUN] if any(len(cell.runs) == 1 for cell in cells) else []
+
+
+def _change(a: Cell, b: Cell, threshold: float, several: bool = False) -> Change:
     value, low, high = ratio(b.samples, a.samples, a.by_mean or b.by_mean)
     real = low > 1 or high < 1
+    names = list(dict.fromkeys(cell.spec.name for cell in (a, b)))
     verdict = "same" if not real else "slower" if value > 1 else "faster"
     return Change(
-        name=a.spec.name if a.spec.name == b.spec.name else f"{a.spec.name} -> {b.spec.name}",
+        name=" -> ".join(names) + _place(a, several),
         before=a.seconds.centre,
         after=b.seconds.centre,
         ratio=value,

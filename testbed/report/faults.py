@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from testbed.report.foreign import MAX_FAULTS, MAX_RECORDS, check_inside, check_size
 from testbed.spec.folder import RunFolder
 from testbed.spec.history import Story, fault_table, read_story
 from testbed.spec.intervals import Interval
@@ -43,25 +44,27 @@ class Faulted:
     ended: list[tuple[int, float, int]]  # rank, when, exit code
     steps: list[list[Interval]]  # per rank, of all attempts
     one_clock: bool
+    row: tuple[str, ...]  # of the table
+    knew: float | None  # seconds from the first fault until the last of the others had noticed; None: nobody did
 
     @property
     def spec(self) -> RunSpec:
         return self.summary.spec
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        (row,) = fault_table([(self.folder, self.spec, self.summary.status)])
-        return row
 
 
 def read_faulted(folder: RunFolder) -> Faulted | None:
     """The history of a run to which something was done; None where nothing was."""
     if not folder.faults.is_file() or not folder.summary.is_file():
         return None
+    check_inside(folder)
+    check_size([folder.faults], MAX_FAULTS)
     story = read_story(folder)
     if not story.injected:
         return None
     summary = Summary.read(folder)
+    rows = fault_table([(folder, summary.spec, summary.status)])
+    if not rows:  # a history that its spec knows nothing of
+        return None
     events = list(itertools.islice(read_lines(folder.faults, "event"), MAX_EVENTS))
     return Faulted(
         folder=folder,
@@ -72,6 +75,8 @@ def read_faulted(folder: RunFolder) -> Faulted | None:
         ended=[(int(e["rank"]), float(e["at"]), int(e["code"])) for e in events if e["event"] == "ended" and e["at"]],
         steps=[_steps(folder, rank) for rank in range(summary.spec.world)],
         one_clock=summary.substrate != "hosts",
+        row=rows[0],
+        knew=_knew(events),
     )
 
 
@@ -85,8 +90,18 @@ def _episodes(events: Sequence[dict[str, Any]]) -> list[Episode]:
     return found
 
 
+def _knew(events: Sequence[dict[str, Any]]) -> float | None:
+    """Of the attempt in which the first fault was done; what its own rank saw is nobody's notice."""
+    later = itertools.dropwhile(lambda e: e["event"] != "injected", events)
+    attempt = list(itertools.takewhile(lambda e: e["event"] != "again", later))
+    saw = [e for e in attempt if e["event"] == "saw" and e["at"] and e.get("guilty") is not None]
+    times = [float(e["at"]) - float(attempt[0]["begun"]) for e in saw if e["rank"] != attempt[0]["rank"]]
+    return max(times, default=None)
+
+
 def _steps(folder: RunFolder, rank: int) -> list[Interval]:
     """When each step of a rank began and ended, those of attempts that failed included."""
     paths = [*sorted(folder.path.glob(f"rank{rank}.attempt*.jsonl")), folder.records(rank)]
+    check_size((path for path in paths if path.is_file()), MAX_RECORDS)
     rows = [record for path in paths for record in read(path) if record["kind"] == "step"]
     return [(float(row["at"]), float(row["at"]) + float(row["total"])) for row in rows]

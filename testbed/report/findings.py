@@ -11,7 +11,6 @@ from testbed.report.cells import Cell, Chapter
 from testbed.report.faults import Faulted
 from testbed.report.focus import names
 from testbed.report.steps import Column
-from testbed.report.words import seconds as seconds
 
 EXACTLY = 3  # steps in which exact methods agree before anybody says that rounding parted them
 
@@ -206,14 +205,14 @@ def seconds_by_step(cells: Sequence[Cell], series: Sequence[Column]) -> str:
 
 def faults(runs: Sequence[Faulted]) -> str:
     """How many, how fast noticed, how often named right, what became of them."""
-    stopped = [run for run in runs if run.story.noticed is not None]
+    stopped = [run for run in runs if run.knew is not None]
     named = [run.story.named_right for run in stopped if run.story.named_right is not None]
     on = sum(run.row[-1] == "went on" for run in runs)
     again = sum(run.row[-1] == "restarted" for run in runs)
     said = [f"{len(runs)} run{'s' * (len(runs) != 1)} with faults on purpose"]
     if stopped:
-        slowest = max(run.story.noticed or 0.0 for run in stopped)
-        said.append(f"{len(stopped)} ended by it, noticed within {slowest:.1f} s")
+        slowest = max(run.knew or 0.0 for run in stopped)
+        said.append(f"{len(stopped)} ended by it, noticed by all others within {slowest:.1f} s")
         said.append(f"the right rank was named in {sum(named)} of {len(named)}")
     if on:
         said.append(f"{on} went on")

@@ -43,10 +43,7 @@ def efficiency(chapter: Chapter, curves: dict[str, Curve]) -> str:
 
 
 def weak(curves: dict[str, Curve]) -> str:
-    gains = {
-        n: c[-1][1].spec.global_batch / c[-1][1].seconds.centre / (c[0][1].spec.global_batch / c[0][1].seconds.centre)
-        for n, c in curves.items()
-    }
+    gains = {n: c[-1][1].images_per_second / c[0][1].images_per_second for n, c in curves.items()}
     best = max(gains, key=lambda name: gains[name])
     first, last = curves[best][0][0], curves[best][-1][0]
     return f"With {best}, {last:g} nodes get through {gains[best]:.1f} times the images of {first:g}"

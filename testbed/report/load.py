@@ -5,7 +5,6 @@ Folders may come from strangers: whatever is wrong with a file is one sentence a
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from testbed.report.faults import Faulted, read_faulted
+from testbed.report.foreign import MAX_RECORDS, MAX_SMALL, check_inside, check_size, read_json
 from testbed.report.network import Network, read_network
 from testbed.report.steps import Steps
 from testbed.spec.errors import SpecError, TestbedError
 from testbed.spec.experiment import Experiment
-from testbed.spec.folder import EXPERIMENT, RunFolder
+from testbed.spec.folder import EXPERIMENT, RunFolder, read_bounded
 from testbed.spec.records import read
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 
 DEEPEST = 3  # folders below the one that was named
-MAX_BYTES = 512 << 20  # of one rank's records; larger ones were not written by a rank of ours
 # What reading a stranger's file may raise; anything else is a bug of ours and must be seen.
 DAMAGE = (TestbedError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
@@ -153,6 +152,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> Run:
         raise SpecError(f"{summary.status}: {summary.reason or 'no reason given'}")
     if summary.spec != spec:
         raise SpecError("its spec.json and summary.json tell of different runs")
+    check_inside(folder)
     ranks = [_read_rank(folder, rank, whole) for rank in range(spec.world)]
     run = Run(folder, summary, ranks, read_network(folder.receipt, spec))
     if whole and not len(run.kept[0].total):
@@ -162,8 +162,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> Run:
 
 def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
     path = folder.records(rank)
-    if path.stat().st_size > MAX_BYTES:
-        raise SpecError(f"{path.name} has {path.stat().st_size} bytes, and at most {MAX_BYTES} are read")
+    check_size([path], MAX_RECORDS)
     records = list(read(path))
     of = {kind: [r for r in records if r["kind"] == kind] for kind in ("start", "step", "eval", "end")}
     if whole and not (of["start"] and of["end"]):
@@ -177,7 +176,7 @@ def _profile(folder: RunFolder, rank: int) -> dict[str, float]:
     path = folder.shares(rank)
     if not path.is_file():
         return {}
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     return {str(key): float(value) for key, value in values.items() if isinstance(value, int | float)}
 
 
@@ -187,7 +186,7 @@ def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
     if name in known or not path.is_file():
         return
     try:
-        known[name] = Experiment.model_validate_json(path.read_text(encoding="utf-8"))
+        known[name] = Experiment.model_validate_json(read_bounded(path, MAX_SMALL))
     except DAMAGE:
         return
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from testbed.report.foreign import read_json
 from testbed.spec.errors import SpecError
 from testbed.spec.run import RunSpec, check_schema
 
@@ -31,9 +31,13 @@ class Network:
         """The slowest directed link."""
         return min(self.links.values(), default=None)
 
-    def node(self, rank: int) -> float | None:
-        """A node's rate: the best that any link to or from it reached, the worse of its two directions."""
-        ways = [[rate for pair, rate in self.links.items() if pair[way] == rank] for way in (0, 1)]
+    def node(self, rank: int, rates: dict[tuple[int, int], float] | None = None) -> float | None:
+        """A node's rate: the best that any link to or from it reached, the worse of its two directions.
+
+        Of payload; with `rates=got` on the wire, which is what counted bytes must be held against.
+        """
+        rates = self.links if rates is None else rates
+        ways = [[rate for pair, rate in rates.items() if pair[way] == rank] for way in (0, 1)]
         return min(max(way) for way in ways) if all(ways) else None
 
     @property
@@ -47,7 +51,7 @@ def read_network(path: Path, spec: RunSpec) -> Network:
     """The receipt beside a run; a run without one has no rates."""
     if not path.is_file():
         return Network()
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     if not isinstance(values, dict):
         raise SpecError(f"{path.name}: no receipt. The file is damaged")
     check_schema(values.get("schema"), path.name)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from testbed.report import axes, findings, findings_axes
+from testbed.report import axes, findings_axes, words
 from testbed.report.axes import Curve
 from testbed.report.cells import Cell, Chapter
 from testbed.report.plots_modes import legend_above, rows
@@ -108,7 +108,7 @@ def weak(chapter: Chapter) -> list[Plot]:
     if not found:
         return []
     made = canvas(3.4)
-    draw_curves(made, found, images_per_second, bars=False)
+    draw_curves(made, found, lambda cell: cell.images_per_second, bars=False)
     _whole_numbers(made, found)
     made.axes.set_ylim(0, None)
     made.axes.set_ylabel("images per second")
@@ -122,21 +122,17 @@ def weak(chapter: Chapter) -> list[Plot]:
     ]
 
 
-def images_per_second(cell: Cell) -> float:
-    return cell.spec.global_batch / cell.seconds.centre
-
-
 def _whole_numbers(made: Canvas, curves: dict[str, Curve]) -> None:
     made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
     made.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     made.axes.set_xlabel("nodes")
 
 
-def _log_ticks(made: Canvas, curves: dict[str, Curve], words: Callable[[int], str]) -> None:
+def _log_ticks(made: Canvas, curves: dict[str, Curve], spell: Callable[[int], str]) -> None:
     made.axes.set_xscale("log")
     made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
     made.axes.xaxis.set_minor_locator(NullLocator())
-    made.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: words(round(x))))
+    made.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: spell(round(x))))
 
 
 def bandwidth(chapter: Chapter) -> list[Plot]:
@@ -267,7 +263,7 @@ def places(chapter: Chapter) -> list[Plot]:
             )[0]
             made.tip(bar, f"{cell.label} on {place}: {cell.seconds.centre:.3f} s")
             made.axes.text(
-                cell.seconds.centre, at, f" {findings.seconds(cell.seconds.centre)}, {place}", va="center", fontsize=8.8
+                cell.seconds.centre, at, f" {words.seconds(cell.seconds.centre)}, {place}", va="center", fontsize=8.8
             )
     made.axes.set_xlim(0, 1.3 * max(c.seconds.centre for cells in both for c in cells.values()))
     made.axes.set_xlabel("seconds per step")

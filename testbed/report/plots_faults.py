@@ -23,7 +23,7 @@ NOTE = (
 def draw(runs: Sequence[Faulted]) -> list[Plot]:
     """One plot of all, where there are several; then one of each kind of fault."""
     timed = [run for run in runs if run.one_clock]
-    noticed = [run for run in timed if run.story.noticed is not None]
+    noticed = [run for run in timed if run.knew is not None]
     kinds: dict[str, Faulted] = {}
     for run in timed:
         kinds.setdefault(f"{run.episodes[0].fault.split(':')[0]} {run.row[-1]}", run)
@@ -32,24 +32,24 @@ def draw(runs: Sequence[Faulted]) -> list[Plot]:
 
 
 def _noticed(runs: Sequence[Faulted]) -> Plot:
-    """A row for each fault, a dot for each mode: seconds until the others knew."""
+    """A row for each fault, a dot for each mode: seconds until the last of the others knew."""
     faults = list(dict.fromkeys(run.row[1] for run in runs))
     made = strips(faults, 0.42, 1.5)
     modes = list(dict.fromkeys(str(run.spec.mode) for run in runs))
     for run in runs:
         spread = 0.12 * (modes.index(str(run.spec.mode)) - (len(modes) - 1) / 2)
-        x, y = run.story.noticed or 0.0, faults.index(run.row[1]) + spread
+        x, y = run.knew or 0.0, faults.index(run.row[1]) + spread
         tint = colour(run.spec.mode.algorithm)
         fill = tint if run.story.named_right else COLOURS["card"][0]
         (dot,) = made.axes.plot([x], [y], "o", markersize=6, markeredgecolor=tint, markerfacecolor=fill)
         right = {True: "named right", False: "named wrong", None: "nobody named"}[run.story.named_right]
-        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: noticed after {x:.2f} s, {right}")
+        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others knew after {x:.2f} s, {right}")
     made.axes.set_xlim(0, None)
-    made.axes.set_xlabel("seconds from the fault until the others knew")
+    made.axes.set_xlabel("seconds from the fault until the last of the others knew")
     tints = {mode: colour(mode.split("/")[0]) for mode in modes}
     legend_below(made, [Patch(facecolor=tint, label=mode) for mode, tint in tints.items()])
     good = sum(run.story.named_right is True for run in runs)
-    slowest = max(run.story.noticed or 0.0 for run in runs)
+    slowest = max(run.knew or 0.0 for run in runs)
     finding = f"All others knew within {slowest:.1f} s, and named the right rank in {good} of {len(runs)} runs"
     return plot(made, "faults-noticed", finding, "A hollow dot: another rank was named, or none.")
 
@@ -92,7 +92,7 @@ def _finding(run: Faulted) -> str:
         return f"{fault} under {mode}: the others wait, and the run goes on"
     if run.row[-1] == "restarted":
         return f"{fault} under {mode}: all ranks start again from the last checkpoint, and finish"
-    if run.story.noticed is None:
+    if run.knew is None:
         return f"{fault} under {mode}: the run ends"
     named = "and name it" if run.story.named_right else "and blame another"
-    return f"{fault} under {mode}: the others know after {run.story.noticed:.2f} s {named}"
+    return f"{fault} under {mode}: all others know after {run.knew:.2f} s {named}"

@@ -81,7 +81,7 @@ def where_time_goes(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str
             whole,
             f"{name}: {s.step:.3f} s = {s.compute:.3f} computing + {s.exposed:.3f} blocked + {s.rest:.3f} rest{share}",
         )
-        made.axes.text(s.step + 0.012 * longest, y, findings.seconds(s.step), va="center", color=INK, fontsize=9.5)
+        made.axes.text(s.step + 0.012 * longest, y, words.seconds(s.step), va="center", color=INK, fontsize=9.5)
     made.axes.set_xlim(0, longest * 1.19)
     made.axes.set_xlabel("seconds of an average step")
     keys = [

@@ -23,7 +23,7 @@ from typing import Any
 from testbed.report.cells import Cell, Chapter
 from testbed.report.focus import value_of
 from testbed.report.tables import DASH, Table
-from testbed.report.tables_reports import bandwidth_used, epoch_images, epoch_seconds, images, weak_speed_up
+from testbed.report.tables_reports import bandwidth_used, epoch_images, epoch_seconds, weak_speed_up
 
 FLAT = 0.05  # a change smaller than this share is none
 MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
@@ -39,7 +39,7 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "compute_share_percent": ("profiler: compute %", lambda chapter, cell: _profiled(cell, "compute")),
     "communication_share_percent": ("communication %", lambda chapter, cell: _profiled(cell, "communication")),
     "hidden_share_percent": ("hidden %", lambda chapter, cell: _percent(cell.split.hidden_share)),
-    "images_per_second": ("images/s", lambda chapter, cell: images(cell)),
+    "images_per_second": ("images/s", lambda chapter, cell: cell.images_per_second),
     "weak_speed_up": ("speed-up by images/s", lambda chapter, cell: weak_speed_up(chapter, cell)),
     "epoch_seconds": ("s/epoch", lambda chapter, cell: epoch_seconds(cell)),
     "epoch_communication_seconds": (

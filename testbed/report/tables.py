@@ -93,7 +93,7 @@ def modes(chapter: Chapter) -> Table:
             number(s.p95),
             str(s.n),
             number(chapter.speed_up(cell), ".2f"),
-            number(cell.spec.global_batch / s.centre, ".1f"),
+            number(cell.images_per_second, ".1f"),
             number(statistics.fmean(losses) if losses else None),
             share(statistics.fmean(right) if right else None),
             agree,
@@ -130,6 +130,8 @@ def traffic(chapter: Chapter) -> Table | None:
         "sent, others",
         "theory ",
         "sent / theory",
+        "received, rank 0",
+        "received, others",
         *KINDS,
         "headers and control",
         "before step 1",
@@ -138,7 +140,7 @@ def traffic(chapter: Chapter) -> Table | None:
     for cell in (
         cell for cell in chapter.cells if cell.world > 1 and any(cell.sent()) and not theory.silent(cell.spec.mode)
     ):
-        sent, needed = cell.sent(), cell.needed()
+        sent, received, needed = cell.sent(), cell.received(), cell.needed()
         made.add(
             cell,
             _mb(sent[0]),
@@ -146,6 +148,8 @@ def traffic(chapter: Chapter) -> Table | None:
             _mb(_mean(sent[1:])),
             _mb(_mean(needed[1:])),
             number(sent_over_theory(cell), ".3f"),
+            _mb(received[0] if received else None),
+            _mb(_mean(received[1:])),
             *kinds(cell),
         )
     return Table("bytes", "Bytes against theory", made.header, made.rows, words.TRAFFIC) if made.rows else None
@@ -213,11 +217,18 @@ def wire(chapter: Chapter) -> Table | None:
 
 
 def utilisation(cell: Cell) -> float | None:
-    """Of the busiest rank's link, while anything was being communicated."""
-    summary, rates = cell.first.summary, cell.first.network.got
-    best = max(rates.values(), default=0.0)
-    busiest = max((float(v or 0) for v in [*summary.sent_per_step, *summary.received_per_step]), default=0.0)
-    return busiest / cell.split.busy / best if best and busiest and cell.split.busy else None
+    """Of the busiest rank's link, for its rate, while anything was being communicated.
+
+    A rank whose rate nobody measured is held against the fastest link.
+    """
+    network, busy = cell.first.network, cell.split.busy
+    fastest = max(network.got.values(), default=0.0)
+    if not fastest or not busy:
+        return None
+    loads = [(rank, float(v or 0)) for way in (cell.sent(), cell.received()) for rank, v in enumerate(way)]
+    return (
+        max((load / busy / (network.node(rank, network.got) or fastest) for rank, load in loads), default=0.0) or None
+    )
 
 
 def network(chapter: Chapter) -> Table | None:

@@ -91,7 +91,7 @@ def weak_speed_up(chapter: Chapter, cell: Cell) -> float | None:
     """By images per second, over one worker with the same batch per worker."""
     alike = (c for c in chapter.cells if c.world == 1 and c.spec.local_batch(0) == cell.spec.local_batch(0))
     single = next((c for c in alike if c.substrate == cell.substrate), None)
-    return images(cell) / images(single) if single else None
+    return cell.images_per_second / single.images_per_second if single else None
 
 
 def bandwidth_used(cell: Cell) -> float | None:
@@ -100,17 +100,12 @@ def bandwidth_used(cell: Cell) -> float | None:
     return sent / cell.split.busy / 1e6 if cell.split.busy and sent else None
 
 
-def images(cell: Cell) -> float:
-    """Per second."""
-    return cell.spec.global_batch / cell.seconds.centre
-
-
 def epoch_images(cell: Cell) -> int:
     return cell.spec.data.subset or dataset_info(cell.spec.data.name).train
 
 
 def epoch_seconds(cell: Cell) -> float:
-    return epoch_images(cell) / images(cell)
+    return epoch_images(cell) / cell.images_per_second
 
 
 def epochs(chapter: Chapter) -> Table | None:

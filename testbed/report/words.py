@@ -1,8 +1,10 @@
 """How to read each table and plot: the small print, in one place; and how seconds are spelled."""
 
+ONE_RUN = "The interval of a cell with one run is of steps within that run: it knows nothing of how runs differ."
 MODES = (
     "s/iter is the median (every:K: the mean) over steps of the mean over ranks, warm-up left out, repeats pooled; its"
-    " interval is a bootstrap's. Speed-up is over one node with the same batch and the same share of the machine."
+    " interval is a bootstrap's, which with one run knows nothing of how runs differ. Speed-up is over one node with"
+    " the same batch and the same share of the machine."
 )
 SPLIT = (
     "Seconds, mean over steps and ranks. Exposed: the loop stood still for communication. Hidden: communication went on"
@@ -12,7 +14,7 @@ SPLIT = (
 )
 TRAFFIC = (
     "MB (10^6 bytes) per rank and step. Theory is payload; the kernel counts headers too: 0.2 % where it sees packets"
-    " before they are cut into frames, up to 4.6 % where it sees frames. Right of it: what all that was sent from the"
+    " before they are cut into frames, up to 4.6 % where it sees frames. Shares: what all that was sent from the"
     " first step on was made of, and the MB per rank that went before it (probe, rendezvous, a first broadcast)."
     " Headers and control (heartbeats, agreement) are what is left; no counter tells them apart, because the kernel may"
     " count packets before or after they are cut into frames."
@@ -21,7 +23,7 @@ WIRE = (
     "S: bytes of the gradient, B: payload rate of the slowest link on the receipt (gather and server: of rank 0's)."
     " Algorithm bandwidth is S over the time of communication; bus bandwidth is that times 2(N-1)/N, what a ring would"
     " move over each link. Used of the link: what the busiest rank sent or received, whichever is more, over the time"
-    " of communication and the rate on the receipt; a link that is used one way at a time reaches half."
+    " of communication and its rate on the receipt; a link that is used one way at a time reaches half."
 )
 NETWORK = "On the wire, each way, headers included; measured on every directed link and on the fan-in before training."
 WHERE_TIME_GOES = (

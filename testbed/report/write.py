@@ -21,12 +21,13 @@ from testbed.report.stats import finite
 from testbed.report.style import Plot, css
 from testbed.report.tables import Table
 from testbed.report.verdict import Verdict, verdict
-from testbed.spec.errors import UsageError
+from testbed.spec.errors import UsageError, refuse
 from testbed.spec.folder import write_whole
 from testbed.spec.table import caption
 
 PAGE = "report.html"
 FILES = "report"  # the folder beside the page
+WAY_OUT = "Remove it, or give another folder with --out."
 FAULTS = "faults"  # how the files of the section on faults begin
 
 
@@ -67,12 +68,14 @@ class Report:
 
 def write(paths: Sequence[Path], out: Path) -> Report:
     """Read the runs below `paths`, write the report into the folder `out`."""
+    files = out / FILES
+    if files.is_symlink() or (files.exists() and not files.is_dir()):  # a stranger's folder may have one
+        raise refuse("report folder", str(files), "is a link or no folder, and nothing is written there", WAY_OUT)
     loaded = load(paths)
     if not loaded.runs and not loaded.faulted:
         raise UsageError(_nothing(paths, loaded))
     parts = [make_part(chapter) for chapter in chapters(loaded)]
     faults = make_faults(loaded)
-    files = out / FILES
     files.mkdir(parents=True, exist_ok=True)
     for part in parts:
         _write_files(part.slug, part.plots, [*part.tables, *([part.published.table] if part.published else [])], files)
@@ -190,7 +193,7 @@ def _few(values: list[str]) -> str:
 def _write_files(slug: str, plots: Sequence[Plot], tables: Sequence[Table], files: Path) -> None:
     for plot in plots:
         write_whole(files / f"{slug}-{plot.name}.svg", plot.svg)
-        (files / f"{slug}-{plot.name}.png").write_bytes(plot.png)
+        write_whole(files / f"{slug}-{plot.name}.png", plot.png)
     for table in tables:
         write_whole(files / f"{slug}-{table.name}.csv", table.csv())
 
@@ -242,6 +245,7 @@ def _cell_figures(chapter: Chapter, cell: Cell) -> dict[str, Any]:
         "stragglers": [asdict(each) for each in cell.stragglers],
         "bound": cell.bound,
         "sent_per_step": cell.sent(),
+        "received_per_step": cell.received(),
         "needed_per_step": cell.needed(),
         "test_accuracy": cell.first.summary.test_accuracy,
         "test_loss": cell.first.summary.test_loss,

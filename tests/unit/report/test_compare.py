@@ -52,6 +52,47 @@ def test_two_single_runs_are_compared_and_their_difference_told(tmp_path: Path) 
     assert found.differences == ["mode: ring -> ddp"] and found.changes[0].verdict == "faster"
 
 
+def test_a_cell_is_compared_with_the_same_place_where_a_result_has_several(tmp_path: Path) -> None:
+    for side, netns in (("a", 4.0), ("b", 6.0)):
+        make_run(tmp_path / side / "ddp", Made(compute=2.0, substrate="compose"), mode="ddp", **LINK)
+        make_run(tmp_path / side / "ddp@netns", Made(compute=netns, substrate="netns"), mode="ddp", name="ddp", **LINK)
+    verdicts = {change.name: change.worse for change in compare(tmp_path / "a", tmp_path / "b", 0.05).changes}
+    assert verdicts == {"ddp on compose": False, "ddp on netns": True}
+
+
+def test_a_place_that_only_one_side_has_is_lost_and_not_compared_with_another(tmp_path: Path) -> None:
+    make_run(tmp_path / "a" / "ddp", Made(substrate="compose"), mode="ddp", **LINK)
+    for side in ("a", "b"):
+        make_run(tmp_path / side / "ddp@netns", Made(substrate="netns"), mode="ddp", name="ddp", **LINK)
+    found = compare(tmp_path / "a", tmp_path / "b", 0.05)
+    assert [change.name for change in found.changes] == ["ddp on netns"] and found.lost == ["ddp on compose: not there"]
+
+
+def test_that_a_and_b_were_made_at_different_places_is_said(tmp_path: Path) -> None:
+    for side, place in (("a", "compose"), ("b", "netns")):
+        for mode in ("ring", "ddp"):
+            make_run(tmp_path / side / mode, Made(substrate=place), mode=mode, **LINK)
+    assert compare(tmp_path / "a", tmp_path / "b", 0.05).differences == ["on: compose -> netns"]
+    assert "differs: on: compose -> netns" in CliRunner().invoke(app, ["compare", *sides(tmp_path)]).output
+    assert compare(tmp_path / "a", tmp_path / "a", 0.05).differences == []
+
+
+def sides(folder: Path) -> list[str]:
+    return [str(folder / "a"), str(folder / "b")]
+
+
+@pytest.mark.parametrize(("repeats", "times"), [((1, 2), 1), ((1, 1), 1), ((2, 2), 0)])
+def test_that_one_run_knows_nothing_of_others_is_said_once(
+    tmp_path: Path, repeats: tuple[int, int], times: int
+) -> None:
+    for side, count in zip(("a", "b"), repeats, strict=True):
+        for mode in ("ring", "ddp"):
+            for number in range(count):
+                make_run(tmp_path / side / f"{mode}-{number}", Made(seed=number), mode=mode, **LINK)
+    said = " ".join(CliRunner().invoke(app, ["compare", *sides(tmp_path)]).output.split())
+    assert said.count("knows nothing of how runs differ") == times
+
+
 def test_results_without_a_common_spec_are_refused(tmp_path: Path) -> None:
     results(tmp_path / "a", 4.0)
     for mode in ("tree", "gather"):

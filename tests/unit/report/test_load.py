@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,17 @@ def change(key: str, value: Any) -> Callable[[Path], None]:
     return do
 
 
+def to_link(path: Path) -> None:
+    """The same content, but it lies elsewhere."""
+    path.symlink_to(path.replace(path.parent.parent / f"{path.name}.elsewhere"))
+
+
+def endless(path: Path) -> None:
+    """Large, and on no disk."""
+    path.touch()
+    os.truncate(path, (16 << 20) + 1)
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no summary": ("summary.json", Path.unlink, "no summary.json"),
     "half a summary": ("summary.json", cut, "damaged"),
@@ -76,6 +88,13 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a step left out": ("rank0.jsonl", change("step", 7), "out of order"),
     "comm of another shape": ("rank0.jsonl", change("comm", [[1, 2]]), "damaged"),
     "phases that are none": ("rank0.jsonl", change("phases", 5), "damaged"),
+    "a link for a rank's records": ("rank1.jsonl", lambda p: to_link(p), "is a link"),
+    "a link for a receipt": ("receipt.json", lambda p: to_link(p), "is a link"),
+    "a link that nobody would read": ("notes", lambda p: p.symlink_to("/etc/passwd"), "is a link"),
+    "a pipe": ("rank9.log", lambda p: os.mkfifo(p), "no plain file"),
+    "records without end": ("rank1.jsonl", lambda p: os.truncate(p, (128 << 20) + 1), "at most 134217728 are read"),
+    "a receipt without end": ("receipt.json", lambda p: os.truncate(p, (16 << 20) + 1), "at most 16777216 are read"),
+    "a profile without end": ("rank0.profile.json", lambda p: endless(p), "at most 16777216 are read"),
     "a nest of brackets": ("receipt.json", lambda p: p.write_text("[" * 100_000), "damaged"),
 }
 
@@ -91,6 +110,29 @@ def test_a_damaged_folder_is_named_and_skipped(
     assert [run.folder.path.name for run in loaded.runs] == ["good"]
     (skipped,) = loaded.skipped
     assert skipped.path.name == "bad" and words in skipped.reason and "\n" not in skipped.reason
+
+
+def test_folders_that_the_user_linked_are_read(tmp_path: Path) -> None:
+    make_run(tmp_path / "disk" / "quick" / "ring", mode="ring", **RATE)
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "one").symlink_to(tmp_path / "disk" / "quick" / "ring")
+    for path in (tmp_path / "runs", tmp_path / "mine", tmp_path / "mine" / "one"):
+        loaded = load([path])
+        assert len(loaded.runs) == 1 and loaded.skipped == []
+
+
+@pytest.mark.parametrize("spoil", [to_link, lambda p: os.truncate(p, (16 << 20) + 1)], ids=["link", "endless"])
+def test_a_question_that_is_a_link_or_endless_is_not_read_and_the_runs_are(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    make_run(tmp_path / "quick" / "ring", mode="ring", **RATE)
+    question = tmp_path / "quick" / "experiment.json"
+    question.write_text(json.dumps({"name": "adhoc", "title": "a question"}))
+    assert load([tmp_path / "quick"]).experiments["adhoc"].title == "a question"
+    spoil(question)
+    loaded = load([tmp_path / "quick"])
+    assert len(loaded.runs) == 1 and loaded.experiments == {}
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,6 +13,9 @@ from synthetic import Made, make_run
 from typer.testing import CliRunner
 
 from testbed.control.cli import app
+from testbed.report.cells import chapters
+from testbed.report.load import load
+from testbed.report.tables import utilisation
 from testbed.report.write import Report, write
 from testbed.spec.errors import UsageError
 
@@ -49,6 +52,40 @@ def test_the_reason_is_in_bytes_and_seconds(made: tuple[Report, str]) -> None:
 def test_numbers_are_held_against_one_another(made: tuple[Report, str]) -> None:
     checks = {check.text.partition(":")[0]: check.ok for check in made[0].parts[0].verdict.checks}
     assert checks == {"Rates": True, "Replicas": True, "Bytes": True, "Times": True, "Control": True}
+
+
+def test_a_step_that_is_mostly_rest_adds_up_but_does_not_pass(tmp_path: Path) -> None:
+    for mode in ("ring", "ddp"):
+        make_run(tmp_path / mode, mode=mode, **LINK)
+    times = next(c for c in write([tmp_path], tmp_path).parts[0].verdict.checks if c.text.startswith("Times"))
+    assert times.ok and "the rest at most 0.1 % of it" in times.text
+    for rank in range(4):  # a tenth more that nobody accounts for
+        path = tmp_path / "ring" / f"rank{rank}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        longer = [line | ({"total": 1.1 * line["total"]} if line["kind"] == "step" else {}) for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in longer))
+    times = next(c for c in write([tmp_path], tmp_path).parts[0].verdict.checks if c.text.startswith("Times"))
+    assert times.ok is False and "is the step within 0.1 %" in times.text and "9.2 % of it (ring)" in times.text
+
+
+def test_bytes_received_are_in_the_table_and_in_the_figures(tmp_path: Path) -> None:
+    summary = make_run(tmp_path / "gather", mode="gather", **LINK)
+    changed = summary.model_copy(update={"received_per_step": [6e6, 1e6, 2e6, 3e6]})
+    (tmp_path / "gather" / "summary.json").write_text(changed.model_dump_json(by_alias=True))
+    (part,) = write([tmp_path], tmp_path).parts
+    table = next(table for table in part.tables if table.name == "bytes")
+    row = dict(zip(table.header, table.rows[0], strict=True))
+    assert (row["received, rank 0"], row["received, others"]) == ("6.00", "2.00")
+    figures = json.loads((tmp_path / "report" / "summary.json").read_text())
+    assert figures["experiments"]["adhoc"][0]["received_per_step"] == [6e6, 1e6, 2e6, 3e6]
+
+
+def test_a_slow_link_is_used_as_much_as_its_own_rate_allows(tmp_path: Path) -> None:
+    """A ring sends as much over the slow link as over the others, and waits for it."""
+    make_run(tmp_path / "ring", Made(slow_link={2: 0.25}, noise=0.0), mode="ring", **LINK)
+    make_run(tmp_path / "equal" / "ring", Made(noise=0.0), mode="ring", **LINK)
+    slow, equal = (chapters(load([tmp_path / name]))[0].cells[0] for name in ("ring", "equal"))
+    assert utilisation(slow) == pytest.approx(utilisation(equal), rel=0.01)
 
 
 def test_a_run_that_failed_is_listed_and_in_no_table(made: tuple[Report, str]) -> None:
@@ -120,6 +157,34 @@ def test_the_page_asks_the_network_for_nothing(made: tuple[Report, str]) -> None
 def test_no_two_parts_of_the_page_share_an_id(made: tuple[Report, str]) -> None:
     ids = re.findall(r'\bid="([^"]+)"', made[1])
     assert len(ids) == len(set(ids))
+
+
+def test_a_report_folder_that_is_a_link_is_refused_and_nothing_lands_outside(tmp_path: Path) -> None:
+    make_run(tmp_path / "theirs" / "one", mode="ring", **LINK)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs" / "report").symlink_to(tmp_path / "mine")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "theirs")])
+    assert isinstance(done.exception, UsageError) and "is a link" in str(done.exception)
+    assert list((tmp_path / "mine").iterdir()) == [] and not (tmp_path / "theirs" / "report.html").exists()
+
+
+def test_links_that_a_stranger_put_where_files_go_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    make_run(tmp_path / "theirs" / "one", mode="ring", **LINK)
+    files = [path.relative_to(tmp_path / "theirs") for path in write_all(tmp_path / "theirs")]
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    for name in files:
+        (tmp_path / "theirs" / name).unlink()
+        (tmp_path / "theirs" / name).symlink_to(mine)
+    again = write_all(tmp_path / "theirs")
+    assert mine.read_text() == "precious" and not any(path.is_symlink() for path in again)
+    assert {path.suffix for path in again} == {".html", ".png", ".svg", ".csv", ".md", ".json"}
+
+
+def write_all(folder: Path) -> list[Path]:
+    """The report, and every file of it."""
+    page = write([folder], folder).page
+    return [page, *(page.parent / "report").iterdir()]
 
 
 def test_a_stranger_cannot_put_code_into_the_page(tmp_path: Path) -> None:
