@@ -13,10 +13,11 @@ from testbed.net.probe import Flow, Measurement
 from testbed.net.wire import bottleneck, wire_rate
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
-from testbed.spec.folder import write_whole
+from testbed.spec.folder import read_bounded, write_whole
 from testbed.spec.run import SCHEMA, check_schema
 from testbed.spec.units import format_rate
 
+MAX_BYTES = 16 << 20  # of a receipt; that of 64 nodes has about one million
 TOLERANCE = 0.05  # a run that is further off is invalid
 
 
@@ -107,8 +108,8 @@ class Receipt(Spec):
     def read(cls, path: Path) -> Self:
         """A receipt written earlier; another schema is refused by number."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            values = json.loads(read_bounded(path, MAX_BYTES))
+        except (SpecError, ValueError) as error:
             raise SpecError(f"{path}: no receipt ({error}). Run it again.") from None
         check_schema(values.get("schema") if isinstance(values, dict) else None, str(path))
         return cls.load(values, str(path))

@@ -13,13 +13,11 @@ from typing import Any
 
 from testbed.report.foreign import MAX_FAULTS, MAX_RECORDS, check_inside, check_size
 from testbed.spec.folder import RunFolder
-from testbed.spec.history import Story, fault_table, read_story
+from testbed.spec.history import MAX_EVENTS, Story, fault_table, read_story
 from testbed.spec.intervals import Interval
 from testbed.spec.records import read, read_lines
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
-
-MAX_EVENTS = 10_000  # of one run; a controller writes some dozen
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from testbed.spec.folder import RunFolder
 from testbed.spec.records import read_lines
 from testbed.spec.run import RunSpec
 
+MAX_EVENTS = 10_000  # of one run; a controller writes some dozen
 HEADER = ("run", "fault", "noticed after", "named right", "exit codes, rank 0 first", "recovered")
 
 
@@ -40,7 +41,7 @@ class Story:
 
 def read_story(folder: RunFolder) -> Story:
     """From faults.jsonl; empty where there is none."""
-    events = list(read_lines(folder.faults, "event"))
+    events = list(itertools.islice(read_lines(folder.faults, "event"), MAX_EVENTS))
     codes: dict[int, int] = {}
     for event in itertools.takewhile(lambda event: event["event"] != "again", events):
         if event["event"] == "ended":
