@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from testbed.spec.folder import write_whole
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "results" / "soak"
 
 SOAKED = ("testbed/spec", "testbed/net", "testbed/rank", "testbed/control", "tests/soak")  # a change here: all anew
 SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand")
+DIRTY = "+"  # after a commit: there were changes beside it
 MINUTES = 25.0  # that any part may take
 
 Outcome = dict[str, Any]  # "ok": whether the case was as it must be; the rest explains it
@@ -42,7 +45,7 @@ class Promise:
 def code_commit() -> str:
     """The last commit that changed what is soaked; `+` where there are changes beside it."""
     found = _git("log", "-1", "--format=%h", "--", *SOAKED)
-    return found + ("+" if _git("status", "--porcelain", "--", *SOAKED) else "")
+    return found + (DIRTY if _git("status", "--porcelain", "--", *SOAKED) else "")
 
 
 def _git(*arguments: str) -> str:
@@ -51,7 +54,8 @@ def _git(*arguments: str) -> str:
 
 
 class Book:
-    """Cases of one part by their name; those of another commit do not count."""
+    """Cases of one part by their name; those of another commit do not count, nor those of a tree with changes: which
+    changes they were made with nobody knows."""
 
     def __init__(self, part: str, promise: Promise, folder: Path = FOLDER) -> None:
         self.path = folder / f"{part}.json"
@@ -60,7 +64,8 @@ class Book:
         self.cases: dict[str, Outcome] = {}
         if self.path.is_file():
             kept = json.loads(self.path.read_text())
-            self.cases = kept["cases"] if kept["commit"] == self.head["commit"] else {}
+            same = kept["commit"] == self.head["commit"] and not kept["commit"].endswith(DIRTY)
+            self.cases = kept["cases"] if same else {}
 
     def run(self, cases: Iterable[tuple[str, Callable[[], Outcome]]]) -> None:
         """Do what is missing, print a line each, write after each."""
@@ -78,7 +83,7 @@ class Book:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         counts = self.counts()
         whole = {**self.head, **counts, "missed": self.promise.missed(counts), "cases": self.cases}
-        self.path.write_text(json.dumps(whole, indent=1) + "\n")
+        write_whole(self.path, json.dumps(whole, indent=1))
 
     def counts(self) -> dict[str, Any]:
         ok = sum(outcome["ok"] for outcome in self.cases.values())

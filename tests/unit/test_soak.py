@@ -38,6 +38,26 @@ def test_a_soak_goes_on_where_it_stopped_and_counts(tmp_path: Path, monkeypatch:
     assert book.Book("part", PROMISE, tmp_path).cases == {}
 
 
+def test_cases_of_a_tree_with_changes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "code_commit", lambda: "abc" + book.DIRTY)
+    book.Book("part", PROMISE, tmp_path).run([("a", lambda: {"ok": True})])
+    assert book.Book("part", PROMISE, tmp_path).cases == {}
+
+
+def test_a_soak_killed_while_it_writes_leaves_the_book_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "code_commit", lambda: "abc")
+    first = book.Book("part", PROMISE, tmp_path)
+    first.run([("a", lambda: {"ok": True})])
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        first.run([("b", lambda: {"ok": True})])
+    assert list(book.Book("part", PROMISE, tmp_path).cases) == ["a"]
+
+
 def test_every_limit_that_is_missed_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
