@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 
 from tests.soak.book import Outcome
-from tests.soak.runs import DEADLINE, SMALL, drop, scratch, testbed
+from tests.soak.runs import DEADLINE, SMALL, drop, own, scratch, testbed
 
 KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
 RESUME_MODES = ("ring", "ddp", "ring/bucket:2MiB/pipeline")
@@ -16,24 +15,22 @@ NODES = 4
 Cases = Iterator[tuple[str, Callable[[], Outcome]]]
 
 
-def followed(part: Callable[[], Cases]) -> Callable[[], Cases]:
+def followed(cases: Cases) -> Cases:
     """That the next run starts is what the next case shows; after the last one there is a plain run."""
-
-    @functools.wraps(part)
-    def whole() -> Cases:
-        *others, (name, last) = part()
-        yield from others
-        yield name, lambda: _with_a_plain_run(last)
-
-    return whole
+    *others, (name, last) = cases
+    yield from others
+    yield name, lambda: _with_a_plain_run(last)
 
 
 def _with_a_plain_run(case: Callable[[], Outcome]) -> Outcome:
-    outcome, after = case(), _plain("ring", "process", 0)
-    return outcome | {"ok": outcome["ok"] and after["ok"], "afterwards": after}
+    """Whatever the part's own process left counts as the last case's."""
+    outcome, mine, after = case(), own(), _plain("ring", "process", 0)
+    ok = outcome["ok"] and after["ok"] and not mine
+    left = outcome.get("left", 0) + len(mine) + after["left"]
+    whole = {"started": after["started"], **outcome, "ok": ok, "left": left, "afterwards": after}
+    return whole | ({"own": mine} if mine else {})
 
 
-@followed
 def kill(count: int = 20) -> Cases:
     """SIGKILL at seeded moments, in every mode, on namespaces and plain processes in turn."""
     for mode in KILL_MODES:
@@ -45,7 +42,6 @@ def kill(count: int = 20) -> Cases:
             yield f"{mode} {seed} {place} {fault}", lambda m=mode, p=place, f=fault, r=rank: _fatal(m, p, f, r, 10.0)
 
 
-@followed
 def silence(count: int = 10) -> Cases:
     """A pause beyond the deadline, and a cable that is pulled."""
     for kind in ("pause", "cut"):
@@ -76,7 +72,6 @@ def _fatal(mode: str, place: str, fault: str, rank: int, limit: float) -> Outcom
         drop(folder)
 
 
-@followed
 def hiccup(count: int = 5) -> Cases:
     """A pause of 3 s, and a tenth of the rate for 5 s: the run finishes with the very parameters of the undisturbed."""
     references: dict[str, str | None] = {}
@@ -92,7 +87,6 @@ def hiccup(count: int = 5) -> Cases:
             )
 
 
-@followed
 def resume(count: int = 10) -> Cases:
     """Killed at a random step, restarted from the last checkpoint, every third by hand: the undisturbed hash."""
     references: dict[str, str | None] = {}
@@ -148,8 +142,10 @@ def _plain(mode: str, place: str, seed: int) -> Outcome:
     folder = scratch()
     try:
         run = testbed(*_short(mode, 20, place), "--seed", str(seed), out=folder / "r")
-        left = run.left()
-        ok = run.code == 0 and run.status == "ok" and run.final_hash() is not None and not left
-        return {"ok": ok, "left": len(left), "code": run.code} | ({} if ok else {"said": run.said[-500:], "what": left})
+        left, started = run.left(), run.started()
+        whole = run.code == 0 and run.status == "ok" and run.final_hash() is not None and run.tabled()
+        outcome: Outcome = {"ok": whole and started and not left, "left": len(left), "code": run.code}
+        outcome |= {"started": started}
+        return outcome if outcome["ok"] else outcome | {"said": run.said[-500:], "what": left}
     finally:
         drop(folder)

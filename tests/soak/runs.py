@@ -61,6 +61,8 @@ class Run:
 
     def started(self) -> bool:
         """The first attempt came to its training: a rank says so when it has met all the others."""
+        if not self.folder.spec.is_file():
+            return False
         first = [self.folder.path / f"rank{rank}.attempt1.jsonl" for rank in range(self.folder.read_spec().world)]
         paths = [old if old.is_file() else self.folder.records(rank) for rank, old in enumerate(first)]
         return any(record["kind"] == "start" for path in paths if path.is_file() for record in read(path))
@@ -109,9 +111,20 @@ def shaping() -> frozenset[str]:
     return frozenset(line for line in lines if line.split()[1] in SHAPING)
 
 
+def own() -> list[str]:
+    """What this process left, cases that run inside it included: things with its mark, folders for cases."""
+    mine = re.compile(rf"{os.getpid()}-\d+")
+    found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
+    return found + sorted(map(str, Path(tempfile.gettempdir()).glob(f"{_scratch()}*")))
+
+
+def _scratch() -> str:
+    return f"soak-{os.getpid()}-"
+
+
 def scratch() -> Path:
     """A folder for one run, to be removed with `drop`."""
-    return Path(tempfile.mkdtemp(prefix="soak-"))
+    return Path(tempfile.mkdtemp(prefix=_scratch()))
 
 
 def drop(folder: Path) -> None:
