@@ -62,6 +62,16 @@ PARTS = {  # part: (module, function, promise)
             most=CLEAN,
         ),
     ),
+    "containers": (
+        "faults",
+        "containers",
+        Promise(
+            f"in containers: 5 of 5 {IN_TIME} the fault, named; 2 bit-identical, 1 plain; no container or network left",
+            cases=8,
+            least={"named": 5, "identical": 2, "started": 8},
+            most={"most_seconds": 10, "minutes": 6, **CLEAN},
+        ),
+    ),
     "torn": (
         "torn",
         "torn",

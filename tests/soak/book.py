@@ -19,6 +19,7 @@ FOLDER = ROOT / "results" / "soak"
 SOAKED = ("testbed/spec", "testbed/net", "testbed/rank", "testbed/control", "tests/soak")  # a change here: all anew
 SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand")
 DIRTY = "+"  # after a commit: there were changes beside it
+UNAVAILABLE = "unavailable"  # why a case could not be tried here: a miss, and not kept
 MINUTES = 25.0  # that any part may take
 
 Outcome = dict[str, Any]  # "ok": whether the case was as it must be; the rest explains it
@@ -65,7 +66,8 @@ class Book:
         if self.path.is_file():
             kept = json.loads(self.path.read_text())
             same = kept["commit"] == self.head["commit"] and not kept["commit"].endswith(DIRTY)
-            self.cases = kept["cases"] if same else {}
+            cases = kept["cases"] if same else {}
+            self.cases = {name: outcome for name, outcome in cases.items() if UNAVAILABLE not in outcome}
 
     def run(self, cases: Iterable[tuple[str, Callable[[], Outcome]]]) -> None:
         """Do what is missing, print a line each, write after each."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from tests.soak.book import Outcome
+from testbed.control.substrates import engine
+from testbed.spec.errors import Unavailable
+from tests.soak.book import UNAVAILABLE, Outcome
 from tests.soak.runs import DEADLINE, SMALL, drop, own, scratch, testbed
 
 KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
@@ -122,12 +124,39 @@ def _same(base: list[str], flags: list[str], references: dict[str, str | None], 
         drop(folder)
 
 
+def containers() -> Cases:
+    """The same in containers: where no engine answers, or its image is of other code, every case is missed."""
+    references: dict[str, str | None] = {}
+    rng = random.Random("containers")
+    for mode, rank in (("ring", 0), ("ddp", 1), ("ring/bucket:2MiB/pipeline", 3)):
+        kill = f"kill:rank{rank}@{rng.randrange(0, 3000)}ms"
+        yield f"{mode} {kill}", _contained(lambda m=mode, f=kill, r=rank: _fatal(m, "compose", f, r, 10.0))
+    for mode, fault, rank in (("allreduce", "pause:rank2@step20", 2), ("gather", "cut:rank1@step30", 1)):
+        yield f"{mode} {fault}", _contained(lambda m=mode, f=fault, r=rank: _fatal(m, "compose", f, r, DEADLINE + 5))
+    base, again = _short("ring", SHORT, "compose"), ["--set", "checkpoint=10", "--retries", "1"]
+    for fault, flags in (("pause:rank3@step15+3s", []), ("kill:rank2@step55", again)):
+        case = _contained(lambda f=fault, g=flags: _same(base, ["--fault", f, *g], references))
+        yield " ".join(["ring", fault, *flags]), case
+    yield "ring plain", _contained(lambda: _plain("ring", "compose", 0))
+
+
+def _contained(case: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    def checked() -> Outcome:
+        try:
+            engine.check(())
+        except Unavailable as error:
+            return {"ok": False, UNAVAILABLE: str(error)}
+        return case()
+
+    return checked
+
+
 def _short(mode: str, steps: int, place: str) -> list[str]:
     return [*SMALL, *_network(place), "--mode", mode, "--steps", str(steps)]
 
 
 def _network(place: str) -> list[str]:
-    return ["--nodes", str(NODES), "--on", place, *(["--rate", "100mbit"] if place == "netns" else [])]
+    return ["--nodes", str(NODES), "--on", place, *(["--rate", "100mbit"] if place != "process" else [])]
 
 
 def short(count: int = 100) -> Cases:

@@ -16,6 +16,7 @@ from typing import Any
 
 from testbed.control.machine import SHARE
 from testbed.control.substrates import leftovers
+from testbed.control.substrates.engine import OWNER_LABEL
 from testbed.report.load import load
 from testbed.spec.folder import TEMPORARY, RunFolder
 from testbed.spec.records import read
@@ -41,6 +42,7 @@ class Run:
     status: str | None
     history: list[dict[str, Any]]
     shaped: frozenset[str]  # what was shaped on the machine's own links before
+    contained: bool  # on an engine
 
     def event(self, kind: str) -> dict[str, Any] | None:
         return next((event for event in self.history if event["event"] == kind), None)
@@ -57,6 +59,7 @@ class Run:
         found += [str(path) for path in files if not path.name.startswith(NOT_OURS)]
         halves = self.folder.path.rglob(f".*{TEMPORARY}") if self.folder.path.exists() else ()
         found += map(str, (*halves, *self.folder.path.parent.glob(".*.lock")))
+        found += [name for name, who in _on_engine() if mine.fullmatch(who)] if self.contained else []
         return found + sorted(shaping() - self.shaped)
 
     def started(self) -> bool:
@@ -95,7 +98,17 @@ def testbed(*arguments: str, out: Path, patience: float = PATIENCE) -> Run:
     ended, folder = time.monotonic(), RunFolder(out)
     status = json.loads(folder.summary.read_text())["status"] if folder.summary.is_file() else None
     lines = folder.faults.read_text().splitlines() if folder.faults.is_file() else []
-    return Run(process.returncode, said, ended, process.pid, folder, status, list(map(json.loads, lines)), shaped)
+    history, contained = list(map(json.loads, lines)), "compose" in arguments
+    return Run(process.returncode, said, ended, process.pid, folder, status, history, shaped, contained)
+
+
+def _on_engine() -> list[tuple[str, str]]:
+    """Containers and networks that a controller made, with their owner, as the engine's own command lists them."""
+    form = f'{{{{.Name}}}} {{{{.Label "{OWNER_LABEL}"}}}}'
+    lists = (["ps", "--all", "--format", form.replace("Name", "Names")], ["network", "ls", "--format", form])
+    argvs = [["docker", *words, "--filter", f"label={OWNER_LABEL}"] for words in lists]
+    said = [subprocess.run(argv, capture_output=True, text=True, check=True).stdout for argv in argvs]
+    return [(name, who) for text in said for name, who in (line.split() for line in text.splitlines())]
 
 
 def temporary(out: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import book, hostile
+from tests.soak import book, faults, hostile
 from tests.soak.__main__ import PARTS
 
 
@@ -42,6 +42,20 @@ def test_cases_of_a_tree_with_changes_are_not_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(book, "code_commit", lambda: "abc" + book.DIRTY)
     book.Book("part", PROMISE, tmp_path).run([("a", lambda: {"ok": True})])
     assert book.Book("part", PROMISE, tmp_path).cases == {}
+
+
+def test_without_an_engine_containers_are_a_miss_that_is_told_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(book, "code_commit", lambda: "abc")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")
+    _, _, promise = PARTS["containers"]
+    soak = book.Book("containers", promise, tmp_path)
+    soak.run(faults.containers())
+    assert soak.close() is False
+    assert soak.counts()["ok"] == 0
+    assert "no Docker engine answers" in capsys.readouterr().out
+    assert book.Book("containers", promise, tmp_path).cases == {}
 
 
 def test_a_soak_killed_while_it_writes_leaves_the_book_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
