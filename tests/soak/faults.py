@@ -133,7 +133,7 @@ def containers() -> Cases:
         yield f"{mode} {kill}", _contained(lambda m=mode, f=kill, r=rank: _fatal(m, "compose", f, r, 10.0))
     for mode, fault, rank in (("allreduce", "pause:rank2@step20", 2), ("gather", "cut:rank1@step30", 1)):
         yield f"{mode} {fault}", _contained(lambda m=mode, f=fault, r=rank: _fatal(m, "compose", f, r, DEADLINE + 5))
-    base, again = _short("ring", SHORT, "compose"), ["--set", "checkpoint=10", "--retries", "1"]
+    base, again = _short("ring", SHORTER, "compose"), ["--set", "checkpoint=10", "--retries", "1"]
     for fault, flags in (("pause:rank3@step15+3s", []), ("kill:rank2@step55", again)):
         case = _contained(lambda f=fault, g=flags: _same(base, ["--fault", f, *g], references))
         yield " ".join(["ring", fault, *flags]), case

@@ -136,8 +136,10 @@ def _scratch() -> str:
 
 
 def scratch() -> Path:
-    """A folder for one run, to be removed with `drop`."""
-    return Path(tempfile.mkdtemp(prefix=_scratch()))
+    """A folder for one run, to be removed with `drop`; open to all, as a rank in a container may be nobody."""
+    made = Path(tempfile.mkdtemp(prefix=_scratch()))
+    made.chmod(0o755)
+    return made
 
 
 def drop(folder: Path) -> None:
