@@ -26,7 +26,7 @@ PARTS = {  # part: (module, function, promise)
         "faults",
         "kill",
         Promise(
-            f"100 of 100 {IN_TIME} the SIGKILL (median 5), nothing left, the next run starts; named in 99",
+            f"100 of 100 {IN_TIME} the SIGKILL (median 5), every fifth near a checkpoint; nothing left; named in 99",
             cases=100,
             least={"named": 99, "started": 100},
             most={"most_seconds": 10, "median_seconds": 5, **CLEAN},

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from testbed.control.substrates import engine
 from testbed.spec.errors import Unavailable
 from tests.soak.book import UNAVAILABLE, Outcome
-from tests.soak.runs import DEADLINE, SMALL, drop, own, scratch, testbed
+from tests.soak.runs import BATCH, DEADLINE, SMALL, drop, own, scratch, testbed
 
 KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
 RESUME_MODES = ("ring", "ddp", "ring/bucket:2MiB/pipeline")
 FOREVER, SHORT, SHORTER = 1_000_000, 200, 100  # steps
+ENDING, EVERY = 30, 5  # steps of a run that ends; between its checkpoints
 NODES = 4
 Cases = Iterator[tuple[str, Callable[[], Outcome]]]
 
@@ -34,14 +35,32 @@ def _with_a_plain_run(case: Callable[[], Outcome]) -> Outcome:
 
 
 def kill(count: int = 20) -> Cases:
-    """SIGKILL at seeded moments, in every mode, on namespaces and plain processes in turn."""
+    """SIGKILL at seeded moments, in every mode, on namespaces and plain processes in turn; every fifth in a run that
+    writes checkpoints, evaluates and ends."""
     for mode in KILL_MODES:
         for seed in range(count):
             rng = random.Random(f"kill {mode} {seed}")
             rank, moment = rng.randrange(NODES), rng.randrange(0, 3000)
             place = ("netns", "process")[seed % 2]
             fault = f"kill:rank{rank}@{moment}ms" if moment else f"kill:rank{rank}@step0"
-            yield f"{mode} {seed} {place} {fault}", lambda m=mode, p=place, f=fault, r=rank: _fatal(m, p, f, r, 10.0)
+            if seed % 5 == 4:
+                name = f"{mode} {seed} {place} kill:rank{rank} at a checkpoint or an evaluation"
+                yield name, lambda m=mode, p=place, r=rank, g=rng: _busy(m, p, r, g)
+            else:
+                name = f"{mode} {seed} {place} {fault}"
+                yield name, lambda m=mode, p=place, f=fault, r=rank: _fatal(m, p, f, r, 10.0)
+
+
+def _busy(mode: str, place: str, rank: int, rng: random.Random) -> Outcome:
+    """A finite run whose epochs have as many steps as lie between checkpoints. The blow comes when such a step is done:
+    into the write, the evaluation or the step behind. Where the run was quicker, once more at an earlier step."""
+    flags = ["--set", f"checkpoint={EVERY}", "--set", f"data.subset={EVERY * BATCH}", "--set", "data.test_subset=2000"]
+    step, tries = EVERY * rng.randrange(1, ENDING // EVERY), 1
+    while True:
+        outcome = _fatal(mode, place, f"kill:rank{rank}@step{step}", rank, 10.0, ENDING, flags) | {"tries": tries}
+        if not outcome["finished"] or step == EVERY:
+            return outcome
+        step, tries = EVERY * rng.randrange(1, step // EVERY), tries + 1
 
 
 def silence(count: int = 10) -> Cases:
@@ -55,11 +74,13 @@ def silence(count: int = 10) -> Cases:
             yield f"{mode} {seed} netns {fault}", lambda m=mode, f=fault, r=rank: _fatal(m, "netns", f, r, DEADLINE + 5)
 
 
-def _fatal(mode: str, place: str, fault: str, rank: int, limit: float) -> Outcome:
+def _fatal(
+    mode: str, place: str, fault: str, rank: int, limit: float, steps: int = FOREVER, flags: Sequence[str] = ()
+) -> Outcome:
     """The run must end by itself in time, name the rank, leave nothing and count nowhere."""
     folder = scratch()
     try:
-        run = testbed(*_short(mode, FOREVER, place), "--fault", fault, out=folder / "r")
+        run = testbed(*_short(mode, steps, place), "--fault", fault, *flags, out=folder / "r")
         injected = run.event("injected")
         seconds = round(run.ended - injected["begun"], 2) if injected else None
         left = run.left()
@@ -69,6 +90,9 @@ def _fatal(mode: str, place: str, fault: str, rank: int, limit: float) -> Outcom
         ok = in_time and not left and started and not tabled and run.status == "failed" and run.code == 3
         outcome: Outcome = {"ok": ok, "seconds": seconds, "named": named, "left": len(left), "code": run.code}
         outcome |= {"started": started, "tabled": tabled}
+        if steps != FOREVER:
+            outcome |= {"step": injected and injected["step"], "doing": run.doing(rank)}
+            outcome |= {"finished": run.code == 0 and outcome["doing"] == "end"}
         return outcome if ok and named else outcome | {"said": run.said[-500:], "what": left}
     finally:
         drop(folder)

@@ -23,7 +23,8 @@ from testbed.spec.records import read
 from tests.soak.book import ROOT
 
 DEADLINE = 5.0  # seconds, of every soak
-SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--set", "probe=false"]
+BATCH = 12
+SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", str(BATCH), "--set", "probe=false"]
 SMALL += ["--set", f"deadline={DEADLINE:g}", "--set", "data.test_subset=100", "--set", "data.subset=1200"]
 PATIENCE = 180.0  # seconds for a command that must end by itself
 NOT_OURS = "torchinductor_"  # torch's cache, one for each user, made when DDP is imported
@@ -70,14 +71,22 @@ class Run:
         paths = [old if old.is_file() else self.folder.records(rank) for rank, old in enumerate(first)]
         return any(record["kind"] == "start" for path in paths if path.is_file() for record in read(path))
 
+    def doing(self, rank: int) -> str:
+        """The kind of the last record that the rank wrote."""
+        return next((str(record["kind"]) for record in reversed(list(read(self.folder.records(rank))))), "nothing")
+
     def tabled(self) -> bool:
         """Whether the report shows it. One that is not shown must be named with the reason."""
+        if not self.folder.path.is_dir():
+            return False
         found = load([self.folder.path])
         assert len(found.runs) + len(found.skipped) == 1, found
         return bool(found.runs)
 
     def final_hash(self) -> str | None:
         """Of the parameters after the last step, where all ranks agree."""
+        if not self.folder.spec.is_file():
+            return None
         found = set()
         for rank in range(self.folder.read_spec().world):
             hashes = [record for record in read(self.folder.records(rank)) if record["kind"] == "hash"]
