@@ -80,7 +80,12 @@ PARTS = {  # part: (module, function, promise)
     "hostile": (
         "hostile",
         "hostile",
-        Promise("500 of 500 refused with a sentence or run; no traceback, stray file or shell", cases=500, **NEXT),
+        Promise(
+            "500 of 500 refused with a sentence or run; no traceback, stray file or shell",
+            cases=500,
+            also=("testbed/report",),
+            **NEXT,
+        ),
     ),
     "garbage": (
         "garbage",

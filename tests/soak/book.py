@@ -33,6 +33,7 @@ class Promise:
     cases: int
     least: Mapping[str, float] = field(default_factory=dict)  # a count that was not kept is missed
     most: Mapping[str, float] = field(default_factory=dict)
+    also: tuple[str, ...] = ()  # what this part soaks beside SOAKED
 
     def missed(self, counts: Mapping[str, Any]) -> list[str]:
         """One line for each limit that does not hold."""
@@ -43,10 +44,11 @@ class Promise:
         return [f"{key} {counts.get(key, 'unknown')}, promised {how} {limit:g}" for key, how, limit in below + above]
 
 
-def code_commit() -> str:
+def code_commit(also: Iterable[str] = ()) -> str:
     """The last commit that changed what is soaked; `+` where there are changes beside it."""
-    found = _git("log", "-1", "--format=%h", "--", *SOAKED)
-    return found + (DIRTY if _git("status", "--porcelain", "--", *SOAKED) else "")
+    paths = (*SOAKED, *also)
+    found = _git("log", "-1", "--format=%h", "--", *paths)
+    return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
 
 
 def _git(*arguments: str) -> str:
@@ -61,7 +63,7 @@ class Book:
     def __init__(self, part: str, promise: Promise, folder: Path = FOLDER) -> None:
         self.path = folder / f"{part}.json"
         self.promise = promise
-        self.head = {"part": part, "promise": promise.words, "commit": code_commit()}
+        self.head = {"part": part, "promise": promise.words, "commit": code_commit(promise.also)}
         self.cases: dict[str, Outcome] = {}
         if self.path.is_file():
             kept = json.loads(self.path.read_text())

@@ -116,10 +116,11 @@ class Guard:
             if writes and self.inside not in path.resolve().parents and path != Path(os.devnull):
                 self.offences.append(f"open {path}"[:200])
         if event in CHANGES:
-            for name in arguments[: CHANGES[event]]:
-                path = Path(os.fsdecode(name)).absolute() if isinstance(name, str | bytes) else self.inside / "handle"
-                if self.inside not in (path.parent.resolve() / path.name).parents:
-                    self.offences.append(f"{event} {path}"[:200])
+            names = [name for name in arguments[: CHANGES[event]] if isinstance(name, str | bytes)]
+            paths = [Path(os.fsdecode(name)).absolute() for name in names]
+            paths = [path for path in paths if event != "os.mkdir" or not path.is_dir()]  # there: it makes nothing
+            outside = [path for path in paths if self.inside not in (path.parent.resolve() / path.name).parents]
+            self.offences += [f"{event} {path}"[:200] for path in outside]
 
     @contextlib.contextmanager
     def armed(self, inside: Path) -> Iterator[None]:
