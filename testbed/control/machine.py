@@ -7,7 +7,6 @@ out the others too, and through no link; the kernel frees it with the process, a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shlex
 import stat
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from testbed.control.lock import Grasp, grasp
 from testbed.control.place import Place
 from testbed.spec.errors import Interrupted, Unavailable
 
@@ -81,10 +81,8 @@ def _wait(file: Path) -> int:
 def _try(file: Path) -> int | None:
     """The file, locked; None where another has it, or freed and removed it between our opening and locking it."""
     handle = _open(file)
-    with contextlib.suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(handle), file.lstat()):
-            return handle
+    if grasp(handle, file) is Grasp.OURS:
+        return handle
     os.close(handle)
     return None
 

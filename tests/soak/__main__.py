@@ -12,16 +12,21 @@ import sys
 
 from testbed.control.machine import reserved
 from tests.soak.book import Book, Promise
+from tests.soak.faults import followed
 from tests.soak.runs import DEADLINE
 
 CLEAN = {"left": 0, "tabled": 0}  # after every case: nothing of it is there, and no table shows half a run
+NEXT = {
+    "least": {"started": 1},
+    "most": {"left": 0},
+}  # of cases that are no runs: nothing left, and the next run starts
 IN_TIME = "end within 10 s of"
 PARTS = {  # part: (module, function, promise)
     "kill": (
         "faults",
         "kill",
         Promise(
-            f"100 of 100 {IN_TIME} the SIGKILL (median 5), nothing left, the next run starts; named in 99",
+            f"100 of 100 {IN_TIME} the SIGKILL (median 5), every fifth near a checkpoint; nothing left; named in 99",
             cases=100,
             least={"named": 99, "started": 100},
             most={"most_seconds": 10, "median_seconds": 5, **CLEAN},
@@ -57,15 +62,30 @@ PARTS = {  # part: (module, function, promise)
             most=CLEAN,
         ),
     ),
+    "containers": (
+        "faults",
+        "containers",
+        Promise(
+            f"in containers: 5 of 5 {IN_TIME} the fault, named; 2 bit-identical, 1 plain; no container or network left",
+            cases=8,
+            least={"named": 5, "identical": 2, "started": 8},
+            most={"most_seconds": 10, "minutes": 6, **CLEAN},
+        ),
+    ),
     "torn": (
         "torn",
         "torn",
-        Promise("50 of 50 loadable after a SIGKILL inside a checkpoint write, nothing complete lost", cases=50),
+        Promise("50 of 50 loadable after a SIGKILL inside a checkpoint write, nothing complete lost", cases=50, **NEXT),
     ),
     "hostile": (
         "hostile",
         "hostile",
-        Promise("500 of 500 refused with a sentence or run; no traceback, stray file or shell", cases=500),
+        Promise(
+            "500 of 500 refused with a sentence or run; no traceback, stray file or shell",
+            cases=500,
+            also=("testbed/report",),
+            **NEXT,
+        ),
     ),
     "garbage": (
         "garbage",
@@ -73,13 +93,15 @@ PARTS = {  # part: (module, function, promise)
         Promise(
             "6 of 6 runs finish through 200 garbage connections to rendezvous or heartbeat, while ranks meet or train",
             cases=6,
-            most={"left": 0},
+            **NEXT,
         ),
     ),
     "short": (
         "faults",
         "short",
-        Promise("100 of 100 short runs end well and leave nothing", cases=100, most={"left": 0}),
+        Promise(
+            "100 of 100 short runs end well and leave nothing", cases=100, least={"started": 100}, most={"left": 0}
+        ),
     ),
 }
 
@@ -98,7 +120,7 @@ def main() -> int:
         for part in options.parts or PARTS:
             module, function, promise = PARTS[part]
             book = Book(part, promise)
-            book.run(getattr(importlib.import_module(f"tests.soak.{module}"), function)())
+            book.run(followed(getattr(importlib.import_module(f"tests.soak.{module}"), function)()))
             good = book.close() and good
     return 0 if good else 1
 

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from testbed.spec.folder import write_whole
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "results" / "soak"
 
 SOAKED = ("testbed/spec", "testbed/net", "testbed/rank", "testbed/control", "tests/soak")  # a change here: all anew
 SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand")
+DIRTY = "+"  # after a commit: there were changes beside it
+UNAVAILABLE = "unavailable"  # why a case could not be tried here: a miss, and not kept
 MINUTES = 25.0  # that any part may take
 
 Outcome = dict[str, Any]  # "ok": whether the case was as it must be; the rest explains it
@@ -29,6 +33,7 @@ class Promise:
     cases: int
     least: Mapping[str, float] = field(default_factory=dict)  # a count that was not kept is missed
     most: Mapping[str, float] = field(default_factory=dict)
+    also: tuple[str, ...] = ()  # what this part soaks beside SOAKED
 
     def missed(self, counts: Mapping[str, Any]) -> list[str]:
         """One line for each limit that does not hold."""
@@ -39,10 +44,11 @@ class Promise:
         return [f"{key} {counts.get(key, 'unknown')}, promised {how} {limit:g}" for key, how, limit in below + above]
 
 
-def code_commit() -> str:
+def code_commit(also: Iterable[str] = ()) -> str:
     """The last commit that changed what is soaked; `+` where there are changes beside it."""
-    found = _git("log", "-1", "--format=%h", "--", *SOAKED)
-    return found + ("+" if _git("status", "--porcelain", "--", *SOAKED) else "")
+    paths = (*SOAKED, *also)
+    found = _git("log", "-1", "--format=%h", "--", *paths)
+    return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
 
 
 def _git(*arguments: str) -> str:
@@ -51,16 +57,19 @@ def _git(*arguments: str) -> str:
 
 
 class Book:
-    """Cases of one part by their name; those of another commit do not count."""
+    """Cases of one part by their name; those of another commit do not count, nor those of a tree with changes: which
+    changes they were made with nobody knows."""
 
     def __init__(self, part: str, promise: Promise, folder: Path = FOLDER) -> None:
         self.path = folder / f"{part}.json"
         self.promise = promise
-        self.head = {"part": part, "promise": promise.words, "commit": code_commit()}
+        self.head = {"part": part, "promise": promise.words, "commit": code_commit(promise.also)}
         self.cases: dict[str, Outcome] = {}
         if self.path.is_file():
             kept = json.loads(self.path.read_text())
-            self.cases = kept["cases"] if kept["commit"] == self.head["commit"] else {}
+            same = kept["commit"] == self.head["commit"] and not kept["commit"].endswith(DIRTY)
+            cases = kept["cases"] if same else {}
+            self.cases = {name: outcome for name, outcome in cases.items() if UNAVAILABLE not in outcome}
 
     def run(self, cases: Iterable[tuple[str, Callable[[], Outcome]]]) -> None:
         """Do what is missing, print a line each, write after each."""
@@ -78,7 +87,7 @@ class Book:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         counts = self.counts()
         whole = {**self.head, **counts, "missed": self.promise.missed(counts), "cases": self.cases}
-        self.path.write_text(json.dumps(whole, indent=1) + "\n")
+        write_whole(self.path, json.dumps(whole, indent=1))
 
     def counts(self) -> dict[str, Any]:
         ok = sum(outcome["ok"] for outcome in self.cases.values())

@@ -2,50 +2,67 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from tests.soak.book import Outcome
-from tests.soak.runs import DEADLINE, SMALL, drop, scratch, testbed
+from testbed.control.substrates import engine
+from testbed.spec.errors import Unavailable
+from tests.soak.book import UNAVAILABLE, Outcome
+from tests.soak.runs import BATCH, DEADLINE, SMALL, drop, own, scratch, testbed
 
 KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
 RESUME_MODES = ("ring", "ddp", "ring/bucket:2MiB/pipeline")
 FOREVER, SHORT, SHORTER = 1_000_000, 200, 100  # steps
+ENDING, EVERY = 30, 5  # steps of a run that ends; between its checkpoints
 NODES = 4
 Cases = Iterator[tuple[str, Callable[[], Outcome]]]
 
 
-def followed(part: Callable[[], Cases]) -> Callable[[], Cases]:
+def followed(cases: Cases) -> Cases:
     """That the next run starts is what the next case shows; after the last one there is a plain run."""
-
-    @functools.wraps(part)
-    def whole() -> Cases:
-        *others, (name, last) = part()
-        yield from others
-        yield name, lambda: _with_a_plain_run(last)
-
-    return whole
+    *others, (name, last) = cases
+    yield from others
+    yield name, lambda: _with_a_plain_run(last)
 
 
 def _with_a_plain_run(case: Callable[[], Outcome]) -> Outcome:
-    outcome, after = case(), _plain("ring", "process", 0)
-    return outcome | {"ok": outcome["ok"] and after["ok"], "afterwards": after}
+    """Whatever the part's own process left counts as the last case's."""
+    outcome, mine, after = case(), own(), _plain("ring", "process", 0)
+    ok = outcome["ok"] and after["ok"] and not mine
+    left = outcome.get("left", 0) + len(mine) + after["left"]
+    whole = {"started": after["started"], **outcome, "ok": ok, "left": left, "afterwards": after}
+    return whole | ({"own": mine} if mine else {})
 
 
-@followed
 def kill(count: int = 20) -> Cases:
-    """SIGKILL at seeded moments, in every mode, on namespaces and plain processes in turn."""
+    """SIGKILL at seeded moments, in every mode, on namespaces and plain processes in turn; every fifth in a run that
+    writes checkpoints, evaluates and ends."""
     for mode in KILL_MODES:
         for seed in range(count):
             rng = random.Random(f"kill {mode} {seed}")
             rank, moment = rng.randrange(NODES), rng.randrange(0, 3000)
             place = ("netns", "process")[seed % 2]
             fault = f"kill:rank{rank}@{moment}ms" if moment else f"kill:rank{rank}@step0"
-            yield f"{mode} {seed} {place} {fault}", lambda m=mode, p=place, f=fault, r=rank: _fatal(m, p, f, r, 10.0)
+            if seed % 5 == 4:
+                name = f"{mode} {seed} {place} kill:rank{rank} at a checkpoint or an evaluation"
+                yield name, lambda m=mode, p=place, r=rank, g=rng: _busy(m, p, r, g)
+            else:
+                name = f"{mode} {seed} {place} {fault}"
+                yield name, lambda m=mode, p=place, f=fault, r=rank: _fatal(m, p, f, r, 10.0)
 
 
-@followed
+def _busy(mode: str, place: str, rank: int, rng: random.Random) -> Outcome:
+    """A finite run whose epochs have as many steps as lie between checkpoints. The blow comes when such a step is done:
+    into the write, the evaluation or the step behind. Where the run was quicker, once more at an earlier step."""
+    flags = ["--set", f"checkpoint={EVERY}", "--set", f"data.subset={EVERY * BATCH}", "--set", "data.test_subset=2000"]
+    step, tries = EVERY * rng.randrange(1, ENDING // EVERY), 1
+    while True:
+        outcome = _fatal(mode, place, f"kill:rank{rank}@step{step}", rank, 10.0, ENDING, flags) | {"tries": tries}
+        if not outcome["finished"] or step == EVERY:
+            return outcome
+        step, tries = EVERY * rng.randrange(1, step // EVERY), tries + 1
+
+
 def silence(count: int = 10) -> Cases:
     """A pause beyond the deadline, and a cable that is pulled."""
     for kind in ("pause", "cut"):
@@ -57,11 +74,13 @@ def silence(count: int = 10) -> Cases:
             yield f"{mode} {seed} netns {fault}", lambda m=mode, f=fault, r=rank: _fatal(m, "netns", f, r, DEADLINE + 5)
 
 
-def _fatal(mode: str, place: str, fault: str, rank: int, limit: float) -> Outcome:
+def _fatal(
+    mode: str, place: str, fault: str, rank: int, limit: float, steps: int = FOREVER, flags: Sequence[str] = ()
+) -> Outcome:
     """The run must end by itself in time, name the rank, leave nothing and count nowhere."""
     folder = scratch()
     try:
-        run = testbed(*_short(mode, FOREVER, place), "--fault", fault, out=folder / "r")
+        run = testbed(*_short(mode, steps, place), "--fault", fault, *flags, out=folder / "r")
         injected = run.event("injected")
         seconds = round(run.ended - injected["begun"], 2) if injected else None
         left = run.left()
@@ -71,12 +90,14 @@ def _fatal(mode: str, place: str, fault: str, rank: int, limit: float) -> Outcom
         ok = in_time and not left and started and not tabled and run.status == "failed" and run.code == 3
         outcome: Outcome = {"ok": ok, "seconds": seconds, "named": named, "left": len(left), "code": run.code}
         outcome |= {"started": started, "tabled": tabled}
+        if steps != FOREVER:
+            outcome |= {"step": injected and injected["step"], "doing": run.doing(rank)}
+            outcome |= {"finished": run.code == 0 and outcome["doing"] == "end"}
         return outcome if ok and named else outcome | {"said": run.said[-500:], "what": left}
     finally:
         drop(folder)
 
 
-@followed
 def hiccup(count: int = 5) -> Cases:
     """A pause of 3 s, and a tenth of the rate for 5 s: the run finishes with the very parameters of the undisturbed."""
     references: dict[str, str | None] = {}
@@ -92,7 +113,6 @@ def hiccup(count: int = 5) -> Cases:
             )
 
 
-@followed
 def resume(count: int = 10) -> Cases:
     """Killed at a random step, restarted from the last checkpoint, every third by hand: the undisturbed hash."""
     references: dict[str, str | None] = {}
@@ -128,12 +148,39 @@ def _same(base: list[str], flags: list[str], references: dict[str, str | None], 
         drop(folder)
 
 
+def containers() -> Cases:
+    """The same in containers: where no engine answers, or its image is of other code, every case is missed."""
+    references: dict[str, str | None] = {}
+    rng = random.Random("containers")
+    for mode, rank in (("ring", 0), ("ddp", 1), ("ring/bucket:2MiB/pipeline", 3)):
+        kill = f"kill:rank{rank}@{rng.randrange(0, 3000)}ms"
+        yield f"{mode} {kill}", _contained(lambda m=mode, f=kill, r=rank: _fatal(m, "compose", f, r, 10.0))
+    for mode, fault, rank in (("allreduce", "pause:rank2@step20", 2), ("gather", "cut:rank1@step30", 1)):
+        yield f"{mode} {fault}", _contained(lambda m=mode, f=fault, r=rank: _fatal(m, "compose", f, r, DEADLINE + 5))
+    base, again = _short("ring", SHORTER, "compose"), ["--set", "checkpoint=10", "--retries", "1"]
+    for fault, flags in (("pause:rank3@step15+3s", []), ("kill:rank2@step55", again)):
+        case = _contained(lambda f=fault, g=flags: _same(base, ["--fault", f, *g], references))
+        yield " ".join(["ring", fault, *flags]), case
+    yield "ring plain", _contained(lambda: _plain("ring", "compose", 0))
+
+
+def _contained(case: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    def checked() -> Outcome:
+        try:
+            engine.check(())
+        except Unavailable as error:
+            return {"ok": False, UNAVAILABLE: str(error)}
+        return case()
+
+    return checked
+
+
 def _short(mode: str, steps: int, place: str) -> list[str]:
     return [*SMALL, *_network(place), "--mode", mode, "--steps", str(steps)]
 
 
 def _network(place: str) -> list[str]:
-    return ["--nodes", str(NODES), "--on", place, *(["--rate", "100mbit"] if place == "netns" else [])]
+    return ["--nodes", str(NODES), "--on", place, *(["--rate", "100mbit"] if place != "process" else [])]
 
 
 def short(count: int = 100) -> Cases:
@@ -148,8 +195,10 @@ def _plain(mode: str, place: str, seed: int) -> Outcome:
     folder = scratch()
     try:
         run = testbed(*_short(mode, 20, place), "--seed", str(seed), out=folder / "r")
-        left = run.left()
-        ok = run.code == 0 and run.status == "ok" and run.final_hash() is not None and not left
-        return {"ok": ok, "left": len(left), "code": run.code} | ({} if ok else {"said": run.said[-500:], "what": left})
+        left, started = run.left(), run.started()
+        whole = run.code == 0 and run.status == "ok" and run.final_hash() is not None and run.tabled()
+        outcome: Outcome = {"ok": whole and started and not left, "left": len(left), "code": run.code}
+        outcome |= {"started": started}
+        return outcome if outcome["ok"] else outcome | {"said": run.said[-500:], "what": left}
     finally:
         drop(folder)

@@ -1,7 +1,8 @@
-"""Files from strangers: experiments, inventories, run folders, records, checkpoints. Refused with a sentence, or run.
+"""Files from strangers: experiments, inventories, run folders (to resume or to report), records, checkpoints.
+Refused with a sentence, or run.
 
 Everything happens in this process, with a place that starts nothing, under an audit hook: it sees every file that is
-opened for writing and every program that is started.
+opened for writing and every program that is started. Memory and time are bounded: a file without end is a miss.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import itertools
 import json
 import os
 import random
+import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,25 +29,13 @@ from testbed.spec.folder import RunFolder
 from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import summarise
+from tests.soak import hostile_reports
 from tests.soak.book import ROOT, Outcome
+from tests.soak.nasty import NASTY, mangle, place
 from tests.soak.runs import drop, scratch
 
 sys.path.insert(0, str(ROOT / "tests"))  # where pytest finds it, too
 
-NASTY: list[Any] = [
-    *("../../escape", "/etc/passwd", "..", ".", "", "a/../../b", "~root/x", "name\n../x", "\0", "x" * 100_000),
-    *("$(touch stray)", "`touch stray`", "; touch stray", "| sh", "&& touch stray", "-rf", "--help", "%s%n", "{{7*7}}"),
-    *("<script>alert(1)</script>", "\u202egnp.exe", "é" * 70, "\x1b[31m", "NaN", "nan", "inf", "1e309", "0x10", "007"),
-    *(-1, 0, 2**31, 2**63, 10**30, -0.0, 1e308, True, None, [], {}, [[]], [{}], {"a": {"b": 1}}, [None] * 2000),
-    *("ring/" * 50, "ring/bucket:0", "ring/bucket:9" + "9" * 40 + "GiB", "ddp/flat/overlap", "kill:rank0@step1"),
-    *(
-        ["kill:rank99@step1"],
-        ["pause:rank1@step1+" + "9" * 99 + "s"],
-        ["cut:" * 100],
-        [1, 2],
-        ["kill:rank?@step?"] * 99,
-    ),
-]
 MILD: list[Any] = [
     1,
     2,
@@ -91,8 +82,21 @@ KEYS += ["faults", "checkpoint", "retries", "start_deadline", "__class__", "sche
 BASE = {"model": "lenet5", "data": {"name": "synthetic"}, "nodes": 2, "batch": 8, "steps": 4, "probe": False}
 
 
+CHANGES = {
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rmdir": 1,
+    "os.rename": 2,
+    "os.truncate": 1,
+    "os.chmod": 1,
+    "os.symlink": 2,
+}
+PATIENCE = 60.0  # seconds for one file
+MEMORY = 1 << 30  # bytes more than before
+
+
 class Guard:
-    """What was started, and what was opened for writing outside of `inside`, while it is armed."""
+    """What was started, and what was opened for writing or changed outside of `inside`, while it is armed."""
 
     def __init__(self) -> None:
         self.inside: Path | None = None
@@ -111,6 +115,12 @@ class Guard:
             writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             if writes and self.inside not in path.resolve().parents and path != Path(os.devnull):
                 self.offences.append(f"open {path}"[:200])
+        if event in CHANGES:
+            names = [name for name in arguments[: CHANGES[event]] if isinstance(name, str | bytes)]
+            paths = [Path(os.fsdecode(name)).absolute() for name in names]
+            paths = [path for path in paths if event != "os.mkdir" or not path.is_dir()]  # there: it makes nothing
+            outside = [path for path in paths if self.inside not in (path.parent.resolve() / path.name).parents]
+            self.offences += [f"{event} {path}"[:200] for path in outside]
 
     @contextlib.contextmanager
     def armed(self, inside: Path) -> Iterator[None]:
@@ -133,7 +143,10 @@ def _try(kind: str, seed: int) -> Outcome:
     """Refused in one sentence, or done; anything else is a miss."""
     from fake_place import FakePlace
 
-    folder, before = scratch(), Path.cwd()
+    top, before = scratch(), Path.cwd()
+    folder, outside = top / "inside", top / hostile_reports.OUTSIDE
+    folder.mkdir()
+    outside.mkdir()
     patch = pytest.MonkeyPatch()
     said = io.StringIO()
     try:
@@ -141,14 +154,40 @@ def _try(kind: str, seed: int) -> Outcome:
         patch.setenv("TESTBED_RUNS", str(folder / "runs"))
         FakePlace(patch)
         use = KINDS[kind](folder, random.Random(f"hostile {seed}"))
-        with GUARD.armed(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with GUARD.armed(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _bounded():
             how = _outcome(use)
-        ok = how[0] in ("refused", "done") and not GUARD.offences
-        return {"ok": ok, "how": how[0]} | ({} if ok else {"why": how[1][:500], "offences": GUARD.offences})
+        stray = [path.name for path in (*top.iterdir(), *outside.iterdir()) if path not in (folder, outside)]
+        ok = how[0] in ("refused", "done") and not GUARD.offences and not stray
+        why = {"why": how[1][:500], "offences": GUARD.offences[:9], "stray": stray}
+        return {"ok": ok, "how": how[0]} | ({} if ok else why)
     finally:
         patch.undo()
         os.chdir(before)
-        drop(folder)
+        drop(top)
+
+
+class Endless(BaseException):
+    """A file took too long; nobody catches it by mistake."""
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """So much memory and time for one file, and no more."""
+
+    def stop(*_: object) -> None:
+        raise Endless(f"not done after {PATIENCE:g} s")
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    handler = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _outcome(use: Callable[[], object]) -> tuple[str, str]:
@@ -175,21 +214,6 @@ def _toml(value: Any) -> str:
     return json.dumps(value if value is not None else "none")
 
 
-def _mangle(data: bytes, rng: random.Random) -> bytes:
-    """Flip, cut, repeat or insert."""
-    for _ in range(rng.randrange(1, 12)):
-        at = rng.randrange(len(data) + 1)
-        data = rng.choice(
-            (
-                data[:at] + rng.randbytes(rng.randrange(1, 5)) + data[at + 1 :],
-                data[:at],
-                data[:at] + data[at // 2 : at] * 2 + data[at:],
-                data[:at] + rng.choice((b"[", b"{", b'"', b"\0", b"\xff", b"=", b"9" * 5000, b"[" * 3000)) + data[at:],
-            )
-        )
-    return data
-
-
 def _values(rng: random.Random) -> dict[str, Any]:
     among = rng.choice((NASTY, MILD))
     return {rng.choice(KEYS): rng.choice(among) for _ in range(rng.randrange(1, 4))}
@@ -203,7 +227,7 @@ def _experiment(folder: Path, rng: random.Random) -> Callable[[], object]:
         lines += ["[axes]", f"{_key(rng.choice(KEYS))} = {_toml(rng.choice([['ring', 'tree'], NASTY, [1] * 300, []]))}"]
     data = "\n".join(lines).encode("utf-8", "surrogatepass")
     path = folder / rng.choice(("x.toml", "x y.toml", "-x.toml", "x;y.toml", ".toml"))
-    _place(path, _mangle(data, rng) if rng.random() < 0.5 else data, rng)
+    place(path, mangle(data, rng) if rng.random() < 0.5 else data, rng)
     return lambda: cli.app(["sweep", "--on", "fake", "--json", "--", str(path)], standalone_mode=False)
 
 
@@ -223,7 +247,7 @@ def _inventory(folder: Path, rng: random.Random) -> Callable[[], object]:
     node = {"name": "a", "address": "10.0.0.1", rng.choice(["name", "address", "user", "key", "port", "jump", "x"]): 0}
     node |= {key: rng.choice(NASTY) for key in node if rng.random() < 0.5}
     data = "\n".join(["[[nodes]]", *(f"{key} = {_toml(value)}" for key, value in node.items())]).encode()
-    _place(folder / "hosts.toml", _mangle(data, rng) if rng.random() < 0.5 else data, rng)
+    place(folder / "hosts.toml", mangle(data, rng) if rng.random() < 0.5 else data, rng)
     return lambda: Inventory.read(folder / "hosts.toml")
 
 
@@ -235,7 +259,7 @@ def _run_folder(folder: Path, rng: random.Random) -> Callable[[], object]:
     if rng.random() < 0.6:
         spec |= {key: value for key, value in _values(rng).items() if "." not in key}
     data = json.dumps(spec).encode("utf-8", "surrogatepass")
-    _place(run / "spec.json", _mangle(data, rng) if rng.random() < 0.4 else data, rng)
+    place(run / "spec.json", mangle(data, rng) if rng.random() < 0.4 else data, rng)
     if rng.random() < 0.5:
         name = rng.choice(["rank0.jsonl", "rank1.log", "faults.jsonl", "checkpoints", "summary.json", "receipt.json"])
         target = rng.choice(["/etc/passwd", "../../stray", str(folder.parent / "stray")])
@@ -254,7 +278,7 @@ def _records(folder: Path, rng: random.Random) -> Callable[[], object]:
     for rank in range(2):
         rows = [good | {rng.choice(list(good)): rng.choice(NASTY)} for _ in range(4)]
         data = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8", "surrogatepass")
-        _place(run.records(rank), _mangle(data, rng) if rng.random() < 0.5 else data, rng, links=False)
+        place(run.records(rank), mangle(data, rng) if rng.random() < 0.5 else data, rng, links=False)
     return lambda: summarise(run, spec, status="ok")
 
 
@@ -269,33 +293,17 @@ def _checkpoint(folder: Path, rng: random.Random) -> Callable[[], object]:
     tensors, facts = folder / "c" / "rank0-step1.safetensors", folder / "c" / "rank0-step1.json"
     if rng.random() < 0.6:
         head = tensors.read_bytes()[: rng.choice((8, 200, 2000))]
-        tensors.write_bytes(_mangle(head, rng) + rng.randbytes(100))
+        tensors.write_bytes(mangle(head, rng) + rng.randbytes(100))
     if rng.random() < 0.7:
         told = json.loads(facts.read_text()) | {"sha256": hashlib.sha256(tensors.read_bytes()).hexdigest()}
         told |= {rng.choice(list(told)): rng.choice(NASTY)} if rng.random() < 0.5 else {}
         facts.write_text(json.dumps(told))
     else:
-        facts.write_bytes(_mangle(facts.read_bytes()[:3000], rng))
+        facts.write_bytes(mangle(facts.read_bytes()[:3000], rng))
     if rng.random() < 0.1:
         tensors.unlink()
         tensors.symlink_to("/etc/passwd")
     return lambda: (keeps.agree(trained), keeps.load(trained, 1))
-
-
-def _place(path: Path, data: bytes, rng: random.Random, links: bool = True) -> None:
-    """Mostly a file; sometimes a folder, a pipe, a link or something huge."""
-    odd = rng.random() if links else 1.0
-    if odd < 0.03:
-        path.mkdir()
-    elif odd < 0.06:
-        os.mkfifo(path)
-    elif odd < 0.09:
-        path.symlink_to("/dev/zero")
-    elif odd < 0.12:
-        path.write_bytes(data)
-        os.truncate(path, 3 << 30)
-    else:
-        path.write_bytes(data)
 
 
 KINDS: dict[str, Callable[[Path, random.Random], Callable[[], object]]] = {
@@ -305,4 +313,7 @@ KINDS: dict[str, Callable[[Path, random.Random], Callable[[], object]]] = {
     "run folder": _run_folder,
     "records": _records,
     "checkpoint": _checkpoint,
+    "report": hostile_reports.report,
+    "compare": hostile_reports.compare,
+    "trace": hostile_reports.trace,
 }

@@ -16,13 +16,15 @@ from typing import Any
 
 from testbed.control.machine import SHARE
 from testbed.control.substrates import leftovers
+from testbed.control.substrates.engine import OWNER_LABEL
 from testbed.report.load import load
 from testbed.spec.folder import TEMPORARY, RunFolder
 from testbed.spec.records import read
 from tests.soak.book import ROOT
 
 DEADLINE = 5.0  # seconds, of every soak
-SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--set", "probe=false"]
+BATCH = 12
+SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", str(BATCH), "--set", "probe=false"]
 SMALL += ["--set", f"deadline={DEADLINE:g}", "--set", "data.test_subset=100", "--set", "data.subset=1200"]
 PATIENCE = 180.0  # seconds for a command that must end by itself
 NOT_OURS = "torchinductor_"  # torch's cache, one for each user, made when DDP is imported
@@ -41,6 +43,7 @@ class Run:
     status: str | None
     history: list[dict[str, Any]]
     shaped: frozenset[str]  # what was shaped on the machine's own links before
+    contained: bool  # on an engine
 
     def event(self, kind: str) -> dict[str, Any] | None:
         return next((event for event in self.history if event["event"] == kind), None)
@@ -57,22 +60,33 @@ class Run:
         found += [str(path) for path in files if not path.name.startswith(NOT_OURS)]
         halves = self.folder.path.rglob(f".*{TEMPORARY}") if self.folder.path.exists() else ()
         found += map(str, (*halves, *self.folder.path.parent.glob(".*.lock")))
+        found += [name for name, who in _on_engine() if mine.fullmatch(who)] if self.contained else []
         return found + sorted(shaping() - self.shaped)
 
     def started(self) -> bool:
         """The first attempt came to its training: a rank says so when it has met all the others."""
+        if not self.folder.spec.is_file():
+            return False
         first = [self.folder.path / f"rank{rank}.attempt1.jsonl" for rank in range(self.folder.read_spec().world)]
         paths = [old if old.is_file() else self.folder.records(rank) for rank, old in enumerate(first)]
         return any(record["kind"] == "start" for path in paths if path.is_file() for record in read(path))
 
+    def doing(self, rank: int) -> str:
+        """The kind of the last record that the rank wrote."""
+        return next((str(record["kind"]) for record in reversed(list(read(self.folder.records(rank))))), "nothing")
+
     def tabled(self) -> bool:
         """Whether the report shows it. One that is not shown must be named with the reason."""
+        if not self.folder.path.is_dir():
+            return False
         found = load([self.folder.path])
         assert len(found.runs) + len(found.skipped) == 1, found
         return bool(found.runs)
 
     def final_hash(self) -> str | None:
         """Of the parameters after the last step, where all ranks agree."""
+        if not self.folder.spec.is_file():
+            return None
         found = set()
         for rank in range(self.folder.read_spec().world):
             hashes = [record for record in read(self.folder.records(rank)) if record["kind"] == "hash"]
@@ -93,7 +107,17 @@ def testbed(*arguments: str, out: Path, patience: float = PATIENCE) -> Run:
     ended, folder = time.monotonic(), RunFolder(out)
     status = json.loads(folder.summary.read_text())["status"] if folder.summary.is_file() else None
     lines = folder.faults.read_text().splitlines() if folder.faults.is_file() else []
-    return Run(process.returncode, said, ended, process.pid, folder, status, list(map(json.loads, lines)), shaped)
+    history, contained = list(map(json.loads, lines)), "compose" in arguments
+    return Run(process.returncode, said, ended, process.pid, folder, status, history, shaped, contained)
+
+
+def _on_engine() -> list[tuple[str, str]]:
+    """Containers and networks that a controller made, with their owner, as the engine's own command lists them."""
+    form = f'{{{{.Name}}}} {{{{.Label "{OWNER_LABEL}"}}}}'
+    lists = (["ps", "--all", "--format", form.replace("Name", "Names")], ["network", "ls", "--format", form])
+    argvs = [["docker", *words, "--filter", f"label={OWNER_LABEL}"] for words in lists]
+    said = [subprocess.run(argv, capture_output=True, text=True, check=True).stdout for argv in argvs]
+    return [(name, who) for text in said for name, who in (line.split() for line in text.splitlines())]
 
 
 def temporary(out: Path) -> Path:
@@ -109,9 +133,22 @@ def shaping() -> frozenset[str]:
     return frozenset(line for line in lines if line.split()[1] in SHAPING)
 
 
+def own() -> list[str]:
+    """What this process left, cases that run inside it included: things with its mark, folders for cases."""
+    mine = re.compile(rf"{os.getpid()}-\d+")
+    found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
+    return found + sorted(map(str, Path(tempfile.gettempdir()).glob(f"{_scratch()}*")))
+
+
+def _scratch() -> str:
+    return f"soak-{os.getpid()}-"
+
+
 def scratch() -> Path:
-    """A folder for one run, to be removed with `drop`."""
-    return Path(tempfile.mkdtemp(prefix="soak-"))
+    """A folder for one run, to be removed with `drop`; open to all, as a rank in a container may be nobody."""
+    made = Path(tempfile.mkdtemp(prefix=_scratch()))
+    made.chmod(0o755)
+    return made
 
 
 def drop(folder: Path) -> None:

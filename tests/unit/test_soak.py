@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import book, hostile
+from tests.soak import book, faults, hostile
 from tests.soak.__main__ import PARTS
 
 
@@ -21,7 +21,7 @@ PROMISE = book.Promise("all", cases=2, least={"named": 1}, most={"most_seconds":
 
 
 def test_a_soak_goes_on_where_it_stopped_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda: "abc")
+    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
     done: list[str] = []
 
     def case(name: str, ok: bool) -> object:
@@ -34,14 +34,48 @@ def test_a_soak_goes_on_where_it_stopped_and_counts(tmp_path: Path, monkeypatch:
     assert done == ["a", "b"]
     assert again.counts() == {"ok": 1, "of": 2, "median_seconds": 2.0, "most_seconds": 2.0, "minutes": 0.0}
     assert again.close() is False
-    monkeypatch.setattr(book, "code_commit", lambda: "another")
+    monkeypatch.setattr(book, "code_commit", lambda *_: "another")
     assert book.Book("part", PROMISE, tmp_path).cases == {}
+
+
+def test_cases_of_a_tree_with_changes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "code_commit", lambda *_: "abc" + book.DIRTY)
+    book.Book("part", PROMISE, tmp_path).run([("a", lambda: {"ok": True})])
+    assert book.Book("part", PROMISE, tmp_path).cases == {}
+
+
+def test_without_an_engine_containers_are_a_miss_that_is_told_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")
+    _, _, promise = PARTS["containers"]
+    soak = book.Book("containers", promise, tmp_path)
+    soak.run(faults.containers())
+    assert soak.close() is False
+    assert soak.counts()["ok"] == 0
+    assert "no Docker engine answers" in capsys.readouterr().out
+    assert book.Book("containers", promise, tmp_path).cases == {}
+
+
+def test_a_soak_killed_while_it_writes_leaves_the_book_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
+    first = book.Book("part", PROMISE, tmp_path)
+    first.run([("a", lambda: {"ok": True})])
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        first.run([("b", lambda: {"ok": True})])
+    assert list(book.Book("part", PROMISE, tmp_path).cases) == ["a"]
 
 
 def test_every_limit_that_is_missed_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda: "abc")
+    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
     soak = book.Book("part", PROMISE, tmp_path)
     soak.run([("a", lambda: {"ok": True, "seconds": 1.0, "named": False})])
     assert soak.close() is False
