@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.folder import write_whole
+from tests.provenance import DIRTY, ROOT, code_commit
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "results" / "soak"
 
 SOAKED = ("testbed/spec", "testbed/net", "testbed/rank", "testbed/control", "tests/soak")  # a change here: all anew
 SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand")
-DIRTY = "+"  # after a commit: there were changes beside it
 UNAVAILABLE = "unavailable"  # why a case could not be tried here: a miss, and not kept
 MINUTES = 25.0  # that any part may take
 
@@ -44,18 +42,6 @@ class Promise:
         return [f"{key} {counts.get(key, 'unknown')}, promised {how} {limit:g}" for key, how, limit in below + above]
 
 
-def code_commit(also: Iterable[str] = ()) -> str:
-    """The last commit that changed what is soaked; `+` where there are changes beside it."""
-    paths = (*SOAKED, *also)
-    found = _git("log", "-1", "--format=%h", "--", *paths)
-    return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 class Book:
     """Cases of one part by their name; those of another commit do not count, nor those of a tree with changes: which
     changes they were made with nobody knows."""
@@ -63,7 +49,7 @@ class Book:
     def __init__(self, part: str, promise: Promise, folder: Path = FOLDER) -> None:
         self.path = folder / f"{part}.json"
         self.promise = promise
-        self.head = {"part": part, "promise": promise.words, "commit": code_commit(promise.also)}
+        self.head = {"part": part, "promise": promise.words, "commit": code_commit(*SOAKED, *promise.also)}
         self.cases: dict[str, Outcome] = {}
         if self.path.is_file():
             kept = json.loads(self.path.read_text())

@@ -29,8 +29,9 @@ from testbed.spec.folder import RunFolder
 from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import summarise
+from tests.provenance import ROOT
 from tests.soak import hostile_reports
-from tests.soak.book import ROOT, Outcome
+from tests.soak.book import Outcome
 from tests.soak.nasty import NASTY, mangle, place
 from tests.soak.runs import drop, scratch
 

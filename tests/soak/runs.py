@@ -20,7 +20,7 @@ from testbed.control.substrates.engine import OWNER_LABEL
 from testbed.report.load import load
 from testbed.spec.folder import TEMPORARY, RunFolder
 from testbed.spec.records import read
-from tests.soak.book import ROOT
+from tests.provenance import ROOT
 
 DEADLINE = 5.0  # seconds, of every soak
 BATCH = 12
