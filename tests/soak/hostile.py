@@ -32,6 +32,7 @@ from testbed.spec.summary import summarise
 from tests.provenance import ROOT
 from tests.soak import hostile_reports
 from tests.soak.book import Outcome
+from tests.soak.hostile_reports import KEPT, OUTSIDE
 from tests.soak.nasty import NASTY, mangle, place
 from tests.soak.runs import drop, scratch
 
@@ -96,6 +97,10 @@ PATIENCE = 60.0  # seconds for one file
 MEMORY = 1 << 30  # bytes more than before
 
 
+class Offence(BaseException):
+    """Nobody catches it by mistake."""
+
+
 class Guard:
     """What was started, and what was opened for writing or changed outside of `inside`, while it is armed."""
 
@@ -105,6 +110,13 @@ class Guard:
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """What an audit hook raises ends the call before it is made: an offence is seen and does no harm."""
+        before = len(self.offences)
+        self._judge(event, arguments)
+        if len(self.offences) > before:
+            raise Offence(self.offences[-1])
+
+    def _judge(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.inside is None:
             return
         if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pty.spawn"):
@@ -145,9 +157,10 @@ def _try(kind: str, seed: int) -> Outcome:
     from fake_place import FakePlace
 
     top, before = scratch(), Path.cwd()
-    folder, outside = top / "inside", top / hostile_reports.OUTSIDE
+    folder, outside = top / "inside", top / OUTSIDE
     folder.mkdir()
     outside.mkdir()
+    (outside / KEPT).write_text(KEPT)
     patch = pytest.MonkeyPatch()
     said = io.StringIO()
     try:
@@ -157,7 +170,9 @@ def _try(kind: str, seed: int) -> Outcome:
         use = KINDS[kind](folder, random.Random(f"hostile {seed}"))
         with GUARD.armed(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _bounded():
             how = _outcome(use)
-        stray = [path.name for path in (*top.iterdir(), *outside.iterdir()) if path not in (folder, outside)]
+        known = (folder, outside, outside / KEPT)
+        stray = [path.name for path in (*top.iterdir(), *outside.iterdir()) if path not in known]
+        stray += [] if (outside / KEPT).read_text() == KEPT else [KEPT]
         ok = how[0] in ("refused", "done") and not GUARD.offences and not stray
         why = {"why": how[1][:500], "offences": GUARD.offences[:9], "stray": stray}
         return {"ok": ok, "how": how[0]} | ({} if ok else why)
@@ -263,7 +278,7 @@ def _run_folder(folder: Path, rng: random.Random) -> Callable[[], object]:
     place(run / "spec.json", mangle(data, rng) if rng.random() < 0.4 else data, rng)
     if rng.random() < 0.5:
         name = rng.choice(["rank0.jsonl", "rank1.log", "faults.jsonl", "checkpoints", "summary.json", "receipt.json"])
-        target = rng.choice(["/etc/passwd", "../../stray", str(folder.parent / "stray")])
+        target = rng.choice([str(folder.parent / OUTSIDE / KEPT), "../../stray", str(folder.parent / "stray")])
         (run / name).symlink_to(target)
     else:
         (run / "summary.json").write_bytes(rng.randbytes(rng.randrange(400)))
@@ -303,7 +318,7 @@ def _checkpoint(folder: Path, rng: random.Random) -> Callable[[], object]:
         facts.write_bytes(mangle(facts.read_bytes()[:3000], rng))
     if rng.random() < 0.1:
         tensors.unlink()
-        tensors.symlink_to("/etc/passwd")
+        tensors.symlink_to(folder.parent / OUTSIDE / KEPT)
     return lambda: (keeps.agree(trained), keeps.load(trained, 1))
 
 
