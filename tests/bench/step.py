@@ -8,6 +8,7 @@ goodput, F+B the step of the control: the same ranks without synchronisation.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -80,10 +81,15 @@ def measure_at(point: str) -> Iterator[Figure]:
 
 def _fitting(relation: float) -> str:
     """The rate at which the wire takes `relation` times as long as computing."""
+    return f"{round(_bits() / (relation * _compute()) / 1e6)}mbit"
+
+
+@functools.cache
+def _compute() -> float:
+    """F+B, to choose rates by; each point times it again beside its modes."""
     with network("1gbit", NODES) as (substrate, _, folder):
         (ranks,) = train(substrate, folder, [case(CONTROL, 10)])
-    compute = statistics.median(cases.seconds(ranks))
-    return f"{round(_bits() / (relation * compute) / 1e6)}mbit"
+    return statistics.median(cases.seconds(ranks))
 
 
 def _bits() -> float:

@@ -18,7 +18,7 @@ from tests.bench.figures import Figure, spread
 from tests.bench.shaped import network
 
 RATE = "500mbit"
-REPEATS = 6
+REPEATS = 4
 MOST_RECORDER = 1.02
 MOST_CONTROL = 0.10
 MOST_SUMS = 0.05
