@@ -165,6 +165,7 @@ def _plan(spec: RunSpec, name: str) -> NodePlan:
     return NodePlan(
         name=name,
         cpus=own.cpus if own and own.cpus else spec.node.cpus,
+        threads=spec.threads if spec.node.pinned else None,
         link=own.link if own and own.link else spec.link,
         congestion=spec.node.congestion,
     )

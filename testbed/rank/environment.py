@@ -23,6 +23,7 @@ def describe() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
+        "own cores": sorted(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),

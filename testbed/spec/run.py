@@ -48,6 +48,7 @@ class NodeSpec(Spec):
     """A node's share of the machine."""
 
     cpus: float | None = Field(default=None, gt=0, le=1024)  # cores; None: no limit
+    pinned: bool = True  # to its share of the machine's cores, where those can be shared evenly
     congestion: str | None = Field(default="cubic", pattern=r"^[a-z0-9_]{1,15}$")  # TCP congestion control
 
 

@@ -15,10 +15,11 @@ NODE_PORT = 29_500  # where ranks meet on a node that has its ports to itself
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
-    """What is asked of one node; `cpus` in cores, None leaves a value to the machine."""
+    """What is asked of one node; None leaves a value to the machine."""
 
     name: str
-    cpus: float | None = None
+    cpus: float | None = None  # a quota, in cores
+    threads: int | None = 1  # that compute, on cores of the node's own (cores.py); None: on any
     link: Link = field(default_factory=Link)
     congestion: str | None = None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from testbed.control.compose_file import CPU_PERIOD, ROOT, render
-from testbed.control.substrates import owner
+from testbed.control.substrates import cores, owner
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.container_process import ContainerProcess
 from testbed.control.substrates.engine import IMAGE, OWNER_LABEL, PROJECT_LABEL, TIMEOUT, check, connect, in_words
@@ -61,6 +61,7 @@ class ComposeSubstrate(SharedFiles):
         with ExitStack() as undo:
             self._client = connect()
             undo.callback(self._client.close)
+            self._cores = cores.share_out(self._plans, range(self._client.info()["NCPU"]))  # the engine's, not ours
             self._make_containers(undo)
             for node, plan in enumerate(self._plans):
                 self._shape(node, plan)
@@ -122,13 +123,20 @@ class ComposeSubstrate(SharedFiles):
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process without any privilege; the first under quota puts the container under it."""
-        cpus = self._plans[node].cpus
-        if quota and cpus is not None and node not in self._limited:
-            self.set_cpus(node, None)
+        if quota and node not in self._limited:
+            self._limit(node)
             self._limited.add(node)
         process = ContainerProcess(self._containers[node].id, argv, env, log, _who())
         self._started.append(process)
         return process
+
+    def _limit(self, node: int) -> None:
+        if self._plans[node].cpus is not None:
+            self.set_cpus(node, None)
+        own = self._cores[node]
+        if own is not None:
+            with in_words():
+                self._containers[node].update(cpuset_cpus=",".join(map(str, sorted(own))))
 
     def port(self, wanted: int = 0) -> int:
         """A container has its ports to itself."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from testbed.control.cgroups import CpuGroup, find_hierarchy, quota_and_period
-from testbed.control.substrates import owner
+from testbed.control.substrates import cores, owner
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.process import LocalProcess, SharedFiles, dies_with_parent, run, spawn, stop
 from testbed.net.shaping import congestion, reshape, route_congestion, shape
@@ -103,6 +103,7 @@ class NetnsSubstrate(SharedFiles):
         self._owner = owner.current()
         self._switch = namespace(self._owner, "switch")
         self._names = [namespace(self._owner, plan.name) for plan in plans]
+        self._cores = cores.share_out(plans, cores.here())
         self._groups: dict[int, CpuGroup] = {}  # with a quota
         self._late: list[CpuGroup] = []  # made for a fault
         self._rates = {node: plan.link.rate for node, plan in enumerate(plans)}  # now
@@ -183,7 +184,8 @@ class NetnsSubstrate(SharedFiles):
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process inside the namespace; the group is joined first, `ip netns exec` hides /sys/fs/cgroup."""
         joins = self._groups[node].prefix() if quota and node in self._groups else []
-        process = spawn([*joins, *self._inside(node), *dies_with_parent(), *argv], env, log)
+        with cores.limited_to(self._cores[node] if quota else None):
+            process = spawn([*joins, *self._inside(node), *dies_with_parent(), *argv], env, log)
         self._started.append(process)
         return process
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 import testbed
-from testbed.control.substrates import owner
+from testbed.control.substrates import cores, owner
 from testbed.control.substrates.base import NodeHandle, NodePlan, Process
 from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.units import format_rate
@@ -151,6 +151,7 @@ class ProcessSubstrate(SharedFiles):
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)
+        self._cores = cores.share_out(plans, cores.here())
         self._started: list[tuple[int, LocalProcess]] = []
         self.nodes: Sequence[NodeHandle] = tuple(
             NodeHandle(name=plan.name, address="127.0.0.1", interface="lo") for plan in plans
@@ -173,7 +174,8 @@ class ProcessSubstrate(SharedFiles):
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process on this machine; there is no quota to put it under."""
-        process = spawn([*dies_with_parent(), *argv], env, log)
+        with cores.limited_to(self._cores[node] if quota else None):
+            process = spawn([*dies_with_parent(), *argv], env, log)
         self._started.append((node, process))
         return process
 
