@@ -27,8 +27,8 @@ run: data ## the main job: five modes and a control run on a four-node network o
 	@if docker info >/dev/null 2>&1; then PYTHON=$(PYTHON) docker/image.sh || echo "no image: another place is used"; fi
 	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
 
-test: $(VENV)/.ready ## all tests that this machine can run (with CI=true: all, or fail)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.ready ## all tests that this machine can run (with CI=true: all, or fail; ARGS=-n0: one at a time)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 check: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check .

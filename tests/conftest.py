@@ -12,11 +12,13 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from rank_pool import RankPool
+from turns import take_turn
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # or children of a background job would be deaf to it
 os.environ.setdefault("TESTBED_SHARE", "1")  # tests start runs beside each other
@@ -67,6 +69,25 @@ GROUPS = {
     "hosts": _lacks_for_hosts,
     "browser": _lacks_for_browser,
 }
+
+
+TOGETHER = {"gloo": "ranks", "net": "ranks", "docker": "engine", "hosts": "engine"}  # what one worker keeps to itself
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers (make test): ranks and namespaces stay with one, the engine with the other, the rest with either."""
+    for item in items:
+        mine = [name for group, name in TOGETHER.items() if item.get_closest_marker(group)]
+        if mine:
+            item.add_marker(pytest.mark.xdist_group(mine[-1]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    beside = hasattr(item.config, "workerinput")  # another worker runs tests, too
+    with take_turn(alone=item.get_closest_marker("quiet") is not None) if beside else nullcontext():
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

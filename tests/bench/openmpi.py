@@ -70,7 +70,8 @@ def allreduce(substrate: Substrate, folder: Path, repeats: int, elements: int) -
         # The folder goes when the network does, and with it what daemons that were killed left there.
         env = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         argv = [str(agent), substrate.nodes[0].name, shlex.join(command)]
-        finish(substrate.start(0, argv, env, log), log, SECONDS)
+        process = substrate.start(0, argv, env, log, quota=False)  # or all nodes' ranks would share node 0's core
+        finish(process, log, SECONDS)
         found[choice] = Timing(**json.loads(file.read_text()))
     return found
 

@@ -13,6 +13,7 @@ from command import run_command, start_command, wait_for_steps
 
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate, idle
+from testbed.control.substrates.cores import share_out
 from testbed.control.substrates.engine import connect, projects
 from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
@@ -50,7 +51,9 @@ def test_a_rank_in_a_container_has_no_privileges_and_its_nodes_share(tmp_path):
         assert killed.wait(30) == -signal.SIGKILL
         with contextlib.closing(connect()) as client:
             attributes = client.containers.get(substrate._containers[0].id).attrs["HostConfig"]
+            own = share_out(plans, range(client.info()["NCPU"]))[0] or ()
         assert (attributes["CpuPeriod"], attributes["CpuQuota"]) == (10_000, 3_000)
+        assert attributes["CpusetCpus"] == ",".join(map(str, sorted(own)))
         assert "rate 50Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"], 30)
         assert "tbf" not in substrate.exec(1, ["tc", "qdisc", "show", "dev", "eth0"], 30)
         assert substrate._project in projects()

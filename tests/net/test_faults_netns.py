@@ -15,7 +15,7 @@ from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.spec.link import Link
 from tests.soak import faults
 
-pytestmark = [pytest.mark.net, pytest.mark.gloo]
+pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 
 
 @pytest.mark.parametrize(("mode", "rank"), [("allreduce", 3), ("ring/bucket:2MiB/pipeline", 0)])

@@ -24,6 +24,7 @@ from testbed.spec.link import Link
 
 pytestmark = [
     pytest.mark.net,
+    pytest.mark.quiet,
     pytest.mark.skipif(os.geteuid() != 0 and not os.environ.get("CI"), reason="needs root"),
 ]
 

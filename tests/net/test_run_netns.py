@@ -12,10 +12,12 @@ import pytest
 from command import ranks_of, run_command, start_command, wait_for_steps
 
 from testbed.control.cgroups import find_hierarchy
+from testbed.control.place import plans
+from testbed.control.substrates.cores import here, share_out
 from testbed.net.receipt import Receipt
-from testbed.spec.run import SCHEMA
+from testbed.spec.run import SCHEMA, RunSpec
 
-pytestmark = [pytest.mark.net, pytest.mark.gloo]
+pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 
 NODES = 4
 SMALL = ["--on", "netns", "--nodes", str(NODES), "--model", "lenet5", "--data", "synthetic", "--batch", "64"]
@@ -43,6 +45,13 @@ def test_a_run_leaves_a_whole_folder(whole: tuple[Path, dict[str, Any]]) -> None
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["replicas_agree"] is True and len(summary["losses"]) == STEPS
     assert summary["status"] in ("ok", "invalid") and summary["substrate"] == "netns"
+
+
+def test_each_rank_had_its_share_of_the_cores(whole: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = whole
+    starts = [json.loads((folder / f"rank{k}.jsonl").read_text().splitlines()[0]) for k in range(NODES)]
+    shares = share_out(plans(RunSpec.load(json.loads((folder / "spec.json").read_text()), "spec.json")), here())
+    assert [set(start["environment"]["own cores"]) for start in starts] == [own or set(here()) for own in shares]
 
 
 def test_its_receipt_holds_every_directed_link_and_the_fan_in(whole: tuple[Path, dict[str, Any]]) -> None:

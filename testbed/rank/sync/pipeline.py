@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from testbed.rank.group import Group
+from testbed.rank.patience import be_patient, make_gloo_patient
 from testbed.rank.sync.base import NoSync, Update
 from testbed.rank.sync.chunks import flat_parameters, trained
 from testbed.rank.sync.pieces import Flight, Piece, cut_pieces
@@ -56,6 +57,7 @@ class Pipeline(NoSync):
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self.forward = ForwardWaits(model, self.pieces, self._wait_for)
         self.clipping = Clipping(self.group, update, len(self.pieces)) if update.clips else None
+        make_gloo_patient()
         self.sender = Sender(self.group, self._fail)
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in self.pieces]
         for thread in self.threads:
@@ -99,6 +101,7 @@ class Pipeline(NoSync):
         for thread in self.threads:
             thread.join()
         self.sender.stop()
+        make_gloo_patient(False)
         self._raise_failure()
 
     def _take_gradient(self, parameter: Parameter) -> None:
@@ -122,6 +125,7 @@ class Pipeline(NoSync):
 
     def _serve(self, piece: Piece) -> None:
         """The thread of a piece."""
+        be_patient()
         try:
             while (flight := piece.launched.get()) is not None:
                 self._reduce(flight)

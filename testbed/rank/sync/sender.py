@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from testbed.rank.group import Group, Work
+from testbed.rank.patience import be_patient
 
 WINDOW = 512 << 10  # bytes handed to Gloo and not yet taken by the kernel: enough to keep the wire busy
 UNSENT = 128 << 10  # bytes that the kernel takes before they can leave
@@ -34,7 +35,7 @@ class Sender:
         self._numbers = itertools.count()  # equally urgent ones leave in the order they came
         self._changed = threading.Condition()
         self._stopped = False
-        keep_queues_short()
+        limit_unsent(UNSENT)
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
         self._thread.start()
 
@@ -50,38 +51,44 @@ class Sender:
             self._stopped = True
             self._changed.notify()
         self._thread.join()
+        limit_unsent(0)  # the kernel's own choice again: another mode may use these sockets after us
 
     def _run(self) -> None:
+        be_patient()
         leaving: deque[tuple[int, Work]] = deque()
         outstanding = 0
         try:
-            while (item := self._next()) is not None:
-                size, send = item
-                while leaving and outstanding + size > WINDOW:
+            while (size := self._most_urgent()) is not None:
+                if leaving and outstanding + size > WINDOW:
                     freed, work = leaving.popleft()
                     self._group.wait(work)
-                    outstanding -= freed
-                leaving.append((size, send()))
-                outstanding += size
+                    outstanding -= freed  # and look again: something more urgent may have come
+                else:
+                    leaving.append(self._take())
+                    outstanding += leaving[-1][0]
             self._group.wait(*(work for _, work in leaving))
         except Exception as error:  # whatever it is, the loop must not wait for ever
             self._fail(error)
 
-    def _next(self) -> tuple[int, Callable[[], Work]] | None:
+    def _most_urgent(self) -> int | None:
+        """Its size, once there is one; None: there will be no more."""
         with self._changed:
             while not self._waiting and not self._stopped:
                 self._changed.wait()
-            if not self._waiting:
-                return None
+            return self._waiting[0][2] if self._waiting else None
+
+    def _take(self) -> tuple[int, Work]:
+        """Hand over what is most urgent now, which may be another than was looked at."""
+        with self._changed:
             _, _, size, send = heapq.heappop(self._waiting)
-            return size, send
+        return size, send()
 
 
-def keep_queues_short() -> None:
-    """Limit what this process's TCP sockets hold unsent; Gloo made its own when the ranks met, and hands none out."""
+def limit_unsent(size: int) -> None:
+    """Of this process's TCP sockets, in bytes; Gloo made its own when the ranks met, and hands none out."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # one that was closed meanwhile
             if path.is_socket():
                 with socket.socket(fileno=os.dup(int(path.name))) as each:
                     if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                        each.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT)
+                        each.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, size)

@@ -238,6 +238,7 @@ def test_one_lonely_run_makes_a_report_too(tmp_path: Path) -> None:
     assert write([tmp_path / "only"], tmp_path).parts[0].verdict.headline.startswith("One node takes")
 
 
+@pytest.mark.quiet
 def test_two_hundred_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
     """Processor time: the machine that tests may be busy with something else."""
     for number in range(200):
