@@ -1,4 +1,4 @@
-"""Turns: of tests that run beside each other in two workers, one that measures rates or shares has the machine alone."""
+"""Turns: of tests that run beside each other in two workers, one that measures has the machine to itself."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+"""Two workers: one test alone, or several beside each other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from turns import take_turn
+
+
+@pytest.fixture(autouse=True)
+def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # this very test may hold the real ones
+
+
+def start(alone: bool, entered: threading.Event, leave: threading.Event) -> threading.Thread:
+    def work() -> None:
+        with take_turn(alone):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_who_wants_to_be_alone_waits_and_nobody_slips_in_before() -> None:
+    entered, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
+    threads = [start(False, entered[0], leave[0])]
+    assert entered[0].wait(10)
+    threads.append(start(True, entered[1], leave[1]))
+    assert not entered[1].wait(0.2), "somebody is inside"
+    threads.append(start(False, entered[2], leave[2]))
+    assert not entered[2].wait(0.2), "somebody waits to be alone"
+    leave[0].set()
+    assert entered[1].wait(10) and not entered[2].is_set()
+    leave[1].set()
+    assert entered[2].wait(10)
+    leave[2].set()
+    for thread in threads:
+        thread.join(10)
+
+
+def test_others_run_beside_each_other() -> None:
+    entered, leave = [threading.Event() for _ in range(2)], threading.Event()
+    threads = [start(False, each, leave) for each in entered]
+    assert all(each.wait(10) for each in entered)
+    leave.set()
+    for thread in threads:
+        thread.join(10)
