@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.folder import write_whole
-from tests.bench import codecs, collective, compose, growth, hosts, loop, start, step, trust, volume
+from tests.bench import codecs, collective, compose, growth, hosts, loop, profile, start, step, trust, volume
 from tests.provenance import ROOT, code_commit
 
 PARTS = {
@@ -29,6 +29,7 @@ PARTS = {
     "growth": growth.measure,
     **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
     "bytes": volume.measure,
+    "profile": profile.measure,
     "recorder": trust.recorder,
     "control": trust.control,
     "straggler": trust.straggler,

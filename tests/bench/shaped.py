@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from testbed.control.measure import probe
@@ -23,7 +24,8 @@ def network(
 ) -> Iterator[tuple[Substrate, Receipt, Path]]:
     """A network of equal nodes, what a probe found on it, and a folder that they can write to."""
     link = Link.load({"rate": rate}, "bench")
-    plans = [NodePlan(name=f"node{k}", link=link, congestion="cubic", cpus=cpus) for k in range(nodes)]
+    node = NodePlan(name="", link=link, congestion="cubic", cpus=cpus, threads=1)
+    plans = [replace(node, name=f"node{k}") for k in range(nodes)]
     with tempfile.TemporaryDirectory() as name, make(plans, Path(name) / "run") as substrate:
         folder = Path(name) / "run"
         folder.mkdir()

@@ -35,7 +35,10 @@ def test_a_shaped_run_gives_the_same_folder_as_everywhere(tmp_path):
 
 
 def test_a_rank_in_a_container_has_no_privileges_and_its_nodes_share(tmp_path):
-    plans = [NodePlan(name="node0", cpus=0.3, link=Link(rate=50_000_000)), NodePlan(name="node1")]
+    plans = [
+        NodePlan(name="node0", cpus=0.3, threads=1, link=Link(rate=50_000_000)),
+        NodePlan(name="node1", threads=1),
+    ]
     with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
         log = tmp_path / "log"
         process = substrate.start(0, ["cat", "/proc/self/status"], {}, log)

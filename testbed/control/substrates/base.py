@@ -19,7 +19,7 @@ class NodePlan:
 
     name: str
     cpus: float | None = None  # a quota, in cores
-    threads: int | None = 1  # that compute, on cores of the node's own (cores.py); None: on any
+    threads: int | None = None  # that compute, on cores of the node's own (cores.py)
     link: Link = field(default_factory=Link)
     congestion: str | None = None
 

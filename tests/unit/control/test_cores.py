@@ -53,7 +53,7 @@ def test_elsewhere_the_kernel_decides(nodes: int, cores: int, threads: int | Non
 
 
 def test_a_node_of_two_threads_makes_all_unequal() -> None:
-    asked = [NodePlan(name="node0", threads=2), NodePlan(name="node1"), NodePlan(name="node2")]
+    asked = [NodePlan(name=f"node{k}", threads=threads) for k, threads in enumerate((2, 1, 1))]
     assert share_out(asked, range(2)) == [None] * 3
 
 
@@ -65,7 +65,7 @@ def test_the_key_turns_it_off() -> None:
 
 def test_a_rank_starts_on_its_cores_and_whoever_started_it_keeps_all(tmp_path: Path) -> None:
     before, every = os.sched_getaffinity(0), here()
-    asked = [NodePlan(name=f"node{k}") for k in range(2 * len(every))]
+    asked = [NodePlan(name=f"node{k}", threads=1) for k in range(2 * len(every))]
     with ProcessSubstrate(asked) as substrate:
         ranks = [substrate.start(k, OWN, {}, tmp_path / f"{k}.log") for k in range(len(asked))]
         tool = substrate.start(0, OWN, {}, tmp_path / "tool.log", quota=False)
