@@ -86,8 +86,8 @@ def _figure(mode: str, repeats: list[Ranks], watch: Watch) -> Figure:
         name=f"core-seconds of a step, all four ranks, {mode}, {RATE}",
         value=cores.programs + cores.kernel + cores.packets,
         detail=f"programs {cores.programs:.2f}, kernel {cores.kernel:.2f}, packets {cores.packets:.2f}, "
-        f"idle {cores.idle:.2f}, {cores.switches:.0f} switches; step {loop['total']:.3f} s, of it the loop computes {loop['cpu']:.3f} and is "
-        f"blocked {loop['blocked']:.3f}, something is on the wire {loop['busy']:.3f}",
+        f"idle {cores.idle:.2f}, {cores.switches:.0f} switches; step {loop['total']:.3f} s, of it the loop computes "
+        f"{loop['cpu']:.3f} and is blocked {loop['blocked']:.3f}, something is on the wire {loop['busy']:.3f}",
     )
 
 
