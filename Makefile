@@ -28,7 +28,7 @@ run: data ## the main job: five modes and a control run on a four-node network o
 	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
 
 test: $(VENV)/.ready ## all tests that this machine can run (with CI=true: all, or fail; ARGS=-n0: one at a time)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
 check: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -71,16 +72,20 @@ GROUPS = {
 }
 
 
-TOGETHER = {"gloo": "ranks", "net": "ranks", "docker": "engine", "hosts": "engine"}  # what one worker keeps to itself
+TOGETHER = {"gloo": "ranks", "net": "ranks", "docker": "engine", "hosts": "engine"}  # folders that one worker keeps
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers (make test): ranks and namespaces stay with one, the engine with the other, the rest with either."""
-    for item in items:
-        mine = [name for group, name in TOGETHER.items() if item.get_closest_marker(group)]
-        if mine:
-            item.add_marker(pytest.mark.xdist_group(mine[-1]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Two workers (make test): ranks and namespaces stay with one, the engine with one, other files with either."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((TOGETHER[part] for part in Path(file).parts if part in TOGETHER), file)
+
+    return ByFolder(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
