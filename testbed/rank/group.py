@@ -18,6 +18,7 @@ from testbed.rank.heartbeat import STOPPED, Heartbeat
 from testbed.spec.errors import Interrupted, PeerLost, RankFailed, ReplicasDiffer, Unavailable
 
 PATIENCE = 10  # deadlines that a rank which lives may be late for a test or a comparison
+LAST_WORDS = 1.0  # seconds in which the verdict of a rank that has just left is heard
 
 
 class Nothing:
@@ -152,9 +153,11 @@ def enter(rank: int, size: int, store: dist.TCPStore, deadline: float, end: Call
         heartbeat.start(deadline)
         _await_all(rank, size, store, deadline)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline))
+    except PeerLost as lost:  # told before this rank leaves, or the others would take it for the one that was lost
+        raise heartbeat.accuse(lost) from None
     except (RuntimeError, OSError) as error:
         message = f"rank {rank} did not meet all of {size} ranks within {deadline:g} s: {error}"
-        raise heartbeat.verdict or PeerLost(message) from None
+        raise heartbeat.learn(LAST_WORDS) or PeerLost(message) from None
     return Group(rank, size, store, deadline, heartbeat)
 
 

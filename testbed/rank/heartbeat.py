@@ -94,6 +94,7 @@ class Heartbeat:
         self._farewell = ""
         self._peers: list[Peer] = []
         self._gone: dict[int, str] = {}  # ranks that left, with their reason
+        self._accusers: dict[int, str] = {}  # ranks that gave up rank 0, which is this one, with their reason
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None  # rank 0's
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
@@ -124,7 +125,17 @@ class Heartbeat:
     def ask(self) -> PeerLost | None:
         """Whom did we lose? Called by the main thread after an error; None when nobody can be named."""
         self._complaint = time.monotonic()
-        self._known.wait(PATIENCE)
+        return self.learn(PATIENCE)
+
+    def accuse(self, lost: PeerLost) -> PeerLost:
+        """The main thread knows whom we lost: the others hear it before this rank leaves. An earlier verdict stands."""
+        self._settle(lost)
+        return self.learn(PATIENCE) or lost
+
+    def learn(self, seconds: float) -> PeerLost | None:
+        """The verdict, where there is one within so many seconds; by then the others were told."""
+        if self._thread.is_alive():
+            self._known.wait(seconds)
         return self.verdict
 
     def close(self, farewell: str = DONE) -> None:
@@ -144,7 +155,8 @@ class Heartbeat:
                 self._accept() if key.data is None else self._hear(key.data)
             now = time.monotonic()
             if now - last > 1.0:  # this process was frozen itself, and could not hear
-                self._forgive(now - last)
+                for peer in self._peers:
+                    peer.heard = min(peer.heard + now - last, now)  # who was heard again already gets no credit
             last = now
             if now - beaten >= PERIOD:
                 beaten = now
@@ -159,10 +171,6 @@ class Heartbeat:
         for end in [peer.connection for peer in self._peers] + ([self._listener] if self._listener else []):
             end.close()
         self._selector.close()
-
-    def _forgive(self, seconds: float) -> None:
-        for peer in self._peers:
-            peer.heard += seconds
 
     def _add(self, connection: socket.socket) -> Peer:
         connection.setblocking(False)
@@ -215,8 +223,11 @@ class Heartbeat:
         if "step" in message:
             peer.step, peer.phase = int(message["step"]), str(message["phase"])[:32]
         if "verdict" in message:
-            guilty = message["verdict"]
-            self._settle(PeerLost(str(message["why"])[:MAX_LINE], guilty if isinstance(guilty, int) else None))
+            guilty, why = message["verdict"], str(message["why"])[:MAX_LINE]
+            if guilty == 0 == self.rank and peer.rank is not None:
+                self._accusers[peer.rank] = why  # weighed when all that came with it is heard
+            else:
+                self._settle(PeerLost(why, guilty if isinstance(guilty, int) else None))
         elif "bye" in message and peer.rank is not None:
             self._leave(peer.rank, str(message["bye"])[:1000])
         elif message.get("complains") and self._complaint is None and self.rank == 0:
@@ -242,6 +253,8 @@ class Heartbeat:
     # --- judgement -----------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
+        if self._accusers:
+            return self._weigh(*next(iter(self._accusers.items())))
         for peer in [p for p in self._peers if p.rank is None and now - p.since > HELLO]:
             self._drop(peer)
         ranks = [peer for peer in self._peers if peer.rank is not None and peer.rank not in self._gone]
@@ -258,6 +271,12 @@ class Heartbeat:
             worst = max(silent, key=lambda peer: now - peer.heard)
             return self._condemn(worst.rank, f"is silent for {now - worst.heard:.1f} s: frozen or cut off")
         return None
+
+    def _weigh(self, rank: int, why: str) -> None:
+        """Rank 0 was given up, and lives: most of the others are right, fewer confess that they were cut off."""
+        if 2 * len(self._accusers) > self.size - 1:
+            return self._settle(PeerLost(why, 0))
+        return self._condemn(rank, "was cut off: it gave up rank 0, which lives")
 
     def _blame_the_living(self, ranks: list[Peer]) -> None:
         """All beat, and yet somebody waited in vain: one has left, or one is behind."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import RankRun
+from rank_pool import RankRun, free_port
 
 from testbed.spec.folder import RunFolder
 from testbed.spec.records import read
@@ -100,6 +100,26 @@ def test_when_a_rank_freezes_the_others_end_with_6_after_the_deadline(tmp_path: 
         stopped = time.monotonic()
         assert run.wait(60.0, [0]) == [6], run.said(0)
         assert time.monotonic() - stopped < 35.0
+
+
+def test_a_rank_that_never_comes_is_named_by_all_who_waited(tmp_path: Path) -> None:
+    """Rank 0 gives up first, and takes the store along: the others must not take it for the one that was lost."""
+    folder, port = make(tmp_path, nodes=4, mode="ring", start_deadline=15.0), free_port()
+    with RankRun(folder.path, 3, WORLD_SIZE="4", MASTER_PORT=str(port)) as run:
+        for late in run.processes[1:]:
+            late.send_signal(signal.SIGSTOP)
+        wait_until(lambda: listens(port))
+        for late in run.processes[1:]:
+            late.send_signal(signal.SIGCONT)
+        assert run.wait(PATIENCE) == [6, 6, 6], [run.said(rank) for rank in range(3)]
+    errors = [list(read(folder.records(rank)))[-1] for rank in range(3)]
+    assert [error["guilty"] for error in errors] == [3, 3, 3], errors
+    assert all("rank 3 (node3) did not come" in error["message"] for error in errors), errors
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_rank_that_is_stopped_keeps_what_it_measured_and_ends_with_130(tmp_path: Path) -> None:

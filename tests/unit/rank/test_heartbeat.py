@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -60,6 +61,25 @@ def freeze(beat: Heartbeat) -> None:
     beat._hear = lambda peer: time.sleep(0.01)  # type: ignore[method-assign, assignment, return-value]
 
 
+@contextlib.contextmanager
+def frozen(beat: Heartbeat) -> Iterator[None]:
+    """As SIGSTOP and SIGCONT do: what comes meanwhile is heard afterwards."""
+    stands, goes_on, beats = threading.Event(), threading.Event(), beat._beat
+
+    def stand() -> None:
+        stands.set()
+        goes_on.wait(30)
+        beats()
+
+    beat._beat = stand  # type: ignore[method-assign]
+    assert stands.wait(10)
+    beat._beat = beats  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
 def guilty(beats: list[Heartbeat]) -> list[int | None]:
     until(lambda: all(beat.verdict for beat in beats))
     return [beat.verdict.guilty for beat in beats if beat.verdict]
@@ -99,6 +119,48 @@ def test_rank_0_that_hears_nobody_is_cut_off_itself(ring: Callable[..., list[Hea
     freeze(two)
     assert guilty([zero]) == [0]
     assert "cut off" in str(zero.verdict)
+
+
+def test_who_gives_up_rank_0_alone_was_cut_off_itself(ring: Callable[..., list[Heartbeat]]) -> None:
+    """A cut of about the deadline: the message arrives when the link is back."""
+    zero, one, two = ring(3)
+    two.accuse(PeerLost("rank 0 (node0) is silent for 5.0 s: frozen or cut off (seen by rank 2)", 0))
+    assert guilty([zero, one]) == [2, 2]
+    assert "rank 2 (node2) was cut off" in str(one.verdict)
+
+
+def test_when_most_give_up_rank_0_it_believes_them(ring: Callable[..., list[Heartbeat]]) -> None:
+    zero, *others = ring(4)
+    with frozen(zero):
+        for beat in others[:2]:
+            beat.accuse(PeerLost(f"rank 0 (node0) is silent (seen by rank {beat.rank})", 0))
+    assert guilty([zero, others[2]]) == [0, 0]
+
+
+def test_of_two_ranks_rank_0_believes_the_other(ring: Callable[..., list[Heartbeat]]) -> None:
+    zero, one = ring(2)
+    one.accuse(PeerLost("rank 0 (node0) is silent (seen by rank 1)", 0))
+    assert guilty([zero]) == [0]
+
+
+def test_a_verdict_of_the_main_thread_is_told_before_the_rank_leaves(ring: Callable[..., list[Heartbeat]]) -> None:
+    zero, one, two = ring(3)
+    lost = PeerLost("rank 3 (node3) did not come", 3)
+    assert zero.accuse(lost) is lost
+    die(zero)
+    assert guilty([one, two]) == [3, 3]
+
+
+def test_a_freeze_of_its_own_gives_nobody_credit(ring: Callable[..., list[Heartbeat]]) -> None:
+    """Freeze, thaw, silence: the silence is seen after the deadline, and not so much later as the freeze was long."""
+    zero, one, two = ring(3)
+    with frozen(zero):
+        time.sleep(3.0)
+    zero.deadline = 1.5
+    freeze(two)
+    begun = time.monotonic()
+    assert guilty([zero, one]) == [2, 2]
+    assert time.monotonic() - begun < 3.5
 
 
 def test_a_rank_that_fails_says_why(ring: Callable[..., list[Heartbeat]]) -> None:
