@@ -107,13 +107,13 @@ class CpuGroup:
             _write(self.path / "cpu.cfs_period_us", str(period))
             _write(self.path / "cpu.cfs_quota_us", str(quota))
 
-    def set_memory(self, limit: int) -> None:
-        """At most `limit` bytes more than are in use; who asks for more is killed by the kernel."""
-        used, most = _MEMORY_1
+    def set_memory(self, limit: int | None) -> None:
+        """At most `limit` bytes more than are in use: who asks for more is killed by the kernel. None: no limit."""
+        (used, most), none = _MEMORY_1, "-1"
         if self._hierarchy.version == 2:
             self._hand_down("memory")
-            used, most = _MEMORY_2
-        _write(self.path / most, str(int((self.path / used).read_text()) + limit))
+            (used, most), none = _MEMORY_2, "max"
+        _write(self.path / most, none if limit is None else str(int((self.path / used).read_text()) + limit))
 
     def take_in(self, pids: Sequence[int]) -> None:
         """Move processes that run already; one that has ended meanwhile is fine."""

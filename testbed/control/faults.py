@@ -18,7 +18,7 @@ from typing import Any
 from testbed.control.substrates.base import Process, Substrate
 from testbed.control.watch import RankState
 from testbed.spec.errors import Unavailable
-from testbed.spec.fault import Fault
+from testbed.spec.fault import LASTING, Fault
 
 
 class Injector:
@@ -71,7 +71,7 @@ class Injector:
         assert fault.rank is not None
         begun = time.monotonic()
         self._actions()[fault.kind](fault)
-        if fault.kind in ("pause", "cut", "rate", "slow"):
+        if fault.kind in (*LASTING, "oom"):  # the limit outlives the rank that met it
             end = float("inf") if fault.lasts is None else time.monotonic() + fault.lasts
             self._lasting.append((end, fault))
         self._write("injected", fault=str(fault), rank=fault.rank, step=ranks[fault.rank].last_step + 1, begun=begun)
@@ -107,6 +107,7 @@ class Injector:
             "cut": self._substrate.join,
             "rate": lambda node: self._substrate.set_rate(node, None),
             "slow": lambda node: self._substrate.set_cpus(node, None),
+            "oom": self._substrate.unlimit_memory,
         }
         undo[fault.kind](fault.rank)
         self._write("over", fault=str(fault), rank=fault.rank)

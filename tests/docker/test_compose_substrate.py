@@ -138,6 +138,25 @@ def test_a_paused_container_is_stopped_and_what_the_engine_refuses_is_a_sentence
     assert substrate._project not in projects()
 
 
+def test_a_memory_limit_is_lifted_to_what_the_container_was_given(tmp_path):
+    made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs/r")
+    with made as substrate, contextlib.closing(connect()) as client:
+
+        def limits():
+            found = client.containers.get(substrate._containers[0].id).attrs["HostConfig"]
+            return found["Memory"], found["MemorySwap"]
+
+        given = limits()
+        substrate.limit_memory(0)
+        assert 0 < limits()[0] < given[0]
+        substrate.unlimit_memory(0)
+        assert limits() == given and given[0] == 2 << 30
+        substrate._containers[0].attrs["HostConfig"] |= {"Memory": 0, "MemorySwap": 0}  # as without mem_limit
+        substrate.limit_memory(0)
+        substrate.unlimit_memory(0)
+        assert limits()[0] == client.info()["MemTotal"]
+
+
 def test_a_killed_rank_is_restarted_from_its_checkpoint(tmp_path):
     flags = ["--nodes", "2", "--steps", "60", *SMALL, "--set", "probe=false", "--set", "checkpoint=10"]
     fault = ["--fault", "kill:rank1@step25", "--retries", "1"]

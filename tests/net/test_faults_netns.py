@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from testbed.control import cgroups
 from testbed.control.substrates import leftovers, owner
-from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.base import MEMORY_LEFT, NodePlan
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.spec.link import Link
 from tests.soak import faults
@@ -58,6 +60,35 @@ def test_a_node_without_a_share_gets_one_while_it_runs_and_nothing_is_left(tmp_p
         assert any(who == owner.current() for who in cgroups.owners(cgroups.find_hierarchy(controller="memory")))
     left = [str(each) for each in leftovers.find(everything=True) if each.owner == owner.current()]
     assert left == []
+
+
+@pytest.mark.parametrize("cpus", [None, 1.0])
+def test_a_memory_limit_is_lifted_again_for_who_runs_and_for_who_starts_then(
+    tmp_path: Path, cpus: float | None
+) -> None:
+    with NetnsSubstrate([NodePlan(name="node0", cpus=cpus)]) as substrate:
+        limited, freed = (_hungry(substrate, tmp_path / name) for name in ("limited", "freed"))
+        substrate.limit_memory(0)
+        assert limited() == -signal.SIGKILL
+        substrate.unlimit_memory(0)
+        assert freed() == 0
+        assert _hungry(substrate, tmp_path / "again")() == 0
+
+
+def _hungry(substrate: NetnsSubstrate, meal: Path) -> Callable[[], int]:
+    """A process that is there and waits; call it and it takes more than a limit leaves it: its exit code."""
+    eat = f"import os, time\nprint('here', flush=True)\nwhile not os.path.exists({str(meal)!r}): time.sleep(0.05)\n"
+    log = meal.with_suffix(".log")
+    process = substrate.start(0, [sys.executable, "-c", f"{eat}b'1' * {2 * MEMORY_LEFT}"], {}, log)
+    while "here" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+
+    def take() -> int:
+        meal.touch()
+        return process.wait(30)
+
+    return take
 
 
 def _seconds(pid: int) -> float:

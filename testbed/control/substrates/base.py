@@ -123,3 +123,7 @@ class Substrate(Protocol):
     def limit_memory(self, node: int) -> None:
         """Let the rank have MEMORY_LEFT bytes more than now."""
         ...
+
+    def unlimit_memory(self, node: int) -> None:
+        """As much memory as the node had before."""
+        ...

@@ -218,6 +218,13 @@ class ComposeSubstrate(SharedFiles):
             limit = used + MEMORY_LEFT
             self._containers[node].update(mem_limit=limit, memswap_limit=limit)
 
+    def unlimit_memory(self, node: int) -> None:
+        """What compose.yaml gave it; all that the engine has where that is nothing, which no update can say."""
+        given = self._containers[node].attrs["HostConfig"]  # as it was when it was made
+        with in_words():
+            most = given["Memory"] or self._client.info()["MemTotal"]
+            self._containers[node].update(mem_limit=most, memswap_limit=given["MemorySwap"] or -1)
+
 
 def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
     """What differs from compose.yaml where a controller drives the containers: they wait, labelled, without a quota."""

@@ -130,3 +130,7 @@ class FakeSubstrate:
     def limit_memory(self, node: int) -> None:
         """Remember it."""
         self.calls.append(("limit_memory", node))
+
+    def unlimit_memory(self, node: int) -> None:
+        """Remember it."""
+        self.calls.append(("unlimit_memory", node))

@@ -257,6 +257,9 @@ class HostsSubstrate:
                 limit = str(parse_size(shown.split("/")[0].strip()) + MEMORY_LEFT)
                 host.run(["docker", "update", "--memory", limit, "--memory-swap", limit, process.name], SOON)
 
+    def unlimit_memory(self, node: int) -> None:
+        """Nothing to do: a rank that starts again does so in a new container."""
+
     def cut(self, node: int) -> None:
         """Not here, nor anything else that touches what a host has for others too."""
         raise Unavailable(f"{UNTOUCHED}. Use --on compose or netns.")

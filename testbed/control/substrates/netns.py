@@ -106,6 +106,7 @@ class NetnsSubstrate(SharedFiles):
         self._cores = cores.share_out(plans, cores.here())
         self._groups: dict[int, CpuGroup] = {}  # with a quota
         self._late: list[CpuGroup] = []  # made for a fault
+        self._starved: dict[int, CpuGroup] = {}  # with a memory limit
         self._rates = {node: plan.link.rate for node, plan in enumerate(plans)}  # now
         self._started: list[LocalProcess] = []
         self._cleanup = ExitStack()
@@ -229,6 +230,12 @@ class NetnsSubstrate(SharedFiles):
         if group is None or find_hierarchy(controller="memory").version == 1:
             group = self._late_group(node, "memory")
         group.set_memory(MEMORY_LEFT)
+        self._starved[node] = group
+
+    def unlimit_memory(self, node: int) -> None:
+        """A node has no limit of its own; who starts next in version 2 does so in the same group."""
+        if node in self._starved:
+            self._starved.pop(node).set_memory(None)
 
     def _late_group(self, node: int, controller: str) -> CpuGroup:
         """A group for what runs already."""

@@ -229,6 +229,10 @@ class ProcessSubstrate(SharedFiles):
         """Not here: nobody limits a plain process."""
         raise Unavailable("a memory limit: plain processes have none. Use --on netns (as root)")
 
+    def unlimit_memory(self, node: int) -> None:
+        """Not here: nobody limits a plain process."""
+        self.limit_memory(node)
+
     def _signal(self, node: int, signum: int) -> None:
         for index, process in self._started:
             if index == node:

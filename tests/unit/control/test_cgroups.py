@@ -67,6 +67,22 @@ def test_version_2_hands_the_controller_down_and_writes_the_maximum(tmp_path: Pa
     assert (group.path / "cpu.max").read_text() == "max 10000"
 
 
+@pytest.mark.parametrize(
+    ("version", "used", "most", "none"),
+    [(1, "memory.usage_in_bytes", "memory.limit_in_bytes", "-1"), (2, "memory.current", "memory.max", "max")],
+)
+def test_a_memory_limit_is_what_is_used_and_some_more_and_is_lifted(
+    tmp_path: Path, version: int, used: str, most: str, none: str
+) -> None:
+    group = CpuGroup(Hierarchy(tmp_path, version), "12-34/node0")
+    group.make()
+    (group.path / used).write_text("1000\n")
+    group.set_memory(64)
+    assert (group.path / most).read_text() == "1064"
+    group.set_memory(None)
+    assert (group.path / most).read_text() == none
+
+
 def test_the_prefix_joins_and_keeps_the_pid(tmp_path: Path) -> None:
     group = CpuGroup(Hierarchy(tmp_path, 1), "12-34/node0")
     group.create(None)

@@ -80,6 +80,17 @@ def test_what_lasts_for_good_is_mended_before_the_next_attempt(tmp_path: Path) -
     assert json.loads((tmp_path / "faults.jsonl").read_text().splitlines()[-1])["event"] == "again"
 
 
+def test_a_memory_limit_outlives_its_rank_and_is_lifted_before_the_next_attempt(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "oom:rank1@step0")
+    made.look(ranks)
+    made.look(ranks)
+    assert substrate.calls == [("limit_memory", 1)]
+    made.mend()
+    made.mend()
+    assert substrate.calls == [("limit_memory", 1), ("unlimit_memory", 1)]
+    assert ("over", "oom:rank1@step0") in events(tmp_path)
+
+
 def test_exit_oom_and_disk_full_go_to_the_rank(tmp_path: Path) -> None:
     made, substrate, ranks = injector(tmp_path, "exit:rank0@step0", "oom:rank1@step0", "disk-full:rank2@step0")
     made.look(ranks)
