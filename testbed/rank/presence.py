@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import selectors
 import socket
 import struct
+import threading
 import time
+from collections import Counter
 from collections.abc import Collection
 
 from testbed.spec.errors import RankFailed, Unavailable
@@ -19,15 +22,53 @@ from testbed.spec.errors import RankFailed, Unavailable
 PATIENCE = 900.0  # seconds; rank 0 may fetch a data set before it listens
 NAMELESS = 20.0  # seconds without a name after which rank 0 is gone: a container's name ends with it
 RETRY = 0.2  # seconds
+BACKLOG = 1024  # in front of the door: whoever fills it keeps the ranks out
+ROOM = 256  # guests beside the ranks: each is a descriptor of this process
+LOOK = 1.0  # seconds until the closing of the door is noticed
+IDLE = 60  # seconds without a word after which the kernel asks whether rank 0's machine is still there
 SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 
 
 def listen(address: str, port: int, size: int) -> socket.socket:
-    """Rank 0's end. Nobody needs to accept: the kernel completes the connections, and ends them with the process."""
+    """Rank 0's end. A thread lets everybody in, strangers too; connections end with the process, or with this one."""
     try:
-        return socket.create_server((address, port), backlog=size)
+        listener = socket.create_server((address, port), backlog=BACKLOG)
     except OSError as error:
         raise Unavailable(f"port {port} on {address}: cannot listen ({error.strerror}). Set MASTER_PORT.") from None
+    listener.setblocking(False)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    threading.Thread(target=_host, args=(listener, selector, size + ROOM), daemon=True, name="presence").start()
+    return listener
+
+
+def _host(listener: socket.socket, selector: selectors.BaseSelector, room: int) -> None:
+    """Keep who says nothing, as ranks do. One too many, and whoever holds most connections loses its oldest."""
+    guests: dict[socket.socket, str] = {}
+    with selector:
+
+        def show_out(guest: socket.socket) -> None:
+            del guests[guest]
+            selector.unregister(guest)
+            guest.close()
+
+        while listener.fileno() >= 0:
+            for guest in [key.data for key, _ in selector.select(LOOK)]:
+                if guest is not None:  # it talks, or has left
+                    show_out(guest)
+                    continue
+                try:
+                    newest, where = listener.accept()
+                except OSError:  # gone meanwhile, or no descriptor is left
+                    time.sleep(RETRY)
+                    continue
+                selector.register(newest, selectors.EVENT_READ, newest)
+                guests[newest] = where[0]
+            while len(guests) > room:
+                most = Counter(guests.values()).most_common(1)[0][0]
+                show_out(next(guest for guest, address in guests.items() if address == most))
+    for guest in guests:
+        guest.close()
 
 
 def attend(name: str, port: int) -> socket.socket:
@@ -35,7 +76,10 @@ def attend(name: str, port: int) -> socket.socket:
     named = begun = time.monotonic()
     while (now := time.monotonic()) < begun + PATIENCE:
         try:
-            return socket.create_connection((name, port), timeout=5.0)
+            connection = socket.create_connection((name, port), timeout=5.0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
+            return connection
         except socket.gaierror:
             if now > named + NAMELESS:
                 raise RankFailed(f"rank 0 has left, or never came: nobody is called {name!r}. See its log") from None
