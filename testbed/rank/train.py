@@ -207,13 +207,14 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def deadline(spec: RunSpec, size: int) -> float:
-    """What was asked; else STEP_DEADLINE and twice the time that N gradients take on the slowest link.
+    """What was asked; else STEP_DEADLINE and twice the time that N gradients take on the slowest link, be it a fault's.
 
     With every:K ranks meet after K steps only, so a slower one may honestly be late by K times as much.
     """
     if spec.deadline is not None:
         return spec.deadline
-    rates = [link.rate for link in [spec.link, *(o.link for o in spec.overrides.values() if o.link)] if link.rate]
+    links = [spec.link, *(override.link for override in spec.overrides.values() if override.link)]
+    rates = [link.rate for link in links if link.rate] + [fault.rate for fault in spec.faults if fault.rate]
     return STEP_DEADLINE * min(spec.mode.every, 30) + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
 
 

@@ -44,3 +44,10 @@ def test_the_slowest_node_decides() -> None:
 def test_ranks_that_meet_seldom_may_be_later() -> None:
     assert seconds(mode="ring/every:4") == 4 * STEP_DEADLINE
     assert seconds(mode="ring/every:1000") == 30 * STEP_DEADLINE
+
+
+def test_a_link_that_a_fault_makes_slower_decides_too() -> None:
+    drop = ["kill:rank1@step9", "rate:rank2@step8=10mbit"]
+    assert seconds(link={"rate": "1gbit"}, faults=drop) == seconds(link={"rate": "10mbit"})
+    assert seconds(link={"rate": "1mbit"}, faults=drop) == seconds(link={"rate": "1mbit"})
+    assert seconds(faults=["rate:rank?@step?+5s=10mbit"]) == seconds(link={"rate": "10mbit"})
