@@ -99,7 +99,7 @@ def _verdict(ranks: list[list[Line]], steps: list[list[Line]], status: str) -> d
     """
     if status != "ok":
         return {}
-    said = [r["steps"] for lines in ranks for r in lines if r["kind"] == "end"]
+    said = [r.get("steps") or 0 for lines in ranks for r in lines if r["kind"] == "end"]
     longest = max([r["step"] + 1 for rows in steps for r in rows] + said, default=0)
     for rank, rows in enumerate(steps):
         wrong = next((k for k, r in enumerate(rows) if r["step"] != k), len(rows))
