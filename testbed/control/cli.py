@@ -23,7 +23,7 @@ from testbed.control.screen import Json, console
 from testbed.control.tune import tune as run_tune
 from testbed.spec.codec import CODECS
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import SpecError, TestbedError
+from testbed.spec.errors import SpecError, TestbedError, broken
 from testbed.spec.folder import RunFolder
 from testbed.spec.inventory import read_inventory
 from testbed.spec.mode import algorithms, codecs_of, legal_modes
@@ -268,6 +268,9 @@ def main() -> None:
     except TestbedError as error:
         print(f"testbed: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # of the machine, and of no run: those end with a sentence of their own
+        print(f"testbed: {broken(error, 'this machine')}", file=sys.stderr)
+        sys.exit(TestbedError.exit_code)
     except KeyboardInterrupt:
         print("testbed: interrupted", file=sys.stderr)
         sys.exit(130)

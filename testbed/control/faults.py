@@ -12,6 +12,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ class Injector:
         self._history = history
         self._processes: list[Process] = []
         self._told: set[int] = set()
+
+    @property
+    def waiting(self) -> Sequence[Fault]:
+        """Those whose moment has not come."""
+        return tuple(self._waiting)
 
     def check(self) -> None:
         """Refuse what this place cannot do, before anything runs."""
@@ -123,7 +129,8 @@ class Injector:
         if not self._keeps_history:
             return
         facts.setdefault("at", time.monotonic())
-        with self._history.open("a", encoding="utf-8") as out:
+        # A disk that is full must not hide how the run ended: this is called last, too.
+        with suppress(OSError), self._history.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"event": event, **facts}) + "\n")
 
 

@@ -48,10 +48,12 @@ class Speed:
         return sum(r["total"] for r in self.records) / len(self.records)
 
     def megabytes(self) -> float | None:
-        """Sent plus received per second of wall clock."""
+        """Sent plus received per second of wall clock; None where two attempts' counters would be compared."""
         if len(self.records) < 2 or self.records[0]["sent"] is None:
             return None
         first, last = self.records[0], self.records[-1]
+        if first.get("attempt") != last.get("attempt"):
+            return None
         moved = last["sent"] + last["received"] - first["sent"] - first["received"]
         passed: float = last["at"] + last["total"] - first["at"] - first["total"]
         return moved / 1e6 / passed if passed > 0 else None

@@ -18,7 +18,7 @@ from testbed.control.tail import Tail
 from testbed.control.watch import follow
 from testbed.net.receipt import Receipt
 from testbed.spec.datasets import data_dir, dataset_info, is_complete
-from testbed.spec.errors import Interrupted, RankFailed, TestbedError, Unavailable, UsageError, refuse
+from testbed.spec.errors import Interrupted, RankFailed, TestbedError, Unavailable, UsageError, broken, refuse
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec
@@ -90,22 +90,23 @@ class Life:
 
 
 def _live(life: Life, resume: bool) -> Summary:
-    spec, substrate, folder = life.spec, life.substrate, life.folder
-    facts = Facts(substrate.name, list(substrate.notes))
+    facts = Facts(life.substrate.name, list(life.substrate.notes))
     try:
-        _measure(spec, substrate, folder, facts, life.progress)
+        _measure(life.spec, life.substrate, life.folder, facts, life.progress)
         _train(life, facts, resume)
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # one is enough: now things are put away
             signal.signal(number, signal.SIG_IGN)
-        stopped = _stop(substrate)
-        _conclude(folder, spec, facts, "interrupted", "stopped by Ctrl-C")
-        raise Interrupted(f"interrupted; {stopped}. What was measured is in {folder.path}") from None
-    except TestbedError as error:
-        _stop(substrate)
-        _conclude(folder, spec, facts, "failed", str(error))
-        raise
-    return _conclude(folder, spec, facts, "invalid" if facts.invalid else "ok", facts.invalid)
+        stopped = _stop(life.substrate)
+        _conclude(life, facts, "interrupted", "stopped by Ctrl-C")
+        raise Interrupted(f"interrupted; {stopped}. What was measured is in {life.folder.path}") from None
+    except (TestbedError, OSError) as error:
+        _stop(life.substrate)
+        verdict = error if isinstance(error, TestbedError) else broken(error, life.folder.path)
+        with suppress(TestbedError):  # a summary that cannot be written must not hide why; without one nothing counts
+            _conclude(life, facts, "failed", str(verdict))
+        raise verdict from None
+    return _conclude(life, facts, "invalid" if facts.invalid else "ok", facts.invalid)
 
 
 def _stop(substrate: Substrate) -> str:
@@ -212,14 +213,14 @@ def _environment(spec: RunSpec, substrate: Substrate, port: int) -> dict[str, st
     }
 
 
-def _conclude(folder: RunFolder, spec: RunSpec, facts: Facts, status: Any, reason: str) -> Summary:
+def _conclude(life: Life, facts: Facts, status: Any, reason: str) -> Summary:
     """Write summary.json last: a folder without it never finished."""
-    folder.tidy()
-    summary = summarise(
-        folder, spec, status=status, reason=reason, substrate=facts.substrate, notes=facts.notes, network=facts.network
-    )
+    folder, told = life.folder, {"status": status, "reason": reason, "substrate": facts.substrate}
+    notes = [*facts.notes, *(f"fault {fault} never came due" for fault in life.injector.waiting)]
     try:
+        folder.tidy()
+        summary = summarise(folder, life.spec, **told, notes=notes, network=facts.network)
         write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
     except OSError as error:
-        raise TestbedError(f"{folder.summary}: cannot be written ({error.strerror}): the run does not count") from None
+        raise broken(error, folder.summary) from None
     return summary

@@ -36,8 +36,9 @@ def main() -> int:
     except TestbedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    earlier = folder.set_records_aside(rank) if options.resume else None
-    with Recorder(folder.records(rank), earlier) as recorder:
+    if options.resume:
+        folder.set_records_aside(rank)
+    with Recorder(folder.records(rank), folder.attempts(rank) if options.resume else {}) as recorder:
         ending = Ending(rank, recorder)
         stopping.insist(lambda error: os._exit(ending.because(error)))
         try:

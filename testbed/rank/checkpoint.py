@@ -4,8 +4,9 @@
     checkpoints/rank0-step10.json          written last: step, checksum of the tensors, sums of the epoch so far
 
 Each rank writes its own pair, whole or not at all, and keeps the last two: ranks may be one checkpoint apart when they
-are killed, and then the last step that all of them have is taken. The position in the data needs no state: batches
-follow from seed, rank and epoch, and those of the epoch that were seen are drawn again.
+are killed, and then the last step that all of them have is taken. With every:K they may be K steps apart, and as many
+more are kept as lie in K steps. The position in the data needs no state: batches follow from seed, rank and epoch, and
+those of the epoch that were seen are drawn again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ from testbed.spec.errors import SpecError, refuse
 from testbed.spec.folder import read_bounded, write_whole
 from testbed.spec.run import SCHEMA, RunSpec
 
-KEPT = 2
+KEPT = 2  # at least
 MAX_FACTS = 1 << 20  # bytes of the JSON
 MAX_RATIO = 16  # tensors of a checkpoint at most so many times the parameters, and MAX_SMALL
 MAX_SMALL = 64 << 20  # bytes
@@ -70,6 +72,8 @@ class Checkpoints:
         self.every, self.group, self.resume = spec.checkpoint, group, resume
         self.must_agree = spec.replicas_must_agree and spec.mode.synchronous
         self.folder = folder
+        apart = spec.mode.every if spec.mode.every > 1 else 0  # steps between ranks that do not meet in each
+        self.kept = KEPT + math.ceil(apart / (spec.checkpoint or 1))
 
     def maybe(self, trained: Trained, step: int, last: bool) -> None:
         """Write one when it is time; after the last step there is nothing to come back to."""
@@ -94,7 +98,8 @@ class Checkpoints:
             python=_as_lists(random.getstate()),
         )
         write_whole(self._facts(step), json.dumps(asdict(facts)), durable=True)
-        for old in sorted(self._steps())[:-KEPT]:
+        # What a run that began anew finds of later steps is of no use, and must not cost it what it writes.
+        for old in sorted(other for other in self._steps() if other <= step)[: -self.kept]:
             self._facts(old).unlink(missing_ok=True)
             self._tensors(old).unlink(missing_ok=True)
 
@@ -108,6 +113,9 @@ class Checkpoints:
             hashes = [other.get(str(step)) for other in told]
             if None not in hashes and (len(set(hashes)) == 1 or not self.must_agree):
                 return step
+        if any(told):
+            have = "; ".join(f"rank {rank}: {', '.join(steps) or 'none'}" for rank, steps in enumerate(told))
+            print(f"no checkpoint is common to all ranks (of steps: {have}), so from the beginning", flush=True)
         return 0
 
     def load(self, trained: Trained, step: int) -> None:

@@ -14,7 +14,7 @@ from testbed.net.probe import probe_node
 from testbed.net.receipt import Receipt
 from testbed.net.rendezvous import ProbeError
 from testbed.rank.asked import Asked, link_of
-from testbed.spec.errors import Interrupted, NetworkInvalid, PeerLost
+from testbed.spec.errors import Interrupted, NetworkInvalid, PeerLost, RankFailed
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.records import Error
 from testbed.spec.run import RunSpec
@@ -65,6 +65,8 @@ class Conclusion:
         """The run went to its end; the table, or why this run is not in one."""
         summary = self._write("invalid" if self.invalid else "ok", self.invalid)
         _print(summary, self.folder)
+        if summary.status == "failed":  # its records say so
+            return RankFailed.exit_code
         return 0 if not self.invalid or self.asked.unshaped else NetworkInvalid.exit_code
 
     def bad(self, error: Error, store: dist.Store | None) -> None:

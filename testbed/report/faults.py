@@ -51,17 +51,15 @@ class Faulted:
 
 
 def read_faulted(folder: RunFolder) -> Faulted | None:
-    """The history of a run to which something was done; None where nothing was."""
+    """The history of a run to which something was to be done; None where nothing was, or it did not begin."""
     if not folder.faults.is_file() or not folder.summary.is_file():
         return None
     check_inside(folder)
     check_size([folder.faults], MAX_FAULTS)
     story = read_story(folder)
-    if not story.injected:
-        return None
     summary = Summary.read(folder)
     rows = fault_table([(folder, summary.spec, summary.status)])
-    if not rows:  # a history that its spec knows nothing of
+    if not rows:  # it did not begin, or its spec knows nothing of this history
         return None
     events = list(itertools.islice(read_lines(folder.faults, "event"), MAX_EVENTS))
     return Faulted(
@@ -99,7 +97,7 @@ def _knew(events: Sequence[dict[str, Any]]) -> float | None:
 
 def _steps(folder: RunFolder, rank: int) -> list[Interval]:
     """When each step of a rank began and ended, those of attempts that failed included."""
-    paths = [*sorted(folder.path.glob(f"rank{rank}.attempt*.jsonl")), folder.records(rank)]
+    paths = [*folder.attempts(rank).values(), folder.records(rank)]
     check_size((path for path in paths if path.is_file()), MAX_RECORDS)
     rows = [record for path in paths for record in read(path) if record["kind"] == "step"]
     return [(float(row["at"]), float(row["at"]) + float(row["total"])) for row in rows]

@@ -209,6 +209,7 @@ def faults(runs: Sequence[Faulted]) -> str:
     named = [run.story.named_right for run in stopped if run.story.named_right is not None]
     on = sum(run.row[-1] == "went on" for run in runs)
     again = sum(run.row[-1] == "restarted" for run in runs)
+    spared = sum(not run.episodes for run in runs)
     said = [f"{len(runs)} run{'s' * (len(runs) != 1)} with faults on purpose"]
     if stopped:
         slowest = max(run.knew or 0.0 for run in stopped)
@@ -218,4 +219,6 @@ def faults(runs: Sequence[Faulted]) -> str:
         said.append(f"{on} went on")
     if again:
         said.append(f"{again} restarted and finished")
+    if spared:
+        said.append(f"in {spared} nothing was injected")
     return "; ".join(said)

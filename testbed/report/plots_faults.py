@@ -22,7 +22,7 @@ NOTE = (
 
 def draw(runs: Sequence[Faulted]) -> list[Plot]:
     """One plot of all, where there are several; then one of each kind of fault."""
-    timed = [run for run in runs if run.one_clock]
+    timed = [run for run in runs if run.one_clock and run.episodes]
     noticed = [run for run in timed if run.knew is not None]
     kinds: dict[str, Faulted] = {}
     for run in timed:

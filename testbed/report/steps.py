@@ -23,6 +23,7 @@ Interval = tuple[float, float]  # offset from the step's begin, seconds
 COMPUTING = ("data", "forward", "backward")
 WAY_BACK = (" gather", " down")  # how the name of a buffer ends whose way there has a name of its own
 NUMBERS = ("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden")
+OPTIONAL = ("cpu", "attempt")  # unknown to older runs
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ class Steps:
     hidden: Column
     loss: Column
     images: Column
-    sent: Column  # bytes since the start, nan where nothing counts them
+    sent: Column  # bytes since the start of the attempt or before, nan where nothing counts them
     received: Column
     cpu: Column  # seconds of the loop's own thread, nan where nobody recorded them
+    attempt: Column  # the earlier one that did the step, nan where it was the last
     phases: list[list[tuple[str, float, float]]]
     comm: list[list[Comm]]
     stalls: list[list[Interval]]
@@ -78,8 +80,7 @@ class Steps:
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]], where: str) -> Steps:
         """From the lines of rankN.jsonl; times that no clock can show are refused."""
-        columns = {key: _column(records, key) for key in (*NUMBERS, "loss", "images", "sent", "received")}
-        columns["cpu"] = np.array([_number(record.get("cpu")) for record in records], dtype=np.float64)
+        columns = {key: _column(records, key) for key in (*NUMBERS, "loss", "images", "sent", "received", *OPTIONAL)}
         for key in NUMBERS:
             if not (np.isfinite(columns[key]).all() and (columns[key] >= 0).all()):
                 raise SpecError(f"{where}: {key} has a value that is negative or no number. The file is damaged")
@@ -130,8 +131,9 @@ def _blocked_in(phases: list[tuple[str, float, float]], stalls: list[Interval], 
 
 
 def _column(records: Sequence[dict[str, Any]], key: str) -> Column:
-    """One key of every record; null becomes nan."""
-    return np.array([_number(record[key]) for record in records], dtype=np.float64)
+    """One key of every record; null becomes nan, and so does one of OPTIONAL that is not there."""
+    values = (record.get(key) if key in OPTIONAL else record[key] for record in records)
+    return np.array([_number(value) for value in values], dtype=np.float64)
 
 
 def _number(value: Any) -> float:

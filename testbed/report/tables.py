@@ -159,12 +159,16 @@ KINDS = ("gradients", "parameters", "buffers", "metrics")
 
 
 def kinds(cell: Cell) -> list[str]:
-    """Shares of what was sent since step 1 began, by kind; what is left; and MB per rank that went before."""
+    """Shares of what was sent since step 1 began, by kind; what is left; and MB per rank that went before.
+
+    The end of a restarted run counts its last attempt only, so that one's own steps are looked at.
+    """
     ends = [rank.end for rank in cell.first.ranks]
-    before = [_before(rank.steps.sent) for rank in cell.first.ranks]
+    own = [rank.steps.sent[np.isnan(rank.steps.attempt)] for rank in cell.first.ranks]
+    before = [_before(sent) for sent in own]
     whole = sum(float(end.get("sent") or 0) for end in ends) - sum(before)
     sums = [sum(float((end.get("payload") or {}).get(kind) or 0) for end in ends) for kind in KINDS]
-    if whole <= 0 or not any(sums):
+    if whole <= 0 or not any(sums) or min(map(len, own)) < 2:
         return [DASH] * (len(KINDS) + 2)
     shares = [_small(value / whole) for value in [*sums, max(0.0, whole - sum(sums))]]
     return [*shares, _mb(statistics.fmean(before))]

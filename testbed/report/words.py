@@ -15,7 +15,8 @@ SPLIT = (
 TRAFFIC = (
     "MB (10^6 bytes) per rank and step. Theory is payload; the kernel counts headers too: 0.2 % where it sees packets"
     " before they are cut into frames, up to 4.6 % where it sees frames. Shares: what all that was sent from the"
-    " first step on was made of, and the MB per rank that went before it (probe, rendezvous, a first broadcast)."
+    " first step on was made of (of a restarted run: the first of its last attempt), and the MB per rank that went"
+    " before it (probe, rendezvous, a first broadcast)."
     " Headers and control (heartbeats, agreement) are what is left; no counter tells them apart, because the kernel may"
     " count packets before or after they are cut into frames."
 )
@@ -56,7 +57,7 @@ FAULTS = (
     "Noticed after: seconds from the fault to the middle one of the ranks that ended because of it. Named right: most"
     " of them blamed the rank that it was done to. Codes are those of the first attempt: -9 is SIGKILL, 6 a rank that"
     " lost another, stopped one that the controller ended. Recovered: `went on` by itself, or `restarted` from a"
-    " checkpoint."
+    " checkpoint. A fault whose moment never came was not injected, and says so."
 )
 
 

@@ -85,3 +85,10 @@ def shown(value: object) -> str:
     """A value as a message prints it: escaped, and not longer than a person reads."""
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
+
+
+def broken(error: OSError, where: object) -> TestbedError:
+    """What the machine did to us (a full disk, a folder that vanished), as a sentence; `where`: if it names no file."""
+    reason = error.strerror or str(error) or type(error).__name__
+    way_out = "Make room, or mend that, and try again."
+    return TestbedError(f"{error.filename or where}: {reason}, so nothing was finished. {way_out}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from testbed.spec.errors import SpecError, UsageError, refuse
+from testbed.spec.errors import SpecError, UsageError, broken, refuse
 from testbed.spec.run import RunSpec
 
 MAX_SPEC = 1 << 20  # bytes of a spec.json
@@ -50,14 +52,18 @@ class RunFolder:
         """How the profiled time divides up."""
         return self.path / f"rank{rank}.profile.json"
 
+    def attempts(self, rank: int) -> dict[int, Path]:
+        """What a rank recorded in earlier attempts, by number, oldest first."""
+        name = re.compile(rf"rank{rank}\.attempt([1-9]\d{{0,8}})\.jsonl", re.ASCII)
+        found = ((name.fullmatch(path.name), path) for path in self.path.glob(f"rank{rank}.attempt*.jsonl"))
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
+
     def set_records_aside(self, rank: int) -> Path | None:
         """Move what a rank recorded in an earlier attempt to rank0.attempt1.jsonl; None where there is nothing."""
         if not self.records(rank).is_file():
             return None
-        names = (self.path / f"rank{rank}.attempt{number}.jsonl" for number in itertools.count(1))
-        target = next(name for name in names if not name.exists())
-        self.records(rank).replace(target)
-        return target
+        number = max(self.attempts(rank), default=0) + 1
+        return self.records(rank).replace(self.path / f"rank{rank}.attempt{number}.jsonl")
 
     def create(self, spec: RunSpec) -> None:
         """Make the folder with its spec.json; one that exists is never written over."""
@@ -71,7 +77,12 @@ class RunFolder:
             raise UsageError(
                 f"run folder {self.path} cannot be made ({error.strerror}). Set TESTBED_RUNS or --out."
             ) from None
-        write_whole(self.spec, spec.to_json())
+        try:
+            write_whole(self.spec, spec.to_json())
+        except OSError as error:
+            with suppress(OSError):  # so that the next try finds no half of a run
+                self.path.rmdir()
+            raise broken(error, self.spec) from None
 
     def reopen(self) -> None:
         """Go on with a run that is not finished; from here on it has no summary until it has a new one."""

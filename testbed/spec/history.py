@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,17 +57,19 @@ def read_story(folder: RunFolder) -> Story:
 def fault_table(runs: Sequence[tuple[RunFolder, RunSpec, str | None]]) -> list[tuple[str, ...]]:
     """One row per run that had faults and began: its folder, its spec, and how it ended."""
     told = [(read_story(folder), spec, status) for folder, spec, status in runs if spec.faults]
-    return [_row(story, spec, status) for story, spec, status in told if story.injected]
+    return [_row(story, spec, status) for story, spec, status in told if story.injected or story.codes]
 
 
 def _row(story: Story, spec: RunSpec, status: str | None) -> tuple[str, ...]:
     retried = any(code != 0 for code in story.codes.values())
     recovered = {True: "restarted" if retried else "went on", False: "no"}[status == "ok"]
+    done = [event["fault"] for event in story.injected]
+    missed = (Counter(map(str, spec.schedule())) - Counter(done)).elements()
     return (
         spec.name,
-        " ".join(event["fault"] for event in story.injected),
+        " ".join([*done, *(f"{fault} (not injected)" for fault in missed)]),
         "-" if story.noticed is None else f"{story.noticed:.2f} s",
         {True: "yes", False: "NO", None: "-"}[story.named_right],
         " ".join(str(story.codes.get(rank, "stopped")) for rank in range(spec.world)),
-        recovered,
+        recovered if done else "-",
     )

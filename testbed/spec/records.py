@@ -58,6 +58,7 @@ class Step:
     sent: int | None  # bytes since the start, None where nothing counts them
     received: int | None
     cpu: float | None = None  # processor time of the loop's own thread in data, forward, backward and update
+    attempt: int | None = None  # the earlier one that did this step; None: the one that this file is of
     blocked: float = 0.0  # the loop waited for communication: exposed
     busy: float = 0.0  # at least one buffer was on its way
     hidden: float = 0.0

@@ -11,12 +11,13 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from testbed.spec.base import Spec
-from testbed.spec.errors import SpecError
+from testbed.spec.errors import SpecError, shown
 from testbed.spec.folder import RunFolder, read_bounded
 from testbed.spec.records import read
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 
 MAX_SUMMARY = 64 << 20  # bytes; the losses of a million steps have 20 million
+Line = dict[str, Any]  # a line of rankN.jsonl
 
 
 class Summary(Spec):
@@ -72,6 +73,7 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
     kept = [[r for r in rank_steps if r["step"] >= spec.warmup] for rank_steps in steps]
     means = [statistics.fmean(row) for row in zip(*([r["total"] for r in k] for k in kept), strict=False)]
     starts = [r for records in ranks for r in records if r["kind"] == "start"]
+    notes = [*facts.get("notes", ()), *_restarted(folder, steps)]
     return Summary(
         spec=spec,
         steps=len(means),
@@ -86,8 +88,36 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         environment=starts[0]["environment"] if starts else {},
         replicas_agree=_replicas_agree(ranks),
         **_accuracy(ranks),
-        **facts,
+        **facts | _verdict(ranks, steps, facts["status"]) | {"notes": notes},
     )
+
+
+def _verdict(ranks: list[list[Line]], steps: list[list[Line]], status: str) -> dict[str, str]:
+    """A run is "ok" only if every rank recorded every step once: without one, all after it stand in wrong places.
+
+    A rank without any record is on a disk of its own: who starts ranks by hand may have given them no shared one.
+    """
+    if status != "ok":
+        return {}
+    said = [r.get("steps") or 0 for lines in ranks for r in lines if r["kind"] == "end"]
+    longest = max([r["step"] + 1 for rows in steps for r in rows] + said, default=0)
+    for rank, rows in enumerate(steps):
+        wrong = next((k for k, r in enumerate(rows) if r["step"] != k), len(rows))
+        if wrong < max(longest, len(rows)) and ranks[rank]:
+            found = f"step {shown(rows[wrong]['step'])} is in its place" if wrong < len(rows) else "nothing follows"
+            rule = "what is left of a run is no run"
+            return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
+    return {}
+
+
+def _restarted(folder: RunFolder, steps: list[list[Line]]) -> list[str]:
+    """Where the last of several attempts began; nothing to say where there was one, or it came to no step."""
+    if not any(steps) or not any(folder.attempts(rank) for rank in range(len(steps))):
+        return []
+    done = max((r["step"] + 1 for rows in steps for r in rows if r.get("attempt") is not None), default=0)
+    if done:
+        return [f"resumed after step {done}: what went before was done by an earlier attempt"]
+    return ["started again from the beginning: no checkpoint was there that all ranks have"]
 
 
 def centre(spec: RunSpec) -> Callable[[list[float]], float]:
@@ -102,22 +132,26 @@ def _quartiles(values: list[float]) -> tuple[float, float] | None:
     return low, high
 
 
-def _losses(spec: RunSpec, steps: list[list[dict[str, Any]]]) -> list[float]:
+def _losses(spec: RunSpec, steps: list[list[Line]]) -> list[float]:
     """Mean over ranks per step; ranks with larger shares weigh more."""
     weights = [spec.local_batch(rank) / spec.global_batch for rank in range(spec.world)]
     rows = zip(*([r["loss"] for r in rank_steps] for rank_steps in steps), strict=False)
     return [sum(w * loss for w, loss in zip(weights, row, strict=True)) for row in rows]
 
 
-def _bytes_per_step(kept: list[dict[str, Any]], key: str) -> float | None:
-    """Counters are cumulative; from one step's end to the next one's within an epoch, so that tests do not count."""
-    pairs = [(a, b) for a, b in itertools.pairwise(kept) if a["epoch"] == b["epoch"]] or list(itertools.pairwise(kept))
+def _bytes_per_step(kept: list[Line], key: str) -> float | None:
+    """Counters are cumulative; from one step's end to the next one's within an epoch, so that tests do not count.
+
+    And within an attempt: the next one's counters began anew, or went on through steps that nobody kept.
+    """
+    alike = [(a, b) for a, b in itertools.pairwise(kept) if a.get("attempt") == b.get("attempt")]
+    pairs = [(a, b) for a, b in alike if a["epoch"] == b["epoch"]] or alike
     if not pairs or kept[0][key] is None:
         return None
     return statistics.fmean(b[key] - a[key] for a, b in pairs)
 
 
-def _replicas_agree(ranks: list[list[dict[str, Any]]]) -> bool | None:
+def _replicas_agree(ranks: list[list[Line]]) -> bool | None:
     """All ranks' last hashes are of one step and equal; None when there is none to compare."""
     last = [next((r for r in reversed(records) if r["kind"] == "hash"), None) for records in ranks]
     if any(r is None for r in last):
@@ -125,7 +159,7 @@ def _replicas_agree(ranks: list[list[dict[str, Any]]]) -> bool | None:
     return len({(r["step"], r["parameters"]) for r in last if r}) == 1
 
 
-def _accuracy(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def _accuracy(ranks: list[list[Line]]) -> dict[str, Any]:
     last = [next((r for r in reversed(records) if r["kind"] == "eval"), None) for records in ranks]
     found = [r for r in last if r]
     if not found:

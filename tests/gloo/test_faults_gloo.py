@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
 from command import run_command
 
+from testbed.spec.records import read
 from tests.soak import faults, garbage, torn
 
 pytestmark = pytest.mark.gloo
@@ -38,11 +41,22 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
     flags = [*SMALL, "--nodes", "2", "--steps", "60", "--set", "checkpoint=10", "--fault", "kill:rank0@step25"]
     failed = run_command("run", *flags, "--out", "r", cwd=tmp_path)
     assert failed.returncode == 3 and "rank 0 (node0) was killed by SIGKILL" in failed.stderr, failed.stderr
+    for rank in range(2):  # a second attempt, which ended before its first step and recorded its start alone
+        records = tmp_path / "r" / f"rank{rank}.jsonl"
+        start = records.read_text().splitlines(keepends=True)[0]
+        records.rename(tmp_path / "r" / f"rank{rank}.attempt1.jsonl")
+        records.write_text(start)
     resumed = run_command("run", "--resume", "r", "--on", "process", "--json", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     (summary,) = json.loads(resumed.stdout)["runs"]
     assert summary["status"] == "ok" and len(summary["losses"]) == 60 and summary["replicas_agree"]
-    assert (tmp_path / "r" / "rank0.attempt1.jsonl").exists()
+    assert (tmp_path / "r" / "rank0.attempt2.jsonl").exists()
+    steps = [record for record in read(tmp_path / "r" / "rank1.jsonl") if record["kind"] == "step"]
+    done = sum(record["attempt"] == 1 for record in steps)
+    assert done in (20, 30, 40, 50) and [s["attempt"] for s in steps] == [1] * done + [None] * (60 - done)
+    assert [note for note in summary["notes"] if note.startswith(f"resumed after step {done}:")], summary["notes"]
+    usual = statistics.median(b["sent"] - a["sent"] for a, b in itertools.pairwise(steps))
+    assert usual > 0 and summary["sent_per_step"][1] == pytest.approx(usual, rel=0.1)
     again = run_command("run", "--resume", "r", "--on", "process", cwd=tmp_path)
     assert again.returncode == 2 and "is finished" in again.stderr
 

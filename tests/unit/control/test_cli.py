@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -117,3 +118,15 @@ def test_doctor_says_what_is_here_in_one_line_each():
     findings = {row["what"]: row for row in json.loads(result.stdout)}
     assert findings["Python 3.11 or later"]["ok"]
     assert all(row["fix"] for row in findings.values() if not row["ok"])
+
+
+def test_what_the_machine_refuses_outside_of_any_run_is_a_sentence_and_no_traceback(monkeypatch, capsys):
+    def locked(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/.r.lock")
+
+    monkeypatch.setattr(cli, "app", locked)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)  # pytest keeps its own
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 1 and said.startswith("testbed: runs/.r.lock: Permission denied") and "try again" in said

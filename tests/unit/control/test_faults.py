@@ -127,6 +127,22 @@ def test_a_run_without_faults_has_no_history(tmp_path: Path) -> None:
     assert not (tmp_path / "faults.jsonl").exists()
 
 
+def test_a_history_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    """It is written last, while the verdict on the run is on its way out."""
+    made, substrate, ranks = injector(tmp_path / "vanished", "kill:rank1@step0")
+    ranks[0].code, ranks[0].ended = 3, 5.0
+    made.look(ranks)
+    made.mend()
+    assert substrate.calls == [("kill", 1)] and made.waiting == ()
+
+
+def test_who_waits_for_its_moment_is_known(tmp_path: Path) -> None:
+    made, _, ranks = injector(tmp_path, "kill:rank2@step10", "kill:rank1@step99")
+    ranks[2].last_step = 9
+    made.look(ranks)
+    assert [str(fault) for fault in made.waiting] == ["kill:rank1@step99"]
+
+
 @pytest.mark.parametrize("kind", ["cut", "rate", "slow", "oom"])
 def test_plain_processes_refuse_what_they_cannot_do(tmp_path: Path, kind: str) -> None:
     value = {"rate": "=1mbit", "slow": "=0.5cpu"}.get(kind, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from testbed.control.run import execute, resume
 from testbed.net.receipt import Receipt
 from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, SpecError, TestbedError, UsageError
 from testbed.spec.folder import RunFolder
+from testbed.spec.history import fault_table
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 
@@ -168,6 +170,70 @@ def test_a_rank_that_broke_is_named_and_the_others_are_stopped(fake: FakePlace, 
         run(fake, folder)
     summary = Summary.read(folder)
     assert summary.status == "failed" and "rank 1" in summary.reason and fake.calls[-2:] == ["stop", "exit"]
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_stops_everything_and_is_told_in_a_sentence(
+    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.receipts = iter([GOOD])
+    monkeypatch.setattr(Receipt, "write", full)
+    with pytest.raises(TestbedError, match=rf"^{folder.path}: No space left on device.*Make room") as error:
+        run(fake, folder)
+    assert error.value.exit_code == 1 and fake.calls[-2:] == ["stop", "exit"]
+    summary = Summary.read(folder)
+    assert summary.status == "failed" and "No space left" in summary.reason
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_which_rank_broke(
+    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.receipts, fake.play = iter([GOOD]), ends_with(3, "boom")
+    monkeypatch.setattr("testbed.control.run.write_whole", full)
+    with pytest.raises(RankFailed, match=r"rank 0 \(node0\) ended with code 3 .*boom"):
+        run(fake, folder)
+    assert not folder.summary.exists()
+
+
+def test_a_good_run_whose_summary_cannot_be_written_is_none(
+    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.receipts = iter([GOOD])
+    monkeypatch.setattr("testbed.control.run.write_whole", full)
+    with pytest.raises(TestbedError, match=r"r/summary\.json: No space left on device.*Make room"):
+        run(fake, folder)
+
+
+# --- faults on purpose, and going on -----------------------------------------------------------------------------
+
+
+def test_a_fault_that_never_came_due_is_told_by_a_note_and_by_its_row(fake: FakePlace, folder: RunFolder) -> None:
+    summary = run(fake, folder, probe=False, faults=["kill:rank1@step5", "cut:rank0@3600s"])
+    missed = ["kill:rank1@step5", "cut:rank0@3600s"]
+    assert summary.status == "ok" and summary.notes[1:] == [f"fault {fault} never came due" for fault in missed]
+    ((_, faults, *_, codes, recovered),) = fault_table([(folder, summary.spec, summary.status)])
+    assert faults == " ".join(f"{fault} (not injected)" for fault in missed)
+    assert (codes, recovered) == ("0 0", "-")
+
+
+def test_a_resumed_run_says_after_which_step(fake: FakePlace, folder: RunFolder) -> None:
+    def play(where: RunFolder, rank: int) -> int:
+        where.set_records_aside(rank)
+        well(where, rank)
+        lines = where.records(rank).read_text().splitlines()
+        marked = [line.replace('"attempt":null', '"attempt":1') for line in lines[:5]]  # the start, and four steps
+        where.records(rank).write_text("\n".join([*marked, *lines[5:]]) + "\n")
+        return 0
+
+    fake.play = ends_with(3, "boom")
+    with pytest.raises(RankFailed):
+        run(fake, folder, probe=False)
+    fake.play = play
+    summary = resume(fake.place, folder, Silent(), retries=0)
+    assert summary.status == "ok" and summary.notes[-1].startswith("resumed after step 4:")
 
 
 # --- refused before anything exists ------------------------------------------------------------------------------

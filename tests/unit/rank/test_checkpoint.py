@@ -17,7 +17,7 @@ from torch import nn
 from testbed.rank import checkpoint
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.evaluate import Tally
-from testbed.rank.group import alone
+from testbed.rank.group import Group, alone
 from testbed.rank.optim import Optimizer
 from testbed.rank.sync.base import NoSync
 from testbed.rank.timeline import Timeline
@@ -73,6 +73,53 @@ def test_one_is_written_every_so_many_steps_and_the_last_two_are_kept(tmp_path: 
         keeps.maybe(trained, step, last=step == 30)
     names = sorted(path.name for path in (tmp_path / "c").iterdir())
     assert names == [f"rank0-step{step}.{end}" for step in (20, 25) for end in ("json", "safetensors")]
+
+
+@pytest.mark.parametrize(("mode", "every", "kept"), [("ring", 2, 2), ("ring/every:8", 2, 6), ("ring/every:3", 5, 3)])
+def test_where_ranks_meet_seldom_as_many_more_are_kept_as_the_slowest_may_be_behind(
+    tmp_path: Path, mode: str, every: int, kept: int
+) -> None:
+    spec = RunSpec.load({"mode": mode, "nodes": 2, "batch": 4, "checkpoint": every}, "test")
+    trained, keeps = Trained(1), Checkpoints(spec, tmp_path / "c", alone())
+    for step in range(1, 41):
+        keeps.maybe(trained, step, last=False)
+    written = range(every, 41, every)
+    names = {f"rank0-step{step}.{end}" for step in written[-kept:] for end in ("json", "safetensors")}
+    assert {path.name for path in (tmp_path / "c").iterdir()} == names
+
+
+def test_what_a_run_that_began_anew_writes_is_not_thrown_away_for_what_an_old_one_left(tmp_path: Path) -> None:
+    trained, keeps = Trained(1), keeper(tmp_path)
+    for step in (20, 30, 10):
+        keeps.write(trained, step)
+    assert (tmp_path / "rank0-step10.json").exists()
+
+
+class TwoRanks(Group):
+    """Rank 0 of two, the other of which has these checkpoints."""
+
+    def __init__(self, other: dict[int, str]) -> None:
+        super().__init__(0, 1, alone().store, 1.0)
+        self.other = json.dumps(other)
+
+    def tell_all(self, key: str, value: str) -> list[str]:
+        return [value, self.other]
+
+
+def test_checkpoints_of_which_none_is_common_to_all_ranks_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, keeps = Trained(1), keeper(tmp_path)
+    keeps.write(trained, 20)
+    keeps.write(trained, 30)
+    for other, has in (({10: "x"}, "10"), ({}, "none"), ({20: "another", 30: "hash"}, "20, 30")):
+        keeps.group = TwoRanks(other)
+        keeps.must_agree = True
+        assert keeps.agree(trained) == 0
+        said = capsys.readouterr().out
+        assert "no checkpoint is common to all ranks" in said and f"rank 0: 20, 30; rank 1: {has})" in said
+    assert keeper(tmp_path / "none").agree(trained) == 0
+    assert capsys.readouterr().out == ""  # there are none: nothing to be told
 
 
 @pytest.mark.parametrize("damage", ["tensors missing", "tensors cut", "facts missing", "facts cut", "of another rank"])

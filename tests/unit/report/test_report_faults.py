@@ -69,6 +69,19 @@ def test_a_history_that_the_spec_knows_nothing_of_costs_nobody_the_run(tmp_path:
     assert len(loaded.runs) == 1 and loaded.faulted == [] and loaded.skipped == []
 
 
+def test_a_run_whose_fault_never_came_due_has_a_row_and_no_plot(tmp_path: Path) -> None:
+    make_faulted(tmp_path / "runs" / "late", FAULT, over=1.0, mode="ring")
+    path = tmp_path / "runs" / "late" / "faults.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"ended"' in line))
+    (told,) = load([tmp_path / "runs"]).faulted
+    assert told.row[1:] == (f"{FAULT} (not injected)", "-", "-", "0 0 0 0", "-") and told.episodes == []
+    made = write([tmp_path / "runs"], tmp_path).faults
+    assert made and made.plots == [] and made.finding == "1 run with faults on purpose; in 1 nothing was injected"
+    assert "(not injected)" in (tmp_path / "report" / "report.md").read_text()
+    assert write_trace(tmp_path / "runs" / "late")[1] > 0
+
+
 def test_what_was_undone_lasts_as_long_as_it_did(tmp_path: Path) -> None:
     make_faulted(tmp_path / "run", "pause:rank1@step3+3s", over=3.0, mode="ring")
     (told,) = load([tmp_path]).faulted

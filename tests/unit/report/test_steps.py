@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from synthetic import Made, make_run, size_of
 from testbed.report.cells import Cell, chapters
 from testbed.report.load import load
 from testbed.report.steps import Steps
-from testbed.report.tables import sent_over_theory
+from testbed.report.tables import kinds, sent_over_theory
 
 
 def one(**values: Any) -> Steps:
@@ -99,3 +100,18 @@ def test_other_modes_places_and_spans_are_no_repeats(tmp_path: Path) -> None:
     make_run(tmp_path / "c", Made(substrate="compose"), mode="ring")
     make_run(tmp_path / "d", mode="ring", spans=False)
     assert len(chapters(load([tmp_path]))[0].cells) == 4
+
+
+def test_what_a_restarted_run_sent_is_shared_out_over_its_last_attempt(tmp_path: Path) -> None:
+    """Its end counts that attempt's payload alone, and the counters of the steps before are another's."""
+    whole = kinds(cell_of(tmp_path / "whole", mode="ring", link={"rate": "500mbit"}))
+    make_run(tmp_path / "run", mode="ring", link={"rate": "500mbit"})
+    for path in (tmp_path / "run").glob("rank*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = [line for line in lines if line["kind"] == "step"]
+        for line in steps[:4]:
+            line |= {"attempt": 1, "sent": line["sent"] * 9}
+        lines[-1]["payload"] = {kind: value * 8 // 12 for kind, value in lines[-1]["payload"].items()}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    restarted = chapters(load([tmp_path / "run"]))[0].cells[0]
+    assert kinds(restarted)[:5] == whole[:5] and whole[0] != "-"

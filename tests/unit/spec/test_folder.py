@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
 import pytest
 
-from testbed.spec.errors import UsageError
+from testbed.spec.errors import TestbedError, UsageError
 from testbed.spec.folder import RunFolder, runs_dir, write_whole
 from testbed.spec.run import RunSpec
 
@@ -71,6 +72,32 @@ def test_setting_aside_never_lands_inside_an_older_attempt(tmp_path: Path) -> No
         place = folder.set_aside()
     assert place.name == "ring~2"
     assert list((tmp_path / ".superseded" / "ring~1").iterdir()) == []
+
+
+def test_attempts_are_counted_on_and_read_oldest_first(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.set_records_aside(1) is None and folder.attempts(1) == {}
+    for number in range(1, 12):
+        folder.records(1).write_text(str(number))
+        assert folder.set_records_aside(1) == tmp_path / f"rank1.attempt{number}.jsonl"
+    for strange in ("rank1.attempt.jsonl", "rank1.attemptx.jsonl", "rank11.attempt1.jsonl", "rank1.attempt3.jsonl.bak"):
+        (tmp_path / strange).write_text("no")
+    (tmp_path / "rank1.attempt1.jsonl").unlink()  # by hand: the next is still the newest
+    folder.records(1).write_text("12")
+    folder.set_records_aside(1)
+    assert [(number, path.read_text()) for number, path in folder.attempts(1).items()] == [
+        (number, str(number)) for number in range(2, 13)
+    ]
+
+
+def test_a_disk_that_is_full_leaves_no_half_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("testbed.spec.folder.write_whole", full)
+    with pytest.raises(TestbedError, match=r"r/spec\.json: No space left on device.*Make room") as error:
+        RunFolder(tmp_path / "r").create(SPEC)
+    assert error.value.exit_code == 1 and not (tmp_path / "r").exists()
 
 
 # --- writing whole files -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from testbed.spec.errors import SpecError
+from testbed.spec.fault import Fault
 from testbed.spec.folder import RunFolder
 from testbed.spec.history import fault_table, read_story
 from testbed.spec.run import RunSpec
@@ -49,6 +50,16 @@ def test_a_retried_run_shows_the_codes_of_the_attempt_that_failed(tmp_path: Path
     for first, codes in ((killed, "6 -9 6"), (frozen, "6 stopped 6")):
         ((*_, shown, recovered),) = fault_table([(write(tmp_path, INJECTED, *first, *second), SPEC, "ok")])
         assert (shown, recovered) == (codes, "restarted")
+
+
+def test_a_fault_whose_moment_never_came_is_in_its_row_as_not_injected(tmp_path: Path) -> None:
+    both = SPEC.model_copy(update={"faults": (*SPEC.faults, Fault.parse("cut:rank2@step99"))})
+    ends = [ended(rank, 0) for rank in range(3)]
+    ((_, faults, *_, recovered),) = fault_table([(write(tmp_path, INJECTED, *ends), both, "ok")])
+    assert (faults, recovered) == ("kill:rank1@step5 cut:rank2@step99 (not injected)", "went on")
+    rows = fault_table([(write(tmp_path, *ends), SPEC, "ok")])
+    assert rows == [("r", "kill:rank1@step5 (not injected)", "-", "-", "0 0 0", "-")]
+    assert fault_table([(write(tmp_path), SPEC, "failed")]) == []  # it did not begin
 
 
 def test_a_run_without_faults_has_no_row_and_a_damaged_history_is_refused(tmp_path: Path) -> None:

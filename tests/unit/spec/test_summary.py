@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from testbed.spec.errors import SchemaError, SpecError
 from testbed.spec.folder import RunFolder, write_whole
-from testbed.spec.records import Eval, Hash, Start, Step, encode
+from testbed.spec.records import End, Eval, Hash, Start, Step, encode
 from testbed.spec.run import SCHEMA, RunSpec
 from testbed.spec.summary import Summary, summarise
 
@@ -153,6 +154,68 @@ def test_where_nothing_counts_bytes_none_are_claimed(folder: RunFolder) -> None:
         write(folder, rank, start(rank, 2), *(step(k, 1.0, sent=None, received=None) for k in range(6)))
     summary = summarise(folder, spec_of(), status="ok")
     assert summary.sent_per_step == [None, None]
+
+
+# --- several attempts --------------------------------------------------------------------------------------------
+
+
+def write_restarted(folder: RunFolder, begin: int) -> None:
+    """Steps 0..2 are of attempt 1, 3..5 of the last one, whose counters are `begin` off from the first one's."""
+    for rank in range(2):
+        first = [step(k, 1.0, attempt=1, sent=1000 + 100 * k, received=100 * k) for k in range(3)]
+        last = [step(k, 1.0, sent=begin + 100 * k, received=begin + 100 * k) for k in range(3, 6)]
+        write(folder, rank, start(rank, 2), *first, *last)
+        (folder.path / f"rank{rank}.attempt1.jsonl").write_text("")
+
+
+@pytest.mark.parametrize("begin", [5000, -300], ids=["the interface counted on", "a new process counts anew"])
+def test_bytes_across_the_seam_of_two_attempts_are_nobodys_step(folder: RunFolder, begin: int) -> None:
+    write_restarted(folder, begin=begin)
+    summary = summarise(folder, spec_of(warmup=1), status="ok")
+    assert (summary.sent_per_step, summary.received_per_step) == ([100.0, 100.0], [100.0, 100.0])
+
+
+def test_a_restarted_run_says_from_where_it_went_on(folder: RunFolder) -> None:
+    write_restarted(folder, begin=0)
+    summary = summarise(folder, spec_of(), status="ok", notes=["unshaped"])
+    assert summary.status == "ok"
+    assert summary.notes == ["unshaped", "resumed after step 3: what went before was done by an earlier attempt"]
+    write_two_ranks(folder)
+    (note,) = summarise(folder, spec_of(), status="ok").notes
+    assert note == "started again from the beginning: no checkpoint was there that all ranks have"
+    write(folder, 0, start(0, 2))
+    write(folder, 1, start(1, 2))
+    assert summarise(folder, spec_of(), status="failed").notes == []  # it came to no step
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ([3, 4, 5], r"rank 1 has no record of step 0 \(step 3 is in its place\)"),
+        ([0, 1, 3, 4, 5], r"rank 1 has no record of step 2 \(step 3 is in its place\)"),
+        ([0, 1, 1, 2, 3, 4, 5], r"rank 1 has no record of step 2 \(step 1 is in its place\)"),
+        ([0, 1, 2, 3, 4, 5, 5], r"rank 1 has no record of step 6 \(step 5 is in its place\)"),
+        ([0, 1, 2, 3, 4], r"rank 1 has no record of step 5 \(nothing follows\)"),
+    ],
+)
+def test_a_run_with_a_gap_in_its_steps_is_not_ok(folder: RunFolder, numbers: list[int], reason: str) -> None:
+    write(folder, 0, start(0, 2), *(step(k, 1.0) for k in range(6)))
+    write(folder, 1, start(1, 2), *(step(k, 1.0) for k in numbers))
+    summary = summarise(folder, spec_of(), status="ok")
+    assert summary.status == "failed" and re.match(reason, summary.reason), summary.reason
+    assert summarise(folder, spec_of(), status="invalid", reason="network").reason == "network"
+
+
+def test_steps_that_all_ranks_lack_are_missed_by_what_they_said_at_the_end(folder: RunFolder) -> None:
+    for rank in range(2):
+        end = End(steps=6, seconds=1.0, sent=0, received=0)
+        write(folder, rank, start(rank, 2), *(step(k, 1.0) for k in range(4)), end)
+    assert "no record of step 4" in summarise(folder, spec_of(), status="ok").reason
+
+
+def test_a_rank_whose_records_are_on_a_disk_of_its_own_fails_nobody(folder: RunFolder) -> None:
+    write(folder, 0, start(0, 2), *(step(k, 1.0) for k in range(6)))
+    assert summarise(folder, spec_of(), status="ok").status == "ok"
 
 
 # --- summary.json ------------------------------------------------------------------------------------------------

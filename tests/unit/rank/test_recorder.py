@@ -1,0 +1,65 @@
+"""A rank that goes on takes over what earlier attempts recorded: all of it, once, and marked as theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from testbed.rank.recorder import Recorder
+from testbed.spec.folder import RunFolder
+from testbed.spec.records import Hash, Record, Start, Step, encode, read
+
+START = Start(rank=0, world=1, unix=0.0, parameters=1, gradient_bytes=4, tensors=1, deadline=1.0, counter="none")
+
+
+def step(number: int, loss: float) -> Step:
+    times = dict.fromkeys(("at", "data", "forward", "backward", "sync", "update", "total"), 0.0)
+    return Step(step=number, epoch=0, loss=loss, images=1, sent=None, received=None, **times)
+
+
+def same(number: int) -> Hash:
+    return Hash(step=number, parameters="same", agree=True)
+
+
+def attempt(folder: RunFolder, *records: Record, resume: int = 0) -> None:
+    """What a rank does when it is started to go on: set aside, open, repeat, record."""
+    folder.set_records_aside(0)
+    with Recorder(folder.records(0), folder.attempts(0)) as recorder:
+        recorder.write(START)
+        recorder.write(same(0))
+        if resume:
+            recorder.repeat(resume)
+        for record in records:
+            recorder.write(record)
+
+
+def found(folder: RunFolder) -> list[tuple[int, float, int | None]]:
+    return [(r["step"], r["loss"], r["attempt"]) for r in read(folder.records(0)) if r["kind"] == "step"]
+
+
+def test_steps_survive_an_attempt_that_died_before_it_repeated_them(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    attempt(folder, step(0, 1.0), step(1, 1.0), step(2, 1.0))
+    attempt(folder)
+    attempt(folder, step(2, 3.0), step(3, 3.0), resume=2)
+    assert found(folder) == [(0, 1.0, 1), (1, 1.0, 1), (2, 3.0, None), (3, 3.0, None)]
+
+
+def test_of_a_step_that_was_done_twice_the_later_one_counts_and_the_order_is_that_of_steps(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    attempt(folder, *(step(k, 1.0) for k in range(6)))
+    attempt(folder, step(2, 2.0), step(3, 2.0), same(4), resume=2)
+    attempt(folder)
+    attempt(folder, step(5, 4.0), resume=5)
+    assert found(folder) == [(0, 1.0, 1), (1, 1.0, 1), (2, 2.0, 2), (3, 2.0, 2), (4, 1.0, 1), (5, 4.0, None)]
+    kinds = [(r["kind"], r.get("step")) for r in read(folder.records(0))]
+    assert kinds[:2] == [("start", None), ("hash", 0)] and kinds.count(("hash", 0)) == 1
+    assert kinds.index(("step", 3)) < kinds.index(("hash", 4)) < kinds.index(("step", 4))
+
+
+def test_the_half_line_of_a_killed_attempt_is_nobodys_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.records(0).write_text("".join(encode(r) + "\n" for r in (START, step(0, 1.0))) + encode(step(1, 1.0))[:-9])
+    attempt(folder, resume=9)
+    assert found(folder) == [(0, 1.0, 1)]
+    assert all(json.loads(line) for line in folder.records(0).read_text().splitlines())
