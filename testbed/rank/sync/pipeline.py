@@ -132,6 +132,8 @@ class Pipeline(NoSync):
                 self._update(piece)
                 self._gather(flight)
                 piece.complete.set()
+        except threading.BrokenBarrierError:
+            return  # of clipping: another thread failed, and that one says why
         except Exception as error:  # whatever it is, the loop must not wait for ever
             self._fail(error)
 
@@ -187,10 +189,10 @@ class Pipeline(NoSync):
     def _fail(self, error: Exception) -> None:
         """A thread cannot go on: wake the loop, which raises the first error; what it caused elsewhere is no news."""
         self.failure = self.failure or error
-        if self.clipping is not None:
-            self.clipping.abort()
         for piece in self.pieces:
             piece.complete.set()
+        if self.clipping is not None:
+            self.clipping.abort()  # last: it waits while the norm is on its way
 
 
 class ForwardWaits:
@@ -240,12 +242,13 @@ class Clipping:
         self.barrier = threading.Barrier(pieces, action=self._total)
 
     def coefficient(self, piece: int, gradient: Tensor) -> float:
-        """What this step's gradient is multiplied by; blocks until every piece has asked. (Threads of pieces.)"""
+        """What this step's gradient is multiplied by; blocks until every piece has asked. (Threads of pieces.)
+
+        Without a deadline: most of it is this rank's own backward, which may take as long as it likes. What comes over
+        the wire has its own deadlines, and a thread that misses one lets all the others go.
+        """
         self.squares[piece] = gradient.square().sum()
-        try:
-            self.barrier.wait(self.group.deadline.total_seconds())
-        except threading.BrokenBarrierError:
-            raise RankFailed("waiting for the gradient's norm timed out: a peer is silent") from None
+        self.barrier.wait()
         return self.found
 
     def abort(self) -> None:
