@@ -116,7 +116,9 @@ def search(tuning: Tuning, place: Place, progress: Progress, seconds: float) -> 
             tuning.stopped = f"time is up ({seconds / 60:g} minutes)"
             return
         wanted, number = _next(tuning), number + 1
-    tuning.stopped = "sure enough" if tuning.sure >= SURE else f"each that could be the fastest had {MOST_RUNS} runs"
+    gone = " or was dropped" if tuning.dropped else ""
+    had = f"each that could be the fastest had {MOST_RUNS} runs{gone}"
+    tuning.stopped = "sure enough" if tuning.sure >= SURE else had
 
 
 def _next(tuning: Tuning) -> list[str]:
@@ -149,7 +151,10 @@ def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress
 
 
 def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
-    """One run of one candidate. One that fails is dropped; one whose network was off is repeated."""
+    """One run of one candidate. One that fails is dropped; one whose network was off is repeated, then dropped, too.
+
+    Where nothing has been timed yet, it is the network that cannot be had, and the search ends.
+    """
     for _ in range(TRIES):
         tuning.runs += 1
         spec = trial(tuning.spec, name, tuning.runs, tuning.folder.name)
@@ -158,16 +163,22 @@ def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
         except (Interrupted, UsageError):
             raise
         except TestbedError as error:
-            tuning.dropped[name] = str(error)
-            progress.stage(f"dropped: {error}")
+            _drop(name, str(error), tuning, progress)
             return
         if summary.status == "ok" and summary.seconds_per_step:
             tuning.gradient = summary.gradient_bytes or 0
             tuning.race.add(name, summary.seconds_per_step)
             return
         progress.stage(f"does not count: {summary.reason}")
-    rule = f"{summary.reason}, {TRIES} times. Is the machine busy?"
-    raise NetworkInvalid(f"{name}: {rule} What was measured is in {tuning.folder}")
+    why = f"{summary.reason}, {TRIES} times. Is the machine busy?"
+    if not tuning.race.times:
+        raise NetworkInvalid(f"{name}: {why} What was measured is in {tuning.folder}")
+    _drop(name, why, tuning, progress)
+
+
+def _drop(name: str, why: str, tuning: Tuning, progress: Progress) -> None:
+    tuning.dropped[name] = why
+    progress.stage(f"dropped: {why}")
 
 
 def trial(spec: RunSpec, mode: str, number: int, experiment: str) -> RunSpec:

@@ -247,6 +247,21 @@ def test_a_network_that_is_off_does_not_count_and_three_times_ends_it(fake: Fake
     assert isinstance(command("--json").exception, NetworkInvalid)
 
 
+@pytest.mark.parametrize(("before", "timed"), [(1, False), (10, True)])
+def test_with_others_timed_a_candidate_whose_network_is_off_is_dropped(
+    fake: FakePlace, speeds: Speeds, before: int, timed: bool
+) -> None:
+    """In its first round, or when it has been timed before: then that still counts."""
+    from fake_place import BAD
+
+    runs = 2 * tune_search.TRIES  # each is probed twice
+    fake.receipts = itertools.chain([GOOD] * before, [BAD] * runs, itertools.repeat(GOOD))
+    found = json.loads(command("--json").stdout)
+    ((name, why),) = found["dropped"].items()
+    assert "3 times" in why and (name in {point["mode"] for point in found["curve"]}) is timed
+    assert found["winner"] == "ring/bucket:2MiB/pipeline" and Path(found["file"]).is_file()
+
+
 def test_interrupted_it_prints_what_it_has_and_writes_no_file(speeds: Speeds, monkeypatch: pytest.MonkeyPatch) -> None:
     real, count = tune_search.execute, itertools.count(1)
 
