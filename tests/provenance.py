@@ -15,6 +15,11 @@ def code_commit(*paths: str) -> str:
     return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
 
 
+def current(kept: str, commit: str) -> bool:
+    """Is what was kept of the present commit? Never where there were changes beside it: which ones nobody knows."""
+    return bool(kept) and kept == commit and not kept.endswith(DIRTY)
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip()

@@ -2,7 +2,7 @@
 
     make bench                     all parts
     make bench ARGS="loop start"   some of them
-    make bench ARGS=--resume       go on where an earlier one stopped
+    make bench ARGS=--resume       go on where an earlier one of the same code stopped
 Results go to results/bench.json as well, part by part, with the commit they were made from; other parts' stay. Do
 nothing else on the machine meanwhile.
 """
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.folder import write_whole
-from tests.bench import codecs, collective, compose, growth, hosts, loop, profile, start, step, trust, volume
-from tests.provenance import ROOT, code_commit
+from tests.bench import codecs, collective, compose, exact, growth, hosts, loop, profile, start, step, trust, volume
+from tests.bench.figures import MEASURED, kept_limits
+from tests.provenance import ROOT, code_commit, current
 
 PARTS = {
     "loop": loop.measure,
@@ -29,6 +30,7 @@ PARTS = {
     "growth": growth.measure,
     **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
     "bytes": volume.measure,
+    "exact": exact.measure,
     "profile": profile.measure,
     "recorder": trust.recorder,
     "control": trust.control,
@@ -44,14 +46,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__, formatter_class=form)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; none means all")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench.json")
-    parser.add_argument("--resume", action="store_true", help="leave out the parts that are in the file already")
+    parser.add_argument("--resume", action="store_true", help="leave out what the file has of the present commit")
     options = parser.parse_args()
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    kept, chosen = _load(options.out), options.parts or list(PARTS)
+    kept, chosen, commit = _load(options.out), options.parts or list(PARTS), code_commit(*MEASURED)
     for part in chosen:
-        if options.resume and part in kept:
+        if options.resume and part in kept and current(kept[part]["commit"], commit):
             print(f"{part}: measured before", flush=True)
             continue
         print(f"{part} ...", flush=True)
@@ -60,10 +62,10 @@ def main() -> int:
             print(f"  {figure}", flush=True)
             figures.append(figure.as_dict())
         print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
-        kept[part] = {"commit": code_commit("testbed", "tests/bench"), "figures": figures}
+        kept[part] = {"commit": commit, "figures": figures}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.out, json.dumps(kept, indent=1) + "\n")
-    met = [figure["met"] for part in chosen for figure in kept[part]["figures"]]
+    met = kept_limits(figure for part in chosen for figure in kept[part]["figures"])
     print(f"{sum(met)} of {len(met)} limits met; all figures are in {options.out}")
     return 0 if all(met) else 1
 

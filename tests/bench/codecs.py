@@ -1,7 +1,8 @@
 """Codecs: bytes on the wire against 2(N-1)/N S, and accuracy against full precision, seed by seed.
 
 Runs what is missing of experiments/codecs-bytes.toml (namespaces, VGG-11) and experiments/codecs.toml (processes,
-LeNet-5), then reads both: so it resumes, and a second call only prints.
+LeNet-5), then reads both: so it resumes, and a second call only prints. Runs of another commit lie in another folder,
+and those of a tree with changes do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from testbed.control.sweep import sweep
 from testbed.spec.experiment import Experiment
 from testbed.spec.folder import runs_dir
 from testbed.spec.summary import Summary
-from tests.bench.figures import Figure
+from tests.bench.figures import MEASURED, Figure
+from tests.provenance import code_commit, current
 
 BYTES = {"fp16": (0.48, 0.52), "bf16": (0.48, 0.52), "int8": (0.23, 0.27), "topk": (0.0, 0.05), "powersgd": (0.0, 0.05)}
 SHOWN_ONLY = "topk"  # whose accuracy has no limit
@@ -35,7 +37,9 @@ def measure() -> Iterator[Figure]:
 def _sweep(name: str, on: str) -> list[Summary]:
     specs = Experiment.read(EXPERIMENTS / f"{name}.toml").runs()
     progress = Plain(Console(markup=False, highlight=False, soft_wrap=True))
-    summaries, errors = sweep(specs, choose(on, specs[0]), runs_dir(), progress)
+    commit = code_commit(*MEASURED)
+    root, fresh = runs_dir() / f"bench-{commit}", not current(commit, commit)
+    summaries, errors = sweep(specs, choose(on, specs[0]), root, progress, fresh)
     if errors:
         raise errors[0]
     return summaries
@@ -58,7 +62,7 @@ def byte_ratio(summary: Summary) -> Figure:
 
 def verdict(summaries: Sequence[Summary]) -> Iterator[Figure]:
     """Accuracy of each coded mode less that of full precision with the same seed, in points."""
-    percent = {(str(s.spec.mode), s.spec.seed): 100 * (s.test_accuracy or 0.0) for s in summaries}
+    percent = {(str(s.spec.mode), s.spec.seed): _percent(s) for s in summaries}
     exact = next(str(s.spec.mode) for s in summaries if s.spec.mode.codec is None)
     seeds = sorted({seed for _, seed in percent})
     for mode in dict.fromkeys(str(s.spec.mode) for s in summaries if s.spec.mode.codec):
@@ -73,6 +77,12 @@ def verdict(summaries: Sequence[Summary]) -> Iterator[Figure]:
             high=limit,
             detail=f"{means[0]:.1f} % against {means[1]:.1f} %; by seed {each}",
         )
+
+
+def _percent(summary: Summary) -> float:
+    if summary.test_accuracy is None:
+        raise SystemExit(f"{summary.spec.name}: nothing was tested, so there is no accuracy to compare")
+    return 100 * summary.test_accuracy
 
 
 def allowed(differences: Sequence[float]) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+MEASURED = ("testbed", "tests/bench")  # a change here: every figure is another code's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,18 @@ class Figure:
         bounds = " and ".join(
             f"{sign} {bound:.4g}" for sign, bound in ((">=", self.low), ("<=", self.high)) if bound is not None
         )
-        bounds = bounds or "no limit"
-        return f"{'ok  ' if self.met else 'MISS'}  {self.name}: {self.value:.3f} ({bounds}); {self.detail}"
+        verdict = ("ok  " if self.met else "MISS") if bounds else "    "
+        return f"{verdict}  {self.name}: {_short(self.value)} ({bounds or 'no limit'}); {self.detail}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}"
+
+
+def kept_limits(figures: Iterable[dict[str, Any]]) -> list[bool]:
+    """Of each figure that has a limit, whether it keeps it; one that is only shown keeps none."""
+    limited = (figure for figure in figures if figure["low"] is not None or figure["high"] is not None)
+    return [figure["met"] for figure in limited]
 
 
 def spread(values: Sequence[float], unit: str = "s") -> str:

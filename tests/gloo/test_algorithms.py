@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from rank_pool import RankPool
 
-from testbed.spec.mode import SyncMode, legal_modes
+from testbed.spec.mode import SyncMode
+from tests.bench.exact import exact_modes
 
 pytestmark = pytest.mark.gloo
 
 SIZES = [2, 3, 4, 5]
-MODES = [mode for mode in legal_modes(bucket="100B") if mode.distributed and mode.synchronous]
+MODES = exact_modes(bucket="100B")
 # Nothing here divides by 2, 3, 4 and 5 at once; some tensors have fewer elements than there are ranks.
 SHAPES = [[7, 3], [1], [2], [13, 1, 3], [], [5, 4], [61]]
 TRANSPOSED = [0, 5]
@@ -34,7 +35,8 @@ def gradient(case: dict[str, Any], rank: int, step: int) -> list[np.ndarray]:
     """What tests/gloo/worker.py draws, in float64; zero where a parameter gets none."""
     random = np.random.default_rng((rank, step))
     drawn = [random.standard_normal(shape).astype(case["dtype"]).astype(np.float64) for shape in case["shapes"]]
-    return [g * 0 if k in case["unused"] else g for k, g in enumerate(drawn)]
+    absent = [*case["unused"], *(case.get("resting", []) if step % 2 else [])]
+    return [g * 0 if k in absent else g for k, g in enumerate(drawn)]
 
 
 def mean_gradient(case: dict[str, Any], size: int, step: int) -> list[np.ndarray]:
@@ -60,13 +62,13 @@ def assert_stepped_by_the_mean(pool: RankPool, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mode", [str(mode) for mode in MODES])
+@pytest.mark.parametrize("mode", MODES)
 def test_one_step_is_the_float64_mean_of_all_gradients(ranks: Pools, mode: str, size: int) -> None:
     assert_stepped_by_the_mean(ranks(size), case_of(mode))
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mode", [str(mode) for mode in MODES if mode.granularity != "bucket"])
+@pytest.mark.parametrize("mode", MODES)
 def test_it_is_exact_in_float64_and_step_after_step(ranks: Pools, mode: str, size: int) -> None:
     assert_stepped_by_the_mean(ranks(size), case_of(mode, dtype="float64", steps=3))
 

@@ -82,10 +82,15 @@ def test_a_codec_that_leaves_nothing_out_is_exact(ranks: Pools, mode: str) -> No
     np.testing.assert_allclose(lost, 0, atol=3e-6)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in SOME if not mode.startswith("ddp")])
-def test_a_mode_made_anew_with_what_it_kept_goes_on_to_the_same_bits(ranks: Pools, mode: str) -> None:
-    straight = ranks(2).run("mean", **coded(mode, steps=5))
-    resumed = ranks(2).run("mean", **coded(mode, steps=5, handover=2))
+HANDOVERS = [(mode, 2) for mode in SOME if not mode.startswith("ddp")]  # before which step
+HANDOVERS += [("ddp/powersgd:1", 4), ("ddp/bucket:100B/powersgd:1", 4)]  # whose first two steps keep nothing
+
+
+@pytest.mark.parametrize(("mode", "handover"), HANDOVERS)
+def test_a_mode_made_anew_with_what_it_kept_goes_on_to_the_same_bits(ranks: Pools, mode: str, handover: int) -> None:
+    case = coded(mode, steps=handover + 3)
+    straight = ranks(2).run("mean", **case)
+    resumed = ranks(2).run("mean", **case, handover=handover)
     assert resumed[0]["hash"] == straight[0]["hash"]
 
 

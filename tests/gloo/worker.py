@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +36,11 @@ class Known(nn.Module):
     """A model whose gradient is whatever it is given: the loss is the sum of parameter x wanted gradient.
 
     Parameters start at zero, so one SGD step with a learning rate of 1 leaves minus the mean gradient, exactly.
-    `transposed` ones give backward a gradient that is not contiguous; `unused` ones take no part in the loss.
+    `transposed` ones give backward a gradient that is not contiguous; `unused` ones take no part in the loss. In the
+    middle of backward it sleeps for `slow` seconds.
     """
+
+    slow = 0.0
 
     def __init__(self, shapes: list[list[int]], dtype: torch.dtype, transposed: list[int], unused: list[int]) -> None:
         super().__init__()
@@ -47,10 +51,14 @@ class Known(nn.Module):
     def forward(self, wanted: list[Tensor]) -> Tensor:
         loss = torch.zeros((), dtype=wanted[0].dtype)
         for number, (value, gradient) in enumerate(zip(self.values, wanted, strict=True)):
+            if number in self.unused:
+                continue
             if number in self.transposed:
                 loss = loss + (value.t() * gradient.t().contiguous()).sum()
-            elif number not in self.unused:
+            else:
                 loss = loss + (value * gradient).sum()
+            if self.slow and number == len(wanted) // 2:
+                loss.register_hook(lambda _: time.sleep(self.slow))
         return loss
 
 
@@ -63,10 +71,12 @@ def wanted_gradients(case: Case, rank: int, step: int) -> list[np.ndarray]:
 def mean(case: Case, group: Group) -> Case:
     """Step `steps` times through a mode with known gradients; the parameters afterwards go to the .npz file.
 
-    Before step `handover`, all goes over to a model and a mode made anew, as from a checkpoint.
+    Before step `handover`, all goes over to a model and a mode made anew, as from a checkpoint. Parameters of `resting`
+    are used in every other step only.
     """
     timeline = Timeline()
     model = Known(case["shapes"], getattr(torch, case["dtype"]), case["transposed"], case["unused"])
+    model.slow = case.get("slow", 0.0)
     sync, module = _attach(model, case, group, timeline)
     for step in range(case["steps"]):
         if step == case.get("handover"):
@@ -74,7 +84,10 @@ def mean(case: Case, group: Group) -> Case:
             sync.close()
             model = copy.deepcopy(model)
             sync, module = _attach(model, case, group, timeline)
+            if sync.rehearses:
+                module([torch.from_numpy(g) for g in wanted_gradients(case, group.rank, 0)]).backward()
             sync.load(kept)
+        model.unused = [*case["unused"], *(case.get("resting", []) if step % 2 else [])]
         timeline.start()
         sync.zero()
         module([torch.from_numpy(g) for g in wanted_gradients(case, group.rank, step)]).backward()
@@ -91,7 +104,8 @@ def _attach(model: Known, case: Case, group: Group, timeline: Timeline) -> tuple
     for value in model.values:
         value.grad = None
         value._post_accumulate_grad_hooks = None  # of a mode that had this model's original
-    optimizer = Optimizer(OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0), model, batch=1, total=case["steps"])
+    rule = OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0, clip=case.get("clip"))
+    optimizer = Optimizer(rule, model, batch=1, total=case["steps"])
     sync = build(SyncMode.parse(case["mode"]), "before-step", group, timeline, seed=case.get("seed", 0))
     return sync, sync.attach(model, optimizer)
 
@@ -120,7 +134,8 @@ KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train}
 def answer(text: str, group: Group) -> Case:
     """Do one case under its own names in the store, so that no two cases read each other's messages."""
     case = json.loads(text)
-    own = Group(group.rank, group.size, dist.PrefixStore(case["name"], group.store), DEADLINE)
+    store = dist.PrefixStore(case["name"], group.store)
+    own = Group(group.rank, group.size, store, case.get("deadline", DEADLINE))
     found = KINDS[case["kind"]](case, own)
     return found | {"arrays": f"{case['folder']}/{case['name']}.rank{group.rank}.npz"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.folder import write_whole
-from tests.provenance import DIRTY, ROOT, code_commit
+from tests.provenance import ROOT, code_commit, current
 
 FOLDER = ROOT / "results" / "soak"
 
@@ -53,8 +53,7 @@ class Book:
         self.cases: dict[str, Outcome] = {}
         if self.path.is_file():
             kept = json.loads(self.path.read_text())
-            same = kept["commit"] == self.head["commit"] and not kept["commit"].endswith(DIRTY)
-            cases = kept["cases"] if same else {}
+            cases = kept["cases"] if current(kept["commit"], self.head["commit"]) else {}
             self.cases = {name: outcome for name, outcome in cases.items() if UNAVAILABLE not in outcome}
 
     def run(self, cases: Iterable[tuple[str, Callable[[], Outcome]]]) -> None:

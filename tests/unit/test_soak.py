@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.provenance import DIRTY
 from tests.soak import book, faults, hostile
 from tests.soak.__main__ import PARTS
 
@@ -39,7 +40,7 @@ def test_a_soak_goes_on_where_it_stopped_and_counts(tmp_path: Path, monkeypatch:
 
 
 def test_cases_of_a_tree_with_changes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda *_: "abc" + book.DIRTY)
+    monkeypatch.setattr(book, "code_commit", lambda *_: "abc" + DIRTY)
     book.Book("part", PROMISE, tmp_path).run([("a", lambda: {"ok": True})])
     assert book.Book("part", PROMISE, tmp_path).cases == {}
 

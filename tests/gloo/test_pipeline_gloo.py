@@ -1,0 +1,31 @@
+"""The pipeline on real ranks: its waits against the deadline, and parameters that come and go."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_algorithms import Pools, assert_stepped_by_the_mean, case_of, mean_gradient, parameters
+
+pytestmark = pytest.mark.gloo
+
+PIPELINES = ["ring/bucket:100B/pipeline", "direct/bucket:100B/pipeline"]
+
+
+@pytest.mark.parametrize("mode", PIPELINES[:1])
+def test_clipping_outlasts_a_backward_longer_than_the_deadline(ranks: Pools, mode: str) -> None:
+    """The first pieces ask for the norm of the whole gradient long before backward has made the last."""
+    case = case_of(mode, dtype="float64", clip=0.5, deadline=2.0, slow=2.6)
+    answers = ranks(2).run("mean", **case)
+    mean = mean_gradient(case, 2, step=0)
+    norm = sum(float(np.square(part).sum()) for part in mean) ** 0.5
+    assert norm > 0.5, "nothing is clipped"
+    for answer in answers:
+        for got, part in zip(parameters(answer), mean, strict=True):
+            np.testing.assert_allclose(got, -part * 0.5 / (norm + 1e-6), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("mode", [*PIPELINES, "ring/bucket:100B/overlap", "ring/param/overlap", "ring"])
+def test_a_parameter_that_rests_every_other_step_counts_as_zero_then(ranks: Pools, mode: str, size: int) -> None:
+    """What it had in the step before lies in the same buffer still."""
+    assert_stepped_by_the_mean(ranks(size), case_of(mode, dtype="float64", steps=5, resting=[0, 3, 6]))
