@@ -11,7 +11,7 @@ from command import run_command
 from testbed.report.cells import Cell, chapters
 from testbed.report.load import load
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.quiet]
 MODES = ["none", "ring", "ring/bucket:64KiB/overlap", "ring/bucket:64KiB/pipeline", "server", "ddp/bucket:64KiB"]
 WITHIN = 0.05
 MICRO = 1e-4  # seconds
@@ -61,4 +61,5 @@ def test_what_blocks_and_what_is_hidden_is_all_that_travels(cells: dict[str, Cel
 def test_the_buffers_of_one_synchronisation_are_the_gradient(cells: dict[str, Cell], mode: str) -> None:
     cell = cells[mode]
     assert cell.buffers[1] == pytest.approx(cell.first.gradient, rel=0.01)
-    assert cell.waiting.exchanges >= len(cell.steps[0].total)
+    # The last one may begin when the last step's record is closed, and what ranks have seen unequally often is left out.
+    assert cell.waiting.exchanges >= len(cell.steps[0].total) - 1

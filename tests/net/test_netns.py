@@ -70,11 +70,17 @@ def assert_within(receipt: Receipt, tolerance: float = 0.05) -> None:
     assert receipt.valid(tolerance), "\n".join(report)
 
 
+def measured(substrate: NetnsSubstrate, asked: list[NodePlan]) -> Receipt:
+    """As a run does it: once more where something disturbed the first."""
+    first = probe(substrate, asked, lambda event: None)
+    return first if first.valid() else probe(substrate, asked, lambda event: None)
+
+
 @pytest.mark.parametrize("rate", [10**7, 2 * 10**8, 10**9])
 def test_every_link_and_the_fan_in_give_the_rate_that_was_asked(rate: int) -> None:
     asked = plans(4, rate, congestion="cubic")
     with NetnsSubstrate(asked) as substrate:
-        receipt = probe(substrate, asked, lambda event: None)
+        receipt = measured(substrate, asked)
     assert len(receipt.links) == 12 and receipt.fan_in is not None and receipt.fan_in.asked == rate
     assert all(link.asked == rate for link in receipt.links)
     assert_within(receipt)
@@ -83,7 +89,7 @@ def test_every_link_and_the_fan_in_give_the_rate_that_was_asked(rate: int) -> No
 def test_one_slow_link_slows_what_touches_it_and_nothing_else() -> None:
     asked = [*plans(2, 2 * 10**8), NodePlan(name="node2", link=Link(rate=5 * 10**7))]
     with NetnsSubstrate(asked) as substrate:
-        receipt = probe(substrate, asked, lambda event: None)
+        receipt = measured(substrate, asked)
     assert [link.asked for link in receipt.links if 2 in (link.src, link.dst)] == [5 * 10**7] * 4
     assert [link.asked for link in receipt.links if 2 not in (link.src, link.dst)] == [2 * 10**8] * 2
     assert_within(receipt)

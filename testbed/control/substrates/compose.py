@@ -223,7 +223,7 @@ class ComposeSubstrate(SharedFiles):
         given = self._containers[node].attrs["HostConfig"]  # as it was when it was made
         with in_words():
             most = given["Memory"] or self._client.info()["MemTotal"]
-            self._containers[node].update(mem_limit=most, memswap_limit=given["MemorySwap"] or -1)
+            self._containers[node].update(mem_limit=most, memswap_limit=given["MemorySwap"] or most)
 
 
 def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
