@@ -61,5 +61,5 @@ def test_what_blocks_and_what_is_hidden_is_all_that_travels(cells: dict[str, Cel
 def test_the_buffers_of_one_synchronisation_are_the_gradient(cells: dict[str, Cell], mode: str) -> None:
     cell = cells[mode]
     assert cell.buffers[1] == pytest.approx(cell.first.gradient, rel=0.01)
-    # The last one may begin when the last step's record is closed, and what ranks have seen unequally often is left out.
+    # The last may begin when the last step's record is closed, and what ranks saw unequally often is left out.
     assert cell.waiting.exchanges >= len(cell.steps[0].total) - 1
