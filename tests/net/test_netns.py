@@ -158,7 +158,7 @@ def test_a_cut_link_carries_nothing_and_comes_back_shaped() -> None:
         assert not reaches(substrate)
         substrate.join(1)
         until(lambda: reaches(substrate))
-        receipt = probe(substrate, asked, lambda event: None)
+        receipt = measured(substrate, asked)
     assert_within(receipt)
 
 
