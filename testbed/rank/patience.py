@@ -1,7 +1,7 @@
 """Patience: threads that move bytes wait until the one that computes has had its turn.
 
 By default Linux wakes them for every packet or two and they interrupt who computes: four ranks on two cores change
-threads ten thousand times a step. A batch thread (SCHED_BATCH) interrupts nobody: it finds more to do when its turn comes.
+threads ten thousand times a step. A batch thread (SCHED_BATCH) interrupts nobody: when its turn comes, it finds more.
 """
 
 from __future__ import annotations
