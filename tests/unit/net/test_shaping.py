@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from testbed.net.shaping import congestion, route_congestion, shape
-from testbed.net.wire import bottleneck, burst, efficiency, wire_rate
+from testbed.net.wire import ETHERNET_HEADER, IP_TCP_HEADERS, MTU, bottleneck, burst, efficiency, wire_rate
 from testbed.spec.link import Link
 
 
@@ -74,6 +76,12 @@ def test_congestion_control_is_set_per_namespace_or_per_route() -> None:
 
 def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
     assert burst(10**9) == 500_000 and burst(10**7) == 16 * 1024
+
+
+def test_a_burst_holds_what_tcp_hands_over_at_once_where_that_takes_12_ms_at_most() -> None:
+    frames = math.ceil(64 * 1024 / (MTU - IP_TCP_HEADERS))
+    assert all(burst(rate * 10**6) >= frames * (MTU + ETHERNET_HEADER) for rate in (50, 100, 150, 1000))
+    assert burst(20 * 10**6) == 30_000
 
 
 def test_headers_leave_0_956_of_the_wire() -> None:
