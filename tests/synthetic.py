@@ -193,6 +193,7 @@ class _Clock:
             "seconds": seconds,
             "sent": sent,
             "received": sent,
+            "before": 0,
             "payload": payload,
         }
 

@@ -67,6 +67,7 @@ class Trainer:
         module = self.sync.attach(self.model, self.optimizer)
         begun = time.monotonic()
         step = self._resume(module)
+        before, _ = self.counter.read()
         for epoch in self._epochs(step):
             first = epoch * len(self.batches)  # step of this epoch; a resumed run begins in its middle, or at its end
             self.seen = Tally() if step == first else self.seen
@@ -84,7 +85,8 @@ class Trainer:
             self._look(step, epoch)
         sent, received = self.counter.read()
         seconds, payload = time.monotonic() - begun, dict(self.group.payload)
-        self.recorder.write(End(steps=step, seconds=seconds, sent=sent, received=received, payload=payload))
+        traffic = {"sent": sent, "received": received, "before": before, "payload": payload}
+        self.recorder.write(End(steps=step, seconds=seconds, **traffic))
 
     def _resume(self, module: nn.Module) -> int:
         """Steps done by an earlier attempt, with its state put back; 0 where there was none."""

@@ -8,12 +8,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from testbed.report import theory, words
 from testbed.report.cells import Cell, Chapter
 from testbed.report.focus import keys, value_of
-from testbed.report.steps import Column
 from testbed.spec.table import format_table, short_key
 
 DASH = "-"
@@ -159,25 +156,15 @@ KINDS = ("gradients", "parameters", "buffers", "metrics")
 
 
 def kinds(cell: Cell) -> list[str]:
-    """Shares of what was sent since step 1 began, by kind; what is left; and MB per rank that went before.
-
-    The end of a restarted run counts its last attempt only, so that one's own steps are looked at.
-    """
+    """Shares of what the last attempt sent since its first step began, by kind; what is left; MB a rank before it."""
     ends = [rank.end for rank in cell.first.ranks]
-    own = [rank.steps.sent[np.isnan(rank.steps.attempt)] for rank in cell.first.ranks]
-    before = [_before(sent) for sent in own]
+    before = [float(end.get("before") or 0) for end in ends]
     whole = sum(float(end.get("sent") or 0) for end in ends) - sum(before)
     sums = [sum(float((end.get("payload") or {}).get(kind) or 0) for end in ends) for kind in KINDS]
-    if whole <= 0 or not any(sums) or min(map(len, own)) < 2:
+    if whole <= 0 or not any(sums):
         return [DASH] * (len(KINDS) + 2)
     shares = [_small(value / whole) for value in [*sums, max(0.0, whole - sum(sums))]]
     return [*shares, _mb(statistics.fmean(before))]
-
-
-def _before(sent: Column) -> float:
-    """Bytes that the counter had seen when the first step began: the probe, the rendezvous, a first broadcast."""
-    usual = float(np.median(np.diff(sent))) if len(sent) > 1 else 0.0
-    return max(0.0, float(sent[0]) - usual) if len(sent) and np.isfinite(sent[0]) else 0.0
 
 
 def sent_over_theory(cell: Cell) -> float | None:

@@ -95,6 +95,7 @@ class End:
     seconds: float  # training and tests, without start-up
     sent: int | None
     received: int | None
+    before: int | None = None  # of `sent`, what the counter had when the first step began
     payload: dict[str, int] = field(default_factory=dict)  # bytes this rank sent, by kind: gradients, parameters, ...
 
 

@@ -148,6 +148,13 @@ def test_payload_by_kind_is_what_theory_says(train: Train) -> None:
             assert payload["parameters"] == pytest.approx(half, rel=1e-2)
 
 
+@pytest.mark.parametrize("mode", ["ring", *PIPELINES])
+def test_the_kernel_counts_what_was_sent_from_the_first_step_to_the_end(train: Train, mode: str) -> None:
+    """Nothing that was sent before, and all that a pipeline still had on its way when the last step ended."""
+    for (end,) in train(mode=mode).of_kind("end"):
+        assert end["sent"] - end["before"] == pytest.approx(sum(end["payload"].values()), rel=0.03)
+
+
 def test_another_seed_trains_another_model(train: Train) -> None:
     assert train(mode="ring", seed=8).hashes[0] != train(mode="ring").hashes[0]
 

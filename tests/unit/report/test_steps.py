@@ -109,6 +109,7 @@ def test_what_a_restarted_run_sent_is_shared_out_over_its_last_attempt(tmp_path:
     for path in (tmp_path / "run").glob("rank*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         steps = [line for line in lines if line["kind"] == "step"]
+        lines[-1]["before"] = steps[3]["sent"]
         for line in steps[:4]:
             line |= {"attempt": 1, "sent": line["sent"] * 9}
         lines[-1]["payload"] = {kind: value * 8 // 12 for kind, value in lines[-1]["payload"].items()}
