@@ -108,8 +108,6 @@ def search(tuning: Tuning, place: Place, progress: Progress, seconds: float) -> 
     """Run rounds until the answer is good enough; what was found stands in `tuning`, however this ends."""
     begun, start = time.monotonic(), str(first_mode(tuning.spec.mode))
     _round([start], 1, tuning, place, progress, begun + seconds)
-    if not tuning.race.times:
-        raise TestbedError(f"nothing to tune: {start} failed: {tuning.dropped.get(start, tuning.stopped)}")
     wanted, number = candidates(SyncMode.parse(start), tuning.gradient), 2
     while wanted:
         if not _round(wanted, number, tuning, place, progress, begun + seconds):
@@ -136,7 +134,7 @@ def _next(tuning: Tuning) -> list[str]:
 
 
 def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress: Progress, until: float) -> bool:
-    """Each of them once; False when time ran out on the way."""
+    """Each of them once; False when time ran out on the way. An error when nobody is left."""
     tuning.wanted = names
     for turn, name in enumerate(names, start=1):
         if time.monotonic() > until and tuning.race.times:
@@ -147,13 +145,16 @@ def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress
             best = f"; best so far {leader}, {tuning.race.centre(leader):.3f} s"
         progress.headline(f"[round {number}, {turn}/{len(names)}] {name}{best}")
         _try(name, tuning, place, progress)
+    if not tuning.race.times:
+        raise TestbedError("nothing to tune: " + "; ".join(f"{n} failed: {why}" for n, why in tuning.dropped.items()))
     return True
 
 
 def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
-    """One run of one candidate. One that fails is dropped; one whose network was off is repeated, then dropped, too.
+    """One run of one candidate; one that fails is dropped, and its earlier times with it.
 
-    Where nothing has been timed yet, it is the network that cannot be had, and the search ends.
+    One whose network was off is repeated, then dropped, too, but keeps its times. Where nothing has been timed yet, it
+    is the network that cannot be had, and the search ends.
     """
     for _ in range(TRIES):
         tuning.runs += 1
@@ -163,6 +164,7 @@ def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
         except (Interrupted, UsageError):
             raise
         except TestbedError as error:
+            tuning.race.times.pop(name, None)  # nobody wants a mode that breaks now and then, however fast
             _drop(name, str(error), tuning, progress)
             return
         if summary.status == "ok" and summary.seconds_per_step:
@@ -205,7 +207,8 @@ def write_file(path: Path, tuning: Tuning, place: Place) -> None:
     base = tuning.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     base = {key: value for key, value in base.items() if key not in ("mode", "name", "experiment", "schema", "steps")}
     reference = [name for name in tuning.race.times if name.startswith("ddp") and "bucket" not in name]
-    modes = dict.fromkeys([str(first_mode(tuning.spec.mode)), *reference, leader])
+    plain = [name for name in tuning.race.times if name == str(first_mode(tuning.spec.mode))]
+    modes = dict.fromkeys([*plain, *reference, leader])
     lines = [
         f"{MARK}: {told}.",
         f"title = {json.dumps(f'Is {leader} the fastest here?')}",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_place import GOOD, FakePlace, write
+from rich.console import Console
 from typer.testing import CliRunner
 
 from testbed.control import cli, tune_search, watch
+from testbed.control.place import Place
+from testbed.control.progress import Plain
 from testbed.control.tune_race import SURE, Race
 from testbed.control.tune_search import Tuning, candidates, check_file, first_mode, neighbours
 from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError
@@ -20,6 +24,7 @@ from testbed.spec.experiment import Experiment
 from testbed.spec.folder import RunFolder
 from testbed.spec.mode import SyncMode
 from testbed.spec.records import End, Error, Hash, Start, Step
+from testbed.spec.run import RunSpec
 
 GRADIENT = 36_924_456  # VGG-11's
 
@@ -125,7 +130,7 @@ class Speeds:
     def __init__(self) -> None:
         self.noise = random.Random(3)
         self.order: list[str] = []
-        self.broken = ""
+        self.broken, self.sound = "", 0  # a mode, and how many of its runs end well
         self.known = {"ring": 2.2, "ddp": 2.0}
 
     def seconds(self, mode: SyncMode) -> float:
@@ -139,7 +144,7 @@ class Speeds:
         if rank == 0:
             self.order.append(str(spec.mode))
             self.factor = 1 + self.noise.gauss(0, 0.01)
-        if str(spec.mode) == self.broken:
+        if str(spec.mode) == self.broken and self.order.count(self.broken) > self.sound:
             write(folder, rank, Error(code=1, message="it broke"))
             return 1
         size: dict[str, Any] = {"parameters": GRADIENT // 4, "gradient_bytes": GRADIENT, "tensors": 34}
@@ -232,6 +237,28 @@ def test_a_candidate_that_fails_is_dropped_by_name_and_the_search_goes_on(speeds
     assert found["winner"] == "ring/bucket:2MiB/pipeline"
 
 
+@pytest.mark.parametrize("broken", ["ring/bucket:2MiB/pipeline", "ring"])
+def test_a_candidate_that_breaks_later_wins_nothing_by_its_earlier_times(speeds: Speeds, broken: str) -> None:
+    speeds.known[broken] = 1.0
+    speeds.broken, speeds.sound = broken, 1
+    found = json.loads(command("--json").stdout)
+    assert speeds.order.count(broken) == 2, "it was never the leader"
+    assert list(found["dropped"]) == [broken] and broken not in {point["mode"] for point in found["curve"]}
+    modes = [str(spec.mode) for spec in Experiment.read(Path(found["file"])).runs()]
+    assert found["winner"] in modes and broken not in [*modes, found["winner"]]
+
+
+def test_when_the_last_that_was_timed_breaks_the_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(*_: Any) -> Any:
+        raise TestbedError("it broke")
+
+    monkeypatch.setattr(tune_search, "execute", execute)
+    tuning = Tuning(RunSpec(), tmp_path, Race({"ring": [1.0]}))
+    place, progress = Place("fake", "for tests", True), Plain(Console(quiet=True))
+    with pytest.raises(TestbedError, match="nothing to tune: ring failed: it broke"):
+        tune_search._round(["ring"], 2, tuning, place, progress, math.inf)
+
+
 def test_when_the_first_run_fails_nothing_can_be_tuned(speeds: Speeds) -> None:
     speeds.broken = "ring"
     result = command("--json")
@@ -300,6 +327,4 @@ def test_every_setting_reaches_the_file(speeds: Speeds, tmp_path: Path) -> None:
 
 
 def test_a_search_knows_its_folder_and_nothing_yet(tmp_path: Path) -> None:
-    from testbed.spec.run import RunSpec
-
     assert Tuning(RunSpec(), tmp_path).race.times == {}
