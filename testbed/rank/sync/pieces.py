@@ -65,7 +65,8 @@ def cut_pieces(
     cuts = bounds(len(values), max(1, limit // values.element_size()))
     if len(cuts) - 1 > MOST_PIECES:
         rule = f"would cut this model into {len(cuts) - 1} pieces, and each has a thread; at most {MOST_PIECES} work"
-        raise refuse("bucket", format_size(limit), rule, f"Use bucket:{values.nbytes // MOST_PIECES // 2**10 + 2}KiB.")
+        enough = values.nbytes // (MOST_PIECES - len(SMALL)) // 2**10 + 1  # the small ones come on top
+        raise refuse("bucket", format_size(limit), rule, f"Use bucket:{enough}KiB.")
     pieces = []
     for number, (a, b) in enumerate(pairwise(cuts)):
         parts = split(gradients[a:b], group.size)

@@ -13,16 +13,12 @@ import torch
 from torch.nn import Parameter
 
 from testbed.rank.group import Nothing, alone
-from testbed.rank.sync.pieces import bounds, cut_pieces
+from testbed.rank.sync.pieces import MOST_PIECES, bounds, cut_pieces
 from testbed.rank.sync.readiness import Readiness
-from testbed.rank.sync.rounds import ROUNDS, Round, Rounds
+from testbed.rank.sync.rounds import ROUNDS, Rounds
 from testbed.rank.sync.sender import TCP_NOTSENT_LOWAT, UNSENT, WINDOW, Sender
 from testbed.spec.errors import SpecError
-
-
-def outgoing(plan: Round, held: list[set[int]]) -> dict[tuple[int, int], set[int]]:
-    """What leaves in a round, by receiver and part."""
-    return {(hop.peer, hop.part): set(held[hop.part]) for hop in plan.sends}
+from testbed.spec.units import parse_size
 
 
 def carry_out(plans: list[Rounds]) -> tuple[list[list[set[int]]], list[list[set[int]]]]:
@@ -144,9 +140,10 @@ def test_a_sender_that_fails_says_so() -> None:
     assert told == ["peer is gone"]
 
 
-def test_more_pieces_than_threads_are_refused_with_a_size_that_works() -> None:
-    parameters, flat = [Parameter(torch.zeros(100_000))], torch.zeros(100_000)
-    rounds = ROUNDS["ring"](0, 1)
-    with pytest.raises(SpecError, match=r"would cut this model into 39\d pieces.*Use bucket:3KiB"):
-        cut_pieces(parameters, flat, flat.clone(), 1024, rounds, alone())
-    assert len(cut_pieces(parameters, flat, flat.clone(), 3 * 1024, rounds, alone())) <= 256
+@pytest.mark.parametrize(("length", "limit"), [(100_000, 1024), (9_231_114, 142 << 10)], ids=["small", "vgg11"])
+def test_more_pieces_than_threads_are_refused_with_a_size_that_works(length: int, limit: int) -> None:
+    parameters, flat, rounds = [Parameter(torch.zeros(length))], torch.zeros(length), ROUNDS["ring"](0, 1)
+    with pytest.raises(SpecError, match=r"would cut this model into (39\d|257) pieces.*Use bucket:\d+KiB") as refused:
+        cut_pieces(parameters, flat, flat.clone(), limit, rounds, alone())
+    size = parse_size(str(refused.value).rpartition("bucket:")[2].rstrip("."))
+    assert len(cut_pieces(parameters, flat, flat.clone(), size, rounds, alone())) <= MOST_PIECES
