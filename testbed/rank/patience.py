@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 GLOO = "gloo_tcp_loop"  # what Gloo calls the thread that reads and writes its sockets
@@ -19,9 +20,15 @@ def be_patient(thread: int = 0, patient: bool = True) -> None:
         os.sched_setscheduler(thread, os.SCHED_BATCH if patient else os.SCHED_OTHER, os.sched_param(0))
 
 
-def make_gloo_patient(patient: bool = True) -> None:
-    """Gloo started its thread when the ranks met, and other modes use it, too: undo it at the end."""
+def gloo_threads() -> Iterator[int]:
+    """Their numbers."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # one that has ended meanwhile
             if (task / "comm").read_text().strip() == GLOO:
-                be_patient(int(task.name), patient)
+                yield int(task.name)
+
+
+def make_gloo_patient(patient: bool = True) -> None:
+    """Gloo started its thread when the ranks met, and other modes use it, too: undo it at the end."""
+    for thread in gloo_threads():
+        be_patient(thread, patient)

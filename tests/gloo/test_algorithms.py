@@ -49,7 +49,7 @@ def parameters(answer: dict[str, Any]) -> list[np.ndarray]:
         return [arrays[f"values.{k}"] for k in range(len(arrays) - 1)]
 
 
-def assert_stepped_by_the_mean(pool: RankPool, case: dict[str, Any]) -> None:
+def assert_stepped_by_the_mean(pool: RankPool, case: dict[str, Any]) -> list[dict[str, Any]]:
     answers = pool.run("mean", **case)
     assert len({answer["hash"] for answer in answers}) == 1, "ranks hold different bits"
     steps = [mean_gradient(case, pool.size, step) for step in range(case["steps"])]
@@ -59,6 +59,7 @@ def assert_stepped_by_the_mean(pool: RankPool, case: dict[str, Any]) -> None:
         for got, want in zip(parameters(answer), expected, strict=True):
             assert got.dtype == case["dtype"]
             np.testing.assert_allclose(got, want, rtol=0, atol=case["steps"] * TOLERANCE[case["dtype"]])
+    return answers
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -93,7 +94,19 @@ def test_a_parameter_without_elements_does_no_harm(ranks: Pools, mode: str) -> N
     assert_stepped_by_the_mean(ranks(3), case_of(mode, shapes=[[0], [4], [2, 0]], transposed=[], unused=[]))
 
 
-@pytest.mark.parametrize("mode", ["ring/every:3", "allreduce/param/every:3", "tree/bucket:100B/every:3@2"])
+AVERAGED = {  # in 7 steps: how often gradients, and how often parameters; the last, incomplete round counts, too
+    "ring/every:3": (0, 3),
+    "allreduce/param/every:3": (0, 3),
+    "tree/bucket:100B/every:3@2": (2, 2),
+}
+
+
+@pytest.mark.parametrize("mode", AVERAGED)
 def test_averaging_parameters_gives_the_mean_of_all_local_steps(ranks: Pools, mode: str) -> None:
-    """With plain SGD the mean of the sums is the sum of the means; the last, incomplete round is averaged too."""
-    assert_stepped_by_the_mean(ranks(3), case_of(mode, dtype="float64", steps=7))
+    """With plain SGD the mean of the sums is the sum of the means, however often it is taken: so that is counted."""
+    answers = assert_stepped_by_the_mean(ranks(3), case_of(mode, dtype="float64", steps=7))
+    once = ranks(3).run("mean", **case_of(mode.partition("/every")[0], dtype="float64"))
+    for answer, plain in zip(answers, once, strict=True):
+        each, payload = plain["payload"]["gradients"], answer["payload"]
+        assert each > 0
+        assert (payload.get("gradients", 0), payload["parameters"]) == tuple(times * each for times in AVERAGED[mode])

@@ -30,8 +30,9 @@ def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named() -> None:
     assert outcome["ok"] and outcome["named"] and outcome["seconds"] > faults.DEADLINE - 1, outcome
 
 
-@pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/pipeline"])
+@pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/pipeline", "ring/every:3"])
 def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
+    """Of every:3 the checkpoint that is taken, after step 28, lies in the middle of a period."""
     flags = ["--fault", "kill:rank1@step30", "--retries", "1", "--set", "checkpoint=7"]
     outcome = faults._same(faults._short(mode, 60, "process"), flags, {})
     assert outcome["ok"], outcome

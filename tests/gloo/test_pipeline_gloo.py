@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from test_algorithms import Pools, assert_stepped_by_the_mean, case_of, mean_gradient, parameters
@@ -29,3 +31,10 @@ def test_clipping_outlasts_a_backward_longer_than_the_deadline(ranks: Pools, mod
 def test_a_parameter_that_rests_every_other_step_counts_as_zero_then(ranks: Pools, mode: str, size: int) -> None:
     """What it had in the step before lies in the same buffer still."""
     assert_stepped_by_the_mean(ranks(size), case_of(mode, dtype="float64", steps=5, resting=[0, 3, 6]))
+
+
+@pytest.mark.parametrize(("mode", "attached"), [(PIPELINES[0], os.SCHED_BATCH), ("ring", os.SCHED_OTHER)])
+def test_gloos_own_thread_is_patient_while_a_pipeline_is_attached(ranks: Pools, mode: str, attached: int) -> None:
+    """By the name that Gloo gives it: another one in a later torch would be overlooked in silence."""
+    for answer in ranks(2).run("patience", **case_of(mode)):
+        assert answer["classes"] == [[os.SCHED_OTHER], [attached], [os.SCHED_OTHER]]

@@ -228,6 +228,18 @@ def test_uneven_shares_can_be_accumulated_too(train: Train, mode: str) -> None:
 # --- every:K, and R3's mistake -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("mode", "gradients", "parameters"),
+    [("ring/every:3", 0, 7), ("ring/every:3@10", 10, 4), ("ring/every:20", 0, 1), ("ring/every:1000", 0, 1)],
+)
+def test_every_k_averages_as_often_as_it_says(train: Train, mode: str, gradients: int, parameters: int) -> None:
+    """In 20 steps, by what was sent; the last, incomplete round is averaged, too."""
+    for (end,), (plain,) in zip(train(mode=mode).of_kind("end"), train(mode="ring").of_kind("end"), strict=True):
+        sent, twenty = end["payload"], plain["payload"]["gradients"]
+        assert 20 * sent.get("gradients", 0) == gradients * twenty
+        assert 20 * sent["parameters"] == parameters * twenty > 0
+
+
 def test_every_three_drifts_and_comes_together_at_the_end(train: Train) -> None:
     run = train(mode="ring/every:3")  # 20 steps: the last round has only two
     assert len(set(run.hashes)) == 1

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group, alone, join
 from testbed.rank.optim import Optimizer
+from testbed.rank.patience import gloo_threads
 from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import parameter_hash
 from testbed.rank.sync.modes import build
@@ -110,6 +111,20 @@ def _attach(model: Known, case: Case, group: Group, timeline: Timeline) -> tuple
     return sync, sync.attach(model, optimizer)
 
 
+def patience(case: Case, group: Group) -> Case:
+    """The classes of Gloo's threads before a mode is attached, while it is, and after its end."""
+    model = Known(case["shapes"], getattr(torch, case["dtype"]), case["transposed"], case["unused"])
+    found = [_gloo_classes()]
+    sync, _ = _attach(model, case, group, Timeline())
+    found.append(_gloo_classes())
+    sync.close()
+    return {"classes": [*found, _gloo_classes()]}
+
+
+def _gloo_classes() -> list[int]:
+    return [os.sched_getscheduler(thread) for thread in gloo_threads()]
+
+
 def train(case: Case, group: Group) -> Case:
     """A whole training run by the real loop; records lie in `run`, parameters and buffers in the .npz file."""
     spec = RunSpec.load(case["spec"], "case")
@@ -128,7 +143,7 @@ def _save(case: Case, rank: int, model: nn.Module) -> None:
     np.savez(Path(case["folder"]) / f"{case['name']}.rank{rank}.npz", **arrays)
 
 
-KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train}
+KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train, "patience": patience}
 
 
 def answer(text: str, group: Group) -> Case:
