@@ -15,6 +15,12 @@ def code_commit(*paths: str) -> str:
     return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
 
 
+def throughout(*commits: str) -> str:
+    """The commit of something that took its time: marked where what was asked on the way is not always the same."""
+    first = commits[0]
+    return first if len(set(commits)) == 1 else first.removesuffix(DIRTY) + DIRTY
+
+
 def current(kept: str, commit: str) -> bool:
     """Is what was kept of the present commit? Never where there were changes beside it: which ones nobody knows."""
     return bool(kept) and kept == commit and not kept.endswith(DIRTY)

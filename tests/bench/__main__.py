@@ -20,7 +20,7 @@ from typing import Any
 from testbed.spec.folder import write_whole
 from tests.bench import codecs, collective, compose, exact, growth, hosts, loop, profile, start, step, trust, volume
 from tests.bench.figures import MEASURED, kept_limits
-from tests.provenance import ROOT, code_commit, current
+from tests.provenance import ROOT, code_commit, current, throughout
 
 PARTS = {
     "loop": loop.measure,
@@ -51,23 +51,28 @@ def main() -> int:
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    kept, chosen, commit = _load(options.out), options.parts or list(PARTS), code_commit(*MEASURED)
+    kept, chosen, commit = _load(options.out), options.parts or list(PARTS), _commit()
     for part in chosen:
         if options.resume and part in kept and current(kept[part]["commit"], commit):
             print(f"{part}: measured before", flush=True)
             continue
         print(f"{part} ...", flush=True)
-        begun, figures = time.monotonic(), []
+        before, begun, figures = _commit(), time.monotonic(), []
         for figure in PARTS[part]():
             print(f"  {figure}", flush=True)
             figures.append(figure.as_dict())
         print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
-        kept[part] = {"commit": commit, "figures": figures}
+        kept[part] = {"commit": throughout(commit, before, _commit()), "figures": figures}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     met = kept_limits(figure for part in chosen for figure in kept[part]["figures"])
     print(f"{sum(met)} of {len(met)} limits met; all figures are in {options.out}")
     return 0 if all(met) else 1
+
+
+def _commit() -> str:
+    """Asked before and after each part: workers are started from the tree as it is then, this process is older."""
+    return code_commit(*MEASURED)
 
 
 def _load(path: Path) -> dict[str, Any]:

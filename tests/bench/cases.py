@@ -17,6 +17,8 @@ NODES = 4
 BATCH = 64  # images a rank
 WARMUP = 2  # steps of each case that do not count
 CONTROL, DDP, PIPELINE = "none", "ddp", "ring/bucket:2MiB/pipeline"
+PATIENT = " with a patient thread"  # after a mode: Gloo's has the class that the pipeline gives it
+DEADLINE = 300.0  # seconds of any one wait
 
 Ranks = list[Steps]  # what each rank recorded of one case
 
@@ -24,7 +26,8 @@ Ranks = list[Steps]  # what each rank recorded of one case
 def case(mode: str, steps: int, **values: Any) -> dict[str, Any]:
     """VGG-11 on made-up images: what is in them costs nothing and changes nothing here."""
     few = {"model": "vgg11", "nodes": NODES, "batch_per_rank": BATCH, "steps": steps, "data": {"name": "synthetic"}}
-    return few | {"mode": mode, "evaluate": "never"} | values
+    how = {"mode": mode.removesuffix(PATIENT), "patient": mode.endswith(PATIENT), "deadline": DEADLINE}
+    return few | how | {"evaluate": "never"} | values
 
 
 def train(substrate: Substrate, folder: Path, cases: Sequence[dict[str, Any]]) -> list[Ranks]:

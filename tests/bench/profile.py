@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from tests.bench.cases import CONTROL, DDP, NODES, PIPELINE, Ranks, case, train
+from tests.bench.cases import CONTROL, DDP, NODES, PATIENT, PIPELINE, Ranks, case, train
 from tests.bench.figures import Figure
 from tests.bench.shaped import network
 
 RATE = "350mbit"  # about where wire and compute are equal on two cores
 REPEATS, STEPS = 3, 10
 PERIOD = 0.02  # seconds between two looks
+MODES = (CONTROL, DDP, DDP + PATIENT, PIPELINE)
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -67,11 +68,10 @@ class Watch:
 
 
 def measure() -> Iterator[Figure]:
-    """The control, DDP and the pipeline."""
-    modes = [CONTROL, DDP, PIPELINE] * REPEATS
+    modes = MODES * REPEATS
     with network(RATE, NODES) as (substrate, _, folder), Watch() as watch:
         found = train(substrate, folder, [case(mode, STEPS) for mode in modes])
-    for mode in (CONTROL, DDP, PIPELINE):
+    for mode in MODES:
         yield _figure(mode, [ranks for ranks, each in zip(found, modes, strict=True) if each == mode], watch)
 
 

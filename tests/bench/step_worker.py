@@ -14,21 +14,22 @@ import torch
 import torch.distributed as dist
 
 from testbed.rank.group import Group, join, leave
+from testbed.rank.patience import make_gloo_patient
 from testbed.rank.recorder import Recorder
 from testbed.rank.traffic import open_counter
 from testbed.rank.train import Trainer
 from testbed.spec.run import RunSpec
 
-DEADLINE = 300.0  # seconds of any one wait
-
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    environment = os.environ
-    group = join(int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"], 29500, DEADLINE)
-    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
-        own = Group(group.rank, group.size, dist.PrefixStore(f"case{number}", group.store), DEADLINE)
-        with Recorder(folder / f"{number}.rank{group.rank}.jsonl") as recorder:
+    environment, cases = os.environ, json.loads((folder / "cases.json").read_text())
+    rank, size, address = int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
+    group = join(rank, size, address, 29500, cases[0]["deadline"])
+    for number, case in enumerate(cases):
+        own = Group(rank, size, dist.PrefixStore(f"case{number}", group.store), case["deadline"])
+        make_gloo_patient(case.pop("patient"))
+        with Recorder(folder / f"{number}.rank{rank}.jsonl") as recorder:
             dist.barrier()
             spec = RunSpec.load(case, f"case {number}")
             Trainer(spec, own, recorder, open_counter(environment["GLOO_SOCKET_IFNAME"])).run()

@@ -55,12 +55,11 @@ def control() -> Iterator[Figure]:
         for mode in (DDP, PIPELINE):
             for column, what in (("cpu", "processor time of the loop"), ("compute", "compute by the clock")):
                 times = {name: _pooled(found, modes, name, column) for name in (mode, CONTROL)}
-                promised = mode == DDP or column == "cpu"  # what hides more of its communication computes longer
                 yield Figure(
                     name=f"{what}, {mode} / control, {where}",
                     value=statistics.median(times[mode]) / statistics.median(times[CONTROL]),
-                    low=1 - MOST_CONTROL if promised else None,
-                    high=1 + MOST_CONTROL if promised else None,
+                    low=1 - MOST_CONTROL,
+                    high=1 + MOST_CONTROL,
                     detail=f"{spread(times[mode])} against {spread(times[CONTROL])}",
                 )
             yield from _sums(found, modes, mode, where)

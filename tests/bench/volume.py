@@ -11,7 +11,7 @@ from testbed.spec.mode import ALGORITHMS
 from tests.bench.cases import CONTROL, NODES, PIPELINE, case, sent, train
 from tests.bench.figures import Figure
 from tests.bench.shaped import network
-from tests.bench.step import LEAST, MOST_BYTES
+from tests.bench.step import byte_figure
 
 RATE = "1gbit"
 SCHEDULED = ("ring/bucket:2MiB/overlap", "allreduce/bucket:2MiB/overlap", PIPELINE, "direct/bucket:2MiB/pipeline")
@@ -22,5 +22,4 @@ def measure() -> Iterator[Figure]:
     with network(RATE, NODES) as (substrate, _, folder):
         found = train(substrate, folder, [case(mode, 6, batch_per_rank=8) for mode in modes])
     for mode, ranks in zip(modes, found, strict=True):
-        value = sent(ranks) / LEAST
-        yield Figure(name=f"bytes of {mode} / least", value=value, high=MOST_BYTES, detail=f"{RATE}, mean over ranks")
+        yield byte_figure(f"bytes of {mode} / least", sent(ranks), f"{RATE}, mean over ranks")
