@@ -85,8 +85,9 @@ class Trainer:
             self._look(step, epoch)
         sent, received = self.counter.read()
         seconds, payload = time.monotonic() - begun, dict(self.group.payload)
-        traffic = {"sent": sent, "received": received, "before": before, "payload": payload}
-        self.recorder.write(End(steps=step, seconds=seconds, **traffic))
+        self.recorder.write(
+            End(steps=step, seconds=seconds, sent=sent, received=received, before=before, payload=payload)
+        )
 
     def _resume(self, module: nn.Module) -> int:
         """Steps done by an earlier attempt, with its state put back; 0 where there was none."""

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from testbed.control.substrates.base import Substrate
 from testbed.report.steps import Steps
@@ -20,7 +20,12 @@ CONTROL, DDP, PIPELINE = "none", "ddp", "ring/bucket:2MiB/pipeline"
 PATIENT = " with a patient thread"  # after a mode: Gloo's has the class that the pipeline gives it
 DEADLINE = 300.0  # seconds of any one wait
 
-Ranks = list[Steps]  # what each rank recorded of one case
+
+class Ranks(NamedTuple):
+    """What the ranks recorded of one case."""
+
+    steps: list[Steps]  # of each rank, those that count
+    sent: float  # bytes per rank and step, as the interface counted them: of all steps, the last one's rest included
 
 
 def case(mode: str, steps: int, **values: Any) -> dict[str, Any]:
@@ -38,19 +43,16 @@ def train(substrate: Substrate, folder: Path, cases: Sequence[dict[str, Any]]) -
 
 
 def _ranks(folder: Path, number: int) -> Ranks:
-    found = []
+    steps, sent = [], []
     for path in (folder / f"{number}.rank{rank}.jsonl" for rank in range(NODES)):
-        rows = [record for record in read(path) if record["kind"] == "step"]
-        found.append(Steps.of(rows, path.name).between(WARMUP, len(rows)))
+        lines = list(read(path))
+        rows, end = [line for line in lines if line["kind"] == "step"], lines[-1]
+        steps.append(Steps.of(rows, path.name).between(WARMUP, len(rows)))
+        sent.append((end["sent"] - end["before"]) / end["steps"])
         path.unlink()
-    return found
+    return Ranks(steps, statistics.fmean(sent))
 
 
 def seconds(ranks: Ranks) -> list[float]:
     """Of each step, mean over ranks."""
-    return [statistics.fmean(row) for row in zip(*(steps.total.tolist() for steps in ranks), strict=True)]
-
-
-def sent(ranks: Ranks) -> float:
-    """Bytes per rank and step, as the interface counted them."""
-    return statistics.fmean(float(steps.sent[-1] - steps.sent[0]) / (len(steps.sent) - 1) for steps in ranks)
+    return [statistics.fmean(row) for row in zip(*(steps.total.tolist() for steps in ranks.steps), strict=True)]

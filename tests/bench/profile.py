@@ -79,7 +79,9 @@ def _figure(mode: str, repeats: list[Ranks], watch: Watch) -> Figure:
     spent = [_per_step(ranks, watch) for ranks in repeats]
     cores = Cores(*(statistics.median(column) for column in zip(*spent, strict=True)))
     loop = {
-        name: statistics.median(float(value) for ranks in repeats for steps in ranks for value in getattr(steps, name))
+        name: statistics.median(
+            float(value) for ranks in repeats for steps in ranks.steps for value in getattr(steps, name)
+        )
         for name in ("total", "cpu", "blocked", "busy")
     }
     return Figure(
@@ -93,6 +95,6 @@ def _figure(mode: str, repeats: list[Ranks], watch: Watch) -> Figure:
 
 def _per_step(ranks: Ranks, watch: Watch) -> Cores:
     """From when all ranks are in their steps to when the first has done its last."""
-    begin = max(float(steps.at[0]) for steps in ranks)
-    end = min(float(steps.at[-1] + steps.total[-1]) for steps in ranks)
-    return Cores(*(value / len(ranks[0].at) for value in watch.between(begin, end)))
+    begin = max(float(steps.at[0]) for steps in ranks.steps)
+    end = min(float(steps.at[-1] + steps.total[-1]) for steps in ranks.steps)
+    return Cores(*(value / len(ranks.steps[0].at) for value in watch.between(begin, end)))

@@ -110,7 +110,7 @@ def _time(rate: str, plan: Plan) -> Timed:
             found: dict[str, Case] = {}
             for mode, each in zip(modes * repeats, ranks, strict=True):
                 before = found[mode].seconds if mode in found else []
-                found[mode] = Case(before + cases.seconds(each), cases.sent(each))
+                found[mode] = Case(before + cases.seconds(each), each.sent)
             return found
 
         search: dict[str, Case] = {}

@@ -91,7 +91,7 @@ def _pooled(found: list[Ranks], modes: list[str], mode: str, column: str) -> lis
     return [
         statistics.fmean(row)
         for ranks in of_mode
-        for row in zip(*(getattr(steps, column).tolist() for steps in ranks), strict=True)
+        for row in zip(*(getattr(steps, column).tolist() for steps in ranks.steps), strict=True)
     ]
 
 

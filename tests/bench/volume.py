@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from testbed.spec.mode import ALGORITHMS
-from tests.bench.cases import CONTROL, NODES, PIPELINE, case, sent, train
+from tests.bench.cases import CONTROL, NODES, PIPELINE, case, train
 from tests.bench.figures import Figure
 from tests.bench.shaped import network
 from tests.bench.step import byte_figure
@@ -22,4 +22,4 @@ def measure() -> Iterator[Figure]:
     with network(RATE, NODES) as (substrate, _, folder):
         found = train(substrate, folder, [case(mode, 6, batch_per_rank=8) for mode in modes])
     for mode, ranks in zip(modes, found, strict=True):
-        yield byte_figure(f"bytes of {mode} / least", sent(ranks), f"{RATE}, mean over ranks")
+        yield byte_figure(f"bytes of {mode} / least", ranks.sent, f"{RATE}, mean over ranks")

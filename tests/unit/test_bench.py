@@ -20,7 +20,7 @@ from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 from tests.bench import __main__ as bench
 from tests.bench import codecs, step, trust
-from tests.bench.cases import CONTROL, DDP, DEADLINE, PATIENT, PIPELINE, case
+from tests.bench.cases import CONTROL, DDP, DEADLINE, PATIENT, PIPELINE, Ranks, case
 from tests.bench.figures import MEASURED, Figure
 from tests.provenance import DIRTY, ROOT, current
 
@@ -137,7 +137,7 @@ def steps_of(mode: str) -> SimpleNamespace:
 
 def test_compute_of_every_mode_is_held_against_the_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "network", lambda *_, **__: nullcontext((None, None, None)))
-    monkeypatch.setattr(trust, "train", lambda _, __, cases: [[steps_of(case["mode"])] for case in cases])
+    monkeypatch.setattr(trust, "train", lambda _, __, cases: [Ranks([steps_of(case["mode"])], 0.0) for case in cases])
     by_clock = {figure.name: figure.met for figure in trust.control() if "by the clock" in figure.name}
     assert len(by_clock) == 4
     assert all(met is (PIPELINE not in name) for name, met in by_clock.items())
