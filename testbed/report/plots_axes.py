@@ -196,7 +196,7 @@ def buckets(chapter: Chapter) -> list[Plot]:
     levels = [
         cell
         for cell in chapter.cells
-        if cell.spec.mode.distributed and not cell.spec.mode.bucket and cell.spec.mode.algorithm != "none"
+        if not cell.spec.mode.silent and not cell.spec.mode.bucket
     ]
     for cell in levels[:4]:
         _level(made, cell.seconds.centre, cell.label, colour(cell.spec.mode.algorithm))
