@@ -33,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # or what stands in brackets is taken for markup: [default: 256] vanishes, [/CODEC] breaks
     help="What keeping N copies of a model in step really costs: every sync mode, on a network you choose.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.")

@@ -158,10 +158,11 @@ def test_doctor_tells_who_is_not_root_what_runs_use_instead(image, instead, monk
     assert not root.ok and instead in root.found
 
 
-def test_help_says_where_keys_and_the_inventory_come_from_and_what_a_batch_is(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    said = CliRunner().invoke(cli.app, ["run", "--help"]).stdout
-    assert "testbed/spec/run.py" in said and "TESTBED_INVENTORY" in said and "images per step of each rank" in said
+def test_help_shows_defaults_where_keys_are_listed_and_what_a_batch_is() -> None:
+    said = " ".join(CliRunner().invoke(cli.app, ["run", "--help"]).stdout.split())
+    for words in ("[default: 256]", "testbed/spec/run.py", "TESTBED_INVENTORY", "images per step of each rank"):
+        assert words in said
+    assert "ALGORITHM[/CODEC]" in CliRunner().invoke(cli.app, ["tune", "--help"]).stdout
 
 
 def test_what_the_machine_refuses_outside_of_any_run_is_a_sentence_and_no_traceback(monkeypatch, capsys):

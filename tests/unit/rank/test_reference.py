@@ -17,6 +17,7 @@ from testbed.spec.errors import SpecError
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec
 
+pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 ONE = torch.ones(1, 2)
 
 
@@ -66,5 +67,5 @@ def test_an_error_of_the_model_itself_stays_what_it_is(group: Group) -> None:
     model = Idle()
     module = attached("ddp", model, group)
     model.broken = True
-    with pytest.raises(RuntimeError, match="^of the model's own$"):
+    with pytest.raises(RuntimeError, match=r"^of the model's own$"):
         module(ONE)
