@@ -113,7 +113,7 @@ class _Clock:
         rate = (spec.link.rate or 10**10) / 8 * EFFICIENCY * slow
         once = theory.bound(spec.mode, spec.world, size_of(spec), rate, 0.0, 1) or 0.0
         self.wire = once * made.overhead
-        count = 1 if theory.silent(spec.mode) else made.buckets
+        count = 1 if spec.mode.silent else made.buckets
         self.names = [f"bucket {k}{way}" for way in ways(spec) for k in range(count)]
         self.size = size_of(spec) // count
         self.rows: list[list[dict[str, Any]]] = [[] for _ in range(spec.world)]

@@ -1,4 +1,4 @@
-"""The command line: run, sweep, tune, modes, data, doctor, clean. Flags become a spec; errors become one sentence."""
+"""The command line, but for the commands that read runs (reporting.py). Flags become a spec, errors one sentence."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from testbed.control.screen import Json, console
 from testbed.control.tune import tune as run_tune
 from testbed.spec.codec import CODECS
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import SpecError, TestbedError, broken
+from testbed.spec.errors import SpecError, TestbedError, broken, refuse
 from testbed.spec.folder import RunFolder
-from testbed.spec.inventory import read_inventory
+from testbed.spec.inventory import DEFAULT, VARIABLE, read_inventory
 from testbed.spec.mode import algorithms, codecs_of, legal_modes
 from testbed.spec.run import RunSpec
 
@@ -33,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # or what stands in brackets is taken for markup: [default: 256] vanishes, [/CODEC] breaks
     help="What keeping N copies of a model in step really costs: every sync mode, on a network you choose.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.")
@@ -44,13 +45,14 @@ Rate = Annotated[str | None, typer.Option(help="bandwidth of every node's link, 
 Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
 Data = Annotated[str, typer.Option(help="cifar10, mnist or synthetic")]
 Batch = Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")]
-BatchPerRank = Annotated[str | None, typer.Option(help="the other way to say it")]
+BatchPerRank = Annotated[str | None, typer.Option(help="images per step of each rank, instead of --batch")]
 Seed = Annotated[str, typer.Option(help="of parameters, data order and augmentation")]
 On = Annotated[
     str, typer.Option("--on", help="where: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH)")
 ]
 File = Annotated[
-    Path | None, typer.Option("--inventory", help="the hosts, for --on hosts [default: inventory/hosts.toml]")
+    Path | None,
+    typer.Option("--inventory", help=f"the hosts, for --on hosts [default: ${VARIABLE}, else {DEFAULT}]"),
 ]
 AcceptNew = Annotated[
     bool, typer.Option("--accept-new", help="on hosts: trust host keys that nobody has seen; changed ones are refused")
@@ -59,12 +61,14 @@ Share = Annotated[bool, typer.Option("--share", help="measure although another t
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="any other key of the spec, e.g. optimizer.lr=0.1"),
+    typer.Option("--set", metavar="KEY=VALUE", help="any key of testbed/spec/run.py or link.py, e.g. optimizer.lr=0.1"),
 ]
+BESIDE_RESUME = {"resume", "on", "inventory", "accept_new", "share", "retries", "as_json"}  # the rest is in its spec
 
 
 @app.command()
 def run(
+    context: typer.Context,
     mode: Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")] = "ring",
     nodes: Nodes = None,
     rate: Rate = None,
@@ -85,13 +89,14 @@ def run(
     ] = None,
     retries: Annotated[str, typer.Option(help="restarts from the last checkpoint (--set checkpoint=K)")] = "0",
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="go on with that run's folder; its spec counts")
+        Path | None, typer.Option(metavar="RUN", help="go on with that run's folder, by its own spec")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="run folder [default: runs/adhoc/MODE-nN-TIME]")] = None,
     as_json: Json = False,
 ) -> None:
     """Train once, in one mode, and print what it cost."""
     if resume is not None:
+        _check_beside_resume(context)
         spec = RunFolder(resume).read_spec()
         on = where_it_was(resume) if on == "auto" else on
         place = _place(on, [spec], inventory, accept_new, share)
@@ -154,6 +159,20 @@ def sweep(
     raise typer.Exit(run_file(file, _settings(settings, profile), place_for, fresh, as_json))
 
 
+def _check_beside_resume(context: typer.Context) -> None:
+    """An earlier run goes on as it began: what would change it is refused, not swallowed."""
+
+    def typed(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    options = {option.name or "": option.opts[0] for option in context.command.params}
+    given = [flag for name, flag in options.items() if name not in BESIDE_RESUME and typed(name)]
+    if given:
+        rule = "a run that goes on keeps the spec and the folder that it began with"
+        raise refuse("--resume beside", ", ".join(given), rule, "Leave these out, or begin anew without --resume.")
+
+
 def _settings(settings: list[str] | None, profile: bool) -> list[str]:
     return [*(settings or []), *(["profile=true"] if profile else [])]
 
@@ -191,9 +210,8 @@ def modes(as_json: Json = False) -> None:
         takers = ", ".join(dict.fromkeys(mode.algorithm for mode, _, codecs in rows if codec.example in codecs))
         console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}\n{' ' * width}  after {takers}")
     console.print(f"{'/every:K'.ljust(width)}  K local steps, then parameters are averaged")
-    console.print(
-        f"{' ' * width}  after any mode but single, none, server, ddp, overlap, pipeline and those with a codec"
-    )
+    others = ", ".join(name for name, algorithm in algorithms().items() if algorithm.every)
+    console.print(f"{' ' * width}  after any mode but {others}, overlap, pipeline and those with a codec")
 
 
 @app.command()

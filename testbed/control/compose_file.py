@@ -19,6 +19,6 @@ MAX_NODES = 256
 def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
     """The file's text."""
     if not 1 <= nodes <= MAX_NODES:
-        raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use fewer.")
+        raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use e.g. 4.")
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
     return templates.get_template(TEMPLATE).render(nodes=nodes, version=__version__, schema=SCHEMA)

@@ -24,6 +24,7 @@ Progress = Callable[[dict[str, Any]], None]
 _NODE = re.compile(r"\bnode(\d{1,4})\b", re.ASCII)
 POLL = 0.05  # seconds between looks at the logs
 GRACE = 3.0  # seconds for the others to say why, once one has failed
+WAY_OUT = "Try again; if it stays so, `testbed doctor` may know why, and --set probe=false goes without"
 
 
 def probe(substrate: Substrate, plans: Sequence[NodePlan], progress: Progress) -> Receipt:
@@ -78,7 +79,7 @@ def _complaint(codes: Sequence[int | None], logs: Sequence[Path]) -> str:
     words = dict.fromkeys(_last_words(log, names) for code, log in zip(codes, logs, strict=True) if code)
     silent = [name for code, name in zip(codes, names, strict=True) if code is None]
     parts = [word for word in words if word] + ([f"no end of it on {', '.join(silent)}"] if silent else [])
-    return "the probe of the network failed: " + "; ".join(parts)
+    return f"the probe of the network failed: {'; '.join(parts)}. {WAY_OUT}"
 
 
 def _last_words(log: Path, names: Sequence[str]) -> str:
@@ -92,7 +93,7 @@ def _last_words(log: Path, names: Sequence[str]) -> str:
 def _measurement(log: Path) -> Measurement:
     result = next((event for event in Tail(log).read() if event.get("event") == "result"), None)
     if result is None:
-        raise NetworkInvalid(f"the probe of the network ended without a result on {log.stem}")
+        raise NetworkInvalid(f"the probe of the network ended without a result on {log.stem}. {WAY_OUT}")
     flows = [Flow(**flow) for flow in result["flows"]]
     clocks = [Clock(**clock) for clock in result["clocks"]]
     return Measurement(flows, result["mtu"], result["congestion"], result["seconds"], clocks)

@@ -35,24 +35,25 @@ class Facts:
     invalid: str = ""  # why the run must stay out of tables, when it must
 
 
-def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, resume: int | None = None) -> Summary:
+def execute(
+    spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, resume: bool = False, retries: int | None = None
+) -> Summary:
     """Run to the end. Bad input raises before the folder exists; from then on summary.json says what happened.
 
-    `resume`: the rest of an earlier run, with so many retries; its faults are over.
+    `resume`: the rest of an earlier run, whose faults are over. `retries`: instead of the spec's.
     """
     check_before(spec)
-    anew = resume is None
     with alone(place), held(folder.path), place.make(spec, folder.path) as substrate:
-        injector = Injector(spec.schedule() if anew else (), substrate, folder.faults)
+        injector = Injector(() if resume else spec.schedule(), substrate, folder.faults)
         injector.check()
         substrate.port(spec.port)  # refused here, it costs nothing
-        if anew:
-            folder.create(place.fit(spec))
-        else:
+        if resume:
             folder.reopen()
+        else:
+            folder.create(place.fit(spec))
         substrate.share(folder.path)
-        retries = spec.retries if resume is None else resume
-        return _live(Life(place.fit(spec), substrate, folder, progress, injector, retries), not anew)
+        retries = spec.retries if retries is None else retries
+        return _live(Life(place.fit(spec), substrate, folder, progress, injector, retries), resume)
 
 
 def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) -> Summary:
@@ -67,7 +68,7 @@ def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) ->
     if before and before.substrate != place.name:
         rule = f"began on {before.substrate}, and half a run there and half on {place.name} is no run"
         raise refuse("--resume", str(folder.path), rule, f"Use --on {before.substrate}.")
-    return execute(folder.read_spec(), place, folder, progress, resume=retries)
+    return execute(folder.read_spec(), place, folder, progress, resume=True, retries=retries)
 
 
 def _summary(folder: RunFolder) -> Summary | None:

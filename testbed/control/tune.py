@@ -53,7 +53,7 @@ def _print(tuning: Tuning, file: Path | None, console: Console, as_json: bool) -
 def order(name: str) -> tuple[str, str, int]:
     """One schedule after the other, sizes rising: a curve."""
     mode = SyncMode.parse(name)
-    return "" if mode.algorithm == "ddp" else mode.schedule, mode.algorithm, mode.bucket or 0
+    return "" if mode.is_reference else mode.schedule, mode.algorithm, mode.bucket or 0
 
 
 def curve(tuning: Tuning) -> str:
@@ -81,9 +81,9 @@ def conclusion(tuning: Tuning) -> list[str]:
         f"{percent(tuning.sure)} sure that nothing tried is more than {percent(TOLERANCE)} faster; {tuning.runs} runs; "
         f"ended: {tuning.stopped}",
     ]
-    reference = next((name for name in race.times if name.startswith("ddp") and "bucket" not in name), leader)
-    if reference != leader:
-        lines.append(f"{reference} takes {race.centre(reference) / race.centre(leader):.2f} times as long")
+    for name in tuning.reference:
+        if name != leader:
+            lines.append(f"{name} takes {race.centre(name) / race.centre(leader):.2f} times as long")
     if not race.repeated():
         lines.append(f"every candidate ran once only: that runs differ by {percent(SPREAD)} is assumed, not measured")
     if tuning.untried:

@@ -22,7 +22,7 @@ from testbed.control.run import execute
 from testbed.control.tune_race import OUT, SURE, Race
 from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError, refuse
 from testbed.spec.folder import RunFolder, runs_dir, write_whole
-from testbed.spec.mode import SCHEDULES, SyncMode
+from testbed.spec.mode import REFERENCE, SCHEDULES, SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.settings import run_name
 from testbed.spec.units import format_size
@@ -52,6 +52,12 @@ class Tuning:
         return self.race.chances()[self.race.leader()]
 
     @property
+    def reference(self) -> list[str]:
+        """What one would have taken, with buckets of its own choice; nobody, where it was not timed."""
+        modes = (SyncMode.parse(name) for name in self.race.times)
+        return [str(mode) for mode in modes if mode.is_reference and not mode.bucket]
+
+    @property
     def untried(self) -> list[str]:
         """Who should have run and did not."""
         return [name for name in self.wanted if name not in self.race.times and name not in self.dropped]
@@ -62,16 +68,16 @@ def first_mode(mode: SyncMode) -> SyncMode:
     if mode.granularity == "bucket" or mode.schedule != "after" or mode.every > 1:
         rule = "granularity and schedule are what is sought"
         raise refuse("mode", str(mode), rule, "Give the algorithm alone, or with a codec: ring, direct/int8.")
-    if not mode.distributed or mode.algorithm == "none":
+    if mode.silent:
         raise refuse("mode", str(mode), "has nothing to tune", "Use ring.")
-    words = [mode.algorithm, *(["flat"] if mode.algorithm != "ddp" else []), *_codec(mode)]
+    words = [mode.algorithm, *(["flat"] if not mode.is_reference else []), *_codec(mode)]
     return SyncMode.parse("/".join(words))
 
 
 def candidates(mode: SyncMode, gradient: int) -> list[str]:
     """The first round: the reference, and every legal schedule at sizes a factor of four apart."""
     sizes = [_round_size(gradient // part) for part in PARTS]
-    words = [("ddp", *_codec(mode))]
+    words = [(REFERENCE, *_codec(mode))]
     words += [(mode.algorithm, f"bucket:{format_size(s)}", *w, *_codec(mode)) for w in _schedules(mode) for s in sizes]
     return [name for name in dict.fromkeys(_legal(words)) if name != str(mode)]
 
@@ -86,7 +92,7 @@ def neighbours(mode: SyncMode, gradient: int) -> list[str]:
 
 
 def _schedules(mode: SyncMode) -> list[list[str]]:
-    return [[]] if mode.algorithm == "ddp" else [[name] for name in SCHEDULES if name != "after"]
+    return [[]] if mode.is_reference else [[name] for name in SCHEDULES if name != "after"]
 
 
 def _codec(mode: SyncMode) -> list[str]:
@@ -206,9 +212,8 @@ def write_file(path: Path, tuning: Tuning, place: Place) -> None:
     )
     base = tuning.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     base = {key: value for key, value in base.items() if key not in ("mode", "name", "experiment", "schema", "steps")}
-    reference = [name for name in tuning.race.times if name.startswith("ddp") and "bucket" not in name]
     plain = [name for name in tuning.race.times if name == str(first_mode(tuning.spec.mode))]
-    modes = dict.fromkeys([*plain, *reference, leader])
+    modes = dict.fromkeys([*plain, *tuning.reference, leader])
     lines = [
         f"{MARK}: {told}.",
         f"title = {json.dumps(f'Is {leader} the fastest here?')}",

@@ -50,10 +50,8 @@ class Dataset:
 def open_dataset(
     name: str, root: Path, train: bool, subset: int | None = None, seed: int = 0, shape: Shape | None = None
 ) -> Dataset:
-    """Open a fetched data set, or make the synthetic one in `shape`; `subset` images are drawn with `seed`."""
+    """Open a fetched data set, or make the synthetic one (in `shape`); `subset` images are drawn with `seed`."""
     info = dataset_info(name)
-    if shape is not None and shape != info.shape and not info.generated:
-        raise refuse("data", name, f"has images of {info.shape}, the model needs {shape}", "Use --data synthetic.")
     dataset = _synthetic(info, train, shape or info.shape) if info.generated else _stored(info, root, train)
     return dataset if subset is None else _subset(dataset, subset, seed)
 

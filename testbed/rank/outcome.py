@@ -11,7 +11,7 @@ import traceback
 
 from testbed.rank.group import is_lost_peer
 from testbed.rank.recorder import Recorder
-from testbed.spec.errors import PeerLost, TestbedError, UsageError
+from testbed.spec.errors import PeerLost, TestbedError
 from testbed.spec.records import Error
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no quota, no larger file
@@ -46,10 +46,6 @@ def describe(error: Exception, rank: int) -> Error:
     if isinstance(error, TestbedError):
         guilty = error.guilty if isinstance(error, PeerLost) else None
         return Error(code=error.exit_code, message=str(error), guilty=guilty, at=time.monotonic())
-    if isinstance(error, RuntimeError) and "finished reduction in the prior iteration" in str(error):
-        way_out = "Use allreduce or ring, where such a parameter counts as zero."
-        message = f"mode ddp: the model has parameters that get no gradient, which DDP refuses. {way_out}"
-        return Error(code=UsageError.exit_code, message=message)
     if isinstance(error, RuntimeError) and is_lost_peer(error):
         return Error(code=PeerLost.exit_code, message=f"rank {rank} lost a peer: {error}", at=time.monotonic())
     if isinstance(error, OSError) and error.errno in FULL:

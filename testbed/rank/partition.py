@@ -36,14 +36,6 @@ class Partition:
     kind: Kind = "sampler"
     shares: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.batch < 1:
-            raise refuse("batch", self.batch, f"and the data set's {self.size} images must both be at least 1", "")
-        if self.kind not in ("sampler", "fixed"):
-            raise refuse("partition", self.kind, "is no kind of partition", "Use sampler or fixed.")
-        if self.shares is not None and (min(self.shares) < 1 or sum(self.shares) != self.batch):
-            raise refuse("shares", self.shares, f"each must be at least 1 and their sum the batch, {self.batch}", "")
-
     def indices(self, rank: int, world: int, epoch: int) -> list[Indices]:
         """One array of image indices per step; the same number of steps on every rank."""
         self._check(world)
@@ -72,11 +64,9 @@ class Partition:
         return self.shares if self.shares is not None and len(set(self.shares)) > 1 else None
 
     def _check(self, world: int) -> None:
-        if self.shares is not None and len(self.shares) != world:
-            raise refuse("shares", self.shares, f"there must be one for each of {world} ranks", "")
-        if self._uneven is None and self.batch % world:
-            below = self.batch // world * world or world
-            raise refuse("batch", self.batch, f"must divide by {world} ranks", f"Use {below}, or give shares.")
+        """Batch and shares have passed RunSpec; only here is known how many images there are."""
+        shares = self.shares or (self.batch // world,) * world
+        assert len(shares) == world and sum(shares) == self.batch, f"{self} for {world} ranks"
         need = world if self._uneven is None else self.batch
         if self.size < need:
             raise refuse("subset", self.size, f"at least {need} images are needed for one step", "Use more images.")

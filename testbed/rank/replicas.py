@@ -12,6 +12,9 @@ from testbed.rank.sync.algorithms import allreduce_mean_, spread_
 from testbed.spec.errors import ReplicasDiffer
 from testbed.spec.records import Hash
 
+SAME_START = "Nothing was sent yet: give all nodes the same image, or the same versions of testbed and torch."
+MEND = "The mode does not keep replicas equal. If it is your own, mend its mean_ (docs/modes.md); else use another."
+
 
 def parameter_hash(model: nn.Module) -> str:
     """SHA-256 over the bytes of all parameters, in order."""
@@ -28,7 +31,7 @@ def compare(model: nn.Module, group: Group, step: int, must_agree: bool) -> Hash
     agree = len(set(hashes)) == 1
     if must_agree and not agree:
         short = ", ".join(f"rank {rank} {value[:12]}" for rank, value in enumerate(hashes))
-        raise ReplicasDiffer(f"parameters differ before step {step}: {short}. The mode does not keep replicas equal.")
+        raise ReplicasDiffer(f"parameters differ before step {step}: {short}. {MEND if step else SAME_START}")
     return Hash(step=step, parameters=own, agree=agree)
 
 

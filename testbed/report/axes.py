@@ -55,7 +55,7 @@ def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:
     others = [key for key in keys(chapter) if key not in axis.keys]
     for cell in chapter.cells:
         value = axis.value(cell)
-        if value is None or cell.spec.mode.algorithm == "none":
+        if value is None or cell.spec.mode.is_control:
             continue
         told = [words_for(key, value_of(cell, key), others) for key in others]
         found.setdefault((axis.family(cell), ", ".join(told)), []).append((value, cell))

@@ -142,9 +142,8 @@ class Cell:
     def bound(self) -> float | None:
         """Least seconds of communication per step on the network that was measured; None without a receipt."""
         network = self.first.network
-        rooted = self.spec.mode.algorithm in ("gather", "server")
-        rate = network.node(0) if rooted else network.slowest
-        if not rate or theory.silent(self.spec.mode):
+        rate = network.node(0) if self.spec.mode.rooted else network.slowest
+        if not rate or self.spec.mode.silent:
             return None
         count, size = self.buffers
         once = theory.bound(self.spec.mode, self.world, size, rate, network.delay, count)

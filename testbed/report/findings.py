@@ -1,4 +1,4 @@
-"""Findings: the one sentence that each plot is titled with, and the notes that say how to read it."""
+"""Findings: the sentence that each plot is titled with, and the words it is made of; words.py says how to read it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from testbed.report import theory
 from testbed.report.cells import Cell, Chapter
 from testbed.report.faults import Faulted
 from testbed.report.focus import names
@@ -23,13 +22,13 @@ def namer(cells: Sequence[Cell]) -> Callable[[Cell], str]:
 
 def fastest(cells: Sequence[Cell]) -> Cell:
     """The cell with the shortest step, among those that synchronise (where any does)."""
-    real = [cell for cell in cells if not theory.silent(cell.spec.mode)] or list(cells)
+    real = [cell for cell in cells if not cell.spec.mode.silent] or list(cells)
     return min(real, key=lambda cell: cell.seconds.centre)
 
 
 def slowest(cells: Sequence[Cell]) -> Cell:
     """The distributed cell with the longest step."""
-    real = [cell for cell in cells if not theory.silent(cell.spec.mode)] or list(cells)
+    real = [cell for cell in cells if not cell.spec.mode.silent] or list(cells)
     return max(real, key=lambda cell: cell.seconds.centre)
 
 

@@ -193,11 +193,7 @@ def buckets(chapter: Chapter) -> list[Plot]:
         return []
     made = canvas(3.4)
     draw_curves(made, found, seconds)
-    levels = [
-        cell
-        for cell in chapter.cells
-        if cell.spec.mode.distributed and not cell.spec.mode.bucket and cell.spec.mode.algorithm != "none"
-    ]
+    levels = [cell for cell in chapter.cells if not cell.spec.mode.silent and not cell.spec.mode.bucket]
     for cell in levels[:4]:
         _level(made, cell.seconds.centre, cell.label, colour(cell.spec.mode.algorithm))
     _log_ticks(made, found, format_size)

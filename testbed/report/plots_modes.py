@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.artist import Artist
 from matplotlib.patches import Patch
 
-from testbed.report import findings, theory, words
+from testbed.report import findings, words
 from testbed.report.cells import Cell, Chapter
 from testbed.report.style import COLOURS, Canvas, Plot, canvas, colour, plot
 
@@ -97,9 +97,7 @@ def where_time_goes(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str
 def bytes_per_rank(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
     """What each rank sent in a step, and the line that theory draws."""
     shown = [
-        (cell, name)
-        for cell, name in zip(cells, names, strict=True)
-        if any(cell.sent()) and not theory.silent(cell.spec.mode)
+        (cell, name) for cell, name in zip(cells, names, strict=True) if any(cell.sent()) and not cell.spec.mode.silent
     ]
     if not shown:
         return None

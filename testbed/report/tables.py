@@ -77,11 +77,10 @@ def modes(chapter: Chapter) -> Table:
     made = Columns(chapter, rest)
     for cell in chapter.cells:
         s, run = cell.seconds, cell.first.summary
-        learnt = [] if cell.spec.mode.algorithm == "none" else cell.runs  # what a control learns means nothing
+        learnt = [] if cell.spec.mode.is_control else cell.runs  # what a control learns means nothing
         losses = [r.summary.test_loss for r in learnt if r.summary.test_loss is not None]
         right = [r.summary.test_accuracy for r in learnt if r.summary.test_accuracy is not None]
-        alone = cell.world == 1 or theory.silent(cell.spec.mode)
-        agree = DASH if alone else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
+        agree = DASH if cell.spec.mode.silent else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
         made.add(
             cell,
             number(s.centre),
@@ -134,9 +133,7 @@ def traffic(chapter: Chapter) -> Table | None:
         "before step 1",
     )
     made = Columns(chapter, rest)
-    for cell in (
-        cell for cell in chapter.cells if cell.world > 1 and any(cell.sent()) and not theory.silent(cell.spec.mode)
-    ):
+    for cell in (cell for cell in chapter.cells if any(cell.sent()) and not cell.spec.mode.silent):
         sent, received, needed = cell.sent(), cell.received(), cell.needed()
         made.add(
             cell,

@@ -52,7 +52,7 @@ def _loss_at(rank: Rank, step: int) -> str:
 
 def workers_by_batch(chapter: Chapter) -> list[Table]:
     """R2: time and speed-up, compute and communication, bandwidth; workers down, batch per worker across."""
-    cells = [cell for cell in chapter.cells if cell.spec.mode.algorithm != "none"]
+    cells = [cell for cell in chapter.cells if not cell.spec.mode.is_control]
     batches = sorted({cell.spec.local_batch(0) for cell in cells})
     workers = sorted({cell.world for cell in cells})
     if len(batches) < 2 or len(workers) < 2 or not chapter.cells[0].spec.batch_per_rank:

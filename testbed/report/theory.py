@@ -63,12 +63,7 @@ LEAST = COSTS["ring"]
 
 def together(mode: SyncMode) -> bool:
     """True where buffers are on their way at the same time, so that their delays pass at the same time too."""
-    return mode.algorithm == "ddp" or mode.schedule == "pipeline"
-
-
-def silent(mode: SyncMode) -> bool:
-    """True where nothing is synchronised at all."""
-    return mode.algorithm in ("single", "none")
+    return mode.is_reference or mode.schedule == "pipeline"
 
 
 def cost(mode: SyncMode, ranks: int) -> Cost | None:
@@ -76,12 +71,12 @@ def cost(mode: SyncMode, ranks: int) -> Cost | None:
     if mode.codec == TOPK:
         return Cost(ranks - 1, 1, "(N-1) S/B")
     known = COSTS.get(mode.algorithm)
-    return None if silent(mode) or known is None else known(ranks)
+    return None if mode.silent or known is None else known(ranks)
 
 
 def syncs_per_step(mode: SyncMode, first: int, last: int) -> float:
     """How often steps first..last synchronise, per step: 1, and for every:K about 1/K."""
-    if silent(mode):
+    if mode.silent:
         return 0.0
     if mode.every == 1 or last < first:
         return 1.0
@@ -100,11 +95,11 @@ def bound(mode: SyncMode, ranks: int, size: float, rate: float, delay: float, bu
 def sent_share(mode: SyncMode, ranks: int, rank: int) -> float | None:
     """Multiples of S that a rank sends when it synchronises once."""
     kind, n = mode.algorithm, ranks
-    if silent(mode):
+    if mode.silent:
         return 0.0
     if mode.codec == TOPK:
         return float(n - 1)
-    if kind in ("gather", "server"):
+    if mode.rooted:
         return float(n - 1) if rank == 0 else 1.0
     if kind in ("allreduce", "ring", "direct", "ddp"):
         return 2 * (n - 1) / n

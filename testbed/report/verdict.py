@@ -76,7 +76,7 @@ def _cost_of_one(chapter: Chapter) -> str:
 def _learning(chapter: Chapter) -> str:
     """Where the question is what is learnt, the answer is too."""
     placed = {cell.spec.placement for cell in chapter.cells}
-    return loss_by_step([c for c in chapter.cells if c.spec.mode.algorithm != "none"]) if len(placed) > 1 else ""
+    return loss_by_step([c for c in chapter.cells if not c.spec.mode.is_control]) if len(placed) > 1 else ""
 
 
 def _headline(chapter: Chapter, cells: Sequence[Cell], best: Cell, worst: Cell) -> str:
@@ -108,11 +108,9 @@ def _why(best: Cell, worst: Cell) -> list[str]:
         loads = [
             cost.load * cell.buffers[1] * cell.syncs for cost, cell in zip(costs, (best, worst), strict=True) if cost
         ]
-        rooted = (
-            " through rank 0's link" if worst.spec.mode.algorithm in ("gather", "server") else " over the busiest link"
-        )
+        where = "through rank 0's link" if worst.spec.mode.rooted else "over the busiest link"
         said.append(
-            f"{worst.label} must move {megabytes(loads[1])} a step{rooted}: at least {seconds(worst.bound)} here. "
+            f"{worst.label} must move {megabytes(loads[1])} a step {where}: at least {seconds(worst.bound)} here. "
             f"{best.label} moves {megabytes(loads[0])} over each link: {seconds(best.bound)}."
         )
     hidden = best.split.hidden_share
@@ -192,7 +190,6 @@ def _network(chapter: Chapter) -> Check | None:
 
 def _replicas(chapter: Chapter) -> Check | None:
     must = [r for c in chapter.cells for r in c.runs if r.spec.world > 1 and r.spec.replicas_must_agree]
-    must = [run for run in must if run.spec.mode.algorithm != "none"]
     equal = [run for run in must if run.summary.replicas_agree]
     if not must:
         return None
@@ -250,7 +247,7 @@ def _control(chapter: Chapter) -> Check | None:
     Both may be more although it is the same work, most of all with few images a step: the processor moves the bytes in
     between, and a kernel that does not account for interrupts counts them as time of whoever is interrupted.
     """
-    controls = [cell for cell in chapter.cells if cell.spec.mode.algorithm == "none" and cell.spec.spans]
+    controls = [cell for cell in chapter.cells if cell.spec.mode.is_control and cell.spec.spans]
     clock: dict[str, float] = {}
     cpu: dict[str, float] = {}
     for control in controls:

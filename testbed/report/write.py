@@ -142,7 +142,7 @@ LEARNING: tuple[Drawn, ...] = (plots_time.loss_by_time, plots_time.loss_by_step)
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
     """Slow ranks first, then the methods side by side."""
     detailed = focused.only(lambda cell: cell.spec.spans)
-    learning = focused.only(lambda cell: cell.spec.mode.algorithm != "none")  # what a control learns means nothing
+    learning = focused.only(lambda cell: not cell.spec.mode.is_control)  # what a control learns means nothing
     groups = ((DETAILED, detailed), (SIDE_BY_SIDE, focused), (LEARNING, learning))
     drawn = [draw(chapter, group.cells, group.names) for draws, group in groups if group.cells for draw in draws]
     return [*plots_modes.slow_ranks(chapter), *(plot for plot in drawn if plot)]

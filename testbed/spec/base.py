@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -36,10 +36,16 @@ def _sentence(cls: type[BaseModel], item: Any) -> str:
 
 def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
     """The keys that are allowed where the unknown one stood."""
+    entry = False  # whether the next part is a name in a table of specs, or a number in a list of them
     for part in loc[:-1]:
-        field = cls.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return ["see the README"]
-        cls = inner
+        if not entry:
+            annotation = cls.model_fields[part].annotation
+            cls = _spec_in(annotation)
+        entry = not entry and get_origin(annotation) in (dict, tuple)
     return sorted(cls.model_fields)
+
+
+def _spec_in(annotation: Any) -> type[BaseModel]:
+    """The spec that a field holds: alone, or None, or many."""
+    kinds = [*get_args(annotation), annotation]
+    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
-from testbed.spec.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
+from testbed.spec.units import format_duration, format_rate, parse_duration, parse_rate
 
 
 def _from_text(parse):  # type: ignore[no-untyped-def]
@@ -24,7 +24,6 @@ def _from_text(parse):  # type: ignore[no-untyped-def]
 
 
 Rate = Annotated[int, _from_text(parse_rate), PlainSerializer(format_rate), Field(gt=0, le=10**15)]
-Size = Annotated[int, _from_text(parse_size), PlainSerializer(format_size), Field(gt=0, le=10**15)]
 Duration = Annotated[
     float,
     _from_text(parse_duration),

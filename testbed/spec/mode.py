@@ -67,6 +67,9 @@ SCHEDULES = {
     "overlap": "each bucket starts as soon as backward has filled it",
     "pipeline": "reduce under backward, update 1/N of the parameters, gather under the next forward",
 }
+CONTROL = "none"  # the same ranks without synchronisation: what the others are held against
+REFERENCE = "ddp"  # what one would have taken without this tool
+ROOTED = ("gather", "server")
 PIPELINED = ("ring", "direct")  # algorithms that are a reduce of parts, then a gather of parts
 DEFAULT_SCHEDULE = "after"
 _EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
@@ -102,9 +105,34 @@ class SyncMode:
         return self.algorithm != "single"
 
     @property
+    def is_control(self) -> bool:
+        """True where N ranks train, each for itself: what it costs counts, what it learns does not."""
+        return self.algorithm == CONTROL
+
+    @property
+    def is_reference(self) -> bool:
+        """True for DDP, which cuts, starts and awaits its buckets by itself."""
+        return self.algorithm == REFERENCE
+
+    @property
+    def silent(self) -> bool:
+        """True where nothing is synchronised at all."""
+        return self.is_control or not self.distributed
+
+    @property
+    def rooted(self) -> bool:
+        """True where everything passes rank 0's link."""
+        return self.algorithm in ROOTED
+
+    @property
+    def separable(self) -> bool:
+        """True where the exchange is a step of its own, so that it can come less often (every:K), or too late."""
+        return ALGORITHMS.get(self.algorithm, OWN).every is None
+
+    @property
     def synchronous(self) -> bool:
         """True when every update is the same on every rank."""
-        return self.every == 1 and self.algorithm != "none"
+        return self.every == 1 and not self.is_control
 
     def __str__(self) -> str:
         words = [self.algorithm]
@@ -163,9 +191,9 @@ def _read_granularity(mode: SyncMode, word: str, text: str) -> dict[str, Any] | 
 def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     if word not in SCHEDULES:
         return None
-    own = {"single": "nothing is synchronised", "none": "nothing is synchronised", "ddp": "DDP has its own"}
-    if mode.algorithm in own:
-        raise refuse("mode", text, f"{mode.algorithm} takes no schedule: {own[mode.algorithm]}", "Leave the word out.")
+    own = "nothing is synchronised" if mode.silent else "DDP has its own" if mode.is_reference else ""
+    if own:
+        raise refuse("mode", text, f"{mode.algorithm} takes no schedule: {own}", "Leave the word out.")
     why, way_out = _schedule_illegal(mode, word)
     if why:
         raise refuse("mode", text, f"{word} {why}", way_out)
@@ -202,12 +230,12 @@ def _codec_illegal(mode: SyncMode, name: str, word: str) -> tuple[str, str]:
     codec = CODECS[name]
     if not algorithms()[mode.algorithm].granularities:
         return f"changes what travels, and in {mode.algorithm} nothing does", "Leave the word out."
-    if mode.algorithm == "ddp" and not codec.in_ddp:
+    if mode.is_reference and not codec.in_ddp:
         return "is no hook that torch has for DDP", f"Use direct/bucket:5MiB/overlap/{word}."
     if mode.algorithm == "server" or mode.schedule == "pipeline":
         half = "half of what travels are parameters, and what they lose is lost for good"
         return f"is made for gradients: {half}", "Use ring/bucket:2MiB/overlap/fp16."
-    if not codec.summable and mode.algorithm not in ("direct", "ddp"):
+    if not codec.summable and mode.algorithm not in ("direct", REFERENCE):
         why = f"cannot be added up on its way, as {mode.algorithm} does: it goes straight to the others"
         return why, f"Use direct/{word}."
     return "", ""

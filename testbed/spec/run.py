@@ -127,7 +127,7 @@ class RunSpec(Spec):
     @property
     def replicas_must_agree(self) -> bool:
         """False only where the run shows what goes wrong without agreement."""
-        return self.placement == "before-step" and self.mode.algorithm != "none"
+        return self.placement == "before-step" and not self.mode.is_control
 
     @model_validator(mode="before")
     @classmethod
@@ -225,9 +225,9 @@ def _check_overrides(spec: RunSpec) -> None:
 
 
 def _check_placement(spec: RunSpec) -> None:
-    own = spec.mode.algorithm in ("single", "none", "ddp", "server")
-    if spec.placement == "after-step" and (own or spec.mode.every > 1 or spec.mode.schedule != "after"):
-        rule = f"mode {spec.mode} has no gradient exchange that could come after the step"
+    mode = spec.mode
+    if spec.placement == "after-step" and not (mode.separable and mode.every == 1 and mode.schedule == "after"):
+        rule = f"mode {mode} has no gradient exchange that could come after the step"
         raise refuse("placement", spec.placement, rule, "Use gather, allreduce, ring, tree or halving.")
 
 

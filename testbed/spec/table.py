@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from testbed.spec.mode import ALGORITHMS
+from testbed.spec.mode import ALGORITHMS, CONTROL
 from testbed.spec.run import RunSpec
 from testbed.spec.summary import Summary
 from testbed.spec.units import format_rate
@@ -22,7 +22,6 @@ HEADER = (
     "replicas agree",
 )
 # Keys that are no condition of a run, or have their place in the row already.
-CONTROL = "none"  # the mode that synchronises nothing
 UNTOLD = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
 UNTOLD |= {"deadline", "start_deadline", "checkpoint", "retries"}
 # Keys in which a run may differ from its single-node baseline.
@@ -54,7 +53,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def footnotes(summaries: Sequence[Summary]) -> list[str]:
     """What a row means that is no contestant."""
-    control = any(s.spec.mode.algorithm == CONTROL and s.status == "ok" for s in summaries)
+    control = any(s.spec.mode.is_control and s.status == "ok" for s in summaries)
     return [f"{CONTROL}: {ALGORITHMS[CONTROL].does}"] if control else []
 
 
@@ -132,14 +131,13 @@ def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
     for s in summaries:
         if not s.spec.mode.distributed:
             singles.setdefault(conditions(s), s)
-    return [None if s.spec.mode.algorithm == CONTROL else singles.get(conditions(s)) for s in summaries]
+    return [None if s.spec.mode.is_control else singles.get(conditions(s)) for s in summaries]
 
 
 def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[str, ...]:
     base = single.seconds_per_step if single else None
-    alone = s.spec.mode.algorithm in ("single", CONTROL)
-    agree = "-" if alone else {True: "yes", False: "NO", None: "-"}[s.replicas_agree]
-    learnt = s.spec.mode.algorithm != CONTROL
+    agree = "-" if s.spec.mode.silent else {True: "yes", False: "NO", None: "-"}[s.replicas_agree]
+    learnt = not s.spec.mode.is_control
     return (
         label(s.spec),
         *varying,

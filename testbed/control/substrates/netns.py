@@ -52,7 +52,8 @@ def check(plans: Sequence[NodePlan]) -> None:
         if shutil.which(tool) is None:
             raise Unavailable(f"substrate netns: the command {tool} is missing. Install {package}")
     if not 1 <= len(plans) <= MAX_NODES:
-        raise Unavailable(f"substrate netns: {len(plans)} nodes, there is room for 1 to {MAX_NODES} in {SUBNET}")
+        room = f"there is room for 1 to {MAX_NODES} in {SUBNET}"
+        raise Unavailable(f"substrate netns: {len(plans)} nodes, {room}. Use --nodes {MAX_NODES} or fewer")
     for cpus in {plan.cpus for plan in plans if plan.cpus is not None}:
         find_hierarchy()
         quota_and_period(cpus)

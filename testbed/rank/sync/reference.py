@@ -14,8 +14,27 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from testbed.rank.sync.base import NoSync, Update
+from testbed.spec.errors import refuse
+from testbed.spec.mode import REFERENCE
 
 POWERSGD_FROM = 2  # steps that travel whole: torch wants one at least, and DDP packs its buckets anew after the first
+UNFINISHED = "finished reduction in the prior iteration"  # what DDP says in the step after a gradient that never came
+
+
+class Wrapped(DistributedDataParallel):
+    """The wrapped model; of what DDP refuses it says what can be done about it here."""
+
+    mode = REFERENCE  # as the user spelled it
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        try:
+            return super().forward(*inputs, **named)
+        except RuntimeError as error:
+            if UNFINISHED not in str(error):
+                raise
+            rule = "the model has parameters that get no gradient, which DDP refuses"
+            way_out = "Use allreduce or ring, where such a parameter counts as zero."
+            raise refuse("mode", self.mode, rule, way_out) from None
 
 
 class DDP(NoSync):
@@ -30,7 +49,8 @@ class DDP(NoSync):
     def attach(self, model: Module, update: Update) -> Module:
         super().attach(model, update)
         megabytes = self.mode.bucket / 2**20 if self.mode.bucket else None
-        self.module = DistributedDataParallel(model, bucket_cap_mb=megabytes, broadcast_buffers=False)
+        self.module = Wrapped(model, bucket_cap_mb=megabytes, broadcast_buffers=False)
+        self.module.mode = str(self.mode)
         self.last_call: float | None = None
         if self.mode.codec == "powersgd":
             self.power = _power_state(int(self.mode.codec_number or 0))

@@ -8,8 +8,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from testbed.control import cli
-from testbed.spec.errors import SpecError, TestbedError
+from testbed.control import cli, doctor
+from testbed.control.substrates import engine
+from testbed.spec.errors import SpecError, TestbedError, Unavailable, UsageError
 
 
 def flags_of(command: str) -> set[str]:
@@ -53,6 +54,7 @@ REFUSALS = {
     "steps that leave nothing": (["--steps", "2"], ["steps 2", "--steps 3"]),
     "a number that is none": (["--steps", "many"], ["steps", "'many'"]),
     "an unknown key": (["--set", "optimiser.lr=1"], ["'optimiser'", "optimizer"]),
+    "an unknown key of one node": (["--set", "overrides.node2.rate=50mbit"], ["'overrides.node2.rate'", "cpus, link"]),
     "a setting without value": (["--set", "seed"], ["'seed'", "KEY=VALUE"]),
     "an unknown place": (["--on", "moon"], ["'moon'", "netns"]),
     "a rate on loopback": (["--on", "process", "--rate", "10mbit"], ["10mbit", "--on netns"]),
@@ -67,6 +69,27 @@ def test_bad_input_is_refused_with_value_and_way_out_and_creates_nothing(argumen
     assert refusal.value.exit_code == 2
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
     assert list(tmp_path.iterdir()) == []
+
+
+RESUMABLE = {"--on", "--inventory", "--accept-new", "--share", "--retries", "--json", "--resume"}
+
+
+def test_what_a_run_that_goes_on_would_swallow_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = ["--out", "y", "--mode", "ring", "--steps", "200", "--set", "checkpoint=5"]  # ring is the default, too
+    with pytest.raises(SpecError, match=r"'--mode, --steps, --set, --out': .*keeps the spec.*begin anew without"):
+        cli.app(["run", "--resume", "r", *wanted], standalone_mode=False)
+    for flag in flags_of("run") - RESUMABLE:
+        value = [] if flag == "--profile" else ["1"]
+        with pytest.raises(SpecError, match=rf"--resume beside '{flag}'"):
+            cli.app(["run", "--resume", "r", flag, *value], standalone_mode=False)
+
+
+def test_what_says_where_and_how_a_run_goes_on_is_taken_beside_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    taken = ["--on", "hosts", "--inventory", "i", "--accept-new", "--share", "--retries", "2", "--json"]
+    with pytest.raises(UsageError, match=r"r/spec\.json cannot be read"):
+        cli.app(["run", "--resume", "r", *taken], standalone_mode=False)
 
 
 def test_missing_data_is_refused_before_anything_exists(tmp_path, monkeypatch):
@@ -118,6 +141,28 @@ def test_doctor_says_what_is_here_in_one_line_each():
     findings = {row["what"]: row for row in json.loads(result.stdout)}
     assert findings["Python 3.11 or later"]["ok"]
     assert all(row["fix"] for row in findings.values() if not row["ok"])
+
+
+@pytest.mark.parametrize(("image", "instead"), [(True, "in containers"), (False, "plain processes on loopback")])
+def test_doctor_tells_who_is_not_root_what_runs_use_instead(image, instead, monkeypatch):
+    def content() -> str:
+        if image:
+            return "up to date"
+        raise Unavailable("substrate compose: image testbed:latest is missing. Build it")
+
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(engine, "engine_version", lambda: "29")
+    monkeypatch.setattr(engine, "compose_version", lambda: "2")
+    monkeypatch.setattr(engine, "image_content", content)
+    (root,) = [finding for finding in doctor.examine() if finding.what.startswith("root")]
+    assert not root.ok and instead in root.found
+
+
+def test_help_shows_defaults_where_keys_are_listed_and_what_a_batch_is() -> None:
+    said = " ".join(CliRunner().invoke(cli.app, ["run", "--help"]).stdout.split())
+    for words in ("[default: 256]", "testbed/spec/run.py", "TESTBED_INVENTORY", "images per step of each rank"):
+        assert words in said
+    assert "ALGORITHM[/CODEC]" in CliRunner().invoke(cli.app, ["tune", "--help"]).stdout
 
 
 def test_what_the_machine_refuses_outside_of_any_run_is_a_sentence_and_no_traceback(monkeypatch, capsys):

@@ -31,7 +31,7 @@ def test_there_is_one_service_per_rank(nodes: int) -> None:
 
 @pytest.mark.parametrize("nodes", [0, 257])
 def test_a_number_of_nodes_that_makes_no_sense_is_refused(nodes: int) -> None:
-    with pytest.raises(SpecError, match=str(nodes)):
+    with pytest.raises(SpecError, match=rf"nodes {nodes}: must be 1 to 256\. Use e\.g\. 4\."):
         render(nodes)
 
 

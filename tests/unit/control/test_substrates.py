@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from testbed.control.measure import _complaint, probe
-from testbed.control.substrates import leftovers, owner
+from testbed.control.substrates import leftovers, netns, owner
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.control.substrates.process import ProcessSubstrate
@@ -207,7 +207,7 @@ def test_a_failed_probe_says_why_in_the_nodes_words() -> None:
         return 1
 
     with FakeSubstrate(2, fail) as substrate:
-        with pytest.raises(NetworkInvalid, match=r"failed: node1 left the probe$"):
+        with pytest.raises(NetworkInvalid, match=r"failed: node1 left the probe\. Try again.*probe=false"):
             probe(substrate, PLANS[:2], lambda event: None)
 
 
@@ -221,4 +221,13 @@ def test_a_probe_of_plain_processes_is_unshaped() -> None:
 def test_a_probe_that_failed_names_nodes_as_the_user_does(tmp_path: Path) -> None:
     logs = [tmp_path / "anna.log", tmp_path / "node0.log"]
     logs[0].write_text(json.dumps({"event": "error", "sentence": "node0: no connection from node1"}) + "\n")
-    assert _complaint([1, None], logs).endswith("anna: no connection from node0; no end of it on node0")
+    assert "failed: anna: no connection from node0; no end of it on node0. Try" in _complaint([1, None], logs)
+
+
+def test_more_namespaces_than_there_are_addresses_for_are_refused_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(netns.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(netns.shutil, "which", lambda tool: tool)
+    with pytest.raises(Unavailable, match=r"241 nodes, .*\. Use --nodes 240 or fewer$"):
+        netns.check([NodePlan(name=f"node{k}") for k in range(241)])

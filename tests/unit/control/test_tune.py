@@ -205,6 +205,18 @@ def test_people_see_a_curve_the_winner_and_what_it_is_worth(speeds: Speeds) -> N
     assert "testbed sweep experiments/tuned.toml" in result.stdout
 
 
+def test_an_own_method_whose_name_begins_like_ddps_is_not_the_reference(
+    speeds: Speeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTBED_METHODS", str(tmp_path / "methods"))
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "ddp_x.py").write_text("def mean_(buffer, group): ...\n")
+    speeds.known |= {"ddp-x": 2.7}
+    said = command("--mode", "ddp-x").stdout
+    assert "winner: ddp-x/bucket:2MiB/overlap" in said
+    assert "\nddp takes 1.1" in said and "\nddp-x takes" not in said
+
+
 def test_later_rounds_run_only_who_may_still_win(speeds: Speeds) -> None:
     command("--json")
     assert speeds.order[0] == "ring"

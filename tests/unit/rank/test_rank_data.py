@@ -94,16 +94,11 @@ def test_a_set_that_was_not_fetched_is_unavailable(tmp_path: Path) -> None:
 
 def test_mnist_is_padded_to_32_with_black(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(monkeypatch, tmp_path, "mnist")
-    dataset = open_dataset("mnist", tmp_path, True, shape=(1, 32, 32))
+    dataset = open_dataset("mnist", tmp_path, True)
     picked = dataset.pick(np.arange(12))
     assert picked.shape == (12, 32, 32, 1)
     assert picked[:, :2].max() == picked[:, :, -2:].max() == 0
     np.testing.assert_array_equal(picked[:, 2:-2, 2:-2], np.load(tmp_path / "mnist" / "train_images.npy"))
-
-
-def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"the model needs \(1, 32, 32\)"):
-        open_dataset("cifar10", tmp_path, True, shape=(1, 32, 32))
 
 
 # --- augmentation ------------------------------------------------------------------------------------------------

@@ -106,5 +106,5 @@ def test_two_nodes_of_one_name_are_refused() -> None:
 def test_no_nodes_and_unknown_keys_are_refused() -> None:
     with pytest.raises(SpecError, match="nodes"):
         Inventory.load({"nodes": []}, "nodes.toml")
-    with pytest.raises(SpecError, match=r"unknown key 'nodes\.0\.pasword'"):
+    with pytest.raises(SpecError, match=r"unknown key 'nodes\.0\.pasword'; known here: address, cpus, interface"):
         load(pasword="x")

@@ -219,6 +219,18 @@ def test_a_file_in_the_methods_folder_is_a_mode(own_methods: Path) -> None:
     assert {"my-way", "my-way/param", "my-way/bucket:5MiB"} <= {str(m) for m in legal_modes()}
 
 
+def test_what_reports_and_tune_ask_of_a_mode_is_known_here(own_methods: Path) -> None:
+    """By the algorithm, not by how its name begins: a user's ddp-x is no DDP."""
+    (own_methods / "ddp_x.py").write_text("def mean_(buffer, group): ...\n")
+
+    def those(fact: str) -> set[str]:
+        return {name for name in algorithms() if getattr(SyncMode.parse(name), fact)}
+
+    assert those("is_control") == {"none"} and those("silent") == {"none", "single"}
+    assert those("is_reference") == {"ddp"} and those("rooted") == {"gather", "server"}
+    assert set(algorithms()) - those("separable") == {"single", "none", "server", "ddp"}
+
+
 def test_without_its_file_the_mode_is_unknown(own_methods: Path) -> None:
     with pytest.raises(SpecError, match="unknown algorithm 'my-way'"):
         SyncMode.parse("my-way")

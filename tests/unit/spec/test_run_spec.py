@@ -107,6 +107,7 @@ REFUSED = {
         {"mode": "server", "placement": "after-step"},
         "Use gather, allreduce, ring, tree or halving.",
     ),
+    "after-step of the control": ({"mode": "none", "placement": "after-step"}, "mode none has no gradient exchange"),
     "after-step of single": ({"mode": "single", "placement": "after-step"}, "mode single has no gradient exchange"),
     "after-step of every": (
         {"mode": "ring/every:2", "placement": "after-step"},
@@ -121,6 +122,18 @@ REFUSED = {
     "rate": ({"link": {"rate": "fast"}}, "rate 'fast': needs a number and one of"),
     "unknown key": ({"bacth": 8}, "unknown key 'bacth'; known here: accumulate, batch, batch_per_rank,"),
     "unknown key inside": ({"data": {"nam": "mnist"}}, "unknown key 'data.nam'; known here: augment, name, partition,"),
+    "unknown key of a node": (
+        {"overrides": {"node2": {"rate": "50mbit"}}},
+        "unknown key 'overrides.node2.rate'; known here: cpus, link",
+    ),
+    "unknown key of a node's link": (
+        {"overrides": {"node2": {"link": {"speed": "50mbit"}}}},
+        "unknown key 'overrides.node2.link.speed'; known here: delay, jitter, loss, queue, rate",
+    ),
+    "a key where a node's name must be": (
+        {"overrides": {"link": {"rate": "50mbit"}}},
+        "unknown key 'overrides.link.rate'; known here: cpus, link",
+    ),
     "unknown data": (
         {"data": {"name": "imagenet"}},
         "data.name = 'imagenet': input should be 'cifar10', 'mnist' or 'synthetic'",
