@@ -11,7 +11,7 @@ from testbed.control.faults import Injector
 from testbed.control.lock import held
 from testbed.control.machine import alone
 from testbed.control.measure import probe
-from testbed.control.place import Place, plans
+from testbed.control.place import Place, check_faults, plans
 from testbed.control.progress import Progress
 from testbed.control.substrates.base import Process, Substrate
 from testbed.control.tail import Tail
@@ -42,9 +42,10 @@ def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, 
     """
     check_before(spec)
     anew = resume is None
+    if anew:
+        check_faults(spec, place)
     with alone(place), held(folder.path), place.make(spec, folder.path) as substrate:
         injector = Injector(spec.schedule() if anew else (), substrate, folder.faults)
-        injector.check()
         substrate.port(spec.port)  # refused here, it costs nothing
         if anew:
             folder.create(place.fit(spec))
