@@ -18,7 +18,6 @@ from typing import Any
 
 from testbed.control.substrates.base import Process, Substrate
 from testbed.control.watch import RankState
-from testbed.spec.errors import Unavailable
 from testbed.spec.fault import LASTING, Fault
 
 
@@ -38,14 +37,6 @@ class Injector:
     def waiting(self) -> Sequence[Fault]:
         """Those whose moment has not come."""
         return tuple(self._waiting)
-
-    def check(self) -> None:
-        """Refuse what this place cannot do, before anything runs."""
-        for fault in self._waiting:
-            if fault.kind not in self._substrate.faults:
-                able = ", ".join(sorted(self._substrate.faults)) or "none"
-                rule = f"cannot be done on {self._substrate.name}, where these can: {able}"
-                raise Unavailable(f"fault {str(fault)!r}: {rule}. Leave it out, or use --on netns or compose.")
 
     def attach(self, processes: Sequence[Process]) -> None:
         """The ranks of one attempt."""

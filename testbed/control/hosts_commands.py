@@ -86,9 +86,6 @@ def run(asked: Asked, flags: dict[str, Any], settings: list[str], out: Path | No
     on = flags.pop("on")
     if on is not None:
         raise SpecError(f"--on {on!r}: fab is for real hosts. `testbed run --on {on}` is for other places.")
-    if flags["link.rate"] is not None:
-        why = "the network of real hosts is measured, never shaped"
-        raise SpecError(f"--rate {flags['link.rate']!r}: {why}. Leave it out, or use `testbed run --on compose`.")
     flags["nodes"] = str(len(asked.inventory.nodes))
     flags["data.name"] = flags["data.name"] or DATA
     spec = build_spec(flags, settings)

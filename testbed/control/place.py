@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.spec.errors import SpecError, Unavailable, refuse
+from testbed.spec.fault import KINDS as FAULTS
 from testbed.spec.inventory import Inventory
 from testbed.spec.link import Link
 from testbed.spec.run import NodeOverride, RunSpec
@@ -26,6 +27,7 @@ class Kind:
     what: str
     shapes: bool = True
     here: Callable[[], bool] = lambda: False  # whether its nodes share this machine's cores
+    faults: Collection[str] = FAULTS  # kinds of faults that can be injected there
 
 
 def _always() -> bool:
@@ -52,12 +54,19 @@ KINDS: dict[str, Kind] = {  # best first
     "compose": Kind(_compose, _check_compose, "one container per node, shaped both ways", here=_engine_is_local),
     "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, shaped both ways", here=_always),
     "process": Kind(
-        ProcessSubstrate, lambda plans: None, "plain processes on loopback, unshaped, no CPU limit", False, _always
+        ProcessSubstrate,
+        lambda plans: None,
+        "plain processes on loopback, unshaped, no CPU limit",
+        shapes=False,
+        here=_always,
+        faults=("kill", "exit", "pause", "disk-full"),
     ),
 }
 
 
 HOSTS = "hosts"
+MEASURED = "the network of real hosts is measured, never shaped"
+ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,11 @@ class Place:
     def here(self) -> bool:
         """Whether its nodes share this machine's cores."""
         return KINDS[self.name].here()
+
+    @property
+    def faults(self) -> Collection[str]:
+        """The kinds of faults that can be injected there."""
+        return KINDS[self.name].faults
 
     @property
     def keeps_checkpoints(self) -> bool:
@@ -102,23 +116,26 @@ class Hosts(Place):
         return False
 
     @property
+    def faults(self) -> Collection[str]:
+        """Those that touch nothing a host has for others too: interface, processor, disk."""
+        return ("kill", "exit", "pause", "oom")
+
+    @property
     def keeps_checkpoints(self) -> bool:
         return False
 
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
         from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH
 
-        check_faults(spec)
-        fitted = self.fit(spec)
-        link = spec.link.model_dump_json(exclude_defaults=True)
-        notes = [f"link {link} not applied: real hosts have the network they have"] if spec.link.shaped else []
+        fitted, links = self.fit(spec), spec.links_asked
+        notes = [f"{links} not applied: {MEASURED}; {ELSEWHERE}"] if links else []
         return HostsSubstrate(plans(fitted), folder, fitted, self.inventory, accept_new=self.accept_new, notes=notes)
 
     def fit(self, spec: RunSpec) -> RunSpec:
-        """Nothing is shaped; CPU shares are those of the run if it asks for any, else the inventory's."""
+        """Nothing is shaped; a node's CPU share is what the run asks for it, else the inventory's."""
         unshaped = super().fit(spec)
-        shares = [spec.node.cpus or node.cpus for node in self.inventory.nodes[: spec.world]]
-        alike = shares[0] if len(set(shares)) == 1 else None
+        shares = [spec.cpus_of(rank) or node.cpus for rank, node in enumerate(self.inventory.nodes[: spec.world])]
+        alike = spec.node.cpus or (shares[0] if len(set(shares)) == 1 else None)
         node = unshaped.node.model_copy(update={"cpus": alike})
         own = {f"node{k}": NodeOverride(cpus=cpus) for k, cpus in enumerate(shares) if cpus and cpus != alike}
         return unshaped.model_copy(update={"node": node, "overrides": own})
@@ -130,45 +147,37 @@ def on_hosts(inventory: Inventory, largest: RunSpec, accept_new: bool = False) -
     return Hosts(HOSTS, f"{', '.join(names)}; their network is measured, never shaped", False, inventory, accept_new)
 
 
-def check_faults(spec: RunSpec) -> None:
-    """What real hosts can be asked to suffer."""
-    from testbed.control.substrates.hosts import HostsSubstrate  # with it comes SSH
-    from testbed.control.substrates.hosts_remote import UNTOUCHED
-
+def check_faults(spec: RunSpec, place: Place) -> None:
+    """Refuse what cannot be injected there."""
     for fault in spec.faults:
-        if fault.kind not in HostsSubstrate.faults:
-            rule = f"{UNTOUCHED}; there can be {', '.join(HostsSubstrate.faults)}"
-            raise refuse("fault", str(fault), rule, "Leave it out, or use --on compose or netns.")
+        if fault.kind not in place.faults:
+            rule = f"cannot be done on {place.name}, where these can: {', '.join(place.faults)}"
+            raise refuse("fault", str(fault), rule, "Leave it out, or use --on netns or compose.")
 
 
 def check_shaping(spec: RunSpec, place: Place, asked: str) -> None:
-    """A single run that asks for a link gets that link or a refusal; for faults on hosts it is the same."""
-    if place.name == HOSTS:
-        check_faults(spec)
-    if not spec.link.shaped or place.shapes:
+    """A single run that asks for a link, be it of one node, gets that link or a refusal."""
+    links = spec.links_asked
+    if not links or place.shapes:
         return
-    link = spec.link.model_dump_json(exclude_defaults=True)
     if place.name == HOSTS:
-        why = "the network of real hosts is measured, never shaped"
-        raise Unavailable(f"link {link}: {why}. Leave it out, or use --on compose or netns for a network you choose.")
+        raise Unavailable(f"{links}: {MEASURED}. Leave it out, or {ELSEWHERE}.")
     way_out = "Use --on netns or compose" if asked == "process" else "Run as root, or start a Docker engine"
-    raise Unavailable(f"link {link}: cannot be shaped here: {place.why}. {way_out}, or leave it out.")
+    raise Unavailable(f"{links}: cannot be shaped here: {place.why}. {way_out}, or leave it out.")
 
 
 def plans(spec: RunSpec) -> list[NodePlan]:
     """What is asked of each node that gets a rank."""
-    return [_plan(spec, f"node{k}") for k in range(spec.world)]
-
-
-def _plan(spec: RunSpec, name: str) -> NodePlan:
-    own = spec.overrides.get(name)
-    return NodePlan(
-        name=name,
-        cpus=own.cpus if own and own.cpus else spec.node.cpus,
-        threads=spec.threads if spec.node.pinned else None,
-        link=own.link if own and own.link else spec.link,
-        congestion=spec.node.congestion,
-    )
+    return [
+        NodePlan(
+            name=f"node{rank}",
+            cpus=spec.cpus_of(rank),
+            threads=spec.threads if spec.node.pinned else None,
+            link=spec.link_of(rank),
+            congestion=spec.node.congestion,
+        )
+        for rank in range(spec.world)
+    ]
 
 
 def choose(asked: str, example: RunSpec) -> Place:

@@ -11,7 +11,7 @@ from testbed.control.faults import Injector
 from testbed.control.lock import held
 from testbed.control.machine import alone
 from testbed.control.measure import probe
-from testbed.control.place import Place, plans
+from testbed.control.place import Place, check_faults, plans
 from testbed.control.progress import Progress
 from testbed.control.substrates.base import Process, Substrate
 from testbed.control.tail import Tail
@@ -43,9 +43,10 @@ def execute(
     `resume`: the rest of an earlier run, whose faults are over. `retries`: instead of the spec's.
     """
     check_before(spec)
+    if not resume:
+        check_faults(spec, place)
     with alone(place), held(folder.path), place.make(spec, folder.path) as substrate:
         injector = Injector(() if resume else spec.schedule(), substrate, folder.faults)
-        injector.check()
         substrate.port(spec.port)  # refused here, it costs nothing
         if resume:
             folder.reopen()

@@ -20,6 +20,8 @@ from testbed.spec.settings import run_name, with_settings
 COMPOSE, LAUNCHED = "compose", "launched"  # who started the ranks; their runs lie in runs/ under that name
 SHAPINGS = ("both", "egress", "off")
 UNTOUCHED = "none"  # a launcher's nodes have the network they have
+NOT_THERE = ("RATE", "CPU_QUOTA", "CONGESTION")  # what nobody would apply on them, as variables
+KEYS_NOT_THERE = ("link", "node", "overrides")  # and as keys of the spec
 CPU_PERIOD = 10_000  # microseconds; CPU_QUOTA is a part of it
 PORT = 29_500  # of the store; the two after it are those of the presence and of the probe
 # Variable -> key of the spec. All go in as text, and the spec refuses what it does not like.
@@ -53,7 +55,7 @@ class Asked:
     @property
     def link(self) -> Link:
         """This node's own."""
-        return link_of(self.spec, self.rank)
+        return self.spec.link_of(self.rank)
 
     @property
     def unshaped(self) -> str:
@@ -68,9 +70,8 @@ def ask(env: Mapping[str, str]) -> Asked:
     shaping = UNTOUCHED if launched else env.get("SHAPING") or "both"
     if shaping not in (*SHAPINGS, UNTOUCHED):
         raise refuse("SHAPING", shaping, "is no way to shape", f"Use one of {', '.join(SHAPINGS)}.")
-    if launched and env.get("RATE"):
-        way_out = "Leave it out, or use docker compose up."
-        raise refuse("RATE", env["RATE"], "ranks that a launcher starts use the network that is there", way_out)
+    if launched:
+        _check_launched(env)
     spec = _spec(dict(env) | {"NODES": env["WORLD_SIZE"]} if launched else env, shaping, launched)
     rank = _number(env, "RANK", 0)
     if rank >= spec.nodes:
@@ -88,10 +89,13 @@ def ask(env: Mapping[str, str]) -> Asked:
     )
 
 
-def link_of(spec: RunSpec, rank: int) -> Link:
-    """The link of one node, its override included."""
-    own = spec.overrides.get(f"node{rank}")
-    return own.link if own and own.link else spec.link
+def _check_launched(env: Mapping[str, str]) -> None:
+    """What nobody would apply is refused, not swallowed."""
+    settings = [setting for setting in _words(env.get("SET", "")) if _key(setting).split(".")[0] in KEYS_NOT_THERE]
+    asked = [(name, env[name]) for name in NOT_THERE if env.get(name)] + [("SET", setting) for setting in settings]
+    if asked:
+        rule = "ranks that a launcher starts have the network and the processor that are there"
+        raise refuse(*asked[0], rule, "Leave it out, or use docker compose up.")
 
 
 def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
@@ -104,7 +108,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
         values["node"] = {"cpus": quota / CPU_PERIOD}
     values = with_settings(values, [f"{KEYS[name]}={_quoted(text)}" for name, text in asked.items()])
     settings = _words(env.get("SET", ""))
-    for key in (setting.partition("=")[0].strip() for setting in settings):
+    for key in map(_key, settings):
         if key in ("node", "nodes", "node.cpus") or re.fullmatch(r"overrides(\.node\d+(\.cpus)?)?", key):
             way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
             raise refuse("SET", key, "containers that are up already cannot change their number or share", way_out)
@@ -132,6 +136,10 @@ def _words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise SpecError(f"SET {text!r}: cannot be read ({error}). Write SET='key=value key=value'.") from None
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from testbed.net.probe import probe_node
 from testbed.net.receipt import Receipt
 from testbed.net.rendezvous import ProbeError
-from testbed.rank.asked import Asked, link_of
+from testbed.rank.asked import Asked
 from testbed.spec.errors import Interrupted, NetworkInvalid, PeerLost, RankFailed
 from testbed.spec.folder import RunFolder, write_whole
 from testbed.spec.records import Error
@@ -47,7 +47,7 @@ class Conclusion:
         if not self.spec.probe:
             self.notes.append("probe = false: nobody checked the network")
             return True
-        rates = [link_of(self.spec, rank).rate for rank in range(self.spec.world)]
+        rates = [self.spec.link_of(rank).rate for rank in range(self.spec.world)]
         receipt = self._probe(addresses, port, rates)
         if not self.asked.unshaped and not receipt.valid():
             self._say(f"{receipt.sentence()}; measuring once more")

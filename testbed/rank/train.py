@@ -216,8 +216,8 @@ def deadline(spec: RunSpec, size: int) -> float:
     """
     if spec.deadline is not None:
         return spec.deadline
-    links = [spec.link, *(override.link for override in spec.overrides.values() if override.link)]
-    rates = [link.rate for link in links if link.rate] + [fault.rate for fault in spec.faults if fault.rate]
+    links = [spec.link_of(rank).rate for rank in range(spec.world)]
+    rates = [rate for rate in (*links, *(fault.rate for fault in spec.faults)) if rate]
     return STEP_DEADLINE * min(spec.mode.every, 30) + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
 
 

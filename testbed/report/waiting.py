@@ -179,7 +179,6 @@ def _matters(run: Run, rate: float) -> bool:
 
 def _rate(run: Run, rank: int) -> float | None:
     """A node's rate in byte/s: measured, else asked. Between two nodes only what was asked can tell them apart."""
-    own = run.spec.overrides.get(f"node{rank}")
-    link = own.link if own and own.link else run.spec.link
+    link = run.spec.link_of(rank)
     asked = link.rate / 8 if link.rate else None
     return (run.network.node(rank) if run.spec.world > 2 else None) or asked

@@ -116,6 +116,24 @@ class RunSpec(Spec):
         """Micro-batches per step of one rank."""
         return self.local_batch(rank) // self.micro_batch if self.micro_batch else self.accumulate
 
+    def link_of(self, rank: int) -> Link:
+        """A node's own link, else that of all nodes."""
+        return self._own(rank).link or self.link
+
+    def cpus_of(self, rank: int) -> float | None:
+        """A node's own share of the processor, else that of all nodes."""
+        return self._own(rank).cpus or self.node.cpus
+
+    def _own(self, rank: int) -> NodeOverride:
+        return self.overrides.get(f"node{rank}", NodeOverride())
+
+    @property
+    def links_asked(self) -> str:
+        """Every link that is asked for, in words, be it of one node; empty where none is."""
+        links = {"": self.link} | {f" of {name}": own.link for name, own in self.overrides.items() if own.link}
+        asked = {whose: link.model_dump_json(exclude_defaults=True) for whose, link in links.items() if link.shaped}
+        return ", ".join(f"link {link}{whose}" for whose, link in asked.items())
+
     def schedule(self) -> tuple[Fault, ...]:
         """The faults with every `?` drawn: the same for the same seed."""
         return drawn(self.faults, self.seed, self.world, self.steps)

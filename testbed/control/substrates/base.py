@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
@@ -62,7 +62,6 @@ class Substrate(Protocol):
     shaped: bool  # can it apply a Link?
     one_clock: bool  # is the monotonic clock of its nodes ours?
     python: str  # what a node calls Python; our package is on its path
-    faults: Collection[str]  # kinds of faults (spec/fault.py) that can be injected here
 
     @property
     def nodes(self) -> Sequence[NodeHandle]:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,6 @@ from testbed.control.substrates.process import GRACE, SharedFiles, run
 from testbed.net.shaping import reshape, route_congestion, shape
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import NetworkInvalid, TestbedError
-from testbed.spec.fault import KINDS
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY
 
@@ -40,7 +39,6 @@ class ComposeSubstrate(SharedFiles):
     shaped = True
     one_clock = True
     python = "python3"  # of the image, which has our package on its path
-    faults: Collection[str] = KINDS
     notes: Sequence[str] = ()
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:

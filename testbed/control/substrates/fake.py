@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from testbed.control.substrates.base import NodeHandle, Process
-from testbed.spec.fault import KINDS
 
 
 @dataclass
@@ -48,7 +47,6 @@ class FakeSubstrate:
     shaped = True
     one_clock = True
     python = "python3"
-    faults: Collection[str] = KINDS
     notes: Sequence[str] = ()
 
     def __init__(self, n: int, script: Script = lambda node, argv, log: 0, output: str = "") -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -52,7 +53,6 @@ class HostsSubstrate:
     shaped = False
     one_clock = False
     python = "python3"  # of the image
-    faults: Collection[str] = ("kill", "exit", "pause", "oom")
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class HostsSubstrate:
         there = [host for host in self._hosts if host not in self._out_of_reach]
         for outcome in each(there, lambda host: remove_run(host, self._id, self._place(host))):
             if outcome.error is not None:
-                print(f"{outcome.error}. `fab clean` removes what was left there", flush=True)
+                print(f"{outcome.error}. `fab clean` removes what was left there", file=sys.stderr, flush=True)
 
     def _goes_on(self) -> bool:
         """A connection broke for good while nobody wanted the run to end: it is left alone, on all hosts."""

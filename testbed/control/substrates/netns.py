@@ -15,7 +15,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -26,7 +26,6 @@ from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, 
 from testbed.control.substrates.process import LocalProcess, SharedFiles, dies_with_parent, run, spawn, stop
 from testbed.net.shaping import congestion, reshape, route_congestion, shape
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
-from testbed.spec.fault import KINDS
 from testbed.spec.link import Link
 
 PREFIX = "testbed"
@@ -96,7 +95,6 @@ class NetnsSubstrate(SharedFiles):
     shaped = True
     one_clock = True
     python = sys.executable
-    faults: Collection[str] = KINDS
     notes: Sequence[str] = ()
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:

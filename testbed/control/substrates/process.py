@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -147,7 +147,6 @@ class ProcessSubstrate(SharedFiles):
     shaped = False
     one_clock = True
     python = sys.executable
-    faults: Collection[str] = ("kill", "exit", "pause", "disk-full")
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)

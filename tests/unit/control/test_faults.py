@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from testbed.control.faults import Injector
-from testbed.control.substrates.base import NodePlan
+from testbed.control.place import check_faults, choose
 from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
-from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.tail import Tail
 from testbed.control.watch import RankState
 from testbed.net.shaping import reshape, shape
 from testbed.net.wire import burst
-from testbed.spec.errors import Unavailable
+from testbed.spec.errors import SpecError
 from testbed.spec.fault import Fault
 from testbed.spec.link import Link
+from testbed.spec.run import RunSpec
 
 
 def injector(tmp_path: Path, *faults: str) -> tuple[Injector, FakeSubstrate, list[RankState]]:
@@ -144,12 +144,17 @@ def test_who_waits_for_its_moment_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cut", "rate", "slow", "oom"])
-def test_plain_processes_refuse_what_they_cannot_do(tmp_path: Path, kind: str) -> None:
+def test_plain_processes_refuse_what_they_cannot_do(kind: str) -> None:
     value = {"rate": "=1mbit", "slow": "=0.5cpu"}.get(kind, "")
-    fault = Fault.parse(f"{kind}:rank0@step1{value}")
-    with ProcessSubstrate([NodePlan(name="node0")]) as substrate:
-        with pytest.raises(Unavailable, match=rf"{kind}.*cannot be done on process.*--on netns"):
-            Injector([fault], substrate, tmp_path / "h").check()
+    spec = RunSpec.load({"nodes": 2, "faults": [f"{kind}:rank0@step1{value}"]}, "test")
+    with pytest.raises(SpecError, match=rf"{kind}.*cannot be done on process.*disk-full\. Leave it out.*--on netns"):
+        check_faults(spec, choose("process", spec))
+
+
+@pytest.mark.parametrize("fault", ["kill:rank0@step1", "exit:rank0@step1", "pause:rank0@5s", "disk-full:rank0@step1"])
+def test_plain_processes_take_what_they_can_do(fault: str) -> None:
+    spec = RunSpec.load({"nodes": 2, "faults": [fault]}, "test")
+    check_faults(spec, choose("process", spec))
 
 
 def test_a_rate_changes_without_shrinking_the_bucket() -> None:

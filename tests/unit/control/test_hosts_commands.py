@@ -11,9 +11,10 @@ import pytest
 
 from testbed.control import hosts_commands
 from testbed.control.hosts_commands import Asked, on_line
-from testbed.control.place import on_hosts
+from testbed.control.place import on_hosts, plans
 from testbed.control.substrates import hosts_ssh
-from testbed.spec.errors import SpecError, TestbedError
+from testbed.spec.errors import SpecError, TestbedError, UsageError
+from testbed.spec.experiment import Experiment
 from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
 
@@ -97,12 +98,21 @@ def test_a_hostile_value_is_refused_with_a_sentence_and_reaches_nobody(file: Pat
     assert key in str(refusal.value) and refusal.value.exit_code == 2
 
 
-@pytest.mark.parametrize(("key", "value"), [("link.rate", "5mbit"), ("on", "compose")])
-def test_what_real_hosts_cannot_do_is_refused_with_the_reason(file: Path, key: str, value: str) -> None:
+CANNOT: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "a rate": ({"link.rate": "5mbit"}, [], r'^link \{"rate":"5mbit"\}: the network of real hosts'),
+    "a rate of one": ({}, ["overrides.node1.link.rate=5mbit"], r'^link \{"rate":"5mbit"\} of node1: the network'),
+    "another place": ({"on": "compose"}, [], "for real hosts"),
+}
+
+
+@pytest.mark.parametrize(("flags", "settings", "words"), CANNOT.values(), ids=CANNOT)
+def test_what_real_hosts_cannot_do_is_refused_with_the_reason(
+    file: Path, flags: dict[str, str], settings: list[str], words: str
+) -> None:
     asked = Asked.of(["fab"], str(file), False, None)
-    flags = {"mode": "ring", "on": None, "link.rate": None, "data.name": "synthetic"} | {key: value}
-    with pytest.raises(SpecError, match="real hosts"):
-        hosts_commands.run(asked, flags, [], None, False)
+    plain = {"mode": "ring", "on": None, "link.rate": None, "data.name": "synthetic"}
+    with pytest.raises(UsageError, match=words):
+        hosts_commands.run(asked, plain | flags, settings, None, False)
 
 
 def test_data_to_send_is_the_tasks_else_the_lines(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +141,24 @@ def test_a_run_on_hosts_has_no_rate_and_the_inventorys_shares() -> None:
         on_hosts(inventory, RunSpec.load({"nodes": 4}, ""))
 
 
+def test_the_slow_node_of_an_experiment_is_slow_on_hosts_too_and_a_link_that_is_not_is_noted(tmp_path: Path) -> None:
+    cells = [run for run in Experiment.read(ROOT / "experiments/straggler.toml").runs() if str(run.mode) == "ring"]
+    inventory = Inventory.load({"nodes": [{"name": f"h{k}", "address": f"h{k}", "cpus": 2} for k in range(4)]}, "")
+    hosts = on_hosts(inventory, cells[0])
+    shares = [[plan.cpus for plan in plans(hosts.fit(cell))] for cell in cells]
+    assert shares == [[0.4] * 4, [0.4, 0.4, 0.2, 0.4], [0.4] * 4]
+    assert [sorted(hosts.fit(cell).overrides) for cell in cells] == [[], ["node2"], []]
+    notes = [list(hosts.make(cell, tmp_path / "run").notes) for cell in cells]
+    assert notes[0] == notes[1] and '"500mbit"} not applied: the network of real hosts is measured' in notes[0][0]
+    assert '{"rate":"125mbit"} of node2 not applied' in notes[2][0] and "--on compose or netns" in notes[2][0]
+
+
+def test_a_share_of_one_node_goes_over_the_inventorys() -> None:
+    inventory = Inventory.load({"nodes": [{"name": f"h{k}", "address": f"h{k}", "cpus": 2} for k in range(2)]}, "")
+    spec = RunSpec.load({"nodes": 2, "overrides": {"node1": {"cpus": 0.5}}}, "")
+    assert [plan.cpus for plan in plans(on_hosts(inventory, spec).fit(spec))] == [2.0, 0.5]
+
+
 def fab(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "fab"), "--search-root", str(ROOT), *argv]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -148,7 +176,7 @@ def test_fab_lists_itself(tmp_path: Path) -> None:
     [
         (["run", "--steps", "$(touch x)"], "steps"),
         (["run", "--nodes", "two"], "nodes 'two'"),
-        (["run", "--data", "synthetic", "--fault", "cut:rank0@step1", "--retries", "1"], "never touched"),
+        (["run", "--data", "synthetic", "--fault", "cut:rank0@step1", "--retries", "1"], "cannot be done on hosts"),
         (["run", "--fault", "trip:rank0@step1"], "unknown kind"),
         (["run", "--retries", "many"], "retries"),
         (["run", "--rate", "1gbit"], "measured, never shaped"),

@@ -18,7 +18,7 @@ from testbed.control import hosts_commands
 from testbed.control.commands import exit_code
 from testbed.control.place import on_hosts
 from testbed.control.progress import Silent
-from testbed.control.run import resume
+from testbed.control.run import execute, resume
 from testbed.control.substrates import hosts_process, hosts_runs
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.hosts import NOTE, HostsSubstrate
@@ -226,6 +226,20 @@ def test_ctrl_c_stops_and_empties_every_host_that_can_be_reached_and_names_the_r
     assert not Path(substrate._place(first)).exists() and Path(substrate._place(second)).exists()
 
 
+def test_a_host_that_is_not_emptied_is_told_beside_the_results(
+    substrate: HostsSubstrate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output holds one JSON document with --json."""
+
+    def full(argv: Sequence[str]) -> str:
+        raise CommandFailed("node1: rm", 1, "read-only file system")
+
+    substrate._hosts[1].say = full  # type: ignore[attr-defined]
+    substrate._remove()
+    said = capsys.readouterr()
+    assert said.out == "" and "node1: rm" in said.err and "`fab clean`" in said.err
+
+
 def test_after_a_lost_connection_all_ranks_go_on(substrate: HostsSubstrate) -> None:
     substrate._started = [Started(host) for host in substrate._hosts]  # type: ignore[misc]
     substrate._started[1].error = ConnectionLost("node1: connection lost")
@@ -301,8 +315,8 @@ def test_a_run_on_hosts_is_not_resumed_and_the_way_out_is_told(tmp_path: Path) -
 @pytest.mark.parametrize("fault", ["cut:rank0@step1", "rate:rank0@step1=1mbit", "slow:rank0@step1=0.5cpu"])
 def test_faults_that_would_touch_a_host_are_refused_with_the_reason(tmp_path: Path, fault: str) -> None:
     spec = SPEC.model_copy(update={"faults": RunSpec.load({"nodes": 2, "faults": [fault]}, "").faults})
-    with pytest.raises(SpecError, match=r"never touched; there can be kill, exit, pause, oom"):
-        on_hosts(place(), spec).make(spec, tmp_path / "run")
+    with pytest.raises(SpecError, match=r"cannot be done on hosts, where these can: kill, exit, pause, oom\."):
+        execute(spec, on_hosts(place(), spec), RunFolder(tmp_path / "run"), Silent())
 
 
 def test_two_hosts_with_one_address_are_refused() -> None:

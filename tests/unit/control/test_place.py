@@ -49,6 +49,15 @@ def test_where_nothing_is_shaped_the_spec_says_so():
     assert not fitted.link.shaped and fitted.node.cpus is None and fitted.overrides == {}
 
 
+def test_a_link_of_one_node_is_refused_like_one_of_all_where_nothing_is_shaped():
+    one = spec(link={}, overrides={"node2": {"link": {"rate": "50mbit"}}, "node3": {"cpus": 0.2}})
+    with pytest.raises(Unavailable, match=r'^link \{"rate":"50mbit"\} of node2: cannot be shaped here.*--on netns'):
+        place.check_shaping(one, place.choose("process", one), "process")
+    place.check_shaping(one, place.Place("netns", "", True), "netns")
+    plain = spec(link={}, faults=["cut:rank0@step3"])  # a fault is no link, and checked elsewhere
+    place.check_shaping(plain, place.choose("process", plain), "process")
+
+
 def test_an_unknown_place_is_refused():
     with pytest.raises(SpecError, match=r"'mars'.*process"):
         place.choose("mars", spec())

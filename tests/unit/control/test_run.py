@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_place import BAD, GOOD, WORSE, FakePlace, ends_with, well
 
-from testbed.control import watch
+from testbed.control import place, watch
 from testbed.control.place import Place
 from testbed.control.progress import Silent
 from testbed.control.run import execute, resume
@@ -208,6 +209,16 @@ def test_a_good_run_whose_summary_cannot_be_written_is_none(
 
 
 # --- faults on purpose, and going on -----------------------------------------------------------------------------
+
+
+def test_a_fault_that_a_place_cannot_do_is_refused_before_anything_is_made(
+    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unable = replace(place.KINDS["fake"], faults=("kill",))
+    monkeypatch.setattr(place, "KINDS", {**place.KINDS, "fake": unable})
+    with pytest.raises(SpecError, match=r"^fault 'cut:rank0@step3': cannot be done on fake, where these can: kill\. "):
+        run(fake, folder, probe=False, faults=["kill:rank1@step2", "cut:rank0@step3"])
+    assert fake.made == [] and not folder.path.exists()
 
 
 def test_a_fault_that_never_came_due_is_told_by_a_note_and_by_its_row(fake: FakePlace, folder: RunFolder) -> None:

@@ -52,7 +52,9 @@ def test_a_launcher_says_how_many_ranks_there_are_and_leaves_the_network_alone()
 
 
 REFUSALS = {
-    "a rate under a launcher": ({"WORLD_SIZE": "2", "RATE": "1gbit"}, "the network that is there"),
+    "a rate under a launcher": ({"WORLD_SIZE": "2", "RATE": "1gbit"}, "RATE '1gbit': ranks that a launcher starts"),
+    "a share under a launcher": ({"WORLD_SIZE": "2", "CPU_QUOTA": "4000"}, "CPU_QUOTA '4000': ranks that a launcher"),
+    "congestion under a launcher": ({"WORLD_SIZE": "2", "CONGESTION": "reno"}, "CONGESTION 'reno'"),
     "rate": ({"RATE": "fast"}, "'fast'"),
     "mode": ({"MODE": "rong"}, "'rong'"),
     "mode with quotes": ({"MODE": 'ri"ng'}, "unknown algorithm"),
@@ -72,6 +74,14 @@ def test_a_bad_value_is_refused_with_a_sentence(env: dict[str, str], words: str)
     with pytest.raises(SpecError) as refusal:
         ask(env)
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["link.rate=50mbit", "overrides.node1.link.rate=50mbit", "node.congestion=reno", "node.cpus=0.4"]
+)
+def test_a_setting_that_nobody_would_apply_under_a_launcher_is_refused(setting: str) -> None:
+    with pytest.raises(SpecError, match=rf"SET '{setting}': ranks that a launcher starts .*docker compose up"):
+        ask({"WORLD_SIZE": "2", "SET": f"warmup=1 {setting}"})
 
 
 @pytest.mark.parametrize("setting", ["faults=['kill:rank1@step2']", "retries=2"])

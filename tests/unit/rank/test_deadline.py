@@ -39,6 +39,8 @@ def test_the_slowest_node_decides() -> None:
     slow = {"node2": {"link": {"rate": "10mbit"}}, "node1": {"cpus": 0.1}}
     assert seconds(link={"rate": "1gbit"}, overrides=slow) == seconds(link={"rate": "10mbit"})
     assert seconds(overrides=slow) == seconds(link={"rate": "10mbit"})  # where the others have no limit, too
+    every = {f"node{k}": {"link": {"rate": "1gbit"}} for k in range(4)}
+    assert seconds(link={"rate": "10mbit"}, overrides=every) == seconds(link={"rate": "1gbit"})  # nobody has the first
 
 
 def test_ranks_that_meet_seldom_may_be_later() -> None:
