@@ -83,7 +83,7 @@ def _bring_data(asked: Asked, owner: tuple[int, int]) -> None:
 
 def _fetch(name: str) -> None:
     """In a process of its own, which has no privileges."""
-    from testbed.control.data import fetch
+    from testbed.data.fetch import fetch
 
     fetch(name, data_dir(), lambda text: print(text, flush=True))
 

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from testbed import __version__
-from testbed.control import data as datasets
 from testbed.control import reporting
 from testbed.control.commands import build_spec, run_file, run_once, run_rest, where_it_was
 from testbed.control.doctor import examine
 from testbed.control.place import HOSTS, Place, check_shaping, choose, on_hosts
 from testbed.control.screen import Json, console
 from testbed.control.tune import tune as run_tune
+from testbed.data.fetch import fetch, verify
 from testbed.spec.codec import CODECS
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError, broken, refuse
@@ -244,7 +244,7 @@ def clean(
 @data_app.command("get")
 def data_get(name: Annotated[str, typer.Argument(help="cifar10 or mnist")]) -> None:
     """Fetch a data set once, verified by checksum."""
-    path = datasets.fetch(name, data_dir(), lambda text: console.print(f"  {text}"))
+    path = fetch(name, data_dir(), lambda text: console.print(f"  {text}"))
     console.print(f"{name} is in {path}")
 
 
@@ -262,7 +262,7 @@ def data_list(as_json: Json = False) -> None:
 @data_app.command("verify")
 def data_verify(name: Annotated[str, typer.Argument(help="cifar10 or mnist")]) -> None:
     """Hash the files again and compare."""
-    datasets.verify(name, data_dir())
+    verify(name, data_dir())
     console.print(f"{name}: every checksum is right")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
+from testbed.control.content import carried
 from testbed.control.substrates import engine, leftovers
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -164,3 +165,10 @@ def test_a_share_that_would_not_be_applied_is_refused(cluster: Cluster, setting:
     printed = cluster.up(SET=setting)
     assert set(cluster.codes().values()) == {2}, printed
     assert "CPU_QUOTA" in printed
+
+
+def test_the_image_has_the_files_that_its_hash_covers_and_no_other(image: str) -> None:
+    look = ["/opt/testbed", "-type", "f", "-not", "-path", "*/__pycache__/*", "-printf", "%P\n"]
+    argv = ["docker", "run", "--rm", "--entrypoint", "find", image, *look]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    assert set(done.stdout.splitlines()) == {path.relative_to(ROOT).as_posix() for path in carried(ROOT)}

@@ -10,20 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from testbed.control.content import copied
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "testbed"
+ENTRYPOINT = "entrypoint"  # docker/entrypoint.py: the first that runs in the image, a room of one module
 ROOMS = {  # room: rooms of ours it may import
     "spec": {"spec"},
     "net": {"net", "spec"},
+    "data": {"data", "spec"},
     "rank": {"rank", "spec", "net"},
-    "control": {"control", "spec", "net", "report"},  # report from one module, and only when it is asked for
+    ENTRYPOINT: {ENTRYPOINT, "rank", "spec", "net", "data"},
+    "control": {"control", "spec", "net", "data", "report"},  # report from one module, and only when it is asked for
     "report": {"report", "spec"},
 }
 TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"docker", "fabric"}, {"matplotlib"}
 BANNED = {  # room: packages it must do without
     "spec": TORCH | SCREEN | REMOTE | PLOTS,
     "net": TORCH | SCREEN | REMOTE | PLOTS,
+    "data": TORCH | SCREEN | REMOTE | PLOTS,
     "rank": SCREEN | REMOTE | PLOTS,
+    ENTRYPOINT: TORCH | SCREEN | REMOTE | PLOTS,
     "control": TORCH,
     "report": TORCH | REMOTE,
 }
@@ -55,7 +62,7 @@ def offences(room: str, source: str, package: str) -> list[str]:
 
 
 def modules(room: str) -> list[Path]:
-    return sorted((PACKAGE / room).rglob("*.py"))
+    return [ROOT / "docker/entrypoint.py"] if room == ENTRYPOINT else sorted((PACKAGE / room).rglob("*.py"))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -71,7 +78,12 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
 
 def test_no_room_is_without_a_rule() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert rooms == set(ROOMS)
+    assert rooms | {ENTRYPOINT} == set(ROOMS)
+
+
+def test_the_image_carries_what_its_code_may_import_and_no_other_room() -> None:
+    there = {Path(name).name for name in copied(ROOT) if (ROOT / name).is_dir()} | {ENTRYPOINT}
+    assert there == {needed for room in there for needed in ROOMS[room]}
 
 
 def test_one_module_of_control_calls_the_report_and_no_other() -> None:
@@ -100,7 +112,11 @@ def test_rank_and_control_are_strangers() -> None:
         ("spec", "def f():\n    from testbed import rank", "testbed.rank"),
         ("spec", "from ..rank import train", "testbed.rank.train"),
         ("net", "import testbed.rank.data", "testbed.rank.data"),
+        ("data", "from testbed.net import wire", "testbed.net.wire"),
         ("rank", "from testbed.control.cli import main", "testbed.control.cli.main"),
+        ("rank", "from testbed.data import fetch", "testbed.data.fetch"),
+        (ENTRYPOINT, "def f():\n    from testbed.control.cli import main", "testbed.control.cli.main"),
+        (ENTRYPOINT, "from testbed.report import words", "testbed.report.words"),
         ("rank", "from rich.console import Console", "rich.console.Console"),
         ("control", "if True:\n    import torch as t", "torch"),
         ("control", "from testbed.rank import train", "testbed.rank.train"),
@@ -123,6 +139,7 @@ def test_the_check_lets_through_what_is_allowed() -> None:
         ("testbed.report.write", {"torch", "docker", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
         ("testbed.spec.summary", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
         ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
+        ("testbed.data.fetch", {"torch", "PIL", "rich", "testbed.net", "testbed.rank", "testbed.control"}),
     ],
 )
 def test_a_fresh_interpreter_really_loads_no_stranger(module: str, absent: set[str]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from testbed.control.data_sources import SOURCES, Arrays, Bytes, Progress, Source, wanted
+from testbed.data.sources import SOURCES, Arrays, Bytes, Progress, Source, wanted
 from testbed.spec.datasets import ARRAYS, MARKER, DatasetInfo, array_path, dataset_info, has_arrays, is_complete
 from testbed.spec.errors import Unavailable
 
