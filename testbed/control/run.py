@@ -47,8 +47,9 @@ def execute(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, 
         injector.check()
         substrate.port(spec.port)  # refused here, it costs nothing
         if anew:
-            folder.create(place.fit(spec))
+            folder.create(place.fit(spec), place.name)
         else:
+            _check_unfinished(place, folder)  # again: whoever was waited for may have finished it
             folder.reopen()
         substrate.share(folder.path)
         retries = spec.retries if resume is None else resume
@@ -61,13 +62,25 @@ def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) ->
     if not place.keeps_checkpoints:
         rule = f"on {place.name}, checkpoints lie there and are removed when a run ends"
         raise refuse("--resume", str(folder.path), rule, "Run it anew, with --retries N for restarts within the run.")
+    _check_unfinished(place, folder)
+    return execute(folder.read_spec(), place, folder, progress, resume=retries)
+
+
+def _check_unfinished(place: Place, folder: RunFolder) -> None:
+    """A finished run has no rest, and the rest of another is run where it began."""
     before = _summary(folder)
     if before and before.status == "ok":
         raise UsageError(f"run {folder.path} is finished, nothing is left to resume. Run it anew with another --out.")
-    if before and before.substrate != place.name:
-        rule = f"began on {before.substrate}, and half a run there and half on {place.name} is no run"
-        raise refuse("--resume", str(folder.path), rule, f"Use --on {before.substrate}.")
-    return execute(folder.read_spec(), place, folder, progress, resume=retries)
+    began = where_it_began(folder)
+    if began and began != place.name:
+        rule = f"began on {began}, and half a run there and half on {place.name} is no run"
+        raise refuse("--resume", str(folder.path), rule, f"Use --on {began}.")
+
+
+def where_it_began(folder: RunFolder) -> str:
+    """The place that the folder names, else its summary: that of a killed controller is missing. "": nobody knows."""
+    before = _summary(folder)
+    return folder.read_place() or (before.substrate if before else "")
 
 
 def _summary(folder: RunFolder) -> Summary | None:
