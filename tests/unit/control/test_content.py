@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,8 @@ def test_the_files_of_the_image_do_without_the_others(tmp_path: Path) -> None:
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    argv = [sys.executable, "docker/entrypoint.py", "--fetch", "synthetic"]
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    argv = [sys.executable, "-S", "docker/entrypoint.py", "--fetch", "synthetic"]  # -S: an editable install finds all
+    packages = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *packages])}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "synthetic: generated on the fly, nothing to fetch\n", done.stderr
