@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from testbed.net.receipt import Receipt
 from testbed.net.wire import efficiency
 from testbed.spec.folder import RunFolder
 from testbed.spec.records import End, Error, Hash, Record, Start, Step, encode
+from testbed.spec.summary import Summary
 
 RATE = 200_000_000
 Play = Callable[[RunFolder, int], int | None]  # a rank's life: write records, give the exit code
@@ -57,6 +59,18 @@ def ends_with(code: int, message: str) -> Play:
         return code
 
     return play
+
+
+def ends_well_while_waiting(folder: RunFolder, **facts: str) -> Callable[[place.Place], AbstractContextManager[None]]:
+    """In the place of `alone`: whoever has the machine ends this run, which had failed, well before we get it."""
+
+    @contextmanager
+    def alone(_: place.Place) -> Iterator[None]:
+        ended = Summary.read(folder).model_copy(update={"status": "ok", "reason": "", **facts})
+        folder.summary.write_text(ended.model_dump_json(by_alias=True))
+        yield
+
+    return alone
 
 
 class FakePlace:

@@ -235,6 +235,10 @@ def clean(
     from testbed.control.substrates import leftovers  # with it comes the engine's SDK
 
     removed = [str(each) for each in leftovers.remove(everything=everything)]
+    kept = [] if everything else [each for each in leftovers.find(everything=True) if each.foreign]
+    for each in kept:
+        why = "it is of another machine, container or boot, which may use it"
+        print(f"{each} stays: {why}. Remove it with --all.", file=sys.stderr)
     if as_json:
         print(json.dumps(removed, indent=1))
     for line in [] if as_json else (removed or ["nothing of ours was left"]):

@@ -11,7 +11,7 @@ from typing import Any
 from testbed.control import reporting
 from testbed.control.place import Place
 from testbed.control.progress import Progress, open_progress
-from testbed.control.run import execute, resume
+from testbed.control.run import execute, resume, where_it_began
 from testbed.control.screen import console
 from testbed.control.sweep import folder_for, sweep
 from testbed.spec.errors import NetworkInvalid, RankFailed, SpecError, UsageError, refuse
@@ -42,9 +42,9 @@ def run_once(spec: RunSpec, place: Place, out: Path | None, as_json: bool) -> in
 
 
 def where_it_was(path: Path) -> str:
-    """The place that an earlier run's summary names; `auto` where nobody wrote one."""
+    """The place that an earlier run began at; `auto` where nobody wrote it down."""
     with suppress(OSError, UsageError):
-        return Summary.read(RunFolder(path)).substrate or "auto"
+        return where_it_began(RunFolder(path)) or "auto"
     return "auto"
 
 

@@ -2,8 +2,8 @@
 
 `grasp` is the lock itself, of the machine's too (machine.py), where whoever comes second waits.
 
-The file says who holds it: `<pid>-<start time>` and the command, for the message. A file that nobody holds is what a
-dead controller left, and is simply taken over.
+The file says who holds it, by the owner's mark, for the message. A file that nobody holds is what a dead controller
+left, and is simply taken over.
 """
 
 from __future__ import annotations

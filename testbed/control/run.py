@@ -49,9 +49,10 @@ def execute(
         injector = Injector(() if resume else spec.schedule(), substrate, folder.faults)
         substrate.port(spec.port)  # refused here, it costs nothing
         if resume:
+            _check_unfinished(place, folder)  # again: whoever was waited for may have finished it
             folder.reopen()
         else:
-            folder.create(place.fit(spec))
+            folder.create(place.fit(spec), place.name)
         substrate.share(folder.path)
         retries = spec.retries if retries is None else retries
         return _live(Life(place.fit(spec), substrate, folder, progress, injector, retries), resume)
@@ -63,13 +64,25 @@ def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) ->
     if not place.keeps_checkpoints:
         rule = f"on {place.name}, checkpoints lie there and are removed when a run ends"
         raise refuse("--resume", str(folder.path), rule, "Run it anew, with --retries N for restarts within the run.")
+    _check_unfinished(place, folder)
+    return execute(folder.read_spec(), place, folder, progress, resume=True, retries=retries)
+
+
+def _check_unfinished(place: Place, folder: RunFolder) -> None:
+    """A finished run has no rest, and the rest of another is run where it began."""
     before = _summary(folder)
     if before and before.status == "ok":
         raise UsageError(f"run {folder.path} is finished, nothing is left to resume. Run it anew with another --out.")
-    if before and before.substrate != place.name:
-        rule = f"began on {before.substrate}, and half a run there and half on {place.name} is no run"
-        raise refuse("--resume", str(folder.path), rule, f"Use --on {before.substrate}.")
-    return execute(folder.read_spec(), place, folder, progress, resume=True, retries=retries)
+    began = where_it_began(folder)
+    if began and began != place.name:
+        rule = f"began on {began}, and half a run there and half on {place.name} is no run"
+        raise refuse("--resume", str(folder.path), rule, f"Use --on {began}.")
+
+
+def where_it_began(folder: RunFolder) -> str:
+    """The place that the folder names, else its summary: that of a killed controller is missing. "": nobody knows."""
+    before = _summary(folder)
+    return folder.read_place() or (before.substrate if before else "")
 
 
 def _summary(folder: RunFolder) -> Summary | None:

@@ -63,8 +63,9 @@ def _sweep(
             summaries.append(done)
             continue
         locks.enter_context(alone(place))  # from the first that must run to the end of the sweep
+        folder = folder_for(spec, place, root)  # again: whoever was waited for may have finished it at another place
         try:
-            summaries.append(_run_anew(spec, place, folder, progress))
+            summaries.append(_run_anew(spec, place, folder, progress, fresh))
         except Interrupted:
             raise
         except TestbedError as error:
@@ -78,7 +79,11 @@ def _sweep(
     return summaries, errors
 
 
-def _run_anew(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress) -> Summary:
+def _run_anew(spec: RunSpec, place: Place, folder: RunFolder, progress: Progress, fresh: bool) -> Summary:
     if folder.path.exists():
-        progress.stage(f"an earlier attempt moved to {folder.set_aside()}")
+        with held(folder.path):  # nobody is at it
+            if not fresh and (done := finished(folder, spec, place)):
+                progress.stage("finished meanwhile, skipped")
+                return done
+            progress.stage(f"an earlier attempt moved to {folder.set_aside()}")
     return execute(spec, place, folder, progress)

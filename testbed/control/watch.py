@@ -125,6 +125,9 @@ def _blame(ranks: list[RankState], folder: RunFolder) -> TestbedError:
     if own:
         return _of_its_own(max(own, key=lambda k: (named[k], -k)), ranks, folder)
     silent = [k for k, rank in enumerate(ranks) if rank.code is None]
+    if [rank.guilty for rank in ranks] == [1, 0]:  # a cable has two ends, and no third rank saw which one it was
+        since, logs = f"since step {min(rank.last_step for rank in ranks) + 1}", f"{folder.log(0)} and {folder.log(1)}"
+        return RankFailed(f"{_who(0, ranks)} and {_who(1, ranks)} lost each other {since}. See {logs}")
     if named:
         most = max(named.values())
         guilty = min((k for k in named if named[k] == most), key=lambda k: (k not in silent, ranks[k].last_step, k))

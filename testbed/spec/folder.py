@@ -16,6 +16,7 @@ from testbed.spec.errors import SpecError, UsageError, broken, refuse
 from testbed.spec.run import RunSpec
 
 MAX_SPEC = 1 << 20  # bytes of a spec.json
+MAX_PLACE = 64  # bytes of a place.txt
 TEMPORARY = ".tmp"  # how the name of a file ends that is not whole yet
 
 
@@ -33,6 +34,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.spec = path / "spec.json"
+        self.place = path / "place.txt"
         self.receipt = path / "receipt.json"
         self.summary = path / "summary.json"
         self.faults = path / "faults.jsonl"
@@ -65,8 +67,8 @@ class RunFolder:
         number = max(self.attempts(rank), default=0) + 1
         return self.records(rank).replace(self.path / f"rank{rank}.attempt{number}.jsonl")
 
-    def create(self, spec: RunSpec) -> None:
-        """Make the folder with its spec.json; one that exists is never written over."""
+    def create(self, spec: RunSpec, place: str = "") -> None:
+        """Make the folder with its spec.json and where it is run; one that exists is never written over."""
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
@@ -78,9 +80,12 @@ class RunFolder:
                 f"run folder {self.path} cannot be made ({error.strerror}). Set TESTBED_RUNS or --out."
             ) from None
         try:
+            if place:
+                write_whole(self.place, place)
             write_whole(self.spec, spec.to_json())
         except OSError as error:
             with suppress(OSError):  # so that the next try finds no half of a run
+                self.place.unlink(missing_ok=True)
                 self.path.rmdir()
             raise broken(error, self.spec) from None
 
@@ -100,6 +105,11 @@ class RunFolder:
             return RunSpec.from_json(read_bounded(self.spec, MAX_SPEC).decode(), str(self.spec))
         except UnicodeDecodeError as error:
             raise UsageError(f"{self.spec}: not JSON ({error.reason}). Write it with `testbed run`.") from None
+
+    def read_place(self) -> str:
+        """Where the run began; "" in folders that do not say, as those of old."""
+        there = os.path.lexists(self.place)
+        return read_bounded(self.place, MAX_PLACE).decode(errors="replace").strip() if there else ""
 
     def check_foreign(self) -> None:
         """A folder that may come from somebody else: everything in it must lie in it, so no links."""

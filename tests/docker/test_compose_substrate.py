@@ -75,6 +75,23 @@ def test_what_a_killed_controller_leaves_is_cleaned(tmp_path):
     assert project not in projects()
 
 
+def test_the_rest_of_a_run_whose_controller_was_killed_begins_without_its_ranks(tmp_path):
+    """They train on in their containers, and would write the same checkpoints."""
+    flags = ["--nodes", "2", "--steps", "1000", *SMALL, "--set", "probe=false", "--set", "checkpoint=5"]
+    process = start_command("run", *flags, "--out", "runs/r", cwd=tmp_path)
+    wait_for_steps(tmp_path / "runs/r", 0, 10)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    (project,) = (name for name in projects() if f"-{process.pid}-" in name)
+    result = run_command("run", "--resume", "runs/r", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert summary["substrate"] == "compose" and summary["replicas_agree"] and len(summary["losses"]) == 1000
+    assert any(note.startswith(f"project {project} was removed") for note in summary["notes"])
+    assert project not in projects()
+    assert run_command("clean", cwd=tmp_path).returncode == 0  # its folder for compose files
+
+
 def test_idle_containers_are_labelled_with_their_owner():
     service = idle(2, ["/a:/a"])["services"]["rank1"]
     assert service["entrypoint"] == ["sleep", "infinity"]
@@ -165,3 +182,13 @@ def test_a_killed_rank_is_restarted_from_its_checkpoint(tmp_path):
     (summary,) = json.loads(result.stdout)["runs"]
     assert len(summary["losses"]) == 60 and summary["replicas_agree"]
     assert any("rank 1 (node1) was killed by SIGKILL" in note for note in summary["notes"])
+
+
+def test_a_rank_that_is_frozen_for_good_is_restarted_from_its_checkpoint(tmp_path):
+    flags = ["--nodes", "2", "--steps", "200", *SMALL, "--set", "probe=false", "--set", "checkpoint=10"]
+    fault = ["--fault", "pause:rank1@step25", "--retries", "1", "--set", "deadline=5"]
+    result = run_command("run", *flags, *fault, "--json", "--out", "runs/r", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert len(summary["losses"]) == 200 and summary["replicas_agree"]
+    assert any("rank 1 (node1) is silent" in note for note in summary["notes"])

@@ -54,7 +54,7 @@ class Run:
 
     def left(self) -> list[str]:
         """Everything of this command's that is still there: what bears its mark, temporary files, locks, shaping."""
-        mine = re.compile(rf"{self.pid}-\d+")
+        mine = re.compile(rf"{self.pid}-.+")
         found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
         files = temporary(self.folder.path).iterdir()
         found += [str(path) for path in files if not path.name.startswith(NOT_OURS)]
@@ -135,7 +135,7 @@ def shaping() -> frozenset[str]:
 
 def own() -> list[str]:
     """What this process left, cases that run inside it included: things with its mark, folders for cases."""
-    mine = re.compile(rf"{os.getpid()}-\d+")
+    mine = re.compile(rf"{os.getpid()}-.+")
     found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
     return found + sorted(map(str, Path(tempfile.gettempdir()).glob(f"{_scratch()}*")))
 

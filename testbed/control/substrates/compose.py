@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from testbed.control.compose_file import CPU_PERIOD, ROOT, render
-from testbed.control.substrates import cores, owner
+from testbed.control.substrates import cores, leftovers, owner
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.container_process import ContainerProcess
 from testbed.control.substrates.engine import IMAGE, OWNER_LABEL, PROJECT_LABEL, TIMEOUT, check, connect, in_words
@@ -56,6 +56,7 @@ class ComposeSubstrate(SharedFiles):
 
     def __enter__(self) -> Self:
         check(self._plans)
+        self.notes = leftovers.clear_engine()
         with ExitStack() as undo:
             self._client = connect()
             undo.callback(self._client.close)
@@ -174,10 +175,12 @@ class ComposeSubstrate(SharedFiles):
         self._paused.add(node)
 
     def resume(self, node: int) -> None:
-        """Let it go on."""
-        self._paused.discard(node)
+        """Let it go on; one that does already is fine: `stop` thaws, and then what lasts is mended."""
+        if node not in self._paused:
+            return
         with in_words():
             self._containers[node].unpause()
+        self._paused.discard(node)
 
     def cut(self, node: int) -> None:
         """Link down; disconnecting it from the network would throw its address and queues away."""

@@ -116,9 +116,9 @@ def _rehearse(link: Link) -> None:
 
 def remove_project(project: str) -> None:
     """Remove the containers and networks of a dead controller's project."""
-    with contextlib.closing(connect()) as client:
+    with in_words(), contextlib.closing(connect()) as client:
         label = {"label": f"{PROJECT_LABEL}={project}"}
-        for container in client.containers.list(all=True, filters=label):
+        for container in client.containers.list(all=True, filters=label, ignore_removed=True):
             with contextlib.suppress(NotFound):
                 container.remove(force=True, v=True)
         for network in client.networks.list(filters=label):
@@ -132,12 +132,13 @@ def projects() -> dict[str, str]:
         client = connect()
     except Unavailable:
         return {}
-    with contextlib.closing(client):
+    with in_words(), contextlib.closing(client):
         found: dict[str, str] = {}
         for network in client.networks.list(filters={"label": LABEL}):
             labels = network.attrs.get("Labels") or {}
             found[labels[PROJECT_LABEL]] = labels.get(OWNER_LABEL, NOBODY)
-        for container in client.containers.list(all=True, filters={"label": [LABEL, PROJECT_LABEL]}):
+        ours = {"label": [LABEL, PROJECT_LABEL]}
+        for container in client.containers.list(all=True, filters=ours, ignore_removed=True):
             name = container.labels[PROJECT_LABEL]
             alone = RUNNING if container.status in ("running", "paused") else found.get(name, NOBODY)
             found[name] = container.labels.get(OWNER_LABEL, alone)

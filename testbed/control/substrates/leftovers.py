@@ -14,7 +14,7 @@ from testbed.control.substrates import engine, owner
 from testbed.control.substrates.netns import PREFIX, remove_namespace
 from testbed.spec.errors import Unavailable
 
-_NAMESPACE = re.compile(rf"{PREFIX}-(\d+-\d+)-.+")
+_NAMESPACE = re.compile(rf"{PREFIX}-({owner.PATTERN.pattern})-.+")
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,13 @@ class Leftover:
 
     @property
     def in_use(self) -> bool:
-        """True while the controller that made it runs, or the containers that `docker compose up` started."""
+        """True while the controller that made it runs or may, or the containers that `docker compose up` started."""
         return self.owner == engine.RUNNING or owner.alive(self.owner)
+
+    @property
+    def foreign(self) -> bool:
+        """Made on another machine, in another container or before a reboot: nobody here can tell if it is in use."""
+        return owner.foreign(self.owner)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -48,6 +53,18 @@ def remove(everything: bool = False) -> list[Leftover]:
         removed += [Leftover("process", str(pid), each.owner) for pid in killed]
         removed += [each] if each.kind != "process" else []
     return list(dict.fromkeys(removed))
+
+
+def clear_engine() -> list[str]:
+    """Remove containers whose controller is dead: their ranks train on, beside whoever is timed next. In words."""
+    told = []
+    for each in _projects():
+        if each.foreign:
+            told.append(f"{each} on this engine is of another machine, container or boot: it may have run beside")
+        elif owner.PATTERN.fullmatch(each.owner) and not each.in_use:
+            _remove(each)
+            told.append(f"{each} was removed before: its controller was dead, and its ranks may have trained on")
+    return told
 
 
 def _remove(each: Leftover) -> list[int]:

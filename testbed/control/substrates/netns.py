@@ -39,7 +39,7 @@ NO_IPV6 = ["sysctl", "-q", "-e", "-w", "net.ipv6.conf.all.disable_ipv6=1", "net.
 
 
 def namespace(who: str, part: str) -> str:
-    """The name of one namespace: `testbed-<pid>-<start time>-node0`."""
+    """The name of one namespace: `testbed-<owner>-node0`."""
     return f"{PREFIX}-{who}-{part}"
 
 

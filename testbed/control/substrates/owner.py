@@ -1,11 +1,15 @@
 """Who made this? A mark on everything a controller creates, by which leftovers are told from what is in use.
 
-An owner is `<pid>-<start time>`: a pid alone comes back after a while, together with the start time it does not.
+An owner is `<pid>-<start time>-<realm>`: a pid alone comes back after a while, together with the start time it does
+not. The realm is where that pid means this process: one boot of one machine, one pid namespace. An engine may serve
+several machines and containers, so what bears another realm's mark is in use for all we know.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import re
 import signal
@@ -14,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 VARIABLE = "TESTBED_OWNER"  # in the environment of every process a substrate starts
-PATTERN = re.compile(r"(\d+)-(\d+)")
+PATTERN = re.compile(r"(\d+)-(\d+)(?:-([0-9a-f]{16}))?")  # marks of old have no realm: they count as ours
 NETNS = Path("/run/netns")  # where `ip netns` keeps its named namespaces
 _PROC = Path("/proc")
 
@@ -29,15 +33,28 @@ def _start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+@functools.cache
+def _realm() -> str:
+    """The boot id and the pid namespace's inode, made short: the mark is part of names."""
+    boot, space = (_PROC / "sys/kernel/random/boot_id").read_text(), (_PROC / "self/ns/pid").stat().st_ino
+    return hashlib.sha256(f"{boot.strip()} {space}".encode()).hexdigest()[:16]
+
+
 def current() -> str:
     """The mark of this process."""
-    return f"{os.getpid()}-{_start_time(os.getpid())}"
+    return f"{os.getpid()}-{_start_time(os.getpid())}-{_realm()}"
+
+
+def foreign(owner: str) -> bool:
+    """True for the mark of another machine, boot or container: whether that process runs cannot be seen from here."""
+    match = PATTERN.fullmatch(owner)
+    return match is not None and match[3] not in (None, _realm())
 
 
 def alive(owner: str) -> bool:
-    """True while the process that made it still runs."""
+    """True while the process that made it still runs, or may."""
     match = PATTERN.fullmatch(owner)
-    return match is not None and _start_time(int(match[1])) == match[2]
+    return foreign(owner) or (match is not None and _start_time(int(match[1])) == match[2])
 
 
 def _pids() -> Iterator[int]:

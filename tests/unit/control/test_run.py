@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_place import BAD, GOOD, WORSE, FakePlace, ends_with, well
+from fake_place import BAD, GOOD, WORSE, FakePlace, ends_well_while_waiting, ends_with, well
 
 from testbed.control import place, watch
+from testbed.control.commands import where_it_was
 from testbed.control.place import Place
 from testbed.control.progress import Silent
 from testbed.control.run import execute, resume
@@ -289,3 +290,34 @@ def test_a_run_is_resumed_only_where_it_began(fake: FakePlace, folder: RunFolder
         SpecError, match=r"began on fake, and half a run there and half on other is no run. Use --on fake"
     ):
         resume(Place("other", "for tests", True), folder, Silent(), retries=0)
+
+
+def test_a_run_whose_controller_was_killed_is_resumed_only_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
+    run(fake, folder, probe=False)
+    folder.summary.unlink()  # as a killed controller leaves it
+    assert where_it_was(folder.path) == "fake"
+    with pytest.raises(SpecError, match=r"began on fake, and half a run there .*Use --on fake"):
+        resume(Place("other", "for tests", True), folder, Silent(), retries=0)
+    assert resume(fake.place, folder, Silent(), retries=0).status == "ok"
+
+
+def test_a_folder_of_old_says_only_in_its_summary_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
+    run(fake, folder, probe=False)
+    folder.place.unlink()
+    assert where_it_was(folder.path) == "fake"
+    folder.summary.unlink()
+    assert where_it_was(folder.path) == "auto"
+    assert resume(Place("other", "for tests", True), folder, Silent(), retries=0).status == "ok"
+
+
+def test_a_run_that_another_finished_while_we_waited_is_not_opened_again(
+    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.play = ends_with(3, "boom")
+    with pytest.raises(RankFailed):
+        run(fake, folder, probe=False)
+    fake.play = well
+    monkeypatch.setattr("testbed.control.run.alone", ends_well_while_waiting(folder))
+    with pytest.raises(UsageError, match=r"r is finished, nothing is left to resume"):
+        resume(fake.place, folder, Silent(), retries=0)
+    assert Summary.read(folder).status == "ok"

@@ -174,6 +174,39 @@ def test_an_owner_is_alive_only_with_the_same_start_time() -> None:
     assert not owner.alive(f"{os.getpid()}-1") and not owner.alive("nonsense")
 
 
+def test_who_is_of_another_machine_or_container_counts_as_alive() -> None:
+    """Its pid means another process here, or none: an engine that serves both must not lose its project by that."""
+    mine, realm = owner.current(), owner.current().rpartition("-")[2]
+    elsewhere = f"{2**22 + 1}-1-{'0' * 16}"  # no process here has that number
+    assert owner.foreign(elsewhere) and owner.alive(elsewhere)
+    assert leftovers.Leftover("project", "x", elsewhere).in_use
+    assert not owner.foreign(mine) and not owner.alive(f"{2**22 + 1}-1-{realm}")
+    assert not owner.foreign(f"{os.getpid()}-1")  # as marks were: without a realm
+
+
+def test_a_realm_is_this_boot_and_this_pid_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def realm(boot: str, inode: str) -> str:
+        proc = tmp_path / f"{boot}-{inode}"
+        (proc / "sys/kernel/random").mkdir(parents=True)
+        (proc / "sys/kernel/random/boot_id").write_text(f"{boot}\n")
+        (proc / "self/ns").mkdir(parents=True)
+        (proc / "self/ns/pid").hardlink_to(tmp_path / inode)
+        monkeypatch.setattr(owner, "_PROC", proc)
+        return owner._realm.__wrapped__()
+
+    for name in ("inode1", "inode2"):
+        (tmp_path / name).touch()
+    assert len({realm(boot, inode) for boot in ("a", "b") for inode in ("inode1", "inode2")}) == 4
+
+
+@pytest.mark.parametrize("mark", ["12-34", f"12-34-{'0123abcd' * 2}"])
+def test_a_namespace_and_a_folder_are_known_by_their_owner_of_old_too(mark: str) -> None:
+    for name in (f"testbed-{mark}-node0", f"testbed-{mark}-deadbeef"):
+        match = leftovers._NAMESPACE.fullmatch(name)
+        assert match is not None and match[1] == mark
+    assert owner.PATTERN.fullmatch(mark)
+
+
 def answer(node: int, argv: Sequence[str], log: Path) -> int:
     """Play a probe of two nodes that got exactly what was asked."""
     size = round(10**8 * efficiency(1500) / 8)

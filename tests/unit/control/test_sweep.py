@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_place import BAD, GOOD, FakePlace, ends_with, well
+from fake_place import BAD, GOOD, FakePlace, ends_well_while_waiting, ends_with, well
 from typer.testing import CliRunner
 
 from testbed.control import cli, place, watch
+from testbed.control.lock import held
 from testbed.control.progress import Silent
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.control.sweep import finished, sweep
@@ -183,3 +184,39 @@ def test_a_sweep_of_good_runs_ends_with_0_and_a_report(fake: FakePlace, file: Pa
     assert result.exit_code == 0, result.output
     assert "report: runs/three/report.html" in result.stdout and Path("runs/three/report.html").is_file()
     assert "left out:" not in result.stdout
+
+
+def failed_ring(fake: FakePlace, file: Path) -> tuple[RunSpec, RunFolder]:
+    _, ring, _ = specs(file)
+    fake.play = fails_in("ring")
+    sweep([ring], fake.place, Path("runs"), Silent())
+    fake.play = well
+    return ring, RunFolder(Path("runs/three/ring"))
+
+
+def test_what_another_finished_while_we_waited_is_not_set_aside(
+    fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, folder = failed_ring(fake, file)
+    monkeypatch.setattr("testbed.control.sweep.alone", ends_well_while_waiting(folder))
+    (summary,), errors = sweep([ring], fake.place, Path("runs"), Silent())
+    assert summary == Summary.read(folder) and summary.status == "ok" and errors == []
+    assert len(fake.made) == 1 and [path.name for path in Path("runs/three").iterdir()] == ["ring"]
+
+
+def test_what_another_place_finished_while_we_waited_stays_beside(
+    fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, folder = failed_ring(fake, file)
+    monkeypatch.setattr("testbed.control.sweep.alone", ends_well_while_waiting(folder, substrate="other"))
+    sweep([ring], fake.place, Path("runs"), Silent())
+    assert Summary.read(folder).substrate == "other"
+    assert sorted(path.name for path in Path("runs/three").iterdir()) == ["ring", "ring@fake"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_another_is_at_is_not_set_aside(fake: FakePlace, file: Path, fresh: bool) -> None:
+    ring, folder = failed_ring(fake, file)
+    with held(folder.path):
+        _, (error,) = sweep([ring], fake.place, Path("runs"), Silent(), fresh)
+    assert "is at it" in str(error) and folder.path.is_dir() and not Path("runs/three/.superseded").exists()
