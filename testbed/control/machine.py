@@ -18,7 +18,7 @@ from pathlib import Path
 
 from testbed.control.lock import Grasp, grasp
 from testbed.control.place import Place
-from testbed.spec.errors import Interrupted, Unavailable
+from testbed.spec.errors import Interrupted, Unavailable, plain
 
 SHARE = "TESTBED_SHARE"  # set it, and nobody waits: for tests, which start many at once
 FOLDERS = (Path("/run/lock"), Path("/tmp"))  # not TMPDIR: all users must mean the same one
@@ -126,4 +126,4 @@ def _command(pid: int) -> str:
         return "unknown"
     starts = [k for k, word in enumerate(words[:4]) if Path(word).name in ("testbed", "testbed.control")]
     text = shlex.join(["testbed", *words[starts[0] + 1 :]] if starts else words)
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:LONGEST] or "unknown"
+    return plain(text)[:LONGEST] or "unknown"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from testbed.spec.errors import plain
 from testbed.spec.run import RunSpec
 
 EVERY = 5.0  # seconds between lines where the output is no terminal
@@ -49,10 +50,11 @@ class Speed:
 
     def megabytes(self) -> float | None:
         """Sent plus received per second of wall clock; None where two attempts' counters would be compared."""
-        if len(self.records) < 2 or self.records[0]["sent"] is None:
+        if len(self.records) < 2:
             return None
         first, last = self.records[0], self.records[-1]
-        if first.get("attempt") != last.get("attempt"):
+        counted = all(record[key] is not None for record in (first, last) for key in ("sent", "received"))
+        if not counted or first.get("attempt") != last.get("attempt"):
             return None
         moved = last["sent"] + last["received"] - first["sent"] - first["received"]
         passed: float = last["at"] + last["total"] - first["at"] - first["total"]
@@ -70,7 +72,7 @@ class Plain:
         self.said = 0.0
 
     def headline(self, text: str) -> None:
-        self.console.print(text)
+        self.console.print(plain(text))
 
     def stage(self, text: str) -> None:
         self.console.print(f"  {text}")

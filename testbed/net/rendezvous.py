@@ -58,7 +58,7 @@ class Channel:
 
     def _gone(self, error: OSError) -> ProbeError:
         """Why the other end is closed: its own last words if it left any."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             self.sock.settimeout(0)
             for line in (self._buffer + self.sock.recv(65536)).splitlines():
                 message = json.loads(line)
@@ -84,7 +84,7 @@ class Channel:
         self._buffer = rest
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # depth without end
             message = None
         if not isinstance(message, dict):
             raise ProbeError(f"{self.who} does not speak the probe's language")
@@ -275,7 +275,7 @@ def _greet(
         if hello is None:
             return  # half a line so far
         rank, peer = int(hello["rank"]), Peer(**hello["peer"])
-    except (ProbeError, KeyError, TypeError, ValueError):
+    except (ProbeError, KeyError, TypeError, ValueError, OverflowError):
         del strangers[sock]
         return
     del strangers[sock]

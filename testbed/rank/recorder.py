@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from testbed.spec.folder import RunFolder
-from testbed.spec.records import Record, encode, read
+from testbed.spec.records import Record, Repeated, Step, encode, read_repeated
 
 
 class Recorder:
@@ -28,14 +28,14 @@ class Recorder:
 
         All of them are asked, the last that did a step counts: one may have ended before it repeated anything.
         """
-        found: dict[tuple[str, int], dict[str, Any]] = {}
+        found: dict[tuple[str, int], Repeated] = {}
         for number, path in self._earlier.items():
-            for record in read(path):
-                if record["kind"] in ("step", "eval", "hash") and record["step"] < step:
-                    found[record["kind"], record["step"]] = _marked(record, number)
+            for record in read_repeated(path):
+                if record.step < step:
+                    found[record.kind, record.step] = _marked(record, number)
         found.pop(("hash", 0), None)  # this attempt compared the start, too
-        for record in sorted(found.values(), key=lambda each: (each["step"], each["kind"] == "step")):
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        for record in sorted(found.values(), key=lambda each: (each.step, each.kind == "step")):
+            self.write(record)
 
     def __enter__(self) -> Self:
         return self
@@ -45,6 +45,6 @@ class Recorder:
             self._file.close()
 
 
-def _marked(record: dict[str, Any], attempt: int) -> dict[str, Any]:
+def _marked(record: Repeated, attempt: int) -> Repeated:
     """A step with the number of the attempt that did it: its counters are no other attempt's."""
-    return record | {"attempt": record.get("attempt") or attempt} if record["kind"] == "step" else record
+    return replace(record, attempt=record.attempt or attempt) if isinstance(record, Step) else record

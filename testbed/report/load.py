@@ -17,7 +17,7 @@ from testbed.report.faults import Faulted, read_faulted
 from testbed.report.foreign import MAX_RECORDS, MAX_SMALL, check_inside, check_size, read_json
 from testbed.report.network import Network, read_network
 from testbed.report.steps import Steps
-from testbed.spec.errors import SpecError, TestbedError
+from testbed.spec.errors import SpecError, TestbedError, plain
 from testbed.spec.experiment import Experiment
 from testbed.spec.folder import EXPERIMENT, RunFolder, read_bounded
 from testbed.spec.records import read
@@ -192,6 +192,6 @@ def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
 
 
 def _sentence(error: BaseException) -> str:
-    """One line about what is wrong."""
-    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    """One line about what is wrong; it quotes the files."""
+    text = plain(next(iter(str(error).splitlines()), "")) or type(error).__name__
     return f"damaged ({type(error).__name__}: {text})" if not isinstance(error, TestbedError) else text

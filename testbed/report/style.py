@@ -79,6 +79,7 @@ plt.rcParams.update(
         "hatch.color": COLOURS["exposed"][0],
         "hatch.linewidth": 1.4,
         "svg.fonttype": "none",
+        "text.parse_math": False,  # dollars in a stranger's words are dollars
         "path.simplify": True,
     }
 )
@@ -153,7 +154,8 @@ def _inline(svg: str, name: str, finding: str, height: float) -> str:
     svg = re.sub(r'<g id="title">.*?</g>', "", svg, flags=re.S)
     box = f'viewBox="0 {TITLE * 72:g} {WIDTH * 72:g} {(height - TITLE) * 72:g}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
-    svg = re.sub(r"<svg[^>]*>", opening + f'aria-label="{html.escape(finding)}">', svg, count=1)
+    opening += f'aria-label="{html.escape(finding)}">'
+    svg = re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)  # no template: a stranger's \042 would be a quote
     prefix = re.sub(r"[^a-z0-9]+", "-", name.lower())
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     names = {light: key for key, (light, _) in COLOURS.items()}

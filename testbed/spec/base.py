@@ -6,7 +6,7 @@ from typing import Any, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from testbed.spec.errors import SpecError, shown
+from testbed.spec.errors import SpecError, plain, shown
 
 
 class Spec(BaseModel):
@@ -31,7 +31,7 @@ def _sentence(cls: type[BaseModel], item: Any) -> str:
     text = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" or not key:
         return text
-    return f"{key} = {shown(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"
+    return f"{plain(key)} = {shown(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"
 
 
 def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:

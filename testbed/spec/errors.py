@@ -23,6 +23,10 @@ class TestbedError(Exception):
     __test__ = False  # not a test class, whatever its name suggests to pytest
     exit_code = 1
 
+    def __str__(self) -> str:
+        """Messages quote files, and files may be a stranger's."""
+        return harmless(super().__str__())
+
 
 class UsageError(TestbedError):
     """The request cannot be met as it stands; nothing was created."""
@@ -83,7 +87,22 @@ def refuse(what: str, value: object, rule: str, way_out: str) -> SpecError:
 
 def shown(value: object) -> str:
     """A value as a message prints it: escaped, and not longer than a person reads."""
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def plain(words: str) -> str:
+    """Somebody else's words as a message prints them: one line, harmless, and not longer than a person reads."""
+    return _cut(" ".join(harmless(words).split()))
+
+
+def harmless(text: str) -> str:
+    """What would command a terminal, or turn the order of its letters, becomes a question mark; lines stay."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -38,10 +39,12 @@ class Experiment(Spec):
 
     def runs(self) -> list[RunSpec]:
         """One RunSpec per cell; the first axis varies slowest, repeats are interleaved."""
-        product = itertools.product(*self.axes.values()) if self.axes or not self.cells else []
+        swept = bool(self.axes or not self.cells)
+        sizes = [len(values) for values in self.axes.values()]  # multiplied before anything is made of them
+        if (len(self.cells) + swept * math.prod(sizes)) * self.repeats > MAX_RUNS:
+            raise refuse("axes", sizes, f"of so many values make more than {MAX_RUNS} runs", "Sweep fewer values.")
+        product = itertools.product(*self.axes.values()) if swept else []
         cells = [*self.cells, *(dict(zip(self.axes, values, strict=True)) for values in product)]
-        if len(cells) * self.repeats > MAX_RUNS:
-            raise refuse("axes", len(cells) * self.repeats, f"more than {MAX_RUNS} runs", "Sweep fewer values.")
         specs = [self._cell(cell, repeat) for repeat in range(self.repeats) for cell in cells]
         names = [spec.name for spec in specs]
         twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from testbed.spec.errors import plain
 from testbed.spec.folder import RunFolder
 from testbed.spec.records import read_lines
 from testbed.spec.run import RunSpec
@@ -63,13 +64,13 @@ def fault_table(runs: Sequence[tuple[RunFolder, RunSpec, str | None]]) -> list[t
 def _row(story: Story, spec: RunSpec, status: str | None) -> tuple[str, ...]:
     retried = any(code != 0 for code in story.codes.values())
     recovered = {True: "restarted" if retried else "went on", False: "no"}[status == "ok"]
-    done = [event["fault"] for event in story.injected]
+    done = [plain(str(event["fault"])) for event in story.injected]
     missed = (Counter(map(str, spec.schedule())) - Counter(done)).elements()
     return (
         spec.name,
         " ".join([*done, *(f"{fault} (not injected)" for fault in missed)]),
         "-" if story.noticed is None else f"{story.noticed:.2f} s",
         {True: "yes", False: "NO", None: "-"}[story.named_right],
-        " ".join(str(story.codes.get(rank, "stopped")) for rank in range(spec.world)),
+        " ".join(plain(str(story.codes.get(rank, "stopped"))) for rank in range(spec.world)),
         recovered if done else "-",
     )

@@ -14,10 +14,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from testbed.spec.errors import SpecError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from testbed.spec.errors import SpecError, shown
 from testbed.spec.run import SCHEMA, check_schema
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]  # bounded where a stranger's line is read; nobody counts further
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,8 @@ class Step:
     """
 
     kind: ClassVar[str] = "step"
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     at: float  # monotonic time at which the step began
     data: float
     forward: float
@@ -54,11 +58,11 @@ class Step:
     update: float  # the optimizer's step alone, inside `sync`
     total: float
     loss: float
-    images: int
-    sent: int | None  # bytes since the start, None where nothing counts them
-    received: int | None
+    images: Count
+    sent: Count | None  # bytes since the start, None where nothing counts them
+    received: Count | None
     cpu: float | None = None  # processor time of the loop's own thread in data, forward, backward and update
-    attempt: int | None = None  # the earlier one that did this step; None: the one that this file is of
+    attempt: Count | None = None  # the earlier one that did this step; None: the one that this file is of
     blocked: float = 0.0  # the loop waited for communication: exposed
     busy: float = 0.0  # at least one buffer was on its way
     hidden: float = 0.0
@@ -70,11 +74,11 @@ class Step:
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     kind: ClassVar[str] = "eval"
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     loss: float  # mean over the images below
-    correct: int
-    images: int
+    correct: Count
+    images: Count
     scope: str  # "all ranks" when summed, "this rank" when each tested alone
     train_loss: float  # mean over the epoch so far, this rank
     train_accuracy: float
@@ -83,7 +87,7 @@ class Eval:
 @dataclass(frozen=True, kw_only=True)
 class Hash:
     kind: ClassVar[str] = "hash"
-    step: int
+    step: Count
     parameters: str
     agree: bool
 
@@ -112,6 +116,12 @@ CONTINUED = " (cont.)"  # ends the name in `comm` of what was on its way when th
 MAX_LINE = 4 << 20  # bytes; a step of a deep model with all its buffers has some thousand
 
 Record = Start | Step | Eval | Hash | End | Error
+Repeated = Step | Eval | Hash  # what a run that goes on takes over from earlier attempts
+_REPEATED: dict[str, TypeAdapter[Any]] = {
+    "step": TypeAdapter(Step),
+    "eval": TypeAdapter(Eval),
+    "hash": TypeAdapter(Hash),
+}
 
 
 def encode(record: Record) -> str:
@@ -125,6 +135,19 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         if record["kind"] == "start":
             check_schema(record.get("schema"), str(path))
         yield record
+
+
+def read_repeated(path: Path) -> Iterator[Repeated]:
+    """The lines that a run which goes on repeats, each checked against its class: the file may be a stranger's."""
+    for line in read(path):
+        kind = str(line["kind"])
+        try:
+            if kind in _REPEATED:
+                yield _REPEATED[kind].validate_python(line)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            key, rule = shown(".".join(map(str, wrong["loc"]))), wrong["msg"]
+            raise SpecError(f"{path}: {key} of a {kind} is damaged ({rule}). Run it anew with another --out.") from None
 
 
 def read_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from testbed.spec.base import Spec
-from testbed.spec.errors import SchemaError, SpecError, refuse
+from testbed.spec.errors import SchemaError, SpecError, plain, refuse
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, drawn
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
@@ -195,7 +195,7 @@ def check_schema(number: object, where: str) -> None:
     """Refuse a file of another schema by its number."""
     if number != SCHEMA:
         way_out = "Use the testbed that wrote it."
-        raise SchemaError(f"{where}: schema {number}, this testbed reads schema {SCHEMA}. {way_out}")
+        raise SchemaError(f"{where}: schema {plain(str(number))}, this testbed reads schema {SCHEMA}. {way_out}")
 
 
 def _check_nodes(spec: RunSpec) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from testbed.spec.base import Spec
-from testbed.spec.errors import SpecError, shown
+from testbed.spec.errors import SpecError, plain, shown
 from testbed.spec.folder import RunFolder, read_bounded
 from testbed.spec.records import read
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
@@ -63,7 +63,7 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
         return _summarise(folder, spec, facts)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(
-            f"{folder.path}: its records are damaged ({type(error).__name__}: {error}). Run it again."
+            f"{folder.path}: its records are damaged ({type(error).__name__}: {plain(str(error))}). Run it again."
         ) from None
 
 

@@ -14,6 +14,7 @@ KILL_MODES = ("gather", "allreduce", "ring", "ddp", "ring/bucket:2MiB/pipeline")
 RESUME_MODES = ("ring", "ddp", "ring/bucket:2MiB/pipeline")
 FOREVER, SHORT, SHORTER = 1_000_000, 200, 100  # steps
 ENDING, EVERY = 30, 5  # steps of a run that ends; between its checkpoints
+CHECKPOINT = "checkpoint="  # the setting, before its number of steps
 NODES = 4
 Cases = Iterator[tuple[str, Callable[[], Outcome]]]
 
@@ -54,7 +55,7 @@ def kill(count: int = 20) -> Cases:
 def _busy(mode: str, place: str, rank: int, rng: random.Random) -> Outcome:
     """A finite run whose epochs have as many steps as lie between checkpoints. The blow comes when such a step is done:
     into the write, the evaluation or the step behind. Where the run was quicker, once more at an earlier step."""
-    flags = ["--set", f"checkpoint={EVERY}", "--set", f"data.subset={EVERY * BATCH}", "--set", "data.test_subset=2000"]
+    flags = ["--set", f"{CHECKPOINT}{EVERY}", "--set", f"data.subset={EVERY * BATCH}", "--set", "data.test_subset=2000"]
     step, tries = EVERY * rng.randrange(1, ENDING // EVERY), 1
     while True:
         outcome = _fatal(mode, place, f"kill:rank{rank}@step{step}", rank, 10.0, ENDING, flags) | {"tries": tries}
@@ -114,38 +115,50 @@ def hiccup(count: int = 5) -> Cases:
 
 
 def resume(count: int = 10) -> Cases:
-    """Killed at a random step, restarted from the last checkpoint, every third by hand: the undisturbed hash."""
+    """Killed at a random step, restarted from the last checkpoint, every third by hand: the undisturbed hash.
+
+    A restart from the beginning would give it, too: that the checkpoint was used is looked at."""
     references: dict[str, str | None] = {}
     for number, (mode, seed) in enumerate((mode, seed) for mode in RESUME_MODES for seed in range(count)):
         rng = random.Random(f"resume {mode} {seed}")
-        fault = f"kill:rank{rng.randrange(NODES)}@step{rng.randrange(1, SHORTER - 20)}"
-        flags = ["--fault", fault, "--set", f"checkpoint={rng.choice((7, 10, 25))}"]
-        hand = number % 3 == 2
+        fault, hand = f"kill:rank{rng.randrange(NODES)}@step{rng.randrange(1, SHORTER - 20)}", number % 3 == 2
+        flags = ["--fault", fault, "--set", f"{CHECKPOINT}{rng.choice((7, 10, 25))}"]
         flags += [] if hand else ["--retries", "1"]
-        name = f"{mode} {seed} {fault}{' by hand' if hand else ''}"
+        name = f"{mode} {seed} {fault} {flags[3]}{' by hand' if hand else ''}"
         yield name, lambda m=mode, f=flags, h=hand: _same(_short(m, SHORTER, "process"), f, references, h)
 
 
 def _same(base: list[str], flags: list[str], references: dict[str, str | None], by_hand: bool = False) -> Outcome:
     """The run must finish with the parameters of the undisturbed one, and be in the tables only when it has."""
     folder, which = scratch(), " ".join(base)
+    every = next((int(flag.removeprefix(CHECKPOINT)) for flag in flags if flag.startswith(CHECKPOINT)), None)
     try:
         if which not in references:
             references[which] = testbed(*base, out=folder / "reference").final_hash()
         run = testbed(*base, *flags, out=folder / "r")
-        injected, started, left, tabled = run.event("injected") is not None, run.started(), run.left(), False
+        event, started, left, tabled = run.event("injected"), run.started(), run.left(), False
         if by_hand:
             tabled = run.tabled()
             run = testbed("--resume", str(folder / "r"), out=folder / "r")
             left += run.left()
         identical = run.final_hash() is not None and run.final_hash() == references[which]
         whole = run.code == 0 and run.status == "ok" and run.tabled()
-        ok = identical and injected and started and whole and not tabled and not left
-        outcome: Outcome = {"ok": ok, "identical": identical, "injected": injected, "started": started}
+        resumed, due = run.resumed(), kept(every, event["step"]) if event and every else 0
+        ok = identical and event is not None and started and whole and not tabled and not left and resumed >= due
+        outcome: Outcome = {"ok": ok, "identical": identical, "injected": event is not None, "started": started}
         outcome |= {"left": len(left), "tabled": tabled, "code": run.code, "by_hand": by_hand}
+        outcome |= {"resumed": resumed > 0, "after": resumed, "due": due} if every else {}
         return outcome if ok else outcome | {"said": run.said[-800:], "what": left}
     finally:
         drop(folder)
+
+
+def kept(every: int, done: int) -> int:
+    """The step of the last checkpoint that all ranks have for certain when one of them has done so many steps.
+
+    The others may be in the step that it did last and, where that is overlapped, in the one before.
+    """
+    return max(done - 2, 0) // every * every
 
 
 def containers() -> Cases:
@@ -157,7 +170,7 @@ def containers() -> Cases:
         yield f"{mode} {kill}", _contained(lambda m=mode, f=kill, r=rank: _fatal(m, "compose", f, r, 10.0))
     for mode, fault, rank in (("allreduce", "pause:rank2@step20", 2), ("gather", "cut:rank1@step30", 1)):
         yield f"{mode} {fault}", _contained(lambda m=mode, f=fault, r=rank: _fatal(m, "compose", f, r, DEADLINE + 5))
-    base, again = _short("ring", SHORTER, "compose"), ["--set", "checkpoint=10", "--retries", "1"]
+    base, again = _short("ring", SHORTER, "compose"), ["--set", f"{CHECKPOINT}10", "--retries", "1"]
     for fault, flags in (("pause:rank3@step15+3s", []), ("kill:rank2@step55", again)):
         case = _contained(lambda f=fault, g=flags: _same(base, ["--fault", f, *g], references))
         yield " ".join(["ring", fault, *flags]), case

@@ -33,7 +33,7 @@ from tests.provenance import ROOT
 from tests.soak import hostile_reports
 from tests.soak.book import Outcome
 from tests.soak.hostile_reports import KEPT, OUTSIDE
-from tests.soak.nasty import NASTY, mangle, place
+from tests.soak.nasty import LIVE, NASTY, mangle, place
 from tests.soak.runs import drop, scratch
 
 sys.path.insert(0, str(ROOT / "tests"))  # where pytest finds it, too
@@ -173,13 +173,22 @@ def _try(kind: str, seed: int) -> Outcome:
         known = (folder, outside, outside / KEPT)
         stray = [path.name for path in (*top.iterdir(), *outside.iterdir()) if path not in known]
         stray += [] if (outside / KEPT).read_text() == KEPT else [KEPT]
-        ok = how[0] in ("refused", "done") and not GUARD.offences and not stray
-        why = {"why": how[1][:500], "offences": GUARD.offences[:9], "stray": stray}
+        loose = _loose(folder, said.getvalue() + how[1])
+        ok = how[0] in ("refused", "done") and not GUARD.offences and not stray and not loose
+        why = {"why": how[1][:500], "offences": GUARD.offences[:9], "stray": stray, "loose": loose}
         return {"ok": ok, "how": how[0]} | ({} if ok else why)
     finally:
         patch.undo()
         os.chdir(before)
         drop(top)
+
+
+def _loose(folder: Path, said: str) -> list[str]:
+    """Strangers' words that somebody would obey: a browser those of a drawing or page, a terminal what was printed."""
+    drawn = [path for path in folder.rglob("*") if path.suffix in (".html", ".svg") and path.is_file()]
+    found = [path.name for path in drawn if LIVE in path.read_text(encoding="utf-8")]
+    letters = sorted({letter for letter in said if not letter.isprintable() and letter not in "\n\t"})
+    return found + ([f"printed {letters!r}"] if letters else [])
 
 
 class Endless(BaseException):
@@ -237,14 +246,15 @@ def _values(rng: random.Random) -> dict[str, Any]:
 
 def _experiment(folder: Path, rng: random.Random) -> Callable[[], object]:
     """A sweep whose keys, axes or bytes are bad."""
-    lines = [f"title = {_toml(rng.choice(['a', *map(str, NASTY[:12])]))}", "[base]"]
+    lines = [f"title = {_toml(rng.choice(['a', *map(str, NASTY)]))}", "[base]"]
     lines += [f"{_key(key)} = {_toml(value)}" for key, value in (BASE | _values(rng)).items()]
     if rng.random() < 0.4:
         lines += ["[axes]", f"{_key(rng.choice(KEYS))} = {_toml(rng.choice([['ring', 'tree'], NASTY, [1] * 300, []]))}"]
     data = "\n".join(lines).encode("utf-8", "surrogatepass")
     path = folder / rng.choice(("x.toml", "x y.toml", "-x.toml", "x;y.toml", ".toml"))
     place(path, mangle(data, rng) if rng.random() < 0.5 else data, rng)
-    return lambda: cli.app(["sweep", "--on", "fake", "--json", "--", str(path)], standalone_mode=False)
+    quiet = rng.choice(([], ["--json"]))
+    return lambda: cli.app(["sweep", "--on", "fake", *quiet, "--", str(path)], standalone_mode=False)
 
 
 def _key(key: str) -> str:

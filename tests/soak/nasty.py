@@ -7,10 +7,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+LIVE = "<script>alert(1)"  # of a page it must be text
+OCTAL = r"\042\076\074script\076alert(1)\074/script\076"  # the same behind a quote, where a template is made of it
+OBEYED = "\x1b]0;owned\x07\x1b[31m"  # by a terminal
+
 NASTY: list[Any] = [
     *("../../escape", "/etc/passwd", "..", ".", "", "a/../../b", "~root/x", "name\n../x", "\0", "x" * 100_000),
     *("$(touch stray)", "`touch stray`", "; touch stray", "| sh", "&& touch stray", "-rf", "--help", "%s%n", "{{7*7}}"),
-    *("<script>alert(1)</script>", "\u202egnp.exe", "é" * 70, "\x1b[31m", "NaN", "nan", "inf", "1e309", "0x10", "007"),
+    *(f"{LIVE}</script>", OCTAL, r"\q", r"$\x$", OBEYED, "\u202egnp.exe", "é" * 70),
+    *("\x1b[31m", "NaN", "nan", "inf", "1e309", "0x10", "007"),
     *(-1, 0, 2**31, 2**63, 10**30, -0.0, 1e308, True, None, [], {}, [[]], [{}], {"a": {"b": 1}}, [None] * 2000),
     *("ring/" * 50, "ring/bucket:0", "ring/bucket:9" + "9" * 40 + "GiB", "ddp/flat/overlap", "kill:rank0@step1"),
     *(

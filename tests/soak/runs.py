@@ -20,6 +20,7 @@ from testbed.control.substrates.engine import OWNER_LABEL
 from testbed.report.load import load
 from testbed.spec.folder import TEMPORARY, RunFolder
 from testbed.spec.records import read
+from testbed.spec.summary import Summary
 from tests.provenance import ROOT
 
 DEADLINE = 5.0  # seconds, of every soak
@@ -82,6 +83,12 @@ class Run:
         found = load([self.folder.path])
         assert len(found.runs) + len(found.skipped) == 1, found
         return bool(found.runs)
+
+    def resumed(self) -> int:
+        """The step after which the last attempt went on, as the summary notes; 0: it began anew, or was alone."""
+        notes = Summary.read(self.folder).notes if self.folder.summary.is_file() else []
+        told = (re.match(r"resumed after step (\d+):", note) for note in notes)
+        return max((int(found[1]) for found in told if found), default=0)
 
     def final_hash(self) -> str | None:
         """Of the parameters after the last step, where all ranks agree."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from synthetic import make_run
 
 from tests.provenance import DIRTY
-from tests.soak import book, faults, hostile
+from tests.soak import book, faults, hostile, runs
 from tests.soak.__main__ import PARTS
+from tests.soak.nasty import LIVE, OBEYED
 
 
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in hostile.hostile(48)])
@@ -98,3 +104,56 @@ def test_a_part_promises_what_its_cases_can_keep() -> None:
         assert len(cases) == promise.cases, part
     assert book.Promise("", 0, least={"named": 1}).missed({"of": 0, "ok": 0, "minutes": 0}) != []
     assert book.Promise("", 0, most={"left": 0}).missed({"of": 0, "ok": 0, "minutes": 0}) != []
+
+
+# --- a case that looks well and is not -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("use", "found"),
+    [
+        (lambda: print("fine\n\tso far"), None),
+        (lambda: print(f"left out: {OBEYED}"), r"printed ['\x07', '\x1b']"),
+        (lambda: Path("report.html").write_text(f"<h1>{LIVE}</script></h1>"), "report.html"),
+        (lambda: Path("plot.svg").write_text(f"<svg>{LIVE}</script></svg>"), "plot.svg"),
+    ],
+    ids=["harmless", "printed", "page", "drawing"],
+)
+def test_words_that_a_terminal_or_a_browser_obeys_are_a_miss(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[], object], found: str | None
+) -> None:
+    monkeypatch.setitem(hostile.KINDS, "given", lambda folder, rng: use)
+    outcome = hostile._try("given", 0)
+    assert outcome["ok"] is (found is None) and outcome.get("loose") == ([found] if found else None)
+
+
+def ended(resumed: int) -> SimpleNamespace:
+    """What `_same` asks of a run that was killed when 30 steps were done, and finished."""
+    told: dict[str, Any] = {"event": lambda kind: {"step": 30}, "left": list, "final_hash": lambda: "abc"}
+    told |= {"started": lambda: True, "tabled": lambda: True, "resumed": lambda: resumed}
+    return SimpleNamespace(code=0, status="ok", said="", **told)
+
+
+@pytest.mark.parametrize(("every", "resumed", "ok"), [(7, 28, True), (7, 0, False), (7, 21, False), (50, 0, True)])
+def test_a_run_that_began_anew_past_a_checkpoint_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, every: int, resumed: int, ok: bool
+) -> None:
+    monkeypatch.setattr(faults, "testbed", lambda *_, out: ended(resumed))
+    outcome = faults._same(["base"], ["--set", f"checkpoint={every}"], {})
+    assert outcome["ok"] is ok and outcome["identical"] and outcome["resumed"] is (resumed > 0)
+
+
+def test_where_a_run_went_on_is_read_from_its_summary(tmp_path: Path) -> None:
+    summary = make_run(tmp_path / "r")
+    run = runs.Run(0, "", 0.0, 1, runs.RunFolder(tmp_path / "r"), "ok", [], frozenset(), False)
+    assert run.resumed() == 0
+    noted = summary.model_copy(update={"notes": ["an attempt failed", "resumed after step 28: what went before"]})
+    run.folder.summary.write_text(noted.model_dump_json(by_alias=True))
+    assert run.resumed() == 28
+
+
+def test_every_kill_point_past_a_checkpoint_is_promised_to_resume() -> None:
+    points = [re.search(r"@step(\d+) checkpoint=(\d+)", name) for name, _ in faults.resume()]
+    due = [faults.kept(int(point[2]), int(point[1])) > 0 for point in points if point]
+    _, _, promise = PARTS["resume"]
+    assert len(due) == promise.cases and promise.least["resumed"] == sum(due) > promise.cases / 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from testbed.control.progress import Speed
+from testbed.control.progress import Plain, Speed
 
 
 def record(number: int, sent: int, attempt: int | None = None) -> dict[str, Any]:
@@ -23,3 +25,17 @@ def test_the_speed_of_a_restarted_run_compares_no_two_attempts_counters() -> Non
     for number in range(5, 10):
         speed.records.append(record(number, 2_000_000 * (number - 4)))
     assert speed.megabytes() == pytest.approx(2.0)
+
+
+def test_a_count_that_only_some_steps_have_is_no_speed() -> None:
+    speed = Speed()
+    speed.records.append(record(0, 0))
+    speed.records.append(record(1, 1_000_000) | {"received": None})
+    assert speed.megabytes() is None
+
+
+def test_a_strangers_title_is_printed_in_one_line_that_commands_no_terminal() -> None:
+    said = io.StringIO()
+    Plain(Console(file=said, soft_wrap=True)).headline(f"Which?\n\x1b]0;owned\x07{'x' * 100_000}")
+    (line,) = said.getvalue().splitlines()
+    assert line.startswith("Which? ?]0;owned?xxx") and line.isprintable() and len(line) < 500

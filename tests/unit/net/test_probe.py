@@ -163,7 +163,9 @@ def test_strangers_at_the_door_are_ignored() -> None:
     port = free_port()
 
     def disturb() -> None:
-        for rubbish in (b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b'{"rank": 7}\n', b"\xff" * 1000, b""):
+        deep, endless = b"[" * 100_000 + b"\n", b'{"rank": 1e999, "peer": {"address": "x", "rate": 1}}\n'
+        plain = (b"GET / HTTP/1.0\r\n\r\n", b"{}\n", b'{"rank": 7}\n', b"\xff" * 1000, b"")
+        for rubbish in (deep, endless, *plain):
             while True:
                 try:
                     with socket.create_connection((LOOPBACK, port), timeout=5) as sock:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from testbed.rank.recorder import Recorder
+from testbed.spec.errors import SpecError
 from testbed.spec.folder import RunFolder
 from testbed.spec.records import Hash, Record, Start, Step, encode, read
 
@@ -63,3 +66,25 @@ def test_the_half_line_of_a_killed_attempt_is_nobodys_step(tmp_path: Path) -> No
     attempt(folder, resume=9)
     assert found(folder) == [(0, 1.0, 1)]
     assert all(json.loads(line) for line in folder.records(0).read_text().splitlines())
+
+
+DAMAGE = {"loss": None, "step": -1, "sent": 10**30, "total": "long", "comm": [["x"]], "attempt": "first"}
+
+
+@pytest.mark.parametrize(("key", "value"), DAMAGE.items())
+def test_a_line_that_is_no_step_is_refused_and_nothing_is_repeated(tmp_path: Path, key: str, value: object) -> None:
+    """Whoever follows the file that goes on trusts its lines: the controller prints the loss of each."""
+    line = {"kind": "step", **vars(step(1, 1.0)), key: value}
+    old = tmp_path / "rank0.attempt1.jsonl"
+    old.write_text("".join(f"{text}\n" for text in (encode(START), encode(step(0, 1.0)), json.dumps(line))))
+    with Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder, pytest.raises(SpecError, match=f"{old}: '{key}"):
+        recorder.repeat(2)
+    assert (tmp_path / "rank0.jsonl").read_text() == ""
+
+
+def test_a_step_without_a_loss_is_refused(tmp_path: Path) -> None:
+    line = {"kind": "step", **vars(step(0, 1.0))}
+    old = tmp_path / "rank0.attempt1.jsonl"
+    old.write_text(json.dumps({key: line[key] for key in line if key != "loss"}) + "\n")
+    with Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder, pytest.raises(SpecError, match="'loss' of a step"):
+        recorder.repeat(1)

@@ -48,6 +48,13 @@ def test_a_run_that_does_not_count_is_listed_with_its_reason(tmp_path: Path, sta
     assert loaded.runs == [] and f"{status}: rank 2 died" in loaded.skipped[0].reason
 
 
+def test_a_strangers_reason_is_one_line_that_commands_no_terminal_and_ends(tmp_path: Path) -> None:
+    make_run(tmp_path / "bad", status="failed", reason="rank 2 \x1b]0;owned\x07" + "x" * 100_000)
+    (skipped,) = load([tmp_path]).skipped
+    assert skipped.reason.startswith("failed: rank 2 ?]0;owned?xxx")
+    assert skipped.reason.isprintable() and len(skipped.reason) < 500
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

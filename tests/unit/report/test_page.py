@@ -233,6 +233,17 @@ def test_the_command_prints_where_the_page_is(tmp_path: Path) -> None:
     assert f"report: {tmp_path / 'report.html'}" in done.output and "half" in done.output
 
 
+def test_nothing_that_the_command_says_commands_a_terminal(tmp_path: Path) -> None:
+    """Neither the words nor the name of a stranger's folder."""
+    make_run(tmp_path / "bad\x1b]0;owned\x07", name="bad", mode="ring", status="failed", reason="\x1b[31mrank 2 died")
+    nothing = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert "bad?]0;owned?: failed: ?[31mrank 2 died." in str(nothing.exception)
+    make_run(tmp_path / "good", mode="ring", **LINK)
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 0 and "bad?]0;owned?: failed: ?[31mrank 2 died" in done.output, done.output
+    assert "\x1b" not in done.output and "\x07" not in done.output
+
+
 def test_one_lonely_run_makes_a_report_too(tmp_path: Path) -> None:
     make_run(tmp_path / "only", mode="single", steps=4, evaluate="never")
     assert write([tmp_path / "only"], tmp_path).parts[0].verdict.headline.startswith("One node takes")

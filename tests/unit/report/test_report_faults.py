@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from synthetic import make_faulted, make_run
 from testbed.report.load import load
 from testbed.report.trace import write_trace
 from testbed.report.write import write
+from testbed.spec.errors import plain
+from tests.soak.nasty import LIVE, OBEYED, OCTAL
 
 FAULT = "kill:rank2@step8"
 
@@ -59,6 +63,31 @@ def test_all_others_know_when_the_last_of_them_does_and_the_table_tells_the_midd
     made = write([tmp_path / "runs"], tmp_path).faults
     assert made and "noticed by all others within 2.5 s" in made.finding
     assert "all others know after 2.50 s" in made.plots[0].finding
+
+
+WORDS = {
+    "a template": OCTAL,
+    "no template": r"\q",
+    "mathematics": r"$\x$",
+    "a script": f"{LIVE}</script>",
+    "for a terminal": OBEYED,
+    "half a letter": "\ud800",
+    "without end": "x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
+def test_a_fault_in_a_strangers_words_is_text_on_the_page(tmp_path: Path, words: str) -> None:
+    make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
+    path = tmp_path / "runs" / "bad" / "faults.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [event | ({"fault": words} if "fault" in event else {}) for event in events]
+    path.write_text("".join(json.dumps(event) + "\n" for event in told))
+    page = write([tmp_path / "runs"], tmp_path).page.read_text()
+    (label,) = re.findall(r'aria-label="([^"]*)"', page)
+    assert html.unescape(label).startswith(f"{plain(words)} {FAULT} (not injected) under ring: all others know")
+    assert LIVE not in page and "\x1b" not in page and len(page) < 1 << 20
+    assert LIVE not in (tmp_path / "report" / "faults-fault-1.svg").read_text()
 
 
 def test_a_history_that_the_spec_knows_nothing_of_costs_nobody_the_run(tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ def test_the_experiments_of_this_repository_are_readable() -> None:
     [
         ({"axes": {"mode": ["ring", "ring/flat", "ring"]}}, "two runs would have the same name"),
         ({"axes": {"seed": list(range(101)), "nodes": list(range(100))}}, "more than 10000 runs"),
+        ({"axes": {f"k{n}": list(range(100)) for n in range(10)}}, "more than 10000 runs"),
+        ({"axes": {f"k{n}": [1, 2] for n in range(20_000)}}, "more than 10000 runs"),  # no number that prints
+        ({"cells": [{"seed": n} for n in range(5001)], "repeats": 2}, "more than 10000 runs"),
         ({"axes": {"mode": ["star"]}}, "experiment e, run star: mode 'star': unknown algorithm"),
         ({"axes": {"sped": [1]}}, "unknown key 'sped'"),
         ({"axes": {"model.x": [1]}, "base": {"model": "lenet5"}}, "'model' holds 'lenet5', not a table"),

@@ -1,0 +1,33 @@
+"""What a message quotes may be a stranger's: no terminal obeys it, and a person can read to its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.spec.base import Spec
+from testbed.spec.errors import LONGEST, PeerLost, SpecError, TestbedError, harmless, plain
+
+OBEYED = "\x1b]0;owned\x07\x1b[31m"
+
+
+@pytest.mark.parametrize("kind", [TestbedError, SpecError, PeerLost])
+def test_an_error_says_nothing_that_a_terminal_obeys(kind: type[TestbedError]) -> None:
+    words = str(kind(f"rank 1:\n\tdied of {OBEYED}, é\u202e"))
+    assert words == "rank 1:\n\tdied of ?]0;owned??[31m, é?"
+
+
+def test_words_of_somebody_else_are_one_line_of_bounded_length() -> None:
+    assert plain("a\nb\tc  d\r") == "a b c d?"
+    assert plain("x" * LONGEST) == "x" * LONGEST
+    assert plain("x" * 100_000) == "x" * LONGEST + "... (100000 characters)"
+    assert harmless("a\n\tb") == "a\n\tb"
+
+
+class Named(Spec):
+    by: dict[str, int]
+
+
+def test_a_key_that_somebody_made_up_is_cut_too() -> None:
+    with pytest.raises(SpecError) as refusal:
+        Named.load({"by": {OBEYED + "x" * 10_000: "no"}}, "file")
+    assert "\x1b" not in str(refusal.value) and len(str(refusal.value)) < 3 * LONGEST
