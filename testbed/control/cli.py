@@ -41,7 +41,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(reporting.app)
 
 Nodes = Annotated[str | None, typer.Option(help="one rank each [default: 4; on hosts the whole inventory]")]
-Rate = Annotated[str | None, typer.Option(help="bandwidth of every node's link, each way, e.g. 200mbit")]
+Rate = Annotated[str | None, typer.Option(help="of every node's link, each way, e.g. 200mbit [default: unshaped]")]
 Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
 Data = Annotated[str, typer.Option(help="cifar10, mnist or synthetic")]
 Batch = Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")]

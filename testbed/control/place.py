@@ -51,8 +51,8 @@ def _check_compose(plans: Sequence[NodePlan]) -> None:
 
 
 KINDS: dict[str, Kind] = {  # best first
-    "compose": Kind(_compose, _check_compose, "one container per node, shaped both ways", here=_engine_is_local),
-    "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, shaped both ways", here=_always),
+    "compose": Kind(_compose, _check_compose, "one container per node, links shaped as asked", here=_engine_is_local),
+    "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, links shaped as asked", here=_always),
     "process": Kind(
         ProcessSubstrate,
         lambda plans: None,
@@ -163,6 +163,8 @@ def check_shaping(spec: RunSpec, place: Place, asked: str) -> None:
     if place.name == HOSTS:
         raise Unavailable(f"{links}: {MEASURED}. Leave it out, or {ELSEWHERE}.")
     way_out = "Use --on netns or compose" if asked == "process" else "Run as root, or start a Docker engine"
+    if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
+        way_out += ", on a kernel with sch_netem (`testbed doctor` says what is missing)"
     raise Unavailable(f"{links}: cannot be shaped here: {place.why}. {way_out}, or leave it out.")
 
 

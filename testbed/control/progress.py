@@ -67,6 +67,7 @@ class Plain:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.total = 0
+        self.tested = False  # once it is trained
         self.world = 1
         self.speeds: list[Speed] = []
         self.said = 0.0
@@ -79,13 +80,16 @@ class Plain:
 
     def link(self, event: dict[str, Any]) -> None:
         """A round of the probe is over; on a fast network nobody needs to see that."""
-        if time.monotonic() - self.said >= EVERY:
+        if event["step"] == 1:
+            self.said = time.monotonic()
+        elif time.monotonic() - self.said >= EVERY:
             self.said = time.monotonic()
             self.stage(f"probe: round {event['step']} of {event['of']}")
 
     def begin(self, spec: RunSpec) -> None:
         self.world = spec.world
         self.total = spec.steps or 0
+        self.tested = spec.evaluate != "never"
         self.speeds = [Speed() for _ in range(spec.world)]
         self.stage(
             f"training: {spec.model} on {spec.data.name}, {spec.world} rank{'s' * (spec.world > 1)}, mode {spec.mode}"
@@ -99,7 +103,11 @@ class Plain:
     def show(self, record: dict[str, Any]) -> None:
         if time.monotonic() - self.said >= EVERY or record["step"] + 1 == self.total:
             self.said = time.monotonic()
-            self.stage(f"rank 0: {describe(record, self.total, self.speeds[0])}")
+            self.stage(f"rank 0: {self.told(0, record)}")
+
+    def told(self, rank: int, record: dict[str, Any]) -> str:
+        text = describe(record, self.total, self.speeds[rank])
+        return f"{text}; now it is tested" if self.tested and record["step"] + 1 == self.total else text
 
     def end(self) -> None: ...
 
@@ -125,7 +133,7 @@ class Terminal(Plain):
 
     def step(self, rank: int, record: dict[str, Any]) -> None:
         self.speeds[rank].records.append(record)
-        self.rows[rank] = describe(record, self.total, self.speeds[rank])
+        self.rows[rank] = self.told(rank, record)
         if self.live:
             self.live.update(self._table())
 

@@ -19,7 +19,8 @@ NETEM_TOP_RATE = 10**10  # bit/s assumed where a delay is asked but no rate
 
 def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True) -> list[list[str]]:
     """The commands that make `iface` the link asked for; `ingress=False` shapes only what leaves."""
-    commands = [_netem(link, iface)] if link.needs_netem else []
+    commands = [["ip", "link", "set", "dev", iface, "gso_max_size", str(link.segment)]] if link.segment else []
+    commands += [_netem(link, iface)] if link.needs_netem else []
     if link.rate is not None:
         commands.append(_tbf(link, link.rate, iface, ["parent", "1:1"] if link.needs_netem else ["root"]))
         if ingress:

@@ -7,10 +7,6 @@ from collections.abc import Iterable
 
 BURST_SECONDS = 0.004  # 4 ms of the rate: long enough for late timers, short against anything we time
 BURST_MIN = 16 * 1024  # bytes; below this a bucket holds too few frames to be filled evenly
-# What TCP hands over at once, 64 KiB, as frames. A bucket that holds less makes tbf cut it up, and each frame takes the
-# kernel a turn of its own: 16 nodes at 100 Mbit kept two cores busy with that alone, and were twice as slow as asked.
-BURST_WHOLE = 72_000
-BURST_LONGEST = 0.012  # seconds of the rate, for the sake of BURST_WHOLE
 MTU = 1500  # bytes of an IP packet
 IP_TCP_HEADERS = 52  # bytes: IPv4 20, TCP 20, timestamps 12
 ETHERNET_HEADER = 14  # bytes; tbf counts them too
@@ -28,8 +24,7 @@ def wire_rate(goodput: float, mtu: int = MTU) -> float:
 
 def burst(rate: int) -> int:
     """Size of the token bucket in bytes at `rate` bit/s."""
-    whole = min(BURST_WHOLE, rate * BURST_LONGEST / 8)
-    return max(BURST_MIN, math.ceil(max(whole, rate * BURST_SECONDS / 8)))
+    return max(BURST_MIN, math.ceil(rate * BURST_SECONDS / 8))
 
 
 def bottleneck(receiver: int | None, senders: Iterable[int | None]) -> int | None:

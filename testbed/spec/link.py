@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
-from testbed.spec.units import format_duration, format_rate, parse_duration, parse_rate
+from testbed.spec.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
 
 
 def _from_text(parse):  # type: ignore[no-untyped-def]
@@ -24,6 +24,7 @@ def _from_text(parse):  # type: ignore[no-untyped-def]
 
 
 Rate = Annotated[int, _from_text(parse_rate), PlainSerializer(format_rate), Field(gt=0, le=10**15)]
+Segment = Annotated[int, _from_text(parse_size), PlainSerializer(format_size), Field(ge=2**11, le=2**16)]
 Duration = Annotated[
     float,
     _from_text(parse_duration),
@@ -41,6 +42,7 @@ class Link(Spec):
     jitter: Duration | None = None
     loss: float = Field(default=0.0, ge=0.0, lt=1.0)  # fraction of packets; needs netem
     queue: Duration = 0.05  # how long a packet may wait before it is dropped
+    segment: Segment | None = None  # most that TCP hands over at once; None: 64 KiB, which a slow link cuts into frames
 
     @model_validator(mode="after")
     def _jitter_needs_delay(self) -> Link:

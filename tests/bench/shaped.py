@@ -20,10 +20,10 @@ Make = Callable[[Sequence[NodePlan], Path], Substrate]
 
 @contextmanager
 def network(
-    rate: str, nodes: int = 4, make: Make = NetnsSubstrate, cpus: float | None = None
+    rate: str, nodes: int = 4, make: Make = NetnsSubstrate, cpus: float | None = None, **link_keys: str
 ) -> Iterator[tuple[Substrate, Receipt, Path]]:
     """A network of equal nodes, what a probe found on it, and a folder that they can write to."""
-    link = Link.load({"rate": rate}, "bench")
+    link = Link.load({"rate": rate, **link_keys}, "bench")
     node = NodePlan(name="", link=link, congestion="cubic", cpus=cpus, threads=1)
     plans = [replace(node, name=f"node{k}") for k in range(nodes)]
     with tempfile.TemporaryDirectory() as name, make(plans, Path(name) / "run") as substrate:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from testbed.control.progress import Plain, Speed
+from testbed.spec.run import RunSpec
 
 
 def record(number: int, sent: int, attempt: int | None = None) -> dict[str, Any]:
@@ -39,3 +40,15 @@ def test_a_strangers_title_is_printed_in_one_line_that_commands_no_terminal() ->
     Plain(Console(file=said, soft_wrap=True)).headline(f"Which?\n\x1b]0;owned\x07{'x' * 100_000}")
     (line,) = said.getvalue().splitlines()
     assert line.startswith("Which? ?]0;owned?xxx") and line.isprintable() and len(line) < 500
+
+
+@pytest.mark.parametrize(("evaluate", "said"), [("split", True), ("never", False)])
+def test_after_the_last_step_it_says_that_the_model_is_tested(evaluate: str, said: bool) -> None:
+    """On a slow machine that takes longer than all steps, and looked like a hang."""
+    written = io.StringIO()
+    shown = Plain(Console(file=written, soft_wrap=True))
+    shown.begin(RunSpec.load({"nodes": 1, "mode": "single", "steps": 2, "warmup": 0, "evaluate": evaluate}, "test"))
+    for number in range(2):
+        shown.step(0, record(number, 0) | {"loss": 1.0, "epoch": 0})
+    *_, last = written.getvalue().splitlines()
+    assert "step 2/2" in last and last.endswith("now it is tested") is said

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from testbed.net.shaping import congestion, route_congestion, shape
-from testbed.net.wire import ETHERNET_HEADER, IP_TCP_HEADERS, MTU, bottleneck, burst, efficiency, wire_rate
+from testbed.net.wire import bottleneck, burst, efficiency, wire_rate
 from testbed.spec.link import Link
 
 
@@ -33,6 +31,13 @@ def test_everything_that_arrives_is_redirected_to_the_ifb() -> None:
         "tc qdisc add dev eth0 ingress",
         "tc filter add dev eth0 parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev ifb0",
     ]
+
+
+def test_what_tcp_hands_over_at_once_is_a_property_of_the_interface() -> None:
+    assert lines(shape(Link(segment=2**14))) == ["ip link set dev eth0 gso_max_size 16384"]
+    assert lines(shape(Link.load({"rate": "100mbit", "segment": "16KiB"}, "test")))[1:] == lines(
+        shape(Link(rate=10**8))
+    )
 
 
 def test_egress_only_leaves_the_ifb_out() -> None:
@@ -76,12 +81,6 @@ def test_congestion_control_is_set_per_namespace_or_per_route() -> None:
 
 def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
     assert burst(10**9) == 500_000 and burst(10**7) == 16 * 1024
-
-
-def test_a_burst_holds_what_tcp_hands_over_at_once_where_that_takes_12_ms_at_most() -> None:
-    frames = math.ceil(64 * 1024 / (MTU - IP_TCP_HEADERS))
-    assert all(burst(rate * 10**6) >= frames * (MTU + ETHERNET_HEADER) for rate in (50, 100, 150, 1000))
-    assert burst(20 * 10**6) == 30_000
 
 
 def test_headers_leave_0_956_of_the_wire() -> None:

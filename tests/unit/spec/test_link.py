@@ -20,9 +20,17 @@ def test_nothing_asked_is_an_unshaped_link() -> None:
 
 
 def test_a_link_reads_text_and_writes_the_same_text() -> None:
-    link = load(rate="200mbit", delay="20ms", jitter="1500us", loss=0.01, queue="50ms")
+    written = {
+        "rate": "200mbit",
+        "delay": "20ms",
+        "jitter": "1500us",
+        "loss": 0.01,
+        "queue": "50ms",
+        "segment": "16KiB",
+    }
+    link = load(**written)
     assert (link.rate, link.delay, link.loss, link.queue) == (200_000_000, 0.020, 0.01, 0.050)
-    assert link.model_dump() == {"rate": "200mbit", "delay": "20ms", "jitter": "1500us", "loss": 0.01, "queue": "50ms"}
+    assert link.segment == 2**14 and link.model_dump() == written
 
 
 def test_a_rate_alone_needs_no_netem_but_delay_and_loss_do() -> None:
