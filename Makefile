@@ -35,7 +35,7 @@ check: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: data ## the speed this project promises, measured (an hour; ARGS=PART for one part; do nothing else meanwhile)
+bench: data ## the speed this project promises, measured (90 minutes; ARGS=PART for one part; do nothing else meanwhile)
 	$(BIN)/python -m tests.bench $(ARGS)
 
 soak: $(VENV)/.ready ## what must hold when things go wrong, counted; resumes (ARGS="kill resume": some parts)
