@@ -96,8 +96,8 @@ def test_the_number_of_ranks_does_not_change_the_model(train: Train, mode: str, 
 
 PIPELINES = ["ring/bucket:64KiB/pipeline", "direct/bucket:64KiB/pipeline"]
 SCHEDULED = ["ring/bucket:64KiB/overlap", "ring/bucket:64KiB/pipeline"]
-EXACT = [*("gather", "allreduce", "direct", "ring-reduce", "tree", "halving", "server", "ddp"), *PIPELINES]
-EXACT += ["allreduce/bucket:64KiB/overlap", "ring/param/overlap"]
+# Those that update or overlap in another way; the rest differ in the order of sums alone, and `make bench` has all.
+EXACT = ["allreduce", "server", "ddp", *PIPELINES, "allreduce/bucket:64KiB/overlap", "ring/param/overlap"]
 
 
 @pytest.mark.parametrize("mode", EXACT)
