@@ -53,8 +53,8 @@ class Link(Spec):
 
     @property
     def shaped(self) -> bool:
-        """True when tc has anything to do."""
-        return self.rate is not None or self.needs_netem
+        """True when a place that leaves interfaces alone would not give it."""
+        return self.rate is not None or self.segment is not None or self.needs_netem
 
     @property
     def needs_netem(self) -> bool:

@@ -1,7 +1,7 @@
 """How a collective grows with the number of ranks: 8 MB at 100 Mbit, 2 to 16 namespaces, and one plot of it.
 
 TCP hands over 16 KiB at once, which a bucket of 100 Mbit passes whole. Cut into frames, what 16 nodes send takes more
-than two cores: `ring/flat` and Gloo's all_reduce were both 1.8 times as slow as the network.
+than two cores: `ring/flat` took 1.8 times as long as the network needs, and Gloo's all_reduce was no faster.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ def test_a_link_of_one_node_is_refused_like_one_of_all_where_nothing_is_shaped()
     one = spec(link={}, overrides={"node2": {"link": {"rate": "50mbit"}}, "node3": {"cpus": 0.2}})
     with pytest.raises(Unavailable, match=r'^link \{"rate":"50mbit"\} of node2: cannot be shaped here.*--on netns'):
         place.check_shaping(one, place.choose("process", one), "process")
+    with pytest.raises(Unavailable, match=r'^link \{"segment":"16KiB"\}: cannot be shaped here'):
+        place.check_shaping(spec(link={"segment": "16KiB"}), place.choose("process", one), "process")
     place.check_shaping(one, place.Place("netns", "", True), "netns")
     plain = spec(link={}, faults=["cut:rank0@step3"])  # a fault is no link, and checked elsewhere
     place.check_shaping(plain, place.choose("process", plain), "process")
