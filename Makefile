@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A CPU build of torch needs its index on most machines; see the README.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -11,9 +10,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# TORCH_INDEX names the index of torch and torchvision, PyTorch's CPU builds by default; see docker/torch.sh.
 $(VENV)/.ready: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]}: 3.11 or later is needed. Use make PYTHON=python3.11.")'
 	$(PYTHON) -m venv $(VENV)
+	docker/torch.sh requirements.txt $(BIN)/python install --quiet
 	$(PIP) install --quiet --requirement requirements.txt
 	$(PIP) install --quiet --no-deps --editable .
 	@touch $@

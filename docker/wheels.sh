@@ -3,7 +3,7 @@
 #
 #   docker/wheels.sh         fill wheels/ (about 250 MB), unless it is up to date
 #
-# Where pip's own index has no CPU build of torch, TORCH_INDEX names PyTorch's; a CUDA build is refused.
+# torch and torchvision come from PyTorch's index of CPU builds (docker/torch.sh); a CUDA build is refused.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,12 +18,15 @@ for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_24 manylinux
   platforms+=(--platform "${tag}_$(uname -m)")
 done
 rm -rf wheels/.new
-"$python" -m pip --disable-pip-version-check download --quiet --dest wheels/.new --only-binary :all: \
-  --python-version 3.11 --implementation cp --abi cp311 --abi abi3 --abi none "${platforms[@]}" \
-  ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --requirement docker/packages.txt
+download=(download --quiet --dest wheels/.new --only-binary :all:
+  --python-version 3.11 --implementation cp --abi cp311 --abi abi3 --abi none "${platforms[@]}")
+mkdir -p wheels/.new
+docker/torch.sh docker/packages.txt "$python" "${download[@]}"
+# What is there already is preferred to an index: 2.13.0+cpu is newer than 2.13.0, and of equal versions pip takes the file.
+"$python" -m pip --disable-pip-version-check "${download[@]}" --find-links wheels/.new --requirement docker/packages.txt
 if compgen -G 'wheels/.new/nvidia*' >/dev/null; then
   rm -rf wheels/.new
-  echo "wheels: pip found a CUDA build of torch only. Set TORCH_INDEX to PyTorch's index of CPU builds." >&2
+  echo "wheels: pip found a CUDA build of torch only. Set TORCH_INDEX to an index of CPU builds that answers." >&2
   exit 2
 fi
 find wheels -name '*.whl' ! -path '*/.new/*' -delete
