@@ -9,4 +9,4 @@ Rooms (imports point one way, `tests/unit/test_imports.py` proves it):
   report/   offline: run folders in, tables and pages out
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

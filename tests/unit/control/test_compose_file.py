@@ -51,7 +51,4 @@ def test_the_image_has_the_pinned_packages() -> None:
     def pins(name: str) -> set[str]:
         return {line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")}
 
-    unlisted = {
-        pin for pin in pins("docker/packages.txt") - pins("requirements.txt") if not pin.startswith("setuptools")
-    }
-    assert unlisted == set(), "torch asks for setuptools, which a virtual environment has by itself"
+    assert pins("docker/packages.txt") - pins("requirements.txt") == set()

@@ -1,0 +1,71 @@
+"""The files in the root of the repository agree with each other."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import testbed
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+
+
+def project(requirement: str) -> str:
+    """'numpy' of 'numpy>=2' or 'numpy==2.4.6'."""
+    return re.split(r"[=<>\[ ]", requirement, maxsplit=1)[0].lower()
+
+
+def pins(name: str) -> set[str]:
+    return {line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")}
+
+
+def test_one_version_everywhere() -> None:
+    assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == testbed.__version__
+    assert re.search(r"^## \[(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == testbed.__version__
+    assert f"VERSION: {testbed.__version__}\n" in (ROOT / "compose.yaml").read_text()
+
+
+def test_the_release_has_one_date() -> None:
+    released = re.search(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert f"## [{testbed.__version__}] - {released}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_package_that_is_asked_for_is_pinned() -> None:
+    asked = [*PYPROJECT["project"]["dependencies"], *(each for extra in EXTRAS.values() for each in extra)]
+    pinned = {project(pin) for pin in pins("requirements.txt")}
+    assert {project(each) for each in asked} - pinned == {"testbed"}
+
+
+def test_torch_is_one_pair_in_the_extra_and_in_the_pins() -> None:
+    assert {each for each in EXTRAS["rank"] if each.startswith("torch")} <= pins("requirements.txt")
+
+
+def test_nobody_who_reports_needs_an_engine_or_torch() -> None:
+    """Each optional package is in the extras of those who use it, and not in the bare package."""
+    where = {
+        package: {name for name, needs in EXTRAS.items() if package in map(project, needs)}
+        for package in ("torch", "docker", "fabric", "matplotlib", "jinja2")
+    }
+    assert where == {
+        "torch": {"rank"},
+        "docker": {"compose"},
+        "fabric": {"hosts"},
+        "matplotlib": {"report"},
+        "jinja2": {"compose", "report"},
+    }
+    assert not set(where) & set(map(project, PYPROJECT["project"]["dependencies"]))
+
+
+def test_a_commit_is_checked_by_the_commands_of_make_check() -> None:
+    recipe = re.search(r"^check:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+    hooks = re.findall(r"^ +entry: (.+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE)
+    assert hooks == commands
+
+
+def test_continuous_integration_runs_what_a_person_runs() -> None:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r"run: (.+)$", workflow, re.MULTILINE) == ["sudo .ci/run"]
