@@ -10,7 +10,6 @@ from testbed import __version__
 from testbed.spec.errors import refuse
 from testbed.spec.run import SCHEMA
 
-ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "compose.yaml.j2"
 CPU_PERIOD = 10_000  # microseconds; a node's quota is a part of it
 MAX_NODES = 256

@@ -13,7 +13,7 @@ from testbed import __version__
 from testbed.rank.traffic import congestion_control
 
 
-def describe() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Facts for the start record."""
     return {
         "testbed": __version__,

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from testbed.rank import environment
+from testbed.rank.environment import describe_environment
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.data import Batches, Dataset, open_dataset
 from testbed.rank.evaluate import Tally, evaluate
@@ -173,7 +173,7 @@ class Trainer:
                 deadline=self.group.deadline.total_seconds(),
                 tensors=len(parameters),
                 counter=self.counter.name,
-                environment=environment.describe(),
+                environment=describe_environment(),
             )
         )
 
