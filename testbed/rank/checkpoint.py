@@ -20,13 +20,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from testbed.rank.evaluate import Tally
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
 from testbed.rank.replicas import parameter_hash
@@ -34,6 +33,9 @@ from testbed.rank.sync.base import Synchronizer
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.folder import read_bounded, write_whole
 from testbed.spec.run import SCHEMA, RunSpec
+
+if TYPE_CHECKING:  # train imports this module
+    from testbed.rank.evaluate import Tally
 
 KEPT = 2  # at least
 MAX_FACTS = 1 << 20  # bytes of the JSON

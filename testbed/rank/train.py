@@ -10,9 +10,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from testbed.rank.environment import describe_environment
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.data import Batches, Dataset, open_dataset
+from testbed.rank.environment import describe_environment
 from testbed.rank.evaluate import Tally, evaluate
 from testbed.rank.group import Group
 from testbed.rank.models import build_model, untrack_statistics, usual_shape

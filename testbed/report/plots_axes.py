@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from testbed.report import axes, findings_axes, words
+from testbed.report import axes, findings_axes, stats
 from testbed.report.axes import Curve
 from testbed.report.cells import Cell, Chapter
 from testbed.report.plots_modes import legend_above, rows
@@ -259,7 +259,7 @@ def places(chapter: Chapter) -> list[Plot]:
             )[0]
             made.tip(bar, f"{cell.label} on {place}: {cell.seconds.centre:.3f} s")
             made.axes.text(
-                cell.seconds.centre, at, f" {words.seconds(cell.seconds.centre)}, {place}", va="center", fontsize=8.8
+                cell.seconds.centre, at, f" {stats.seconds(cell.seconds.centre)}, {place}", va="center", fontsize=8.8
             )
     made.axes.set_xlim(0, 1.3 * max(c.seconds.centre for cells in both for c in cells.values()))
     made.axes.set_xlabel("seconds per step")

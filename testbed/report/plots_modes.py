@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.artist import Artist
 from matplotlib.patches import Patch
 
-from testbed.report import findings, words
+from testbed.report import findings, stats, words
 from testbed.report.cells import Cell, Chapter
 from testbed.report.style import COLOURS, Canvas, Plot, canvas, colour, plot
 
@@ -81,7 +81,7 @@ def where_time_goes(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str
             whole,
             f"{name}: {s.step:.3f} s = {s.compute:.3f} computing + {s.exposed:.3f} blocked + {s.rest:.3f} rest{share}",
         )
-        made.axes.text(s.step + 0.012 * longest, y, words.seconds(s.step), va="center", color=INK, fontsize=9.5)
+        made.axes.text(s.step + 0.012 * longest, y, stats.seconds(s.step), va="center", color=INK, fontsize=9.5)
     made.axes.set_xlim(0, longest * 1.19)
     made.axes.set_xlabel("seconds of an average step")
     keys = [

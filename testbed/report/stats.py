@@ -79,3 +79,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def seconds(value: float) -> str:
+    """1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"

@@ -10,8 +10,8 @@ from testbed.report import theory
 from testbed.report.cells import NO_CONDITION, Cell, Chapter
 from testbed.report.findings import fastest, loss_by_step, megabytes, namer, percent, rate_in_words, slowest
 from testbed.report.focus import Focus, overrides_in_words
+from testbed.report.stats import seconds
 from testbed.report.tables import sent_over_theory
-from testbed.report.words import seconds
 
 SUM_TOLERANCE = 0.05  # of the sums of a split, and of what it leaves as rest
 BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again

@@ -22,7 +22,7 @@ import numpy as np
 
 from testbed.report import theory
 from testbed.report.load import Run
-from testbed.report.words import seconds
+from testbed.report.stats import seconds
 from testbed.spec.intervals import Interval, length
 
 SLOW_CPU = 1.25

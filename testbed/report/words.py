@@ -59,8 +59,3 @@ FAULTS = (
     " lost another, stopped one that the controller ended. Recovered: `went on` by itself, or `restarted` from a"
     " checkpoint. A fault whose moment never came was not injected, and says so."
 )
-
-
-def seconds(value: float) -> str:
-    """1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
