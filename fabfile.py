@@ -17,7 +17,7 @@ from typing import Any
 from invoke import Context, Exit, task
 from invoke.parser import Parser
 
-from testbed.control import hosts_commands as commands
+from testbed.control.cli import hosts as commands
 from testbed.spec.errors import TestbedError
 
 HELP = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from testbed.control.compose_file import render
+from testbed.control.substrates.engine import render
 from testbed.spec.errors import TestbedError
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from rank_pool import RankPool
-from turns import take_turn
+
+from tests.support.command import chromium
+from tests.support.rank_pool import RankPool
+from tests.support.turns import take_turn
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # or children of a background job would be deaf to it
 os.environ.setdefault("TESTBED_SHARE", "1")  # tests start runs beside each other
@@ -52,11 +54,6 @@ def _lacks_for_browser() -> str | None:
     if importlib.util.find_spec("playwright") is None:
         return "playwright is not installed"
     return None if chromium() else "no Chromium found: apt-get install chromium"
-
-
-def chromium() -> str | None:
-    """Where the browser is."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def _lacks_for_hosts() -> str | None:

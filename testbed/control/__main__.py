@@ -1,5 +1,5 @@
 """`python -m testbed.control` is the `testbed` command."""
 
-from testbed.control.cli import main
+from testbed.control.cli.main import main
 
 main()

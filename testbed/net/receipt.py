@@ -10,10 +10,10 @@ from typing import Any, Self
 from pydantic import Field
 
 from testbed.net.probe import Flow, Measurement
-from testbed.net.wire import bottleneck, wire_rate
+from testbed.net.tcp import bottleneck, wire_rate
+from testbed.results.folder import read_bounded, write_whole
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
-from testbed.spec.folder import read_bounded, write_whole
 from testbed.spec.run import SCHEMA, check_schema
 from testbed.spec.units import format_rate
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from testbed.net.wire import ETHERNET_HEADER, MTU, burst
+from testbed.net.tcp import ETHERNET_HEADER, MTU, burst
 from testbed.spec.link import Link
 from testbed.spec.units import format_rate
 

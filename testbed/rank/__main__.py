@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from testbed.rank import appetite, stopping
+from testbed.rank import oom, watchdog
 from testbed.rank.checkpoint import Checkpoints
+from testbed.rank.counters import open_counter
 from testbed.rank.group import alone, join, leave, naming
 from testbed.rank.outcome import Ending
 from testbed.rank.recorder import Recorder
-from testbed.rank.traffic import open_counter
 from testbed.rank.train import Trainer
+from testbed.results.folder import RunFolder
 from testbed.spec.errors import SpecError, TestbedError
-from testbed.spec.folder import RunFolder
 from testbed.spec.run import RunSpec
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint that all ranks have")
     options = parser.parse_args()
     folder = RunFolder(options.folder)
-    stopping.raise_interrupted()
+    watchdog.raise_interrupted()
     try:
         rank = _number("RANK", 0)
         spec = folder.read_spec()
@@ -40,11 +40,11 @@ def main() -> int:
         folder.set_records_aside(rank)
     with Recorder(folder.records(rank), folder.attempts(rank) if options.resume else {}) as recorder:
         ending = Ending(rank, recorder)
-        stopping.insist(lambda error: os._exit(ending.because(error)))
+        watchdog.insist(lambda error: os._exit(ending.because(error)))
         try:
             _train(spec, rank, recorder, ending, folder, options.resume)
         except Exception as error:
-            stopping.ignore()
+            watchdog.ignore()
             return ending.because(error)
     return 0
 
@@ -64,7 +64,7 @@ def _train(
     group = join(*together) if size > 1 else alone()
     with naming(group):
         keeper = Checkpoints(spec, folder.checkpoints, group, resume) if spec.checkpoint or resume else None
-        appetite.wake(spec)
+        oom.wake(spec)
         Trainer(spec, group, recorder, open_counter(interface), keeper).run()
         leave(group)
 

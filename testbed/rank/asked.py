@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed.spec.errors import SpecError, refuse
+from testbed.spec.experiment import run_name, with_settings
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
-from testbed.spec.settings import run_name, with_settings
 
 COMPOSE, LAUNCHED = "compose", "launched"  # who started the ranks; their runs lie in runs/ under that name
 SHAPINGS = ("both", "egress", "off")

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
 from testbed.rank.replicas import parameter_hash
-from testbed.rank.sync.base import Synchronizer
+from testbed.rank.sync.synchronizer import Synchronizer
+from testbed.results.folder import read_bounded, write_whole
 from testbed.spec.errors import SpecError, refuse
-from testbed.spec.folder import read_bounded, write_whole
 from testbed.spec.run import SCHEMA, RunSpec
 
 if TYPE_CHECKING:  # train imports this module
-    from testbed.rank.evaluate import Tally
+    from testbed.rank.train import Tally
 
 KEPT = 2  # at least
 MAX_FACTS = 1 << 20  # bytes of the JSON

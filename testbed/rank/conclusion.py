@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from testbed.net.probe import probe_node
+from testbed.net.probe import ProbeError, probe_node
 from testbed.net.receipt import Receipt
-from testbed.net.rendezvous import ProbeError
 from testbed.rank.asked import Asked
+from testbed.results.conclude import Summary, summarise
+from testbed.results.folder import RunFolder, write_whole
+from testbed.results.records import Error
+from testbed.results.table import (
+    caption,
+    format_table,
+    left_out,
+    table,
+)
 from testbed.spec.errors import Interrupted, NetworkInvalid, PeerLost, RankFailed
-from testbed.spec.folder import RunFolder, write_whole
-from testbed.spec.records import Error
 from testbed.spec.run import RunSpec
-from testbed.spec.summary import Summary, summarise
-from testbed.spec.table import caption, format_table, left_out, table
 
 if TYPE_CHECKING:
     import torch.distributed as dist

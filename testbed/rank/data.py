@@ -5,16 +5,160 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler
 
-from testbed.rank import augment as transforms
-from testbed.rank.augment import Crops
-from testbed.rank.partition import Partition
 from testbed.spec.datasets import DatasetInfo, Shape, array_path, dataset_info, is_complete
 from testbed.spec.errors import Unavailable, refuse
+
+# From stored bytes to what a model eats: pad, crop, flip, channels first, normalise. Whole batches at a time.
+
+Bytes = NDArray[np.uint8]
+
+MARGIN = 4  # pixels of black around an image that a random crop may reach into
+
+
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """Its own stream for each epoch; torch's global generator belongs to the experiment."""
+    return np.random.default_rng((seed, epoch))
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Where each image of a batch is cut out, and whether it is mirrored."""
+
+    top: NDArray[np.int64]
+    left: NDArray[np.int64]
+    mirrored: NDArray[np.bool_]
+
+    def rows(self, rows: NDArray[np.int64]) -> Crops:
+        return Crops(self.top[rows], self.left[rows], self.mirrored[rows])
+
+
+def draw(rng: np.random.Generator, count: int) -> Crops:
+    """For a global batch: every rank draws all of it and takes its rows, so the number of ranks changes no image."""
+    top, left = rng.integers(0, 2 * MARGIN + 1, (2, count))
+    return Crops(top, left, rng.random(count) < 0.5)
+
+
+def pad(images: Bytes, margin: int) -> Bytes:
+    """N x H x W x C with a black frame of `margin` pixels."""
+    if not margin:
+        return images
+    count, height, width, channels = images.shape
+    framed = np.zeros((count, height + 2 * margin, width + 2 * margin, channels), np.uint8)
+    framed[:, margin:-margin, margin:-margin] = images
+    return framed
+
+
+def channels_first(images: Bytes) -> Bytes:
+    """N x H x W x C to N x C x H x W, contiguous."""
+    return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+
+
+def crop_and_flip(images: Bytes, crops: Crops) -> Bytes:
+    """Random crop out of a frame of 4 and a mirror image for every other one; N x H x W x C to N x C x H x W."""
+    count, height, width, _ = images.shape
+    windows = sliding_window_view(pad(images, MARGIN), (height, width), axis=(1, 2))  # N x 9 x 9 x C x H x W, a view
+    cropped = np.ascontiguousarray(windows[np.arange(count), crops.top, crops.left])
+    cropped[crops.mirrored] = cropped[crops.mirrored, ..., ::-1]
+    return cropped
+
+
+def normalise(
+    images: Bytes, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """(pixel / 255 - mean) / std, in the order of torchvision's transforms, so that the bits are the same."""
+    pixels = torch.from_numpy(images).to(dtype).div_(255)
+    centre, scale = (torch.tensor(values, dtype=dtype).view(-1, 1, 1) for values in (mean, std))
+    return pixels.sub_(centre).div_(scale)
+
+
+# Which images a rank sees in which step of an epoch.
+#
+# sampler   torch's DistributedSampler: one permutation an epoch, dealt out to the ranks like cards
+# fixed     one contiguous block a rank, in the same order every epoch
+#
+# With equal shares, step k of all ranks together is the same set of images for every number of ranks (sampler), so runs
+# with 1, 2 and 4 ranks train on the same global batches.
+
+Indices = NDArray[np.int64]
+Kind = Literal["sampler", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A data set of `size` images cut into global batches of `batch` images.
+
+    `shares`, images per step of each rank, are for uneven nodes; then an incomplete last global batch is dropped.
+    Equal shares are the same as none: the last batch is kept, smaller.
+    """
+
+    size: int
+    batch: int
+    seed: int = 0
+    kind: Kind = "sampler"
+    shares: tuple[int, ...] | None = None
+
+    def indices(self, rank: int, world: int, epoch: int) -> list[Indices]:
+        """One array of image indices per step; the same number of steps on every rank."""
+        self._check(world)
+        if self._uneven is not None:
+            return self._uneven_steps(self._uneven, rank, epoch)
+        each = self.batch // world
+        mine = self._fixed(rank, world) if self.kind == "fixed" else self._sampled(rank, world, epoch)
+        return [mine[start : start + each] for start in range(0, len(mine), each)]
+
+    def rows(self, rank: int, world: int, count: int) -> Indices:
+        """Which rows of the global batch the first `count` images of this rank's step are."""
+        if self._uneven is not None:
+            return sum(self._uneven[:rank]) + np.arange(count)
+        return rank + world * np.arange(count)
+
+    def steps(self, world: int) -> int:
+        """Steps per epoch."""
+        self._check(world)
+        if self._uneven is not None:
+            return self.size // self.batch
+        images = self.size // world * world if self.kind == "fixed" else self.size
+        return -(-images // self.batch)
+
+    @property
+    def _uneven(self) -> tuple[int, ...] | None:
+        return self.shares if self.shares is not None and len(set(self.shares)) > 1 else None
+
+    def _check(self, world: int) -> None:
+        """Batch and shares have passed RunSpec; only here is known how many images there are."""
+        shares = self.shares or (self.batch // world,) * world
+        assert len(shares) == world and sum(shares) == self.batch, f"{self} for {world} ranks"
+        need = world if self._uneven is None else self.batch
+        if self.size < need:
+            raise refuse("subset", self.size, f"at least {need} images are needed for one step", "Use more images.")
+
+    def _sampled(self, rank: int, world: int, epoch: int) -> Indices:
+        """A permutation from the sampler's own generator; padded with its first images to divide by `world`."""
+        sampler = DistributedSampler(range(self.size), world, rank, shuffle=True, seed=self.seed)  # type: ignore[arg-type, var-annotated]
+        sampler.set_epoch(epoch)  # without it every epoch would repeat the first one's order
+        return np.fromiter(sampler, np.int64)
+
+    def _fixed(self, rank: int, world: int) -> Indices:
+        """Blocks of equal length, or ranks would disagree on the number of steps; a remainder is left out."""
+        block = self.size // world
+        return np.arange(rank * block, (rank + 1) * block)
+
+    def _uneven_steps(self, shares: tuple[int, ...], rank: int, epoch: int) -> list[Indices]:
+        """Sampler: consecutive pieces of each global batch. Fixed: one block a rank, as long as its share."""
+        steps, before, own = self.size // self.batch, sum(shares[:rank]), shares[rank]
+        if self.kind == "fixed":
+            return list(np.arange(before * steps, (before + own) * steps).reshape(steps, own))
+        batches = self._sampled(0, 1, epoch)[: steps * self.batch].reshape(steps, self.batch)
+        return list(batches[:, before : before + own])
+
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -44,7 +188,7 @@ class Dataset:
 
     def pick(self, indices: NDArray[np.int64]) -> NDArray[np.uint8]:
         """A copy of these images, padded, N x H x W x C."""
-        return transforms.pad(self.images[self.rows[indices]], self.pad)
+        return pad(self.images[self.rows[indices]], self.pad)
 
 
 def open_dataset(
@@ -122,10 +266,10 @@ class Batches:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Images N x C x H x W and labels (int64), step by step; every call repeats the same epoch exactly."""
-        rng = transforms.generator(self.seed, epoch)
+        rng = generator(self.seed, epoch)
         for indices in self.partition.indices(self.rank, self.world, epoch):
             rows = self.partition.rows(self.rank, self.world, len(indices))
-            crops = transforms.draw(rng, self.partition.batch).rows(rows) if self.augment else None
+            crops = draw(rng, self.partition.batch).rows(rows) if self.augment else None
             yield _batch(self.dataset, indices, crops, self.dtype)
 
 
@@ -140,8 +284,8 @@ def test_batches(
 
 def _batch(dataset: Dataset, indices: NDArray[np.int64], crops: Crops | None, dtype: torch.dtype) -> Batch:
     stored = dataset.pick(indices)
-    images = transforms.channels_first(stored) if crops is None else transforms.crop_and_flip(stored, crops)
-    return transforms.normalise(images, dataset.mean, dataset.std, dtype), torch.from_numpy(dataset.labels[indices])
+    images = channels_first(stored) if crops is None else crop_and_flip(stored, crops)
+    return normalise(images, dataset.mean, dataset.std, dtype), torch.from_numpy(dataset.labels[indices])
 
 
 test_batches.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name suggests to pytest

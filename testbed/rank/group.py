@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from testbed.rank.heartbeat import STOPPED, Heartbeat
+from testbed.rank.watchdog import STOPPED, Heartbeat
 from testbed.spec.errors import Interrupted, PeerLost, RankFailed, ReplicasDiffer, Unavailable
 
 PATIENCE = 10  # deadlines that a rank which lives may be late for a test or a comparison

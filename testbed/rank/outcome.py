@@ -11,8 +11,8 @@ import traceback
 
 from testbed.rank.group import is_lost_peer
 from testbed.rank.recorder import Recorder
+from testbed.results.records import Error
 from testbed.spec.errors import PeerLost, TestbedError
-from testbed.spec.records import Error
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no quota, no larger file
 

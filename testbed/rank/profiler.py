@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from testbed.spec.intervals import Interval, length
+from testbed.spec.units import Interval, length
 
 STEPS = 3  # that are profiled, after warm-up
 WAITING = "communication"  # the name of our own marks

@@ -1,15 +1,189 @@
-"""Recorder: one JSON line per record, flushed at once. It draws no random number and adds no barrier."""
+"""Timeline: when this rank computed, when it communicated, and when its loop was blocked; on the monotonic clock.
+
+The loop times phases and stalls, the communication layer times what travels, and neither asks the other: that exposed
+and hidden communication add up to what was busy is a check. Any thread may write.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import replace
+import itertools
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from testbed.spec.folder import RunFolder
-from testbed.spec.records import Record, Repeated, Step, encode, read_repeated
+import torch
+
+from testbed import __version__
+from testbed.rank.counters import congestion_control
+from testbed.results.folder import RunFolder
+from testbed.results.records import (
+    CONTINUED,
+    Record,
+    Repeated,
+    Step,
+    encode,
+    read_repeated,
+)
+from testbed.spec.units import Interval, length
+
+# What a measurement depends on and the spec does not say: versions, kernel, processor, load.
+
+
+def describe_environment() -> dict[str, Any]:
+    """Facts for the start record."""
+    return {
+        "testbed": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "own cores": sorted(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "threads": torch.get_num_threads(),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "congestion": congestion_control(),
+        "host": platform.node(),
+    }
+
+
+def _cpu_model() -> str:
+    lines = _read("/proc/cpuinfo").splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor())
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+PHASES = ("data", "forward", "backward", "sync", "update")  # `update` lies inside `sync`
+WORK = ("data", "forward", "backward", "update")
+
+
+@dataclass
+class Travel:
+    """One buffer on its way."""
+
+    name: str
+    size: int  # bytes
+    begun: float
+
+
+class Timeline:
+    """Everything since the last `take`; what is still on its way then is cut in two."""
+
+    def __init__(self, detailed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.detailed = detailed  # False: sums of phases only, to see what the details cost
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._tokens = itertools.count()
+        self._travelling: dict[int, Travel] = {}
+        self._travelled: list[tuple[Travel, float]] = []
+        self._stalls: list[Interval] = []
+        self._phases: list[tuple[str, float, float]] = []
+        self._cpu = 0.0
+        self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # a profiler's, around stalls
+        self.begun = clock()
+
+    def start(self) -> None:
+        """A step begins: what happened between steps belongs to none."""
+        self.begun = self.clock()
+        with self._lock:
+            self._travelled.clear()
+            for travel in self._travelling.values():
+                travel.begun = self.begun
+                travel.name = travel.name.removesuffix(CONTINUED) + CONTINUED
+        self._stalls.clear()
+        self._phases.clear()
+        self._cpu = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The loop is in this phase."""
+        begun, used = self.clock(), time.thread_time()
+        try:
+            yield
+        finally:
+            self._phases.append((name, begun, self.clock()))
+            self._cpu += time.thread_time() - used if name in WORK else 0.0
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The loop waits for communication."""
+        begun = self.clock()
+        try:
+            with self.mark():
+                yield
+        finally:
+            self._stalls.append((begun, self.clock()))
+
+    def was_blocked(self, since: float) -> None:
+        """The loop has waited for communication until now."""
+        self._stalls.append((since, self.clock()))
+
+    def depart(self, name: str, size: int) -> int:
+        """A buffer starts to travel; give the number to `arrive`."""
+        token = next(self._tokens)
+        with self._lock:
+            self._travelling[token] = Travel(name, size, self.clock())
+        return token
+
+    def arrive(self, token: int) -> None:
+        now = self.clock()
+        with self._lock:
+            self._travelled.append((self._travelling.pop(token), now))
+
+    @contextmanager
+    def travelling(self, name: str, size: int) -> Iterator[None]:
+        token = self.depart(name, size)
+        try:
+            yield
+        finally:
+            self.arrive(token)
+
+    def take(self) -> dict[str, Any]:
+        """The step's fields of a record, from `start` to now."""
+        begun, now = self.begun, self.clock()
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for name, a, b in self._phases:
+            seconds[name] += b - a
+        fields: dict[str, Any] = {"at": begun, **seconds, "total": now - begun, "cpu": _short(self._cpu)}
+        return fields | self._details(begun, now) if self.detailed else fields
+
+    def _details(self, begun: float, now: float) -> dict[str, Any]:
+        with self._lock:
+            travels = [*self._travelled, *((travel, now) for travel in self._travelling.values())]
+        stalls = [(max(a, begun), b) for a, b in self._stalls]
+        intervals = [(travel.begun, end) for travel, end in travels]
+        busy = length(intervals)
+        return {
+            "blocked": length(stalls),
+            "busy": busy,
+            "hidden": length([*intervals, *stalls]) - length(stalls),
+            "phases": [(name, _short(a - begun), _short(b - a)) for name, a, b in self._phases],
+            "comm": [(t.name, _short(t.begun - begun), _short(end - t.begun), t.size) for t, end in travels],
+            "stalls": [(_short(a - begun), _short(b - a)) for a, b in stalls],
+        }
+
+
+def _short(seconds: float) -> float:
+    """Microseconds are enough, and short to write."""
+    return round(seconds, 6)
+
+
+# Recorder: one JSON line per record, flushed at once. It draws no random number and adds no barrier.
 
 
 class Recorder:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import allreduce_mean_, spread_
+from testbed.results.records import Hash
 from testbed.spec.errors import ReplicasDiffer
-from testbed.spec.records import Hash
 
 SAME_START = "Nothing was sent yet: give all nodes the same image, or the same versions of testbed and torch."
 MEND = "The mode does not keep replicas equal. If it is your own, mend its mean_ (docs/modes.md); else use another."

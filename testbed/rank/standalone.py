@@ -22,14 +22,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from testbed.rank import presence, stopping
+from testbed.rank import presence, watchdog
 from testbed.rank.asked import Asked, ask
 from testbed.rank.conclusion import Conclusion
+from testbed.results.folder import RunFolder, runs_dir, write_whole
+from testbed.results.records import Error
 from testbed.spec.errors import Interrupted, PeerLost, TestbedError
-from testbed.spec.folder import RunFolder, runs_dir, write_whole
-from testbed.spec.records import Error
+from testbed.spec.experiment import fresh_folder
 from testbed.spec.run import RunSpec
-from testbed.spec.settings import fresh_folder
 
 if TYPE_CHECKING:  # torch takes a second to import: only who trains does
     import torch.distributed as dist
@@ -43,7 +43,7 @@ LINGER_LOST = 3.0  # the same once a rank was lost
 
 def main() -> int:
     """Take part; the exit code is the error's own (spec/errors.py)."""
-    stopping.raise_interrupted()
+    watchdog.raise_interrupted()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what the store warns of is said in our own words
     try:
         asked = ask(os.environ)
@@ -51,7 +51,7 @@ def main() -> int:
             asked = _settle(asked, connection)
             code = _take_part(asked, connection) if asked.rank < asked.spec.world else _stand_by(asked)
             if asked.rank > 0 and code != Interrupted.exit_code:
-                for number in stopping.SIGNALS:  # nothing is left to write down
+                for number in watchdog.SIGNALS:  # nothing is left to write down
                     signal.signal(number, lambda *_: os._exit(code))
                 linger = LINGER_LOST if code == PeerLost.exit_code else LINGER
                 presence.outlast(connection, linger if asked.rank < asked.spec.world else None)
@@ -91,11 +91,11 @@ def _take_part(asked: Asked, connection: socket.socket) -> int:
     folder, spec = _agree(asked, store)
     with _log(folder.log(asked.rank)), Recorder(folder.records(asked.rank)) as recorder:
         conclusion = Conclusion(asked, spec, folder)
-        stopping.insist(lambda error: os._exit(_end(error, recorder, conclusion)))
+        watchdog.insist(lambda error: os._exit(_end(error, recorder, conclusion)))
         try:
             invalid = _live(asked, spec, store, recorder, conclusion, connection)
         except Exception as error:
-            stopping.ignore()
+            watchdog.ignore()
             return _end(error, recorder, conclusion, store)
         return conclusion.good() if asked.rank == 0 else invalid
 
@@ -147,8 +147,8 @@ def _live(
     import torch
 
     from testbed.rank.checkpoint import Checkpoints
+    from testbed.rank.counters import open_counter
     from testbed.rank.group import alone, enter, leave, naming
-    from testbed.rank.traffic import open_counter
     from testbed.rank.train import Trainer
 
     torch.set_num_threads(spec.threads)

@@ -11,23 +11,80 @@ import torch
 from torch import Tensor, nn
 
 from testbed.rank.checkpoint import Checkpoints
-from testbed.rank.data import Batches, Dataset, open_dataset
-from testbed.rank.environment import describe_environment
-from testbed.rank.evaluate import Tally, evaluate
+from testbed.rank.counters import Counter
+from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
 from testbed.rank.group import Group
 from testbed.rank.models import build_model, untrack_statistics, usual_shape
 from testbed.rank.optim import Optimizer
-from testbed.rank.partition import Partition
 from testbed.rank.profiler import Profiler
-from testbed.rank.recorder import Recorder
-from testbed.rank.replicas import compare
-from testbed.rank.sync.chunks import trained
-from testbed.rank.sync.modes import build
-from testbed.rank.timeline import Timeline
-from testbed.rank.traffic import Counter
+from testbed.rank.recorder import Recorder, Timeline, describe_environment
+from testbed.rank.replicas import compare, share_statistics
+from testbed.rank.sync.buckets import trained
+from testbed.rank.sync.schedules import build
+from testbed.results.records import End, Eval, Start, Step
 from testbed.spec.datasets import data_dir
-from testbed.spec.records import End, Start, Step
 from testbed.spec.run import STEP_DEADLINE, RunSpec
+
+# Test the model: each rank a share of the images and the sums added up, or every rank all of them.
+
+
+class Tally:
+    """Loss and correct answers over images seen."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.correct = 0
+        self.images = 0
+
+    def add(self, loss: float, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """`loss` is the mean over these images."""
+        self.loss += loss * len(labels)
+        self.correct += int((logits.argmax(1) == labels).sum())
+        self.images += len(labels)
+
+    def mean_loss(self) -> float:
+        return self.loss / max(1, self.images)
+
+    def accuracy(self) -> float:
+        return self.correct / max(1, self.images)
+
+
+def evaluate(
+    spec: RunSpec, model: nn.Module, dataset: Dataset, group: Group, *, step: int, epoch: int, seen: Tally
+) -> Eval:
+    """Loss and accuracy on the test set; `seen` is the training so far."""
+    share_statistics(model, group, spec.batchnorm)
+    split = spec.evaluate == "split" and group.size > 1
+    tally = _test(model, dataset, group, split)
+    loss, correct, images = _sum(tally, group, f"eval/{step}") if split else (tally.loss, tally.correct, tally.images)
+    return Eval(
+        step=step,
+        epoch=epoch,
+        loss=loss / images,
+        correct=correct,
+        images=images,
+        scope="all ranks" if split else "this rank",
+        train_loss=seen.mean_loss(),
+        train_accuracy=seen.accuracy(),
+    )
+
+
+def _test(model: nn.Module, dataset: Dataset, group: Group, split: bool) -> Tally:
+    tally = Tally()
+    dtype = next(model.parameters()).dtype
+    model.eval()
+    with torch.no_grad():
+        for images, labels in test_batches(dataset, group.rank, group.size, split, dtype=dtype):
+            logits = model(images)
+            tally.add(float(nn.functional.cross_entropy(logits, labels)), logits, labels)
+    model.train()
+    return tally
+
+
+def _sum(tally: Tally, group: Group, key: str) -> tuple[float, int, int]:
+    parts = [part.split() for part in group.tell_all(key, f"{tally.loss!r} {tally.correct} {tally.images}")]
+    return sum(float(p[0]) for p in parts), sum(int(p[1]) for p in parts), sum(int(p[2]) for p in parts)
+
 
 LOG_STEPS = 20  # between lines of rankN.log, as the reports printed them
 LOG_SECONDS = 5.0  # between lines where steps are slow

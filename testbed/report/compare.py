@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from testbed.report import words
-from testbed.report.cells import Cell, chapters, condition
+from testbed.report import findings
 from testbed.report.load import Skipped, load
+from testbed.report.model import Cell, chapters, condition
 from testbed.report.stats import ratio
+from testbed.results.table import UNTOLD, flatten
 from testbed.spec.errors import UsageError
-from testbed.spec.table import UNTOLD, flatten
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _moved(a: str, b: str) -> list[str]:
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
     """What a reader of the intervals must know; said once."""
-    return [words.ONE_RUN] if any(len(cell.runs) == 1 for cell in cells) else []
+    return [findings.ONE_RUN] if any(len(cell.runs) == 1 for cell in cells) else []
 
 
 def _change(a: Cell, b: Cell, threshold: float, several: bool = False) -> Change:

@@ -20,10 +20,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from testbed.report.cells import Cell, Chapter
-from testbed.report.focus import value_of
-from testbed.report.tables import DASH, Table
-from testbed.report.tables_reports import bandwidth_used, epoch_images, epoch_seconds, weak_speed_up
+from testbed.report.model import Cell, Chapter, value_of
+from testbed.report.tables import (
+    DASH,
+    Table,
+    bandwidth_used,
+    epoch_images,
+    epoch_seconds,
+    weak_speed_up,
+)
 
 FLAT = 0.05  # a change smaller than this share is none
 MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {

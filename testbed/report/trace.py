@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from testbed.report.faults import Faulted, read_faulted
-from testbed.report.load import DAMAGE, Rank, Run, read_run
-from testbed.report.steps import Steps
+from testbed.report.load import DAMAGE, Rank, Run, Steps, read_run
+from testbed.results.faults import Faulted, read_faulted
+from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.errors import UsageError
-from testbed.spec.folder import RunFolder, write_whole
 
 LOOP, BLOCKED, WIRE = 0, 1, 2
 TRACE = "trace.json"

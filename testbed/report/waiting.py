@@ -23,7 +23,7 @@ import numpy as np
 from testbed.report import theory
 from testbed.report.load import Run
 from testbed.report.stats import seconds
-from testbed.spec.intervals import Interval, length
+from testbed.spec.units import Interval, length
 
 SLOW_CPU = 1.25
 MOSTLY = 0.75

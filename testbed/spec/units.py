@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from testbed.spec.errors import refuse
 
@@ -59,3 +60,17 @@ def parse_duration(text: str) -> float:
 def format_duration(seconds: float) -> str:
     """0.020 -> '20ms'."""
     return _format(round(seconds * 1e6), {"us": 1, "ms": 10**3, "s": 10**6}, ("s", "ms", "us"))
+
+
+# Intervals of time, as the rank records them and the report overlaps them.
+
+Interval = tuple[float, float]  # begin, end
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds covered by at least one interval."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from testbed.spec.folder import write_whole
+from testbed.results.folder import write_whole
 from tests.bench import codecs, collective, compose, exact, growth, hosts, loop, profile, start, step, trust, volume
 from tests.bench.figures import MEASURED, kept_limits
-from tests.provenance import ROOT, code_commit, current, throughout
+from tests.support.provenance import ROOT, code_commit, current, throughout
 
 PARTS = {
     "loop": loop.measure,

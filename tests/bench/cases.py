@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from testbed.control.substrates.base import Substrate
-from testbed.report.steps import Steps
-from testbed.spec.records import read
+from testbed.report.load import Steps
+from testbed.results.records import read
 from tests.bench.shaped import work
 
 NODES = 4

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from testbed.control.place import choose
-from testbed.control.progress import Plain
-from testbed.control.sweep import sweep
+from testbed.control.cli.progress import Plain
+from testbed.control.runs.select import choose
+from testbed.control.runs.sweep import sweep
+from testbed.results.conclude import Summary
+from testbed.results.folder import runs_dir
 from testbed.spec.experiment import Experiment
-from testbed.spec.folder import runs_dir
-from testbed.spec.summary import Summary
 from tests.bench.figures import MEASURED, Figure
-from tests.provenance import code_commit, current
+from tests.support.provenance import code_commit, current
 
 BYTES = {"fp16": (0.48, 0.52), "bf16": (0.48, 0.52), "int8": (0.23, 0.27), "topk": (0.0, 0.05), "powersgd": (0.0, 0.05)}
 SHOWN_ONLY = "topk"  # whose accuracy has no limit

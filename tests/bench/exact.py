@@ -15,8 +15,8 @@ import numpy as np
 
 from testbed.spec.mode import ALGORITHMS, legal_modes
 from tests.bench.figures import Figure
-from tests.rank_pool import RankPool
-from tests.training import Finished, lenet, train
+from tests.support.rank_pool import RankPool
+from tests.support.training import Finished, lenet, train
 
 PLAIN = "ring"  # which is ring/flat
 LIMIT = 1e-9  # relative

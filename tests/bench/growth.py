@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from testbed.net.wire import efficiency
+from testbed.net.tcp import efficiency
 from tests.bench.collective import Times, collectives
 from tests.bench.figures import Figure, spread
 from tests.bench.shaped import network
-from tests.provenance import ROOT
+from tests.support.provenance import ROOT
 
 SIZES = (2, 4, 8, 16)
 ELEMENTS = 2_000_000  # float32: 8 MB

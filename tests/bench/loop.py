@@ -45,9 +45,9 @@ def measure() -> Iterator[Figure]:
 def _work() -> None:
     import torch
 
+    from testbed.rank.counters import open_counter
     from testbed.rank.group import alone
     from testbed.rank.recorder import Recorder
-    from testbed.rank.traffic import open_counter
     from testbed.rank.train import Trainer
     from testbed.spec.run import RunSpec
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from testbed.rank.traffic import InterfaceCounter
+from testbed.rank.counters import InterfaceCounter
 
 
 def main(file: Path, repeats: int, elements: int, interface: str, size: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from testbed.control.measure import probe
+from testbed.control.runs.run import probe
 from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.net.receipt import Receipt

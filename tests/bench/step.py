@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from testbed.net.wire import efficiency
+from testbed.net.tcp import efficiency
 from testbed.spec.units import parse_rate
 from tests.bench import cases
 from tests.bench.cases import CONTROL, DDP, NODES, PATIENT, PIPELINE, case, train

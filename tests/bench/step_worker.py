@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from testbed.rank.counters import open_counter
 from testbed.rank.group import Group, join, leave
-from testbed.rank.patience import make_gloo_patient
 from testbed.rank.recorder import Recorder
-from testbed.rank.traffic import open_counter
+from testbed.rank.sync.pipeline import make_gloo_patient
 from testbed.rank.train import Trainer
 from testbed.spec.run import RunSpec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from testbed.report.load import read_run
 from testbed.report.waiting import stragglers
-from testbed.spec.folder import RunFolder
+from testbed.results.folder import RunFolder
 from tests.bench.cases import CONTROL, DDP, NODES, PIPELINE, Ranks, case, seconds, train
 from tests.bench.figures import Figure, spread
 from tests.bench.shaped import network

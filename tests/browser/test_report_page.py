@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import chromium
-from synthetic import Made, make_faulted, make_run
 
-from testbed.report.write import Report, write
+from testbed.report.page import Report, write
+from tests.support.command import chromium
+from tests.support.synthetic import Made, make_faulted, make_run
 
 pytestmark = pytest.mark.browser
 SIZES = {"desk": (1280, 900), "phone": (400, 800)}

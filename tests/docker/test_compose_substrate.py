@@ -9,14 +9,14 @@ import signal
 import time
 
 import pytest
-from command import run_command, start_command, wait_for_steps
 
+from testbed.control.machine.affinity import share_out
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate, idle
-from testbed.control.substrates.cores import share_out
 from testbed.control.substrates.engine import connect, projects
 from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
+from tests.support.command import run_command, start_command, wait_for_steps
 
 pytestmark = pytest.mark.docker
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "compose"]

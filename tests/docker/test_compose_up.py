@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
-from testbed.control.content import carried
-from testbed.control.substrates import engine, leftovers
+from testbed.control.machine import leftovers
+from testbed.control.substrates import engine
+from testbed.control.substrates.engine import carried
+from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 USER = 12345  # an ordinary user, who need not exist

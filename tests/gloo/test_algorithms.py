@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
 
 from testbed.spec.mode import SyncMode
 from tests.bench.exact import exact_modes
+from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.gloo
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
-from test_algorithms import case_of, mean_gradient, parameters
 
 from testbed.spec.mode import SyncMode, codecs_of, legal_modes
+from tests.gloo.test_algorithms import case_of, mean_gradient, parameters
+from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.gloo
 

@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command import run_command
 
-from testbed.spec.records import read
+from testbed.results.records import read
 from tests.soak import faults, garbage, torn
+from tests.support.command import run_command
 
 pytestmark = pytest.mark.gloo
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "process", "--set", "probe=false"]
@@ -76,7 +76,7 @@ def test_a_writer_killed_inside_a_write_leaves_what_was_complete() -> None:
 
 def test_ranks_listen_on_the_clusters_address_alone(tmp_path: Path) -> None:
     """Every listening socket of a rank, whoever opened it: store, heartbeat, Gloo."""
-    from command import ranks_of, start_command, wait_for_steps
+    from tests.support.command import ranks_of, start_command, wait_for_steps
 
     flags = [*SMALL, "--nodes", "2", "--steps", "100000", "--out", "r"]
     process = start_command("run", *flags, cwd=tmp_path)

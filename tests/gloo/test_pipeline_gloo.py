@@ -6,7 +6,8 @@ import os
 
 import numpy as np
 import pytest
-from test_algorithms import Pools, assert_stepped_by_the_mean, case_of, mean_gradient, parameters
+
+from tests.gloo.test_algorithms import Pools, assert_stepped_by_the_mean, case_of, mean_gradient, parameters
 
 pytestmark = pytest.mark.gloo
 

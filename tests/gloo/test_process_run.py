@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command import ranks_of, run_command, start_command, wait_for_steps
+
+from tests.support.command import ranks_of, run_command, start_command, wait_for_steps
 
 pytestmark = pytest.mark.gloo
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "process"]

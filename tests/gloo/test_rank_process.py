@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import RankRun, free_port
 
-from testbed.spec.folder import RunFolder
-from testbed.spec.records import read
+from testbed.results.conclude import summarise
+from testbed.results.folder import RunFolder
+from testbed.results.records import read
 from testbed.spec.run import SCHEMA, RunSpec
-from testbed.spec.summary import summarise
+from tests.support.rank_pool import RankRun, free_port
 
 pytestmark = pytest.mark.gloo
 

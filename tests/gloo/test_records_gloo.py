@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import run_command
 
-from testbed.report.cells import Cell, chapters
 from testbed.report.load import load
+from testbed.report.model import Cell, chapters
+from tests.support.command import run_command
 
 pytestmark = [pytest.mark.gloo, pytest.mark.quiet]
 MODES = ["none", "ring", "ring/bucket:64KiB/overlap", "ring/bucket:64KiB/pipeline", "server", "ddp/bucket:64KiB"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
 
 from testbed.spec.run import RunSpec
-from tests import training
 from tests.bench.exact import EVERYTHING, LIMIT, PLAIN, differences, exact_modes, worst
-from tests.training import Finished, lenet
+from tests.support import training
+from tests.support.rank_pool import RankPool
+from tests.support.training import Finished, lenet
 
 pytestmark = pytest.mark.gloo
 

@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from testbed.rank.counters import SocketCounter
 from testbed.rank.group import Group, alone, join
 from testbed.rank.optim import Optimizer
-from testbed.rank.patience import gloo_threads
-from testbed.rank.recorder import Recorder
+from testbed.rank.recorder import Recorder, Timeline
 from testbed.rank.replicas import parameter_hash
-from testbed.rank.sync.modes import build
-from testbed.rank.timeline import Timeline
-from testbed.rank.traffic import SocketCounter
+from testbed.rank.sync.pipeline import gloo_threads
+from testbed.rank.sync.schedules import build
 from testbed.rank.train import Trainer
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nodes import Nodes
 
 from testbed.spec.datasets import ARRAYS, MARKER, dataset_info
+from tests.hosts.nodes import Nodes
 
 
 @dataclass

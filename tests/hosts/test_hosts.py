@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Cluster
-from nodes import Nodes, command, wait_for
+
+from tests.hosts.conftest import Cluster
+from tests.hosts.nodes import Nodes, command, wait_for
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 QUICK = ["--model", "lenet5", "--data", "synthetic", "--batch", "64", "--set", "probe=false", "--set", "evaluate=never"]

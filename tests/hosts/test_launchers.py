@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from nodes import command
+
+from tests.hosts.nodes import command
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 RUN = {"MODE": "ring", "MODEL": "lenet5", "DATA": "synthetic", "BATCH": "32", "STEPS": "4"}

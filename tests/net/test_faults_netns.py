@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control import cgroups
-from testbed.control.substrates import leftovers, owner
+from testbed.control.machine import cgroups, leftovers, ownership
 from testbed.control.substrates.base import MEMORY_LEFT, NodePlan
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.spec.link import Link
@@ -57,8 +56,8 @@ def test_a_node_without_a_share_gets_one_while_it_runs_and_nothing_is_left(tmp_p
         share = (_seconds(process.pid) - before) / (time.monotonic() - begun)
         assert share < 0.3, f"asked for 0.2 of a core, used {share:.2f}"
         substrate.limit_memory(0)
-        assert any(who == owner.current() for who in cgroups.owners(cgroups.find_hierarchy(controller="memory")))
-    left = [str(each) for each in leftovers.find(everything=True) if each.owner == owner.current()]
+        assert any(who == ownership.current() for who in cgroups.owners(cgroups.find_hierarchy(controller="memory")))
+    left = [str(each) for each in leftovers.find(everything=True) if each.owner == ownership.current()]
     assert left == []
 
 

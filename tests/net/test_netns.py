@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control import cgroups
-from testbed.control.measure import probe
-from testbed.control.substrates import leftovers, netns, owner
+from testbed.control.machine import cgroups, leftovers, ownership
+from testbed.control.runs.run import probe
+from testbed.control.substrates import netns
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.net.receipt import Receipt
@@ -39,7 +39,7 @@ def plans(
 
 def ours() -> list[str]:
     """Everything on this machine that bears this process's mark."""
-    return [str(each) for each in leftovers.find(everything=True) if each.owner == owner.current()]
+    return [str(each) for each in leftovers.find(everything=True) if each.owner == ownership.current()]
 
 
 def links() -> list[str]:
@@ -121,7 +121,7 @@ def prefer_over_others(node: str) -> None:
     """Give the group the largest weight, so that a busy machine takes little of what the quota grants."""
     hierarchy = cgroups.find_hierarchy()
     file, weight = ("cpu.weight", "10000") if hierarchy.version == 2 else ("cpu.shares", "262144")
-    (hierarchy.top / owner.current() / node / file).write_text(weight)
+    (hierarchy.top / ownership.current() / node / file).write_text(weight)
 
 
 def assert_share(substrate: NetnsSubstrate, expected: float, folder: Path) -> None:
@@ -140,7 +140,7 @@ def test_quota_false_starts_outside_the_group(tmp_path: Path) -> None:
         for quota in (True, False):
             log = tmp_path / f"{quota}.log"
             assert substrate.start(0, ["cat", "/proc/self/cgroup"], {}, log, quota=quota).wait(10) == 0
-            assert (f"/{cgroups.TOP}/{owner.current()}/node0" in log.read_text()) is quota
+            assert (f"/{cgroups.TOP}/{ownership.current()}/node0" in log.read_text()) is quota
 
 
 def test_a_process_keeps_its_pid_through_all_prefixes_and_sees_its_own_network(tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_faults_reach_every_process_of_the_node_and_no_other(tmp_path: Path) -> 
     with NetnsSubstrate(plans(2)) as substrate:
         victim = substrate.start(0, ["sh", "-c", "setsid sleep 60 & wait"], {}, tmp_path / "log")
         other = substrate.start(1, ["sleep", "60"], {}, tmp_path / "log")
-        name = netns.namespace(owner.current(), "node0")
-        until(lambda: len(owner.pids_in(name)) == 2)
+        name = netns.namespace(ownership.current(), "node0")
+        until(lambda: len(ownership.pids_in(name)) == 2)
         substrate.pause(0)
         substrate.kill(0)
-        assert victim.wait(10) == -signal.SIGKILL and owner.pids_in(name) == [] and other.poll() is None
+        assert victim.wait(10) == -signal.SIGKILL and ownership.pids_in(name) == [] and other.poll() is None
 
 
 def test_a_tc_command_that_fails_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:

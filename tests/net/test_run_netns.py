@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ranks_of, run_command, start_command, wait_for_steps
 
-from testbed.control.cgroups import find_hierarchy
-from testbed.control.place import plans
-from testbed.control.substrates.cores import here, share_out
+from testbed.control.machine.affinity import here, share_out
+from testbed.control.machine.cgroups import find_hierarchy
+from testbed.control.runs.select import plans
 from testbed.net.receipt import Receipt
 from testbed.spec.run import SCHEMA, RunSpec
+from tests.support.command import ranks_of, run_command, start_command, wait_for_steps
 
 pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 

@@ -10,7 +10,7 @@ import argparse
 import importlib
 import sys
 
-from testbed.control.machine import reserved
+from testbed.control.runs.locks import reserved
 from tests.soak.book import Book, Promise
 from tests.soak.faults import followed
 from tests.soak.runs import DEADLINE

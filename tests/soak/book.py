@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from testbed.spec.folder import write_whole
-from tests.provenance import ROOT, code_commit, current
+from testbed.results.folder import write_whole
+from tests.support.provenance import ROOT, code_commit, current
 
 FOLDER = ROOT / "results" / "soak"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from testbed.rank.heartbeat import KEY
+from testbed.rank.watchdog import KEY
 from tests.soak.book import Outcome
 from tests.soak.runs import SMALL, drop, scratch, testbed
 

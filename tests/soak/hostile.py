@@ -23,18 +23,18 @@ from typing import Any
 import pytest
 import typer
 
-from testbed.control import cli
+from testbed.control.cli import main
+from testbed.results.conclude import summarise
+from testbed.results.folder import RunFolder
 from testbed.spec.errors import TestbedError
-from testbed.spec.folder import RunFolder
 from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
-from testbed.spec.summary import summarise
-from tests.provenance import ROOT
 from tests.soak import hostile_reports
 from tests.soak.book import Outcome
 from tests.soak.hostile_reports import KEPT, OUTSIDE
 from tests.soak.nasty import LIVE, NASTY, mangle, place
 from tests.soak.runs import drop, scratch
+from tests.support.provenance import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))  # where pytest finds it, too
 
@@ -154,7 +154,7 @@ def hostile(count: int = 500) -> Iterator[tuple[str, Callable[[], Outcome]]]:
 
 def _try(kind: str, seed: int) -> Outcome:
     """Refused in one sentence, or done; anything else is a miss."""
-    from fake_place import FakePlace
+    from tests.support.fake_substrate import FakePlace
 
     top, before = scratch(), Path.cwd()
     folder, outside = top / "inside", top / OUTSIDE
@@ -254,7 +254,7 @@ def _experiment(folder: Path, rng: random.Random) -> Callable[[], object]:
     path = folder / rng.choice(("x.toml", "x y.toml", "-x.toml", "x;y.toml", ".toml"))
     place(path, mangle(data, rng) if rng.random() < 0.5 else data, rng)
     quiet = rng.choice(([], ["--json"]))
-    return lambda: cli.app(["sweep", "--on", "fake", *quiet, "--", str(path)], standalone_mode=False)
+    return lambda: main.app(["sweep", "--on", "fake", *quiet, "--", str(path)], standalone_mode=False)
 
 
 def _key(key: str) -> str:
@@ -266,7 +266,7 @@ def _flags(folder: Path, rng: random.Random) -> Callable[[], object]:
     settings = [word for key, value in _values(rng).items() for word in ("--set", f"{key}={_toml(value)}"[:50_000])]
     settings = [word.replace("\0", "") for word in settings]
     small = ["--model", "lenet5", "--data", "synthetic", "--batch", "8", "--steps", "4", "--set", "probe=false"]
-    return lambda: cli.app(["run", *small, "--nodes", "2", "--on", "fake", "--json", *settings], standalone_mode=False)
+    return lambda: main.app(["run", *small, "--nodes", "2", "--on", "fake", "--json", *settings], standalone_mode=False)
 
 
 def _inventory(folder: Path, rng: random.Random) -> Callable[[], object]:
@@ -292,7 +292,7 @@ def _run_folder(folder: Path, rng: random.Random) -> Callable[[], object]:
         (run / name).symlink_to(target)
     else:
         (run / "summary.json").write_bytes(rng.randbytes(rng.randrange(400)))
-    return lambda: cli.app(["run", "--resume", str(run), "--on", "fake", "--json"], standalone_mode=False)
+    return lambda: main.app(["run", "--resume", str(run), "--on", "fake", "--json"], standalone_mode=False)
 
 
 def _records(folder: Path, rng: random.Random) -> Callable[[], object]:

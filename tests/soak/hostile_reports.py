@@ -8,14 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import testbed.report.compare
-import testbed.report.trace
-import testbed.report.write  # noqa: F401  # matplotlib looks for fonts when it is imported: before anybody watches
-from testbed.control import cli
+from testbed.control.cli import main
+from testbed.results.conclude import summarise
+from testbed.results.folder import EXPERIMENT, RunFolder, write_whole
 from testbed.spec.experiment import Experiment
-from testbed.spec.folder import EXPERIMENT, RunFolder, write_whole
 from testbed.spec.run import RunSpec
-from testbed.spec.summary import summarise
 from tests.soak.nasty import NASTY, mangle, place
 
 OUTSIDE = "outside"  # a folder beside the stranger's, in which nothing may appear
@@ -43,12 +40,12 @@ def trace(folder: Path, rng: random.Random) -> Callable[[], object]:
 
 
 def _command(*words: str) -> Callable[[], object]:
-    return lambda: cli.app([*words], standalone_mode=False)
+    return lambda: main.app([*words], standalone_mode=False)
 
 
 def _finished(folder: Path) -> RunFolder:
     """A run as a sweep leaves it, with a fault that it got over, a profile and the question beside it."""
-    from fake_place import GOOD, well
+    from tests.support.fake_substrate import GOOD, well
 
     base = {"model": "lenet5", "data": {"name": "synthetic"}, "nodes": 2, "batch": 8, "steps": STEPS, "warmup": 0}
     values = base | {"faults": [FAULT], "experiment": "given", "name": "ring"}

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testbed.control.machine import SHARE
-from testbed.control.substrates import leftovers
+from testbed.control.machine import leftovers
+from testbed.control.runs.locks import SHARE
 from testbed.control.substrates.engine import OWNER_LABEL
 from testbed.report.load import load
-from testbed.spec.folder import TEMPORARY, RunFolder
-from testbed.spec.records import read
-from testbed.spec.summary import Summary
-from tests.provenance import ROOT
+from testbed.results.conclude import Summary
+from testbed.results.folder import TEMPORARY, RunFolder
+from testbed.results.records import read
+from tests.support.provenance import ROOT
 
 DEADLINE = 5.0  # seconds, of every soak
 BATCH = 12

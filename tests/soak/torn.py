@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from testbed.rank.checkpoint import Checkpoints
-from testbed.rank.evaluate import Tally
 from testbed.rank.group import alone
 from testbed.rank.optim import Optimizer
-from testbed.rank.sync.base import NoSync
-from testbed.rank.timeline import Timeline
+from testbed.rank.recorder import Timeline
+from testbed.rank.sync.synchronizer import NoSync
+from testbed.rank.train import Tally
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec
 from tests.soak.book import Outcome

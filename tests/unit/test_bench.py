@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from testbed.rank.train import deadline
+from testbed.results.conclude import Summary
 from testbed.spec.run import RunSpec
-from testbed.spec.summary import Summary
 from tests.bench import __main__ as bench
 from tests.bench import codecs, step, trust
 from tests.bench.cases import CONTROL, DDP, DEADLINE, PATIENT, PIPELINE, Ranks, case
 from tests.bench.figures import MEASURED, Figure
-from tests.provenance import DIRTY, ROOT, current
+from tests.support.provenance import DIRTY, ROOT, current
 
 SHOWN = Figure(name="shown", value=7.0)
 GOOD, POOR = Figure(name="good", value=1.0, high=2.0), Figure(name="poor", value=3.0, high=2.0)

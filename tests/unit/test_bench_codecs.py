@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from testbed.results.conclude import Summary
 from testbed.spec.run import RunSpec
-from testbed.spec.summary import Summary
 from tests.bench.codecs import allowed, byte_ratio, verdict
 
 

@@ -10,23 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.content import copied
+from testbed.control.substrates.engine import copied
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "testbed"
 ENTRYPOINT = "entrypoint"  # docker/entrypoint.py: the first that runs in the image, a room of one module
 ROOMS = {  # room: rooms of ours it may import
     "spec": {"spec"},
-    "net": {"net", "spec"},
+    "results": {"results", "spec"},
+    "net": {"net", "spec", "results"},
     "data": {"data", "spec"},
-    "rank": {"rank", "spec", "net"},
-    ENTRYPOINT: {ENTRYPOINT, "rank", "spec", "net", "data"},
-    "control": {"control", "spec", "net", "data", "report"},  # report from one module, and only when it is asked for
-    "report": {"report", "spec"},
+    "rank": {"rank", "spec", "results", "net", "data"},
+    ENTRYPOINT: {ENTRYPOINT, "rank", "spec", "results", "net", "data"},
+    "control": {"control", "spec", "results", "net", "data", "report"},  # report from one module, and only when called
+    "report": {"report", "spec", "results"},
 }
 TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"docker", "fabric"}, {"matplotlib"}
 BANNED = {  # room: packages it must do without
     "spec": TORCH | SCREEN | REMOTE | PLOTS,
+    "results": TORCH | SCREEN | REMOTE | PLOTS,
     "net": TORCH | SCREEN | REMOTE | PLOTS,
     "data": TORCH | SCREEN | REMOTE | PLOTS,
     "rank": SCREEN | REMOTE | PLOTS,
@@ -92,7 +94,7 @@ def test_one_module_of_control_calls_the_report_and_no_other() -> None:
         for path in modules("control")
         if any(name.startswith("testbed.report") for name in imported(path.read_text(), "testbed.control"))
     }
-    assert callers == {"reporting.py"}
+    assert callers == {"report.py"}
 
 
 def test_the_package_itself_imports_none_of_its_rooms() -> None:
@@ -108,19 +110,19 @@ def test_rank_and_control_are_strangers() -> None:
     ("room", "source", "offence"),
     [
         ("spec", "import torch.nn", "torch.nn"),
-        ("spec", "from testbed.net import wire", "testbed.net.wire"),
+        ("spec", "from testbed.net import tcp", "testbed.net.tcp"),
         ("spec", "def f():\n    from testbed import rank", "testbed.rank"),
         ("spec", "from ..rank import train", "testbed.rank.train"),
         ("net", "import testbed.rank.data", "testbed.rank.data"),
-        ("data", "from testbed.net import wire", "testbed.net.wire"),
-        ("rank", "from testbed.control.cli import main", "testbed.control.cli.main"),
-        ("rank", "from testbed.data import fetch", "testbed.data.fetch"),
-        (ENTRYPOINT, "def f():\n    from testbed.control.cli import main", "testbed.control.cli.main"),
-        (ENTRYPOINT, "from testbed.report import words", "testbed.report.words"),
+        ("data", "from testbed.net import tcp", "testbed.net.tcp"),
+        ("rank", "from testbed.control.cli.main import main", "testbed.control.cli.main.main"),
+        ("results", "from testbed.net import tcp", "testbed.net.tcp"),
+        (ENTRYPOINT, "def f():\n    from testbed.control.cli.main import main", "testbed.control.cli.main.main"),
+        (ENTRYPOINT, "from testbed.report import findings", "testbed.report.findings"),
         ("rank", "from rich.console import Console", "rich.console.Console"),
         ("control", "if True:\n    import torch as t", "torch"),
         ("control", "from testbed.rank import train", "testbed.rank.train"),
-        ("report", "from testbed.net.wire import burst", "testbed.net.wire.burst"),
+        ("report", "from testbed.net.tcp import burst", "testbed.net.tcp.burst"),
     ],
 )
 def test_the_check_itself_sees_an_offence(room: str, source: str, offence: str) -> None:
@@ -135,9 +137,9 @@ def test_the_check_lets_through_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("testbed.control.cli", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
-        ("testbed.report.write", {"torch", "docker", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
-        ("testbed.spec.summary", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
+        ("testbed.control.cli.main", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
+        ("testbed.report.page", {"torch", "docker", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
+        ("testbed.results.conclude", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
         ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
         ("testbed.data.fetch", {"torch", "PIL", "rich", "testbed.net", "testbed.rank", "testbed.control"}),
     ],

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from synthetic import make_run
 
-from tests.provenance import DIRTY
 from tests.soak import book, faults, hostile, runs
 from tests.soak.__main__ import PARTS
 from tests.soak.nasty import LIVE, OBEYED
+from tests.support.provenance import DIRTY
+from tests.support.synthetic import make_run
 
 
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in hostile.hostile(48)])

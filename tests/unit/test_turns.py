@@ -6,7 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from turns import take_turn
+
+from tests.support.turns import take_turn
 
 
 @pytest.fixture(autouse=True)

@@ -12,22 +12,85 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from testbed.control.compose_file import CPU_PERIOD, ROOT, render
-from testbed.control.substrates import cores, leftovers, owner
+from testbed.control.machine import affinity, leftovers, ownership
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
-from testbed.control.substrates.container_process import ContainerProcess
-from testbed.control.substrates.engine import IMAGE, OWNER_LABEL, PROJECT_LABEL, TIMEOUT, check, connect, in_words
-from testbed.control.substrates.process import GRACE, SharedFiles, run
+from testbed.control.substrates.engine import (
+    CPU_PERIOD,
+    IMAGE,
+    OWNER_LABEL,
+    PROJECT_LABEL,
+    ROOT,
+    TIMEOUT,
+    check,
+    connect,
+    in_words,
+    render,
+)
+from testbed.control.substrates.process import GRACE, SharedFiles, run, spawn
 from testbed.net.shaping import reshape, route_congestion, shape
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import NetworkInvalid, TestbedError
 from testbed.spec.mode import methods_dir
-from testbed.spec.privileges import NOBODY
+from testbed.spec.privileges import NOBODY, without_privileges
+
+# A process in a container, with the calls of any other process: `docker exec` stands for it on this side.
+
+EXEC_TIMEOUT = 30.0  # seconds to deliver a signal
+
+
+class ContainerProcess:
+    """Runs as user `who` without any privilege; `docker exec` copies its output and takes over its exit code."""
+
+    def __init__(
+        self, container: str, argv: Sequence[str], env: Mapping[str, str], log: Path, who: tuple[int, int]
+    ) -> None:
+        self._container = container
+        self._user = f"{who[0]}:{who[1]}"
+        self._mark = f"/tmp/pid-{time.monotonic_ns()}"  # the process writes its own number there: ours differs
+        variables = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
+        wrapped = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', self._mark, *without_privileges(*who), *argv]
+        self._exec = spawn(["docker", "exec", "--user", "0", *variables, container, *wrapped], {}, log)
+        self.pid = self._exec.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal as subprocess has it; None while it runs."""
+        return _as_subprocess(self._exec.poll())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; raises TimeoutError."""
+        code = _as_subprocess(self._exec.wait(timeout))
+        assert code is not None
+        return code
+
+    def signal(self, signum: int) -> None:
+        """Send a signal from inside, as the process's own user: the container's root lacks the right to."""
+        if self._exec.poll() is None:
+            kill = ["sh", "-c", f'kill -{int(signum)} "$(cat "$0")"', self._mark]
+            with contextlib.suppress(TestbedError):  # it has ended meanwhile
+                run(["docker", "exec", "--user", self._user, self._container, *kill], EXEC_TIMEOUT)
+
+    def forbid_writing(self) -> None:
+        """No file of it may grow beyond one byte."""
+        limit = ["sh", "-c", 'prlimit --pid "$(cat "$0")" --fsize=1', self._mark]
+        run(["docker", "exec", "--user", self._user, self._container, *limit], EXEC_TIMEOUT)
+
+    def abandon(self) -> None:
+        """The container is gone, or will be: nothing is left to wait for."""
+        self._exec.signal(9)
+        with contextlib.suppress(TimeoutError):
+            self._exec.wait(EXEC_TIMEOUT)
+
+
+def _as_subprocess(code: int | None) -> int | None:
+    """A shell's 128 + n, which `docker exec` passes on, is a death by signal n."""
+    return code if code is None or code <= 128 else 128 - code
+
 
 INTERFACE = "eth0"
 
@@ -44,7 +107,7 @@ class ComposeSubstrate(SharedFiles):
     def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:
         self._plans = tuple(plans)
         self._runs = folder.resolve().parent
-        self._project = f"testbed-{owner.current()}"
+        self._project = f"testbed-{ownership.current()}"
         self._cleanup = ExitStack()
         self._started: list[ContainerProcess] = []
         self._limited: set[int] = set()
@@ -60,7 +123,7 @@ class ComposeSubstrate(SharedFiles):
         with ExitStack() as undo:
             self._client = connect()
             undo.callback(self._client.close)
-            self._cores = cores.share_out(self._plans, range(self._client.info()["NCPU"]))  # the engine's, not ours
+            self._cores = affinity.share_out(self._plans, range(self._client.info()["NCPU"]))  # the engine's, not ours
             self._make_containers(undo)
             for node, plan in enumerate(self._plans):
                 self._shape(node, plan)
@@ -236,11 +299,11 @@ def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
         "healthcheck": {"disable": True},
         "cpu_quota": -1,
         "volumes": list(volumes),
-        "labels": {OWNER_LABEL: owner.current()},
+        "labels": {OWNER_LABEL: ownership.current()},
     }
     return {
         "services": {f"rank{k}": service for k in range(nodes)},
-        "networks": {"cluster": {"labels": {OWNER_LABEL: owner.current()}}},
+        "networks": {"cluster": {"labels": {OWNER_LABEL: ownership.current()}}},
     }
 
 

@@ -3,20 +3,76 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import shlex
 import socket
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from testbed.control.content import content_hash
+from testbed import __version__
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.process import run
 from testbed.net.shaping import shape
-from testbed.spec.errors import TestbedError, Unavailable
+from testbed.spec.errors import TestbedError, Unavailable, refuse
 from testbed.spec.link import Link
+from testbed.spec.run import SCHEMA
+
+# What the image is made of, as one hash: it becomes a label, because image ids differ between image stores.
+
+ROOT = Path(__file__).resolve().parents[3]
+DECIDING = (".dockerignore", "docker/Dockerfile", "docker/packages.sh", "docker/packages.txt")
+
+
+def copied(root: Path) -> list[str]:
+    """The files and folders that the Dockerfile's COPY lines name: there is no other list of them."""
+    lines = re.findall(r"^COPY (.+) \S+$", (root / "docker/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    return [name for line in lines for name in line.split()]
+
+
+def carried(root: Path) -> Iterator[Path]:
+    """Every file that is copied into the image, in a fixed order; not bytecode and hidden files (.dockerignore)."""
+    for path in (root / name for name in copied(root)):
+        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            ignored = any(part.startswith((".", "__pycache__")) for part in each.relative_to(root).parts)
+            if not ignored and not each.is_dir():
+                yield each
+
+
+def content_hash(root: Path = ROOT) -> str:
+    """SHA-256 over names and contents of what is in the image or decides what is; the first 16 digits."""
+    digest = hashlib.sha256()
+    for path in [*(root / name for name in DECIDING), *carried(root)]:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(content_hash() + "\n")
+
+
+# The Compose file for any number of nodes, from one template; compose.yaml is its rendering for four.
+
+TEMPLATE = "compose.yaml.j2"
+CPU_PERIOD = 10_000  # microseconds; a node's quota is a part of it
+MAX_NODES = 256
+
+
+def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
+    """The file's text."""
+    if not 1 <= nodes <= MAX_NODES:
+        raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use e.g. 4.")
+    templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
+    return templates.get_template(TEMPLATE).render(nodes=nodes, version=__version__, schema=SCHEMA)
+
 
 IMAGE = "testbed:latest"
 LABEL = "testbed"  # on every container and network of ours

@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from testbed.control.cgroups import CpuGroup, find_hierarchy, quota_and_period
-from testbed.control.substrates import cores, owner
+from testbed.control.machine import affinity, ownership
+from testbed.control.machine.cgroups import CpuGroup, find_hierarchy, quota_and_period
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.process import LocalProcess, SharedFiles, dies_with_parent, run, spawn, stop
 from testbed.net.shaping import congestion, reshape, route_congestion, shape
@@ -99,10 +99,10 @@ class NetnsSubstrate(SharedFiles):
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)
-        self._owner = owner.current()
+        self._owner = ownership.current()
         self._switch = namespace(self._owner, "switch")
         self._names = [namespace(self._owner, plan.name) for plan in plans]
-        self._cores = cores.share_out(plans, cores.here())
+        self._cores = affinity.share_out(plans, affinity.here())
         self._groups: dict[int, CpuGroup] = {}  # with a quota
         self._late: list[CpuGroup] = []  # made for a fault
         self._starved: dict[int, CpuGroup] = {}  # with a memory limit
@@ -131,7 +131,7 @@ class NetnsSubstrate(SharedFiles):
         self._cleanup.close()
 
     def _make_namespace(self, name: str, undo: ExitStack) -> None:
-        if (owner.NETNS / name).exists():
+        if (ownership.NETNS / name).exists():
             raise TestbedError(f"namespace {name} exists: this process has a netns substrate open. Close it first")
         undo.callback(remove_namespace, name)
         _ip(["netns", "add", name])
@@ -184,22 +184,22 @@ class NetnsSubstrate(SharedFiles):
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process inside the namespace; the group is joined first, `ip netns exec` hides /sys/fs/cgroup."""
         joins = self._groups[node].prefix() if quota and node in self._groups else []
-        with cores.limited_to(self._cores[node] if quota else None):
+        with affinity.limited_to(self._cores[node] if quota else None):
             process = spawn([*joins, *self._inside(node), *dies_with_parent(), *argv], env, log)
         self._started.append(process)
         return process
 
     def kill(self, node: int) -> None:
         """SIGKILL everything in the namespace."""
-        owner.kill_until_gone(self._pids(node))
+        ownership.kill_until_gone(self._pids(node))
 
     def pause(self, node: int) -> None:
         """Freeze everything in the namespace."""
-        owner.send(self._pids(node)(), signal.SIGSTOP)
+        ownership.send(self._pids(node)(), signal.SIGSTOP)
 
     def resume(self, node: int) -> None:
         """Let it go on."""
-        owner.send(self._pids(node)(), signal.SIGCONT)
+        ownership.send(self._pids(node)(), signal.SIGCONT)
 
     def cut(self, node: int) -> None:
         """Pull the cable at the switch: the node keeps its address, routes and queues."""
@@ -254,7 +254,7 @@ class NetnsSubstrate(SharedFiles):
         return ["ip", "netns", "exec", self._names[node]]
 
     def _pids(self, node: int) -> Callable[[], list[int]]:
-        return lambda: owner.pids_in(self._names[node])
+        return lambda: ownership.pids_in(self._names[node])
 
     def port(self, wanted: int = 0) -> int:
         """A node has its ports to itself."""
@@ -275,8 +275,8 @@ class NetnsSubstrate(SharedFiles):
 
 def remove_namespace(name: str) -> list[int]:
     """Kill what runs inside, then remove it with every link and queue it holds; who was killed."""
-    killed = owner.kill_until_gone(lambda: owner.pids_in(name))
-    if (owner.NETNS / name).exists():
+    killed = ownership.kill_until_gone(lambda: ownership.pids_in(name))
+    if (ownership.NETNS / name).exists():
         _ip(["netns", "delete", name])
     return killed
 

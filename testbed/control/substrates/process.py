@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 import testbed
-from testbed.control.substrates import cores, owner
+from testbed.control.machine import affinity, ownership
 from testbed.control.substrates.base import NodeHandle, NodePlan, Process
 from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.units import format_rate
@@ -57,7 +57,9 @@ class LocalProcess:
 
     def group(self) -> list[int]:
         """Our live processes that share its group: itself and what it forked."""
-        return [pid for pid, who in owner.marked().items() if who == owner.current() and _group_of(pid) == self.pid]
+        return [
+            pid for pid, who in ownership.marked().items() if who == ownership.current() and _group_of(pid) == self.pid
+        ]
 
 
 def _group_of(pid: int) -> int | None:
@@ -91,7 +93,7 @@ def dies_with_parent() -> list[str]:
 def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProcess:
     """Start a marked process in a group of its own; stdout and stderr are appended to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**os.environ, "PYTHONPATH": _package_path(), **env, owner.VARIABLE: owner.current()}
+    whole = {**os.environ, "PYTHONPATH": _package_path(), **env, ownership.VARIABLE: ownership.current()}
     with log.open("ab") as output:
         popen = subprocess.Popen(
             argv, env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -117,7 +119,7 @@ def stop(processes: Iterable[LocalProcess], grace: float = GRACE) -> None:
         with contextlib.suppress(TimeoutError):
             process.wait(max(0.0, deadline - time.monotonic()))
     for process in running:
-        owner.kill_until_gone(process.group)
+        ownership.kill_until_gone(process.group)
         process.wait(grace)
 
 
@@ -150,7 +152,7 @@ class ProcessSubstrate(SharedFiles):
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)
-        self._cores = cores.share_out(plans, cores.here())
+        self._cores = affinity.share_out(plans, affinity.here())
         self._started: list[tuple[int, LocalProcess]] = []
         self.nodes: Sequence[NodeHandle] = tuple(
             NodeHandle(name=plan.name, address="127.0.0.1", interface="lo") for plan in plans
@@ -173,7 +175,7 @@ class ProcessSubstrate(SharedFiles):
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process on this machine; there is no quota to put it under."""
-        with cores.limited_to(self._cores[node] if quota else None):
+        with affinity.limited_to(self._cores[node] if quota else None):
             process = spawn([*dies_with_parent(), *argv], env, log)
         self._started.append((node, process))
         return process
@@ -235,7 +237,7 @@ class ProcessSubstrate(SharedFiles):
     def _signal(self, node: int, signum: int) -> None:
         for index, process in self._started:
             if index == node:
-                owner.send(process.group(), signum)
+                ownership.send(process.group(), signum)
 
 
 def _not_applied(plan: NodePlan) -> list[str]:

@@ -14,26 +14,220 @@ safe: nobody sends step t+1's parts of a piece before step t's have reached ever
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
+import os
+import queue
+import socket
 import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from testbed.rank.group import Group
-from testbed.rank.patience import be_patient, make_gloo_patient
-from testbed.rank.sync.base import NoSync, Update
-from testbed.rank.sync.chunks import flat_parameters, trained
-from testbed.rank.sync.pieces import Flight, Piece, cut_pieces
-from testbed.rank.sync.readiness import Readiness
-from testbed.rank.sync.rounds import ROUNDS, Round
-from testbed.rank.sync.sender import Sender
-from testbed.rank.timeline import Timeline
-from testbed.spec.errors import RankFailed
+from testbed.rank.group import Group, Work
+from testbed.rank.recorder import Timeline
+from testbed.rank.sync.algorithms import ROUNDS, Round, Rounds
+from testbed.rank.sync.buckets import Readiness, flat_parameters, split, trained
+from testbed.rank.sync.synchronizer import NoSync, Update
+from testbed.spec.errors import RankFailed, refuse
 from testbed.spec.mode import SyncMode
+from testbed.spec.units import format_size
+
+# Patience: threads that move bytes wait until the one that computes has had its turn.
+#
+# By default Linux wakes them for every packet or two and they interrupt who computes: four ranks on two cores change
+# threads ten thousand times a step. A batch thread (SCHED_BATCH) interrupts nobody: when its turn comes, it finds more.
+
+GLOO = "gloo_tcp_loop"  # what Gloo calls the thread that reads and writes its sockets
+
+
+def be_patient(thread: int = 0, patient: bool = True) -> None:
+    """This thread, or another of ours by its number. Where the machine refuses, it stays as it was."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(thread, os.SCHED_BATCH if patient else os.SCHED_OTHER, os.sched_param(0))
+
+
+def gloo_threads() -> Iterator[int]:
+    """Their numbers."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # one that has ended meanwhile
+            if (task / "comm").read_text().strip() == GLOO:
+                yield int(task.name)
+
+
+def make_gloo_patient(patient: bool = True) -> None:
+    """Gloo started its thread when the ranks met, and other modes use it, too: undo it at the end."""
+    for thread in gloo_threads():
+        be_patient(thread, patient)
+
+
+# Pieces of the flat buffers, and their flight through one step.
+
+MOST_ROUNDS = 512  # of either half; a tag has its number inside
+MOST_PIECES = 256
+SMALL = (8, 4, 2)  # the last pieces have this fraction of the usual size
+
+
+@dataclass(eq=False)
+class Piece:
+    """A stretch of the flat buffers that travels as one; `gradients` and `values` are its N parts."""
+
+    number: int
+    size: int  # bytes
+    gradients: list[Tensor]
+    values: list[Tensor]
+    scratch: list[list[Tensor]]  # per round of reduce: where parts land before they are added
+    members: list[Parameter]  # whose gradients it needs, wholly or in part
+    complete: threading.Event = field(default_factory=threading.Event)  # everybody's parts of the last step are here
+    launched: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue)  # None: there is no more
+
+    def __post_init__(self) -> None:
+        self.complete.set()
+        self._ids = {id(p) for p in self.members}
+
+    def holds(self, parameter: Parameter) -> bool:
+        return id(parameter) in self._ids
+
+    def tag(self, half: int, round_number: int) -> int:
+        """One tag per piece, half and round, the same on both ends."""
+        return (2 * self.number + half) * MOST_ROUNDS + round_number
+
+
+@dataclass(eq=False)
+class Flight:
+    """One piece in one step: the works it waits for, per round."""
+
+    piece: Piece
+    reducing: list[list[Work]] = field(default_factory=list)
+    gathering: list[list[Work]] = field(default_factory=list)
+
+
+def cut_pieces(
+    parameters: Sequence[Parameter], gradients: Tensor, values: Tensor, limit: int, rounds: Rounds, group: Group
+) -> list[Piece]:
+    """Pieces of at most `limit` bytes of two flat buffers that hold the parameters in this order."""
+    ends = list(accumulate(p.numel() for p in parameters))
+    cuts = bounds(len(values), max(1, limit // values.element_size()))
+    if len(cuts) - 1 > MOST_PIECES:
+        rule = f"would cut this model into {len(cuts) - 1} pieces, and each has a thread; at most {MOST_PIECES} work"
+        enough = values.nbytes // (MOST_PIECES - len(SMALL)) // 2**10 + 1  # the small ones come on top
+        raise refuse("bucket", format_size(limit), rule, f"Use bucket:{enough}KiB.")
+    pieces = []
+    for number, (a, b) in enumerate(pairwise(cuts)):
+        parts = split(gradients[a:b], group.size)
+        scratch = [[torch.empty_like(parts[hop.part]) for hop in round_.receives] for round_ in rounds.reduce]
+        members = [p for p, end in zip(parameters, ends, strict=True) if a < end and end - p.numel() < b]
+        size = values[a:b].nbytes
+        pieces.append(Piece(number, size, parts, split(values[a:b], group.size), scratch, members))
+    return pieces
+
+
+def bounds(total: int, most: int) -> list[int]:
+    """Where to cut: pieces of `most` elements, and ever smaller ones at the end.
+
+    The end of the buffer is the first layer. Its gradient comes last and its values are needed first, so nothing hides
+    the time that its piece takes.
+    """
+    sizes: list[int] = []
+    rest = total
+    for share in SMALL:
+        sizes.append(min(rest, max(1, most // share)))
+        rest -= sizes[-1]
+    while rest:
+        sizes.append(min(rest, most))
+        rest -= sizes[-1]
+    return [0, *accumulate(size for size in reversed(sizes) if size)]
+
+
+# Sender: one thread through which all of a rank's parts leave, the most urgent first.
+#
+# What was handed over leaves in that order, so whatever is queued below this thread stands before what is urgent,
+# at every hop. Hence both queues are kept short: Gloo's by handing it little at a time, the kernel's by a limit on
+# what its sockets may hold unsent. The kernel's own choice is a tenth of a second's worth at 400 Mbit, and a ring has
+# 2(N-1) hops.
+
+WINDOW = 512 << 10  # bytes handed to Gloo and not yet taken by the kernel: enough to keep the wire busy
+UNSENT = 128 << 10  # bytes that the kernel takes before they can leave
+TCP_NOTSENT_LOWAT = 25  # Linux; Python has no name for it
+Urgency = tuple[int, ...]  # the smaller leaves first
+
+
+class Sender:
+    """Keeps what waits in order, and hands it over bit by bit."""
+
+    def __init__(self, group: Group, fail: Callable[[Exception], None]) -> None:
+        self._group, self._fail = group, fail
+        self._waiting: list[tuple[Urgency, int, int, Callable[[], Work]]] = []
+        self._numbers = itertools.count()  # equally urgent ones leave in the order they came
+        self._changed = threading.Condition()
+        self._stopped = False
+        limit_unsent(UNSENT)
+        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+        self._thread.start()
+
+    def put(self, urgency: Urgency, size: int, send: Callable[[], Work]) -> None:
+        """`send` is called when its turn has come."""
+        with self._changed:
+            heapq.heappush(self._waiting, (urgency, next(self._numbers), size, send))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Send what is left, then end."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+        limit_unsent(0)  # the kernel's own choice again: another mode may use these sockets after us
+
+    def _run(self) -> None:
+        be_patient()
+        leaving: deque[tuple[int, Work]] = deque()
+        outstanding = 0
+        try:
+            while (size := self._most_urgent()) is not None:
+                if leaving and outstanding + size > WINDOW:
+                    freed, work = leaving.popleft()
+                    self._group.wait(work)
+                    outstanding -= freed  # and look again: something more urgent may have come
+                else:
+                    leaving.append(self._take())
+                    outstanding += leaving[-1][0]
+            self._group.wait(*(work for _, work in leaving))
+        except Exception as error:  # whatever it is, the loop must not wait for ever
+            self._fail(error)
+
+    def _most_urgent(self) -> int | None:
+        """Its size, once there is one; None: there will be no more."""
+        with self._changed:
+            while not self._waiting and not self._stopped:
+                self._changed.wait()
+            return self._waiting[0][2] if self._waiting else None
+
+    def _take(self) -> tuple[int, Work]:
+        """Hand over what is most urgent now, which may be another than was looked at."""
+        with self._changed:
+            _, _, size, send = heapq.heappop(self._waiting)
+        return size, send()
+
+
+def limit_unsent(size: int) -> None:
+    """Of this process's TCP sockets, in bytes; Gloo made its own when the ranks met, and hands none out."""
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # one that was closed meanwhile
+            if path.is_socket():
+                with socket.socket(fileno=os.dup(int(path.name))) as each:
+                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                        each.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, size)
 
 
 class Pipeline(NoSync):

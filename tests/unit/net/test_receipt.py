@@ -9,7 +9,7 @@ import pytest
 
 from testbed.net.probe import Flow, Measurement
 from testbed.net.receipt import Receipt
-from testbed.net.wire import efficiency
+from testbed.net.tcp import efficiency
 from testbed.spec.errors import SchemaError, SpecError
 from testbed.spec.run import SCHEMA
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from testbed.net.shaping import congestion, route_congestion, shape
-from testbed.net.wire import bottleneck, burst, efficiency, wire_rate
+from testbed.net.tcp import (
+    bottleneck,
+    burst,
+    efficiency,
+    wire_rate,
+)
 from testbed.spec.link import Link
 
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from testbed.rank import checkpoint
 from testbed.rank.checkpoint import Checkpoints
-from testbed.rank.evaluate import Tally
 from testbed.rank.group import Group, alone
 from testbed.rank.optim import Optimizer
-from testbed.rank.sync.base import NoSync
-from testbed.rank.timeline import Timeline
+from testbed.rank.recorder import Timeline
+from testbed.rank.sync.synchronizer import NoSync
+from testbed.rank.train import Tally
 from testbed.spec.errors import SpecError
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec

@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 from testbed.rank.recorder import Recorder
+from testbed.results.folder import RunFolder
+from testbed.results.records import (
+    Hash,
+    Record,
+    Start,
+    Step,
+    encode,
+    read,
+)
 from testbed.spec.errors import SpecError
-from testbed.spec.folder import RunFolder
-from testbed.spec.records import Hash, Record, Start, Step, encode, read
 
 START = Start(rank=0, world=1, unix=0.0, parameters=1, gradient_bytes=4, tensors=1, deadline=1.0, counter="none")
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from testbed.rank.timeline import Timeline
-from testbed.spec.intervals import length
+from testbed.rank.recorder import Timeline
+from testbed.spec.units import length
 
 
 class Clock:

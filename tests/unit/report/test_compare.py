@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Made, make_run
 from typer.testing import CliRunner
 
-from testbed.control.cli import app
+from testbed.control.cli.main import app
 from testbed.report.compare import compare
 from testbed.spec.errors import UsageError
+from tests.support.synthetic import Made, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
 

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Made, make_run
 
-from testbed.report.axes import crossings
-from testbed.report.cells import chapters
 from testbed.report.load import load
+from testbed.report.model import chapters, crossings
+from testbed.report.page import Part, write
 from testbed.report.published import MEASURES, RULES, Published, published
-from testbed.report.write import Part, write
+from testbed.results.folder import RunFolder
 from testbed.spec.experiment import Experiment
-from testbed.spec.folder import RunFolder
+from tests.support.synthetic import Made, make_run
 
 FILES = sorted((Path(__file__).parents[3] / "experiments").glob("*.toml"))
 EXPERIMENTS = [path for path in FILES if path.name != "tuned.toml"]  # which `testbed tune` leaves there

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import make_run
 
-from testbed.report.cells import chapters
 from testbed.report.load import find, load, natural
+from testbed.report.model import chapters
 from testbed.spec.errors import SpecError
 from testbed.spec.run import SCHEMA
+from tests.support.synthetic import make_run
 
 RATE: dict[str, Any] = {"link": {"rate": "500mbit"}}
 

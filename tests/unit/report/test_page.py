@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Made, make_run
 from typer.testing import CliRunner
 
-from testbed.control.cli import app
-from testbed.report.cells import chapters
+from testbed.control.cli.main import app
 from testbed.report.load import load
+from testbed.report.model import chapters
+from testbed.report.page import Report, write
 from testbed.report.tables import utilisation
-from testbed.report.write import Report, write
 from testbed.spec.errors import UsageError
+from tests.support.synthetic import Made, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 MODES = ("single", "none", "gather", "allreduce", "ring", "ddp")

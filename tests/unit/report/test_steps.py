@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Made, make_run, size_of
 
-from testbed.report.cells import Cell, chapters
-from testbed.report.load import load
-from testbed.report.steps import Steps
+from testbed.report.load import Steps, load
+from testbed.report.model import Cell, chapters
 from testbed.report.tables import kinds, sent_over_theory
+from tests.support.synthetic import Made, make_run, size_of
 
 
 def one(**values: Any) -> Steps:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Made, make_run
 
 from testbed.report.trace import WIRE, write_trace
 from testbed.spec.errors import UsageError
+from tests.support.synthetic import Made, make_run
 
 Event = dict[str, Any]
 PIPELINE = "ring/bucket:2MiB/pipeline"

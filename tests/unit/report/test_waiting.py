@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Made, make_run
 
 from testbed.report.load import Run, load
 from testbed.report.waiting import stragglers, waiting
-from testbed.spec.folder import RunFolder
-from testbed.spec.intervals import length
+from testbed.results.folder import RunFolder
+from testbed.spec.units import length
+from tests.support.synthetic import Made, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
 

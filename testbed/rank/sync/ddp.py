@@ -1,0 +1,141 @@
+"""The reference: torch's DistributedDataParallel, with a hook that times each bucket; its own codecs are hooks, too.
+
+DDP compares the hook's annotations with types, so here they must not be strings.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from testbed.rank.sync.synchronizer import NoSync, Update
+from testbed.spec.errors import refuse
+from testbed.spec.mode import REFERENCE
+
+POWERSGD_FROM = 2  # steps that travel whole: torch wants one at least, and DDP packs its buckets anew after the first
+UNFINISHED = "finished reduction in the prior iteration"  # what DDP says in the step after a gradient that never came
+
+
+class Wrapped(DistributedDataParallel):
+    """The wrapped model; of what DDP refuses it says what can be done about it here."""
+
+    mode = REFERENCE  # as the user spelled it
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        try:
+            return super().forward(*inputs, **named)
+        except RuntimeError as error:
+            if UNFINISHED not in str(error):
+                raise
+            rule = "the model has parameters that get no gradient, which DDP refuses"
+            way_out = "Use allreduce or ring, where such a parameter counts as zero."
+            raise refuse("mode", self.mode, rule, way_out) from None
+
+
+class DDP(NoSync):
+    """torch's own. BatchNorm buffers are left to the run's own setting, as in every mode.
+
+    Backward ends when the last bucket has come back. DDP calls the hook for that bucket when the last gradient is
+    there, so from that call to the end of backward the loop computes nothing: it is blocked.
+    """
+
+    rehearses = True  # the first backward decides how buckets are packed, and so in which order sums are made
+
+    def attach(self, model: Module, update: Update) -> Module:
+        super().attach(model, update)
+        megabytes = self.mode.bucket / 2**20 if self.mode.bucket else None
+        self.module = Wrapped(model, bucket_cap_mb=megabytes, broadcast_buffers=False)
+        self.module.mode = str(self.mode)
+        self.last_call: float | None = None
+        if self.mode.codec == "powersgd":
+            self.power = _power_state(int(self.mode.codec_number or 0))
+            self.module.register_comm_hook(None, self._timed_power)
+        elif self.mode.codec:
+            self.module.register_comm_hook(None, self._timed_rounding)
+        elif self.timeline.detailed:
+            self.module.register_comm_hook(None, self._timed_all_reduce)
+        return self.module
+
+    def accumulating(self) -> AbstractContextManager[object]:
+        return self.module.no_sync()
+
+    def step(self) -> None:
+        if self.last_call is not None:
+            self.timeline.was_blocked(since=self.last_call)
+        super().step()
+
+    def _timed_all_reduce(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        """What DDP does without a hook, bit for bit: scale, then sum."""
+        buffer = bucket.buffer().mul_(1.0 / self.group.size)
+        token = self._depart(bucket, buffer.nbytes)
+
+        def arrived(future: Future[list[Tensor]]) -> Tensor:
+            self.timeline.arrive(token)
+            return future.value()[0]
+
+        return dist.all_reduce(buffer, async_op=True).get_future().then(arrived)
+
+    def _timed_rounding(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        """torch's hooks for fp16 and bf16."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        token = self._depart(bucket, 2 * bucket.buffer().numel())
+        hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
+            self.mode.codec or ""
+        ]
+        return hook(self.module.process_group, bucket).then(lambda future: self._arrive(token, future))
+
+    def _timed_power(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        """torch's PowerSGD. Each bucket is waited for: it makes three collectives, one from the end of the other, and
+        on Gloo those of two buckets would mix, in another order on each rank.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+        before, whole = self.power.total_numel_after_compression, self.power.iter < POWERSGD_FROM
+        self.last_call = self.timeline.clock()
+        future = powerSGD_hook(self.power, bucket)
+        buffer, numbers = bucket.buffer(), self.power.total_numel_after_compression - before
+        token = self._depart(bucket, buffer.element_size() * (buffer.numel() if whole else numbers))
+        arrived = future.then(lambda done: self._arrive(token, done))
+        with self.timeline.blocked():
+            arrived.wait()
+        return arrived
+
+    def _depart(self, bucket: dist.GradBucket, size: int) -> int:
+        self.group.count(2 * (self.group.size - 1) * size // self.group.size)
+        self.last_call = self.timeline.clock()
+        return self.timeline.depart(f"bucket {bucket.index()}", size)
+
+    def _arrive(self, token: int, future: Future[Tensor]) -> Tensor:
+        self.timeline.arrive(token)
+        return future.value()
+
+    def state(self) -> dict[str, Tensor]:
+        """What PowerSGD keeps from one step to the next."""
+        if self.mode.codec != "powersgd":
+            return {}
+        kept = {"error": self.power.error_dict, "p": self.power.p_memory_dict, "q": self.power.q_memory_dict}
+        named = {f"{name}.{number}": value for name, held in kept.items() for number, value in held.items()}
+        return {"iter": torch.tensor(self.power.iter), **named}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """The other way, after `attach`."""
+        if self.mode.codec != "powersgd":
+            return
+        self.power.iter = int(state["iter"])
+        kept = {"error": self.power.error_dict, "p": self.power.p_memory_dict, "q": self.power.q_memory_dict}
+        for name, value in state.items():
+            kind, _, number = name.partition(".")
+            if number:
+                kept[kind][int(number)] = value.clone()
+
+
+def _power_state(rank: int) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_FROM)

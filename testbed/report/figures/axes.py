@@ -1,0 +1,282 @@
+"""Plots along a swept quantity: nodes, bandwidth, bucket size, skipped synchronisation, batch, and place."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from testbed.report import findings, model, stats
+from testbed.report.figures.modes import legend_above, rows
+from testbed.report.figures.style import (
+    COLOURS,
+    DASHES,
+    MARKERS,
+    Canvas,
+    Plot,
+    canvas,
+    colour,
+    plot,
+)
+from testbed.report.model import Cell, Chapter, Curve
+from testbed.spec.units import format_rate, format_size
+
+Value = Callable[[Cell], float | None]
+
+
+def seconds(cell: Cell) -> float:
+    return cell.seconds.centre
+
+
+def draw_curves(made: Canvas, curves: dict[str, Curve], value: Value, bars: bool = True) -> None:
+    """One line with markers per family; whiskers are the 95 % interval of the seconds."""
+    seen: dict[str, int] = {}
+    for name, curve in curves.items():
+        kind = next((cell.spec.mode.algorithm for _, cell in curve if cell.spec.mode.distributed), "single")
+        number = seen.get(kind, 0)
+        seen[kind] = number + 1
+        points = [(x, y, cell) for x, cell in curve if (y := value(cell)) is not None]
+        xs, ys = [p[0] for p in points], [p[1] for p in points]
+        spread = [
+            [max(0.0, c.seconds.centre - c.seconds.low) for *_, c in points],
+            [max(0.0, c.seconds.high - c.seconds.centre) for *_, c in points],
+        ]
+        style = {
+            "color": colour(kind),
+            "marker": MARKERS[number % len(MARKERS)],
+            "linestyle": DASHES[number % len(DASHES)],
+        }
+        made.axes.errorbar(xs, ys, yerr=spread if bars else None, capsize=2.5, elinewidth=1.0, label=name, **style)
+        for x, y, cell in points:
+            (spot,) = made.axes.plot([x], [y], marker="o", markersize=12, alpha=0.0, linestyle="none")
+            made.tip(spot, f"{name}: {y:.3f} at {x:g} ({cell.seconds.n} steps)")
+    legend_above(made)
+
+
+def nodes(chapter: Chapter) -> list[Plot]:
+    """Seconds per step against the number of nodes, and what share of the added nodes pays."""
+    fixed = {
+        name: curve
+        for name, curve in model.curves(chapter, model.NODES).items()
+        if len({cell.spec.global_batch for _, cell in curve}) == 1
+    }
+    found = {name: model.from_one_node(chapter, curve) for name, curve in fixed.items()}
+    if not found:
+        return []
+    made = canvas(3.4)
+    draw_curves(made, found, seconds)
+    _whole_numbers(made, found)
+    made.axes.set_ylim(0, None)
+    made.axes.set_ylabel("seconds per step")
+    drawn = [
+        plot(
+            made,
+            "nodes",
+            findings.nodes(found),
+            "The batch is the same for every number of nodes: strong scaling.",
+        )
+    ]
+    efficient = {name: curve for name, curve in found.items() if curve[0][0] == 1.0}
+    if efficient:
+        made = canvas(3.4, left=0.85)
+        draw_curves(made, efficient, lambda cell: (chapter.speed_up(cell) or 0.0) / cell.world, bars=False)
+        _whole_numbers(made, efficient)
+        made.axes.set_ylim(0, 1.08)
+        made.axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.0f} %"))
+        made.axes.set_ylabel("efficiency: speed-up / nodes")
+        drawn.append(
+            plot(
+                made,
+                "efficiency",
+                findings.efficiency(chapter, efficient),
+                "100 %: N nodes are N times as fast as one.",
+            )
+        )
+    return drawn
+
+
+def weak(chapter: Chapter) -> list[Plot]:
+    """Images per second against nodes with the same batch on each: only where the batch varies, too."""
+    if len({cell.spec.global_batch for cell in chapter.cells}) < 2:
+        return []
+    found = {}
+    for name, curve in model.curves(chapter, model.WEAK).items():
+        per_rank = curve[0][1].spec.local_batch(0)
+        single = next(
+            (
+                c
+                for c in chapter.cells
+                if c.world == 1 and c.spec.global_batch == per_rank and c.substrate == curve[0][1].substrate
+            ),
+            None,
+        )
+        found[name] = [(1.0, single), *curve] if single else curve
+    if not found:
+        return []
+    made = canvas(3.4)
+    draw_curves(made, found, lambda cell: cell.images_per_second, bars=False)
+    _whole_numbers(made, found)
+    made.axes.set_ylim(0, None)
+    made.axes.set_ylabel("images per second")
+    return [
+        plot(
+            made,
+            "weak-scaling",
+            findings.weak(found),
+            "The batch per rank stays, the whole batch grows: weak scaling.",
+        )
+    ]
+
+
+def _whole_numbers(made: Canvas, curves: dict[str, Curve]) -> None:
+    made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
+    made.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    made.axes.set_xlabel("nodes")
+
+
+def _log_ticks(made: Canvas, curves: dict[str, Curve], spell: Callable[[int], str]) -> None:
+    made.axes.set_xscale("log")
+    made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
+    made.axes.xaxis.set_minor_locator(NullLocator())
+    made.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: spell(round(x))))
+
+
+def bandwidth(chapter: Chapter) -> list[Plot]:
+    """Seconds per step against the links' rate, one node's time as a level, and the rates at which curves cross."""
+    found = model.curves(chapter, model.RATE)
+    if not found:
+        return []
+    made = canvas(3.7)
+    draw_curves(made, found, seconds)
+    names = list(found)
+    lines = [[(x, cell.seconds.centre) for x, cell in curve] for curve in found.values()]
+    single = next((s for curve in found.values() for _, cell in curve if (s := chapter.single(cell))), None)
+    if single:
+        level = single.seconds.centre
+        _level(made, level, "one node", colour("single"))
+        names.append("one node")
+        lines.append([(x, level) for x in sorted({x for line in lines for x, _ in line})])
+    met = model.crossings(names, lines)
+    for each in met:
+        (spot,) = made.axes.plot(
+            [each.at],
+            [each.seconds],
+            marker="o",
+            markersize=10,
+            markerfacecolor="none",
+            color=COLOURS["ink"][0],
+            linestyle="none",
+        )
+        made.tip(spot, f"at {findings.rate(each.at)} {each.right} overtakes {each.left}")
+    made.axes.set_yscale("log")
+    _plain_seconds(made)
+    _log_ticks(made, found, format_rate)
+    made.axes.set_xlabel("rate of every link, each way (○: two meet)")
+    made.axes.set_ylabel("seconds per step")
+    return [plot(made, "bandwidth", findings.bandwidth(found, met, single), "Both axes are logarithmic.")]
+
+
+def _level(made: Canvas, seconds: float, name: str, tint: str) -> None:
+    """A dashed line across, with its name at the right end."""
+    made.axes.axhline(seconds, color=tint, linestyle=(0, (4, 3)), linewidth=1.4)
+    across = made.axes.get_yaxis_transform()
+    made.axes.text(1.0, seconds, name, transform=across, ha="right", va="bottom", fontsize=9, color=tint)
+
+
+def _plain_seconds(made: Canvas) -> None:
+    """Ticks of a logarithmic axis in digits."""
+    low, high = made.axes.get_ylim()
+    ticks = [m * 10.0**e for e in range(-4, 5) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+    made.axes.yaxis.set_major_locator(FixedLocator(ticks))
+    made.axes.yaxis.set_minor_locator(NullLocator())
+    made.axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+
+
+def buckets(chapter: Chapter) -> list[Plot]:
+    """Seconds per step against the size of a bucket; methods without buckets are levels."""
+    found = model.curves(chapter, model.BUCKET)
+    if not found:
+        return []
+    made = canvas(3.4)
+    draw_curves(made, found, seconds)
+    levels = [cell for cell in chapter.cells if not cell.spec.mode.silent and not cell.spec.mode.bucket]
+    for cell in levels[:4]:
+        _level(made, cell.seconds.centre, cell.label, colour(cell.spec.mode.algorithm))
+    _log_ticks(made, found, format_size)
+    made.axes.tick_params(axis="x", labelsize=9)
+    made.axes.set_ylim(0, None)
+    made.axes.set_xlabel("bucket size")
+    made.axes.set_ylabel("seconds per step")
+    return [plot(made, "buckets", findings.buckets(found, levels), "Dashed: methods that cut the gradient otherwise.")]
+
+
+def skipping(chapter: Chapter) -> list[Plot]:
+    """Seconds per step and accuracy against how many steps are taken alone."""
+    found = model.curves(chapter, model.EVERY)
+    if not found:
+        return []
+    made = canvas(3.4)
+    draw_curves(made, found, seconds)
+    _log_ticks(made, found, str)
+    made.axes.set_ylim(0, None)
+    made.axes.set_xlabel("synchronise every K steps")
+    made.axes.set_ylabel("seconds per step")
+    drawn = [plot(made, "skipping-speed", findings.skipping_speed(found), "")]
+    if any(accuracy(cell) is not None for curve in found.values() for _, cell in curve):
+        made = canvas(3.4)
+        draw_curves(made, found, lambda cell: None if (a := accuracy(cell)) is None else 100 * a, bars=False)
+        _log_ticks(made, found, str)
+        made.axes.set_xlabel("synchronise every K steps")
+        made.axes.set_ylabel("test accuracy in %")
+        drawn.append(plot(made, "skipping-accuracy", findings.skipping_accuracy(found), ""))
+    return drawn
+
+
+def accuracy(cell: Cell) -> float | None:
+    known = [run.summary.test_accuracy for run in cell.runs if run.summary.test_accuracy is not None]
+    return statistics.fmean(known) if known else None
+
+
+def places(chapter: Chapter) -> list[Plot]:
+    """The same spec at two places, side by side."""
+    if len(chapter.substrates) < 2:
+        return []
+    by_spec: dict[str, dict[str, Cell]] = {}
+    for cell in chapter.cells:
+        by_spec.setdefault(cell.same_spec, {})[cell.substrate] = cell
+    both = [cells for cells in by_spec.values() if len(cells) > 1][:10]
+    if not both:
+        return []
+    firsts = [next(iter(cells.values())) for cells in both]
+    made = rows(firsts, [cell.label for cell in firsts], 0.5)
+    tints = dict(zip(chapter.substrates, np.linspace(0.95, 0.45, len(chapter.substrates)), strict=True))
+    height = 0.76 / len(chapter.substrates)
+    for y, cells in enumerate(both):
+        for number, (place, cell) in enumerate(cells.items()):
+            at = y - 0.38 + height * (number + 0.5)
+            bar = made.axes.barh(
+                at,
+                cell.seconds.centre,
+                height * 0.86,
+                color=colour(cell.spec.mode.algorithm),
+                alpha=float(tints[place]),
+            )[0]
+            made.tip(bar, f"{cell.label} on {place}: {cell.seconds.centre:.3f} s")
+            made.axes.text(
+                cell.seconds.centre, at, f" {stats.seconds(cell.seconds.centre)}, {place}", va="center", fontsize=8.8
+            )
+    made.axes.set_xlim(0, 1.3 * max(c.seconds.centre for cells in both for c in cells.values()))
+    made.axes.set_xlabel("seconds per step")
+    return [
+        plot(
+            made,
+            "places",
+            findings.places(both),
+            "The same spec, the same image of the code, another way to make nodes.",
+        )
+    ]
+
+
+ALONG: Sequence[Callable[[Chapter], list[Plot]]] = (nodes, weak, bandwidth, buckets, skipping, places)

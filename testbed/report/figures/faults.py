@@ -1,0 +1,103 @@
+"""Plots of runs with faults: what one did to every rank on one clock, and how fast all of them were noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from testbed.report.figures.modes import legend_below, strips
+from testbed.report.figures.style import (
+    COLOURS,
+    Plot,
+    colour,
+    plot,
+)
+from testbed.results.faults import Faulted
+
+MOST = 6  # runs that are drawn one by one
+BEFORE, AFTER = 4.0, 2.0  # seconds that are shown before the fault and after the last end
+STEP, FAULT, INK = COLOURS["backward"][0], COLOURS["exposed"][0], COLOURS["ink"][0]
+NOTE = (
+    "Bars are steps. The dashed line is the moment of the fault, red on a rank's row is how long it lasted. A diamond"
+    " is a rank that ended because it had lost another, a cross any other end with an error."
+)
+
+
+def draw(runs: Sequence[Faulted]) -> list[Plot]:
+    """One plot of all, where there are several; then one of each kind of fault."""
+    timed = [run for run in runs if run.one_clock and run.episodes]
+    noticed = [run for run in timed if run.knew is not None]
+    kinds: dict[str, Faulted] = {}
+    for run in timed:
+        kinds.setdefault(f"{run.episodes[0].fault.split(':')[0]} {run.row[-1]}", run)
+    alone = [_run(run, f"fault-{number}") for number, run in enumerate(list(kinds.values())[:MOST], start=1)]
+    return [*([_noticed(noticed)] if len(noticed) > 1 else []), *alone]
+
+
+def _noticed(runs: Sequence[Faulted]) -> Plot:
+    """A row for each fault, a dot for each mode: seconds until the last of the others knew."""
+    faults = list(dict.fromkeys(run.row[1] for run in runs))
+    made = strips(faults, 0.42, 1.5)
+    modes = list(dict.fromkeys(str(run.spec.mode) for run in runs))
+    for run in runs:
+        spread = 0.12 * (modes.index(str(run.spec.mode)) - (len(modes) - 1) / 2)
+        x, y = run.knew or 0.0, faults.index(run.row[1]) + spread
+        tint = colour(run.spec.mode.algorithm)
+        fill = tint if run.story.named_right else COLOURS["card"][0]
+        (dot,) = made.axes.plot([x], [y], "o", markersize=6, markeredgecolor=tint, markerfacecolor=fill)
+        right = {True: "named right", False: "named wrong", None: "nobody named"}[run.story.named_right]
+        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others knew after {x:.2f} s, {right}")
+    made.axes.set_xlim(0, None)
+    made.axes.set_xlabel("seconds from the fault until the last of the others knew")
+    tints = {mode: colour(mode.split("/")[0]) for mode in modes}
+    legend_below(made, [Patch(facecolor=tint, label=mode) for mode, tint in tints.items()])
+    good = sum(run.story.named_right is True for run in runs)
+    slowest = max(run.knew or 0.0 for run in runs)
+    finding = f"All others knew within {slowest:.1f} s, and named the right rank in {good} of {len(runs)} runs"
+    return plot(made, "faults-noticed", finding, "A hollow dot: another rank was named, or none.")
+
+
+def _run(run: Faulted, name: str) -> Plot:
+    zero = run.episodes[0].begin
+    made = strips([f"rank {rank}" for rank in range(run.spec.world)], 0.36, 1.5)
+    ends = [at - zero for _, at, _ in run.ended] + [end - zero for steps in run.steps for _, end in steps]
+    last = max([*ends, 0.5])
+    for rank, steps in enumerate(run.steps):
+        bars = [(begin - zero, end - begin) for begin, end in steps if end - zero >= -BEFORE]
+        made.axes.broken_barh(bars, (rank - 0.3, 0.6), facecolor=STEP, edgecolor=COLOURS["card"][0], linewidth=0.3)
+    for episode in run.episodes:
+        made.axes.axvline(episode.begin - zero, color=FAULT, linestyle="--", linewidth=1.4)
+        if episode.end is not None:
+            span = (episode.begin - zero, min(episode.end - zero, last) - (episode.begin - zero))
+            made.axes.broken_barh([span], (episode.rank - 0.3, 0.6), facecolor=FAULT, alpha=0.45)
+    saw = set(run.saw)
+    for rank, at in saw:
+        made.axes.plot([at - zero], [rank], "D", color=INK, markersize=6)
+    for rank, at, code in run.ended:
+        if code not in (0, 6):
+            made.axes.plot([at - zero], [rank], "X", color=FAULT, markersize=9)
+    first = min((begin for steps in run.steps for begin, _ in steps), default=zero) - zero
+    made.axes.set_xlim(max(first, -BEFORE), last + min(AFTER, 0.05 * (last + BEFORE)))
+    made.axes.set_xlabel("seconds since the fault")
+    keys = [
+        Patch(facecolor=STEP, label="steps"),
+        Line2D([], [], color=FAULT, linestyle="--", label="the fault"),
+        Line2D([], [], color=INK, marker="D", linestyle="", label="lost another rank"),
+        Line2D([], [], color=FAULT, marker="X", linestyle="", label="ended with an error"),
+    ]
+    legend_below(made, keys)
+    return plot(made, name, _finding(run), f"Run {run.spec.name}. {NOTE}")
+
+
+def _finding(run: Faulted) -> str:
+    mode, fault = run.spec.mode, run.row[1]
+    if run.row[-1] == "went on":
+        return f"{fault} under {mode}: the others wait, and the run goes on"
+    if run.row[-1] == "restarted":
+        return f"{fault} under {mode}: all ranks start again from the last checkpoint, and finish"
+    if run.knew is None:
+        return f"{fault} under {mode}: the run ends"
+    named = "and name it" if run.story.named_right else "and blame another"
+    return f"{fault} under {mode}: all others know after {run.knew:.2f} s {named}"

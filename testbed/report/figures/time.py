@@ -1,0 +1,120 @@
+"""Plots over time: one step as a strip, loss against iteration and against seconds, seconds against iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.patches import Patch
+
+from testbed.report import findings
+from testbed.report.figures.modes import legend_above, legend_below, rows
+from testbed.report.figures.style import (
+    COLOURS,
+    DASHES,
+    Canvas,
+    Plot,
+    canvas,
+    colour,
+    plot,
+)
+from testbed.report.load import Column
+from testbed.report.model import Cell, Chapter
+
+PHASES = ("data", "forward", "backward", "update")
+POINTS = 300  # of one line; longer ones are averaged in blocks
+
+
+def timeline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+    """One ordinary step of rank 0 for every method: above what the loop did, below what was on the wire."""
+    made = rows(cells, names, 0.56, 1.5)
+    exposed = COLOURS["exposed"][0]
+    for y, cell in enumerate(cells):
+        steps = cell.steps[0]
+        k = int(np.argmin(np.abs(steps.total - np.median(steps.total))))
+        for name in PHASES:
+            spans = [(o, s) for phase, o, s in steps.phases[k] if phase == name]
+            made.axes.broken_barh(spans, (y - 0.36, 0.36), facecolor=COLOURS[name][0])
+        made.axes.broken_barh(steps.stalls[k], (y - 0.36, 0.36), facecolor=exposed)
+        tint = colour(cell.spec.mode.algorithm)
+        comm = [(c.offset, c.seconds) for c in steps.comm[k]]
+        made.axes.broken_barh(comm, (y + 0.04, 0.28), facecolor=tint, edgecolor=COLOURS["card"][0], linewidth=0.5)
+    made.axes.set_xlim(0, None)
+    made.axes.set_xlabel("seconds since the step began (rank 0)")
+    keys = [Patch(facecolor=COLOURS[name][0], label=name) for name in PHASES]
+    keys += [
+        Patch(facecolor=exposed, label="blocked"),
+        Patch(facecolor=COLOURS["muted"][0], label="buffers on the wire"),
+    ]
+    legend_below(made, keys)
+    return plot(made, "timeline", findings.timeline(cells), findings.TIMELINE)
+
+
+def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequence[Cell], names: Sequence[str]) -> None:
+    """One line per cell; the first is the widest, so that lines that lie on each other are all seen."""
+    seen: dict[str, int] = {}
+    for number, ((x, y), cell, name) in enumerate(zip(curves, cells, names, strict=True)):
+        kind = cell.spec.mode.algorithm
+        dash = DASHES[seen.get(kind, 0) % len(DASHES)]
+        seen[kind] = seen.get(kind, 0) + 1
+        width = 1.5 + 2.4 * (len(cells) - 1 - number) / max(1, len(cells) - 1)
+        x, y = thin(x), thin(y)
+        (line,) = made.axes.plot(x, y, color=colour(kind), linewidth=width, linestyle=dash, label=name, alpha=0.9)
+        made.tip(line, name)
+    legend_above(made)
+
+
+def thin(values: Column) -> Column:
+    """At most POINTS values, each the mean of its block."""
+    if len(values) <= POINTS:
+        return values
+    return np.array([block.mean() for block in np.array_split(values, POINTS)])
+
+
+def loss_by_step(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+    """Methods that train the same model lie on one line."""
+    made = canvas(3.3)
+    _lines(made, [(np.arange(1, len(c.losses()) + 1, dtype=np.float64), c.losses()) for c in cells], cells, names)
+    made.axes.set_xlabel("iteration")
+    made.axes.set_ylabel("training loss")
+    return plot(
+        made,
+        "loss-by-iteration",
+        findings.loss_by_step(cells),
+        "Mean over ranks, weighted by their share of the batch.",
+    )
+
+
+def seconds_so_far(cell: Cell) -> Column:
+    """When each step of rank 0 ended, since the first began; tests between epochs are in it."""
+    steps = cell.first.ranks[0].steps
+    ends = steps.at + steps.total - steps.at[0]
+    return np.asarray(ends[: len(cell.losses())], dtype=np.float64)
+
+
+def loss_by_time(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+    """The same losses against the clock: what a user waits for."""
+    made = canvas(3.3)
+    curves = [(seconds_so_far(c), c.losses()[: len(seconds_so_far(c))]) for c in cells]
+    _lines(made, curves, cells, names)
+    made.axes.set_xlabel("seconds of training")
+    made.axes.set_ylabel("training loss")
+    return plot(
+        made,
+        "loss-by-time",
+        findings.loss_by_time(cells, curves),
+        "Warm-up steps are in it: this is what one waits for.",
+    )
+
+
+def seconds_by_step(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+    """Every step's time, warm-up included."""
+    made = canvas(3.3)
+    series = [np.mean([r.steps.total[: len(c.losses())] for r in c.first.ranks], axis=0) for c in cells]
+    _lines(made, [(np.arange(1, len(y) + 1, dtype=np.float64), y) for y in series], cells, names)
+    made.axes.set_ylim(0, None)
+    warmup = max(c.spec.warmup for c in cells)
+    made.axes.axvspan(0.5, warmup + 0.5, color=COLOURS["grid"][0], alpha=0.55, linewidth=0)
+    made.axes.set_xlabel("iteration (shaded: warm-up, in no figure)" if warmup else "iteration")
+    made.axes.set_ylabel("seconds, mean over ranks")
+    return plot(made, "seconds-by-iteration", findings.seconds_by_step(cells, series), "")

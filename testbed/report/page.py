@@ -1,0 +1,260 @@
+"""Write the report: the page, and beside it a folder with every plot, every table and all figures for scripts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from testbed import __version__
+from testbed.report import findings, tables
+from testbed.report import tables as tables_reports
+from testbed.report.figures import (
+    axes,
+    modes,
+    time,
+)
+from testbed.report.figures import (
+    faults as plots_faults,
+)
+from testbed.report.figures.style import Plot, css
+from testbed.report.findings import Verdict, verdict
+from testbed.report.load import Loaded, Skipped, load
+from testbed.report.model import Cell, Chapter, Focus, chapters, focus
+from testbed.report.published import Published, published
+from testbed.report.stats import finite
+from testbed.report.tables import Table
+from testbed.results.folder import write_whole
+from testbed.results.table import caption
+from testbed.spec.errors import UsageError, refuse
+
+PAGE = "report.html"
+FILES = "report"  # the folder beside the page
+WAY_OUT = "Remove it, or give another folder with --out."
+FAULTS = "faults"  # how the files of the section on faults begin
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chapter, ready to be printed."""
+
+    chapter: Chapter
+    slug: str
+    name: str
+    title: str
+    caption: str
+    verdict: Verdict
+    tables: list[Table]
+    plots: list[Plot]
+    published: Published | None
+    shown: str  # which cells the side-by-side plots show, where not all
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Runs with faults on purpose, ready to be printed: those that failed are in no chapter."""
+
+    finding: str
+    table: Table
+    plots: list[Plot]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    page: Path
+    parts: list[Part]
+    faults: Faults | None
+    skipped: list[Skipped]
+
+
+def write(paths: Sequence[Path], out: Path) -> Report:
+    """Read the runs below `paths`, write the report into the folder `out`."""
+    files = out / FILES
+    if files.is_symlink() or (files.exists() and not files.is_dir()):  # a stranger's folder may have one
+        raise refuse("report folder", str(files), "is a link or no folder, and nothing is written there", WAY_OUT)
+    loaded = load(paths)
+    if not loaded.runs and not loaded.faulted:
+        raise UsageError(_nothing(paths, loaded))
+    parts = [make_part(chapter) for chapter in chapters(loaded)]
+    faults = make_faults(loaded)
+    files.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        _write_files(part.slug, part.plots, [*part.tables, *([part.published.table] if part.published else [])], files)
+    if faults:
+        _write_files(FAULTS, faults.plots, [faults.table], files)
+    texts = [*map(_markdown, parts), *([_faults_markdown(faults)] if faults else [])]
+    write_whole(files / "report.md", "\n".join(texts) + _left_out(loaded.skipped))
+    write_whole(files / "summary.json", json.dumps(finite(_figures(parts, loaded)), indent=1, allow_nan=False))
+    write_whole(out / PAGE, render(parts, faults, loaded))
+    return Report(out / PAGE, parts, faults, loaded.skipped)
+
+
+def _nothing(paths: Sequence[Path], loaded: Loaded) -> str:
+    named = ", ".join(map(str, paths))
+    if not loaded.skipped:
+        return f"{named}: no run folder in it. Make one with `testbed run`."
+    first = loaded.skipped[0]
+    return f"{named}: none of {len(loaded.skipped)} run folders can be shown; {first.path.name}: {first.reason}."
+
+
+def make_part(chapter: Chapter) -> Part:
+    focused = focus(chapter)
+    swept = [plot for draw in axes.ALONG for plot in draw(chapter)]
+    return Part(
+        chapter=chapter,
+        slug=slug(chapter.name),
+        name=chapter.name,
+        title=chapter.title,
+        caption=caption(chapter.summaries),
+        verdict=verdict(chapter, focused, swept[0].finding if swept else ""),
+        tables=_tables(chapter),
+        plots=[*swept, *_plots(chapter, focused)],
+        published=published(chapter),
+        shown=focused.shown,
+    )
+
+
+def _tables(chapter: Chapter) -> list[Table]:
+    """The most asked-for first; tables that have nothing to say are left out."""
+    made = [
+        tables.modes(chapter),
+        *tables_reports.workers_by_batch(chapter),
+        tables.split(chapter),
+        tables.traffic(chapter),
+        tables.wire(chapter),
+        tables_reports.epochs(chapter),
+        tables_reports.ranks(chapter),
+        tables_reports.compact(chapter),
+        tables.network(chapter),
+    ]
+    return [table for table in made if table]
+
+
+Drawn = Callable[[Chapter, Sequence[Cell], Sequence[str]], Plot | None]
+DETAILED: tuple[Drawn, ...] = (modes.where_time_goes, time.timeline)  # need every phase and buffer
+SIDE_BY_SIDE: tuple[Drawn, ...] = (
+    modes.bytes_per_rank,
+    modes.roofline,
+    time.seconds_by_step,
+)
+LEARNING: tuple[Drawn, ...] = (time.loss_by_time, time.loss_by_step)
+
+
+def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
+    """Slow ranks first, then the methods side by side."""
+    detailed = focused.only(lambda cell: cell.spec.spans)
+    learning = focused.only(lambda cell: not cell.spec.mode.is_control)  # what a control learns means nothing
+    groups = ((DETAILED, detailed), (SIDE_BY_SIDE, focused), (LEARNING, learning))
+    drawn = [draw(chapter, group.cells, group.names) for draws, group in groups if group.cells for draw in draws]
+    return [*modes.slow_ranks(chapter), *(plot for plot in drawn if plot)]
+
+
+def make_faults(loaded: Loaded) -> Faults | None:
+    runs = loaded.faulted
+    if not runs:
+        return None
+    return Faults(findings.faults(runs), tables_reports.faults(runs), plots_faults.draw(runs))
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower() or "runs"
+
+
+def render(parts: Sequence[Part], faults: Faults | None, loaded: Loaded) -> str:
+    """The page; every value that comes from a run folder is escaped."""
+    loader = jinja2.PackageLoader("testbed.report", ".")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template("page.html.j2").render(
+        title=parts[0].title if len(parts) == 1 else "testbed report",
+        chapters=parts,
+        faults=faults,
+        runs=len(loaded.runs),
+        skipped=loaded.skipped,
+        version=__version__,
+        light=css(False),
+        dark=css(True),
+        environment=_environment(parts),
+    )
+
+
+def _environment(parts: Sequence[Part]) -> dict[str, str]:
+    """What the first run's first rank said of its machine; where runs differ, all they said."""
+    found: dict[str, dict[str, None]] = {}
+    for part in parts:
+        for summary in part.chapter.summaries:
+            for key, value in summary.environment.items():
+                found.setdefault(str(key), {})[str(value)] = None
+    return {key: _few(list(values)) for key, values in found.items() if key != "load"}
+
+
+def _few(values: list[str]) -> str:
+    return ", ".join(values[:3]) + (f" and {len(values) - 3} more" if len(values) > 3 else "")
+
+
+def _write_files(slug: str, plots: Sequence[Plot], tables: Sequence[Table], files: Path) -> None:
+    for plot in plots:
+        write_whole(files / f"{slug}-{plot.name}.svg", plot.svg)
+        write_whole(files / f"{slug}-{plot.name}.png", plot.png)
+    for table in tables:
+        write_whole(files / f"{slug}-{table.name}.csv", table.csv())
+
+
+def _markdown(part: Part) -> str:
+    lines = [f"## {part.title}", "", f"{part.verdict.headline}.", "", *part.verdict.why, "", f"{part.caption}.", ""]
+    lines += [f"- {check.text}" for check in part.verdict.checks]
+    if part.published:
+        lines += ["", *(f"- {claim.word} {claim.text}" for claim in part.published.sentences)]
+        lines += ["", part.published.table.markdown()] if part.published.table.rows else []
+    lines += ["", *(table.markdown() for table in part.tables)]
+    return "\n".join([*lines, *_pictures(part.slug, part.plots)])
+
+
+def _faults_markdown(faults: Faults) -> str:
+    return "\n".join([f"## {faults.finding}", "", faults.table.markdown(), *_pictures(FAULTS, faults.plots)])
+
+
+def _pictures(slug: str, plots: Sequence[Plot]) -> list[str]:
+    return [f"![{plot.finding}]({slug}-{plot.name}.svg)\n" for plot in plots]
+
+
+def _left_out(skipped: Sequence[Skipped]) -> str:
+    return "".join(["\n## Left out\n\n", *(f"- {s.path}: {s.reason}\n" for s in skipped)]) if skipped else ""
+
+
+def _figures(parts: Sequence[Part], loaded: Loaded) -> dict[str, Any]:
+    """summary.json: every cell's figures, for scripts."""
+    return {
+        "testbed": __version__,
+        "experiments": {
+            part.name: [_cell_figures(part.chapter, cell) for cell in part.chapter.cells] for part in parts
+        },
+        "left_out": [{"folder": str(s.path), "reason": s.reason} for s in loaded.skipped],
+    }
+
+
+def _cell_figures(chapter: Chapter, cell: Cell) -> dict[str, Any]:
+    waiting = cell.waiting
+    return {
+        "mode": cell.label,
+        "substrate": cell.substrate,
+        "folders": [str(run.folder.path) for run in cell.runs],
+        "spec": json.loads(cell.spec.to_json()),
+        "seconds": asdict(cell.seconds),
+        "speed_up": chapter.speed_up(cell),
+        "split": asdict(cell.split) | {"hidden_share": cell.split.hidden_share} if cell.spec.spans else None,
+        "waiting": asdict(waiting) | {"slowest": waiting.slowest},
+        "stragglers": [asdict(each) for each in cell.stragglers],
+        "bound": cell.bound,
+        "sent_per_step": cell.sent(),
+        "received_per_step": cell.received(),
+        "needed_per_step": cell.needed(),
+        "test_accuracy": cell.first.summary.test_accuracy,
+        "test_loss": cell.first.summary.test_loss,
+    }

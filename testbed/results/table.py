@@ -1,0 +1,164 @@
+"""The table of several runs: one row each, a column for whatever varies, and a caption for what does not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from testbed.results.conclude import Summary
+from testbed.spec.mode import ALGORITHMS, CONTROL
+from testbed.spec.run import RunSpec
+from testbed.spec.units import format_rate
+
+HEADER = (
+    "mode",
+    "s/iter",
+    "quartiles",
+    "speed-up",
+    "test loss",
+    "accuracy",
+    "MB sent/step (rank 0, others)",
+    "replicas agree",
+)
+# Keys that are no condition of a run, or have their place in the row already.
+UNTOLD = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
+UNTOLD |= {"deadline", "start_deadline", "checkpoint", "retries"}
+# Keys in which a run may differ from its single-node baseline.
+UNCOMPARED = UNTOLD | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
+
+
+def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows, in the order given; runs that do not count are left out."""
+    counted = [s for s in summaries if s.status == "ok"]
+    varying = varying_keys(counted)
+    rows = [
+        _row(s, single, [str(s.spec.world if key == "nodes" else flatten(s.spec).get(key)) for key in varying])
+        for s, single in zip(counted, baselines(counted), strict=True)
+    ]
+    return (HEADER[0], *(short_key(key, varying) for key in varying), *HEADER[1:]), rows
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Plain aligned text that is Markdown as well: it fits a log, a README and a script's split on '|'."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = zip(cells, widths, strict=True)
+        return "| " + " | ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]) + " |"
+
+    rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def footnotes(summaries: Sequence[Summary]) -> list[str]:
+    """What a row means that is no contestant."""
+    control = any(s.spec.mode.is_control and s.status == "ok" for s in summaries)
+    return [f"{CONTROL}: {ALGORITHMS[CONTROL].does}"] if control else []
+
+
+def left_out(summaries: Sequence[Summary]) -> list[str]:
+    """One sentence per run that is not in the table."""
+    return [f"{s.spec.name}: {s.status}, {s.reason}" for s in summaries if s.status != "ok"]
+
+
+def caption(summaries: Sequence[Summary]) -> str:
+    """What all rows have in common, so that the table can be read alone; what varies has a column."""
+    if not summaries:
+        return ""
+    s, spec, varying = summaries[0], summaries[0].spec, set(varying_keys(summaries))
+    alike = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
+    parts = {
+        "model": spec.model,
+        "data.name": spec.data.name,
+        **({"batch": f"batch {spec.batch} over all ranks"} if spec.batch else {}),
+        **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
+        "nodes": f"{spec.nodes} {alike}nodes",
+        "node.cpus": f"{spec.node.cpus:g} cores each" if spec.node.cpus else "no CPU limit",
+        "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)} each",
+        "link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped",
+    }
+    told = ", ".join(text for key, text in parts.items() if key not in varying)
+    least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
+    steps = f"{least} to {most}" if least < most else f"{most}"
+    warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
+    middle = "median" if all(x.spec.mode.every == 1 for x in summaries) else "median (every:K: mean)"
+    return f"{told}, on {s.substrate}; {middle} of {steps} steps after {warmup}"
+
+
+def label(spec: RunSpec) -> str:
+    """A run's method in a table: its mode, and R3's mistake where it was made on purpose."""
+    return str(spec.mode) if spec.placement == "before-step" else f"{spec.mode} (after step)"
+
+
+def flatten(spec: RunSpec) -> dict[str, Any]:
+    """The spec with dotted keys, values as JSON has them."""
+
+    def walk(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            inner = value if isinstance(value, dict) and key != "overrides" else None
+            found |= walk(inner, f"{prefix}{key}.") if inner is not None else {f"{prefix}{key}": value}
+        return found
+
+    return walk(spec.model_dump(mode="json", by_alias=True), "")
+
+
+def varying_keys(summaries: Sequence[Summary]) -> list[str]:
+    flats = [flatten(s.spec) for s in summaries]
+    keys = [key for key in flats[0] if key not in UNTOLD] if flats else []
+    return [key for key in keys if any(flat.get(key) != flats[0][key] for flat in flats)]
+
+
+def short_key(key: str, among: Sequence[str]) -> str:
+    """`optimizer.lr` -> `lr`, where that says enough."""
+    last = key.rpartition(".")[2]
+    return last if [other.rpartition(".")[2] for other in among].count(last) == 1 else key
+
+
+def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
+    """For each run the single-node run under the same conditions: all but the network and the number of nodes.
+
+    None for a control run: what does not do the job has no speed-up.
+    """
+
+    def conditions(s: Summary) -> str:
+        flat = flatten(s.spec)
+        kept = {key: flat[key] for key in flat if key not in UNCOMPARED and not key.startswith(("link.", "overrides"))}
+        return repr(sorted((kept | {"batch": s.spec.global_batch, "on": s.substrate}).items()))
+
+    singles: dict[str, Summary] = {}
+    for s in summaries:
+        if not s.spec.mode.distributed:
+            singles.setdefault(conditions(s), s)
+    return [None if s.spec.mode.is_control else singles.get(conditions(s)) for s in summaries]
+
+
+def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[str, ...]:
+    base = single.seconds_per_step if single else None
+    agree = "-" if s.spec.mode.silent else {True: "yes", False: "NO", None: "-"}[s.replicas_agree]
+    learnt = not s.spec.mode.is_control
+    return (
+        label(s.spec),
+        *varying,
+        _number(s.seconds_per_step, ".3f"),
+        f"{s.seconds_spread[0]:.3f}-{s.seconds_spread[1]:.3f}" if s.seconds_spread else "-",
+        f"{base / s.seconds_per_step:.2f}" if base and s.seconds_per_step else "-",
+        _number(s.test_loss if learnt else None, ".3f"),
+        "-" if s.test_accuracy is None or not learnt else f"{100 * s.test_accuracy:.1f} %",
+        _traffic(s.sent_per_step),
+        agree,
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _traffic(sent: list[float | None]) -> str:
+    """Megabytes (10^6) per step: rank 0's, then the mean of the others."""
+    first, *others = sent or [None]
+    known = [s for s in others if s is not None]
+    if first is None or not known:
+        return "-"
+    return f"{first / 1e6:.1f}, {statistics.fmean(known) / 1e6:.1f}"

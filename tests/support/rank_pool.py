@@ -1,0 +1,156 @@
+"""RankPool: N real processes in one Gloo group on loopback that do one case after another.
+
+Importing torch takes seconds a process, so a pool is started once and asked often. A case is one line of JSON to
+every rank's stdin; its answer is one line back and, for arrays, an .npz file. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parents[1] / "gloo" / "worker.py"
+START_SECONDS = 200.0  # torch imports on a busy machine
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on just now."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """torchrun's variables for a rank on loopback."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+class RankPool:
+    """A case that fails on any rank breaks the pool: its group may be half-way through a message."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        self.size = size
+        self.folder = folder
+        self.broken = False
+        self._numbers = itertools.count()
+        port = free_port()
+        self._workers = [_Worker(rank, size, port, folder) for rank in range(size)]
+        self._answers(time.monotonic() + START_SECONDS)
+
+    def run(self, kind: str, timeout: float = 150.0, **case: Any) -> list[dict[str, Any]]:
+        """Do one case on all ranks; their answers in rank order."""
+        name = f"{next(self._numbers):03d}-{kind}"
+        for worker in self._workers:
+            worker.send({"kind": kind, "name": name, "folder": str(self.folder), **case})
+        return self._answers(time.monotonic() + timeout)
+
+    def _answers(self, deadline: float) -> list[dict[str, Any]]:
+        answers = [worker.answer(deadline) for worker in self._workers]
+        failures = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
+        if failures:
+            self.broken = True
+            raise AssertionError("\n".join(failures))
+        return answers
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+class _Worker:
+    """One process of a pool and the thread that reads its answers."""
+
+    def __init__(self, rank: int, size: int, port: int, folder: Path) -> None:
+        self._log = folder / f"worker{rank}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER)],
+                cwd=ROOT,
+                env=rank_environment(rank, size, port),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _read(self, stdout: IO[str]) -> None:
+        for line in stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def send(self, case: dict[str, Any]) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(case) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self, deadline: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
+        except queue.Empty:
+            return {"error": f"no answer in time; its log ends with:\n{self._tail()}"}
+        return json.loads(line) if line else {"error": f"it ended; its log ends with:\n{self._tail()}"}
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+        self._reader.join(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+
+
+class RankRun:
+    """`python -m testbed.rank` as N processes on one run folder; a context manager that leaves none behind."""
+
+    def __init__(self, folder: Path, size: int, **environment: str) -> None:
+        port = free_port()
+        argv = [sys.executable, "-m", "testbed.rank", "--folder", str(folder)]
+        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
+        self.processes = []
+        for rank, path in enumerate(self.logs):
+            with path.open("wb") as log:
+                env = rank_environment(rank, size, port) | environment
+                self.processes.append(subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log))
+
+    def __enter__(self) -> RankRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+
+    def wait(self, timeout: float, ranks: Sequence[int] | None = None) -> list[int]:
+        """Exit codes of these ranks (all by default); a rank that still runs at the end of `timeout` is an error."""
+        deadline = time.monotonic() + timeout
+        chosen = range(len(self.processes)) if ranks is None else ranks
+        return [self.processes[rank].wait(max(0.1, deadline - time.monotonic())) for rank in chosen]
+
+    def said(self, rank: int) -> str:
+        return self.logs[rank].read_text(errors="replace")

@@ -1,0 +1,253 @@
+"""Run folders made up from arithmetic: what a rank would have written, with answers that are known beforehand.
+
+A step computes for `compute` seconds, then (or meanwhile) sends its buffers; times carry a little seeded noise.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testbed.report import theory
+from testbed.results.conclude import Summary, summarise
+from testbed.results.folder import RunFolder, write_whole
+from testbed.spec.run import SCHEMA, RunSpec
+from testbed.spec.units import length
+
+GRADIENT = 36_924_456  # VGG-11
+EFFICIENCY = 1448 / 1514  # payload per byte on the wire
+UNRECORDED: dict[str, Any] = {"blocked": 0.0, "busy": 0.0, "hidden": 0.0, "phases": [], "comm": [], "stalls": []}
+UPDATE = 0.02  # seconds
+CARRIED = 0.004  # seconds that pipeline's last buffer is still on its way in the next step
+ENCODED = {"fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 0.02, "powersgd": 0.05}  # of a gradient
+
+
+@dataclass
+class Made:
+    """What a synthetic run is told beyond its spec."""
+
+    compute: float = 1.0  # seconds of one rank's forward, backward and update
+    cpu: float = 0.9  # of compute, processor time of the loop
+    buckets: int = 4
+    slow_cpu: dict[int, float] = field(default_factory=dict)  # rank -> factor on compute
+    slow_link: dict[int, float] = field(default_factory=dict)  # rank -> factor on its rate
+    noise: float = 0.01
+    seed: int = 1
+    overhead: float = 1.02  # communication against its lower bound
+    substrate: str = "netns"
+    accuracy: float = 0.5
+    offsets: list[float] | None = None  # of the ranks' clocks, as on hosts
+    loss_rate: float = 0.05
+    loss: float | None = None  # of the test; None: as the accuracy says
+
+
+def make_run(folder: Path, made: Made | None = None, status: str = "ok", reason: str = "", **values: Any) -> Summary:
+    """A finished run folder for a spec of these values."""
+    made = made or Made()
+    defaults = {"name": folder.name, "data": {"name": "cifar10"}, "batch": 64, "steps": 12, "nodes": 4}
+    spec = RunSpec.load(defaults | values, "synthetic")
+    run = RunFolder(folder)
+    run.create(spec)
+    begun = _Clock(spec, made)
+    for rank in range(spec.world):
+        lines = [
+            _start(rank, spec),
+            _hash(0),
+            *begun.steps(rank),
+            _hash(spec.steps or 0),
+            _eval(made, spec),
+            begun.end(rank),
+        ]
+        run.records(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if spec.world > 1 and spec.link.rate:
+        write_whole(run.receipt, json.dumps(_receipt(spec, made)))
+    network = "network: made up" if spec.world > 1 else "one node, no network"
+    facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": made.substrate, "network": network}
+    summary = summarise(run, spec, **facts)
+    write_whole(run.summary, summary.model_dump_json(by_alias=True))
+    return summary
+
+
+def make_faulted(folder: Path, fault: str, over: float | None = None, **values: Any) -> None:
+    """A run to which something was done: it ended by it after 0.3 s, or, with `over`, went on after so many seconds."""
+    status, reason = ("ok", "") if over else ("failed", "rank 2 was killed")
+    make_run(folder, status=status, reason=reason, faults=[fault], **values)
+    run, guilty = RunFolder(folder), int(fault.split("rank")[1][0])
+    begun = json.loads(run.records(0).read_text().splitlines()[5])["at"]
+    events: list[dict[str, Any]] = [{"event": "injected", "fault": fault, "rank": guilty, "step": 3, "begun": begun}]
+    others = [rank for rank in range(4) if rank != guilty and not over]
+    events += [{"event": "over", "fault": fault, "rank": guilty, "at": begun + over}] if over else []
+    events += [{"event": "saw", "rank": rank, "guilty": guilty, "at": begun + 0.3, "code": 6} for rank in others]
+    codes = [0 if over else -9 if rank == guilty else 6 for rank in range(4)]
+    events += [{"event": "ended", "rank": rank, "code": code, "at": begun + 0.4} for rank, code in enumerate(codes)]
+    run.faults.write_text("".join(json.dumps({"at": begun, **event}) + "\n" for event in events))
+
+
+def size_of(spec: RunSpec) -> int:
+    """S: what travels in place of the gradient."""
+    return round(GRADIENT * ENCODED[spec.mode.codec]) if spec.mode.codec else GRADIENT
+
+
+def overlaps(spec: RunSpec) -> bool:
+    return spec.mode.algorithm == "ddp" or spec.mode.schedule != "after"
+
+
+def ways(spec: RunSpec) -> tuple[str, ...]:
+    """How the names of buffers end, one for each way they go; as testbed.rank.sync names them."""
+    if spec.mode.schedule == "pipeline":
+        return (" reduce", " gather")
+    return (" up", " down") if spec.mode.algorithm == "server" else ("",)
+
+
+class _Clock:
+    """Ranks that march together: each step's communication ends at the same moment on all."""
+
+    def __init__(self, spec: RunSpec, made: Made) -> None:
+        self.spec, self.made = spec, made
+        self.random = random.Random(made.seed)
+        self.now = 1000.0
+        slow = min(made.slow_link.values(), default=1.0)
+        rate = (spec.link.rate or 10**10) / 8 * EFFICIENCY * slow
+        once = theory.bound(spec.mode, spec.world, size_of(spec), rate, 0.0, 1) or 0.0
+        self.wire = once * made.overhead
+        count = 1 if spec.mode.silent else made.buckets
+        self.names = [f"bucket {k}{way}" for way in ways(spec) for k in range(count)]
+        self.size = size_of(spec) // count
+        self.rows: list[list[dict[str, Any]]] = [[] for _ in range(spec.world)]
+        self.sent = [0.0] * spec.world
+        for step in range(spec.steps or 0):
+            self._step(step)
+
+    def _step(self, step: int) -> None:
+        spec, made = self.spec, self.made
+        jitter = [1 + made.noise * self.random.uniform(-1, 1) for _ in range(spec.world)]
+        share = made.compute / spec.world if spec.batch else made.compute
+        compute = [share * made.slow_cpu.get(r, 1.0) * jitter[r] for r in range(spec.world)]
+        due = spec.mode.every == 1 or (step + 1) % spec.mode.every == 0
+        wire = self.wire * (1 + made.noise * self.random.uniform(0, 1)) if due else 0.0
+        slowest = max(compute) if wire else 0.0
+        for rank in range(spec.world):
+            self._rank_step(step, rank, compute[rank], slowest, wire)
+        self.now += max(rows[-1]["total"] for rows in self.rows) + 0.001
+
+    def _comm(self, step: int, begin: float, end: float, total: float) -> list[list[Any]]:
+        """One buffer after the other; the last of pipeline is still on its way when the step ends."""
+        each = (end - begin) / len(self.names)
+        comm = [[name, begin + each * k, each, self.size] for k, name in enumerate(self.names)]
+        if self.spec.mode.schedule == "pipeline":
+            comm[-1][2] = total - comm[-1][1]
+            comm = [*([[f"{self.names[-1]} (cont.)", 0.0, CARRIED, self.size]] if step else []), *comm]
+        return comm
+
+    def _rank_step(self, step: int, rank: int, compute: float, slowest: float, wire: float) -> None:
+        """Data 2 %, forward 31 %, backward 67 % of compute; then wait for the slowest and send."""
+        update, overlap = UPDATE, overlaps(self.spec)
+        data, forward, backward = 0.02 * compute, 0.31 * compute, 0.67 * compute
+        begin_comm = data + forward + (0.5 * backward if overlap else backward)
+        latest = slowest * (0.02 + 0.31 + (0.5 if overlap else 1.0) * 0.67)
+        end_comm = max(latest + wire, begin_comm) if wire else begin_comm
+        if overlap and wire:
+            end_comm = max(end_comm, compute)
+        blocked = max(0.0, end_comm - compute) if wire else 0.0
+        stalls = [[compute, blocked]] if blocked else []
+        in_backward = blocked if overlap else 0.0
+        sync = update + (0.0 if overlap else blocked)
+        at_sync = compute + in_backward
+        phases = [["data", 0.0, data], ["forward", data, forward], ["backward", data + forward, backward + in_backward]]
+        phases += [["sync", at_sync, sync], ["update", at_sync + sync - update, update]]
+        share = theory.sent_share(self.spec.mode, self.spec.world, rank) or 0.0
+        if wire:
+            self.sent[rank] += share * size_of(self.spec) / EFFICIENCY
+        offset = self.made.offsets[rank] if self.made.offsets else 0.0
+        total = at_sync + sync + 0.001
+        comm = self._comm(step, begin_comm, end_comm, total) if wire else []
+        busy = length([(offset, offset + seconds) for _, offset, seconds, _ in comm])
+        self.rows[rank].append(
+            {
+                **{"kind": "step", "step": step, "epoch": 0, "at": self.now + offset, "data": data, "forward": forward},
+                **{"backward": backward + in_backward, "sync": sync, "update": update, "total": total},
+                **{"loss": 2.3 - self.made.loss_rate * step, "images": self.spec.local_batch(rank)},
+                **{"sent": round(self.sent[rank]), "received": round(self.sent[rank]), "cpu": self.made.cpu * compute},
+                **{"blocked": blocked, "busy": busy, "hidden": max(0.0, busy - blocked)},
+                **{"phases": phases, "comm": comm, "stalls": stalls},
+                **({} if self.spec.spans else UNRECORDED),
+            }
+        )
+
+    def steps(self, rank: int) -> list[dict[str, Any]]:
+        return self.rows[rank]
+
+    def end(self, rank: int) -> dict[str, Any]:
+        back = 0.5 if len(ways(self.spec)) > 1 else 0.0  # the way back is parameters'
+        paid = self.sent[rank] * EFFICIENCY
+        payload = {"gradients": round(paid * (1 - back)), "parameters": round(paid * back)}
+        payload |= {"buffers": 5000, "metrics": 200}
+        sent = round(self.sent[rank])
+        seconds = self.now - 1000.0
+        return {
+            "kind": "end",
+            "steps": self.spec.steps,
+            "seconds": seconds,
+            "sent": sent,
+            "received": sent,
+            "before": 0,
+            "payload": payload,
+        }
+
+
+def _start(rank: int, spec: RunSpec) -> dict[str, Any]:
+    facts = {"parameters": GRADIENT // 4, "gradient_bytes": GRADIENT, "tensors": 34, "deadline": 60.0}
+    environment = {"testbed": "0.1.0", "torch": "2.13.0", "kernel": "6.1", "cpu": "made up", "cores": 2, "load": 0.1}
+    return {
+        **{"kind": "start", "rank": rank, "world": spec.world, "unix": 0.0, "counter": "interface eth0"},
+        **{"environment": environment, "schema": SCHEMA},
+        **facts,
+    }
+
+
+def _hash(step: int) -> dict[str, Any]:
+    return {"kind": "hash", "step": step, "parameters": "abc", "agree": True}
+
+
+def _eval(made: Made, spec: RunSpec) -> dict[str, Any]:
+    loss = 2.3 - made.accuracy if made.loss is None else made.loss
+    facts = {"loss": loss, "correct": round(1000 * made.accuracy), "images": 1000}
+    where = {"kind": "eval", "step": spec.steps, "epoch": 0, "scope": "all ranks"}
+    return {**where, **facts, "train_loss": 2.3 - made.accuracy, "train_accuracy": made.accuracy}
+
+
+def _receipt(spec: RunSpec, made: Made) -> dict[str, Any]:
+    """Every link as asked, a slow one as slow as it was asked to be."""
+    rate = float(spec.link.rate or 0)
+
+    def link(src: int, dst: int) -> dict[str, Any]:
+        asked = round(rate * min(made.slow_link.get(src, 1.0), made.slow_link.get(dst, 1.0)))
+        return {
+            "src": src,
+            "dst": dst,
+            "asked": asked,
+            "goodput": asked * EFFICIENCY,
+            "got": asked * 1.002,
+            "error": 0.002,
+        }
+
+    links = [link(s, d) for s in range(spec.world) for d in range(spec.world) if s != d]
+    fan_in = {
+        "senders": list(range(1, spec.world)),
+        "asked": round(rate),
+        "goodput": rate * EFFICIENCY,
+        "got": rate,
+        "error": 0.0,
+    }
+    clock = {"clock": [{"offset": each, "error": 0.0005} for each in made.offsets or []]}
+    return {
+        "schema": SCHEMA,
+        "links": links,
+        "fan_in": fan_in,
+        "mtu": 1500,
+        "congestion": ["cubic"],
+        "duration": 3.0,
+    } | clock

@@ -1,0 +1,178 @@
+"""The command line, without starting a rank: flags, refusals, lists."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from testbed.control.cli import main
+from testbed.control.machine import doctor
+from testbed.control.substrates import engine
+from testbed.spec.errors import SpecError, TestbedError, Unavailable, UsageError
+
+
+def flags_of(command: str) -> set[str]:
+    import typer
+
+    group = typer.main.get_command(main.app)
+    return {option for parameter in group.commands[command].params for option in parameter.opts if option[:2] == "--"}
+
+
+def test_the_flags_of_run_are_these_and_no_more():
+    assert flags_of("run") == {
+        *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
+        *("--on", "--inventory", "--accept-new", "--set", "--profile", "--out", "--json", "--fault", "--retries"),
+        *("--resume", "--share"),
+    }
+
+
+def test_the_flags_of_tune_are_those_of_run_and_minutes():
+    assert flags_of("tune") == flags_of("run") - {"--profile", "--fault", "--retries", "--resume"} | {"--minutes"}
+
+
+def test_the_flags_of_sweep_are_these_and_no_more():
+    assert flags_of("sweep") == {
+        *("--on", "--inventory", "--accept-new", "--share", "--set", "--profile", "--fresh", "--json")
+    }
+
+
+def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():
+    assert flags_of("report") == {"--out", "--json"}
+    assert flags_of("compare") == {"--threshold", "--allow-missing", "--json"}
+    assert flags_of("trace") == {"--out"}
+
+
+REFUSALS = {
+    "unknown mode": (["--mode", "rong"], ["'rong'", "Known:"]),
+    "illegal cell": (["--mode", "ddp/flat"], ["'ddp/flat'", "bucket only"]),
+    "one node, distributed": (["--nodes", "1"], ["nodes 1", "--mode single"]),
+    "a rate that is no rate": (["--rate", "fast"], ["'fast'", "200mbit"]),
+    "a batch that does not divide": (["--batch", "10"], ["batch 10", "8 or 12"]),
+    "both ways to say batch": (["--batch", "8", "--batch-per-rank", "2"], ["8 and 2"]),
+    "steps that leave nothing": (["--steps", "2"], ["steps 2", "--steps 3"]),
+    "a number that is none": (["--steps", "many"], ["steps", "'many'"]),
+    "an unknown key": (["--set", "optimiser.lr=1"], ["'optimiser'", "optimizer"]),
+    "an unknown key of one node": (["--set", "overrides.node2.rate=50mbit"], ["'overrides.node2.rate'", "cpus, link"]),
+    "a setting without value": (["--set", "seed"], ["'seed'", "KEY=VALUE"]),
+    "an unknown place": (["--on", "moon"], ["'moon'", "netns"]),
+    "a rate on loopback": (["--on", "process", "--rate", "10mbit"], ["10mbit", "--on netns"]),
+}
+
+
+@pytest.mark.parametrize("arguments, words", REFUSALS.values(), ids=REFUSALS.keys())
+def test_bad_input_is_refused_with_value_and_way_out_and_creates_nothing(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TestbedError) as refusal:
+        main.app(["run", "--data", "synthetic", *arguments], standalone_mode=False)
+    assert refusal.value.exit_code == 2
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+RESUMABLE = {"--on", "--inventory", "--accept-new", "--share", "--retries", "--json", "--resume"}
+
+
+def test_what_a_run_that_goes_on_would_swallow_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = ["--out", "y", "--mode", "ring", "--steps", "200", "--set", "checkpoint=5"]  # ring is the default, too
+    with pytest.raises(SpecError, match=r"'--mode, --steps, --set, --out': .*keeps the spec.*begin anew without"):
+        main.app(["run", "--resume", "r", *wanted], standalone_mode=False)
+    for flag in flags_of("run") - RESUMABLE:
+        value = [] if flag == "--profile" else ["1"]
+        with pytest.raises(SpecError, match=rf"--resume beside '{flag}'"):
+            main.app(["run", "--resume", "r", flag, *value], standalone_mode=False)
+
+
+def test_what_says_where_and_how_a_run_goes_on_is_taken_beside_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    taken = ["--on", "hosts", "--inventory", "i", "--accept-new", "--share", "--retries", "2", "--json"]
+    with pytest.raises(UsageError, match=r"r/spec\.json cannot be read"):
+        main.app(["run", "--resume", "r", *taken], standalone_mode=False)
+
+
+def test_missing_data_is_refused_before_anything_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(TestbedError, match=r"testbed data get cifar10.*synthetic") as refusal:
+        main.app(["run", "--on", "process"], standalone_mode=False)
+    assert refusal.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_that_is_missing_or_broken_is_refused_by_name(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("title = [")
+    for path in (tmp_path / "missing.toml", broken):
+        with pytest.raises(SpecError, match=path.name):
+            main.app(["sweep", str(path)], standalone_mode=False)
+
+
+def test_settings_reach_the_spec_with_their_types():
+    flags = {"mode": "ring", "nodes": "4", "link.rate": "200mbit"}
+    spec = main.build_spec(flags, ["optimizer.lr=0.1", "probe=false", "data.shares=[1, 2, 3, 2]", "batch=8"])
+    assert (spec.optimizer.lr, spec.probe, spec.data.shares, spec.batch) == (0.1, False, (1, 2, 3, 2), 8)
+    assert spec.link.rate == 200_000_000
+
+
+def test_modes_as_json_lists_every_legal_mode_once():
+    result = CliRunner().invoke(main.app, ["modes", "--json"])
+    modes = [row["mode"] for row in json.loads(result.stdout)]
+    assert {"single", "gather", "allreduce", "ring", "ring-reduce", "tree", "halving", "server", "ddp"} <= set(modes)
+    assert len(modes) == len(set(modes))
+    taken = {row["mode"]: row["codecs"] for row in json.loads(result.stdout)}
+    assert "int8" in taken["direct"] and "int8" not in taken["ring"] and "fp16" in taken["ring"]
+
+
+def test_modes_for_people_says_each_codec_once_and_who_takes_it():
+    lines = CliRunner().invoke(main.app, ["modes"]).stdout.splitlines()
+    for word, takers in (
+        ("/int8", "after direct"),
+        ("/topk:0.01", "after direct"),
+        ("/fp16", "after gather, allreduce"),
+    ):
+        (at,) = [number for number, line in enumerate(lines) if line.startswith(f"{word} ")]
+        assert lines[at + 1].strip().startswith(takers)
+
+
+def test_doctor_says_what_is_here_in_one_line_each():
+    result = CliRunner().invoke(main.app, ["doctor", "--json"])
+    findings = {row["what"]: row for row in json.loads(result.stdout)}
+    assert findings["Python 3.11 or later"]["ok"]
+    assert all(row["fix"] for row in findings.values() if not row["ok"])
+
+
+@pytest.mark.parametrize(("image", "instead"), [(True, "in containers"), (False, "plain processes on loopback")])
+def test_doctor_tells_who_is_not_root_what_runs_use_instead(image, instead, monkeypatch):
+    def content() -> str:
+        if image:
+            return "up to date"
+        raise Unavailable("substrate compose: image testbed:latest is missing. Build it")
+
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(engine, "engine_version", lambda: "29")
+    monkeypatch.setattr(engine, "compose_version", lambda: "2")
+    monkeypatch.setattr(engine, "image_content", content)
+    (root,) = [finding for finding in doctor.examine() if finding.what.startswith("root")]
+    assert not root.ok and instead in root.found
+
+
+def test_help_shows_defaults_where_keys_are_listed_and_what_a_batch_is() -> None:
+    said = " ".join(CliRunner().invoke(main.app, ["run", "--help"]).stdout.split())
+    for words in ("[default: 256]", "testbed/spec/run.py", "TESTBED_INVENTORY", "images per step of each rank"):
+        assert words in said
+    assert "ALGORITHM[/CODEC]" in CliRunner().invoke(main.app, ["tune", "--help"]).stdout
+
+
+def test_what_the_machine_refuses_outside_of_any_run_is_a_sentence_and_no_traceback(monkeypatch, capsys):
+    def locked(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/.r.lock")
+
+    monkeypatch.setattr(main, "app", locked)
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)  # pytest keeps its own
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 1 and said.startswith("testbed: runs/.r.lock: Permission denied") and "try again" in said

@@ -1,0 +1,169 @@
+"""Faults are injected when their moment comes, ended again, refused where a place cannot do them, and written down."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from testbed.control.runs.faults import Injector
+from testbed.control.runs.select import check_faults, choose
+from testbed.control.runs.supervisor import RankState, Tail
+from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
+from testbed.net.shaping import reshape, shape
+from testbed.net.tcp import burst
+from testbed.spec.errors import SpecError
+from testbed.spec.fault import Fault
+from testbed.spec.link import Link
+from testbed.spec.run import RunSpec
+
+
+def injector(tmp_path: Path, *faults: str) -> tuple[Injector, FakeSubstrate, list[RankState]]:
+    substrate = FakeSubstrate(3)
+    made = Injector([Fault.parse(text) for text in faults], substrate, tmp_path / "faults.jsonl")
+    processes = [FakeProcess(pid=k) for k in range(3)]
+    made.attach(processes)
+    return made, substrate, [RankState(process, Tail(tmp_path / "none"), started=0.0) for process in processes]
+
+
+def events(tmp_path: Path) -> list[tuple[str, str]]:
+    lines = (tmp_path / "faults.jsonl").read_text().splitlines()
+    return [(event["event"], event.get("fault", "")) for event in map(json.loads, lines)]
+
+
+def test_a_fault_happens_once_when_its_rank_has_done_so_many_steps(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "kill:rank2@step10")
+    ranks[2].last_step, ranks[0].last_step = 8, 50
+    made.look(ranks)
+    assert substrate.calls == []
+    ranks[2].last_step = 9
+    made.look(ranks)
+    made.look(ranks)
+    assert substrate.calls == [("kill", 2)]
+    assert events(tmp_path) == [("injected", "kill:rank2@step10")]
+
+
+def test_a_rank_that_does_not_train_yet_has_no_moment(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "cut:rank1@1us")
+    ranks[1].started = None
+    made.look(ranks)
+    assert substrate.calls == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "does", "undoes"),
+    [
+        ("pause:rank1@step0+1us", ("pause", 1), ("resume", 1)),
+        ("cut:rank1@step0+1us", ("cut", 1), ("join", 1)),
+        ("rate:rank1@step0+1us=50mbit", ("set_rate", 1, 50_000_000), ("set_rate", 1, None)),
+        ("slow:rank1@step0+1us=0.25cpu", ("set_cpus", 1, 0.25), ("set_cpus", 1, None)),
+    ],
+)
+def test_what_lasts_a_while_is_over_again(tmp_path: Path, fault: str, does: object, undoes: object) -> None:
+    made, substrate, ranks = injector(tmp_path, fault)
+    made.look(ranks)
+    made.look(ranks)
+    assert substrate.calls == [does, undoes]
+    assert events(tmp_path) == [("injected", fault), ("over", fault)]
+
+
+def test_what_lasts_for_good_is_mended_before_the_next_attempt(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "cut:rank0@step0")
+    made.look(ranks)
+    made.look(ranks)
+    assert substrate.calls == [("cut", 0)]
+    made.mend()
+    assert substrate.calls == [("cut", 0), ("join", 0)]
+    assert json.loads((tmp_path / "faults.jsonl").read_text().splitlines()[-1])["event"] == "again"
+
+
+def test_a_memory_limit_outlives_its_rank_and_is_lifted_before_the_next_attempt(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "oom:rank1@step0")
+    made.look(ranks)
+    made.look(ranks)
+    assert substrate.calls == [("limit_memory", 1)]
+    made.mend()
+    made.mend()
+    assert substrate.calls == [("limit_memory", 1), ("unlimit_memory", 1)]
+    assert ("over", "oom:rank1@step0") in events(tmp_path)
+
+
+def test_exit_oom_and_disk_full_go_to_the_rank(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "exit:rank0@step0", "oom:rank1@step0", "disk-full:rank2@step0")
+    made.look(ranks)
+    signals = [state.process.signals for state in ranks]  # type: ignore[attr-defined]
+    assert signals == [[signal.SIGTERM], [signal.SIGUSR1], [0]]
+    assert substrate.calls == [("limit_memory", 1)]
+
+
+def test_what_each_rank_saw_and_how_it_ended_is_written_once(tmp_path: Path) -> None:
+    made, _, ranks = injector(tmp_path, "kill:rank1@step999")
+    ranks[0].code, ranks[0].ended = 6, 5.0
+    ranks[0].error = {"kind": "error", "guilty": 1, "at": 4.5, "message": "rank 1 is gone"}
+    made.look(ranks)
+    made.look(ranks)
+    saw, ended = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
+    assert (saw["event"], saw["rank"], saw["guilty"], saw["at"]) == ("saw", 0, 1, 4.5)
+    assert (ended["event"], ended["code"], ended["at"]) == ("ended", 6, 5.0)
+
+
+def test_the_time_of_another_machines_clock_is_not_written_down(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "kill:rank1@step999")
+    substrate.one_clock = False
+    ranks[0].code, ranks[0].ended = 6, 5.0
+    ranks[0].error = {"kind": "error", "guilty": 1, "at": 987654.0, "message": "rank 1 is gone"}
+    made.look(ranks)
+    saw, _ = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
+    assert saw["at"] == 5.0
+
+
+def test_a_run_without_faults_has_no_history(tmp_path: Path) -> None:
+    made, _, ranks = injector(tmp_path)
+    ranks[0].code = 0
+    made.look(ranks)
+    assert not (tmp_path / "faults.jsonl").exists()
+
+
+def test_a_history_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    """It is written last, while the verdict on the run is on its way out."""
+    made, substrate, ranks = injector(tmp_path / "vanished", "kill:rank1@step0")
+    ranks[0].code, ranks[0].ended = 3, 5.0
+    made.look(ranks)
+    made.mend()
+    assert substrate.calls == [("kill", 1)] and made.waiting == ()
+
+
+def test_who_waits_for_its_moment_is_known(tmp_path: Path) -> None:
+    made, _, ranks = injector(tmp_path, "kill:rank2@step10", "kill:rank1@step99")
+    ranks[2].last_step = 9
+    made.look(ranks)
+    assert [str(fault) for fault in made.waiting] == ["kill:rank1@step99"]
+
+
+@pytest.mark.parametrize("kind", ["cut", "rate", "slow", "oom"])
+def test_plain_processes_refuse_what_they_cannot_do(kind: str) -> None:
+    value = {"rate": "=1mbit", "slow": "=0.5cpu"}.get(kind, "")
+    spec = RunSpec.load({"nodes": 2, "faults": [f"{kind}:rank0@step1{value}"]}, "test")
+    with pytest.raises(SpecError, match=rf"{kind}.*cannot be done on process.*disk-full\. Leave it out.*--on netns"):
+        check_faults(spec, choose("process", spec))
+
+
+@pytest.mark.parametrize("fault", ["kill:rank0@step1", "exit:rank0@step1", "pause:rank0@5s", "disk-full:rank0@step1"])
+def test_plain_processes_take_what_they_can_do(fault: str) -> None:
+    spec = RunSpec.load({"nodes": 2, "faults": [fault]}, "test")
+    check_faults(spec, choose("process", spec))
+
+
+def test_a_rate_changes_without_shrinking_the_bucket() -> None:
+    link = Link(rate=100_000_000)
+    slower = reshape(link, 100_000_000, 10_000_000)
+    assert [command[:6] for command in slower] == [
+        ["tc", "qdisc", "change", "dev", "eth0", "root"],
+        ["tc", "qdisc", "change", "dev", "ifb0", "root"],
+    ]
+    assert all("10mbit" in command and f"{burst(100_000_000)}b" in command for command in slower)
+    assert reshape(Link(), None, 10_000_000) == shape(Link(rate=10_000_000))
+    assert reshape(Link(), None, None) == []
+    assert reshape(Link(), 10_000_000, None)[-1] == ["ip", "link", "del", "ifb0"]

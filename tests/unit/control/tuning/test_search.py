@@ -1,0 +1,356 @@
+"""Tune: what is tried, who wins, when it ends and what it leaves, with ranks whose speed is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from testbed.control.cli import main
+from testbed.control.cli.progress import Plain
+from testbed.control.runs import supervisor
+from testbed.control.runs.select import Place
+from testbed.control.tuning import search
+from testbed.control.tuning.search import (
+    Tuning,
+    candidates,
+    check_file,
+    first_mode,
+    neighbours,
+)
+from testbed.control.tuning.statistics import SURE, Race
+from testbed.results.folder import RunFolder
+from testbed.results.records import (
+    End,
+    Error,
+    Hash,
+    Start,
+    Step,
+)
+from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError
+from testbed.spec.experiment import Experiment
+from testbed.spec.mode import SyncMode
+from testbed.spec.run import RunSpec
+from tests.support.fake_substrate import GOOD, FakePlace, write
+
+GRADIENT = 36_924_456  # VGG-11's
+
+
+# --- the race ----------------------------------------------------------------------------------------------------
+
+
+def test_the_leader_is_the_fastest_and_chances_add_up() -> None:
+    race = Race({"a": [1.0, 1.01], "b": [1.2, 1.19], "c": [1.03]})
+    chances = race.chances()
+    assert race.leader() == "a"
+    assert sum(chances.values()) == pytest.approx(1)
+    assert chances["a"] > chances["c"] > chances["b"]
+
+
+def test_one_run_each_is_not_sure_when_they_are_close_and_sure_when_they_are_far() -> None:
+    assert Race({"a": [1.0], "b": [1.04]}).chances()["a"] < SURE
+    assert Race({"a": [1.0], "b": [1.5]}).chances()["a"] > SURE
+
+
+def test_two_runs_that_happen_to_agree_are_not_certainty() -> None:
+    low, high = Race({"a": [1.0, 1.0]}).interval("a")
+    assert high / low > 1.05
+
+
+def test_equals_are_told_apart_by_the_tolerance_only_after_enough_runs() -> None:
+    few, many = (Race({"a": [0.97, 1.03] * pairs, "b": [0.98, 1.04] * pairs}) for pairs in (1, 20))
+    assert few.chances()["a"] < SURE < many.chances()["a"]
+
+
+def test_the_fastest_are_repeated_whatever_the_chances_say() -> None:
+    race = Race({name: [float(number)] for number, name in enumerate("abcdefgh", start=1)})
+    assert race.chances()["a"] > SURE and not race.repeated()
+    assert race.due() == ["a", "b", "c", "d"]
+    for name in "abcd":
+        race.add(name, race.centre(name))
+    assert race.due() == ["a", "b"] and race.repeated()
+    race.add("a", 1.0)
+    race.add("b", 2.0)
+    assert race.due() == []
+
+
+def test_a_machine_that_wavers_is_found_out() -> None:
+    """A lead of 20 % is nothing where runs differ by 30 %, and two or three runs each show that."""
+    steady = Race({"a": [1.0, 1.02, 0.99], "b": [1.2, 1.22, 1.19], "c": [1.4, 1.39]})
+    wavering = Race({"a": [1.0, 1.3, 0.8], "b": [1.2, 0.9, 1.5], "c": [1.4, 1.0]})
+    assert steady.chances()["a"] > SURE > 0.9 > wavering.chances()["a"]
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    draw, held = random.Random(2), 0
+    for _ in range(300):
+        race = Race({name: [draw.lognormvariate(0, 0.03) for _ in range(3)] for name in "abc"})
+        low, high = race.interval("a")
+        held += low <= 1.0 <= high
+    assert 0.90 <= held / 300 <= 0.99
+
+
+# --- what is tried -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_round_has_every_schedule_at_sizes_that_fit_the_model() -> None:
+    assert candidates(SyncMode.parse("ring"), GRADIENT) == [
+        "ddp",
+        *(
+            f"ring/bucket:{size}/{schedule}"
+            for schedule in ("overlap", "pipeline")
+            for size in ("1MiB", "4MiB", "16MiB")
+        ),
+    ]
+
+
+def test_codecs_and_other_algorithms_are_tried_where_they_are_legal() -> None:
+    assert candidates(SyncMode.parse("direct/int8"), GRADIENT) == [
+        f"direct/bucket:{size}/overlap/int8" for size in ("1MiB", "4MiB", "16MiB")
+    ]
+    assert "ddp/bucket:4MiB" in candidates(SyncMode.parse("ddp"), GRADIENT)
+    assert candidates(SyncMode.parse("ring"), 10)[1:] == ["ring/bucket:4KiB/overlap", "ring/bucket:4KiB/pipeline"]
+
+
+def test_neighbours_are_half_and_twice_the_bucket_while_that_means_something() -> None:
+    around = neighbours(SyncMode.parse("ring/bucket:4MiB/pipeline"), GRADIENT)
+    assert around == ["ring/bucket:2MiB/pipeline", "ring/bucket:8MiB/pipeline"]
+    assert neighbours(SyncMode.parse("ring/bucket:32MiB/overlap"), GRADIENT) == ["ring/bucket:16MiB/overlap"]
+    assert neighbours(SyncMode.parse("direct/bucket:4KiB/overlap/int8"), GRADIENT) == [
+        "direct/bucket:8KiB/overlap/int8"
+    ]
+    assert neighbours(SyncMode.parse("ring"), GRADIENT) == []
+
+
+@pytest.mark.parametrize("mode", ["ring/bucket:1MiB", "ring/param/overlap", "ring/every:2", "single", "none"])
+def test_a_mode_that_says_what_is_sought_or_has_nothing_to_tune_is_refused(mode: str) -> None:
+    with pytest.raises(SpecError, match=r"Use ring|algorithm alone"):
+        first_mode(SyncMode.parse(mode))
+
+
+# --- a whole search, on ranks whose speed is known ----------------------------------------------------------------
+
+
+class Speeds:
+    """Ranks whose step takes what their mode says, give or take."""
+
+    def __init__(self) -> None:
+        self.noise = random.Random(3)
+        self.order: list[str] = []
+        self.broken, self.sound = "", 0  # a mode, and how many of its runs end well
+        self.known = {"ring": 2.2, "ddp": 2.0}
+
+    def seconds(self, mode: SyncMode) -> float:
+        if str(mode) in self.known:
+            return self.known[str(mode)]
+        away = abs((mode.bucket or 0).bit_length() - (2 << 20).bit_length())  # from the best size, 2 MiB
+        return (1.5 if mode.schedule == "pipeline" else 1.8) * (1 + 0.08 * away)
+
+    def play(self, folder: RunFolder, rank: int) -> int:
+        spec = folder.read_spec()
+        if rank == 0:
+            self.order.append(str(spec.mode))
+            self.factor = 1 + self.noise.gauss(0, 0.01)
+        if str(spec.mode) == self.broken and self.order.count(self.broken) > self.sound:
+            write(folder, rank, Error(code=1, message="it broke"))
+            return 1
+        size: dict[str, Any] = {"parameters": GRADIENT // 4, "gradient_bytes": GRADIENT, "tensors": 34}
+        start = Start(rank=rank, world=spec.world, unix=0.0, deadline=60.0, counter="interface eth0", **size)
+        times = dict.fromkeys(("at", "data", "forward", "backward", "sync", "update"), 0.0)
+        total = self.seconds(spec.mode) * self.factor
+        same: dict[str, Any] = {"epoch": 0, "total": total, "loss": 2.0, "images": 4, **times}
+        steps = [Step(step=k, sent=k, received=k, **same) for k in range(spec.steps or 0)]
+        end = End(steps=len(steps), seconds=1.0, sent=100, received=100)
+        write(folder, rank, start, *steps, Hash(step=len(steps), parameters="same", agree=True), end)
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePlace:
+    monkeypatch.setattr(supervisor, "GRACE", 0.1)
+    monkeypatch.setattr(supervisor, "POLL", 0.01)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TESTBED_RUNS", raising=False)
+    (tmp_path / "experiments").mkdir()
+    fake = FakePlace(monkeypatch)
+    fake.receipts = itertools.repeat(GOOD)
+    return fake
+
+
+@pytest.fixture
+def speeds(fake: FakePlace) -> Speeds:
+    speeds = Speeds()
+    fake.play = speeds.play
+    return speeds
+
+
+def command(*arguments: str) -> Any:
+    flags = ["--on", "fake", "--data", "synthetic", "--nodes", "2", "--rate", "200mbit"]
+    return CliRunner().invoke(main.app, ["tune", *flags, *arguments])
+
+
+def test_it_finds_the_fastest_says_how_sure_it_is_and_writes_an_experiment(speeds: Speeds) -> None:
+    found = json.loads(command("--json").stdout)
+    assert found["winner"] == "ring/bucket:2MiB/pipeline"  # a size that the first round did not try
+    assert found["sure"] >= SURE and found["ended"] == "sure enough"
+    best = next(point for point in found["curve"] if point["mode"] == found["winner"])
+    assert best["low"] <= 1.5 <= best["high"]
+    experiment = Experiment.read(Path(found["file"]))
+    assert [str(spec.mode) for spec in experiment.runs()] == ["ring", "ddp", "ring/bucket:2MiB/pipeline"]
+    run = experiment.runs()[0]
+    assert (run.link.rate, run.nodes, run.data.name, run.steps) == (200_000_000, 2, "synthetic", 40)
+
+
+def test_people_see_a_curve_the_winner_and_what_it_is_worth(speeds: Speeds) -> None:
+    result = command()
+    assert result.exit_code == 0
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| ring/bucket")]
+    sizes = [row.split("|")[1].strip() for row in rows if "pipeline" in row]
+    assert sizes == sorted(sizes, key=lambda text: SyncMode.parse(text).bucket or 0)
+    assert "winner: ring/bucket:2MiB/pipeline" in result.stdout
+    assert "ddp takes 1.3" in result.stdout
+    assert "testbed sweep experiments/tuned.toml" in result.stdout
+
+
+def test_an_own_method_whose_name_begins_like_ddps_is_not_the_reference(
+    speeds: Speeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTBED_METHODS", str(tmp_path / "methods"))
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "ddp_x.py").write_text("def mean_(buffer, group): ...\n")
+    speeds.known |= {"ddp-x": 2.7}
+    said = command("--mode", "ddp-x").stdout
+    assert "winner: ddp-x/bucket:2MiB/overlap" in said
+    assert "\nddp takes 1.1" in said and "\nddp-x takes" not in said
+
+
+def test_later_rounds_run_only_who_may_still_win(speeds: Speeds) -> None:
+    command("--json")
+    assert speeds.order[0] == "ring"
+    assert speeds.order.count("ring") == speeds.order.count("ddp") == 1, "it was far behind"
+    assert speeds.order.count("ring/bucket:2MiB/pipeline") >= 3
+
+
+def test_repeats_are_interleaved(speeds: Speeds) -> None:
+    speeds.known |= {
+        "ring/bucket:2MiB/pipeline": 1.5,
+        "ring/bucket:4MiB/pipeline": 1.5,
+        "ring/bucket:1MiB/pipeline": 1.52,
+    }
+    command("--json")
+    assert all(a != b for a, b in itertools.pairwise(speeds.order))
+
+
+def test_time_that_is_up_ends_it_with_what_it_has(speeds: Speeds) -> None:
+    found = json.loads(command("--json", "--minutes", "0").stdout)
+    assert found["winner"] == "ring" and "time is up" in found["ended"]
+    assert found["untried"] == candidates(SyncMode.parse("ring"), GRADIENT)
+    assert Path(found["file"]).is_file()
+
+
+def test_a_candidate_that_fails_is_dropped_by_name_and_the_search_goes_on(speeds: Speeds) -> None:
+    speeds.broken = "ring/bucket:4MiB/pipeline"
+    found = json.loads(command("--json").stdout)
+    assert list(found["dropped"]) == [speeds.broken] and "it broke" in found["dropped"][speeds.broken]
+    assert speeds.order.count(speeds.broken) == 1
+    assert found["winner"] == "ring/bucket:2MiB/pipeline"
+
+
+@pytest.mark.parametrize("broken", ["ring/bucket:2MiB/pipeline", "ring"])
+def test_a_candidate_that_breaks_later_wins_nothing_by_its_earlier_times(speeds: Speeds, broken: str) -> None:
+    speeds.known[broken] = 1.0
+    speeds.broken, speeds.sound = broken, 1
+    found = json.loads(command("--json").stdout)
+    assert speeds.order.count(broken) == 2, "it was never the leader"
+    assert list(found["dropped"]) == [broken] and broken not in {point["mode"] for point in found["curve"]}
+    modes = [str(spec.mode) for spec in Experiment.read(Path(found["file"])).runs()]
+    assert found["winner"] in modes and broken not in [*modes, found["winner"]]
+
+
+def test_when_the_last_that_was_timed_breaks_the_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(*_: Any) -> Any:
+        raise TestbedError("it broke")
+
+    monkeypatch.setattr(search, "execute", execute)
+    tuning = Tuning(RunSpec(), tmp_path, Race({"ring": [1.0]}))
+    place, progress = Place("fake", "for tests", True), Plain(Console(quiet=True))
+    with pytest.raises(TestbedError, match="nothing to tune: ring failed: it broke"):
+        search._round(["ring"], 2, tuning, place, progress, math.inf)
+
+
+def test_when_the_first_run_fails_nothing_can_be_tuned(speeds: Speeds) -> None:
+    speeds.broken = "ring"
+    result = command("--json")
+    assert isinstance(result.exception, TestbedError) and "it broke" in str(result.exception)
+
+
+def test_a_network_that_is_off_does_not_count_and_three_times_ends_it(fake: FakePlace, speeds: Speeds) -> None:
+    from tests.support.fake_substrate import BAD
+
+    fake.receipts = itertools.chain([BAD, BAD], itertools.repeat(GOOD))  # one run: each is probed twice
+    assert json.loads(command("--json").stdout)["winner"] == "ring/bucket:2MiB/pipeline"
+    fake.receipts = itertools.repeat(BAD)
+    assert isinstance(command("--json").exception, NetworkInvalid)
+
+
+@pytest.mark.parametrize(("before", "timed"), [(1, False), (10, True)])
+def test_with_others_timed_a_candidate_whose_network_is_off_is_dropped(
+    fake: FakePlace, speeds: Speeds, before: int, timed: bool
+) -> None:
+    """In its first round, or when it has been timed before: then that still counts."""
+    from tests.support.fake_substrate import BAD
+
+    runs = 2 * search.TRIES  # each is probed twice
+    fake.receipts = itertools.chain([GOOD] * before, [BAD] * runs, itertools.repeat(GOOD))
+    found = json.loads(command("--json").stdout)
+    ((name, why),) = found["dropped"].items()
+    assert "3 times" in why and (name in {point["mode"] for point in found["curve"]}) is timed
+    assert found["winner"] == "ring/bucket:2MiB/pipeline" and Path(found["file"]).is_file()
+
+
+def test_interrupted_it_prints_what_it_has_and_writes_no_file(speeds: Speeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = search.execute, itertools.count(1)
+
+    def execute(*arguments: Any) -> Any:
+        if next(count) == 4:
+            raise Interrupted("stopped")
+        return real(*arguments)
+
+    monkeypatch.setattr(search, "execute", execute)
+    result = command()
+    assert isinstance(result.exception, Interrupted)
+    assert "best so far: " in result.stdout and "ended: interrupted" in result.stdout
+    assert "every candidate ran once only" in result.stdout
+    assert "not tried: ring/bucket:4MiB/overlap, ring/bucket:16MiB/overlap" in result.stdout
+    assert not Path("experiments/tuned.toml").exists()
+
+
+def test_a_file_that_cannot_or_must_not_be_written_is_refused_before_the_search(speeds: Speeds, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("title = 'mine'\n")
+    for path in (mine, tmp_path / "nowhere" / "x.toml"):
+        with pytest.raises(UsageError, match=path.name):
+            check_file(path)
+        assert isinstance(command("--out", str(path)).exception, UsageError)
+    assert speeds.order == []
+    command("--out", str(tmp_path / "new.toml"))
+    check_file(tmp_path / "new.toml")  # its own file may be written over
+
+
+def test_every_setting_reaches_the_file(speeds: Speeds, tmp_path: Path) -> None:
+    rate, lr, shares = "overrides.node1.link.rate=50mbit", "optimizer.lr=0.00001", "data.shares=[3, 5]"
+    command("--set", rate, "--set", lr, "--set", shares, "--batch", "8")
+    run = Experiment.read(tmp_path / "experiments" / "tuned.toml").runs()[0]
+    assert run.overrides["node1"].link and run.overrides["node1"].link.rate == 50_000_000
+    assert (run.optimizer.lr, run.data.shares) == (0.00001, (3, 5))
+
+
+def test_a_search_knows_its_folder_and_nothing_yet(tmp_path: Path) -> None:
+    assert Tuning(RunSpec(), tmp_path).race.times == {}

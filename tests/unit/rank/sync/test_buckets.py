@@ -1,0 +1,144 @@
+"""Granularity: every parameter travels exactly once, and gradients live in the buffers that travel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from testbed.rank.models import lenet5
+from testbed.rank.sync.buckets import cut, flat_gradients, flat_parameters
+from testbed.spec.mode import SyncMode
+
+MODES = ["ring/param", "ring/flat", "ring/bucket:1B", "ring/bucket:4KiB", "ring/bucket:100KiB", "ring/bucket:1GiB"]
+
+
+def parameters(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
+
+
+def shapes_of(groups: list[list[nn.Parameter]]) -> list[list[int]]:
+    return [[p.numel() for p in group] for group in groups]
+
+
+def bytes_of(group: list[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in group)
+
+
+# --- cutting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_parameter_travels_exactly_once_last_layer_first(mode: str) -> None:
+    model = lenet5(10, 1)
+    travelled = [p for group in cut(list(model.parameters()), SyncMode.parse(mode)) for p in group]
+    assert [id(p) for p in travelled] == [id(p) for p in reversed(list(model.parameters()))]
+
+
+def test_param_is_one_buffer_each_and_flat_is_one_for_all() -> None:
+    some = parameters(3, 1, 2)
+    assert shapes_of(cut(some, SyncMode.parse("ring/param"))) == [[2], [1], [3]]
+    assert shapes_of(cut(some, SyncMode.parse("ring/flat"))) == [[2, 1, 3]]
+
+
+def test_a_bucket_is_filled_to_its_limit_and_a_larger_tensor_gets_its_own() -> None:
+    some = parameters(5, 100, 3, 2, 4, 1)  # float32: the limit of 24 bytes is six elements
+    assert shapes_of(cut(some, SyncMode.parse("ring/bucket:24B"))) == [[1, 4], [2, 3], [100], [5]]
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 400))
+def test_no_bucket_exceeds_its_limit_unless_it_holds_one_tensor(sizes: list[int], limit: int) -> None:
+    groups = cut(parameters(*sizes), SyncMode.parse(f"ring/bucket:{limit}B"))
+    assert [size for group in shapes_of(groups) for size in group] == sizes[::-1]
+    assert all(groups)
+    assert all(bytes_of(group) <= limit or sum(p.numel() > 0 for p in group) == 1 for group in groups)
+    for one, following in itertools.pairwise(groups):
+        assert bytes_of([*one, following[0]]) > limit  # no bucket was closed early
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_parameters_stay_at_home(mode: str) -> None:
+    frozen, moving = parameters(4, 6)
+    frozen.requires_grad_(False)
+    assert [[id(p) for p in group] for group in cut([frozen, moving], SyncMode.parse(mode))] == [[id(moving)]]
+    assert cut([frozen], SyncMode.parse(mode)) == []
+
+
+# --- gradients in buffers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_writes_into_the_buffers(mode: str) -> None:
+    torch.manual_seed(0)
+    model, twin = lenet5(10, 1), lenet5(10, 1)
+    twin.load_state_dict(model.state_dict())
+    groups = cut(list(model.parameters()), SyncMode.parse(mode))
+    buffers = flat_gradients(groups)
+    images = torch.randn(2, 1, 32, 32)
+    for net in (model, twin):
+        net(images).square().sum().backward()
+    wanted = {id(p): q.grad for p, q in zip(model.parameters(), twin.parameters(), strict=True)}
+    for buffer, group in zip(buffers, groups, strict=True):
+        torch.testing.assert_close(buffer, torch.cat([wanted[id(p)].reshape(-1) for p in group]))  # type: ignore[union-attr]
+
+
+def test_changing_a_buffer_changes_the_gradient_the_optimizer_sees() -> None:
+    first, second = parameters(2, 3)
+    (buffer,) = flat_gradients([[second, first]])
+    buffer.copy_(torch.arange(5.0))
+    assert second.grad is not None and second.grad.tolist() == [0.0, 1.0, 2.0]
+    assert first.grad is not None and first.grad.tolist() == [3.0, 4.0]
+
+
+def test_a_second_backward_adds_up_and_an_unused_parameter_counts_as_zero() -> None:
+    used, unused = parameters(2, 3)
+    (buffer,) = flat_gradients([[used, unused]])
+    for _ in range(2):
+        (used * torch.tensor([1.0, 5.0])).sum().backward()
+    assert buffer.tolist() == [2.0, 10.0, 0.0, 0.0, 0.0]
+
+
+def test_gradients_of_a_parameter_that_is_not_contiguous_land_in_the_right_places() -> None:
+    turned = nn.Parameter(torch.zeros(3, 2).t())
+    assert not turned.is_contiguous()
+    (buffer,) = flat_gradients([[turned]])
+    (turned * torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).sum().backward()
+    assert buffer.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_a_gradient_that_is_not_contiguous_lands_in_the_right_places() -> None:
+    value = nn.Parameter(torch.zeros(2, 3))
+    (buffer,) = flat_gradients([[value]])
+    (value.t() * torch.tensor([[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]])).sum().backward()
+    assert buffer.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_buffers_have_the_type_of_their_parameters() -> None:
+    double = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    assert flat_gradients([[double]])[0].dtype == torch.float64
+
+
+# --- parameters in buffers ---------------------------------------------------------------------------------------
+
+
+def test_parameters_become_views_and_keep_their_values() -> None:
+    turned = nn.Parameter(torch.arange(6.0).view(3, 2).t())
+    plain = nn.Parameter(torch.tensor([7.0, 8.0]))
+    (buffer,) = flat_parameters([[turned, plain]])
+    assert turned.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+    buffer.add_(1)
+    assert turned.tolist() == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
+    assert plain.tolist() == [8.0, 9.0]
+
+
+def test_an_optimizer_made_before_still_moves_the_buffer() -> None:
+    (value,) = parameters(2)
+    optimizer = torch.optim.SGD([value], lr=1.0)
+    (buffer,) = flat_parameters([[value]])
+    flat_gradients([[value]])[0].fill_(3.0)
+    optimizer.step()
+    assert buffer.tolist() == [-3.0, -3.0]

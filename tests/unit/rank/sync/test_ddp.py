@@ -1,0 +1,71 @@
+"""The reference: what DDP refuses is told with the mode that was asked for, the rule and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from testbed.rank.group import Group
+from testbed.rank.optim import Optimizer
+from testbed.rank.recorder import Timeline
+from testbed.rank.sync.schedules import build
+from testbed.spec.errors import SpecError
+from testbed.spec.mode import SyncMode
+from testbed.spec.run import OptimizerSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+ONE = torch.ones(1, 2)
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    """Of one rank, which is enough for DDP to miss a gradient."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Group(0, 1, store, 10.0)
+    dist.destroy_process_group()
+
+
+class Idle(nn.Module):
+    """Half of its parameters take no part."""
+
+    broken = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.broken:
+            raise RuntimeError("of the model's own")
+        return self.used(images)
+
+
+def attached(mode: str, model: Idle, group: Group) -> nn.Module:
+    timeline = Timeline()
+    timeline.start()
+    sync = build(SyncMode.parse(mode), "before-step", group, timeline)
+    return sync.attach(model, Optimizer(OptimizerSpec(), model, batch=1, total=2))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ddp/bucket:1MiB"])
+def test_a_parameter_without_gradient_is_refused_by_the_mode_asked_for_and_with_a_way_out(
+    group: Group, mode: str
+) -> None:
+    module = attached(mode, Idle(), group)
+    module(ONE).sum().backward()
+    with pytest.raises(SpecError, match=rf"^mode '{mode}': .* get no gradient, which DDP refuses\. Use allreduce"):
+        module(ONE)
+
+
+def test_an_error_of_the_model_itself_stays_what_it_is(group: Group) -> None:
+    model = Idle()
+    module = attached("ddp", model, group)
+    model.broken = True
+    with pytest.raises(RuntimeError, match=r"^of the model's own$"):
+        module(ONE)

@@ -1,0 +1,211 @@
+"""Data sets and batches: what a model is given, and that it is repeatable."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from testbed.rank import data
+from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
+from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, dataset_info
+from testbed.spec.errors import SpecError, Unavailable
+
+NOWHERE = Path("/nowhere")  # synthetic needs no folder
+
+
+def small(count: int = 64, train: bool = True) -> Dataset:
+    return open_dataset("synthetic", NOWHERE, train, subset=count)
+
+
+def write(monkeypatch: pytest.MonkeyPatch, root: Path, name: str) -> None:
+    """A real set's layout with 12 + 8 random images."""
+    info = replace(dataset_info(name), train=12, test=8)
+    monkeypatch.setitem(DATASETS, name, info)
+    (root / name).mkdir()
+    for array in ARRAYS:
+        top = 256 if "images" in array else 10
+        values = np.random.default_rng(1).integers(0, top, info.array_shape(array), np.uint8)
+        np.save(root / name / f"{array}.npy", values)
+    (root / name / MARKER).write_text(json.dumps({"digests": dict(info.digests)}))
+
+
+# --- data sets ---------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_is_the_same_in_every_run_and_opens_at_once() -> None:
+    started = time.process_time()
+    train, test = open_dataset("synthetic", NOWHERE, True, seed=1), open_dataset("synthetic", NOWHERE, False)
+    took = time.process_time() - started
+    assert took < 0.4, f"two data sets opened in {took:.3f} s of CPU time, expected less than 0.2 s each"
+    assert (len(train), len(test), train.shape) == (50_000, 10_000, (3, 32, 32))
+    some = np.array([0, 4095, 4096, 49_999])
+    np.testing.assert_array_equal(train.pick(some), open_dataset("synthetic", NOWHERE, True, seed=2).pick(some))
+    assert not np.array_equal(train.pick(some[:1]), test.pick(some[:1]))
+
+
+def test_synthetic_can_be_learnt_and_train_agrees_with_test() -> None:
+    """Nearest class mean of 2000 training images finds the class of new ones."""
+    train, test = small(2000), small(500, train=False)
+    pixels, labels = train.pick(np.arange(2000)).reshape(2000, -1) / 255, train.labels
+    means = np.stack([pixels[labels == c].mean(axis=0) for c in range(10)])
+    unseen = test.pick(np.arange(500)).reshape(500, -1) / 255
+    nearest = ((means**2).sum(axis=1) - 2 * unseen @ means.T).argmin(axis=1)
+    assert (nearest == test.labels).mean() > 0.9
+
+
+def test_synthetic_takes_the_shape_a_model_asks_for() -> None:
+    dataset = open_dataset("synthetic", NOWHERE, True, 8, shape=(1, 28, 30))
+    images, _ = next(test_batches(dataset, 0, 1, split=False))
+    assert images.shape == (8, 1, 28, 30)
+
+
+def test_synthetic_is_about_normal_after_normalising() -> None:
+    images, _ = next(test_batches(small(), 0, 1, split=False))
+    assert abs(float(images.mean())) < 0.05
+    assert abs(float(images.std()) - 1) < 0.05
+
+
+def test_a_subset_is_drawn_by_seed_without_repeats() -> None:
+    full = open_dataset("synthetic", NOWHERE, False)
+    one, again, other = (open_dataset("synthetic", NOWHERE, False, 100, seed) for seed in (1, 1, 2))
+    assert len(one) == 100
+    np.testing.assert_array_equal(one.rows, again.rows)
+    assert not np.array_equal(one.rows, other.rows)
+    assert len(open_dataset("synthetic", NOWHERE, False, len(full))) == len(full)
+
+
+@pytest.mark.parametrize("subset", [0, 50_001])
+def test_an_impossible_subset_is_refused(subset: int) -> None:
+    with pytest.raises(SpecError, match=f"subset {subset}: synthetic has 1 to 50000 images"):
+        small(subset)
+
+
+def test_a_set_that_was_not_fetched_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"not in .*cifar10. Fetch it first, or use --data synthetic"):
+        open_dataset("cifar10", tmp_path, True)
+
+
+def test_mnist_is_padded_to_32_with_black(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(monkeypatch, tmp_path, "mnist")
+    dataset = open_dataset("mnist", tmp_path, True)
+    picked = dataset.pick(np.arange(12))
+    assert picked.shape == (12, 32, 32, 1)
+    assert picked[:, :2].max() == picked[:, :, -2:].max() == 0
+    np.testing.assert_array_equal(picked[:, 2:-2, 2:-2], np.load(tmp_path / "mnist" / "train_images.npy"))
+
+
+# --- augmentation ------------------------------------------------------------------------------------------------
+
+
+def test_each_augmented_image_is_one_of_the_possible_crops() -> None:
+    images = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8)
+    framed = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
+    found = set()
+    for i, got in enumerate(data.crop_and_flip(images, data.draw(data.generator(0, 0), len(images)))):
+        for top, left, step in np.ndindex(9, 9, 2):
+            crop = framed[i, top : top + 32, left : left + 32].transpose(2, 0, 1)
+            if np.array_equal(crop[:, :, :: -1 if step else 1], got):
+                found.add((i, top, left, step))
+    assert len(found) == 40
+    assert {step for *_, step in found} == {0, 1}
+    assert len({(top, left) for _, top, left, _ in found}) > 20
+
+
+def test_normalise_is_torchvisions_arithmetic() -> None:
+    images = np.random.default_rng(0).integers(0, 256, (5, 3, 32, 32), np.uint8)
+    mean, std = DATASETS["cifar10"].mean, DATASETS["cifar10"].std
+    expected = torch.from_numpy(images).float() / 255
+    for c in range(3):
+        expected[:, c] = (expected[:, c] - mean[c]) / std[c]
+    assert torch.equal(data.normalise(images, mean, std), expected)
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+def batches(rank: int = 0, on: bool | None = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batches:
+    return Batches(small(), Partition(size=64, batch=16), rank, 2, on, seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("on", [True, False])
+def test_a_batch_is_what_a_model_eats(dtype: torch.dtype, on: bool) -> None:
+    made = list(batches(on=on, dtype=dtype).epoch(0))
+    assert len(made) == len(batches()) == 4
+    for images, labels in made:
+        assert images.shape == (8, 3, 32, 32)
+        assert images.dtype == dtype
+        assert images.is_contiguous()
+        assert labels.dtype == torch.int64
+
+
+def test_images_keep_their_labels() -> None:
+    dataset, partition = small(), Partition(size=64, batch=16)
+    for (images, labels), indices in zip(batches(on=False).epoch(3), partition.indices(0, 2, 3), strict=True):
+        pixels = data.channels_first(dataset.pick(indices))
+        assert torch.equal(images, data.normalise(pixels, dataset.mean, dataset.std))
+        assert labels.tolist() == dataset.labels[indices].tolist()
+
+
+def test_an_epoch_repeats_exactly_and_others_differ() -> None:
+    """Also after other epochs: augmentation depends on (seed, epoch) and on nothing else."""
+    made = batches()
+    first = torch.cat([images for images, _ in made.epoch(1)])
+    list(made.epoch(0))
+    assert torch.equal(first, torch.cat([images for images, _ in made.epoch(1)]))
+    for other in (batches(seed=1).epoch(1), batches(rank=1).epoch(1), batches().epoch(2)):
+        assert not torch.equal(first, torch.cat([images for images, _ in other]))
+
+
+def test_torchs_and_numpys_global_generators_are_left_alone() -> None:
+    torch.manual_seed(7)
+    np.random.seed(7)
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    list(batches().epoch(0))
+    assert torch.equal(before, torch.get_rng_state())
+    assert numpy_before == np.random.get_state()[1].tolist()  # type: ignore[index]
+
+
+def test_only_cifar_is_augmented_unless_told() -> None:
+    assert {name for name, info in DATASETS.items() if info.augment} == {"cifar10"}
+    assert not batches(on=None).augment
+    assert batches(on=True).augment
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_split_test_batches_cover_every_image_once(world: int) -> None:
+    dataset = small(50)
+    shares = [list(test_batches(dataset, rank, world, split=True, batch=7)) for rank in range(world)]
+    together = torch.cat([images for share in shares for images, _ in share])
+    whole = torch.cat([images for images, _ in test_batches(dataset, 0, world, split=False)])
+    assert torch.equal(together, whole)
+    assert max(len(labels) for share in shares for _, labels in share) == 7
+
+
+def test_a_batch_of_64_costs_less_than_3_percent_of_a_vgg_step() -> None:
+    made = Batches(open_dataset("synthetic", NOWHERE, True), Partition(size=50_000, batch=256), 0, 4, augment=True)
+    epoch = made.epoch(0)
+    next(epoch)  # the first one makes the permutation
+    started = time.process_time()
+    for _ in range(40):
+        next(epoch)
+    each = (time.process_time() - started) / 40
+    assert each < 0.03 * 1.1, f"{each * 1e3:.2f} ms of CPU time a batch of 64, bound 33 ms (VGG-11: 1.1 s a step)"
+
+
+def test_augmented_images_are_the_same_on_any_number_of_ranks() -> None:
+    partition, dataset = Partition(size=48, batch=24), open_dataset("synthetic", NOWHERE, True, subset=48)
+
+    def epoch(rank: int, world: int) -> list[torch.Tensor]:
+        return [images for images, _ in Batches(dataset, partition, rank, world, augment=True).epoch(3)]
+
+    alone, shares = epoch(0, 1), [epoch(rank, 4) for rank in range(4)]
+    for step, whole in enumerate(alone):
+        for rank in range(4):
+            assert torch.equal(shares[rank][step], whole[rank::4])

@@ -1,0 +1,161 @@
+"""Runs with faults on purpose: told of in a section of their own, drawn on one clock, marked in the trace."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.report.load import load
+from testbed.report.page import write
+from testbed.report.trace import write_trace
+from testbed.spec.errors import plain
+from tests.soak.nasty import LIVE, OBEYED, OCTAL
+from tests.support.synthetic import make_faulted, make_run
+
+FAULT = "kill:rank2@step8"
+
+
+def test_a_failed_run_is_in_no_table_but_its_fault_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", mode="ring")
+    make_faulted(tmp_path / "bad", FAULT, mode="ring")
+    loaded = load([tmp_path])
+    assert [run.folder.path.name for run in loaded.runs] == ["good"]
+    assert [skip.path.name for skip in loaded.skipped] == ["bad"]
+    (told,) = loaded.faulted
+    assert told.row[1:] == (FAULT, "0.30 s", "yes", "6 6 -9 6", "no")
+
+
+def test_the_page_has_a_section_with_a_row_and_a_plot_for_it(tmp_path: Path) -> None:
+    make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
+    made = write([tmp_path / "runs"], tmp_path)
+    page = made.page.read_text()
+    assert made.parts == [] and 'id="faults-fault-1"' in page and 'id="faults-faults"' in page
+    assert "all others know after 0.30 s and name it" in page
+    assert FAULT in (tmp_path / "report" / "faults-faults.csv").read_text()
+    assert FAULT in (tmp_path / "report" / "report.md").read_text()
+
+
+ITSELF: dict[str, Any] = {"event": "saw", "rank": 2, "guilty": 0, "code": 6, "at": 7.0}
+AGAIN: list[dict[str, Any]] = [{"event": "again", "at": 8.0}, ITSELF | {"rank": 1, "guilty": 2, "at": 9.0}]
+
+
+@pytest.mark.parametrize("more", [[ITSELF], AGAIN], ids=["the rank itself", "another attempt"])
+def test_all_others_know_when_the_last_of_them_does_and_the_table_tells_the_middle_one(
+    tmp_path: Path, more: list[dict[str, Any]]
+) -> None:
+    make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
+    path = tmp_path / "runs" / "bad" / "faults.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    begun = events[0]["begun"]
+    seen = [event for event in events if event["event"] == "saw"]
+    for event, after in zip(seen, (0.3, 0.4, 2.5), strict=True):
+        event["at"] = begun + after
+    events += [event | {"at": begun + event["at"]} for event in more]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (told,) = load([tmp_path / "runs"]).faulted
+    assert told.knew == pytest.approx(2.5) and told.row[2] == "1.45 s"
+    made = write([tmp_path / "runs"], tmp_path).faults
+    assert made and "noticed by all others within 2.5 s" in made.finding
+    assert "all others know after 2.50 s" in made.plots[0].finding
+
+
+WORDS = {
+    "a template": OCTAL,
+    "no template": r"\q",
+    "mathematics": r"$\x$",
+    "a script": f"{LIVE}</script>",
+    "for a terminal": OBEYED,
+    "half a letter": "\ud800",
+    "without end": "x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
+def test_a_fault_in_a_strangers_words_is_text_on_the_page(tmp_path: Path, words: str) -> None:
+    make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
+    path = tmp_path / "runs" / "bad" / "faults.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [event | ({"fault": words} if "fault" in event else {}) for event in events]
+    path.write_text("".join(json.dumps(event) + "\n" for event in told))
+    page = write([tmp_path / "runs"], tmp_path).page.read_text()
+    (label,) = re.findall(r'aria-label="([^"]*)"', page)
+    assert html.unescape(label).startswith(f"{plain(words)} {FAULT} (not injected) under ring: all others know")
+    assert LIVE not in page and "\x1b" not in page and len(page) < 1 << 20
+    assert LIVE not in (tmp_path / "report" / "faults-fault-1.svg").read_text()
+
+
+def test_a_history_that_the_spec_knows_nothing_of_costs_nobody_the_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", mode="ring")
+    make_faulted(tmp_path / "other", FAULT, mode="ring")
+    (tmp_path / "other" / "faults.jsonl").replace(tmp_path / "one" / "faults.jsonl")
+    loaded = load([tmp_path / "one"])
+    assert len(loaded.runs) == 1 and loaded.faulted == [] and loaded.skipped == []
+
+
+def test_a_run_whose_fault_never_came_due_has_a_row_and_no_plot(tmp_path: Path) -> None:
+    make_faulted(tmp_path / "runs" / "late", FAULT, over=1.0, mode="ring")
+    path = tmp_path / "runs" / "late" / "faults.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"ended"' in line))
+    (told,) = load([tmp_path / "runs"]).faulted
+    assert told.row[1:] == (f"{FAULT} (not injected)", "-", "-", "0 0 0 0", "-") and told.episodes == []
+    made = write([tmp_path / "runs"], tmp_path).faults
+    assert made and made.plots == [] and made.finding == "1 run with faults on purpose; in 1 nothing was injected"
+    assert "(not injected)" in (tmp_path / "report" / "report.md").read_text()
+    assert write_trace(tmp_path / "runs" / "late")[1] > 0
+
+
+def test_what_was_undone_lasts_as_long_as_it_did(tmp_path: Path) -> None:
+    make_faulted(tmp_path / "run", "pause:rank1@step3+3s", over=3.0, mode="ring")
+    (told,) = load([tmp_path]).faulted
+    assert told.row[-1] == "went on"
+    (episode,) = told.episodes
+    assert episode.rank == 1 and episode.end == pytest.approx(episode.begin + 3.0)
+
+
+def test_a_damaged_history_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", mode="ring")
+    make_faulted(tmp_path / "bad", FAULT, mode="ring")
+    (tmp_path / "bad" / "faults.jsonl").write_text('{"event": "injected", "rank": "x", "fault": 3, "begun": "?"}\n')
+    loaded = load([tmp_path])
+    assert len(loaded.runs) == 1 and loaded.faulted == [] and "damaged" in loaded.skipped[0].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("faults.jsonl", 16 << 20), ("rank0.jsonl", 128 << 20), ("rank0.attempt1.jsonl", 128 << 20)]
+)
+def test_a_history_without_end_is_named_and_not_read(tmp_path: Path, name: str, size: int) -> None:
+    make_faulted(tmp_path / "bad", FAULT, mode="ring")
+    (tmp_path / "bad" / name).touch()
+    os.truncate(tmp_path / "bad" / name, size + 1)
+    loaded = load([tmp_path])
+    assert loaded.faulted == [] and f"at most {size} are read" in loaded.skipped[0].reason
+
+
+@pytest.mark.parametrize("name", ["faults.jsonl", "rank0.attempt1.jsonl"])
+def test_a_history_that_lies_elsewhere_is_named_and_not_read(tmp_path: Path, name: str) -> None:
+    make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
+    path, elsewhere = tmp_path / "runs" / "bad" / name, tmp_path / name
+    elsewhere.write_text(path.read_text() if path.exists() else "")
+    path.unlink(missing_ok=True)
+    path.symlink_to(elsewhere)
+    loaded = load([tmp_path / "runs"])
+    assert loaded.faulted == [] and "is a link" in loaded.skipped[0].reason
+
+
+@pytest.mark.parametrize(("fault", "over", "shape"), [(FAULT, None, "i"), ("cut:rank2@step3+2s", 2.0, "X")])
+def test_the_trace_of_a_run_marks_what_was_done_and_who_lost_whom(
+    tmp_path: Path, fault: str, over: float | None, shape: str
+) -> None:
+    make_faulted(tmp_path / "run", fault, over=over, mode="ddp")
+    events = json.loads(write_trace(tmp_path / "run")[0].read_text())["traceEvents"]
+    (done,) = [event for event in events if event["name"] == fault]
+    assert (done["ph"], done["pid"], done["tid"]) == (shape, 4, 2) and done["ts"] >= 0
+    lost = {event["pid"] for event in events if event["name"] == "lost another rank"}
+    assert lost == (set() if over else {0, 1, 3})

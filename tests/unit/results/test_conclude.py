@@ -1,0 +1,263 @@
+"""Summary: hand-made records with known answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.results.conclude import Summary, summarise
+from testbed.results.folder import RunFolder, write_whole
+from testbed.results.records import (
+    End,
+    Eval,
+    Hash,
+    Start,
+    Step,
+    encode,
+)
+from testbed.spec.errors import SchemaError, SpecError
+from testbed.spec.run import SCHEMA, RunSpec
+
+
+def spec_of(**values: Any) -> RunSpec:
+    defaults = {"model": "lenet5", "data": {"name": "synthetic"}, "batch": 8, "nodes": 2, "warmup": 2, "steps": 6}
+    return RunSpec.load(defaults | values, "here")
+
+
+def start(rank: int, world: int) -> Start:
+    return Start(
+        rank=rank,
+        world=world,
+        unix=0.0,
+        parameters=10,
+        gradient_bytes=40,
+        tensors=2,
+        deadline=60.0,
+        counter="tcp sockets",
+        environment={"torch": "2.13.0"},
+    )
+
+
+def step(number: int, total: float, **values: Any) -> Step:
+    times = dict.fromkeys(("at", "data", "forward", "backward", "sync", "update"), 0.0)
+    others = {"epoch": 0, "loss": 1.0, "images": 4, "sent": 0, "received": 0} | times | values
+    return Step(step=number, total=total, **others)
+
+
+def evaluation(correct: int, loss: float) -> Eval:
+    return Eval(
+        step=6, epoch=0, loss=loss, correct=correct, images=10, scope="this rank", train_loss=0, train_accuracy=0
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def write(folder: RunFolder, rank: int, *records: Any) -> None:
+    folder.records(rank).write_text("".join(encode(record) + "\n" for record in records))
+
+
+def write_two_ranks(folder: RunFolder, hashes: tuple[str, str] = ("a", "a")) -> None:
+    """Totals: rank 0 100, 50, 1, 2, 3, 10; rank 1 one second more from step 2 on."""
+    for rank in range(2):
+        totals = [100.0, 50.0, *(t + rank for t in (1.0, 2.0, 3.0, 10.0))]
+        steps = [step(k, t, loss=k + rank, sent=1000 * k * (rank + 1), received=10 * k) for k, t in enumerate(totals)]
+        write(
+            folder,
+            rank,
+            start(rank, 2),
+            Hash(step=0, parameters="same", agree=True),
+            *steps,
+            Hash(step=6, parameters=hashes[rank], agree=hashes[0] == hashes[1]),
+            evaluation(3 + 2 * rank, 1.0 + rank),
+        )
+
+
+# --- one run -----------------------------------------------------------------------------------------------------
+
+
+def test_time_is_the_median_over_steps_of_the_mean_over_ranks_without_warm_up(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    summary = summarise(folder, spec_of(), status="ok")
+    assert summary.steps == 4
+    assert summary.seconds_per_step == pytest.approx(3.0)  # median of 1.5, 2.5, 3.5, 10.5
+    assert summary.seconds_spread == pytest.approx((2.25, 5.25))
+    assert summary.per_rank_seconds == pytest.approx([4.0, 5.0])
+
+
+def test_bytes_per_step_leave_out_what_warm_up_sent(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    summary = summarise(folder, spec_of(), status="ok")
+    assert summary.sent_per_step == [1000.0, 2000.0]
+    assert summary.received_per_step == [10.0, 10.0]
+
+
+def test_bytes_that_a_test_between_epochs_sent_are_nobodys_step(folder: RunFolder) -> None:
+    """Steps 0..5 in epochs of three send 100 each; the test after the first epoch sends 10,000."""
+    for rank in range(2):
+        sent = [100 * (k + 1) + 10_000 * (k >= 3) for k in range(6)]
+        steps = [step(k, 1.0, epoch=k // 3, sent=sent[k], received=2 * sent[k]) for k in range(6)]
+        write(folder, rank, start(rank, 2), *steps)
+    summary = summarise(folder, spec_of(warmup=1), status="ok")
+    assert (summary.sent_per_step, summary.received_per_step) == ([100.0, 100.0], [200.0, 200.0])
+
+
+def test_where_every_epoch_is_one_step_what_lies_between_counts(folder: RunFolder) -> None:
+    for rank in range(2):
+        write(folder, rank, start(rank, 2), *(step(k, 1.0, epoch=k, sent=700 * k) for k in range(6)))
+    assert summarise(folder, spec_of(), status="ok").sent_per_step == [700.0, 700.0]
+
+
+def test_losses_are_of_every_step_and_weighted_by_share(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    assert summarise(folder, spec_of(), status="ok").losses == pytest.approx([k + 0.5 for k in range(6)])
+    uneven = spec_of(data={"name": "synthetic", "shares": [2, 6]})
+    assert summarise(folder, uneven, status="ok").losses == pytest.approx([k + 0.75 for k in range(6)])
+
+
+def test_accuracy_is_the_mean_over_ranks_and_each_rank_is_kept(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    summary = summarise(folder, spec_of(), status="ok")
+    assert summary.test_accuracy == pytest.approx(0.4)
+    assert summary.per_rank_accuracy == [0.3, 0.5]
+    assert summary.test_loss == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("hashes", "agree"), [(("a", "a"), True), (("a", "b"), False)])
+def test_replicas_agree_when_the_last_hashes_are_equal(folder: RunFolder, hashes: tuple[str, str], agree: bool) -> None:
+    write_two_ranks(folder, hashes)
+    assert summarise(folder, spec_of(), status="ok").replicas_agree is agree
+
+
+def test_equal_hashes_of_different_steps_do_not_agree(folder: RunFolder) -> None:
+    write(folder, 0, start(0, 2), Hash(step=3, parameters="a", agree=True))
+    write(folder, 1, start(1, 2), Hash(step=6, parameters="a", agree=True))
+    assert summarise(folder, spec_of(), status="ok").replicas_agree is False
+
+
+def test_a_rank_without_a_hash_leaves_agreement_open(folder: RunFolder) -> None:
+    write(folder, 0, start(0, 2), Hash(step=6, parameters="a", agree=True))
+    write(folder, 1, start(1, 2))
+    assert summarise(folder, spec_of(), status="failed").replicas_agree is None
+
+
+def test_a_run_that_died_early_is_summed_up_as_far_as_it_came(folder: RunFolder) -> None:
+    write(folder, 0, start(0, 2), step(0, 1.0), step(1, 1.0), step(2, 5.0))
+    summary = summarise(folder, spec_of(), status="failed", reason="rank 1 died")
+    assert (summary.seconds_per_step, summary.steps, summary.test_loss) == (None, 0, None)
+    assert summary.per_rank_seconds == [5.0, None]
+    assert summary.sent_per_step == [None, None]
+
+
+def test_where_nothing_counts_bytes_none_are_claimed(folder: RunFolder) -> None:
+    for rank in range(2):
+        write(folder, rank, start(rank, 2), *(step(k, 1.0, sent=None, received=None) for k in range(6)))
+    summary = summarise(folder, spec_of(), status="ok")
+    assert summary.sent_per_step == [None, None]
+
+
+# --- several attempts --------------------------------------------------------------------------------------------
+
+
+def write_restarted(folder: RunFolder, begin: int) -> None:
+    """Steps 0..2 are of attempt 1, 3..5 of the last one, whose counters are `begin` off from the first one's."""
+    for rank in range(2):
+        first = [step(k, 1.0, attempt=1, sent=1000 + 100 * k, received=100 * k) for k in range(3)]
+        last = [step(k, 1.0, sent=begin + 100 * k, received=begin + 100 * k) for k in range(3, 6)]
+        write(folder, rank, start(rank, 2), *first, *last)
+        (folder.path / f"rank{rank}.attempt1.jsonl").write_text("")
+
+
+@pytest.mark.parametrize("begin", [5000, -300], ids=["the interface counted on", "a new process counts anew"])
+def test_bytes_across_the_seam_of_two_attempts_are_nobodys_step(folder: RunFolder, begin: int) -> None:
+    write_restarted(folder, begin=begin)
+    summary = summarise(folder, spec_of(warmup=1), status="ok")
+    assert (summary.sent_per_step, summary.received_per_step) == ([100.0, 100.0], [100.0, 100.0])
+
+
+def test_a_restarted_run_says_from_where_it_went_on(folder: RunFolder) -> None:
+    write_restarted(folder, begin=0)
+    summary = summarise(folder, spec_of(), status="ok", notes=["unshaped"])
+    assert summary.status == "ok"
+    assert summary.notes == ["unshaped", "resumed after step 3: what went before was done by an earlier attempt"]
+    write_two_ranks(folder)
+    (note,) = summarise(folder, spec_of(), status="ok").notes
+    assert note == "started again from the beginning: no checkpoint was there that all ranks have"
+    write(folder, 0, start(0, 2))
+    write(folder, 1, start(1, 2))
+    assert summarise(folder, spec_of(), status="failed").notes == []  # it came to no step
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ([3, 4, 5], r"rank 1 has no record of step 0 \(step 3 is in its place\)"),
+        ([0, 1, 3, 4, 5], r"rank 1 has no record of step 2 \(step 3 is in its place\)"),
+        ([0, 1, 1, 2, 3, 4, 5], r"rank 1 has no record of step 2 \(step 1 is in its place\)"),
+        ([0, 1, 2, 3, 4, 5, 5], r"rank 1 has no record of step 6 \(step 5 is in its place\)"),
+        ([0, 1, 2, 3, 4], r"rank 1 has no record of step 5 \(nothing follows\)"),
+    ],
+)
+def test_a_run_with_a_gap_in_its_steps_is_not_ok(folder: RunFolder, numbers: list[int], reason: str) -> None:
+    write(folder, 0, start(0, 2), *(step(k, 1.0) for k in range(6)))
+    write(folder, 1, start(1, 2), *(step(k, 1.0) for k in numbers))
+    summary = summarise(folder, spec_of(), status="ok")
+    assert summary.status == "failed" and re.match(reason, summary.reason), summary.reason
+    assert summarise(folder, spec_of(), status="invalid", reason="network").reason == "network"
+
+
+def test_steps_that_all_ranks_lack_are_missed_by_what_they_said_at_the_end(folder: RunFolder) -> None:
+    for rank in range(2):
+        end = End(steps=6, seconds=1.0, sent=0, received=0)
+        write(folder, rank, start(rank, 2), *(step(k, 1.0) for k in range(4)), end)
+    assert "no record of step 4" in summarise(folder, spec_of(), status="ok").reason
+
+
+def test_a_rank_whose_records_are_on_a_disk_of_its_own_fails_nobody(folder: RunFolder) -> None:
+    write(folder, 0, start(0, 2), *(step(k, 1.0) for k in range(6)))
+    assert summarise(folder, spec_of(), status="ok").status == "ok"
+
+
+# --- summary.json ------------------------------------------------------------------------------------------------
+
+
+def save(folder: RunFolder, summary: Summary) -> None:
+    write_whole(folder.summary, summary.model_dump_json(by_alias=True))
+
+
+def test_a_summary_survives_the_way_through_its_file(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    summary = summarise(folder, spec_of(), status="ok", substrate="process", notes=["unshaped"])
+    save(folder, summary)
+    assert Summary.read(folder) == summary
+
+
+def test_a_run_whose_loss_diverged_can_be_read_back(folder: RunFolder) -> None:
+    for rank in range(2):
+        write(folder, rank, start(rank, 2), *(step(k, 1.0, loss=math.nan if k > 3 else math.inf) for k in range(6)))
+    save(folder, summarise(folder, spec_of(), status="ok"))
+    json.loads(folder.summary.read_text(), parse_constant=pytest.fail)  # and it is plain JSON
+    losses = Summary.read(folder).losses
+    assert losses[:4] == [math.inf] * 4
+    assert all(math.isnan(loss) for loss in losses[4:])
+
+
+def test_a_summary_of_another_schema_is_refused_by_number(folder: RunFolder) -> None:
+    folder.summary.write_text(json.dumps({"schema": SCHEMA + 1, "a key of the future": 1}))
+    with pytest.raises(SchemaError, match=f"schema {SCHEMA + 1}, this testbed reads schema {SCHEMA}"):
+        Summary.read(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", json.dumps({"schema": SCHEMA, "status": "ok"})])
+def test_a_damaged_summary_is_refused_with_a_sentence(folder: RunFolder, text: str) -> None:
+    folder.summary.write_text(text)
+    with pytest.raises(SpecError) as refusal:
+        Summary.read(folder)
+    assert "\n" not in str(refusal.value)

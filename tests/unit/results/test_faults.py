@@ -1,0 +1,69 @@
+"""The history of a run with faults, as a row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from testbed.results.faults import fault_table, read_story
+from testbed.results.folder import RunFolder
+from testbed.spec.errors import SpecError
+from testbed.spec.fault import Fault
+from testbed.spec.run import RunSpec
+
+SPEC = RunSpec.load({"nodes": 3, "batch": 6, "name": "r", "faults": ["kill:rank1@step5"]}, "test")
+INJECTED = {"event": "injected", "fault": "kill:rank1@step5", "rank": 1, "step": 5, "begun": 10.0, "at": 10.1}
+
+
+def saw(rank: int, guilty: int | None, at: float) -> dict[str, object]:
+    return {"event": "saw", "rank": rank, "guilty": guilty, "at": at, "code": 6, "message": ""}
+
+
+def ended(rank: int, code: int) -> dict[str, object]:
+    return {"event": "ended", "rank": rank, "code": code, "at": 12.0}
+
+
+def write(folder: Path, *events: dict[str, object]) -> RunFolder:
+    run = RunFolder(folder)
+    run.faults.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def test_a_row_tells_who_noticed_when_and_how_it_ended(tmp_path: Path) -> None:
+    run = write(tmp_path, INJECTED, saw(0, 1, 10.5), saw(2, 1, 10.7), ended(0, 6), ended(1, -9), ended(2, 6))
+    assert fault_table([(run, SPEC, "failed")]) == [("r", "kill:rank1@step5", "0.60 s", "yes", "6 -9 6", "no")]
+
+
+def test_a_wrong_name_is_told_and_one_of_three_is_outvoted(tmp_path: Path) -> None:
+    wrong = write(tmp_path, INJECTED, saw(0, 2, 10.5))
+    assert read_story(wrong).named_right is False
+    outvoted = write(tmp_path, INJECTED, saw(0, 1, 10.5), saw(2, 1, 10.5), saw(1, 0, 10.5))
+    assert read_story(outvoted).named_right is True
+
+
+def test_a_retried_run_shows_the_codes_of_the_attempt_that_failed(tmp_path: Path) -> None:
+    second = [{"event": "again", "at": 13.0}, ended(0, 0), ended(1, 0), ended(2, 0)]
+    killed = [ended(0, 6), ended(1, -9), ended(2, 6)]
+    frozen = [ended(0, 6), ended(2, 6)]  # the one that was lost never ended, it was stopped
+    for first, codes in ((killed, "6 -9 6"), (frozen, "6 stopped 6")):
+        ((*_, shown, recovered),) = fault_table([(write(tmp_path, INJECTED, *first, *second), SPEC, "ok")])
+        assert (shown, recovered) == (codes, "restarted")
+
+
+def test_a_fault_whose_moment_never_came_is_in_its_row_as_not_injected(tmp_path: Path) -> None:
+    both = SPEC.model_copy(update={"faults": (*SPEC.faults, Fault.parse("cut:rank2@step99"))})
+    ends = [ended(rank, 0) for rank in range(3)]
+    ((_, faults, *_, recovered),) = fault_table([(write(tmp_path, INJECTED, *ends), both, "ok")])
+    assert (faults, recovered) == ("kill:rank1@step5 cut:rank2@step99 (not injected)", "went on")
+    rows = fault_table([(write(tmp_path, *ends), SPEC, "ok")])
+    assert rows == [("r", "kill:rank1@step5 (not injected)", "-", "-", "0 0 0", "-")]
+    assert fault_table([(write(tmp_path), SPEC, "failed")]) == []  # it did not begin
+
+
+def test_a_run_without_faults_has_no_row_and_a_damaged_history_is_refused(tmp_path: Path) -> None:
+    assert fault_table([(RunFolder(tmp_path), RunSpec(), "ok")]) == []
+    (tmp_path / "faults.jsonl").write_text("[]\n")
+    with pytest.raises(SpecError, match="line 1"):
+        read_story(RunFolder(tmp_path))

@@ -1,0 +1,153 @@
+"""RunFolder: files appear whole or not at all, and no run overwrites another."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from testbed.results.folder import RunFolder, runs_dir, write_whole
+from testbed.spec.errors import TestbedError, UsageError
+from testbed.spec.run import RunSpec
+
+SPEC = RunSpec.load({"nodes": 2, "model": "lenet5"}, "here")
+
+
+def test_names_inside_a_run_folder_are_a_scheme(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    names = [p.name for p in (folder.spec, folder.records(0), folder.log(3), folder.receipt, folder.summary)]
+    assert names == ["spec.json", "rank0.jsonl", "rank3.log", "receipt.json", "summary.json"]
+
+
+def test_a_created_folder_holds_its_spec_and_nothing_else(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    folder.create(SPEC)
+    assert folder.read_spec() == SPEC
+    assert [p.name for p in folder.path.iterdir()] == ["spec.json"]
+    assert folder.read_place() == ""
+
+
+def test_a_folder_says_where_its_run_began(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(SPEC, "netns")
+    assert folder.read_place() == "netns" and folder.read_spec() == SPEC
+    assert sorted(p.name for p in folder.path.iterdir()) == ["place.txt", "spec.json"]
+
+
+def test_an_existing_folder_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / "mine").write_text("x")
+    with pytest.raises(UsageError, match=r"run folder .*run exists, and a run never overwrites another\. Give another"):
+        folder.create(SPEC)
+    assert [p.name for p in folder.path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be made .*Set TESTBED_RUNS or --out"):
+        RunFolder(tmp_path / "file" / "run").create(SPEC)
+
+
+def test_a_folder_without_a_readable_spec_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"spec.json cannot be read .*Is .* a run folder\?"):
+        RunFolder(tmp_path).read_spec()
+    (tmp_path / "spec.json").write_bytes(b"\xff\x00")
+    with pytest.raises(UsageError, match=r"spec\.json: not JSON"):
+        RunFolder(tmp_path).read_spec()
+
+
+def test_setting_aside_keeps_everything_under_a_new_name(tmp_path: Path) -> None:
+    places = []
+    for attempt in range(3):
+        folder = RunFolder(tmp_path / "ring")
+        folder.path.mkdir()
+        (folder.path / "attempt").write_text(str(attempt))
+        places.append(folder.set_aside())
+        assert not folder.path.exists()
+    assert [place.name for place in places] == ["ring~0", "ring~1", "ring~2"]
+    assert [(place / "attempt").read_text() for place in places] == ["0", "1", "2"]
+    assert {p.name for p in tmp_path.iterdir()} == {".superseded"}
+
+
+def test_setting_aside_never_lands_inside_an_older_attempt(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "ring")
+    (tmp_path / ".superseded" / "ring~1").mkdir(parents=True)  # ring~0 was deleted by hand
+    for _ in range(2):
+        folder.path.mkdir()
+        place = folder.set_aside()
+    assert place.name == "ring~2"
+    assert list((tmp_path / ".superseded" / "ring~1").iterdir()) == []
+
+
+def test_attempts_are_counted_on_and_read_oldest_first(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.set_records_aside(1) is None and folder.attempts(1) == {}
+    for number in range(1, 12):
+        folder.records(1).write_text(str(number))
+        assert folder.set_records_aside(1) == tmp_path / f"rank1.attempt{number}.jsonl"
+    for strange in ("rank1.attempt.jsonl", "rank1.attemptx.jsonl", "rank11.attempt1.jsonl", "rank1.attempt3.jsonl.bak"):
+        (tmp_path / strange).write_text("no")
+    (tmp_path / "rank1.attempt1.jsonl").unlink()  # by hand: the next is still the newest
+    folder.records(1).write_text("12")
+    folder.set_records_aside(1)
+    assert [(number, path.read_text()) for number, path in folder.attempts(1).items()] == [
+        (number, str(number)) for number in range(2, 13)
+    ]
+
+
+def test_a_disk_that_is_full_leaves_no_half_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("testbed.results.folder.write_whole", full)
+    with pytest.raises(TestbedError, match=r"r/spec\.json: No space left on device.*Make room") as error:
+        RunFolder(tmp_path / "r").create(SPEC)
+    assert error.value.exit_code == 1 and not (tmp_path / "r").exists()
+
+
+# --- writing whole files -----------------------------------------------------------------------------------------
+
+
+def test_a_reader_sees_the_old_text_or_the_new_one_never_half(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    texts = {character * 200_000 + "\n" for character in "ab"}
+    write_whole(path, "a" * 200_000)
+    stop, seen = threading.Event(), set()
+
+    def look() -> None:
+        while not stop.is_set():
+            seen.add(path.read_text())
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for _ in range(50):
+        for character in "ba":
+            write_whole(path, character * 200_000)
+    stop.set()
+    reader.join()
+    assert seen <= texts
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "half \ud800")
+    assert path.read_text() == "old\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_what_is_written_is_readable_by_others(tmp_path: Path) -> None:
+    write_whole(tmp_path / "spec.json", "{}")
+    assert (tmp_path / "spec.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_runs_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TESTBED_RUNS", raising=False)
+    assert runs_dir() == Path("runs")
+    monkeypatch.setenv("TESTBED_RUNS", "/elsewhere")
+    assert runs_dir() == Path("/elsewhere")

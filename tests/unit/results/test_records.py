@@ -1,0 +1,91 @@
+"""Records: what a rank appends is what everybody else reads, also while it is still writing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from testbed.results.records import (
+    End,
+    Error,
+    Eval,
+    Hash,
+    Record,
+    Start,
+    Step,
+    encode,
+    read,
+)
+from testbed.spec.errors import SchemaError
+from testbed.spec.run import SCHEMA
+
+START = Start(rank=0, world=2, unix=1.0, parameters=10, gradient_bytes=40, tensors=2, deadline=60.0, counter="tcp")
+STEP = Step(
+    step=0,
+    epoch=0,
+    at=1.0,
+    data=0.1,
+    forward=0.2,
+    backward=0.3,
+    sync=0.4,
+    update=0.1,
+    total=1.0,
+    loss=2.3,
+    images=8,
+    sent=100,
+    received=None,
+)
+EVAL = Eval(step=1, epoch=0, loss=2.0, correct=3, images=10, scope="this rank", train_loss=2.1, train_accuracy=0.2)
+HASH = Hash(step=1, parameters="ab", agree=True)
+END = End(steps=1, seconds=1.5, sent=100, received=100)
+ERROR = Error(code=3, message="rank 1 lost a peer:\n “gone”")
+
+
+def write(path: Path, *records: Record) -> None:
+    path.write_text("".join(encode(record) + "\n" for record in records), encoding="utf-8")
+
+
+@pytest.mark.parametrize("record", [START, STEP, EVAL, HASH, END, ERROR], ids=lambda r: r.kind)
+def test_a_record_is_one_line_that_reads_back_with_its_kind(record: Record, tmp_path: Path) -> None:
+    assert "\n" not in encode(record)
+    write(tmp_path / "r.jsonl", record)
+    assert list(read(tmp_path / "r.jsonl")) == [{"kind": record.kind, **vars(record)}]
+
+
+def test_a_half_written_last_line_is_left_out_wherever_it_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    write(path, START, STEP)
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for end in range(last, len(whole)):
+        path.write_bytes(whole[:end])
+        assert [record["kind"] for record in read(path)] == ["start"]
+
+
+def test_a_file_that_is_not_there_yet_has_no_records(tmp_path: Path) -> None:
+    assert list(read(tmp_path / "rank0.jsonl")) == []
+
+
+def test_reading_again_while_it_grows_sees_more(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    with path.open("w", buffering=1) as out:
+        out.write(encode(START) + "\n")
+        assert len(list(read(path))) == 1
+        out.write(encode(STEP) + "\n")
+        assert len(list(read(path))) == 2
+
+
+def test_records_of_another_schema_are_refused_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(json.dumps({"kind": "start", "schema": SCHEMA + 1}) + "\n")
+    with pytest.raises(SchemaError, match=f"rank0.jsonl: schema {SCHEMA + 1}, this testbed reads schema {SCHEMA}"):
+        list(read(path))
+
+
+def test_a_loss_that_is_no_number_stays_one(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    write(path, Step(**{**vars(STEP), "loss": math.nan}))
+    assert math.isnan(next(read(path))["loss"])
