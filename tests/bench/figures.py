@@ -10,8 +10,8 @@ from typing import Any
 MEASURED = (  # a change here: every figure is another code's
     "testbed",
     "tests/bench",
-    "tests/training.py",
-    "tests/rank_pool.py",
+    "tests/support/training.py",
+    "tests/support/rank_pool.py",
     "tests/gloo/worker.py",
     "tests/hosts/nodes.py",
     "experiments/codecs*.toml",

@@ -15,7 +15,14 @@ from tests.support.provenance import ROOT, code_commit, current
 
 FOLDER = ROOT / "results" / "soak"
 
-SOAKED = ("testbed/spec", "testbed/net", "testbed/rank", "testbed/control", "tests/soak")  # a change here: all anew
+SOAKED = (
+    "testbed/spec",
+    "testbed/results",
+    "testbed/net",
+    "testbed/rank",
+    "testbed/control",
+    "tests/soak",
+)  # a change here: all anew
 SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand", "resumed")
 UNAVAILABLE = "unavailable"  # why a case could not be tried here: a miss, and not kept
 MINUTES = 25.0  # that any part may take

@@ -86,7 +86,7 @@ def test_what_the_figures_depend_on_is_part_of_their_commit() -> None:
                 found.add((node.module or "").replace(".", "/") + ".py")
     argv = ["git", "-C", str(ROOT), "ls-files", "--", *MEASURED]
     listed = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert found - {"tests/provenance.py"} <= set(listed.stdout.split()) | {"tests/bench.py"}
+    assert found - {"tests/support/provenance.py"} <= set(listed.stdout.split()) | {"tests/bench.py"}
 
 
 def test_what_has_no_limit_is_no_limit_met(run_bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
