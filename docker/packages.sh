@@ -2,20 +2,15 @@
 # Runs inside the build: install the rank side's packages, leave out what no rank needs.
 set -eu
 
-if ls /wheels/*.whl >/dev/null 2>&1; then
-  from="--no-index --find-links /wheels"
-elif [ -n "${TORCH_INDEX:-}" ]; then
-  from="--extra-index-url $TORCH_INDEX"
-else
-  from=""
-  [ "$(uname -m)" != x86_64 ] || echo "wheels/ and TORCH_INDEX are empty: this may bring gigabytes of CUDA" >&2
-fi
-
 apt-get update -qq
 apt-get install -qq -y --no-install-recommends python3-pip >/dev/null
-# shellcheck disable=SC2086  # several words
-python3 -m pip install --quiet --no-cache-dir --break-system-packages --root-user-action=ignore --no-compile $from \
-  --requirement /tmp/packages.txt
+set -- install --quiet --no-cache-dir --break-system-packages --root-user-action=ignore --no-compile
+if ls /wheels/*.whl >/dev/null 2>&1; then
+  set -- "$@" --no-index --find-links /wheels
+else
+  sh /tmp/torch.sh /tmp/packages.txt python3 "$@"
+fi
+python3 -m pip "$@" --requirement /tmp/packages.txt
 apt-get purge -qq -y --autoremove python3-pip >/dev/null
 rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
 

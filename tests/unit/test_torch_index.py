@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -194,6 +195,12 @@ def test_make_asks_the_index_before_it_installs_the_rest() -> None:
     recipe = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     first, rest = recipe.find("docker/torch.sh requirements.txt .venv/bin/python"), recipe.find("--requirement")
     assert 0 <= first < rest, recipe
+
+
+def test_compose_names_the_index_that_the_script_names() -> None:
+    """With a dash alone: an empty TORCH_INDEX stays empty there too."""
+    default = re.search(r"\$\{TORCH_INDEX-(.+)\}", SCRIPT.read_text())
+    assert default and f"TORCH_INDEX: ${{TORCH_INDEX-{default[1]}}}\n" in (ROOT / "compose.yaml").read_text()
 
 
 @pytest.mark.parametrize("pins", ["requirements.txt", "docker/packages.txt"])

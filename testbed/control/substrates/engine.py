@@ -27,7 +27,7 @@ from testbed.spec.run import SCHEMA
 # What the image is made of, as one hash: it becomes a label, because image ids differ between image stores.
 
 ROOT = Path(__file__).resolve().parents[3]
-DECIDING = (".dockerignore", "docker/Dockerfile", "docker/packages.sh", "docker/packages.txt")
+DECIDING = (".dockerignore", "docker/Dockerfile", "docker/packages.sh", "docker/packages.txt", "docker/torch.sh")
 
 
 def copied(root: Path) -> list[str]:

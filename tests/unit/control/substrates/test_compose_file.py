@@ -36,7 +36,7 @@ def test_a_number_of_nodes_that_makes_no_sense_is_refused(nodes: int) -> None:
 
 
 def test_every_variable_is_listed_with_its_default() -> None:
-    used = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", render(4)))
+    used = dict(re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", render(4)))
     lines = [line for line in (ROOT / ".env.example").read_text().splitlines() if line and not line.startswith("#")]
     listed = {line.partition("=")[0]: line.partition("=")[2].partition("#")[0].strip() for line in lines}
     assert listed == used
