@@ -18,7 +18,7 @@ base() { # what is there, else the public one, else our own
 
 docker info >/dev/null 2>&1 || { say "no engine answers. Start Docker, or install one with make engine."; exit 2; }
 docker compose version >/dev/null 2>&1 || { say "Compose v2 is missing. Install it, or run make engine."; exit 2; }
-hash=$("${PYTHON:-python3}" -m testbed.control.substrates.engine)
+hash=$("${PYTHON:-python3}" -m testbed.control.substrates.content)
 made=$(docker image inspect --format '{{index .Config.Labels "testbed.content"}}' "$image" 2>/dev/null || true)
 if [[ $made == "$hash" ]]; then
   say "$image is up to date ($hash)"

@@ -12,7 +12,7 @@ import pytest
 
 from testbed.control.machine import leftovers
 from testbed.control.substrates import engine
-from testbed.control.substrates.engine import carried
+from testbed.control.substrates.content import carried
 from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.substrates.engine import copied
+from testbed.control.substrates.content import copied
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "testbed"

@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import re
 import shlex
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import docker
-from docker.errors import DockerException, ImageNotFound, NotFound
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from typing import TYPE_CHECKING
 
 from testbed import __version__
 from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.content import ROOT, content_hash
 from testbed.control.substrates.process import run
 from testbed.net.shaping import shape
 from testbed.spec.errors import TestbedError, Unavailable, refuse
 from testbed.spec.link import Link
 from testbed.spec.run import SCHEMA
 
-# What the image is made of, as one hash: it becomes a label, because image ids differ between image stores.
-
-ROOT = Path(__file__).resolve().parents[3]
-DECIDING = (".dockerignore", "docker/Dockerfile", "docker/packages.sh", "docker/packages.txt", "docker/torch.sh")
-
-
-def copied(root: Path) -> list[str]:
-    """The files and folders that the Dockerfile's COPY lines name: there is no other list of them."""
-    lines = re.findall(r"^COPY (.+) \S+$", (root / "docker/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    return [name for line in lines for name in line.split()]
-
-
-def carried(root: Path) -> Iterator[Path]:
-    """Every file that is copied into the image, in a fixed order; not bytecode and hidden files (.dockerignore)."""
-    for path in (root / name for name in copied(root)):
-        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            ignored = any(part.startswith((".", "__pycache__")) for part in each.relative_to(root).parts)
-            if not ignored and not each.is_dir():
-                yield each
-
-
-def content_hash(root: Path = ROOT) -> str:
-    """SHA-256 over names and contents of what is in the image or decides what is; the first 16 digits."""
-    digest = hashlib.sha256()
-    for path in [*(root / name for name in DECIDING), *carried(root)]:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()[:16]
-
-
-if __name__ == "__main__":
-    sys.stdout.write(content_hash() + "\n")
-
+if TYPE_CHECKING:
+    from docker import DockerClient
 
 # The Compose file for any number of nodes, from one template; compose.yaml is its rendering for four.
 
@@ -70,6 +33,8 @@ def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
     """The file's text."""
     if not 1 <= nodes <= MAX_NODES:
         raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use e.g. 4.")
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
     return templates.get_template(TEMPLATE).render(nodes=nodes, version=__version__, schema=SCHEMA)
 
@@ -82,8 +47,11 @@ RUNNING, NOBODY = "running", "nobody"  # owners of a project that no controller 
 TIMEOUT = 120.0  # seconds; making four containers takes a few
 
 
-def connect() -> docker.DockerClient:
+def connect() -> DockerClient:
     """The engine, or Unavailable."""
+    import docker  # here, because it takes a while, and most commands never talk to an engine
+    from docker.errors import DockerException
+
     try:
         _knock(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"))
         client = docker.from_env(timeout=60)
@@ -98,6 +66,8 @@ def connect() -> docker.DockerClient:
 @contextlib.contextmanager
 def in_words() -> Iterator[None]:
     """What the engine refuses becomes an error of ours."""
+    from docker.errors import DockerException
+
     try:
         yield
     except (DockerException, OSError) as error:
@@ -136,6 +106,8 @@ def compose_version() -> str:
 def image_content() -> str:
     """The content hash the image is labelled with."""
     with contextlib.closing(connect()) as client:
+        from docker.errors import ImageNotFound
+
         try:
             labels = client.images.get(IMAGE).labels
         except ImageNotFound:
@@ -172,7 +144,9 @@ def _rehearse(link: Link) -> None:
 
 def remove_project(project: str) -> None:
     """Remove the containers and networks of a dead controller's project."""
-    with in_words(), contextlib.closing(connect()) as client:
+    with contextlib.closing(connect()) as client, in_words():
+        from docker.errors import NotFound
+
         label = {"label": f"{PROJECT_LABEL}={project}"}
         for container in client.containers.list(all=True, filters=label, ignore_removed=True):
             with contextlib.suppress(NotFound):

@@ -18,7 +18,8 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, BinaryIO, Protocol
 
-from testbed.control.substrates.engine import IMAGE, content_hash, image_content
+from testbed.control.substrates.content import content_hash
+from testbed.control.substrates.engine import IMAGE, image_content
 from testbed.control.substrates.hosts.group import Outcome, each
 from testbed.control.substrates.hosts.node import (
     SOON,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from testbed.control.substrates.base import NODE_PORT
-from testbed.control.substrates.engine import content_hash
+from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.hosts.group import Outcome, each
 from testbed.control.substrates.hosts.node import (
     Endpoint,

@@ -22,7 +22,7 @@ from typing import Self
 import paramiko
 
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
-from testbed.control.substrates.engine import content_hash
+from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.hosts.group import connected, each, values
 from testbed.control.substrates.hosts.node import (
     HOME,

@@ -1,0 +1,44 @@
+"""What the image is made of, as one hash: it becomes a label, because image ids differ between image stores.
+
+docker/image.sh runs this module with any Python, before a virtual environment exists: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+DECIDING = (".dockerignore", "docker/Dockerfile", "docker/packages.sh", "docker/packages.txt", "docker/torch.sh")
+
+
+def copied(root: Path) -> list[str]:
+    """The files and folders that the Dockerfile's COPY lines name: there is no other list of them."""
+    lines = re.findall(r"^COPY (.+) \S+$", (root / "docker/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    return [name for line in lines for name in line.split()]
+
+
+def carried(root: Path) -> Iterator[Path]:
+    """Every file that is copied into the image, in a fixed order; not bytecode and hidden files (.dockerignore)."""
+    for path in (root / name for name in copied(root)):
+        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            ignored = any(part.startswith((".", "__pycache__")) for part in each.relative_to(root).parts)
+            if not ignored and not each.is_dir():
+                yield each
+
+
+def content_hash(root: Path = ROOT) -> str:
+    """SHA-256 over names and contents of what is in the image or decides what is; the first 16 digits."""
+    digest = hashlib.sha256()
+    for path in [*(root / name for name in DECIDING), *carried(root)]:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(content_hash() + "\n")

@@ -1,0 +1,101 @@
+"""The hash that an image is known by covers what is in the image, and nothing that is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from testbed.control.substrates.content import DECIDING, carried, content_hash, copied
+
+ROOT = Path(__file__).parents[4]
+DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    for name in ("testbed", "docker"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / ".dockerignore", tmp_path)
+    return tmp_path
+
+
+def changed(root: Path, name: str) -> bool:
+    """Does the hash change with this file?"""
+    before = content_hash(root)
+    (root / name).parent.mkdir(exist_ok=True)
+    with (root / name).open("a") as file:
+        file.write("\n# another word\n")
+    return content_hash(root) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "testbed/report/findings.py",
+        "testbed/report/page.css",
+        "testbed/control/cli/main.py",
+        "testbed/control/substrates/compose.py",
+        "testbed/rank/__pycache__/train.cpython-311.pyc",
+        "testbed/rank/.train.py.swp",
+        "docker/render.py",
+        "docker/image.sh",
+    ],
+)
+def test_what_is_not_in_the_image_does_not_make_another(clone: Path, name: str) -> None:
+    assert not changed(clone, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "testbed/__init__.py",
+        "testbed/spec/run.py",
+        "testbed/net/shaping.py",
+        "testbed/data/fetch.py",
+        "testbed/rank/sync/schedules.py",
+        "testbed/rank/table.json",
+        "docker/entrypoint.py",
+        *DECIDING,
+    ],
+)
+def test_what_is_in_the_image_or_decides_what_is_makes_another(clone: Path, name: str) -> None:
+    assert changed(clone, name)
+
+
+def test_the_image_is_the_rank_side() -> None:
+    rooms = [f"testbed/{room}" for room in ("spec", "results", "net", "data", "rank")]
+    assert copied(ROOT) == ["testbed/__init__.py", *rooms, "docker/entrypoint.py"]
+
+
+def test_nothing_gets_into_the_image_in_a_way_that_is_not_read() -> None:
+    """One source and its target on a line, no flags, no ADD; the wheels are those of packages.txt."""
+    lines = re.findall(r"^\s*(?:COPY|ADD)\b.*", DOCKERFILE, re.MULTILINE | re.IGNORECASE)
+    assert [line.split()[:-1] for line in lines] == [["COPY", name] for name in copied(ROOT)]
+    assert set(re.findall(r"source=([^,\s]+)", DOCKERFILE)) <= {"wheels", *DECIDING}
+
+
+def test_the_files_of_the_image_do_without_the_others(tmp_path: Path) -> None:
+    """As in the container: the entrypoint's own process that fetches a data set."""
+    for path in carried(ROOT):
+        target = tmp_path / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    argv = [sys.executable, "-S", "docker/entrypoint.py", "--fetch", "synthetic"]  # -S: an editable install finds all
+    packages = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *packages])}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "synthetic: generated on the fly, nothing to fetch\n", done.stderr
+
+
+def test_a_python_without_packages_can_compute_it() -> None:
+    """docker/image.sh runs it before a virtual environment exists."""
+    argv = [sys.executable, "-S", "-m", "testbed.control.substrates.content"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{content_hash(ROOT)}\n"
