@@ -14,6 +14,8 @@ TestbedError            1   anything of ours that went wrong
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 LONGEST = 400  # characters of a value in a message
 
 
@@ -83,6 +85,15 @@ class Interrupted(TestbedError):
 def refuse(what: str, value: object, rule: str, way_out: str) -> SpecError:
     """The one form of a refusal: what, its value, the rule, the way out."""
     return SpecError(f"{what} {shown(value)}: {rule}. {way_out}")
+
+
+def require_extra(what: str, extra: str, *packages: str) -> None:
+    """Raise Unavailable where a package of this extra (pyproject.toml) is not installed; nothing is imported."""
+    for package in packages:
+        found = find_spec(package)
+        if found is None or found.origin is None:  # no origin: a folder of that name, such as docker/ of a clone
+            rule = f"needs the package {package} of the extra `{extra}`, which is not installed"
+            raise Unavailable(f"{what}: {rule}. Install it with: pip install 'testbed[{extra}]'")
 
 
 def shown(value: object) -> str:

@@ -51,7 +51,7 @@ def test_nobody_who_reports_needs_an_engine_or_torch() -> None:
     }
     assert where == {
         "torch": {"rank"},
-        "docker": {"compose"},
+        "docker": {"compose", "hosts"},
         "fabric": {"hosts"},
         "matplotlib": {"report"},
         "jinja2": {"compose", "report"},

@@ -20,7 +20,7 @@ from testbed.results.folder import (
     write_whole,
 )
 from testbed.results.table import format_table
-from testbed.spec.errors import TestbedError
+from testbed.spec.errors import TestbedError, require_extra
 from testbed.spec.experiment import Experiment
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Tables, plots and one page of what was measured; folders that cannot be read are named."""
+    require_extra("the report page", "report", "matplotlib", "jinja2")
     from testbed.report.page import write
 
     made = write(runs, out or _beside(runs))
@@ -120,6 +121,7 @@ def remember(experiment: Experiment) -> None:
 def conclude(folder: Path) -> str:
     """The report at the end of a sweep; that it cannot be made is said, and costs nobody the runs or the exit code."""
     try:
+        require_extra("the report page", "report", "matplotlib", "jinja2")
         from testbed.report.page import write
 
         return f"report: {write([folder], folder).page}"

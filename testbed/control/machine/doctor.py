@@ -53,7 +53,9 @@ def _torch() -> Finding:
     try:
         return Finding("torch", True, importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
-        return Finding("torch", False, "not installed, so no rank can start here", "make venv")
+        return Finding(
+            "torch", False, "not installed, so no rank can start here", "make venv, or pip install 'testbed[rank]'"
+        )
 
 
 def _data() -> list[Finding]:
@@ -89,7 +91,7 @@ def _netem() -> Finding:
 
 def _rehearsed(what: str, link: Link, fix: str) -> Finding:
     try:
-        netns.check([NodePlan(name="node0", link=link)])
+        netns.check_network([NodePlan(name="node0", link=link)])
         return Finding(what, True, "works")
     except TestbedError as error:
         return Finding(what, False, str(error).removeprefix("substrate netns: "), fix)

@@ -11,7 +11,8 @@ from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
-from testbed.spec.errors import SpecError, Unavailable, refuse
+from testbed.control.substrates.process import check as check_process
+from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS as FAULTS
 from testbed.spec.inventory import Inventory
 from testbed.spec.link import Link
@@ -55,7 +56,7 @@ KINDS: dict[str, Kind] = {  # best first
     "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, links shaped as asked", here=_always),
     "process": Kind(
         ProcessSubstrate,
-        lambda plans: None,
+        check_process,
         "plain processes on loopback, unshaped, no CPU limit",
         shapes=False,
         here=_always,
@@ -125,6 +126,7 @@ class Hosts(Place):
         return False
 
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
+        require_extra("substrate hosts", "hosts", "fabric", "paramiko")
         from testbed.control.substrates.hosts.substrate import HostsSubstrate  # with it comes SSH
 
         fitted, links = self.fit(spec), spec.links_asked

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from testbed.spec.errors import Unavailable
+
 ROOT = Path(__file__).resolve().parents[3]
 DECIDING = (".dockerignore", "docker/Dockerfile", "docker/packages.sh", "docker/packages.txt", "docker/torch.sh")
 
@@ -32,6 +34,9 @@ def carried(root: Path) -> Iterator[Path]:
 
 def content_hash(root: Path = ROOT) -> str:
     """SHA-256 over names and contents of what is in the image or decides what is; the first 16 digits."""
+    if not (root / "docker/Dockerfile").is_file():
+        rule = "has no folder docker/, which the image and the Compose file are made from"
+        raise Unavailable(f"{root}: {rule}. Use the `testbed` of a clone of the repository (make venv)")
     digest = hashlib.sha256()
     for path in [*(root / name for name in DECIDING), *carried(root)]:
         content = path.read_bytes()

@@ -15,7 +15,7 @@ from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.content import ROOT, content_hash
 from testbed.control.substrates.process import run
 from testbed.net.shaping import shape
-from testbed.spec.errors import TestbedError, Unavailable, refuse
+from testbed.spec.errors import TestbedError, Unavailable, refuse, require_extra
 from testbed.spec.link import Link
 from testbed.spec.run import SCHEMA
 
@@ -33,6 +33,7 @@ def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
     """The file's text."""
     if not 1 <= nodes <= MAX_NODES:
         raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use e.g. 4.")
+    require_extra("substrate compose", "compose", "jinja2")
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
@@ -49,6 +50,7 @@ TIMEOUT = 120.0  # seconds; making four containers takes a few
 
 def connect() -> DockerClient:
     """The engine, or Unavailable."""
+    require_extra("substrate compose", "compose", "docker")
     import docker  # here, because it takes a while, and most commands never talk to an engine
     from docker.errors import DockerException
 
@@ -105,6 +107,7 @@ def compose_version() -> str:
 
 def image_content() -> str:
     """The content hash the image is labelled with."""
+    now = content_hash()
     with contextlib.closing(connect()) as client:
         from docker.errors import ImageNotFound
 
@@ -112,7 +115,7 @@ def image_content() -> str:
             labels = client.images.get(IMAGE).labels
         except ImageNotFound:
             raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
-    made, now = labels.get("testbed.content", "unknown"), content_hash()
+    made = labels.get("testbed.content", "unknown")
     if made != now:
         differs = f"was made from other code (content {made}, the code here is {now})"
         raise Unavailable(f"substrate compose: image {IMAGE} {differs}. Make it anew with `make image`")

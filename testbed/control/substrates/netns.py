@@ -25,7 +25,7 @@ from testbed.control.machine.cgroups import CpuGroup, find_hierarchy, quota_and_
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
 from testbed.control.substrates.process import LocalProcess, SharedFiles, dies_with_parent, run, spawn, stop
 from testbed.net.shaping import congestion, reshape, route_congestion, shape
-from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
+from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable, require_extra
 from testbed.spec.link import Link
 
 PREFIX = "testbed"
@@ -45,6 +45,12 @@ def namespace(who: str, part: str) -> str:
 
 def check(plans: Sequence[NodePlan]) -> None:
     """Refuse what this machine cannot do, before anything lasting is created."""
+    require_extra("substrate netns", "rank", "torch", "torchvision")
+    check_network(plans)
+
+
+def check_network(plans: Sequence[NodePlan]) -> None:
+    """Refuse namespaces, links and CPU shares that this machine cannot make; ranks are left out."""
     if os.geteuid() != 0:
         raise Unavailable("substrate netns: network namespaces need root. Run as root, or use --on process (unshaped)")
     for tool, package in TOOLS.items():

@@ -22,7 +22,7 @@ from typing import Self
 import testbed
 from testbed.control.machine import affinity, ownership
 from testbed.control.substrates.base import NodeHandle, NodePlan, Process
-from testbed.spec.errors import TestbedError, Unavailable
+from testbed.spec.errors import TestbedError, Unavailable, require_extra
 from testbed.spec.units import format_rate
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -142,6 +142,11 @@ class SharedFiles:
         copy(remote, local)
 
 
+def check(plans: Sequence[NodePlan]) -> None:
+    """Refuse where this Python cannot run a rank."""
+    require_extra("substrate process", "rank", "torch", "torchvision")
+
+
 class ProcessSubstrate(SharedFiles):
     """Every node is this machine; links and CPU shares stay as they are, and `notes` lists what that leaves out."""
 
@@ -164,6 +169,7 @@ class ProcessSubstrate(SharedFiles):
         return tuple(dict.fromkeys(note for plan in self._plans for note in _not_applied(plan)))
 
     def __enter__(self) -> Self:
+        check(self._plans)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from testbed.spec.base import Spec
-from testbed.spec.errors import LONGEST, PeerLost, SpecError, TestbedError, harmless, plain
+from testbed.spec.errors import (
+    LONGEST,
+    PeerLost,
+    SpecError,
+    TestbedError,
+    Unavailable,
+    harmless,
+    plain,
+    require_extra,
+)
 
 OBEYED = "\x1b]0;owned\x07\x1b[31m"
 
@@ -31,3 +42,18 @@ def test_a_key_that_somebody_made_up_is_cut_too() -> None:
     with pytest.raises(SpecError) as refusal:
         Named.load({"by": {OBEYED + "x" * 10_000: "no"}}, "file")
     assert "\x1b" not in str(refusal.value) and len(str(refusal.value)) < 3 * LONGEST
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_extra("numbers", "rank", "numpy")
+    (tmp_path / "absent_package").mkdir()  # as docker/ of a clone is: a folder, and no package
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Unavailable) as caught:
+        require_extra("substrate x", "compose", "numpy", "absent_package")
+    assert str(caught.value) == (
+        "substrate x: needs the package absent_package of the extra `compose`, which is not installed."
+        " Install it with: pip install 'testbed[compose]'"
+    )
+    assert caught.value.exit_code == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from testbed.control.substrates.content import DECIDING, carried, content_hash, copied
+from testbed.spec.errors import Unavailable
 
 ROOT = Path(__file__).parents[4]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
@@ -92,6 +93,11 @@ def test_the_files_of_the_image_do_without_the_others(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *packages])}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "synthetic: generated on the fly, nothing to fetch\n", done.stderr
+
+
+def test_without_the_files_of_a_clone_it_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"has no folder docker/.+Use the `testbed` of a clone"):
+        content_hash(tmp_path)
 
 
 def test_a_python_without_packages_can_compute_it() -> None:
