@@ -225,7 +225,7 @@ def _log(path: Path) -> Iterator[None]:
     """What is printed goes to the container's log and to rankN.log."""
     with path.open("a", encoding="utf-8", buffering=1) as copy:
         out, err = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)  # type: ignore[assignment]
+        sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
         try:
             yield
         finally:

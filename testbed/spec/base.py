@@ -28,7 +28,7 @@ def _sentence(cls: type[BaseModel], item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         return f"unknown key {shown(key)}; known here: {', '.join(_keys_beside(cls, item['loc']))}"
-    text = item["msg"].removeprefix("Value error, ")
+    text: str = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" or not key:
         return text
     return f"{plain(key)} = {shown(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"

@@ -62,7 +62,7 @@ class Speed:
         self.records: deque[dict[str, Any]] = deque(maxlen=WINDOW + 1)
 
     def seconds(self) -> float:
-        return sum(r["total"] for r in self.records) / len(self.records)
+        return float(sum(r["total"] for r in self.records)) / len(self.records)
 
     def megabytes(self) -> float | None:
         """Sent plus received per second of wall clock; None where two attempts' counters would be compared."""

@@ -20,12 +20,12 @@ from typing import Any, Self
 
 from testbed.control.machine import affinity, leftovers, ownership
 from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.content import ROOT
 from testbed.control.substrates.engine import (
     CPU_PERIOD,
     IMAGE,
     OWNER_LABEL,
     PROJECT_LABEL,
-    ROOT,
     TIMEOUT,
     check,
     connect,

@@ -270,7 +270,8 @@ class LowRank:
 
 def _orthogonal(tall: Tensor) -> Tensor:
     """An orthonormal basis of the columns; the same bits wherever the input has the same bits."""
-    return torch.linalg.qr(tall).Q
+    basis: Tensor = torch.linalg.qr(tall).Q
+    return basis
 
 
 def _sort(shapes: list[torch.Size], rank: int) -> tuple[list[Matrix], list[tuple[int, int]]]:

@@ -28,7 +28,7 @@ class Wrapped(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         try:
-            return super().forward(*inputs, **named)
+            return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if UNFINISHED not in str(error):
                 raise
@@ -78,7 +78,8 @@ class DDP(NoSync):
             self.timeline.arrive(token)
             return future.value()[0]
 
-        return dist.all_reduce(buffer, async_op=True).get_future().then(arrived)
+        reduced: Future[Tensor] = dist.all_reduce(buffer, async_op=True).get_future().then(arrived)
+        return reduced
 
     def _timed_rounding(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         """torch's hooks for fp16 and bf16."""
