@@ -1,22 +1,40 @@
-"""Summary: what one run folder says in one row of a table."""
+"""The end of a run: summary.json from the ranks' records, and the root cause of a failure.
+
+`conclude` is the only writer of summary.json. The controller calls it, and so does rank 0 where there is no controller.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
+import signal
 import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from testbed.results.folder import RunFolder, read_bounded
+from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.records import read
 from testbed.spec.base import Spec
-from testbed.spec.errors import SpecError, plain, shown
+from testbed.spec.errors import (
+    NetworkInvalid,
+    PeerLost,
+    RankFailed,
+    ReplicasDiffer,
+    SpecError,
+    TestbedError,
+    UsageError,
+    broken,
+    plain,
+    shown,
+)
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 
-MAX_SUMMARY = 64 << 20  # bytes; the losses of a million steps have 20 million
+MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
+Status = Literal["ok", "invalid", "failed", "interrupted"]
 Line = dict[str, Any]  # a line of rankN.jsonl
 
 
@@ -27,7 +45,7 @@ class Summary(Spec):
 
     version: int = Field(default=SCHEMA, alias="schema")
     spec: RunSpec
-    status: Literal["ok", "invalid", "failed", "interrupted"]
+    status: Status
     reason: str = ""
     substrate: str = ""
     notes: list[str] = []
@@ -50,15 +68,39 @@ class Summary(Spec):
     @classmethod
     def read(cls, folder: RunFolder) -> Summary:
         try:
-            values = json.loads(read_bounded(folder.summary, MAX_SUMMARY))
+            values = json.loads(read_bounded(folder.summary, MAX_SUMMARY_BYTES))
             check_schema(values["schema"], str(folder.summary))
             return cls.model_validate(values)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SpecError(f"{folder.summary}: damaged ({str(error).splitlines()[0]}). Run it again.") from None
 
 
+def conclude(
+    folder: RunFolder,
+    spec: RunSpec,
+    *,
+    status: Status,
+    reason: str = "",
+    substrate: str,
+    notes: Sequence[str] = (),
+    network: str = "not measured",
+) -> Summary:
+    """Write summary.json and return it; call this last, because a folder with a summary is a run that ended.
+
+    Raises TestbedError with a sentence if the file cannot be written, SpecError if the records are damaged.
+    """
+    try:
+        folder.tidy()
+        facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": substrate}
+        summary = summarise(folder, spec, **facts, notes=list(notes), network=network)
+        write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
+    except OSError as error:
+        raise broken(error, folder.summary) from None
+    return summary
+
+
 def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
-    """Read every rank's records and reduce them; `facts` are what only the caller knows (status, substrate, ...)."""
+    """Reduce all ranks' records to a Summary; `facts` are the fields that only the caller knows (status, ...)."""
     try:
         return _summarise(folder, spec, facts)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -93,35 +135,36 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
 
 
 def _verdict(ranks: list[list[Line]], steps: list[list[Line]], status: str) -> dict[str, str]:
-    """A run is "ok" only if every rank recorded every step once: without one, all after it stand in wrong places.
+    """Return {} if every rank recorded every step once and in order, else status "failed" and the reason.
 
-    A rank without any record is on a disk of its own: who starts ranks by hand may have given them no shared one.
+    A missing step would shift all later steps of that rank against the others. A rank without any record is accepted:
+    ranks started by a launcher may have no shared disk, and rank 0 then sees only its own file.
     """
     if status != "ok":
         return {}
-    said = [r.get("steps") or 0 for lines in ranks for r in lines if r["kind"] == "end"]
-    longest = max([r["step"] + 1 for rows in steps for r in rows] + said, default=0)
+    recorded = [r.get("steps") or 0 for lines in ranks for r in lines if r["kind"] == "end"]
+    longest = max([r["step"] + 1 for rows in steps for r in rows] + recorded, default=0)
     for rank, rows in enumerate(steps):
         wrong = next((k for k, r in enumerate(rows) if r["step"] != k), len(rows))
         if wrong < max(longest, len(rows)) and ranks[rank]:
             found = f"step {shown(rows[wrong]['step'])} is in its place" if wrong < len(rows) else "nothing follows"
-            rule = "what is left of a run is no run"
+            rule = "all steps must be recorded"
             return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
     return {}
 
 
 def _restarted(folder: RunFolder, steps: list[list[Line]]) -> list[str]:
-    """Where the last of several attempts began; nothing to say where there was one, or it came to no step."""
+    """A note on where the last of several attempts began; none for a single attempt or for one without a step."""
     if not any(steps) or not any(folder.attempts(rank) for rank in range(len(steps))):
         return []
     done = max((r["step"] + 1 for rows in steps for r in rows if r.get("attempt") is not None), default=0)
     if done:
-        return [f"resumed after step {done}: what went before was done by an earlier attempt"]
-    return ["started again from the beginning: no checkpoint was there that all ranks have"]
+        return [f"resumed after step {done}: the steps before it were done by an earlier attempt"]
+    return ["started again from the beginning: there was no checkpoint that all ranks have"]
 
 
 def centre(spec: RunSpec) -> Callable[[list[float]], float]:
-    """The median; but where most steps do not synchronise it would leave out those that do, so there the mean."""
+    """Return the median, or the mean for every:K: a median would ignore the few steps that synchronise."""
     return statistics.median if spec.mode.every == 1 else statistics.fmean
 
 
@@ -140,9 +183,10 @@ def _losses(spec: RunSpec, steps: list[list[Line]]) -> list[float]:
 
 
 def _bytes_per_step(kept: list[Line], key: str) -> float | None:
-    """Counters are cumulative; from one step's end to the next one's within an epoch, so that tests do not count.
+    """Mean difference of a cumulative counter between the ends of two steps.
 
-    And within an attempt: the next one's counters began anew, or went on through steps that nobody kept.
+    Both steps belong to one epoch, so that the traffic of the test is not counted, and to one attempt, because a
+    restarted rank counts from 0 again.
     """
     alike = [(a, b) for a, b in itertools.pairwise(kept) if a.get("attempt") == b.get("attempt")]
     pairs = [(a, b) for a, b in alike if a["epoch"] == b["epoch"]] or alike
@@ -152,7 +196,7 @@ def _bytes_per_step(kept: list[Line], key: str) -> float | None:
 
 
 def _replicas_agree(ranks: list[list[Line]]) -> bool | None:
-    """All ranks' last hashes are of one step and equal; None when there is none to compare."""
+    """True if all ranks' last hashes are equal and of the same step; None if a rank has none."""
     last = [next((r for r in reversed(records) if r["kind"] == "hash"), None) for records in ranks]
     if any(r is None for r in last):
         return None
@@ -169,3 +213,116 @@ def _accuracy(ranks: list[list[Line]]) -> dict[str, Any]:
         "test_accuracy": statistics.fmean(r["correct"] / r["images"] for r in found),
         "per_rank_accuracy": [r["correct"] / r["images"] for r in found],
     }
+
+
+# The root cause of a failed run: which rank failed first, from exit codes and error records.
+
+_NODE = re.compile(r"rank (\d{1,4}) \(node\1\)", re.ASCII)
+
+
+def root_cause(
+    codes: Sequence[int | None],
+    error_records: Sequence[Mapping[str, Any] | None],
+    *,
+    last_steps: Sequence[int],
+    nodes: Sequence[str],
+    folder: RunFolder,
+) -> TestbedError:
+    """Return the error that names the failed rank. All sequences are in rank order.
+
+    A code is None for a rank that has not ended, negative for a signal. `last_steps` are the last recorded steps
+    (-1: none), `nodes` the names that the user knows. The order of the rules: a rank that ended for its own reason;
+    the rank that most of the others report as lost; a rank that has not ended.
+    """
+    return _RootCause(codes, error_records, last_steps, nodes, folder).find()
+
+
+class _RootCause:
+    """The arguments of `root_cause`, so that its sentences can use all of them."""
+
+    def __init__(
+        self,
+        codes: Sequence[int | None],
+        errors: Sequence[Mapping[str, Any] | None],
+        last_steps: Sequence[int],
+        nodes: Sequence[str],
+        folder: RunFolder,
+    ) -> None:
+        self.codes, self.errors, self.last_steps, self.nodes, self.folder = codes, errors, last_steps, nodes, folder
+        # For each rank that ended because it lost another: which one it reports.
+        self.reported = [
+            error.get("guilty") if error and code == PeerLost.exit_code else None
+            for code, error in zip(codes, errors, strict=True)
+        ]
+
+    def find(self) -> TestbedError:
+        reports = Counter(rank for rank in self.reported if rank is not None)
+        own_reason = [k for k, code in enumerate(self.codes) if code not in (None, 0, PeerLost.exit_code)]
+        if own_reason:
+            return self._own_reason(max(own_reason, key=lambda k: (reports[k], -k)))
+        if self.reported == [1, 0]:  # with two ranks there is no third one that saw which end of the link failed
+            since = f"since step {min(self.last_steps) + 1}"
+            logs = f"{self.folder.log(0)} and {self.folder.log(1)}"
+            return RankFailed(f"{self._who(0)} and {self._who(1)} lost each other {since}. See {logs}")
+        running = [k for k, code in enumerate(self.codes) if code is None]
+        if reports:
+            most = max(reports.values())
+            candidates = (k for k in reports if reports[k] == most)
+            return self._lost(min(candidates, key=lambda k: (k not in running, self.last_steps[k], k)))
+        if running:
+            return self._lost(min(running, key=lambda k: self.last_steps[k]))
+        return self._own_reason(next(k for k, code in enumerate(self.codes) if code))
+
+    def _lost(self, rank: int) -> RankFailed:
+        """A rank that has not ended, or that ended only because it could not reach the others."""
+        how = "is silent" if self.codes[rank] is None else "was cut off"
+        seen = next((f" ({error['message']})" for error in self._reports_on(rank)), "")
+        lost = _names(k for k, code in enumerate(self.codes) if k != rank and code == PeerLost.exit_code)
+        since = f"since step {self.last_steps[rank] + 1}"
+        sentence = f"{self._who(rank)} {how} {since}; {lost} lost it{self._with_node_names(seen)}"
+        return RankFailed(f"{sentence}. See {self.folder.log(rank)}")
+
+    def _own_reason(self, rank: int) -> TestbedError:
+        code, error = self.codes[rank], self.errors[rank]
+        known: list[type[TestbedError]] = [UsageError, ReplicasDiffer, NetworkInvalid]
+        kind = next((each for each in known if each.exit_code == code), RankFailed)
+        if kind is UsageError and error:
+            return UsageError(error["message"])
+        words = error or next(iter(self._reports_on(rank)), None)
+        quoted = words is not None and (error is not None or (code or 0) > 0)
+        message = f": {words['message'].rstrip('.')}" if words is not None and quoted else ""
+        step = self.last_steps[rank]
+        when = f"after step {step + 1}" if step >= 0 else "before its first step"
+        sentence = f"{self._who(rank)} {_how_it_ended(code)} {when}{self._with_node_names(message)}"
+        return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
+
+    def _others(self, rank: int) -> str:
+        """Which ranks lost this one, and which ended for another reason of their own."""
+        rest = [(k, code) for k, code in enumerate(self.codes) if k != rank and code not in (None, 0)]
+        lost = [k for k, code in rest if code == PeerLost.exit_code]
+        alike = [f"rank {k} {_how_it_ended(code)}" for k, code in rest if code != PeerLost.exit_code]
+        return (f" Then {_names(lost)} lost it." if lost else "") + (f" Also {', '.join(alike)}." if alike else "")
+
+    def _reports_on(self, rank: int) -> list[Mapping[str, Any]]:
+        return [error for error, lost in zip(self.errors, self.reported, strict=True) if error and lost == rank]
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} ({self.nodes[rank]})"
+
+    def _with_node_names(self, message: str) -> str:
+        """Ranks write "rank 1 (node1)"; replace the number of the node by its name in the inventory."""
+
+        def name(found: re.Match[str]) -> str:
+            return self._who(int(found[1])) if int(found[1]) < len(self.nodes) else found[0]
+
+        return _NODE.sub(name, message)
+
+
+def _names(ranks: Iterable[int]) -> str:
+    return ", ".join(f"rank {k}" for k in ranks) or "the others"
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}"

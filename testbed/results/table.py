@@ -51,8 +51,21 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
+def format_results(summaries: Sequence[Summary], where: object) -> str:
+    """What a person reads after a run or a sweep: caption, table, notes, what the table leaves out, and the folder."""
+    counted = [s for s in summaries if s.status == "ok"]
+    lines = [f"\n{caption(counted)}\n\n{format_table(*table(counted))}\n"] if counted else []
+    notes = dict.fromkeys(note for s in summaries for note in s.notes)  # each once
+    lines += [f"note: {note}" for note in [*footnotes(summaries), *notes]]
+    for s in summaries:
+        seconds = f" ({s.seconds_per_step:.3f} s/iter)" if s.status == "invalid" and s.seconds_per_step else ""
+        lines += [f"left out: {sentence}{seconds}" for sentence in left_out([s])]
+    lines += [f"{s.spec.name}: {s.network}" for s in counted if s.spec.world > 1]
+    return "\n".join([*lines, f"everything is in {where}"])
+
+
 def footnotes(summaries: Sequence[Summary]) -> list[str]:
-    """What a row means that is no contestant."""
+    """Explanations of rows that are no method of training, such as the control."""
     control = any(s.spec.mode.is_control and s.status == "ok" for s in summaries)
     return [f"{CONTROL}: {ALGORITHMS[CONTROL].does}"] if control else []
 

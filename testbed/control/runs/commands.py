@@ -16,13 +16,7 @@ from testbed.control.runs.sweep import folder_for, sweep
 from testbed.results.conclude import Summary
 from testbed.results.faults import HEADER, fault_table
 from testbed.results.folder import RunFolder, runs_dir
-from testbed.results.table import (
-    caption,
-    footnotes,
-    format_table,
-    left_out,
-    table,
-)
+from testbed.results.table import format_results, format_table
 from testbed.spec.errors import NetworkInvalid, RankFailed, SpecError, UsageError, refuse
 from testbed.spec.experiment import Experiment, fresh_folder, run_name, set_key, with_settings
 from testbed.spec.run import RunSpec
@@ -129,14 +123,4 @@ def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
         document = {"folder": str(where), "runs": [json.loads(s.model_dump_json(by_alias=True)) for s in summaries]}
         print(json.dumps(document, indent=1))
         return
-    counted = [s for s in summaries if s.status == "ok"]
-    if counted:
-        console.print(f"\n{caption(counted)}\n\n{format_table(*table(summaries))}\n")
-    for line in [*footnotes(summaries), *dict.fromkeys(note for s in summaries for note in s.notes)]:
-        console.print(f"note: {line}")
-    for line in left_out(summaries):
-        console.print(f"left out: {line}")
-    for s in counted:
-        if s.spec.world > 1:
-            console.print(f"{s.spec.name}: {s.network}")
-    console.print(f"everything is in {where}")
+    console.print(format_results(summaries, where))

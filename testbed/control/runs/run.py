@@ -21,8 +21,8 @@ from testbed.control.runs.supervisor import Tail, follow
 from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.net.probe import PATIENCE, Clock, Flow, Measurement, pace, schedule
 from testbed.net.receipt import Receipt
-from testbed.results.conclude import Summary, summarise
-from testbed.results.folder import RunFolder, write_whole
+from testbed.results.conclude import Status, Summary, conclude
+from testbed.results.folder import RunFolder
 from testbed.spec.datasets import data_dir, dataset_info, is_complete
 from testbed.spec.errors import (
     Interrupted,
@@ -330,14 +330,8 @@ def _environment(spec: RunSpec, substrate: Substrate, port: int) -> dict[str, st
     }
 
 
-def _conclude(life: Life, facts: Facts, status: Any, reason: str) -> Summary:
+def _conclude(life: Life, facts: Facts, status: Status, reason: str) -> Summary:
     """Write summary.json last: a folder without it never finished."""
-    folder, told = life.folder, {"status": status, "reason": reason, "substrate": facts.substrate}
     notes = [*facts.notes, *(f"fault {fault} never came due" for fault in life.injector.waiting)]
-    try:
-        folder.tidy()
-        summary = summarise(folder, life.spec, **told, notes=notes, network=facts.network)
-        write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
-    except OSError as error:
-        raise broken(error, folder.summary) from None
-    return summary
+    told = {"reason": reason, "substrate": facts.substrate, "network": facts.network}
+    return conclude(life.folder, life.spec, status=status, notes=notes, **told)

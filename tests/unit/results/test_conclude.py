@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from testbed.results.conclude import Summary, summarise
-from testbed.results.folder import RunFolder, write_whole
+from testbed.results.conclude import Summary, conclude, root_cause, summarise
+from testbed.results.folder import RunFolder
 from testbed.results.records import (
     End,
     Eval,
@@ -20,7 +20,15 @@ from testbed.results.records import (
     Step,
     encode,
 )
-from testbed.spec.errors import SchemaError, SpecError
+from testbed.spec.errors import (
+    NetworkInvalid,
+    RankFailed,
+    ReplicasDiffer,
+    SchemaError,
+    SpecError,
+    TestbedError,
+    UsageError,
+)
 from testbed.spec.run import SCHEMA, RunSpec
 
 
@@ -186,10 +194,10 @@ def test_a_restarted_run_says_from_where_it_went_on(folder: RunFolder) -> None:
     write_restarted(folder, begin=0)
     summary = summarise(folder, spec_of(), status="ok", notes=["unshaped"])
     assert summary.status == "ok"
-    assert summary.notes == ["unshaped", "resumed after step 3: what went before was done by an earlier attempt"]
+    assert summary.notes == ["unshaped", "resumed after step 3: the steps before it were done by an earlier attempt"]
     write_two_ranks(folder)
     (note,) = summarise(folder, spec_of(), status="ok").notes
-    assert note == "started again from the beginning: no checkpoint was there that all ranks have"
+    assert note == "started again from the beginning: there was no checkpoint that all ranks have"
     write(folder, 0, start(0, 2))
     write(folder, 1, start(1, 2))
     assert summarise(folder, spec_of(), status="failed").notes == []  # it came to no step
@@ -228,21 +236,30 @@ def test_a_rank_whose_records_are_on_a_disk_of_its_own_fails_nobody(folder: RunF
 # --- summary.json ------------------------------------------------------------------------------------------------
 
 
-def save(folder: RunFolder, summary: Summary) -> None:
-    write_whole(folder.summary, summary.model_dump_json(by_alias=True))
-
-
 def test_a_summary_survives_the_way_through_its_file(folder: RunFolder) -> None:
     write_two_ranks(folder)
-    summary = summarise(folder, spec_of(), status="ok", substrate="process", notes=["unshaped"])
-    save(folder, summary)
+    summary = conclude(folder, spec_of(), status="ok", substrate="process", notes=["unshaped"])
     assert Summary.read(folder) == summary
+
+
+def test_conclude_removes_the_temporary_files_of_killed_writers(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    (folder.path / ".rank0-step10.json.x.tmp").write_text("{")
+    conclude(folder, spec_of(), status="failed", reason="rank 1 was killed", substrate="process")
+    assert sorted(path.name for path in folder.path.iterdir()) == ["rank0.jsonl", "rank1.jsonl", "summary.json"]
+
+
+def test_a_summary_that_cannot_be_written_is_told_in_a_sentence(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    folder.summary.mkdir()
+    with pytest.raises(TestbedError, match=r"summary\.json.*: Is a directory, so nothing was finished\. \w+"):
+        conclude(folder, spec_of(), status="ok", substrate="process")
 
 
 def test_a_run_whose_loss_diverged_can_be_read_back(folder: RunFolder) -> None:
     for rank in range(2):
         write(folder, rank, start(rank, 2), *(step(k, 1.0, loss=math.nan if k > 3 else math.inf) for k in range(6)))
-    save(folder, summarise(folder, spec_of(), status="ok"))
+    conclude(folder, spec_of(), status="ok", substrate="process")
     json.loads(folder.summary.read_text(), parse_constant=pytest.fail)  # and it is plain JSON
     losses = Summary.read(folder).losses
     assert losses[:4] == [math.inf] * 4
@@ -261,3 +278,44 @@ def test_a_damaged_summary_is_refused_with_a_sentence(folder: RunFolder, text: s
     with pytest.raises(SpecError) as refusal:
         Summary.read(folder)
     assert "\n" not in str(refusal.value)
+
+
+# --- the root cause of a failure -----------------------------------------------------------------------------------
+
+
+def error(code: int, message: str, failed_rank: int | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "guilty": failed_rank}
+
+
+def cause(folder: RunFolder, codes: list[int | None], *errors: dict[str, Any] | None, last: int = 3) -> TestbedError:
+    errors += (None,) * (len(codes) - len(errors))
+    nodes = [f"node{k}" for k in range(len(codes))]
+    return root_cause(codes, errors, last_steps=[last] * len(codes), nodes=nodes, folder=folder)
+
+
+def test_a_rank_that_ended_for_its_own_reason_is_the_root_cause(folder: RunFolder) -> None:
+    lost = error(6, "rank 1 (node1) failed: OSError", 1)
+    found = cause(folder, [6, 1, 6], lost, error(1, "OSError: no space"), lost)
+    assert type(found) is RankFailed
+    assert str(found) == (
+        "rank 1 (node1) ended with code 1 after step 4: OSError: no space. "
+        f"Then rank 0, rank 2 lost it. See {folder.log(1)}"
+    )
+
+
+def test_a_rank_that_ended_with_a_signal_is_named_with_it(folder: RunFolder) -> None:
+    assert "rank 2 (node2) was killed by SIGKILL before its first step" in str(cause(folder, [6, 6, -9], last=-1))
+
+
+def test_a_rank_that_has_not_ended_is_the_one_that_most_report(folder: RunFolder) -> None:
+    silent = error(6, "rank 2 (node2) is gone: its connection ended", 2)
+    found = cause(folder, [6, 6, None, None], silent, silent)
+    assert str(found).startswith(
+        "rank 2 (node2) is silent since step 4; rank 0, rank 1 lost it (rank 2 (node2) is gone"
+    )
+
+
+@pytest.mark.parametrize(("code", "kind"), [(4, ReplicasDiffer), (5, NetworkInvalid), (2, UsageError), (3, RankFailed)])
+def test_the_root_cause_keeps_its_exit_code(folder: RunFolder, code: int, kind: type[TestbedError]) -> None:
+    found = cause(folder, [code, 6], error(code, "as it said"))
+    assert type(found) is kind and found.exit_code == code and "as it said" in str(found)

@@ -11,6 +11,7 @@ from testbed.results.table import (
     HEADER,
     caption,
     footnotes,
+    format_results,
     format_table,
     left_out,
     table,
@@ -224,3 +225,27 @@ def test_overrides_make_nodes_unequal() -> None:
 def test_where_only_some_runs_have_overrides_the_caption_does_not_judge() -> None:
     text = caption([made("ring", 1.0), made("ring", 1.0, overrides=SLOW)])
     assert "equal" not in text and "2 nodes" in text
+
+
+def test_the_results_are_the_table_its_footnotes_its_notes_and_what_it_leaves_out() -> None:
+    slow = made("ring", 2.0, status="invalid", reason="network: off")
+    counted = made("none", 1.0)
+    noted = counted.model_copy(update={"notes": ["not pinned"], "network": "network: 2 links measured"})
+    lines = format_results([noted, noted, slow], "runs/x").splitlines()
+    assert any(line.startswith("| mode ") for line in lines)
+    after = lines[lines.index("") :] if "" in lines else lines
+    tail = [line for line in after if line and not line.startswith("|")][1:]  # the first is the caption
+    assert tail[0].startswith("note: none: ") and tail[1:] == [
+        "note: not pinned",
+        "left out: ring-n2: invalid, network: off (2.000 s/iter)",
+        *["none-n2: network: 2 links measured"] * 2,
+        "everything is in runs/x",
+    ]
+
+
+def test_results_without_a_counted_run_have_no_table() -> None:
+    failed = made("ring", 2.0, status="failed", reason="rank 1 died")
+    assert format_results([failed], "runs/x").splitlines() == [
+        "left out: ring-n2: failed, rank 1 died",
+        "everything is in runs/x",
+    ]

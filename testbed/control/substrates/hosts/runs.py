@@ -31,8 +31,8 @@ from testbed.control.substrates.hosts.node import (
 from testbed.control.substrates.hosts.ssh import CommandFailed, Host, HostFailed
 from testbed.control.substrates.hosts.substrate import NOTE, remove_run, write_note
 from testbed.net.receipt import Receipt
-from testbed.results.conclude import Summary, summarise
-from testbed.results.folder import RunFolder, runs_dir, write_whole
+from testbed.results.conclude import Summary, conclude, root_cause
+from testbed.results.folder import RunFolder, runs_dir
 from testbed.results.records import read
 from testbed.spec.errors import TestbedError, UsageError
 from testbed.spec.run import RunSpec
@@ -214,19 +214,30 @@ def _bring(part: Part, folder: RunFolder) -> None:
 
 
 def _conclude(found: Found, spec: RunSpec, folder: RunFolder) -> Summary:
-    bad = [f"rank {part.rank} on {part.host} ended with code {part.code}" for part in found.parts if part.code]
-    unfinished = [rank for rank in range(spec.world) if not _finished(folder, rank)]
-    bad += [f"rank {rank} did not finish, or its records are not here" for rank in unfinished]
-    facts = {"status": "failed" if bad else "ok", "reason": "; ".join(bad), "substrate": "hosts"}
-    network = Receipt.read(folder.receipt).sentence() if folder.receipt.exists() else "not measured"
-    notes = ["collected after the connection was lost"]
-    summary = summarise(folder, spec, **facts, notes=notes, network=network)
-    write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
-    return summary
-
-
-def _finished(folder: RunFolder, rank: int) -> bool:
-    return any(record["kind"] == "end" for record in read(folder.records(rank)))
+    records = [list(read(folder.records(rank))) for rank in range(spec.world)]
+    of_rank = {part.rank: part for part in found.parts}
+    codes = [of_rank[rank].code if rank in of_rank else None for rank in range(spec.world)]
+    reasons = []
+    if any(codes):
+        cause = root_cause(
+            [128 - code if code and code > 128 else code for code in codes],  # the engine says 137 for signal 9
+            [next((r for r in reversed(lines) if r["kind"] == "error"), None) for lines in records],
+            last_steps=[max((r["step"] for r in lines if r["kind"] == "step"), default=-1) for lines in records],
+            nodes=[str(of_rank[rank].host) if rank in of_rank else f"node{rank}" for rank in range(spec.world)],
+            folder=folder,
+        )
+        reasons.append(str(cause))
+    unfinished = [rank for rank, lines in enumerate(records) if not any(r["kind"] == "end" for r in lines)]
+    reasons += [f"rank {rank} did not finish, or its records are not here" for rank in unfinished]
+    return conclude(
+        folder,
+        spec,
+        status="failed" if reasons else "ok",
+        reason="; ".join(reasons),
+        substrate="hosts",
+        notes=["collected after the connection was lost"],
+        network=Receipt.read(folder.receipt).sentence() if folder.receipt.exists() else "not measured",
+    )
 
 
 def clean(host: Host, everything: bool) -> list[str]:

@@ -194,7 +194,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_which_rank_broke(
     fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.receipts, fake.play = iter([GOOD]), ends_with(3, "boom")
-    monkeypatch.setattr("testbed.control.runs.run.write_whole", full)
+    monkeypatch.setattr("testbed.results.conclude.write_whole", full)
     with pytest.raises(RankFailed, match=r"rank 0 \(node0\) ended with code 3 .*boom"):
         run(fake, folder)
     assert not folder.summary.exists()
@@ -204,7 +204,7 @@ def test_a_good_run_whose_summary_cannot_be_written_is_none(
     fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.receipts = iter([GOOD])
-    monkeypatch.setattr("testbed.control.runs.run.write_whole", full)
+    monkeypatch.setattr("testbed.results.conclude.write_whole", full)
     with pytest.raises(TestbedError, match=r"r/summary\.json: No space left on device.*Make room"):
         run(fake, folder)
 
