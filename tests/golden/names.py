@@ -15,18 +15,30 @@ PLACES = {
     "reshape": ["testbed.net.shaping:reshape"],
     "congestion": ["testbed.net.shaping:congestion"],
     "route_congestion": ["testbed.net.shaping:route_congestion"],
-    "compose_file": ["testbed.control.compose_file:render"],
+    "compose_file": ["testbed.control.substrates.engine:render", "testbed.control.compose_file:render"],
     "compose_idle": ["testbed.control.substrates.compose:idle"],
-    "owner": ["testbed.control.substrates.owner:current"],
+    "owner": ["testbed.control.machine.ownership:current", "testbed.control.substrates.owner:current"],
     "without_privileges": ["testbed.spec.privileges:without_privileges"],
-    "command_line": ["testbed.control.substrates.hosts_ssh:command_line"],
-    "Container": ["testbed.control.substrates.hosts_remote:Container"],
-    "mount": ["testbed.control.substrates.hosts_remote:mount"],
-    "docker_run": ["testbed.control.substrates.hosts_remote:once"],
-    "docker_ps": ["testbed.control.substrates.hosts_remote:listing"],
-    "image_content": ["testbed.control.substrates.hosts_remote:content"],
-    "account_command": ["testbed.control.substrates.hosts_remote:ACCOUNT"],
-    "remote_user": ["testbed.control.substrates.hosts_remote:user"],
+    "command_line": [
+        "testbed.control.substrates.hosts.ssh:command_line",
+        "testbed.control.substrates.hosts_ssh:command_line",
+    ],
+    "Container": [
+        "testbed.control.substrates.hosts.node:Container",
+        "testbed.control.substrates.hosts_remote:Container",
+    ],
+    "mount": ["testbed.control.substrates.hosts.node:mount", "testbed.control.substrates.hosts_remote:mount"],
+    "docker_run": ["testbed.control.substrates.hosts.node:once", "testbed.control.substrates.hosts_remote:once"],
+    "docker_ps": ["testbed.control.substrates.hosts.node:listing", "testbed.control.substrates.hosts_remote:listing"],
+    "image_content": [
+        "testbed.control.substrates.hosts.node:content",
+        "testbed.control.substrates.hosts_remote:content",
+    ],
+    "account_command": [
+        "testbed.control.substrates.hosts.node:ACCOUNT",
+        "testbed.control.substrates.hosts_remote:ACCOUNT",
+    ],
+    "remote_user": ["testbed.control.substrates.hosts.node:user", "testbed.control.substrates.hosts_remote:user"],
 }
 RANK_MODULE = "testbed.rank"  # `python -m testbed.rank --folder RUN`, with torchrun's variables
 
