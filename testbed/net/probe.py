@@ -1,21 +1,21 @@
-"""Measure every directed link: `python -m testbed.net.probe --rank R --addresses a,b,c --port P`, one per node.
+"""Measure every directed link between nodes: `python -m testbed.net.probe --rank R --addresses a,b,c --port P`.
 
-Rounds 1..N-1: node i sends to node (i + r) % N, so each link is used once; then a last round, the fan-in: nodes
-1..N-1 all send into node 0. The receiver counts. A round runs in halves in which no node both sends and receives:
-acknowledgements that queue behind a node's own data (two-way TCP on a short path) cost up to 15 % and would be
-blamed on the link. Before each half all meet at node 0 over control connections (rendezvous.py); every wait has a
-deadline, and a failed node ends the probe for all with a sentence.
-Standard library only: it runs in every container, before anything heavy is imported.
+Every node runs one. In rounds 1..N-1 node i sends to node (i + r) % N, so that each directed link is used once; in
+the last round, the fan-in, nodes 1..N-1 all send into node 0. The receiver counts. Each round is cut into steps in
+which no node both sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short
+path) cost up to 15 %, and the link would be blamed for it. Before each step all nodes meet at node 0. Every wait has a
+deadline, and a node that fails ends the probe on all nodes with a sentence.
+
+The controller starts the probe on every node; ranks without a controller call `probe_node`. Both call `measure`.
+Standard library only, so that it starts quickly on a slow node; `receipt_of` imports what it needs when called.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import secrets
 import select
 import selectors
 import socket
@@ -29,140 +29,216 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from testbed.net.tcp import MTU, bottleneck, burst
+from testbed.net.channel import Channel, listen, new_token
+from testbed.net.tcp import MTU_BYTES, bottleneck, burst, congestion_control, min_round_trip, path_mtu, wire_rate
+from testbed.spec.errors import ChannelClosed, ProbeError
 
-# The plan of a probe, pure: who sends to whom when, for how long, and how much may be under way.
+if TYPE_CHECKING:
+    from testbed.results.receipt import Receipt
 
-STALL = 10.0  # seconds without a byte after which a flow has failed
+MEETING_TIMEOUT_S = 30.0  # how far apart nodes may be, start-up included
+STALL_TIMEOUT_S = 10.0  # without a byte, after which a flow has failed
+
+SLOW_START_S = 0.25  # discarded at the start of a flow
+SLICE_S = 0.1  # a flow is counted in slices
+SLOW_START_BURSTS, SLICE_BURSTS = 20, 17  # both take longer on a slow link; three slices hold more than 50 bursts
+UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S = 0.1, 0.067
+MIN_SLICES, MAX_SLICES = 3, 9
+STEADY = 0.01  # relative standard error of the slices' mean at which counting ends
+
+IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
+MIN_IN_FLIGHT_BYTES = 4 * 1024  # about three frames
+MAX_IN_FLIGHT_BYTES = 200_000  # a link that needs more gets no bound
+SHORT_PATH_S = 0.002  # on a path with a longer round trip the data in flight is on the path, not in the queue
+
+CLOCK_EXCHANGES = 8  # per clock; the quickest one counts
+CHUNK_BYTES = 256 * 1024  # per send and receive call
+BUFFER_BYTES = 1024 * 1024  # at each end, so that the link stays busy while a process waits for a processor
+HEADER = struct.Struct("!32sI")  # of a data connection: token, rank
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing discards what is still in flight
+
 Pairs = Sequence[tuple[int, int]]  # (src, dst)
-CUT = 0.25  # seconds of slow start that are not counted
-SLICE = 0.1  # seconds; at least three are counted. Both grow where a burst takes long
-CUT_BURSTS, SLICE_BURSTS = 20, 17  # so that three slices are more than 50 bursts
-UNSHAPED_CUT, UNSHAPED_SLICE = 0.1, 0.067
-FEWEST, MOST = 3, 9  # slices
-STEADY = 0.01  # standard error of the slices' mean, as a part of it, at which counting ends
-IN_FLIGHT = 0.02  # seconds of the rate: keeps the link busy and the queue, 0.05 s by default, from overflowing
-MIN_IN_FLIGHT = 4 * 1024  # bytes, about three frames
-MAX_IN_FLIGHT = 200_000  # bytes; fast links do well without a bound
-NEAR = 0.002  # seconds of round trip; with more, what is under way is on the path and not in the queue
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+# The plan: who sends to whom, for how long, with how much in flight
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a step cuts off, counts, and may last; in seconds."""
+    """How long one step discards, counts, and may take."""
 
-    cut: float
-    slice: float
-    most: int = MOST  # slices
+    slow_start_s: float
+    slice_s: float
+    max_slices: int = MAX_SLICES
 
     @property
-    def longest(self) -> float:
-        """Far beyond what a healthy step takes."""
-        return 2 * (self.cut + self.most * self.slice) + STALL
+    def timeout_s(self) -> float:
+        """Much more than a step takes when nothing is wrong."""
+        return 2 * (self.slow_start_s + self.max_slices * self.slice_s) + STALL_TIMEOUT_S
 
 
 def schedule(n: int) -> list[Pairs]:
-    """What is sent at the same time, step by step: the halves of N-1 rounds, then the fan-in."""
-    halves = [half for number in range(1, n) for half in _halves(n, number)]
-    return [*halves, [(src, 0) for src in range(1, n)]] if n > 1 else []
+    """The pairs of every step: N-1 rounds, each cut into steps, then the fan-in."""
+    steps = [step for number in range(1, n) for step in _steps_of_round(n, number)]
+    return [*steps, [(src, 0) for src in range(1, n)]] if n > 1 else []
 
 
-def _halves(n: int, number: int) -> list[Pairs]:
-    """Round `number` in parts where nobody both sends and receives; a ring of odd length needs a third."""
-    parts: list[list[tuple[int, int]]] = [[], [], []]
-    for ring in range(math.gcd(n, number)):  # the round is made of this many separate rings
-        length = n // math.gcd(n, number)
+def _steps_of_round(n: int, number: int) -> list[Pairs]:
+    """Two steps in which nobody both sends and receives; three if the round has a ring of odd length."""
+    steps: list[list[tuple[int, int]]] = [[], [], []]
+    rings = math.gcd(n, number)  # the round consists of this many separate rings
+    for ring in range(rings):
+        length = n // rings
         for place in range(length):
             src = (ring + place * number) % n
             last_of_odd = length % 2 == 1 and place == length - 1
-            parts[2 if last_of_odd else place % 2].append((src, (src + number) % n))
-    return [part for part in parts if part]
+            steps[2 if last_of_odd else place % 2].append((src, (src + number) % n))
+    return [step for step in steps if step]
 
 
 def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
     """The slowest link of a step sets its length: at least 50 bursts are counted."""
     limits = [bottleneck(rates[dst], [rates[src] for src, to in pairs if to == dst]) for _, dst in pairs]
-    spans = [burst(rate) * 8 / rate for rate in limits if rate is not None]
-    if not spans:
-        return Pace(UNSHAPED_CUT, UNSHAPED_SLICE, most=FEWEST)
-    return Pace(max(CUT, CUT_BURSTS * max(spans)), max(SLICE, SLICE_BURSTS * max(spans)))
+    burst_s = [burst(rate) * 8 / rate for rate in limits if rate is not None]
+    if not burst_s:
+        return Pace(UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S, max_slices=MIN_SLICES)
+    return Pace(max(SLOW_START_S, SLOW_START_BURSTS * max(burst_s)), max(SLICE_S, SLICE_BURSTS * max(burst_s)))
+
+
+def longest_probe(rates: Sequence[int | None]) -> float:
+    """Seconds after which a probe of these links hangs."""
+    return 2 * MEETING_TIMEOUT_S + sum(pace(rates, pairs).timeout_s for pairs in schedule(len(rates)))
 
 
 def window(rates: Sequence[int | None], pairs: Pairs, dst: int, round_trip: float) -> int | None:
-    """Bytes a connection may have under way into `dst`; None leaves that to the kernel.
+    """Bytes that one connection into `dst` may have in flight; None leaves that to the kernel.
 
     On a slow link TCP's first window alone overflows the queue: frames are lost, and the bytes behind the gap are
-    counted late. Bounded from the start, nothing is lost, and the link is still busy all the time.
+    counted late. With a bound from the start nothing is lost, and the link is still busy all the time.
     """
     sources = [src for src, to in pairs if to == dst]
     rate = bottleneck(rates[dst], [rates[src] for src in sources])
-    if rate is None or round_trip > NEAR:
+    if rate is None or round_trip > SHORT_PATH_S:
         return None
-    size = max(MIN_IN_FLIGHT, round(rate / len(sources) * IN_FLIGHT / 8))
-    return size if size <= MAX_IN_FLIGHT else None
+    size = max(MIN_IN_FLIGHT_BYTES, round(rate / len(sources) * IN_FLIGHT_S / 8))
+    return size if size <= MAX_IN_FLIGHT_BYTES else None
 
 
-def steady(rates: Sequence[float], most: int) -> bool:
-    """Enough slices counted: their mean is known well, or there is no time for more.
+def steady(rates: Sequence[float], max_slices: int) -> bool:
+    """Return True if enough slices are counted: their mean is known well, or there are `max_slices`.
 
-    On a busy machine a slice may be short of bytes; it stays in the mean, and more are counted beside it. The rate
-    that was asked plays no part: an instrument must not stop when it likes what it reads.
+    On a busy machine a slice may be short of bytes; it stays in the mean, and more slices are counted. The requested
+    rate plays no part: a measurement must not end because its result is the expected one.
     """
-    if len(rates) < FEWEST:
+    if len(rates) < MIN_SLICES:
         return False
     error = statistics.stdev(rates) / math.sqrt(len(rates)) / statistics.fmean(rates)
-    return error <= STEADY or len(rates) >= most
+    return error <= STEADY or len(rates) >= max_slices
 
 
-# Clocks and round trips: how far apart two nodes are in time. Standard library only, for the probe's sake.
-
-TICKS = 8  # exchanges per clock; the quickest one counts
-INFO_MIN_RTT = 148  # offset of the smallest round trip, microseconds, in Linux's struct tcp_info
+# What a probe returns
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a node's clock is ahead of node 0's, and how wrong that may be; seconds."""
+    """How far a node's clock is ahead of node 0's, and the largest error of that; seconds."""
 
     offset: float = 0.0
     error: float = 0.0
 
 
-def read_clock(ask: Callable[[int], float]) -> Clock:
-    """`ask` gives the other's time: taken for the middle of the exchange, it is wrong by half of it at most."""
-    best: Clock | None = None
-    for number in range(TICKS):
-        before, begun = time.time(), time.monotonic()
-        there = ask(number)
-        half = (time.monotonic() - begun) / 2
-        if best is None or half < best.error:
-            best = Clock(there - (before + half), half)
-    assert best is not None
-    return best
+@dataclass(frozen=True)
+class Flow:
+    """What one receiver counted in one step; `src` is None for the fan-in."""
+
+    src: int | None
+    dst: int
+    bytes: int
+    seconds: float
+    round_trip: float | None = None  # seconds, before any data was sent; None for the fan-in
+
+    @property
+    def goodput(self) -> float:
+        """Payload in bit/s."""
+        return self.bytes * 8 / self.seconds
 
 
-def min_round_trip(sock: socket.socket) -> float:
-    """Seconds, the shortest that the kernel has seen on this connection."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_MIN_RTT + 4)
-    return float(struct.unpack_from("=I", info, INFO_MIN_RTT)[0]) / 1e6
+@dataclass(frozen=True)
+class Measurement:
+    """All that a probe measured; the same on every node."""
+
+    flows: Sequence[Flow]
+    mtu: int  # bytes; the smallest of all paths
+    congestion: Sequence[str]  # of each node's connections
+    seconds: float  # of the whole probe
+    clocks: Sequence[Clock] = ()  # of each node, against node 0's
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """From the event `result` that a probe process prints."""
+        return cls(
+            flows=[Flow(**flow) for flow in values["flows"]],
+            mtu=values["mtu"],
+            congestion=values["congestion"],
+            seconds=values["seconds"],
+            clocks=[Clock(**clock) for clock in values["clocks"]],
+        )
 
 
-# Where the nodes of a probe meet: node 0 is the hub, the others are members, one JSON object per line.
+def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt:
+    """Compare what was measured with the rates that were requested for the nodes' links."""
+    from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Receipt  # pydantic: not for a probe process
+
+    def rate(flow: Flow, requested: int | None) -> dict[str, Any]:
+        measured = wire_rate(flow.goodput, measurement.mtu)
+        error = None if requested is None else measured / requested - 1
+        return {"requested": requested, "goodput": flow.goodput, "measured": measured, "error": error}
+
+    links, fan_in = [], None
+    for flow in measurement.flows:
+        if flow.src is None:
+            senders = tuple(range(1, len(rates)))
+            fan_in = FanIn(senders=senders, **rate(flow, bottleneck(rates[0], rates[1:])))
+        else:
+            requested = bottleneck(rates[flow.dst], [rates[flow.src]])
+            links.append(LinkReceipt(src=flow.src, dst=flow.dst, rtt=flow.round_trip, **rate(flow, requested)))
+    return Receipt(
+        links=tuple(links),
+        fan_in=fan_in,
+        mtu=measurement.mtu,
+        congestion=tuple(measurement.congestion),
+        duration=measurement.seconds,
+        clock=tuple(ClockReceipt(offset=clock.offset, error=clock.error) for clock in measurement.clocks),
+    )
+
+
+def measure(
+    probe: Callable[[], Receipt], announce: Callable[[str], None], retry: bool = True
+) -> tuple[Receipt, list[str]]:
+    """Probe, and once more if the receipt is invalid: a busy machine can spoil one probe.
+
+    Returns the receipt that counts, which is the last, and notes about an earlier one. All nodes of a probe get the
+    same receipt, so all of them decide alike.
+    """
+    receipt, notes = probe(), []
+    if retry and not receipt.valid():
+        notes.append(f"first probe: {receipt.sentence()}")
+        announce(f"{receipt.sentence()}; measuring once more")
+        receipt = probe()
+    announce(receipt.sentence())
+    return receipt, notes
+
+
+# The meeting: node 0 is the hub, the others are members; one JSON object per line
 #
 # member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"welcome": {...}}
 # hub -> member   {"tick": 0}                     member -> hub   {"tock": the member's clock}
 # member -> hub   {"ready": 3}                    hub -> member   {"go": 3}
 # member -> hub   {"outcome": {...}}              hub -> member   {"outcomes": [...]}
 # either way      {"fail": "a sentence"}          ends the probe on every node
-
-PATIENCE = 30.0  # seconds that nodes may be apart, start-up included
-LINE_LIMIT = 1 << 20  # bytes; a longer line is not ours
-
-
-class ProbeError(Exception):
-    """The probe cannot go on; the message is a sentence for a person."""
 
 
 @dataclass(frozen=True)
@@ -173,90 +249,13 @@ class Peer:
     rate: int | None
 
 
-class Channel:
-    """One control connection."""
+class Meeting(ABC):
+    """What a node needs of the meeting, as its hub or as a member."""
 
-    def __init__(self, sock: socket.socket, who: str) -> None:
-        self.sock = sock
-        self.who = who
-        self._buffer = b""
-        sock.settimeout(PATIENCE)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send one object; the connection's own timeout holds."""
-        try:
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise self._gone(error) from None
-
-    def _gone(self, error: OSError) -> ProbeError:
-        """Why the other end is closed: its own last words if it left any."""
-        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-            self.sock.settimeout(0)
-            for line in (self._buffer + self.sock.recv(65536)).splitlines():
-                message = json.loads(line)
-                if "fail" in message:
-                    return ProbeError(str(message["fail"]))
-        return ProbeError(f"{self.who} left the probe ({error})")
-
-    def fill(self) -> None:
-        """Read what has arrived."""
-        try:
-            data = self.sock.recv(65536)
-        except OSError as error:
-            raise ProbeError(f"{self.who} left the probe ({error})") from None
-        self._buffer += data
-        if not data or len(self._buffer) > LINE_LIMIT:
-            raise ProbeError(f"{self.who} left the probe")
-
-    def take(self) -> dict[str, Any] | None:
-        """The next object that is complete; None while there is none."""
-        line, newline, rest = self._buffer.partition(b"\n")
-        if not newline:
-            return None
-        self._buffer = rest
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):  # depth without end
-            message = None
-        if not isinstance(message, dict):
-            raise ProbeError(f"{self.who} does not speak the probe's language")
-        return message
-
-
-def hear(channels: Sequence[Channel], key: str, allow: float) -> list[Any]:
-    """The value under `key` from each channel, in order; the failure of any ends the wait at once."""
-    heard: dict[Channel, Any] = {}
-    deadline = time.monotonic() + allow
-    while True:
-        for channel in channels:  # first what came along with an earlier line: no socket announces it again
-            message = channel.take() if channel not in heard else None
-            if message is not None:
-                if key not in message:
-                    raise ProbeError(str(message.get("fail", f"{channel.who} is out of step")))
-                heard[channel] = message[key]
-        silent = {channel.sock: channel for channel in channels if channel not in heard}
-        if not silent:
-            return [heard[channel] for channel in channels]
-        for sock in _readable(list(silent), deadline, ", ".join(channel.who for channel in silent.values())):
-            silent[sock].fill()
-
-
-def _readable(socks: list[socket.socket], deadline: float, whom: str) -> list[socket.socket]:
-    """Those with something to read; ProbeError when the deadline passes first."""
-    ready = select.select(socks, [], [], max(0.0, deadline - time.monotonic()))[0]
-    if not ready:
-        raise ProbeError(f"waited too long for {whom}")
-    return ready
-
-
-class Rendezvous(ABC):
-    """What a node needs of the meeting, hub or member."""
-
-    def __init__(self, token: bytes, peers: Sequence[Peer], channels: Sequence[Channel]) -> None:
-        self.token = token  # data connections show it, so that strangers are told apart
+    def __init__(self, token: str, peers: Sequence[Peer], channels: Sequence[Channel], timeout_s: float) -> None:
+        self.token = token  # the first bytes of every data connection, so that strangers are refused
         self.peers = peers
+        self.timeout_s = timeout_s
         self._channels = channels
 
     def __enter__(self) -> Self:
@@ -267,95 +266,156 @@ class Rendezvous(ABC):
             channel.sock.close()
 
     @abstractmethod
-    def meet(self, number: int, allow: float) -> None:
-        """Return when all nodes are ready for step `number`, within `allow` seconds."""
+    def wait_for_all(self, number: int, timeout_s: float) -> None:
+        """Return when all nodes are ready for step `number`."""
 
     @abstractmethod
     def clocks(self) -> list[Clock]:
-        """Compare clocks with node 0; only there is the result, in rank order, and nothing elsewhere."""
+        """Compare clocks with node 0, which gets all of them in rank order; the members get none."""
 
     @abstractmethod
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-        """Give this node's outcome; the outcomes of all, in rank order."""
+        """Send this node's outcome; return the outcomes of all, in rank order."""
 
     def round_trip(self) -> float:
-        """Seconds to the hub and back, or to the farthest member, as the kernel has seen it at best."""
+        """The longest of the shortest round-trip times to the nodes we are connected to, in seconds."""
         return max((min_round_trip(channel.sock) for channel in self._channels), default=0.0)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send to everyone this node has a connection to."""
+        """Send to every node we are connected to."""
         for channel in self._channels:
-            channel.send(message)
+            _send_or_explain(channel, message)
 
     def fail(self, error: Exception) -> ProbeError:
-        """Tell the others why; what this node should raise."""
+        """Tell the others why this node fails; return what it should raise."""
         for channel in self._channels:
-            with contextlib.suppress(ProbeError):
+            with suppress(ChannelClosed):
                 channel.send({"fail": str(error)})
         return ProbeError(str(error))
 
 
-class Hub(Rendezvous):
-    """Node 0 leads."""
+class Hub(Meeting):
+    """Node 0."""
 
-    def meet(self, number: int, allow: float) -> None:
-        """Wait for all members, then let all go."""
-        hear(self._channels, "ready", allow)
+    def wait_for_all(self, number: int, timeout_s: float) -> None:
+        """Wait for all members, then tell them to go."""
+        _await(self._channels, "ready", timeout_s)
         self.tell({"go": number})
 
     def clocks(self) -> list[Clock]:
-        """One member after the other, so that nobody waits behind another's answer."""
-        return [Clock(), *(read_clock(partial(_tick, channel)) for channel in self._channels)]
+        """Ask one member after the other, so that no answer waits behind another one."""
+        return [Clock(), *(read_clock(partial(self._ask_clock, channel)) for channel in self._channels)]
+
+    def _ask_clock(self, channel: Channel, number: int) -> float:
+        _send_or_explain(channel, {"tick": number})
+        return float(_await([channel], "tock", self.timeout_s)[0])
 
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-        """Collect in rank order and hand the whole to everyone."""
-        outcomes = [outcome, *hear(self._channels, "outcome", PATIENCE)]
+        """Collect the outcomes and send all of them to every member."""
+        outcomes = [outcome, *_await(self._channels, "outcome", self.timeout_s)]
         self.tell({"outcomes": outcomes})
         return outcomes
 
 
-def _tick(channel: Channel, number: int) -> float:
-    """A member's time, asked for now."""
-    channel.send({"tick": number})
-    return float(hear([channel], "tock", PATIENCE)[0])
+class Member(Meeting):
+    """All other nodes."""
 
-
-class Member(Rendezvous):
-    """The other nodes follow."""
-
-    def meet(self, number: int, allow: float) -> None:
-        """Say ready, wait for go."""
+    def wait_for_all(self, number: int, timeout_s: float) -> None:
+        """Say that we are ready, wait until the hub lets us go."""
         self.tell({"ready": number})
-        hear(self._channels, "go", allow)
+        _await(self._channels, "go", timeout_s)
 
     def clocks(self) -> list[Clock]:
-        """Answer with ours."""
-        for _ in range(TICKS):
-            hear(self._channels, "tick", PATIENCE)
+        """Answer with this node's clock."""
+        for _ in range(CLOCK_EXCHANGES):
+            _await(self._channels, "tick", self.timeout_s)
             self.tell({"tock": time.time()})
         return []
 
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-        """Hand in ours, get all."""
+        """Send ours, receive all."""
         self.tell({"outcome": outcome})
-        return list(hear(self._channels, "outcomes", PATIENCE)[0])
+        return list(_await(self._channels, "outcomes", self.timeout_s)[0])
 
 
-def arrive(rank: int, addresses: Sequence[str], port: int, me: Peer) -> Rendezvous:
-    """Node 0 listens at `port`, the others go there; returns when everyone has come."""
-    return _host(addresses, port, me) if rank == 0 else _join(rank, addresses, port, me)
+def read_clock(ask: Callable[[int], float]) -> Clock:
+    """Compare clocks: `ask(number)` returns the other node's time.
+
+    Its time is taken for the middle of the exchange, which is wrong by at most half of the exchange.
+    """
+    best: Clock | None = None
+    for number in range(CLOCK_EXCHANGES):
+        before, begun = time.time(), time.monotonic()
+        there = ask(number)
+        half = (time.monotonic() - begun) / 2
+        if best is None or half < best.error:
+            best = Clock(there - (before + half), half)
+    assert best is not None
+    return best
 
 
-def _join(rank: int, addresses: Sequence[str], port: int, me: Peer) -> Member:
-    channel = Channel(_reach(addresses[rank], addresses[0], port), "node0")
-    channel.send({"rank": rank, "peer": asdict(me)})
-    welcome = hear([channel], "welcome", PATIENCE + 5)[0]  # longer than the hub waits: its sentence is the better one
-    return Member(bytes.fromhex(welcome["token"]), [Peer(**peer) for peer in welcome["peers"]], [channel])
+def _await(channels: Sequence[Channel], key: str, timeout_s: float) -> list[Any]:
+    """The value under `key` from each channel, in order; the failure of any node ends the wait at once."""
+    values: dict[Channel, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            for channel in channels:  # before select: what arrived together with an earlier line wakes no select
+                message = channel.take() if channel not in values else None
+                if message is not None:
+                    if key not in message:
+                        raise ProbeError(str(message.get("fail", f"{channel.name} sent no {key!r}")))
+                    values[channel] = message[key]
+            missing = {channel.sock: channel for channel in channels if channel not in values}
+            if not missing:
+                return [values[channel] for channel in channels]
+            for sock in _readable(list(missing), deadline, ", ".join(channel.name for channel in missing.values())):
+                missing[sock].fill()
+    except ChannelClosed as error:
+        raise ProbeError(str(error)) from None
 
 
-def _reach(source: str, address: str, port: int) -> socket.socket:
-    """Connect to node 0, which may start later than we do."""
-    deadline = time.monotonic() + PATIENCE
+def _readable(socks: list[socket.socket], deadline: float, whom: str) -> list[socket.socket]:
+    """The sockets with something to read; ProbeError if the deadline passes first."""
+    ready = select.select(socks, [], [], max(0.0, deadline - time.monotonic()))[0]
+    if not ready:
+        raise ProbeError(f"timeout while waiting for {whom}")
+    return ready
+
+
+def _send_or_explain(channel: Channel, message: dict[str, Any]) -> None:
+    """Send; if the other end is closed, raise ProbeError with the reason that it sent before it closed."""
+    try:
+        channel.send(message)
+    except ChannelClosed as error:
+        reason = str(error)
+        with suppress(ChannelClosed, OSError):
+            channel.sock.settimeout(0)
+            while (last := channel.take()) is not None or channel.fill():
+                if last is not None and "fail" in last:
+                    reason = str(last["fail"])
+                    break
+        raise ProbeError(reason) from None
+
+
+def meet(
+    rank: int, addresses: Sequence[str], port: int, me: Peer, timeout_s: float = MEETING_TIMEOUT_S
+) -> Hub | Member:
+    """Node 0 listens at `port`, the others connect to it; returns when all are there."""
+    if rank == 0:
+        return _host(addresses, port, me, timeout_s)
+    channel = Channel(_connect_to_hub(addresses[rank], addresses[0], port, timeout_s), "node0")
+    channel.sock.settimeout(timeout_s)
+    _send_or_explain(channel, {"rank": rank, "peer": asdict(me)})
+    welcome = _await([channel], "welcome", timeout_s + 5)[
+        0
+    ]  # longer than the hub waits: its message says who is missing
+    return Member(welcome["token"], [Peer(**peer) for peer in welcome["peers"]], [channel], timeout_s)
+
+
+def _connect_to_hub(source: str, address: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect to node 0, which may start later than this node."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return socket.create_connection((address, port), timeout=2, source_address=(source, 0))
@@ -365,140 +425,108 @@ def _reach(source: str, address: str, port: int) -> socket.socket:
             time.sleep(0.02)
 
 
-def _host(addresses: Sequence[str], port: int, me: Peer) -> Hub:
+def _host(addresses: Sequence[str], port: int, me: Peer, timeout_s: float) -> Hub:
     members: dict[int, tuple[Channel, Peer]] = {}
     try:
-        with socket.create_server((addresses[0], port), backlog=len(addresses)) as server:
-            _welcome(server, len(addresses), members)
-        hub = Hub(secrets.token_bytes(16), [me, *_in_order(members, 1)], _in_order(members, 0))
-        hub.tell({"welcome": {"token": hub.token.hex(), "peers": [asdict(peer) for peer in hub.peers]}})
+        with listen(addresses[0], port, backlog=len(addresses)) as server:
+            _accept_members(server, len(addresses), members, timeout_s)
+        channels, peers = zip(*(members[rank] for rank in sorted(members)), strict=True) if members else ((), ())
+        hub = Hub(new_token(), [me, *peers], channels, timeout_s)
+        hub.tell({"welcome": {"token": hub.token, "peers": [asdict(peer) for peer in hub.peers]}})
         return hub
     except (OSError, ProbeError) as error:
-        with Hub(b"", [], _in_order(members, 0)) as reached:
-            raise reached.fail(ProbeError(f"node0 at {addresses[0]}:{port}: {error}")) from None
+        with Hub("", [], [channel for channel, _ in members.values()], timeout_s) as partial_hub:
+            raise partial_hub.fail(ProbeError(f"node0 at {addresses[0]}:{port}: {error}")) from None
 
 
-def _in_order(members: dict[int, tuple[Channel, Peer]], part: int) -> list[Any]:
-    return [members[rank][part] for rank in sorted(members)]
-
-
-def _welcome(server: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]]) -> None:
-    """Accept until every rank has said hello; connections that say anything else are dropped."""
-    strangers: dict[socket.socket, Channel] = {}
-    deadline = time.monotonic() + PATIENCE
-    with contextlib.ExitStack() as leave:
+def _accept_members(server: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]], timeout_s: float) -> None:
+    """Accept until every rank has introduced itself; connections that send anything else are closed."""
+    unknown: dict[socket.socket, Channel] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
         while len(members) < n - 1:
             missing = ", ".join(f"node{rank}" for rank in range(1, n) if rank not in members)
-            for sock in _readable([server, *strangers], deadline, missing):
+            for sock in _readable([server, *unknown], deadline, missing):
                 if sock is server:
-                    guest = server.accept()[0]
-                    leave.callback(_close_unless_member, guest, members)
-                    strangers[guest] = Channel(guest, "a stranger")
-                else:
-                    _greet(strangers, sock, n, members)
+                    accepted = server.accept()[0]
+                    accepted.settimeout(timeout_s)
+                    unknown[accepted] = Channel(accepted, "a stranger")
+                elif (hello := _read_hello(unknown[sock], n)) is not None:
+                    channel = unknown.pop(sock)
+                    rank, peer = hello
+                    if peer is None or rank in members:
+                        sock.close()
+                    else:
+                        channel.name = f"node{rank}"
+                        members[rank] = (channel, peer)
+    finally:
+        for sock in unknown:
+            sock.close()
 
 
-def _greet(
-    strangers: dict[socket.socket, Channel], sock: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]]
-) -> None:
-    """Read a hello; a rank that is ours and new becomes a member."""
-    channel = strangers[sock]
+def _read_hello(channel: Channel, n: int) -> tuple[int, Peer | None] | None:
+    """The rank and the peer that a new connection introduces; None while the line is not complete.
+
+    A stranger has no peer.
+    """
     try:
         channel.fill()
         hello = channel.take()
         if hello is None:
-            return  # half a line so far
+            return None
         rank, peer = int(hello["rank"]), Peer(**hello["peer"])
-    except (ProbeError, KeyError, TypeError, ValueError, OverflowError):
-        del strangers[sock]
-        return
-    del strangers[sock]
-    if 0 < rank < n and rank not in members:
-        channel.who = f"node{rank}"
-        members[rank] = (channel, peer)
+    except (ChannelClosed, KeyError, TypeError, ValueError, OverflowError):
+        return 0, None
+    return (rank, peer) if 0 < rank < n else (0, None)
 
 
-def _close_unless_member(sock: socket.socket, members: dict[int, tuple[Channel, Peer]]) -> None:
-    if all(sock is not channel.sock for channel, _ in members.values()):
-        sock.close()
+# One node's part
 
 
-Report = Callable[[dict[str, Any]], None]
-CHUNK = 256 * 1024  # bytes per send and receive call
-DEEP = 1024 * 1024  # bytes of buffer at each end: a process that has to wait for a processor does not stop the link
-HEADER = struct.Struct("!16sI")  # token, rank
-INFO_MTU = 60  # offset of the path's MTU in Linux's struct tcp_info
-RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # linger for 0 s: closing throws away what is still under way
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What one receiver counted in one step; `src` is None for the fan-in, where all the others send."""
-
-    src: int | None
-    dst: int
-    bytes: int
-    seconds: float
-    round_trip: float | None = None  # seconds, of the quiet path; None for the fan-in
-
-    @property
-    def goodput(self) -> float:
-        """bit/s of payload."""
-        return self.bytes * 8 / self.seconds
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """All that was measured, the same on every node."""
-
-    flows: Sequence[Flow]
-    mtu: int  # bytes; the smallest met
-    congestion: Sequence[str]  # one per node, as its sockets say
-    seconds: float  # the whole probe
-    clocks: Sequence[Clock] = ()  # one per node, against node 0's
-
-
-def probe_node(rank: int, addresses: Sequence[str], port: int, rate: int | None, report: Report) -> Measurement:
+def probe_node(
+    rank: int,
+    addresses: Sequence[str],
+    port: int,
+    rate: int | None,
+    on_event: OnEvent,
+    timeout_s: float = MEETING_TIMEOUT_S,
+) -> Measurement:
     """Take part in a probe as node `rank`, whose link has `rate` bit/s; all nodes call this at the same time."""
     began = time.monotonic()
-    with arrive(rank, addresses, port, Peer(address=addresses[rank], rate=rate)) as meeting:
+    with meet(rank, addresses, port, Peer(address=addresses[rank], rate=rate), timeout_s) as meeting:
         try:
-            with _Node(rank, meeting, report) as node:
+            with _Node(rank, meeting, on_event) as node:
                 node.run()
                 outcomes = meeting.gather(node.outcome())
         except (OSError, ProbeError) as error:
             raise meeting.fail(error) from None
-    return _merge(outcomes, time.monotonic() - began)
-
-
-def _merge(outcomes: Sequence[dict[str, Any]], seconds: float) -> Measurement:
     flows = [Flow(**flow) for outcome in outcomes for flow in outcome["flows"]]
     return Measurement(
         flows=sorted(flows, key=lambda flow: (flow.src is None, flow.src or 0, flow.dst)),
         mtu=min(outcome["mtu"] for outcome in outcomes),
         congestion=[outcome["congestion"] for outcome in outcomes],
-        seconds=seconds,
+        seconds=time.monotonic() - began,
         clocks=[Clock(**clock) for clock in outcomes[0]["clocks"]],
     )
 
 
 class _Node:
-    """One node's part: connect, meet, send and count, in every step."""
+    """Connects, meets the others, sends and counts, in every step."""
 
-    def __init__(self, rank: int, meeting: Rendezvous, report: Report) -> None:
+    def __init__(self, rank: int, meeting: Meeting, on_event: OnEvent) -> None:
         self._rank = rank
         self._meeting = meeting
-        self._report = report
+        self._on_event = on_event
         self._address = meeting.peers[rank].address
         self._rates = [peer.rate for peer in meeting.peers]
         self._steps = schedule(len(self._rates))
         self._listeners: dict[int, socket.socket] = {}  # one per step in which this node receives
         self._flows: list[Flow] = []
-        self._mtu = MTU
+        self._mtu = MTU_BYTES
         self._congestion = ""
         self._clocks: list[Clock] = []
 
-    def __enter__(self) -> _Node:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -506,7 +534,7 @@ class _Node:
             listener.close()
 
     def run(self) -> None:
-        """All steps in turn; first everyone says where it listens, and clocks are compared while nothing is sent."""
+        """Exchange ports, compare clocks while nothing is sent, then take all steps."""
         for number, pairs in enumerate(self._steps):
             if any(dst == self._rank for _, dst in pairs):
                 self._listeners[number] = self._listen(pairs)
@@ -515,77 +543,64 @@ class _Node:
         for number, pairs in enumerate(self._steps):
             self._step(number, pairs, [node.get(str(number), 0) for node in ports])
 
-    def _window(self, pairs: Pairs, dst: int) -> int | None:
-        return window(self._rates, pairs, dst, self._meeting.round_trip())
+    def outcome(self) -> dict[str, Any]:
+        """What this node tells the others at the end."""
+        return {
+            "flows": [asdict(flow) for flow in self._flows],
+            "clocks": [asdict(clock) for clock in self._clocks],
+            "mtu": self._mtu,
+            "congestion": self._congestion,
+        }
 
     def _listen(self, pairs: Pairs) -> socket.socket:
-        listener = socket.create_server((self._address, 0), backlog=2 * len(self._rates))
+        listener = listen(self._address, 0, backlog=2 * len(self._rates))
         size = self._window(pairs, self._rank)
         if size is not None:  # accepted connections inherit both
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, DEEP)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, size)
         return listener
 
-    def outcome(self) -> dict[str, Any]:
-        """What this node tells the others at the end."""
-        found: dict[str, Sequence[Any]] = {"flows": self._flows, "clocks": self._clocks}
-        told = {key: [asdict(each) for each in items] for key, items in found.items()}
-        return {**told, "mtu": self._mtu, "congestion": self._congestion}
+    def _window(self, pairs: Pairs, dst: int) -> int | None:
+        return window(self._rates, pairs, dst, self._meeting.round_trip())
 
     def _step(self, number: int, pairs: Pairs, ports: Sequence[int]) -> None:
-        """Open this step's connections, meet the others, then send and count."""
+        """Open this step's connections, wait for the others, then send and count."""
         plan = pace(self._rates, pairs)
         sources = [src for src, dst in pairs if dst == self._rank]
         with ExitStack() as closing:
-            outgoing = [
-                closing.enter_context(
-                    self._connect((self._meeting.peers[dst].address, ports[dst]), self._window(pairs, dst))
-                )
-                for src, dst in pairs
-                if src == self._rank
-            ]
+            outgoing = []
+            for dst in [dst for src, dst in pairs if src == self._rank]:
+                target = (self._meeting.peers[dst].address, ports[dst])
+                outgoing.append(closing.enter_context(self._connect(target, self._window(pairs, dst))))
             incoming = [closing.enter_context(sock) for sock in self._accept(number, sources)]
-            self._meeting.meet(number, allow=PATIENCE + plan.longest)
-            senders = [threading.Thread(target=_send, args=(sock, plan.longest), daemon=True) for sock in outgoing]
+            self._meeting.wait_for_all(number, self._meeting.timeout_s + plan.timeout_s)
+            senders = [threading.Thread(target=_send, args=(sock, plan.timeout_s), daemon=True) for sock in outgoing]
             for sender in senders:
                 sender.start()
             if incoming:
                 self._count(number, sources, plan, incoming)
             for sock in incoming:
-                sock.close()  # resets: the sender stops at once
+                sock.close()  # resets the connection: the sender stops at once
             for sender in senders:
-                sender.join(plan.longest)
-
-    def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
-        last = number == len(self._steps) - 1
-        quiet = None if last else min_round_trip(incoming[0])  # of the handshake: nothing has been sent yet
-        bound = self._window(self._steps[number], self._rank)
-        try:
-            flow = Flow(None if last else sources[0], self._rank, *_receive(incoming, plan, bound), quiet)
-        except (OSError, ProbeError) as error:
-            names = ", ".join(f"node{src}" for src in sources)
-            raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None
-        self._flows.append(flow)
-        event = {"event": "flow", "step": number + 1, "of": len(self._steps), "src": flow.src, "dst": flow.dst}
-        self._report({**event, "goodput": round(flow.goodput)})
+                sender.join(plan.timeout_s)
 
     def _connect(self, target: tuple[str, int], bound: int | None) -> socket.socket:
         try:
-            sock = socket.create_connection(target, timeout=STALL, source_address=(self._address, 0))
-            sock.sendall(HEADER.pack(self._meeting.token, self._rank))
+            sock = socket.create_connection(target, timeout=STALL_TIMEOUT_S, source_address=(self._address, 0))
+            sock.sendall(HEADER.pack(self._meeting.token.encode(), self._rank))
         except OSError as error:
             raise ProbeError(f"node{self._rank} cannot reach {target[0]}:{target[1]} ({error})") from None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         if bound is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, DEEP)
-        self._mtu = _path_mtu(sock)
-        self._congestion = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).partition(b"\0")[0].decode()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self._mtu = path_mtu(sock)
+        self._congestion = congestion_control(sock)
         return sock
 
     def _accept(self, number: int, sources: Sequence[int]) -> list[socket.socket]:
-        """This step's connections, one from each source; anything else is closed."""
+        """This step's connections, one from each source; all others are closed."""
         found: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self._meeting.timeout_s
         while missing := [f"node{src}" for src in sources if src not in found]:
             self._listeners[number].settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -601,58 +616,66 @@ class _Node:
         return list(found.values())
 
     def _identify(self, sock: socket.socket) -> int | None:
-        """The rank behind a new connection; None for a stranger."""
-        sock.settimeout(STALL)
+        """The rank that opened a connection; None for a stranger."""
+        sock.settimeout(STALL_TIMEOUT_S)
         with suppress(OSError):
             data = sock.recv(HEADER.size, socket.MSG_WAITALL)
-            if len(data) == HEADER.size and data.startswith(self._meeting.token):
+            if len(data) == HEADER.size and data.startswith(self._meeting.token.encode()):
                 return int(HEADER.unpack(data)[1])
         return None
 
+    def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
+        last = number == len(self._steps) - 1
+        round_trip = None if last else min_round_trip(incoming[0])  # of the handshake: no data has been sent yet
+        bound = self._window(self._steps[number], self._rank)
+        try:
+            flow = Flow(None if last else sources[0], self._rank, *_receive(incoming, plan, bound), round_trip)
+        except (OSError, ProbeError) as error:
+            names = ", ".join(f"node{src}" for src in sources)
+            raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None
+        self._flows.append(flow)
+        event = {"event": "flow", "step": number + 1, "of": len(self._steps), "src": flow.src, "dst": flow.dst}
+        self._on_event({**event, "goodput": round(flow.goodput)})
 
-def _path_mtu(sock: socket.socket) -> int:
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_MTU + 4)
-    return int(struct.unpack_from("=I", info, INFO_MTU)[0])
 
-
-def _send(sock: socket.socket, longest: float) -> None:
-    """Fill the link until the receiver has had enough and resets; what went wrong is the receiver's to say."""
-    data = memoryview(bytes(CHUNK))
-    deadline = time.monotonic() + longest
-    sock.settimeout(STALL)
+def _send(sock: socket.socket, timeout_s: float) -> None:
+    """Send until the receiver resets the connection. Errors are the receiver's to report."""
+    data = memoryview(bytes(CHUNK_BYTES))
+    deadline = time.monotonic() + timeout_s
+    sock.settimeout(STALL_TIMEOUT_S)
     with suppress(OSError):
         while time.monotonic() < deadline:
             sock.send(data)
 
 
 def _receive(socks: Sequence[socket.socket], plan: Pace, bound: int | None) -> tuple[int, float]:
-    """Bytes and seconds counted, over all connections together; `bound` is the window of each."""
-    buffer = bytearray(CHUNK)
+    """Bytes and seconds counted over all connections together; `bound` is the window of each."""
+    buffer = bytearray(CHUNK_BYTES)
     with selectors.DefaultSelector() as selector:
         for sock in socks:
             sock.setblocking(False)
             selector.register(sock, selectors.EVENT_READ, data=bound)
         _, first = _drain(selector, buffer, until=0.0)
-        _, start = _drain(selector, buffer, until=first + plan.cut)
+        _, start = _drain(selector, buffer, until=first + plan.slow_start_s)
         total, end, rates = 0, start, list[float]()
-        while not steady(rates, plan.most):
+        while not steady(rates, plan.max_slices):
             began = end
-            size, end = _drain(selector, buffer, until=began + plan.slice)
+            size, end = _drain(selector, buffer, until=began + plan.slice_s)
             total += size
             rates.append(size / (end - began))
     return total, end - start
 
 
 def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) -> tuple[int, float]:
-    """Read whatever comes; how much, and when the first read at or after `until` was done."""
+    """Read until the time `until`; return the bytes, and the time of the first read at or after it."""
     size = 0
     while True:
-        ready = selector.select(STALL)
+        ready = selector.select(STALL_TIMEOUT_S)
         if not ready:
-            raise ProbeError(f"no data for {STALL:g} s")
+            raise ProbeError(f"no data for {STALL_TIMEOUT_S:g} s")
         for key, _ in ready:
             sock = cast(socket.socket, key.fileobj)
-            if key.data is not None:  # each time: the kernel lifts it whenever it thinks anew about its buffers
+            if key.data is not None:  # set again each time: the kernel raises it when it resizes its buffers
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, key.data)
             count = sock.recv_into(buffer)
             if count == 0:
@@ -664,7 +687,7 @@ def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One node of a probe; JSON lines on stdout: flow, then result or error."""
+    """Run one node of a probe; print events as JSON lines: flow, then result or error."""
     parser = argparse.ArgumentParser(prog="python -m testbed.net.probe", description="Measure the links between nodes.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument(
@@ -673,7 +696,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, required=True, help="where node 0 listens")
     parser.add_argument("--rate", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
     options = parser.parse_args(arguments)
-    with suppress(OSError):  # where allowed: the link is measured, not how busy the processors are
+    with suppress(OSError):  # if allowed: the probe measures the link, not how busy the processors are
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         result = probe_node(options.rank, options.addresses, options.port, options.rate, _print)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from testbed.net.tcp import ETHERNET_HEADER, MTU, burst
+from testbed.net.tcp import ETHERNET_HEADER_BYTES, MTU_BYTES, burst
 from testbed.spec.link import Link
 from testbed.spec.units import format_rate
 
@@ -105,7 +105,7 @@ def _netem(link: Link, iface: str) -> list[str]:
 def _netem_limit(link: Link) -> int:
     """Packets that may be under way at once: twice rate x delay, so that netem never drops for lack of room."""
     seconds = (link.delay or 0.0) + (link.jitter or 0.0)
-    packets = (link.rate or NETEM_TOP_RATE) * seconds / 8 / (MTU + ETHERNET_HEADER)
+    packets = (link.rate or NETEM_TOP_RATE) * seconds / 8 / (MTU_BYTES + ETHERNET_HEADER_BYTES)
     return max(NETEM_MIN_LIMIT, math.ceil(2 * packets))
 
 

@@ -1,30 +1,43 @@
-"""Arithmetic of a shaped link: headers, bursts and bottlenecks. Standard library only, for the probe's sake."""
+"""TCP on Linux: bytes on the wire, token buckets and bottlenecks, and what the kernel tells about a connection.
+
+Used by the probe, the shaping and the ranks. Standard library only: the probe starts before anything heavy is imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
 
-BURST_SECONDS = 0.004  # 4 ms of the rate: long enough for late timers, short against anything we time
-BURST_MIN = 16 * 1024  # bytes; below this a bucket holds too few frames to be filled evenly
-MTU = 1500  # bytes of an IP packet
-IP_TCP_HEADERS = 52  # bytes: IPv4 20, TCP 20, timestamps 12
-ETHERNET_HEADER = 14  # bytes; tbf counts them too
+MTU_BYTES = 1500  # of an IP packet
+IP_TCP_HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
+ETHERNET_HEADER_BYTES = 14  # tbf counts them too
+BURST_S = 0.004  # seconds of the rate in a token bucket: enough for late timers, little against what we measure
+MIN_BURST_BYTES = 16 * 1024  # a smaller bucket holds too few frames to be filled evenly
+
+# Offsets in Linux's struct tcp_info (include/uapi/linux/tcp.h)
+_PATH_MTU = 60  # u32, bytes
+_BYTES_RECEIVED = 128  # u64
+_MIN_RTT = 148  # u32, microseconds
+_BYTES_SENT = 200  # u64, since Linux 4.19
 
 
-def efficiency(mtu: int = MTU) -> float:
+def efficiency(mtu: int = MTU_BYTES) -> float:
     """TCP goodput per bit on the wire: 1448 / 1514 = 0.956 at MTU 1500."""
-    return (mtu - IP_TCP_HEADERS) / (mtu + ETHERNET_HEADER)
+    return (mtu - IP_TCP_HEADER_BYTES) / (mtu + ETHERNET_HEADER_BYTES)
 
 
-def wire_rate(goodput: float, mtu: int = MTU) -> float:
-    """What was on the wire, in the unit of `goodput`."""
+def wire_rate(goodput: float, mtu: int = MTU_BYTES) -> float:
+    """The rate on the wire for a goodput, in the same unit."""
     return goodput / efficiency(mtu)
 
 
 def burst(rate: int) -> int:
     """Size of the token bucket in bytes at `rate` bit/s."""
-    return max(BURST_MIN, math.ceil(rate * BURST_SECONDS / 8))
+    return max(MIN_BURST_BYTES, math.ceil(rate * BURST_S / 8))
 
 
 def bottleneck(receiver: int | None, senders: Iterable[int | None]) -> int | None:
@@ -33,3 +46,61 @@ def bottleneck(receiver: int | None, senders: Iterable[int | None]) -> int | Non
     sent = None if None in rates else sum(rate for rate in rates if rate is not None)
     limits = [rate for rate in (receiver, sent) if rate is not None]
     return min(limits, default=None)
+
+
+def path_mtu(sock: socket.socket) -> int:
+    """Bytes of the largest packet on the path of this connection."""
+    return _tcp_info(sock, "=I", _PATH_MTU)
+
+
+def min_round_trip(sock: socket.socket) -> float:
+    """The shortest round-trip time in seconds that the kernel has seen on this connection."""
+    return _tcp_info(sock, "=I", _MIN_RTT) / 1e6
+
+
+def byte_counts(sock: socket.socket) -> tuple[int, int]:
+    """Payload bytes (sent, received) on this connection; OSError where the kernel does not count them."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
+    if len(info) < _BYTES_SENT + 8:
+        raise OSError("this kernel's tcp_info has no count of bytes sent")
+    return struct.unpack_from("=Q", info, _BYTES_SENT)[0], struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
+
+
+def _tcp_info(sock: socket.socket, form: str, offset: int) -> int:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, offset + struct.calcsize(form))
+    return int(struct.unpack_from(form, info, offset)[0])
+
+
+def congestion_control(sock: socket.socket) -> str:
+    """The congestion control that this connection uses; a route may set another one than the sysctl."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).partition(b"\0")[0].decode()
+
+
+def congestion_in_use() -> str:
+    """The congestion control of this process's connections to other nodes, joined by "+" if there are several."""
+    names = set()
+    for sock in tcp_sockets():
+        with contextlib.suppress(OSError):  # a listening socket has no peer
+            if sock.getpeername()[0] != sock.getsockname()[0]:
+                names.add(congestion_control(sock))
+    return "+".join(sorted(names)) or "no connection"
+
+
+def tcp_sockets() -> Iterator[socket.socket]:
+    """Every TCP socket of this process, Gloo's included, one at a time.
+
+    The descriptor is borrowed: it stays open, and the object is invalid after the iteration moves on. A socket that
+    is closed meanwhile is left out.
+    """
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only: this runs in every step
+        try:
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115
+                continue
+            borrowed = socket.socket(fileno=int(descriptor))
+        except OSError:
+            continue
+        try:
+            if borrowed.type == socket.SOCK_STREAM and borrowed.family in (socket.AF_INET, socket.AF_INET6):
+                yield borrowed
+        finally:
+            borrowed.detach()

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from testbed.net.probe import ProbeError, probe_node
-from testbed.net.receipt import Receipt
+from testbed.net.probe import measure, probe_node, receipt_of
 from testbed.rank.asked import Asked
 from testbed.results.conclude import Summary, summarise
 from testbed.results.folder import RunFolder, write_whole
+from testbed.results.receipt import Receipt
 from testbed.results.records import Error
 from testbed.results.table import (
     caption,
@@ -22,7 +23,7 @@ from testbed.results.table import (
     left_out,
     table,
 )
-from testbed.spec.errors import Interrupted, NetworkInvalid, PeerLost, RankFailed
+from testbed.spec.errors import Interrupted, NetworkInvalid, PeerLost, ProbeError, RankFailed
 from testbed.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -52,12 +53,10 @@ class Conclusion:
             self.notes.append("probe = false: nobody checked the network")
             return True
         rates = [self.spec.link_of(rank).rate for rank in range(self.spec.world)]
-        receipt = self._probe(addresses, port, rates)
-        if not self.asked.unshaped and not receipt.valid():
-            self._say(f"{receipt.sentence()}; measuring once more")
-            receipt = self._probe(addresses, port, rates)
+        probe = partial(self._probe, addresses, port, rates)
+        receipt, notes = measure(probe, self._say, retry=not self.asked.unshaped)
+        self.notes += notes
         self.network = receipt.sentence()
-        self._say(self.network)
         if self.asked.rank == 0:
             receipt.write(self.folder.receipt)
         if self.asked.unshaped or receipt.valid():
@@ -87,7 +86,7 @@ class Conclusion:
     def _probe(self, addresses: Sequence[str], port: int, rates: Sequence[int | None]) -> Receipt:
         rank = self.asked.rank
         try:
-            return Receipt.of(probe_node(rank, addresses, port, rates[rank], lambda event: None), rates)
+            return receipt_of(probe_node(rank, addresses, port, rates[rank], lambda event: None), rates)
         except (OSError, ProbeError) as error:
             raise NetworkInvalid(f"the probe of the network failed: {error}") from None
 

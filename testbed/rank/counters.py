@@ -8,15 +8,10 @@ On loopback, which all ranks share: the counters of this process's own TCP socke
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-TCP_INFO_BYTES = 216  # struct tcp_info up to tcpi_bytes_retrans
-BYTES_RECEIVED, BYTES_SENT = 128, 200  # offsets of u64 fields in it (Linux 4.19 and later)
+from testbed.net.tcp import byte_counts, tcp_sockets
 
 
 class Counter(Protocol):
@@ -50,11 +45,10 @@ class SocketCounter:
 
     def read(self) -> tuple[int | None, int | None]:
         sent = received = 0
-        for connection in _tcp_sockets():
-            with contextlib.suppress(OSError, struct.error):  # no TCP socket, or a kernel that counts less
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-                received += struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]
-                sent += struct.unpack_from("=Q", info, BYTES_SENT)[0]
+        for connection in tcp_sockets():
+            with contextlib.suppress(OSError):  # closed meanwhile, or a kernel that counts less
+                counts = byte_counts(connection)
+                sent, received = sent + counts[0], received + counts[1]
         return sent, received
 
 
@@ -65,32 +59,6 @@ class NoCounter:
 
     def read(self) -> tuple[int | None, int | None]:
         return None, None
-
-
-def congestion_control() -> str:
-    """What this process's connections to others really use: a route may say another name than the sysctl."""
-    names = set()
-    for connection in _tcp_sockets():
-        with contextlib.suppress(OSError):  # a listening socket has no peer
-            if connection.getpeername()[0] != connection.getsockname()[0]:
-                name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-                names.add(name.partition(b"\0")[0].decode())
-    return "+".join(sorted(names)) or "no connection"
-
-
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """Every socket of this process, borrowed for a moment; one that closes meanwhile is left out."""
-    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only, on the hot path
-        try:
-            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115
-                continue
-            borrowed = socket.socket(fileno=int(descriptor))
-        except OSError:
-            continue
-        try:
-            yield borrowed
-        finally:
-            borrowed.detach()
 
 
 def open_counter(interface: str) -> Counter:

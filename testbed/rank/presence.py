@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import selectors
 import socket
 import struct
@@ -17,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 
+from testbed.net.tcp import tcp_sockets
 from testbed.spec.errors import RankFailed, Unavailable
 
 PATIENCE = 900.0  # seconds; rank 0 may fetch a data set before it listens
@@ -120,12 +120,7 @@ def hang_up(keep: Collection[int]) -> None:
 
     Destroying the process group would not do: Gloo closes nothing while anybody still holds a piece of it.
     """
-    for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names only
-        with contextlib.suppress(OSError):  # no socket, not connected, or gone meanwhile
-            borrowed = socket.socket(fileno=descriptor)
-            try:
-                ends = {borrowed.getpeername()[1], borrowed.getsockname()[1]}
-                if borrowed.type == socket.SOCK_STREAM and not ends & set(keep):
-                    borrowed.shutdown(socket.SHUT_RDWR)
-            finally:
-                borrowed.detach()
+    for sock in tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            if not {sock.getpeername()[1], sock.getsockname()[1]} & set(keep):
+                sock.shutdown(socket.SHUT_RDWR)

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 
 from testbed import __version__
-from testbed.rank.counters import congestion_control
+from testbed.net.tcp import congestion_in_use
 from testbed.results.folder import RunFolder
 from testbed.results.records import (
     CONTINUED,
@@ -50,7 +50,7 @@ def describe_environment() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "congestion": congestion_control(),
+        "congestion": congestion_in_use(),
         "host": platform.node(),
     }
 

@@ -572,8 +572,8 @@ def checks(chapter: Chapter) -> list[Check]:
 
 def _network(chapter: Chapter) -> Check | None:
     runs = [run for cell in chapter.cells for run in cell.runs if run.spec.world > 1]
-    worst = [run.network.worst for run in runs if run.network.worst is not None]
-    links = sum(len(run.network.got) for run in runs if run.network.worst is not None)
+    worst = [run.network.worst_error for run in runs if run.network.worst_error is not None]
+    links = sum(len(run.network.measured) for run in runs if run.network.worst_error is not None)
     if worst:
         return Check(True, f"Rates: {links} links were within {percent(max(map(abs, worst)))} of what was asked")
     return Check(None, "Rates: nothing was asked of this network, so nothing was checked") if runs else None

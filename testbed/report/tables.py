@@ -203,33 +203,34 @@ def utilisation(cell: Cell) -> float | None:
     A rank whose rate nobody measured is held against the fastest link.
     """
     network, busy = cell.first.network, cell.split.busy
-    fastest = max(network.got.values(), default=0.0)
+    fastest = max(network.measured.values(), default=0.0)
     if not fastest or not busy:
         return None
     loads = [(rank, float(v or 0)) for way in (cell.sent(), cell.received()) for rank, v in enumerate(way)]
     return (
-        max((load / busy / (network.node(rank, network.got) or fastest) for rank, load in loads), default=0.0) or None
+        max((load / busy / (network.node(rank, network.measured) or fastest) for rank, load in loads), default=0.0)
+        or None
     )
 
 
 def network(chapter: Chapter) -> Table | None:
-    """Rates asked and got, of every run that was measured."""
-    made = Columns(chapter, ("asked Mbit/s", "slowest got", "fastest got", "worst error", "links"))
+    """Rates requested and measured, of every run that was measured."""
+    made = Columns(chapter, ("requested Mbit/s", "slowest measured", "fastest measured", "worst error", "links"))
     for cell in chapter.cells:
         for run in cell.runs[:1]:
-            got, asked = list(run.network.got.values()), list(run.network.asked.values())
-            if got:
-                rates = sorted({round(rate * 8e-6, 3) for rate in asked})
+            measured, requested = list(run.network.measured.values()), list(run.network.requested.values())
+            if measured:
+                rates = sorted({round(rate * 8e-6, 3) for rate in requested})
                 made.add(
                     cell,
                     " and ".join(f"{rate:g}" for rate in rates) or "nothing",
-                    number(min(got) * 8e-6, ".1f"),
-                    number(max(got) * 8e-6, ".1f"),
-                    DASH if run.network.worst is None else f"{100 * run.network.worst:+.2f} %",
-                    str(len(got)),
+                    number(min(measured) * 8e-6, ".1f"),
+                    number(max(measured) * 8e-6, ".1f"),
+                    DASH if run.network.worst_error is None else f"{100 * run.network.worst_error:+.2f} %",
+                    str(len(measured)),
                 )
     return (
-        Table("network", "The network, asked and got", made.header, made.rows, findings.NETWORK, folded=True)
+        Table("network", "The network, requested and measured", made.header, made.rows, findings.NETWORK, folded=True)
         if made.rows
         else None
     )

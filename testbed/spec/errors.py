@@ -9,6 +9,8 @@ TestbedError            1   anything of ours that went wrong
 │   └── PeerLost        6   what a rank ends with that did nothing wrong itself: another was lost, and is named
 ├── ReplicasDiffer      4   parameters are not equal on all ranks
 ├── NetworkInvalid      5   shaping failed, or the receipt is off by more than the tolerance
+│   └── ProbeError          the probe of the network could not finish
+├── ChannelClosed           a control connection ended, or carried something that is no message
 └── Interrupted       130   Ctrl-C or SIGTERM; what was measured is kept
 """
 
@@ -74,6 +76,14 @@ class NetworkInvalid(TestbedError):
     """The network is not the one that was asked for."""
 
     exit_code = 5
+
+
+class ProbeError(NetworkInvalid):
+    """The probe of the network could not finish."""
+
+
+class ChannelClosed(TestbedError):
+    """The other end of a control connection is closed, or sent something that is no message."""
 
 
 class Interrupted(TestbedError):

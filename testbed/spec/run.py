@@ -15,7 +15,7 @@ from testbed.spec.mode import Mode, SyncMode
 
 START_DEADLINE = 60.0  # seconds for ranks to start and meet
 STEP_DEADLINE = 20.0  # seconds of waiting for others in a step, beside what the transfer itself needs
-SCHEMA = 2  # of spec.json, rankN.jsonl, receipt.json and summary.json together
+SCHEMA = 3  # of spec.json, rankN.jsonl, receipt.json and summary.json together
 
 
 class DataSpec(Spec):

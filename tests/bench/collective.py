@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from testbed.control.substrates.base import Substrate
-from testbed.net.receipt import Receipt
+from testbed.results.receipt import Receipt
 from tests.bench import openmpi
 from tests.bench.figures import Figure, spread
 from tests.bench.shaped import Make, network, work

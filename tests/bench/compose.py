@@ -47,7 +47,7 @@ def _against_namespaces() -> Iterator[Figure]:
                 )
                 seconds[place].append(json.loads(out.stdout)["runs"][0]["seconds_per_step"])
                 links = json.loads((folder / "receipt.json").read_text())["links"]
-                rates[place].append(statistics.median(link["got"] for link in links))
+                rates[place].append(statistics.median(link["measured"] for link in links))
     ratio = {key: statistics.median(values) for key, values in seconds.items()}
     yield Figure(
         name="step, compose / netns, VGG-11, ring, 500 Mbit, 0.4 cores",

@@ -12,7 +12,7 @@ from pathlib import Path
 from testbed.control.runs.run import probe
 from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
-from testbed.net.receipt import Receipt
+from testbed.results.receipt import Receipt
 from testbed.spec.link import Link
 
 Make = Callable[[Sequence[NodePlan], Path], Substrate]

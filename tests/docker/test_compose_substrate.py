@@ -108,7 +108,7 @@ def test_one_slow_node_in_an_experiment_file_is_one_slow_container(tmp_path):
     result = run_command("sweep", str(file), "--on", "compose", "--json", cwd=tmp_path)
     assert result.returncode in (0, 5), result.stderr
     receipt = json.loads((tmp_path / "runs/slow/base/receipt.json").read_text())
-    asked = {(link["src"], link["dst"]): link["asked"] for link in receipt["links"]}
+    asked = {(link["src"], link["dst"]): link["requested"] for link in receipt["links"]}
     assert asked == {
         pair: 20_000_000 if 2 in pair else 100_000_000 for pair in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     }

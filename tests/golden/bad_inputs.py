@@ -102,7 +102,7 @@ def _files() -> list[Bad]:
 
 def _folders() -> list[Bad]:
     tune = "testbed tune --on process --data synthetic --nodes 2 --out x.toml --minutes 0.01"
-    spec = '{"schema": 2, "mode": "ring", "nodes": 2, "batch": 16, "steps": 3, "model": "lenet5"}'
+    spec = '{"schema": 3, "mode": "ring", "nodes": 2, "batch": 16, "steps": 3, "model": "lenet5"}'
     return [
         Bad("testbed report nowhere"),
         Bad("testbed report ."),
@@ -149,7 +149,7 @@ def _containers() -> list[Bad]:
     SEED=-1|MODEL=Bad!|DATA=imagenet|CONGESTION=BBR|CPU_QUOTA=x|SET=lr|SET='|SET=node.cpus=2|SET=nodes=3
     SET=overrides.node1.cpus=0.1|SET=faults=["kill:rank1@step1"]|SET=retries=1|SET=link.loss=2|MASTER_PORT=x"""
     launched = {"RANK": "0", "WORLD_SIZE": "2"}
-    spec = '{"schema": 2, "mode": "ring", "nodes": 2, "batch": 16, "steps": 3, "model": "lenet5"}'
+    spec = '{"schema": 3, "mode": "ring", "nodes": 2, "batch": 16, "steps": 3, "model": "lenet5"}'
     return [
         *(
             Bad("entrypoint", env=CONTAINER | dict([change.split("=", 1)]))

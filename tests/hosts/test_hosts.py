@@ -50,7 +50,7 @@ def test_doctor_deploy_run_on_one_line(cluster: Cluster) -> None:
 def test_the_receipt_says_what_the_links_give_and_asks_nothing(cluster: Cluster, nodes: Nodes) -> None:
     folders = (nodes.folder / "runs" / "adhoc").iterdir()
     receipt = json.loads(next(p for p in map(lambda f: f / "receipt.json", folders) if p.exists()).read_text())
-    assert len(receipt["links"]) == 12 and all(link["asked"] is None for link in receipt["links"])
+    assert len(receipt["links"]) == 12 and all(link["requested"] is None for link in receipt["links"])
     assert all(0 < link["rtt"] < 0.5 for link in receipt["links"])
     assert len(receipt["clock"]) == 4 and receipt["clock"][0] == {"offset": 0.0, "error": 0.0}
     assert all(abs(clock["offset"]) <= clock["error"] + 0.005 for clock in receipt["clock"]), "one machine, one clock"

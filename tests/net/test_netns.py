@@ -18,7 +18,7 @@ from testbed.control.runs.run import probe
 from testbed.control.substrates import netns
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.netns import NetnsSubstrate
-from testbed.net.receipt import Receipt
+from testbed.results.receipt import Receipt
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.link import Link
 
@@ -63,8 +63,8 @@ def assert_within(receipt: Receipt, tolerance: float = 0.05) -> None:
     rows = [(f"node{each.src} -> node{each.dst}", each) for each in receipt.links]
     rows += [("fan-in", receipt.fan_in)] if receipt.fan_in else []  # type: ignore[list-item]
     report = [
-        f"{name}: expected {each.asked}, measured {each.got:.0f}, "
-        f"bounds {(each.asked or 0) * (1 - tolerance):.0f}..{(each.asked or 0) * (1 + tolerance):.0f} bit/s"
+        f"{name}: expected {each.requested}, measured {each.measured:.0f}, "
+        f"bounds {(each.requested or 0) * (1 - tolerance):.0f}..{(each.requested or 0) * (1 + tolerance):.0f} bit/s"
         for name, each in rows
     ]
     assert receipt.valid(tolerance), "\n".join(report)
@@ -81,8 +81,8 @@ def test_every_link_and_the_fan_in_give_the_rate_that_was_asked(rate: int) -> No
     asked = plans(4, rate, congestion="cubic")
     with NetnsSubstrate(asked) as substrate:
         receipt = measured(substrate, asked)
-    assert len(receipt.links) == 12 and receipt.fan_in is not None and receipt.fan_in.asked == rate
-    assert all(link.asked == rate for link in receipt.links)
+    assert len(receipt.links) == 12 and receipt.fan_in is not None and receipt.fan_in.requested == rate
+    assert all(link.requested == rate for link in receipt.links)
     assert_within(receipt)
 
 
@@ -90,15 +90,15 @@ def test_one_slow_link_slows_what_touches_it_and_nothing_else() -> None:
     asked = [*plans(2, 2 * 10**8), NodePlan(name="node2", link=Link(rate=5 * 10**7))]
     with NetnsSubstrate(asked) as substrate:
         receipt = measured(substrate, asked)
-    assert [link.asked for link in receipt.links if 2 in (link.src, link.dst)] == [5 * 10**7] * 4
-    assert [link.asked for link in receipt.links if 2 not in (link.src, link.dst)] == [2 * 10**8] * 2
+    assert [link.requested for link in receipt.links if 2 in (link.src, link.dst)] == [5 * 10**7] * 4
+    assert [link.requested for link in receipt.links if 2 not in (link.src, link.dst)] == [2 * 10**8] * 2
     assert_within(receipt)
 
 
 def test_an_unshaped_network_is_fast_and_asks_nothing() -> None:
     with NetnsSubstrate(plans(2)) as substrate:
         receipt = probe(substrate, plans(2), lambda event: None)
-    assert receipt.worst_error is None and min(link.got for link in receipt.links) > 10**8
+    assert receipt.worst_error is None and min(link.measured for link in receipt.links) > 10**8
 
 
 @pytest.mark.parametrize("name", ["cubic", "reno"])

@@ -13,7 +13,7 @@ import pytest
 from testbed.control.machine.affinity import here, share_out
 from testbed.control.machine.cgroups import find_hierarchy
 from testbed.control.runs.select import plans
-from testbed.net.receipt import Receipt
+from testbed.results.receipt import Receipt
 from testbed.spec.run import SCHEMA, RunSpec
 from tests.support.command import ranks_of, run_command, start_command, wait_for_steps
 
@@ -62,7 +62,7 @@ def test_its_receipt_holds_every_directed_link_and_the_fan_in(whole: tuple[Path,
     pairs = set(itertools.permutations(range(NODES), 2))
     assert len(receipt.links) == 12 and {(link.src, link.dst) for link in receipt.links} == pairs
     assert receipt.fan_in is not None and receipt.fan_in.senders == (1, 2, 3)
-    assert {each.asked for each in (*receipt.links, receipt.fan_in)} == {200_000_000}
+    assert {each.requested for each in (*receipt.links, receipt.fan_in)} == {200_000_000}
     assert receipt.congestion == ("cubic",) * NODES
     assert summary["network"] == receipt.sentence()
 

@@ -10,11 +10,11 @@ import pytest
 
 from testbed.control.runs import run, select
 from testbed.control.substrates.fake import FakeSubstrate
-from testbed.net.probe import Flow, Measurement
-from testbed.net.receipt import Receipt
+from testbed.net.probe import Flow, Measurement, receipt_of
 from testbed.net.tcp import efficiency
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
+from testbed.results.receipt import Receipt
 from testbed.results.records import (
     End,
     Error,
@@ -29,12 +29,12 @@ RATE = 200_000_000
 Play = Callable[[RunFolder, int], int | None]  # a rank's life: write records, give the exit code
 
 
-def receipt(got: float, nodes: int = 2) -> Receipt:
-    """Every link asked 200mbit and gave `got` bit/s on the wire."""
-    size = round(got * efficiency(1500) / 8)
+def receipt(measured: float, nodes: int = 2) -> Receipt:
+    """Every link was to have 200mbit and measured `measured` bit/s on the wire."""
+    size = round(measured * efficiency(1500) / 8)
     pairs = [(src, dst) for src in range(nodes) for dst in range(nodes) if src != dst]
     flows = [Flow(src, dst, size, 1.0) for src, dst in [*pairs, (None, 0)]]
-    return Receipt.of(Measurement(flows, 1500, ["cubic"] * nodes, 4.0), [RATE] * nodes)
+    return receipt_of(Measurement(flows, 1500, ["cubic"] * nodes, 4.0), [RATE] * nodes)
 
 
 GOOD, BAD, WORSE = receipt(RATE), receipt(0.9 * RATE), receipt(0.8 * RATE)

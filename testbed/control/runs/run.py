@@ -19,10 +19,10 @@ from testbed.control.runs.locks import alone, held
 from testbed.control.runs.select import Place, check_faults, plans
 from testbed.control.runs.supervisor import Tail, follow
 from testbed.control.substrates.base import NodePlan, Process, Substrate
-from testbed.net.probe import PATIENCE, Clock, Flow, Measurement, pace, schedule
-from testbed.net.receipt import Receipt
+from testbed.net.probe import Measurement, longest_probe, measure, receipt_of
 from testbed.results.conclude import Status, Summary, conclude
 from testbed.results.folder import RunFolder
+from testbed.results.receipt import Receipt
 from testbed.spec.datasets import data_dir, dataset_info, is_complete
 from testbed.spec.errors import (
     Interrupted,
@@ -53,8 +53,8 @@ def probe(substrate: Substrate, plans: Sequence[NodePlan], progress: ProbeProgre
         logs = [Path(folder) / f"{node.name}.log" for node in substrate.nodes]
         started = _start(substrate, rates, logs)
         try:
-            _follow(started, logs, progress, seconds=_longest(rates))
-            return Receipt.of(_measurement(logs[0]), rates)
+            _follow(started, logs, progress, seconds=longest_probe(rates))
+            return receipt_of(_measurement(logs[0]), rates)
         finally:
             _end(started)
 
@@ -67,11 +67,6 @@ def _start(substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Pat
         argv = [substrate.python, *common, "--rank", str(node), "--rate", str(rate or "none")]
         started.append(substrate.start(node, argv, {}, log, quota=False))
     return started
-
-
-def _longest(rates: Sequence[int | None]) -> float:
-    """Seconds after which something is wrong that the probe itself did not notice."""
-    return 2 * PATIENCE + sum(pace(rates, pairs).longest for pairs in schedule(len(rates)))
 
 
 def _follow(started: Sequence[Process], logs: Sequence[Path], progress: ProbeProgress, seconds: float) -> None:
@@ -113,9 +108,7 @@ def _measurement(log: Path) -> Measurement:
     result = next((event for event in Tail(log).read() if event.get("event") == "result"), None)
     if result is None:
         raise NetworkInvalid(f"the probe of the network ended without a result on {log.stem}. {WAY_OUT}")
-    flows = [Flow(**flow) for flow in result["flows"]]
-    clocks = [Clock(**clock) for clock in result["clocks"]]
-    return Measurement(flows, result["mtu"], result["congestion"], result["seconds"], clocks)
+    return Measurement.of(result)
 
 
 def _end(started: Sequence[Process]) -> None:
@@ -268,23 +261,13 @@ def _measure(spec: RunSpec, substrate: Substrate, folder: RunFolder, facts: Fact
         facts.network = "not measured (probe = false)"
         facts.notes.append("probe = false: nobody checked the network")
         return
-    receipt = _probe_twice(spec, substrate, facts, progress)
+    progress.stage(f"measuring the network: {spec.world * (spec.world - 1)} links and the fan-in")
+    receipt, notes = measure(lambda: probe(substrate, plans(spec), progress.link), progress.stage)
     receipt.write(folder.receipt)
+    facts.notes += notes
     facts.network = receipt.sentence()
-    progress.stage(facts.network)
     if not receipt.valid():
         facts.invalid = facts.network
-
-
-def _probe_twice(spec: RunSpec, substrate: Substrate, facts: Facts, progress: Progress) -> Receipt:
-    """A machine that hiccups once gets a second look; the network that was measured last is the one that counts."""
-    progress.stage(f"measuring the network: {spec.world * (spec.world - 1)} links and the fan-in")
-    receipt = probe(substrate, plans(spec), progress.link)
-    if receipt.valid():
-        return receipt
-    facts.notes.append(f"a first probe said: {receipt.sentence()}")
-    progress.stage(f"{receipt.sentence()}; measuring once more")
-    return probe(substrate, plans(spec), progress.link)
 
 
 def _train(life: Life, facts: Facts, resume: bool) -> None:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from testbed.net.tcp import tcp_sockets
 from testbed.rank.group import Group, Work
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import ROUNDS, Round, Rounds
@@ -222,12 +223,9 @@ class Sender:
 
 def limit_unsent(size: int) -> None:
     """Of this process's TCP sockets, in bytes; Gloo made its own when the ranks met, and hands none out."""
-    for path in Path("/proc/self/fd").iterdir():
+    for sock in tcp_sockets():
         with contextlib.suppress(OSError):  # one that was closed meanwhile
-            if path.is_socket():
-                with socket.socket(fileno=os.dup(int(path.name))) as each:
-                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                        each.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, size)
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, size)
 
 
 class Pipeline(NoSync):

@@ -14,21 +14,26 @@ from typing import Any
 
 import pytest
 
-from testbed.net import probe
 from testbed.net.probe import (
+    CLOCK_EXCHANGES,
+    Flow,
     Measurement,
     Peer,
-    ProbeError,
-    arrive,
+    measure,
+    meet,
     pace,
     probe_node,
+    read_clock,
+    receipt_of,
     schedule,
     steady,
     window,
 )
-from testbed.net.tcp import burst
+from testbed.net.tcp import burst, efficiency
+from testbed.spec.errors import ProbeError
 
 LOOPBACK = "127.0.0.1"
+MBIT = 10**6
 
 
 def free_port() -> int:
@@ -53,12 +58,12 @@ def test_four_nodes_take_seven_steps_and_one_takes_none() -> None:
 @pytest.mark.parametrize("rate", [10**6, 10**7, 10**8, 10**9])
 def test_at_least_50_bursts_are_counted(rate: int) -> None:
     plan = pace([rate] * 4, [(0, 1), (2, 3)])
-    assert 3 * plan.slice >= 50 * burst(rate) * 8 / rate and plan.cut >= 0.25
+    assert 3 * plan.slice_s >= 50 * burst(rate) * 8 / rate and plan.slow_start_s >= 0.25
 
 
 def test_four_nodes_at_100_mbit_take_about_4_seconds_and_unshaped_ones_less() -> None:
     def whole(rates: list[int | None]) -> float:
-        return sum(plan.cut + 3 * plan.slice for plan in (pace(rates, pairs) for pairs in schedule(4)))
+        return sum(plan.slow_start_s + 3 * plan.slice_s for plan in (pace(rates, pairs) for pairs in schedule(4)))
 
     assert 3.0 < whole([10**8] * 4) < 4.5 and whole([None] * 4) < 2.5
 
@@ -78,10 +83,10 @@ def test_slow_links_get_a_bounded_window_and_fast_or_long_ones_the_kernels() -> 
 
 
 def test_counting_ends_when_the_slices_agree_or_time_is_up() -> None:
-    assert not steady([100.0, 100.0], most=9)
-    assert steady([100.0, 100.1, 99.9], most=9)
-    assert not steady([100.0, 100.0, 80.0], most=9)
-    assert steady([100.0, 100.0, 80.0], most=3)
+    assert not steady([100.0, 100.0], max_slices=9)
+    assert steady([100.0, 100.1, 99.9], max_slices=9)
+    assert not steady([100.0, 100.0, 80.0], max_slices=9)
+    assert steady([100.0, 100.0, 80.0], max_slices=3)
 
 
 def test_three_nodes_on_loopback_agree_on_what_they_measured() -> None:
@@ -121,7 +126,7 @@ def test_a_node_that_leaves_ends_the_probe_for_all_with_its_name() -> None:
     port = free_port()
 
     def deserter() -> None:
-        with arrive(1, [LOOPBACK] * 3, port, Peer(LOOPBACK, None)):
+        with meet(1, [LOOPBACK] * 3, port, Peer(LOOPBACK, None)):
             pass  # says hello and goes
 
     def node(rank: int) -> str:
@@ -133,32 +138,36 @@ def test_a_node_that_leaves_ends_the_probe_for_all_with_its_name() -> None:
     with ThreadPoolExecutor(3) as pool:
         pool.submit(deserter)
         words = [pool.submit(node, rank) for rank in (0, 2)]
-        assert "node1 left the probe" in words[0].result(timeout=30)
-        assert "node1 left the probe" in words[1].result(timeout=30)
+        assert "node1 closed the connection" in words[0].result(timeout=30)
+        assert "node1 closed the connection" in words[1].result(timeout=30)
     assert time.monotonic() - began < 10
 
 
-def test_last_words_that_came_with_an_earlier_line_are_heard() -> None:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        with socket.create_connection(server.getsockname()) as there:
-            channel = probe.Channel(server.accept()[0], "node0")
-            there.sendall(b'{"go": 1}\n{"fail": "node1 left the probe"}\n')
-    with channel.sock:
-        assert probe.hear([channel], "go", 5) == [1]
-        with pytest.raises(ProbeError, match="node1 left the probe"):
-            probe.hear([channel], "go", 5)
+def test_the_reason_sent_together_with_an_earlier_line_is_raised() -> None:
+    port = free_port()
+
+    def hub() -> None:
+        with socket.create_server((LOOPBACK, port)) as server, server.accept()[0] as member:
+            member.recv(4096)
+            welcome = {"token": "0" * 32, "peers": [{"address": LOOPBACK, "rate": None}] * 2}
+            lines = [{"welcome": welcome}, {"outcomes": [{}, {}]}, {"fail": "node1 closed the connection"}]
+            member.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
+            member.recv(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hub)
+        with pytest.raises(ProbeError, match="node1 closed the connection"):
+            probe_node(1, [LOOPBACK] * 2, port, None, lambda event: None, timeout_s=5)
 
 
-def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PATIENCE", 0.3)
-    with pytest.raises(ProbeError, match="waited too long for node1"):
-        probe_node(0, [LOOPBACK] * 2, free_port(), None, lambda event: None)
+def test_a_node_that_never_comes_is_named() -> None:
+    with pytest.raises(ProbeError, match="timeout while waiting for node1"):
+        probe_node(0, [LOOPBACK] * 2, free_port(), None, lambda event: None, timeout_s=0.3)
 
 
-def test_nobody_at_the_meeting_point_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PATIENCE", 0.3)
+def test_nobody_at_the_meeting_point_is_a_sentence() -> None:
     with pytest.raises(ProbeError, match="node0 does not answer at 127"):
-        probe_node(1, [LOOPBACK] * 2, free_port(), None, lambda event: None)
+        probe_node(1, [LOOPBACK] * 2, free_port(), None, lambda event: None, timeout_s=0.3)
 
 
 def test_a_port_in_use_is_a_sentence() -> None:
@@ -186,11 +195,65 @@ def test_strangers_at_the_door_are_ignored() -> None:
         disturber = threading.Thread(target=disturb)
         disturber.start()
         disturber.join(20)
-        with arrive(1, [LOOPBACK] * 2, port, Peer(LOOPBACK, 5)) as member:
+        with meet(1, [LOOPBACK] * 2, port, Peer(LOOPBACK, 5)) as member:
             assert [peer.rate for peer in member.peers] == [None, 5]
 
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(join_late)
-        with arrive(0, [LOOPBACK] * 2, port, Peer(LOOPBACK, None)) as hub:
+        with meet(0, [LOOPBACK] * 2, port, Peer(LOOPBACK, None)) as hub:
             assert [peer.rate for peer in hub.peers] == [None, 5]
         late.result(timeout=30)
+
+
+def test_a_clock_is_read_by_its_quickest_answer() -> None:
+    def ask(number: int) -> float:
+        time.sleep(0.03 if number != 5 else 0.001)
+        return time.time() + 100.0
+
+    found = read_clock(ask)
+    assert CLOCK_EXCHANGES > 5 and found.error < 0.014
+    assert abs(found.offset - 100.0) <= found.error + 0.002
+
+
+def measurement(rates: list[float], n: int, fan_in: float) -> Measurement:
+    """Every link reaches the rate on the wire given for it, in the order 0->1, 0->2, ..., 1->0, ..."""
+    pairs = [(src, dst) for src in range(n) for dst in range(n) if src != dst]
+    flows = [Flow(src, dst, _payload(rate), 1.0) for (src, dst), rate in zip(pairs, rates, strict=True)]
+    return Measurement([*flows, Flow(None, 0, _payload(fan_in), 1.0)], 1500, ["cubic"] * n, 4.0)
+
+
+def _payload(rate: float) -> int:
+    return round(rate * efficiency(1500) / 8)
+
+
+def test_the_requested_rate_of_a_link_is_the_smaller_of_its_two_ends() -> None:
+    rates = [200 * MBIT, 50 * MBIT, None]
+    receipt = receipt_of(measurement([50 * MBIT] * 6, 3, 50 * MBIT), rates)
+    requested = {(link.src, link.dst): link.requested for link in receipt.links}
+    assert requested[0, 1] == requested[1, 0] == requested[1, 2] == 50 * MBIT
+    assert requested[0, 2] == requested[2, 0] == 200 * MBIT
+
+
+def test_the_requested_rate_of_the_fan_in_is_what_the_senders_can_bring() -> None:
+    receipt = receipt_of(measurement([10 * MBIT] * 6, 3, 20 * MBIT), [100 * MBIT, 10 * MBIT, 10 * MBIT])
+    assert receipt.fan_in is not None
+    assert receipt.fan_in.requested == 20 * MBIT and receipt.fan_in.senders == (1, 2)
+
+
+def test_a_single_node_has_no_link() -> None:
+    receipt = receipt_of(Measurement([], 1500, [""], 0.1), [10 * MBIT])
+    assert receipt.valid() and receipt.fan_in is None and "one node" in receipt.sentence()
+
+
+@pytest.mark.parametrize(
+    ("rates", "retry", "probes", "notes"),
+    [([200, 200], True, 1, 0), ([150, 200], True, 2, 1), ([150, 150], True, 2, 1), ([150, 200], False, 1, 0)],
+)
+def test_an_invalid_receipt_is_measured_once_more_and_the_last_one_counts(
+    rates: list[int], retry: bool, probes: int, notes: int
+) -> None:
+    receipts = [receipt_of(measurement([rate * MBIT] * 2, 2, rate * MBIT), [200 * MBIT] * 2) for rate in rates]
+    waiting, said = iter(receipts), list[str]()
+    receipt, told = measure(lambda: next(waiting), said.append, retry=retry)
+    assert receipt is receipts[probes - 1] and len(told) == notes
+    assert said[-1] == receipt.sentence() and len(said) == probes

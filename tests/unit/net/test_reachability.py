@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from testbed.net.probe import TICKS, min_round_trip, read_clock
 from testbed.net.reachability import meet
 
 ADDRESSES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
@@ -54,23 +53,6 @@ def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer = meet(0, server.getsockname()[1], ADDRESSES, patience=0.5)
     assert "in use" in str(answer["busy"])
-
-
-def test_a_clock_is_read_by_its_quickest_answer() -> None:
-    def ask(number: int) -> float:
-        time.sleep(0.03 if number != 5 else 0.001)
-        return time.time() + 100.0
-
-    found = read_clock(ask)
-    assert TICKS > 5 and found.error < 0.014
-    assert abs(found.offset - 100.0) <= found.error + 0.002
-
-
-def test_a_connection_knows_its_shortest_round_trip() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as client:
-            client.sendall(b"x")
-            assert 0 < min_round_trip(client) < 1.0
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1"])

@@ -5,12 +5,6 @@ from __future__ import annotations
 import pytest
 
 from testbed.net.shaping import congestion, route_congestion, shape
-from testbed.net.tcp import (
-    bottleneck,
-    burst,
-    efficiency,
-    wire_rate,
-)
 from testbed.spec.link import Link
 
 
@@ -82,20 +76,3 @@ def test_congestion_control_is_set_per_namespace_or_per_route() -> None:
         "congctl",
         "cubic",
     ]
-
-
-def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
-    assert burst(10**9) == 500_000 and burst(10**7) == 16 * 1024
-
-
-def test_headers_leave_0_956_of_the_wire() -> None:
-    assert efficiency(1500) == pytest.approx(0.9564, abs=1e-4)
-    assert wire_rate(1448, 1500) == pytest.approx(1514)
-
-
-def test_the_bottleneck_is_the_receiver_or_all_senders_together() -> None:
-    assert bottleneck(100, [30, 30]) == 60
-    assert bottleneck(50, [30, 30]) == 50
-    assert bottleneck(None, [30]) == 30
-    assert bottleneck(50, [None, 30]) == 50
-    assert bottleneck(None, [None]) is None

@@ -16,10 +16,10 @@ from testbed.control.runs import select, supervisor
 from testbed.control.runs.commands import where_it_was
 from testbed.control.runs.run import execute, resume
 from testbed.control.runs.select import Place
-from testbed.net.receipt import Receipt
 from testbed.results.conclude import Summary
 from testbed.results.faults import fault_table
 from testbed.results.folder import RunFolder
+from testbed.results.receipt import Receipt
 from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, SpecError, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 from tests.support.fake_substrate import BAD, GOOD, WORSE, FakePlace, ends_well_while_waiting, ends_with, well
@@ -98,7 +98,7 @@ def test_a_network_that_is_off_twice_makes_the_run_invalid_and_both_looks_are_to
     fake.receipts = iter([WORSE, BAD])
     summary = run(fake, folder)
     assert (summary.status, summary.reason) == ("invalid", BAD.sentence())
-    assert summary.notes == [f"a first probe said: {WORSE.sentence()}"]
+    assert summary.notes == [f"first probe: {WORSE.sentence()}"]
     assert Receipt.read(folder.receipt) == BAD
     assert summary.steps == 4  # it trained all the same
     assert Summary.read(folder).status == "invalid"
@@ -108,7 +108,7 @@ def test_a_network_that_is_off_once_gets_a_second_look_which_counts(fake: FakePl
     fake.receipts = iter([BAD, GOOD])
     summary = run(fake, folder)
     assert (summary.status, summary.reason, summary.network) == ("ok", "", GOOD.sentence())
-    assert summary.notes == [f"a first probe said: {BAD.sentence()}"]
+    assert summary.notes == [f"first probe: {BAD.sentence()}"]
     assert Receipt.read(folder.receipt) == GOOD
 
 

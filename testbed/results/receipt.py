@@ -1,0 +1,167 @@
+"""receipt.json: what a probe measured on every directed link and on the fan-in, requested against measured.
+
+`net.probe` makes a Receipt, the controller or rank 0 writes it beside the run, and everybody who shows a run reads
+it here. `Network` is the same receipt in the units of the report.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field
+
+from testbed.results.folder import read_bounded, write_whole
+from testbed.spec.base import Spec
+from testbed.spec.errors import SpecError
+from testbed.spec.run import SCHEMA, RunSpec, check_schema
+from testbed.spec.units import format_rate
+
+MAX_BYTES = 16 << 20  # of a receipt.json; that of 64 nodes has about one million
+TOLERANCE = 0.05  # largest |measured / requested - 1| of a valid receipt
+ONE_NODE = "network: one node, no link to measure"
+
+
+class MeasuredRate(Spec):
+    """A rate in bit/s; `error` is measured / requested - 1, or None where no rate was requested."""
+
+    requested: int | None
+    goodput: float  # payload
+    measured: float  # on the wire, headers included
+    error: float | None
+
+
+class LinkReceipt(MeasuredRate):
+    """One directed link."""
+
+    src: int
+    dst: int
+    rtt: float | None = None  # round-trip time in seconds while nothing else was sent
+
+
+class FanIn(MeasuredRate):
+    """All other nodes send into node 0 at once."""
+
+    senders: tuple[int, ...]
+
+
+class ClockReceipt(Spec):
+    """How far a node's clock is ahead of node 0's, and the largest error of that; seconds."""
+
+    offset: float
+    error: float
+
+
+class Receipt(Spec):
+    """Written before training. A run whose receipt is not valid stays out of the tables."""
+
+    version: int = Field(default=SCHEMA, alias="schema")
+    links: tuple[LinkReceipt, ...]
+    fan_in: FanIn | None  # None with a single node
+    mtu: int  # bytes; the smallest on any path
+    congestion: tuple[str, ...]  # TCP congestion control of each node's connections
+    duration: float  # seconds
+    clock: tuple[ClockReceipt, ...] = ()  # of each node
+
+    @property
+    def worst_error(self) -> float | None:
+        """The error furthest from 0, with its sign; None where no rate was requested."""
+        errors = [rate.error for rate in self._rates() if rate.error is not None]
+        return max(errors, key=abs, default=None)
+
+    def valid(self, tolerance: float = TOLERANCE) -> bool:
+        """Return True if every requested rate was measured within the tolerance, or none was requested."""
+        return self.worst_error is None or abs(self.worst_error) <= tolerance
+
+    def sentence(self, tolerance: float = TOLERANCE) -> str:
+        """Say in one line how large the worst error is, and on which link."""
+        if not self.links:
+            return ONE_NODE
+        count = f"{len(self.links)} links and the fan-in"
+        if self.worst_error is None:
+            slowest = min(self._rates(), key=lambda rate: rate.measured)
+            return f"network: unshaped; {count} measured, slowest {_mbit(slowest.measured)} ({_name(slowest)})"
+        worst = max((rate for rate in self._rates() if rate.error is not None), key=lambda rate: abs(rate.error or 0.0))
+        verdict = "within" if self.valid(tolerance) else "NOT within"
+        rates = f"requested {format_rate(worst.requested or 0)}, measured {_mbit(worst.measured)}"
+        return (
+            f"network: {count} {verdict} {100 * tolerance:g} %; "
+            f"worst {100 * self.worst_error:+.1f} % on {_name(worst)}: {rates}"
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file in one rename, so that a reader never sees half of it."""
+        write_whole(path, self.model_dump_json(by_alias=True, indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read receipt.json; SpecError if it is damaged, SchemaError if another version wrote it."""
+        try:
+            values = json.loads(read_bounded(path, MAX_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise SpecError(f"{path}: damaged, not JSON ({error}). Run it again.") from None
+        if not isinstance(values, dict):
+            raise SpecError(f"{path}: damaged, a {type(values).__name__} is no receipt. Run it again.")
+        check_schema(values.get("schema"), str(path))
+        return cls.load(values, str(path))
+
+    def _rates(self) -> list[MeasuredRate]:
+        return [*self.links, *([self.fan_in] if self.fan_in else [])]
+
+
+def _name(rate: MeasuredRate) -> str:
+    return f"node{rate.src} -> node{rate.dst}" if isinstance(rate, LinkReceipt) else "the fan-in"
+
+
+def _mbit(rate: float) -> str:
+    return f"{rate / 1e6:.4g} Mbit/s" if rate < 9.9995e9 else f"{rate / 1e9:.1f} Gbit/s"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A receipt as the report uses it: rates in byte/s by (src, dst); empty or None where nothing was measured."""
+
+    links: dict[tuple[int, int], float] = field(default_factory=dict)  # payload
+    requested: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
+    measured: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
+    worst_error: float | None = None  # measured / requested - 1, the one furthest from 0
+    delay: float = 0.0  # seconds, one way: half the shortest round trip, or what was requested
+    offsets: dict[int, float] = field(default_factory=dict)  # seconds to subtract from a rank's clock to get rank 0's
+    offset_error: float = 0.0  # seconds; 0 where ranks share one clock
+
+    @classmethod
+    def of(cls, receipt: Receipt, spec: RunSpec) -> Self:
+        """Convert a receipt. A clock offset that is smaller than its own error is taken as 0, as on one machine."""
+        links = {(link.src, link.dst): link for link in receipt.links}
+        round_trips = [link.rtt for link in receipt.links if link.rtt]
+        ahead = {rank: clock for rank, clock in enumerate(receipt.clock) if abs(clock.offset) > abs(clock.error)}
+        return cls(
+            links={pair: link.goodput / 8 for pair, link in links.items()},
+            requested={pair: link.requested / 8 for pair, link in links.items() if link.requested is not None},
+            measured={pair: link.measured / 8 for pair, link in links.items()},
+            worst_error=receipt.worst_error,
+            delay=min(round_trips) / 2 if round_trips else spec.link.delay or 0.0,
+            offsets={rank: clock.offset for rank, clock in ahead.items()},
+            offset_error=max((abs(clock.error) for clock in ahead.values()), default=0.0),
+        )
+
+    @property
+    def slowest(self) -> float | None:
+        """Payload rate of the slowest directed link."""
+        return min(self.links.values(), default=None)
+
+    def node(self, rank: int, rates: dict[tuple[int, int], float] | None = None) -> float | None:
+        """A node's rate: the fastest of its links in each direction, the slower of the two directions.
+
+        Payload by default; pass `measured` to compare with counted bytes, which are on the wire.
+        """
+        rates = self.links if rates is None else rates
+        sent, received = ([rate for pair, rate in rates.items() if pair[end] == rank] for end in (0, 1))
+        return min(max(sent), max(received)) if sent and received else None
+
+
+def read_network(path: Path, spec: RunSpec) -> Network:
+    """Read the receipt beside a run; a run without one has a Network without rates."""
+    return Network.of(Receipt.read(path), spec) if path.is_file() else Network()

@@ -1,0 +1,108 @@
+"""A receipt compares what was measured with what was requested, and reads back what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Network, Receipt, read_network
+from testbed.spec.errors import SchemaError, SpecError
+from testbed.spec.run import SCHEMA, RunSpec
+
+MBIT = 10**6
+SPEC = RunSpec.load({"mode": "ring", "nodes": 2, "batch": 16, "link": {"delay": "20ms"}}, "test")
+
+
+def made(links: list[float], fan_in: float, requested: int | None = 200 * MBIT, **more: Any) -> Receipt:
+    """Two nodes: the rates on the wire of 0 -> 1 and 1 -> 0, and of the fan-in."""
+
+    def rate(measured: float) -> dict[str, Any]:
+        error = None if requested is None else measured / requested - 1
+        return {"requested": requested, "goodput": 0.95 * measured, "measured": measured, "error": error}
+
+    receipts = [LinkReceipt(src=src, dst=1 - src, **rate(measured)) for src, measured in enumerate(links)]
+    facts: dict[str, Any] = {"mtu": 1500, "congestion": ("cubic",) * 2, "duration": 4.0, **more}
+    return Receipt(links=tuple(receipts), fan_in=FanIn(senders=(1,), **rate(fan_in)), **facts)
+
+
+def test_within_5_percent_is_valid_and_says_where_it_was_worst() -> None:
+    receipt = made([200 * MBIT, 195 * MBIT], 201 * MBIT)
+    assert receipt.worst_error == pytest.approx(-0.025, abs=1e-5)
+    assert receipt.valid() and not receipt.valid(tolerance=0.02)
+    assert receipt.sentence() == (
+        "network: 2 links and the fan-in within 5 %;"
+        " worst -2.5 % on node1 -> node0: requested 200mbit, measured 195 Mbit/s"
+    )
+
+
+def test_a_fan_in_beyond_tolerance_is_invalid() -> None:
+    receipt = made([200 * MBIT] * 2, 600 * MBIT)
+    assert not receipt.valid()
+    assert "NOT within 5 %" in receipt.sentence() and "the fan-in: requested 200mbit" in receipt.sentence()
+
+
+def test_a_receipt_without_requested_rates_is_valid_and_says_unshaped() -> None:
+    receipt = made([5e9, 4e9], 6e9, requested=None)
+    assert receipt.valid() and receipt.worst_error is None
+    assert (
+        receipt.sentence() == "network: unshaped; 2 links and the fan-in measured, slowest 4000 Mbit/s (node1 -> node0)"
+    )
+
+
+def test_it_reads_back_what_it_wrote(tmp_path: Path) -> None:
+    receipt = made([200 * MBIT, 195 * MBIT], 201 * MBIT)
+    receipt.write(tmp_path / "receipt.json")
+    assert Receipt.read(tmp_path / "receipt.json") == receipt
+    assert [entry.name for entry in tmp_path.iterdir()] == ["receipt.json"]
+
+
+def test_a_receipt_of_another_schema_is_refused_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "receipt.json"
+    made([200 * MBIT] * 2, 200 * MBIT).write(path)
+    values = json.loads(path.read_text())
+    assert values["schema"] == SCHEMA
+    path.write_text(json.dumps(values | {"schema": SCHEMA + 1}))
+    with pytest.raises(SchemaError, match=rf"receipt\.json: schema {SCHEMA + 1}, this testbed reads schema {SCHEMA}"):
+        Receipt.read(path)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "[" * 100_000, json.dumps({"schema": SCHEMA})])
+def test_what_is_no_receipt_is_refused_with_its_path(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "receipt.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SpecError, match=r"receipt\.json"):
+        Receipt.read(path)
+
+
+def test_the_network_of_a_receipt_has_bytes_per_second() -> None:
+    network = Network.of(made([200 * MBIT, 160 * MBIT], 200 * MBIT), SPEC)
+    assert network.measured == {(0, 1): 25 * MBIT, (1, 0): 20 * MBIT}
+    assert network.requested == {(0, 1): 25 * MBIT, (1, 0): 25 * MBIT}
+    assert network.slowest == pytest.approx(19 * MBIT) and network.worst_error == pytest.approx(-0.2)
+    assert network.node(0) == pytest.approx(19 * MBIT) and network.node(0, network.measured) == 20 * MBIT
+    assert network.node(2) is None and network.delay == 0.02  # as requested: no round trip was measured
+
+
+def test_the_delay_is_half_the_shortest_round_trip() -> None:
+    receipt = made([200 * MBIT] * 2, 200 * MBIT)
+    links = tuple(link.model_copy(update={"rtt": rtt}) for link, rtt in zip(receipt.links, (0.5, 0.3), strict=True))
+    assert Network.of(receipt.model_copy(update={"links": links}), SPEC).delay == 0.15
+
+
+def test_a_clock_offset_within_its_error_is_none() -> None:
+    clocks = (ClockReceipt(offset=0.0, error=0.0), ClockReceipt(offset=0.001, error=0.002))
+    same = Network.of(made([200 * MBIT] * 2, 200 * MBIT, clock=clocks), SPEC)
+    assert same.offsets == {} and same.offset_error == 0.0
+    apart = Network.of(
+        made([200 * MBIT] * 2, 200 * MBIT, clock=(clocks[0], ClockReceipt(offset=-1.5, error=0.002))), SPEC
+    )
+    assert apart.offsets == {1: -1.5} and apart.offset_error == 0.002
+
+
+def test_a_run_without_a_receipt_has_no_rates(tmp_path: Path) -> None:
+    network = read_network(tmp_path / "receipt.json", SPEC)
+    assert network == Network() and network.slowest is None and network.node(0) is None
