@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv data run test check bench soak fuzz engine wheels image up clean
+.PHONY: help venv data run test check docs bench soak fuzz engine wheels image up clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ check: $(VENV)/.ready ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.ready ## the tables in docs/modes.md and the list in .env.example, from the rows in testbed/spec/mode.py
+	$(BIN)/python docs/generate.py
 
 bench: data ## the speed this project promises, measured (90 minutes; ARGS=PART for one part; do nothing else meanwhile)
 	$(BIN)/python -m tests.bench $(ARGS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from testbed.rank.group import Group
-from testbed.rank.sync.algorithms import allreduce_mean_, spread_
+from testbed.rank.sync.algorithms import allreduce_mean_, broadcast_
 from testbed.results.records import Hash
 from testbed.spec.errors import ReplicasDiffer
 
@@ -46,7 +46,7 @@ def share_statistics(model: nn.Module, group: Group, how: str) -> None:
         return
     flat = torch.cat([b.reshape(-1) for b in buffers])
     with group.carrying("buffers"):
-        (spread_ if how == "broadcast" else allreduce_mean_)(flat, group)
+        (broadcast_ if how == "broadcast" else allreduce_mean_)(flat, group)
     _unpack(flat, buffers)
 
 

@@ -1,35 +1,29 @@
-"""Theory: the bytes that a method must send and the least time they need, rank by rank.
+"""Theory: the bytes that a mode must send and the least time they need, from the rounds in its row (spec/mode.py).
 
-S is the size of the gradient, N the number of ranks, B a link's payload rate in byte/s, a the delay of one hop in
-seconds, m the number of buffers that travel one after the other: those the gradient is cut into, but 1 in `ddp` and
-`pipeline`, whose buffers are on their way together. The first term is what the busiest link needs, the second is what
-the longest chain of messages, each of which waits for the one before, needs even if it were empty:
+S is the size of the gradient (with a codec: of what travels in its place), N the number of ranks, B a link's payload
+rate in byte/s, a the delay of one hop in seconds, m the number of buffers that travel one after the other: those that
+the gradient is cut into, but 1 in `ddp` and `pipeline`, whose buffers are on their way together.
 
-    gather, server           2(N-1) S/B   + 2 m a        everything passes rank 0's link, in and then out
-    allreduce, ring, ddp     2(N-1)/N S/B + 2(N-1) m a   each rank sends and receives alike
-    direct                   2(N-1)/N S/B + 2 m a        the same bytes in two hops
-    tree                     2 ceil(log2 N) S/B + 2 ceil(log2 N) m a
-    halving                  2(N-1)/N S/B + 2 log2(N) m a, and 2 S/B + 2 m a more when N is no power of two
-    ring-reduce              2(N-1) S/B   + 2(N-1) m a   one hop after the other
-With a codec S is what it makes of the gradient; topk is the one that sends it otherwise:
-    direct/topk              (N-1) S/B    + m a          everybody's to everybody, and that is all
+    least time = S/B x (sum over rounds of what the busiest link sends or receives) + a x m x (number of rounds)
+
+Links are full duplex. The first term is what the wire needs, the second what empty messages would need.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 
-from testbed.spec.mode import SyncMode
+from testbed.spec.mode import MakeRounds, SyncMode
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of synchronising once: hops one after the other, and multiples of S on the busiest link."""
+    """Of synchronising once: shares of S on the busiest link, and hops one after the other."""
 
     load: float  # S/B
-    hops: float  # a, per buffer
+    hops: int  # a, per buffer
     formula: str
 
 
@@ -38,40 +32,33 @@ def log2(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _halving(n: int) -> Cost:
-    core = 1 << (n.bit_length() - 1)
-    extra = 2.0 if core < n else 0.0
-    formula = "2(N-1)/N S/B" if core == n else "2(P-1)/P S/B + 2 S/B, P the largest power of two below N"
-    return Cost(2 * (core - 1) / core + extra, 2 * math.log2(core) + extra, formula)
-
-
-COSTS: dict[str, Callable[[int], Cost]] = {
-    "gather": lambda n: Cost(2 * (n - 1), 2, "2(N-1) S/B"),
-    "server": lambda n: Cost(2 * (n - 1), 2, "2(N-1) S/B"),
-    "allreduce": lambda n: Cost(2 * (n - 1) / n, 2 * (n - 1), "2(N-1)/N S/B"),
-    "direct": lambda n: Cost(2 * (n - 1) / n, 2, "2(N-1)/N S/B"),
-    "ring": lambda n: Cost(2 * (n - 1) / n, 2 * (n - 1), "2(N-1)/N S/B"),
-    "ddp": lambda n: Cost(2 * (n - 1) / n, 2 * (n - 1), "2(N-1)/N S/B"),
-    "tree": lambda n: Cost(2 * log2(n), 2 * log2(n), "2 log2(N) S/B"),
-    "halving": _halving,
-    "ring-reduce": lambda n: Cost(2 * (n - 1), 2 * (n - 1), "2(N-1) S/B"),
-}
-TOPK = "topk"
-# No method that ends with the mean on every rank can do with less (Patarasuk and Yuan, 2009).
-LEAST = COSTS["ring"]
+@cache
+def _traffic(make: MakeRounds, ranks: int) -> tuple[float, int, list[float]]:
+    """Load of the busiest link, number of rounds, and what each rank sends; shares of S."""
+    rounds = make(ranks)
+    every_round = (*rounds.reduce, *rounds.gather)
+    load, whole = Fraction(), [Fraction()] * ranks
+    for round_ in every_round:
+        sent, received = [Fraction()] * ranks, [Fraction()] * ranks
+        for transfer in round_:
+            sent[transfer.sender] += transfer.share
+            received[transfer.receiver] += transfer.share
+        load += max(*sent, *received)
+        whole = [before + now for before, now in zip(whole, sent, strict=True)]
+    return float(load), len(every_round), [float(share) for share in whole]
 
 
 def together(mode: SyncMode) -> bool:
-    """True where buffers are on their way at the same time, so that their delays pass at the same time too."""
+    """True if buffers are on their way at the same time, so that their delays pass at the same time too."""
     return mode.is_reference or mode.schedule == "pipeline"
 
 
 def cost(mode: SyncMode, ranks: int) -> Cost | None:
-    """Of a built-in method; of a user's own nobody knows more than the least."""
-    if mode.codec == TOPK:
-        return Cost(ranks - 1, 1, "(N-1) S/B")
-    known = COSTS.get(mode.algorithm)
-    return None if mode.silent or known is None else known(ranks)
+    """Of a built-in algorithm; None for a user's method, whose rounds are unknown, and where nothing is sent."""
+    if mode.rounds is None:
+        return None
+    load, hops, _ = _traffic(mode.rounds, ranks)
+    return Cost(load, hops, mode.time)
 
 
 def syncs_per_step(mode: SyncMode, first: int, last: int) -> float:
@@ -86,34 +73,14 @@ def syncs_per_step(mode: SyncMode, first: int, last: int) -> float:
 
 
 def bound(mode: SyncMode, ranks: int, size: float, rate: float, delay: float, buffers: float) -> float | None:
-    """Least seconds to synchronise once; None for methods without a formula."""
+    """Least seconds to synchronise once; None where the rounds are unknown."""
     known = cost(mode, ranks)
     turns = 1.0 if together(mode) else buffers
     return None if known is None else known.load * size / rate + known.hops * turns * delay
 
 
 def sent_share(mode: SyncMode, ranks: int, rank: int) -> float | None:
-    """Multiples of S that a rank sends when it synchronises once."""
-    kind, n = mode.algorithm, ranks
+    """Multiples of S that a rank sends when it synchronises once; None where the rounds are unknown."""
     if mode.silent:
         return 0.0
-    if mode.codec == TOPK:
-        return float(n - 1)
-    if mode.rooted:
-        return float(n - 1) if rank == 0 else 1.0
-    if kind in ("allreduce", "ring", "direct", "ddp"):
-        return 2 * (n - 1) / n
-    if kind == "tree":
-        return (rank > 0) + _children(n, rank)
-    if kind == "ring-reduce":  # rank 1 starts, rank 0 has the mean; the last rank has nobody left to tell
-        return 1.0 if rank in (0, n - 1) else 2.0
-    if kind == "halving":
-        core = 1 << (n.bit_length() - 1)
-        return 1.0 if rank >= core else 2 * (core - 1) / core + (rank < n - core)
-    return None
-
-
-def _children(n: int, rank: int) -> float:
-    """Of a rank in the binomial tree: those it sends the mean to."""
-    below = [1 << k for k in range(log2(n)) if rank % (2 << k) == 0 and rank + (1 << k) < n]
-    return float(len(below))
+    return None if mode.rounds is None else _traffic(mode.rounds, ranks)[2][rank]

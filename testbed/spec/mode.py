@@ -2,9 +2,13 @@
 
     algorithm[/granularity][/schedule][/codec][/every:K[@M]]     e.g. ring, allreduce/param, ring/bucket:2MiB/pipeline
 
-It parses and prints back to itself; defaults are left out, so one mode has one spelling.
+A mode parses and prints back to itself. Defaults are left out, so one mode has one spelling.
 `every:K`    each rank takes K local steps on its own gradients, then parameters are averaged (after the last step too).
 `every:K@M`  for the first M steps gradients are averaged every step, from then on it is `every:K`.
+
+To add an algorithm, add a row to ALGORITHMS here and a function to rank/sync/algorithms.py. Everything else is made
+from the row: the list in `testbed modes`, the lower bounds in the report, the colour in figures, and (by `make docs`)
+docs/modes.md and .env.example.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,40 +28,266 @@ from pydantic import BeforeValidator, PlainSerializer
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.units import format_size, parse_size
 
-# Codec: what travels in place of a gradient. Its word is a name and, for some, a number: fp16, topk:0.01.
+# --- rounds: who sends which share of a buffer to whom ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message: the share of the buffer from `begin` to `end`, both fractions of the whole."""
+
+    sender: int
+    receiver: int
+    begin: Fraction = Fraction(0)
+    end: Fraction = Fraction(1)
+
+    @property
+    def share(self) -> Fraction:
+        return self.end - self.begin
+
+
+Round = tuple[Transfer, ...]  # these travel at the same time; the next round begins when they have arrived
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """All messages of one synchronisation: `reduce` adds what it receives, `gather` replaces by what it receives."""
+
+    reduce: tuple[Round, ...] = ()
+    gather: tuple[Round, ...] = ()
+
+
+MakeRounds = Callable[[int], Rounds]  # for a number of ranks
+
+
+def _mirrored(reduce: list[Round]) -> Rounds:
+    """The gather sends back what the reduce sent, in the opposite order."""
+    back = [tuple(replace(t, sender=t.receiver, receiver=t.sender) for t in round_) for round_ in reversed(reduce)]
+    return Rounds(tuple(reduce), tuple(back))
+
+
+def _shard(sender: int, receiver: int, number: int, n: int) -> Transfer:
+    """Shard `number` of n; rank k owns shard k."""
+    return Transfer(sender, receiver, Fraction(number, n), Fraction(number + 1, n))
+
+
+def root_rounds(n: int) -> Rounds:
+    """Everything to rank 0, and back from it."""
+    return _mirrored([tuple(Transfer(rank, 0) for rank in range(1, n))])
+
+
+def ring_rounds(n: int) -> Rounds:
+    """Each rank sends one shard to its right neighbour in each of N-1 rounds, and N-1 rounds more to gather."""
+
+    def round_(hop: int, first: int) -> Round:
+        return tuple(_shard(rank, (rank + 1) % n, (rank + first - hop) % n, n) for rank in range(n))
+
+    hops = range(n - 1)
+    return Rounds(tuple(round_(hop, first=-1) for hop in hops), tuple(round_(hop, first=0) for hop in hops))
+
+
+def direct_rounds(n: int) -> Rounds:
+    """Each rank receives its shard from all others at once, and then sends the mean of it to all others."""
+    return _mirrored([tuple(_shard(a, b, b, n) for a in range(n) for b in range(n) if a != b)])
+
+
+def sequential_ring_rounds(n: int) -> Rounds:
+    """The whole buffer, 1 -> 2 -> ... -> 0, and from rank 0 round again."""
+    path = [*range(1, n), 0]
+    there = tuple((Transfer(a, b),) for a, b in pairwise(path))
+    return Rounds(there, tuple((Transfer(rank, rank + 1),) for rank in range(n - 1)))
+
+
+def tree_rounds(n: int) -> Rounds:
+    """Binomial tree: in round k, ranks 2^k apart pair up, and the upper one has sent its sum."""
+    distances = [1 << k for k in range((n - 1).bit_length())]
+    return _mirrored([tuple(Transfer(a + d, a) for a in range(0, n, 2 * d) if a + d < n) for d in distances])
+
+
+def halving_rounds(n: int) -> Rounds:
+    """Recursive halving among the first P ranks, P the largest power of two up to N; the others send theirs first."""
+    core = 1 << (n.bit_length() - 1)
+    rounds: list[Round] = [tuple(Transfer(rank, rank - core) for rank in range(core, n))] if core < n else []
+    kept = [(Fraction(0), Fraction(1))] * core
+    distance = core // 2
+    while distance:
+        halves = []
+        for rank, (begin, end) in enumerate(kept):
+            lower, upper = (begin, (begin + end) / 2), ((begin + end) / 2, end)
+            halves.append((upper, lower) if rank & distance else (lower, upper))  # kept, sent
+        rounds.append(tuple(Transfer(rank, rank ^ distance, *sent) for rank, (_, sent) in enumerate(halves)))
+        kept = [keep for keep, _ in halves]
+        distance //= 2
+    return _mirrored(rounds)
+
+
+def exchange_rounds(n: int) -> Rounds:
+    """Everything from each rank to all others at once."""
+    return Rounds(gather=(tuple(Transfer(a, b) for a in range(n) for b in range(n) if a != b),))
+
+
+# --- the vocabulary --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """A row of the vocabulary; the function that does the work is in rank/sync/algorithms.py."""
+
+    does: str  # one sentence
+    colour: tuple[str, str]  # in figures: on a light page, on a dark one
+    rounds: MakeRounds | None = None  # None: nothing travels, or (a user's method) what travels is unknown
+    time: str = "0"  # of the rounds, for people: S bytes on links of B byte/s, N ranks
+    granularities: tuple[str, ...] = ("param", "bucket", "flat")
+    default: str | None = None  # granularity; None: the algorithm decides itself
+    rooted: bool = False  # everything passes rank 0's link
+    pipelined: bool = False  # after `reduce` rank k has the sum of shard k, so `pipeline` can update it there
+    sends_parameters: bool = False  # half of what travels are parameters
+    direct: bool = False  # payloads go straight to the ranks that need them, so they need not be summable
+    every: str | None = None  # why `every:K` is refused, where it is
+
+
+# Colours: Okabe and Ito's hues, darkened or lightened until text in them can be read on the page.
+ALGORITHMS: dict[str, Algorithm] = {
+    "single": Algorithm(
+        does="one node, nothing to synchronise",
+        colour=("#5b6470", "#a3adba"),
+        granularities=(),
+        every="one node has nobody to average with",
+    ),
+    "none": Algorithm(
+        does="N ranks and no synchronisation: the control run, which shows what computing alone costs",
+        colour=("#6c737d", "#8f98a4"),
+        granularities=(),
+        every="nothing is averaged",
+    ),
+    "gather": Algorithm(
+        does="gather to rank 0, mean there, scatter back",
+        colour=("#b84c00", "#ff8f4d"),
+        rounds=root_rounds,
+        time="2(N-1) S/B",
+        default="param",
+        rooted=True,
+    ),
+    "allreduce": Algorithm(
+        does="torch.distributed.all_reduce (Gloo's ring)",
+        colour=("#926600", "#f2b92f"),
+        rounds=ring_rounds,
+        time="2(N-1)/N S/B",
+        default="param",
+    ),
+    "ring": Algorithm(
+        does="our ring: scatter-reduce, then all-gather, by isend/irecv",
+        colour=("#0068a8", "#5cb3f2"),
+        rounds=ring_rounds,
+        time="2(N-1)/N S/B",
+        default="flat",
+        pipelined=True,
+    ),
+    "direct": Algorithm(
+        does="each rank owns a shard: receives it from all, sends its mean to all",
+        colour=("#5b7f0b", "#a8cf55"),
+        rounds=direct_rounds,
+        time="2(N-1)/N S/B",
+        default="flat",
+        pipelined=True,
+        direct=True,
+    ),
+    "ring-reduce": Algorithm(
+        does="partial sums go round to rank 0, the mean goes round again",
+        colour=("#7b5331", "#cfa079"),
+        rounds=sequential_ring_rounds,
+        time="2(N-1) S/B",
+        default="flat",
+    ),
+    "tree": Algorithm(
+        does="binomial tree: reduce to rank 0, broadcast",
+        colour=("#a43c84", "#e78ecb"),
+        rounds=tree_rounds,
+        time="2 log2(N) S/B",
+        default="flat",
+    ),
+    "halving": Algorithm(
+        does="recursive halving, then doubling, among P ranks, P the largest power of two up to N",
+        colour=("#5145a8", "#a79df5"),
+        rounds=halving_rounds,
+        time="2(P-1)/P S/B, and 2 S/B more if P < N",
+        default="flat",
+    ),
+    "server": Algorithm(
+        does="parameter server on rank 0: gradients go up, rank 0 steps, parameters come down",
+        colour=("#2f6f73", "#74c4c9"),
+        rounds=root_rounds,
+        time="2(N-1) S/B",
+        default="flat",
+        rooted=True,
+        sends_parameters=True,
+        every="parameters live on rank 0, so no rank can step alone",
+    ),
+    "ddp": Algorithm(
+        does="torch's DistributedDataParallel, overlapped with backward: the reference",
+        colour=("#00795c", "#35c79d"),
+        rounds=ring_rounds,
+        time="2(N-1)/N S/B",
+        granularities=("bucket",),
+        every="DDP averages gradients inside backward; use allreduce/.../every:K",
+    ),
+}
+OWN = Algorithm(does="your own", colour=("#3f4a1f", "#b9c67d"), default="flat")  # the row of every user's method
+CONTROL = "none"  # the same ranks without synchronisation: the others are compared with it
+REFERENCE = "ddp"  # what one would use without this tool
+
+SCHEDULES = {
+    "after": "synchronise after backward",
+    "overlap": "each bucket starts as soon as backward has filled it",
+    "pipeline": "reduce under backward, update 1/N of the parameters, gather under the next forward",
+}
+DEFAULT_SCHEDULE = "after"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """What the vocabulary knows of a codec; the code that does it lives in rank/sync."""
+    """A row of the vocabulary: what travels in place of a gradient; the code is in rank/sync/codecs.py."""
 
     does: str
+    bytes: str  # as a fraction of the gradient's
     example: str  # a word of it
-    summable: bool  # what travels can be added up on its way, so that any algorithm can carry it
+    summable: bool  # sums of payloads are payloads, so every algorithm can carry it
     number: str = ""  # the pattern of its number, where it has one
     most: float = 0  # the largest number
     in_ddp: bool = False  # torch has a hook for it
+    rounds: MakeRounds | None = None  # None: those of the algorithm
+    time: str = ""  # of these rounds, as in an algorithm's row
 
 
 CODECS: dict[str, Codec] = {
-    "fp16": Codec(does="16-bit floats: half the bytes", example="fp16", summable=True, in_ddp=True),
+    "fp16": Codec(
+        does="16-bit floats, divided by N first so that no sum overflows",
+        bytes="1/2",
+        example="fp16",
+        summable=True,
+        in_ddp=True,
+    ),
     "bf16": Codec(
-        does="16-bit floats with the range of 32: half the bytes", example="bf16", summable=True, in_ddp=True
+        does="16-bit floats with the range of 32-bit ones", bytes="1/2", example="bf16", summable=True, in_ddp=True
     ),
     "int8": Codec(
-        does="8-bit integers, one scale a shard, rounded at random: a quarter of the bytes",
+        does="8-bit integers and one scale per shard, rounded at random (seeded); its owner averages in full precision",
+        bytes="1/4",
         example="int8",
         summable=False,
     ),
     "topk": Codec(
-        does="the largest fraction F and where they were, the rest is kept for later: F N of the bytes",
+        does="the largest fraction F and their indices; the rest is added to the next step's gradient",
+        bytes="F N",
         example="topk:0.01",
         summable=False,
         number=r"\d?\.\d{1,6}|\d",
         most=1,
+        rounds=exchange_rounds,
+        time="(N-1) S/B",
     ),
     "powersgd": Codec(
-        does="each matrix as a product of rank R, the rest is kept for later",
+        does="each matrix as a product of rank R; the rest is added to the next step's gradient",
+        bytes="0.6 % (VGG-11, R = 2)",
         example="powersgd:2",
         summable=True,
         number=r"\d{1,3}",
@@ -64,82 +296,15 @@ CODECS: dict[str, Codec] = {
     ),
 }
 
-
-def read_codec(word: str, text: str) -> tuple[str, float | None] | None:
-    """Name and number of a codec's word; None where it is no codec. `text` is the whole mode, for the refusal."""
-    name, colon, digits = word.partition(":")
-    codec = CODECS.get(name)
-    if codec is None:
-        return None
-    if not codec.number:
-        if colon:
-            raise refuse("mode", text, f"{name} takes no number", f"Write {name}.")
-        return name, None
-    if not re.fullmatch(codec.number, digits, re.ASCII) or not 0 < float(digits) <= codec.most:
-        kind = "a fraction" if codec.most == 1 else "a whole number"
-        rule = f"{name} needs {kind} greater than 0 and at most {codec.most:g}"
-        raise refuse("mode", text, rule, f"Write e.g. {codec.example}.")
-    return name, float(digits)
-
-
-def codec_word(name: str, number: float | None) -> str:
-    """The one spelling of a codec, which `read_codec` reads back."""
-    return name if number is None else f"{name}:{f'{number:.6f}'.rstrip('0').rstrip('.')}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """What the vocabulary knows of an algorithm; the code that does it lives in rank/sync."""
-
-    does: str
-    granularities: tuple[str, ...] = ("param", "bucket", "flat")
-    default: str | None = None  # None: the algorithm decides itself
-    every: str | None = None  # why `every:K` is refused, where it is
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "single": Algorithm(
-        does="one node, nothing to synchronise", granularities=(), every="one node has nobody to average with"
-    ),
-    "none": Algorithm(
-        does="N ranks and no synchronisation: the control run, which shows what computing alone costs",
-        granularities=(),
-        every="nothing is averaged",
-    ),
-    "gather": Algorithm(does="gather to rank 0, mean there, scatter back", default="param"),
-    "allreduce": Algorithm(does="torch.distributed.all_reduce (Gloo's ring)", default="param"),
-    "ring": Algorithm(does="our ring: scatter-reduce, then all-gather, by isend/irecv", default="flat"),
-    "direct": Algorithm(does="each rank owns a part: gets it from all, sends its mean to all", default="flat"),
-    "ring-reduce": Algorithm(does="partial sums go round to rank 0, the mean goes round again", default="flat"),
-    "tree": Algorithm(does="binomial tree: reduce to rank 0, broadcast", default="flat"),
-    "halving": Algorithm(does="recursive halving, then doubling; any number of ranks", default="flat"),
-    "server": Algorithm(
-        does="parameter server on rank 0: gradients go up, rank 0 steps, parameters come down",
-        default="flat",
-        every="parameters live on rank 0, so no rank can step alone",
-    ),
-    "ddp": Algorithm(
-        does="torch's DistributedDataParallel, the reference",
-        granularities=("bucket",),
-        every="DDP averages gradients inside backward; use allreduce/.../every:K",
-    ),
+EVERY = {  # an example: what it does
+    "every:4": "4 local steps, then parameters are averaged",
+    "every:4@100": "gradients are averaged every step up to step 100, from then on every:4",
 }
-OWN = Algorithm(does="your own", default="flat")  # what every method of a user's is
-SCHEDULES = {
-    "after": "synchronise after backward",
-    "overlap": "each bucket starts as soon as backward has filled it",
-    "pipeline": "reduce under backward, update 1/N of the parameters, gather under the next forward",
-}
-CONTROL = "none"  # the same ranks without synchronisation: what the others are held against
-REFERENCE = "ddp"  # what one would have taken without this tool
-ROOTED = ("gather", "server")
-PIPELINED = ("ring", "direct")  # algorithms that are a reduce of parts, then a gather of parts
-DEFAULT_SCHEDULE = "after"
 _EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
 
 
 def methods_dir() -> Path:
-    """Where a user's own algorithms lie: one file NAME.py with a `mean_(buffer, group)` makes the mode NAME."""
+    """The folder of a user's own algorithms: a file NAME.py with a `mean_(buffer, group)` makes the mode NAME."""
     return Path(os.environ.get("TESTBED_METHODS", "methods"))
 
 
@@ -148,6 +313,9 @@ def algorithms() -> dict[str, Algorithm]:
     files = sorted(methods_dir().glob("[a-z]*.py"))
     own = {f.stem.replace("_", "-"): replace(OWN, does=f"your own, from {f}") for f in files}
     return ALGORITHMS | {name: own[name] for name in own if name not in ALGORITHMS}
+
+
+# --- the mode --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,69 +332,86 @@ class SyncMode:
     every_from: int = 0  # first step that is local
 
     @property
+    def row(self) -> Algorithm:
+        """The algorithm's row."""
+        return ALGORITHMS.get(self.algorithm, OWN)
+
+    @property
+    def rounds(self) -> MakeRounds | None:
+        """What travels when the mode synchronises once; None where nothing does, or where it is unknown."""
+        return (CODECS[self.codec].rounds if self.codec else None) or self.row.rounds
+
+    @property
+    def time(self) -> str:
+        """The time of these rounds as a formula, for people."""
+        return (CODECS[self.codec].time if self.codec else "") or self.row.time
+
+    @property
     def distributed(self) -> bool:
         return self.algorithm != "single"
 
     @property
     def is_control(self) -> bool:
-        """True where N ranks train, each for itself: what it costs counts, what it learns does not."""
+        """True if N ranks train, each for itself: its time counts, its accuracy does not."""
         return self.algorithm == CONTROL
 
     @property
     def is_reference(self) -> bool:
-        """True for DDP, which cuts, starts and awaits its buckets by itself."""
+        """True for DDP, which makes, starts and awaits its buckets by itself."""
         return self.algorithm == REFERENCE
 
     @property
     def silent(self) -> bool:
-        """True where nothing is synchronised at all."""
+        """True if nothing is synchronised at all."""
         return self.is_control or not self.distributed
 
     @property
     def rooted(self) -> bool:
-        """True where everything passes rank 0's link."""
-        return self.algorithm in ROOTED
+        """True if everything passes rank 0's link."""
+        return self.row.rooted
 
     @property
     def separable(self) -> bool:
-        """True where the exchange is a step of its own, so that it can come less often (every:K), or too late."""
-        return ALGORITHMS.get(self.algorithm, OWN).every is None
+        """True if the exchange is a step of its own, so that it can come less often (every:K) or after the update."""
+        return self.row.every is None
 
     @property
     def synchronous(self) -> bool:
-        """True when every update is the same on every rank."""
+        """True if every update is the same on every rank."""
         return self.every == 1 and not self.is_control
 
     def __str__(self) -> str:
         words = [self.algorithm]
         if self.granularity == "bucket":
             words.append(f"bucket:{format_size(self.bucket or 0)}")
-        elif self.granularity and self.granularity != ALGORITHMS.get(self.algorithm, OWN).default:
+        elif self.granularity and self.granularity != self.row.default:
             words.append(self.granularity)
         if self.schedule != DEFAULT_SCHEDULE:
             words.append(self.schedule)
-        if self.codec:
-            words.append(codec_word(self.codec, self.codec_number))
+        if self.codec and self.codec_number is None:
+            words.append(self.codec)
+        elif self.codec:
+            words.append(f"{self.codec}:{f'{self.codec_number:.6f}'.rstrip('0').rstrip('.')}")
         if self.every > 1:
             words.append(f"every:{self.every}" + (f"@{self.every_from}" if self.every_from else ""))
         return "/".join(words)
 
     @classmethod
     def parse(cls, text: str) -> SyncMode:
-        """Read a mode; raise SpecError with the reason where the cell is illegal."""
+        """Read a mode; raise SpecError with the reason if the cell is illegal."""
         name, *words = text.strip().split("/")
         known = algorithms()
         if name not in known:
             raise refuse("mode", text, f"unknown algorithm {name!r}", f"Known: {', '.join(known)}.")
         mode = cls(name, granularity=known[name].default)
-        axes = [_read_granularity, _read_schedule, _read_codec, _read_every]  # the order words must come in
+        axes = [_read_granularity, _read_schedule, _read_codec, _read_every]  # the order of the words
         for word in words:
             mode = _read_word(mode, word, axes, text)
         return mode
 
 
 def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMode:
-    """Give a word to the first remaining axis that knows it; axes before it are then over."""
+    """Give a word to the first remaining axis that knows it; the axes before it are then used up."""
     while axes:
         changes = axes.pop(0)(mode, word, text)
         if changes is not None:
@@ -240,7 +425,7 @@ def _read_granularity(mode: SyncMode, word: str, text: str) -> dict[str, Any] | 
     kind, _, size = word.partition(":")
     if kind not in ("param", "bucket", "flat"):
         return None
-    allowed = algorithms()[mode.algorithm].granularities
+    allowed = mode.row.granularities
     if kind not in allowed:
         why = f"{mode.algorithm} takes " + (" or ".join(allowed) + " only" if allowed else "no granularity")
         raise refuse("mode", text, why, "Leave the word out, or see `testbed modes`.")
@@ -264,41 +449,48 @@ def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | Non
 
 
 def _schedule_illegal(mode: SyncMode, word: str) -> tuple[str, str]:
-    """Why this cell is empty, and where to go; two empty texts where it is not."""
-    if word == "pipeline" and mode.algorithm not in PIPELINED:
-        why = f"needs an algorithm that reduces parts, then gathers them; {mode.algorithm} does not"
+    """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
+    if word == "pipeline" and not mode.row.pipelined:
+        why = f"needs an algorithm that reduces shards, then gathers them; {mode.algorithm} does not"
         return why, "Use ring/bucket:2MiB/pipeline."
-    if word == "overlap" and mode.algorithm == "server":
-        return "averages gradients on every rank; server has them on rank 0 only", "Use ring/bucket:2MiB/overlap."
+    if word == "overlap" and mode.row.sends_parameters:
+        why = f"averages gradients on every rank; {mode.algorithm} has them on rank 0 only"
+        return why, "Use ring/bucket:2MiB/overlap."
     if word != "after" and mode.granularity == "flat":
         return "needs several buffers; a flat one is full only when backward is over", "Use bucket:SIZE."
     if word == "pipeline" and mode.granularity == "param":
-        return "cuts its pieces by size, not by tensor", "Use bucket:SIZE."
+        return "makes its buckets by size, not by tensor", "Use bucket:SIZE."
     return "", ""
 
 
 def _read_codec(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
-    read = read_codec(word, text)
-    if read is None:
+    name, colon, digits = word.partition(":")
+    codec = CODECS.get(name)
+    if codec is None:
         return None
-    name, number = read
-    why, way_out = _codec_illegal(mode, name, word)
+    if not codec.number and colon:
+        raise refuse("mode", text, f"{name} takes no number", f"Write {name}.")
+    if codec.number and (not re.fullmatch(codec.number, digits, re.ASCII) or not 0 < float(digits) <= codec.most):
+        kind = "a fraction" if codec.most == 1 else "a whole number"
+        rule = f"{name} needs {kind} greater than 0 and at most {codec.most:g}"
+        raise refuse("mode", text, rule, f"Write e.g. {codec.example}.")
+    why, way_out = _codec_illegal(mode, codec, word)
     if why:
         raise refuse("mode", text, f"{name} {why}", way_out)
-    return {"codec": name, "codec_number": number}
+    return {"codec": name, "codec_number": float(digits) if codec.number else None}
 
 
-def _codec_illegal(mode: SyncMode, name: str, word: str) -> tuple[str, str]:
-    """Why this cell is empty, and where to go; two empty texts where it is not."""
-    codec = CODECS[name]
-    if not algorithms()[mode.algorithm].granularities:
+def _codec_illegal(mode: SyncMode, codec: Codec, word: str) -> tuple[str, str]:
+    """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
+    if mode.silent:
         return f"changes what travels, and in {mode.algorithm} nothing does", "Leave the word out."
-    if mode.is_reference and not codec.in_ddp:
-        return "is no hook that torch has for DDP", f"Use direct/bucket:5MiB/overlap/{word}."
-    if mode.algorithm == "server" or mode.schedule == "pipeline":
+    if mode.is_reference:
+        own = ("is no hook that torch has for DDP", f"Use direct/bucket:5MiB/overlap/{word}.")
+        return ("", "") if codec.in_ddp else own
+    if mode.row.sends_parameters or mode.schedule == "pipeline":
         half = "half of what travels are parameters, and what they lose is lost for good"
         return f"is made for gradients: {half}", "Use ring/bucket:2MiB/overlap/fp16."
-    if not codec.summable and mode.algorithm not in ("direct", REFERENCE):
+    if not codec.summable and not mode.row.direct:
         why = f"cannot be added up on its way, as {mode.algorithm} does: it goes straight to the others"
         return why, f"Use direct/{word}."
     return "", ""
@@ -308,9 +500,8 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     match = _EVERY.fullmatch(word)
     if match is None:
         return None
-    reason = algorithms()[mode.algorithm].every
-    if reason:
-        raise refuse("mode", text, f"{mode.algorithm} takes no every:K: {reason}", "Leave the word out.")
+    if mode.row.every:
+        raise refuse("mode", text, f"{mode.algorithm} takes no every:K: {mode.row.every}", "Leave the word out.")
     if mode.schedule != "after":
         raise refuse("mode", text, f"every:K averages after the step, {mode.schedule} during it", "Use one of them.")
     every = int(match[1])
@@ -322,8 +513,14 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     return {"every": every, "every_from": int(match[2] or 0) if every > 1 else 0}
 
 
+# --- lists of modes --------------------------------------------------------------------------------------------------
+
+
 def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
-    """Every legal algorithm x granularity x schedule, with one bucket size for all; `codecs_of` has the fourth axis."""
+    """Yield every legal algorithm x granularity x schedule, with one bucket size for all.
+
+    `codecs_of` and `every_of` list what can follow.
+    """
     sizes = {"bucket": f"bucket:{bucket}"}
     for name, algorithm in algorithms().items():
         if algorithm.default is None:
@@ -336,13 +533,21 @@ def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
 
 
 def codecs_of(mode: SyncMode) -> list[str]:
-    """The codecs that a mode without one can have; one number stands for all."""
-    legal = []
-    for codec in CODECS.values():
-        with contextlib.suppress(SpecError):
-            SyncMode.parse(f"{mode}/{codec.example}")
-            legal.append(codec.example)
-    return legal
+    """The codecs that can follow a mode without one; one number stands for all."""
+    return [codec.example for codec in CODECS.values() if _can_follow(mode, codec.example)]
+
+
+def every_of(mode: SyncMode) -> list[str]:
+    """Examples of `every:K[@M]` if it can follow a mode without one, else nothing."""
+    return [word for word in EVERY if _can_follow(mode, word)]
+
+
+def _can_follow(mode: SyncMode, word: str) -> bool:
+    try:
+        SyncMode.parse(f"{mode}/{word}")
+    except SpecError:
+        return False
+    return True
 
 
 def _read(value: object) -> object:

@@ -37,7 +37,7 @@ from testbed.results.folder import RunFolder
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError, broken, refuse
 from testbed.spec.inventory import DEFAULT, VARIABLE, read_inventory
-from testbed.spec.mode import CODECS, algorithms, codecs_of, legal_modes
+from testbed.spec.mode import CODECS, EVERY, algorithms, codecs_of, every_of, legal_modes
 from testbed.spec.run import RunSpec
 
 app = typer.Typer(
@@ -206,21 +206,29 @@ def _place(on: str, specs: list[RunSpec], inventory: Path | None, accept_new: bo
 
 @app.command()
 def modes(as_json: Json = False) -> None:
-    """List every legal mode: algorithm x granularity x schedule, and the codecs each one takes."""
-    rows = [(mode, algorithms()[mode.algorithm].does, codecs_of(mode)) for mode in legal_modes()]
+    """List every legal mode: algorithm x granularity x schedule, and what can follow: codecs and every:K."""
+    rows: list[dict[str, Any]] = [
+        {
+            "mode": str(mode),
+            "does": algorithms()[mode.algorithm].does,
+            "codecs": codecs_of(mode),
+            "every": every_of(mode),
+        }
+        for mode in legal_modes()
+    ]
     if as_json:
-        print(
-            json.dumps([{"mode": str(mode), "does": does, "codecs": codecs} for mode, does, codecs in rows], indent=1)
-        )
+        print(json.dumps(rows, indent=1))
         return
-    width = max(len(str(mode)) for mode, *_ in rows)
-    for mode, does, _ in rows:
-        console.print(f"{str(mode).ljust(width)}  {does}")
+    width = max(len(row["mode"]) for row in rows)
+    for row in rows:
+        console.print(f"{row['mode'].ljust(width)}  {row['does']}")
     console.print("\nSpelled algorithm[/granularity][/schedule][/codec][/every:K[@M]]; any bucket size works.\n")
     for codec in CODECS.values():
-        takers = ", ".join(dict.fromkeys(mode.algorithm for mode, _, codecs in rows if codec.example in codecs))
-        console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}\n{' ' * width}  after {takers}")
-    console.print(f"{'/every:K'.ljust(width)}  K local steps, then parameters are averaged")
+        takers = ", ".join(dict.fromkeys(row["mode"].split("/")[0] for row in rows if codec.example in row["codecs"]))
+        console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}; bytes: {codec.bytes}")
+        console.print(f"{' ' * width}  after {takers}")
+    for word, does in EVERY.items():
+        console.print(f"/{word.ljust(width - 1)}  {does}")
     others = ", ".join(name for name, algorithm in algorithms().items() if algorithm.every)
     console.print(f"{' ' * width}  after any mode but {others}, overlap, pipeline and those with a codec")
 

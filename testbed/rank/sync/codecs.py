@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from testbed.rank.group import Group
-from testbed.rank.sync.algorithms import Mean, direct, exchange_parts
+from testbed.rank.sync.algorithms import Mean, exchange_shards, plan_for
 from testbed.rank.sync.buckets import split
 from testbed.spec.mode import SyncMode
 
@@ -116,7 +116,7 @@ class Int8:
 
     def __init__(self, length: int, group: Group, seed: tuple[int, ...]) -> None:
         self.seed = (*seed, group.rank)
-        self.rounds = direct(group.rank, group.size)
+        self.rounds = plan_for("direct", group.rank, group.size)
         lengths = [len(part) for part in split(torch.empty(length, device="meta"), group.size)]
         self.payloads = [_empty_payload(n) for n in lengths]
         self.landing = [_empty_payload(lengths[group.rank]) for _ in range(1, group.size)]
@@ -131,13 +131,13 @@ class Int8:
         for number, (shard, payload) in enumerate(zip(shards, self.payloads, strict=True)):
             if number != mine:
                 self._encode(shard, payload, random)
-        exchange_parts(self.rounds.reduce[0], self.payloads, self.landing, group)
+        exchange_shards(self.rounds.reduce[0], self.payloads, self.landing, group)
         for payload in self.landing:
             shards[mine].add_(payload[SCALE_BYTES:], alpha=_scale(payload))
         shards[mine].div_(group.size)
         self._encode(shards[mine], self.payloads[mine], random)
         gather = self.rounds.gather[0]
-        exchange_parts(gather, self.payloads, [self.payloads[hop.part] for hop in gather.receives], group)
+        exchange_shards(gather, self.payloads, [self.payloads[hop.shard] for hop in gather.receives], group)
         for shard, payload in zip(shards, self.payloads, strict=True):
             shard.copy_(payload[SCALE_BYTES:]).mul_(_scale(payload))
 
@@ -169,7 +169,7 @@ class TopK:
     """
 
     def __init__(self, length: int, dtype: torch.dtype, group: Group, fraction: float) -> None:
-        self.rounds = direct(group.rank, group.size)
+        self.rounds = plan_for("direct", group.rank, group.size)
         self.count = math.ceil(fraction * length)
         # Places (int32), then values (float32), in one message.
         self.payloads = [torch.empty(2 * self.count, dtype=torch.int32) for _ in range(group.size)]
@@ -184,7 +184,7 @@ class TopK:
         values.copy_(residual[chosen])
         residual.index_add_(0, chosen, values.to(residual.dtype), alpha=-1)
         gather = self.rounds.gather[0]
-        exchange_parts(gather, self.payloads, [self.payloads[hop.part] for hop in gather.receives], group)
+        exchange_shards(gather, self.payloads, [self.payloads[hop.shard] for hop in gather.receives], group)
         buffer.zero_()
         for rank in range(group.size):  # the same order everywhere
             places, values = self._parts(rank)

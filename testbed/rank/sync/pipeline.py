@@ -37,7 +37,7 @@ from torch.nn import Module, Parameter
 from testbed.net.tcp import tcp_sockets
 from testbed.rank.group import Group, Work
 from testbed.rank.recorder import Timeline
-from testbed.rank.sync.algorithms import ROUNDS, Round, Rounds
+from testbed.rank.sync.algorithms import Plan, RankRound, plan_for
 from testbed.rank.sync.buckets import Readiness, flat_parameters, split, trained
 from testbed.rank.sync.synchronizer import NoSync, Update
 from testbed.spec.errors import RankFailed, refuse
@@ -114,7 +114,7 @@ class Flight:
 
 
 def cut_pieces(
-    parameters: Sequence[Parameter], gradients: Tensor, values: Tensor, limit: int, rounds: Rounds, group: Group
+    parameters: Sequence[Parameter], gradients: Tensor, values: Tensor, limit: int, rounds: Plan, group: Group
 ) -> list[Piece]:
     """Pieces of at most `limit` bytes of two flat buffers that hold the parameters in this order."""
     ends = list(accumulate(p.numel() for p in parameters))
@@ -126,7 +126,7 @@ def cut_pieces(
     pieces = []
     for number, (a, b) in enumerate(pairwise(cuts)):
         parts = split(gradients[a:b], group.size)
-        scratch = [[torch.empty_like(parts[hop.part]) for hop in round_.receives] for round_ in rounds.reduce]
+        scratch = [[torch.empty_like(parts[hop.shard]) for hop in round_.receives] for round_ in rounds.reduce]
         members = [p for p, end in zip(parameters, ends, strict=True) if a < end and end - p.numel() < b]
         size = values[a:b].nbytes
         pieces.append(Piece(number, size, parts, split(values[a:b], group.size), scratch, members))
@@ -233,7 +233,7 @@ class Pipeline(NoSync):
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         super().__init__(mode, group, timeline)
-        self.rounds = ROUNDS[mode.algorithm](group.rank, group.size)
+        self.rounds = plan_for(mode.algorithm, group.rank, group.size)
         self.failure: Exception | None = None  # the first of any thread's
         self.clipping: Clipping | None = None
 
@@ -265,7 +265,7 @@ class Pipeline(NoSync):
             for number, round_ in enumerate(self.rounds.reduce):
                 flight.reducing.append(self._receive(round_, piece.scratch[number], piece.tag(0, number)))
             for number, round_ in enumerate(self.rounds.gather):
-                places = [piece.values[hop.part] for hop in round_.receives]
+                places = [piece.values[hop.shard] for hop in round_.receives]
                 flight.gathering.append(self._receive(round_, places, piece.tag(1, number)))
 
     def accumulating(self) -> AbstractContextManager[object]:
@@ -337,7 +337,7 @@ class Pipeline(NoSync):
                 self._send(round_, piece.gradients, piece.tag(0, number), (-piece.number, 0), "gradients")
                 self.group.wait(*flight.reducing[number])
                 for hop, landed in zip(round_.receives, piece.scratch[number], strict=True):
-                    piece.gradients[hop.part].add_(landed)
+                    piece.gradients[hop.shard].add_(landed)
         piece.gradients[self.group.rank].div_(self.group.size)
 
     def _update(self, piece: Piece) -> None:
@@ -354,12 +354,12 @@ class Pipeline(NoSync):
                 self._send(round_, piece.values, piece.tag(1, number), (-piece.number, 1), "parameters")
                 self.group.wait(*flight.gathering[number])
 
-    def _send(self, round_: Round, parts: list[Tensor], tag: int, urgency: tuple[int, int], kind: str) -> None:
+    def _send(self, round_: RankRound, parts: list[Tensor], tag: int, urgency: tuple[int, int], kind: str) -> None:
         for hop in round_.sends:
-            part = parts[hop.part]
+            part = parts[hop.shard]
             self.sender.put(urgency, part.nbytes, partial(self.group.send, part, hop.peer, tag, kind))
 
-    def _receive(self, round_: Round, places: list[Tensor], tag: int) -> list[Any]:
+    def _receive(self, round_: RankRound, places: list[Tensor], tag: int) -> list[Any]:
         hops = zip(round_.receives, places, strict=True)
         return [self.group.receive(place, hop.peer, tag) for hop, place in hops]
 

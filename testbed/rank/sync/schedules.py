@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from testbed.rank.group import Group
 from testbed.rank.recorder import Timeline
-from testbed.rank.sync.algorithms import Mean, collect_, find_mean, spread_
+from testbed.rank.sync.algorithms import Mean, broadcast_, collect_, find_mean
 from testbed.rank.sync.buckets import Readiness, cut, flat_gradients, flat_parameters
 from testbed.rank.sync.codecs import Parcel, make_coder
 from testbed.rank.sync.ddp import DDP
@@ -169,7 +169,7 @@ class Server(NoSync):
         with self.timeline.blocked(), self.group.carrying("parameters"):
             for number, buffer in enumerate(self.parameters):
                 with self.timeline.travelling(f"bucket {number} down", buffer.nbytes):
-                    spread_(buffer, self.group)
+                    broadcast_(buffer, self.group)
 
 
 def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline, seed: int = 0) -> Synchronizer:

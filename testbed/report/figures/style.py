@@ -18,9 +18,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from testbed.spec.mode import ALGORITHMS, OWN
+
 matplotlib.use("Agg")
 
-# name: (light, dark). Okabe and Ito's hues, darkened or lightened until text in them can be read on the page.
+# name: (light, dark); an algorithm's are in its row.
 COLOURS: dict[str, tuple[str, str]] = {
     "ink": ("#1c2430", "#e6eaf0"),
     "muted": ("#5a6675", "#9aa6b6"),
@@ -34,18 +36,8 @@ COLOURS: dict[str, tuple[str, str]] = {
     "update": ("#5f7da8", "#3f5d8a"),
     "rest": ("#b9bfc8", "#5d6775"),
     "bound": ("#39434f", "#c9d1db"),
-    "single": ("#5b6470", "#a3adba"),
-    "none": ("#6c737d", "#8f98a4"),
-    "gather": ("#b84c00", "#ff8f4d"),
-    "allreduce": ("#926600", "#f2b92f"),
-    "ring": ("#0068a8", "#5cb3f2"),
-    "direct": ("#5b7f0b", "#a8cf55"),
-    "ddp": ("#00795c", "#35c79d"),
-    "tree": ("#a43c84", "#e78ecb"),
-    "halving": ("#5145a8", "#a79df5"),
-    "ring-reduce": ("#7b5331", "#cfa079"),
-    "server": ("#2f6f73", "#74c4c9"),
-    "own": ("#3f4a1f", "#b9c67d"),
+    "own": OWN.colour,
+    **{name: row.colour for name, row in ALGORITHMS.items()},
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))

@@ -126,6 +126,15 @@ def test_modes_as_json_lists_every_legal_mode_once():
     assert "int8" in taken["direct"] and "int8" not in taken["ring"] and "fp16" in taken["ring"]
 
 
+def test_modes_list_every_k_where_it_can_follow():
+    rows = json.loads(CliRunner().invoke(main.app, ["modes", "--json"]).stdout)
+    every = {row["mode"]: row["every"] for row in rows}
+    assert every["ring"] == every["allreduce/flat"] == ["every:4", "every:4@100"]
+    assert every["ddp"] == every["server"] == every["ring/bucket:5MiB/overlap"] == []
+    lines = CliRunner().invoke(main.app, ["modes"]).stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("/every")] == ["/every:4", "/every:4@100"]
+
+
 def test_modes_for_people_says_each_codec_once_and_who_takes_it():
     lines = CliRunner().invoke(main.app, ["modes"]).stdout.splitlines()
     for word, takers in (

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from testbed.rank.group import Nothing, alone
-from testbed.rank.sync.algorithms import ROUNDS, Rounds
+from testbed.rank.sync.algorithms import plan_for
 from testbed.rank.sync.buckets import Readiness
 from testbed.rank.sync.pipeline import (
     MOST_PIECES,
@@ -26,40 +26,6 @@ from testbed.rank.sync.pipeline import (
 )
 from testbed.spec.errors import SpecError
 from testbed.spec.units import parse_size
-
-
-def carry_out(plans: list[Rounds]) -> tuple[list[list[set[int]]], list[list[set[int]]]]:
-    """What every rank holds of every part after the reduce, and after the gather: the ranks whose shares are in it."""
-    n = len(plans)
-    held = [[{rank} for _ in range(n)] for rank in range(n)]
-    for number in range(len(plans[0].reduce)):
-        sent = [
-            {(hop.peer, hop.part): set(held[r][hop.part]) for hop in plans[r].reduce[number].sends} for r in range(n)
-        ]
-        for rank in range(n):
-            for hop in plans[rank].reduce[number].receives:
-                assert not held[rank][hop.part] & sent[hop.peer][rank, hop.part], "a share would be added twice"
-                held[rank][hop.part] |= sent[hop.peer][rank, hop.part]
-    reduced = [[set(part) for part in parts] for parts in held]
-    for number in range(len(plans[0].gather)):
-        sent = [
-            {(hop.peer, hop.part): set(held[r][hop.part]) for hop in plans[r].gather[number].sends} for r in range(n)
-        ]
-        for rank in range(n):
-            for hop in plans[rank].gather[number].receives:
-                held[rank][hop.part] = sent[hop.peer][rank, hop.part]
-    return reduced, held
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 7])
-@pytest.mark.parametrize("name", sorted(ROUNDS))
-def test_owners_get_every_share_once_and_then_everybody_gets_all(name: str, n: int) -> None:
-    plans = [ROUNDS[name](rank, n) for rank in range(n)]
-    reduced, gathered = carry_out(plans)
-    assert all(reduced[rank][rank] == set(range(n)) for rank in range(n))
-    assert all(part == set(range(n)) for parts in gathered for part in parts)
-    for plan in plans:
-        assert sum(len(r.sends) for r in plan.reduce) == sum(len(r.sends) for r in plan.gather) == n - 1
 
 
 @pytest.mark.parametrize(("total", "most"), [(1000, 100), (1000, 1), (7, 100), (1, 8), (175, 100), (188, 100)])
@@ -76,7 +42,7 @@ def test_pieces_cover_everything_and_the_last_ones_are_small(total: int, most: i
 def test_a_piece_knows_the_parameters_it_holds_wholly_or_in_part() -> None:
     parameters = [Parameter(torch.zeros(size)) for size in (6, 1, 5)]
     flat = torch.zeros(12)
-    pieces = cut_pieces(parameters, flat, flat.clone(), limit=4 * 4, rounds=ROUNDS["ring"](0, 1), group=alone())
+    pieces = cut_pieces(parameters, flat, flat.clone(), limit=4 * 4, rounds=plan_for("ring", 0, 1), group=alone())
     cuts = bounds(12, 4)
     for piece, a, b in zip(pieces, cuts, cuts[1:], strict=False):
         expected = [
@@ -149,7 +115,7 @@ def test_a_sender_that_fails_says_so() -> None:
 
 @pytest.mark.parametrize(("length", "limit"), [(100_000, 1024), (9_231_114, 142 << 10)], ids=["small", "vgg11"])
 def test_more_pieces_than_threads_are_refused_with_a_size_that_works(length: int, limit: int) -> None:
-    parameters, flat, rounds = [Parameter(torch.zeros(length))], torch.zeros(length), ROUNDS["ring"](0, 1)
+    parameters, flat, rounds = [Parameter(torch.zeros(length))], torch.zeros(length), plan_for("ring", 0, 1)
     with pytest.raises(SpecError, match=r"would cut this model into (39\d|257) pieces.*Use bucket:\d+KiB") as refused:
         cut_pieces(parameters, flat, flat.clone(), limit, rounds, alone())
     size = parse_size(str(refused.value).rpartition("bucket:")[2].rstrip("."))
