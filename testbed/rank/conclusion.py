@@ -103,7 +103,7 @@ class Conclusion:
 
 def _first_cause(own: Error, spec: RunSpec, store: dist.Store | None) -> str:
     """Whoever ended for another reason than losing a peer; this rank, where nobody did."""
-    if store is None or own.code != PeerLost.exit_code or own.guilty is not None:
+    if store is None or own.code != PeerLost.exit_code or own.failed_rank is not None:
         return own.message
     told = []
     for rank in range(1, spec.world):

@@ -143,7 +143,7 @@ def open_store(rank: int, size: int, address: str, port: int, deadline: float) -
         )
     except RuntimeError as error:  # DistStoreError and its kin
         message = f"rank 0 (node0) was not met by rank {rank} at {address}:{port} within {deadline:g} s: {error}"
-        raise PeerLost(message, guilty=0) from None
+        raise PeerLost(message, failed_rank=0) from None
 
 
 def enter(rank: int, size: int, store: dist.TCPStore, deadline: float, end: Callable[[PeerLost], None]) -> Group:
@@ -171,7 +171,7 @@ def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         if missing:
             names = ", ".join(f"rank {other} (node{other})" for other in missing)
-            raise PeerLost(f"{names} did not come within {deadline:g} s", guilty=missing[0]) from None
+            raise PeerLost(f"{names} did not come within {deadline:g} s", failed_rank=missing[0]) from None
         raise
 
 

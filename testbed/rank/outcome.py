@@ -44,8 +44,8 @@ class Ending:
 def describe(error: Exception, rank: int) -> Error:
     """The sentence and the exit code; what nobody foresaw is printed with its traceback."""
     if isinstance(error, TestbedError):
-        guilty = error.guilty if isinstance(error, PeerLost) else None
-        return Error(code=error.exit_code, message=str(error), guilty=guilty, at=time.monotonic())
+        failed_rank = error.failed_rank if isinstance(error, PeerLost) else None
+        return Error(code=error.exit_code, message=str(error), failed_rank=failed_rank, at=time.monotonic())
     if isinstance(error, RuntimeError) and is_lost_peer(error):
         return Error(code=PeerLost.exit_code, message=f"rank {rank} lost a peer: {error}", at=time.monotonic())
     if isinstance(error, OSError) and error.errno in FULL:

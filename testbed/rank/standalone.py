@@ -132,7 +132,7 @@ def _wait(store: dist.Store, key: str, asked: Asked) -> bytes:
         return bytes(store.get(key))
     except RuntimeError as error:
         message = f"rank 0 (node0) did not say {key!r} to rank {asked.rank} in {asked.spec.start_deadline:g} s: {error}"
-        raise PeerLost(message, guilty=0) from None
+        raise PeerLost(message, failed_rank=0) from None
 
 
 def _live(
@@ -157,7 +157,7 @@ def _live(
 
     def end(lost: PeerLost) -> None:
         code = _end(lost, recorder, conclusion, store)
-        if asked.rank > 0 and lost.guilty != 0:
+        if asked.rank > 0 and lost.failed_rank != 0:
             presence.outlast(connection, LINGER_LOST)
         os._exit(code)
 
@@ -179,7 +179,7 @@ def _meet(asked: Asked, spec: RunSpec, store: dist.Store) -> list[str]:
     if missing:
         names = ", ".join(f"rank {rank}" for rank in missing)
         message = f"{names} did not come within {spec.start_deadline:g} s. See their logs"
-        raise PeerLost(message, guilty=missing[0])
+        raise PeerLost(message, failed_rank=missing[0])
     return [store.get(key).decode() for key in keys]
 
 

@@ -208,7 +208,7 @@ class Heartbeat:
                 self._beat()
             self._judge(now)
         if self.verdict is not None:
-            self._tell({"verdict": self.verdict.guilty, "why": str(self.verdict)})
+            self._tell({"verdict": self.verdict.failed_rank, "why": str(self.verdict)})
             self._known.set()
             self.end(self.verdict)
         else:
@@ -268,11 +268,11 @@ class Heartbeat:
         if "step" in message:
             peer.step, peer.phase = int(message["step"]), str(message["phase"])[:32]
         if "verdict" in message:
-            guilty, why = message["verdict"], str(message["why"])[:MAX_LINE]
-            if guilty == 0 == self.rank and peer.rank is not None:
+            failed_rank, why = message["verdict"], str(message["why"])[:MAX_LINE]
+            if failed_rank == 0 == self.rank and peer.rank is not None:
                 self._accusers[peer.rank] = why  # weighed when all that came with it is heard
             else:
-                self._settle(PeerLost(why, guilty if isinstance(guilty, int) else None))
+                self._settle(PeerLost(why, failed_rank if isinstance(failed_rank, int) else None))
         elif "bye" in message and peer.rank is not None:
             self._leave(peer.rank, str(message["bye"])[:1000])
         elif message.get("complains") and self._complaint is None and self.rank == 0:

@@ -30,7 +30,7 @@ from testbed.results.folder import (
 )
 from testbed.results.receipt import Network, read_network
 from testbed.results.records import CONTINUED, read
-from testbed.spec.errors import SpecError, TestbedError, plain
+from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
 
@@ -332,5 +332,5 @@ def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
 
 def _sentence(error: BaseException) -> str:
     """One line about what is wrong; it quotes the files."""
-    text = plain(next(iter(str(error).splitlines()), "")) or type(error).__name__
+    text = one_line(next(iter(str(error).splitlines()), "")) or type(error).__name__
     return f"damaged ({type(error).__name__}: {text})" if not isinstance(error, TestbedError) else text

@@ -27,9 +27,9 @@ from testbed.spec.errors import (
     SpecError,
     TestbedError,
     UsageError,
-    broken,
-    plain,
-    shown,
+    one_line,
+    os_failure,
+    quote,
 )
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 
@@ -95,7 +95,7 @@ def conclude(
         summary = summarise(folder, spec, **facts, notes=list(notes), network=network)
         write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
     except OSError as error:
-        raise broken(error, folder.summary) from None
+        raise os_failure(error, folder.summary) from None
     return summary
 
 
@@ -105,7 +105,7 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
         return _summarise(folder, spec, facts)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(
-            f"{folder.path}: its records are damaged ({type(error).__name__}: {plain(str(error))}). Run it again."
+            f"{folder.path}: its records are damaged ({type(error).__name__}: {one_line(str(error))}). Run it again."
         ) from None
 
 
@@ -147,7 +147,7 @@ def _verdict(ranks: list[list[Line]], steps: list[list[Line]], status: str) -> d
     for rank, rows in enumerate(steps):
         wrong = next((k for k, r in enumerate(rows) if r["step"] != k), len(rows))
         if wrong < max(longest, len(rows)) and ranks[rank]:
-            found = f"step {shown(rows[wrong]['step'])} is in its place" if wrong < len(rows) else "nothing follows"
+            found = f"step {quote(rows[wrong]['step'])} is in its place" if wrong < len(rows) else "nothing follows"
             rule = "all steps must be recorded"
             return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
     return {}
@@ -251,7 +251,7 @@ class _RootCause:
         self.codes, self.errors, self.last_steps, self.nodes, self.folder = codes, errors, last_steps, nodes, folder
         # For each rank that ended because it lost another: which one it reports.
         self.reported = [
-            error.get("guilty") if error and code == PeerLost.exit_code else None
+            error.get("failed_rank") if error and code == PeerLost.exit_code else None
             for code, error in zip(codes, errors, strict=True)
         ]
 

@@ -22,7 +22,7 @@ from testbed.results.folder import (
     check_size,
 )
 from testbed.results.records import read, read_lines
-from testbed.spec.errors import plain
+from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
 from testbed.spec.units import Interval
 
@@ -49,7 +49,7 @@ class Story:
     @property
     def named_right(self) -> bool | None:
         """Whether most who noticed named the rank that the fault was done to; None where nobody did."""
-        named = [event["guilty"] for event in self.seen if event.get("guilty") is not None]
+        named = [event["failed_rank"] for event in self.seen if event.get("failed_rank") is not None]
         if not named or not self.injected:
             return None
         return named.count(self.injected[0]["rank"]) > len(named) / 2
@@ -64,7 +64,7 @@ def read_story(folder: RunFolder) -> Story:
             codes.setdefault(event["rank"], event["code"])
     return Story(
         injected=[event for event in events if event["event"] == "injected"],
-        seen=[event for event in events if event["event"] == "saw" and event.get("guilty") is not None],
+        seen=[event for event in events if event["event"] == "saw" and event.get("failed_rank") is not None],
         codes=codes,
     )
 
@@ -78,14 +78,14 @@ def fault_table(runs: Sequence[tuple[RunFolder, RunSpec, str | None]]) -> list[t
 def _row(story: Story, spec: RunSpec, status: str | None) -> tuple[str, ...]:
     retried = any(code != 0 for code in story.codes.values())
     recovered = {True: "restarted" if retried else "went on", False: "no"}[status == "ok"]
-    done = [plain(str(event["fault"])) for event in story.injected]
+    done = [one_line(str(event["fault"])) for event in story.injected]
     missed = (Counter(map(str, spec.schedule())) - Counter(done)).elements()
     return (
         spec.name,
         " ".join([*done, *(f"{fault} (not injected)" for fault in missed)]),
         "-" if story.noticed is None else f"{story.noticed:.2f} s",
         {True: "yes", False: "NO", None: "-"}[story.named_right],
-        " ".join(plain(str(story.codes.get(rank, "stopped"))) for rank in range(spec.world)),
+        " ".join(one_line(str(story.codes.get(rank, "stopped"))) for rank in range(spec.world)),
         recovered if done else "-",
     )
 
@@ -160,7 +160,7 @@ def _knew(events: Sequence[dict[str, Any]]) -> float | None:
     """Of the attempt in which the first fault was done; what its own rank saw is nobody's notice."""
     later = itertools.dropwhile(lambda e: e["event"] != "injected", events)
     attempt = list(itertools.takewhile(lambda e: e["event"] != "again", later))
-    saw = [e for e in attempt if e["event"] == "saw" and e["at"] and e.get("guilty") is not None]
+    saw = [e for e in attempt if e["event"] == "saw" and e["at"] and e.get("failed_rank") is not None]
     times = [float(e["at"]) - float(attempt[0]["begun"]) for e in saw if e["rank"] != attempt[0]["rank"]]
     return max(times, default=None)
 

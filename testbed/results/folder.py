@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from testbed.spec.errors import SpecError, UsageError, broken, refuse
+from testbed.spec.errors import SpecError, UsageError, os_failure, refuse
 from testbed.spec.run import RunSpec
 
 MAX_SPEC = 1 << 20  # bytes of a spec.json
@@ -90,7 +90,7 @@ class RunFolder:
             with suppress(OSError):  # so that the next try finds no half of a run
                 self.place.unlink(missing_ok=True)
                 self.path.rmdir()
-            raise broken(error, self.spec) from None
+            raise os_failure(error, self.spec) from None
 
     def reopen(self) -> None:
         """Go on with a run that is not finished; from here on it has no summary until it has a new one."""

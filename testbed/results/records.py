@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from testbed.spec.errors import SpecError, shown
+from testbed.spec.errors import SpecError, quote
 from testbed.spec.run import SCHEMA, check_schema
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]  # bounded where a stranger's line is read; nobody counts further
@@ -108,7 +108,7 @@ class Error:
     kind: ClassVar[str] = "error"
     code: int
     message: str
-    guilty: int | None = None  # the rank that was lost, where this one lost a peer and knows which
+    failed_rank: int | None = None  # the rank that was lost, where this one lost a peer and knows which
     at: float | None = None  # monotonic time
 
 
@@ -146,7 +146,7 @@ def read_repeated(path: Path) -> Iterator[Repeated]:
                 yield _REPEATED[kind].validate_python(line)
         except ValidationError as error:
             wrong = error.errors()[0]
-            key, rule = shown(".".join(map(str, wrong["loc"]))), wrong["msg"]
+            key, rule = quote(".".join(map(str, wrong["loc"]))), wrong["msg"]
             raise SpecError(f"{path}: {key} of a {kind} is damaged ({rule}). Run it anew with another --out.") from None
 
 

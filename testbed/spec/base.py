@@ -6,7 +6,7 @@ from typing import Any, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from testbed.spec.errors import SpecError, plain, shown
+from testbed.spec.errors import SpecError, one_line, quote
 
 
 class Spec(BaseModel):
@@ -27,11 +27,11 @@ class Spec(BaseModel):
 def _sentence(cls: type[BaseModel], item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key {shown(key)}; known here: {', '.join(_keys_beside(cls, item['loc']))}"
+        return f"unknown key {quote(key)}; known here: {', '.join(_keys_beside(cls, item['loc']))}"
     text: str = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" or not key:
         return text
-    return f"{plain(key)} = {shown(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"
+    return f"{one_line(key)} = {quote(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"
 
 
 def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:

@@ -1,35 +1,42 @@
-"""Every failure a person can meet, and the exit code a script sees.
+"""Every failure that a person can meet, the exit code that a script sees, and how a message is written.
 
-TestbedError            1   anything of ours that went wrong
-├── UsageError          2   the request cannot be met: it prints the value, the rule and the way out
-│   ├── SpecError           a value in a mode, spec, experiment or inventory
-│   ├── SchemaError         a file written by another version of the schema
-│   └── Unavailable         this machine lacks something (root, a port, data, a kernel module)
-├── RankFailed          3   a rank died or hung; names it
-│   └── PeerLost        6   what a rank ends with that did nothing wrong itself: another was lost, and is named
-├── ReplicasDiffer      4   parameters are not equal on all ranks
-├── NetworkInvalid      5   shaping failed, or the receipt is off by more than the tolerance
-│   └── ProbeError          the probe of the network could not finish
-├── ChannelClosed           a control connection ended, or carried something that is no message
-└── Interrupted       130   Ctrl-C or SIGTERM; what was measured is kept
+TestbedError                  1   anything of ours that went wrong
+├── UsageError                2   the request cannot be met: the message has the value, the rule and the way out
+│   ├── SpecError                 a value in a mode, spec, experiment or inventory
+│   ├── SchemaError               a file written by another version of the schema
+│   └── Unavailable               this machine lacks something (root, a port, data, a kernel module)
+├── RankFailed                3   a rank died or hung; the message names it
+│   └── PeerLost              6   this rank did nothing wrong, but another one was lost; it is named
+├── ReplicasDiffer            4   parameters are not equal on all ranks
+├── NetworkInvalid            5   shaping failed, or the receipt is off by more than the tolerance
+│   └── ProbeError                the probe of the network could not finish
+├── ChannelClosed             1   a control connection ended, or carried something that is no message
+├── HostFailed                2   a host could not do its part; the message begins with its name
+│   ├── KeyUnknown                it answers, but its host key is not the known one
+│   ├── AuthenticationFailed      it answers, but does not accept our user or key
+│   └── CommandFailed             a command on it failed
+├── ConnectionLost            3   an open connection to a host broke; what runs there goes on
+└── Interrupted             130   Ctrl-C or SIGTERM; what was measured is kept
+
+All packages raise these. Messages quote files and the output of programs, which may be a stranger's: control
+characters are replaced when a message is printed, and `quote` and `one_line` limit the length of what is quoted.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-LONGEST = 400  # characters of a value in a message
+MAX_QUOTE_CHARS = 400  # of a value in a message
 
 
 class TestbedError(Exception):
     """Base of all; `exit_code` is what the process ends with."""
 
-    __test__ = False  # not a test class, whatever its name suggests to pytest
+    __test__ = False  # pytest: not a test class
     exit_code = 1
 
     def __str__(self) -> str:
-        """Messages quote files, and files may be a stranger's."""
-        return harmless(super().__str__())
+        return strip_control_chars(super().__str__())
 
 
 class UsageError(TestbedError):
@@ -43,11 +50,11 @@ class SpecError(UsageError):
 
 
 class SchemaError(UsageError):
-    """A file speaks another version of the schema."""
+    """Another version of the schema wrote a file."""
 
 
 class Unavailable(UsageError):
-    """This machine cannot do what was asked; the message says what is missing."""
+    """This machine cannot do what was requested; the message says what is missing."""
 
 
 class RankFailed(TestbedError):
@@ -57,13 +64,13 @@ class RankFailed(TestbedError):
 
 
 class PeerLost(RankFailed):
-    """This rank is well; `guilty` is the one that was lost, where it is known."""
+    """This rank did nothing wrong; `failed_rank` is the one that was lost, or None if it is not known."""
 
     exit_code = 6
 
-    def __init__(self, message: str, guilty: int | None = None) -> None:
+    def __init__(self, message: str, failed_rank: int | None = None) -> None:
         super().__init__(message)
-        self.guilty = guilty
+        self.failed_rank = failed_rank
 
 
 class ReplicasDiffer(TestbedError):
@@ -73,7 +80,7 @@ class ReplicasDiffer(TestbedError):
 
 
 class NetworkInvalid(TestbedError):
-    """The network is not the one that was asked for."""
+    """The network is not the requested one."""
 
     exit_code = 5
 
@@ -86,19 +93,55 @@ class ChannelClosed(TestbedError):
     """The other end of a control connection is closed, or sent something that is no message."""
 
 
+class HostFailed(TestbedError):
+    """A host could not do its part; the message begins with its name."""
+
+    exit_code = 2
+
+
+class KeyUnknown(HostFailed):
+    """The host answers, but its host key is not the known one."""
+
+
+class AuthenticationFailed(HostFailed):
+    """The host answers, but does not accept our user or key."""
+
+
+class CommandFailed(HostFailed):
+    """A command on a host failed; `code` and `said` are its exit code and its output."""
+
+    def __init__(self, message: str, code: int, said: str) -> None:
+        super().__init__(message)
+        self.code, self.said = code, said
+
+
+class ConnectionLost(TestbedError):
+    """An open connection to a host broke; what runs on the host goes on."""
+
+    exit_code = 3
+
+
 class Interrupted(TestbedError):
     """Stopped by the user; what was measured so far is on disk."""
 
     exit_code = 130
 
 
-def refuse(what: str, value: object, rule: str, way_out: str) -> SpecError:
-    """The one form of a refusal: what, its value, the rule, the way out."""
-    return SpecError(f"{what} {shown(value)}: {rule}. {way_out}")
+def refuse(what: str, value: object, rule: str, way_out: str, kind: type[UsageError] = SpecError) -> UsageError:
+    """The exception for a value that breaks a rule: "mode 'rong': there is no such method. Use ring or tree."."""
+    return kind(f"{what} {quote(value)}: {rule}. {way_out}")
+
+
+def os_failure(error: OSError, where: object) -> TestbedError:
+    """The exception for a full disk, a folder that vanished and the like; `where` if the error names no file."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return TestbedError(
+        f"{error.filename or where}: {reason}, so nothing was finished. Make room or fix it, then try again."
+    )
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:
-    """Raise Unavailable where a package of this extra (pyproject.toml) is not installed; nothing is imported."""
+    """Raise Unavailable if a package of this extra (pyproject.toml) is not installed; nothing is imported."""
     for package in packages:
         found = find_spec(package)
         if found is None or found.origin is None:  # no origin: a folder of that name, such as docker/ of a clone
@@ -106,29 +149,22 @@ def require_extra(what: str, extra: str, *packages: str) -> None:
             raise Unavailable(f"{what}: {rule}. Install it with: pip install 'testbed[{extra}]'")
 
 
-def shown(value: object) -> str:
-    """A value as a message prints it: escaped, and not longer than a person reads."""
+def quote(value: object) -> str:
+    """A value as a message prints it: escaped, and cut if it is long."""
     return _cut(repr(value))
 
 
-def plain(words: str) -> str:
-    """Somebody else's words as a message prints them: one line, harmless, and not longer than a person reads."""
-    return _cut(" ".join(harmless(words).split()))
+def one_line(text: str) -> str:
+    """Text of others as a message prints it: one line, without control characters, and cut if it is long."""
+    return _cut(" ".join(strip_control_chars(text).split()))
 
 
-def harmless(text: str) -> str:
-    """What would command a terminal, or turn the order of its letters, becomes a question mark; lines stay."""
+def strip_control_chars(text: str) -> str:
+    """Replace non-printable characters except newline and tab by "?"."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
-
-
-def broken(error: OSError, where: object) -> TestbedError:
-    """What the machine did to us (a full disk, a folder that vanished), as a sentence; `where`: if it names no file."""
-    reason = error.strerror or str(error) or type(error).__name__
-    way_out = "Make room, or mend that, and try again."
-    return TestbedError(f"{error.filename or where}: {reason}, so nothing was finished. {way_out}")
+    return text if len(text) <= MAX_QUOTE_CHARS else f"{text[:MAX_QUOTE_CHARS]}... ({len(text)} characters)"

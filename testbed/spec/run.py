@@ -8,14 +8,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from testbed.spec.base import Spec
-from testbed.spec.errors import SchemaError, SpecError, plain, refuse
+from testbed.spec.errors import SchemaError, SpecError, one_line, refuse
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, drawn
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
 
 START_DEADLINE = 60.0  # seconds for ranks to start and meet
 STEP_DEADLINE = 20.0  # seconds of waiting for others in a step, beside what the transfer itself needs
-SCHEMA = 3  # of spec.json, rankN.jsonl, receipt.json and summary.json together
+SCHEMA = 3  # version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together
 
 
 class DataSpec(Spec):
@@ -192,10 +192,10 @@ class RunSpec(Spec):
 
 
 def check_schema(number: object, where: str) -> None:
-    """Refuse a file of another schema by its number."""
+    """Raise SchemaError if a file has another schema number than this version."""
     if number != SCHEMA:
-        way_out = "Use the testbed that wrote it."
-        raise SchemaError(f"{where}: schema {plain(str(number))}, this testbed reads schema {SCHEMA}. {way_out}")
+        rule = f"schema {one_line(str(number))}, this testbed reads schema {SCHEMA}"
+        raise SchemaError(f"{where}: {rule}. Run it again, or use the version of testbed that wrote it.")
 
 
 def _check_nodes(spec: RunSpec) -> None:

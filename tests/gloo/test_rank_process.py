@@ -113,7 +113,7 @@ def test_a_rank_that_never_comes_is_named_by_all_who_waited(tmp_path: Path) -> N
             late.send_signal(signal.SIGCONT)
         assert run.wait(PATIENCE) == [6, 6, 6], [run.said(rank) for rank in range(3)]
     errors = [list(read(folder.records(rank)))[-1] for rank in range(3)]
-    assert [error["guilty"] for error in errors] == [3, 3, 3], errors
+    assert [error["failed_rank"] for error in errors] == [3, 3, 3], errors
     assert all("rank 3 (node3) did not come" in error["message"] for error in errors), errors
 
 

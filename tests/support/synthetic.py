@@ -80,7 +80,7 @@ def make_faulted(folder: Path, fault: str, over: float | None = None, **values: 
     events: list[dict[str, Any]] = [{"event": "injected", "fault": fault, "rank": guilty, "step": 3, "begun": begun}]
     others = [rank for rank in range(4) if rank != guilty and not over]
     events += [{"event": "over", "fault": fault, "rank": guilty, "at": begun + over}] if over else []
-    events += [{"event": "saw", "rank": rank, "guilty": guilty, "at": begun + 0.3, "code": 6} for rank in others]
+    events += [{"event": "saw", "rank": rank, "failed_rank": guilty, "at": begun + 0.3, "code": 6} for rank in others]
     codes = [0 if over else -9 if rank == guilty else 6 for rank in range(4)]
     events += [{"event": "ended", "rank": rank, "code": code, "at": begun + 0.4} for rank, code in enumerate(codes)]
     run.faults.write_text("".join(json.dumps({"at": begun, **event}) + "\n" for event in events))

@@ -35,7 +35,7 @@ from testbed.control.tuning.search import tune as run_tune
 from testbed.data.fetch import fetch, verify
 from testbed.results.folder import RunFolder
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import SpecError, TestbedError, broken, refuse
+from testbed.spec.errors import SpecError, TestbedError, os_failure, refuse
 from testbed.spec.inventory import DEFAULT, VARIABLE, read_inventory
 from testbed.spec.mode import CODECS, EVERY, algorithms, codecs_of, every_of, legal_modes
 from testbed.spec.run import RunSpec
@@ -310,7 +310,7 @@ def main() -> None:
         print(f"testbed: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:  # of the machine, and of no run: those end with a sentence of their own
-        print(f"testbed: {broken(error, 'this machine')}", file=sys.stderr)
+        print(f"testbed: {os_failure(error, 'this machine')}", file=sys.stderr)
         sys.exit(TestbedError.exit_code)
     except KeyboardInterrupt:
         print("testbed: interrupted", file=sys.stderr)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from testbed.spec.errors import harmless, plain
+from testbed.spec.errors import one_line, strip_control_chars
 from testbed.spec.run import RunSpec
 
 # What all commands print with, and the options they share.
@@ -21,7 +21,7 @@ class Screen(Console):
     """A console that may be given strangers' words: names, reasons and titles come from files."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(harmless(each) if isinstance(each, str) else each for each in objects), **options)
+        super().print(*(strip_control_chars(each) if isinstance(each, str) else each for each in objects), **options)
 
 
 console = Screen(markup=False, highlight=False, soft_wrap=True)
@@ -89,7 +89,7 @@ class Plain:
         self.said = 0.0
 
     def headline(self, text: str) -> None:
-        self.console.print(plain(text))
+        self.console.print(one_line(text))
 
     def stage(self, text: str) -> None:
         self.console.print(f"  {text}")

@@ -111,7 +111,7 @@ class Injector:
 
     def _write_end(self, rank: int, state: RankState) -> None:
         if state.error and state.code:
-            told = {key: state.error.get(key) for key in ("guilty", "message")}
+            told = {key: state.error.get(key) for key in ("failed_rank", "message")}
             own = state.error.get("at") if self._substrate.one_clock else None
             self._write("saw", at=own or state.ended, rank=rank, code=state.code, **told)
         self._write("ended", at=state.ended, rank=rank, code=state.code)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from testbed.control.machine import ownership
 from testbed.control.runs.select import Place
-from testbed.spec.errors import Interrupted, Unavailable, plain
+from testbed.spec.errors import Interrupted, Unavailable, one_line
 
 # Lock: one controller per run folder and per experiment; the kernel frees it with the process, however that ends.
 #
@@ -182,4 +182,4 @@ def _command(pid: int) -> str:
         return "unknown"
     starts = [k for k, word in enumerate(words[:4]) if Path(word).name in ("testbed", "testbed.control")]
     text = shlex.join(["testbed", *words[starts[0] + 1 :]] if starts else words)
-    return plain(text)[:LONGEST] or "unknown"
+    return one_line(text)[:LONGEST] or "unknown"

@@ -31,7 +31,7 @@ from testbed.spec.errors import (
     TestbedError,
     Unavailable,
     UsageError,
-    broken,
+    os_failure,
     refuse,
 )
 from testbed.spec.mode import ALGORITHMS, methods_dir
@@ -212,7 +212,7 @@ def _live(life: Life, resume: bool) -> Summary:
         raise Interrupted(f"interrupted; {stopped}. What was measured is in {life.folder.path}") from None
     except (TestbedError, OSError) as error:
         _stop(life.substrate)
-        verdict = error if isinstance(error, TestbedError) else broken(error, life.folder.path)
+        verdict = error if isinstance(error, TestbedError) else os_failure(error, life.folder.path)
         with suppress(TestbedError):  # a summary that cannot be written must not hide why; without one nothing counts
             _conclude(life, facts, "failed", str(verdict))
         raise verdict from None

@@ -91,9 +91,9 @@ class RankState:
         return bool(records) or self.code is not None
 
     @property
-    def guilty(self) -> int | None:
+    def failed_rank(self) -> int | None:
         """Whom this rank says it lost."""
-        return self.error.get("guilty") if self.error and self.code == PeerLost.exit_code else None
+        return self.error.get("failed_rank") if self.error and self.code == PeerLost.exit_code else None
 
 
 class Companion(Protocol):
@@ -110,7 +110,7 @@ def follow(
     tails: Sequence[Tail] | None = None,
     nodes: Sequence[str] = (),
 ) -> None:
-    """Return when all ranks ended well; raise for the guilty one otherwise. `tails`: of records read before."""
+    """Return when all ranks ended well; raise for the failed_rank one otherwise. `tails`: of records read before."""
     tails = tails or [Tail(folder.records(k)) for k in range(len(processes))]
     names = nodes or [f"node{k}" for k in range(len(processes))]
     ranks = [RankState(*each) for each in zip(processes, tails, names, strict=True)]
@@ -150,7 +150,7 @@ def _let_others_end(ranks: list[RankState], progress: Progress) -> None:
         running = {k for k, rank in enumerate(ranks) if rank.code is None}
         if not running:
             return
-        if running <= {rank.guilty for rank in ranks}:
+        if running <= {rank.failed_rank for rank in ranks}:
             end = min(end, max(rank.ended or 0 for rank in ranks) + LAST_WORDS)
         time.sleep(POLL)
 

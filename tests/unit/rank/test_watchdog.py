@@ -82,7 +82,7 @@ def frozen(beat: Heartbeat) -> Iterator[None]:
 
 def guilty(beats: list[Heartbeat]) -> list[int | None]:
     until(lambda: all(beat.verdict for beat in beats))
-    return [beat.verdict.guilty for beat in beats if beat.verdict]
+    return [beat.verdict.failed_rank for beat in beats if beat.verdict]
 
 
 def test_a_dead_rank_is_seen_at_once_by_all(ring: Callable[..., list[Heartbeat]]) -> None:
@@ -184,7 +184,7 @@ def test_a_complaint_names_who_was_stopped(ring: Callable[..., list[Heartbeat]])
     time.sleep(2 * watchdog.PERIOD)
     assert zero.verdict is None and two.verdict is None
     lost = two.ask()
-    assert lost is not None and lost.guilty == 1
+    assert lost is not None and lost.failed_rank == 1
 
 
 def test_a_complaint_names_the_one_that_is_behind(ring: Callable[..., list[Heartbeat]]) -> None:
@@ -194,7 +194,7 @@ def test_a_complaint_names_the_one_that_is_behind(ring: Callable[..., list[Heart
     two.at(7, "sync")
     time.sleep(3 * watchdog.PERIOD)
     lost = two.ask()
-    assert isinstance(lost, PeerLost) and lost.guilty == 1 and "still in step 8" in str(lost)
+    assert isinstance(lost, PeerLost) and lost.failed_rank == 1 and "still in step 8" in str(lost)
 
 
 def test_strangers_are_heard_by_nobody(ring: Callable[..., list[Heartbeat]]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from testbed.report.load import load
 from testbed.report.page import write
 from testbed.report.trace import write_trace
-from testbed.spec.errors import plain
+from testbed.spec.errors import one_line
 from tests.soak.nasty import LIVE, OBEYED, OCTAL
 from tests.support.synthetic import make_faulted, make_run
 
@@ -41,8 +41,8 @@ def test_the_page_has_a_section_with_a_row_and_a_plot_for_it(tmp_path: Path) -> 
     assert FAULT in (tmp_path / "report" / "report.md").read_text()
 
 
-ITSELF: dict[str, Any] = {"event": "saw", "rank": 2, "guilty": 0, "code": 6, "at": 7.0}
-AGAIN: list[dict[str, Any]] = [{"event": "again", "at": 8.0}, ITSELF | {"rank": 1, "guilty": 2, "at": 9.0}]
+ITSELF: dict[str, Any] = {"event": "saw", "rank": 2, "failed_rank": 0, "code": 6, "at": 7.0}
+AGAIN: list[dict[str, Any]] = [{"event": "again", "at": 8.0}, ITSELF | {"rank": 1, "failed_rank": 2, "at": 9.0}]
 
 
 @pytest.mark.parametrize("more", [[ITSELF], AGAIN], ids=["the rank itself", "another attempt"])
@@ -85,7 +85,7 @@ def test_a_fault_in_a_strangers_words_is_text_on_the_page(tmp_path: Path, words:
     path.write_text("".join(json.dumps(event) + "\n" for event in told))
     page = write([tmp_path / "runs"], tmp_path).page.read_text()
     (label,) = re.findall(r'aria-label="([^"]*)"', page)
-    assert html.unescape(label).startswith(f"{plain(words)} {FAULT} (not injected) under ring: all others know")
+    assert html.unescape(label).startswith(f"{one_line(words)} {FAULT} (not injected) under ring: all others know")
     assert LIVE not in page and "\x1b" not in page and len(page) < 1 << 20
     assert LIVE not in (tmp_path / "report" / "faults-fault-1.svg").read_text()
 

@@ -284,7 +284,7 @@ def test_a_damaged_summary_is_refused_with_a_sentence(folder: RunFolder, text: s
 
 
 def error(code: int, message: str, failed_rank: int | None = None) -> dict[str, Any]:
-    return {"code": code, "message": message, "guilty": failed_rank}
+    return {"code": code, "message": message, "failed_rank": failed_rank}
 
 
 def cause(folder: RunFolder, codes: list[int | None], *errors: dict[str, Any] | None, last: int = 3) -> TestbedError:

@@ -17,8 +17,8 @@ SPEC = RunSpec.load({"nodes": 3, "batch": 6, "name": "r", "faults": ["kill:rank1
 INJECTED = {"event": "injected", "fault": "kill:rank1@step5", "rank": 1, "step": 5, "begun": 10.0, "at": 10.1}
 
 
-def saw(rank: int, guilty: int | None, at: float) -> dict[str, object]:
-    return {"event": "saw", "rank": rank, "guilty": guilty, "at": at, "code": 6, "message": ""}
+def saw(rank: int, failed_rank: int | None, at: float) -> dict[str, object]:
+    return {"event": "saw", "rank": rank, "failed_rank": failed_rank, "at": at, "code": 6, "message": ""}
 
 
 def ended(rank: int, code: int) -> dict[str, object]:

@@ -8,14 +8,14 @@ import pytest
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import (
-    LONGEST,
+    MAX_QUOTE_CHARS,
     PeerLost,
     SpecError,
     TestbedError,
     Unavailable,
-    harmless,
-    plain,
+    one_line,
     require_extra,
+    strip_control_chars,
 )
 
 OBEYED = "\x1b]0;owned\x07\x1b[31m"
@@ -28,10 +28,10 @@ def test_an_error_says_nothing_that_a_terminal_obeys(kind: type[TestbedError]) -
 
 
 def test_words_of_somebody_else_are_one_line_of_bounded_length() -> None:
-    assert plain("a\nb\tc  d\r") == "a b c d?"
-    assert plain("x" * LONGEST) == "x" * LONGEST
-    assert plain("x" * 100_000) == "x" * LONGEST + "... (100000 characters)"
-    assert harmless("a\n\tb") == "a\n\tb"
+    assert one_line("a\nb\tc  d\r") == "a b c d?"
+    assert one_line("x" * MAX_QUOTE_CHARS) == "x" * MAX_QUOTE_CHARS
+    assert one_line("x" * 100_000) == "x" * MAX_QUOTE_CHARS + "... (100000 characters)"
+    assert strip_control_chars("a\n\tb") == "a\n\tb"
 
 
 class Named(Spec):
@@ -41,7 +41,7 @@ class Named(Spec):
 def test_a_key_that_somebody_made_up_is_cut_too() -> None:
     with pytest.raises(SpecError) as refusal:
         Named.load({"by": {OBEYED + "x" * 10_000: "no"}}, "file")
-    assert "\x1b" not in str(refusal.value) and len(str(refusal.value)) < 3 * LONGEST
+    assert "\x1b" not in str(refusal.value) and len(str(refusal.value)) < 3 * MAX_QUOTE_CHARS
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(

@@ -30,9 +30,9 @@ from testbed.control.substrates.hosts.node import (
     free_at,
     free_bytes,
 )
-from testbed.control.substrates.hosts.ssh import CommandFailed, Host, HostFailed
+from testbed.control.substrates.hosts.ssh import Host
 from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, array_path, data_dir, dataset_info, is_complete
-from testbed.spec.errors import TestbedError, Unavailable
+from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, Unavailable
 
 # What is sent to hosts, packed once for all of them: the image and the data sets, compressed, in the user's cache.
 

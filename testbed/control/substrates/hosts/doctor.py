@@ -19,8 +19,8 @@ from testbed.control.substrates.hosts.node import (
     free_bytes,
     try_meeting,
 )
-from testbed.control.substrates.hosts.ssh import Host, KeyUnknown, NotLetIn
-from testbed.spec.errors import TestbedError
+from testbed.control.substrates.hosts.ssh import Host
+from testbed.spec.errors import AuthenticationFailed, KeyUnknown, TestbedError
 
 HEADER = ("host", "reachable", "key", "engine", "free disk", "clock offset", "interface", "ports", "image")
 LITTLE = 3e9  # bytes; the image unpacked, with room for a run
@@ -66,7 +66,7 @@ def _first(outcome: Outcome[Host]) -> Row:
     row, error = Row(outcome.host), outcome.error
     if error is not None:
         row.troubles.append(str(error))
-    answers = error is None or isinstance(error, KeyUnknown | NotLetIn)
+    answers = error is None or isinstance(error, KeyUnknown | AuthenticationFailed)
     row.cells["reachable"] = "yes" if error is None else "not let in" if answers else "no"
     row.cells["key"] = "refused" if isinstance(error, KeyUnknown) else "known" if answers else "-"
     return row

@@ -19,9 +19,9 @@ from typing import Any
 from testbed.control.substrates.base import NODE_PORT
 from testbed.control.substrates.engine import CPU_PERIOD, IMAGE
 from testbed.control.substrates.hosts.group import Outcome, each, values
-from testbed.control.substrates.hosts.ssh import CommandFailed, Host, HostFailed
+from testbed.control.substrates.hosts.ssh import Host
 from testbed.net import reachability
-from testbed.spec.errors import NetworkInvalid, Unavailable
+from testbed.spec.errors import CommandFailed, HostFailed, NetworkInvalid, Unavailable
 from testbed.spec.privileges import NOBODY
 
 # What is asked of a host, as data: names, places and argument lists. Nothing here talks to anybody.

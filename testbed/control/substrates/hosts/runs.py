@@ -28,13 +28,13 @@ from testbed.control.substrates.hosts.node import (
     remove_containers,
     user,
 )
-from testbed.control.substrates.hosts.ssh import CommandFailed, Host, HostFailed
+from testbed.control.substrates.hosts.ssh import Host
 from testbed.control.substrates.hosts.substrate import NOTE, remove_run, write_note
 from testbed.results.conclude import Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, runs_dir
 from testbed.results.receipt import Receipt
 from testbed.results.records import read
-from testbed.spec.errors import TestbedError, UsageError
+from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 
 LARGEST = 1 << 20  # bytes of a spec.json

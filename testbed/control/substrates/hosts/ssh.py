@@ -18,7 +18,7 @@ from fabric import Config, Connection
 from invoke.exceptions import CommandTimedOut, ThreadException
 
 from testbed.net.probe import Clock, read_clock
-from testbed.spec.errors import TestbedError
+from testbed.spec.errors import AuthenticationFailed, CommandFailed, ConnectionLost, HostFailed, KeyUnknown
 from testbed.spec.inventory import HostNode
 
 # Host keys: known ones are checked, unknown ones refused, unless the user opts in; changed ones are always refused.
@@ -83,34 +83,6 @@ CHUNK = 1 << 18  # bytes
 LOST = (EOFError, OSError, paramiko.SSHException, ThreadException)  # what a broken connection raises
 
 
-class HostFailed(TestbedError):
-    """A host could not do its part; the message begins with its name."""
-
-    exit_code = 2
-
-
-class KeyUnknown(HostFailed):
-    """It answers, and its host key is not the known one."""
-
-
-class NotLetIn(HostFailed):
-    """It answers, and does not take our user or key."""
-
-
-class ConnectionLost(TestbedError):
-    """An open connection broke; what runs on the host goes on."""
-
-    exit_code = 3
-
-
-class CommandFailed(HostFailed):
-    """A command on a host ended badly; `code` and `said` are its own."""
-
-    def __init__(self, message: str, code: int, said: str) -> None:
-        super().__init__(message)
-        self.code, self.said = code, said
-
-
 class Host:
     """A node of the inventory; `open` it before anything else."""
 
@@ -141,7 +113,7 @@ class Host:
         except paramiko.BadHostKeyException as error:
             raise KeyUnknown(f"{self.name}: {_changed(error)}") from None
         except paramiko.AuthenticationException as error:
-            raise NotLetIn(f"{self.name}: {self._not_let_in(error)}") from None
+            raise AuthenticationFailed(f"{self.name}: {self._not_let_in(error)}") from None
         except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
             where = f"{self.node.address}:{self.node.port or 22}"
             reason = " ".join(str(error).split()) or type(error).__name__

@@ -42,16 +42,10 @@ from testbed.control.substrates.hosts.node import (
     remove_containers,
     run_id,
 )
-from testbed.control.substrates.hosts.ssh import (
-    LOST,
-    CommandFailed,
-    ConnectionLost,
-    Host,
-    HostFailed,
-)
+from testbed.control.substrates.hosts.ssh import LOST, Host
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.datasets import MARKER, data_dir, dataset_info
-from testbed.spec.errors import RankFailed, TestbedError, Unavailable
+from testbed.spec.errors import CommandFailed, ConnectionLost, HostFailed, RankFailed, TestbedError, Unavailable
 from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec

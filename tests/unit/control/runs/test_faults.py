@@ -101,11 +101,11 @@ def test_exit_oom_and_disk_full_go_to_the_rank(tmp_path: Path) -> None:
 def test_what_each_rank_saw_and_how_it_ended_is_written_once(tmp_path: Path) -> None:
     made, _, ranks = injector(tmp_path, "kill:rank1@step999")
     ranks[0].code, ranks[0].ended = 6, 5.0
-    ranks[0].error = {"kind": "error", "guilty": 1, "at": 4.5, "message": "rank 1 is gone"}
+    ranks[0].error = {"kind": "error", "failed_rank": 1, "at": 4.5, "message": "rank 1 is gone"}
     made.look(ranks)
     made.look(ranks)
     saw, ended = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
-    assert (saw["event"], saw["rank"], saw["guilty"], saw["at"]) == ("saw", 0, 1, 4.5)
+    assert (saw["event"], saw["rank"], saw["failed_rank"], saw["at"]) == ("saw", 0, 1, 4.5)
     assert (ended["event"], ended["code"], ended["at"]) == ("ended", 6, 5.0)
 
 
@@ -113,7 +113,7 @@ def test_the_time_of_another_machines_clock_is_not_written_down(tmp_path: Path) 
     made, substrate, ranks = injector(tmp_path, "kill:rank1@step999")
     substrate.one_clock = False
     ranks[0].code, ranks[0].ended = 6, 5.0
-    ranks[0].error = {"kind": "error", "guilty": 1, "at": 987654.0, "message": "rank 1 is gone"}
+    ranks[0].error = {"kind": "error", "failed_rank": 1, "at": 987654.0, "message": "rank 1 is gone"}
     made.look(ranks)
     saw, _ = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
     assert saw["at"] == 5.0

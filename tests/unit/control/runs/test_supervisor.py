@@ -122,7 +122,7 @@ def test_a_half_written_line_waits_for_its_end(tmp_path):
 
 def test_the_guilty_is_called_as_the_inventory_calls_it_also_in_other_ranks_words(tmp_path):
     folder = RunFolder(tmp_path)
-    records(folder, 0, {"kind": "error", "code": 6, "guilty": 1, "message": "rank 1 (node1) is silent"})
+    records(folder, 0, {"kind": "error", "code": 6, "failed_rank": 1, "message": "rank 1 (node1) is silent"})
     with pytest.raises(RankFailed) as told:
         processes = [Scripted(6), Scripted(0, polls=NEVER)]
         supervisor.follow(processes, folder, Silent(), nodes=["anna", "bert"])
@@ -131,8 +131,12 @@ def test_the_guilty_is_called_as_the_inventory_calls_it_also_in_other_ranks_word
 
 def test_of_two_ranks_that_lost_each_other_neither_is_accused(tmp_path):
     folder = RunFolder(tmp_path)
-    records(folder, 0, {"kind": "step", "step": 4}, {"kind": "error", "code": 6, "guilty": 1, "message": "no rank 1"})
-    records(folder, 1, {"kind": "step", "step": 5}, {"kind": "error", "code": 6, "guilty": 0, "message": "no rank 0"})
+    records(
+        folder, 0, {"kind": "step", "step": 4}, {"kind": "error", "code": 6, "failed_rank": 1, "message": "no rank 1"}
+    )
+    records(
+        folder, 1, {"kind": "step", "step": 5}, {"kind": "error", "code": 6, "failed_rank": 0, "message": "no rank 0"}
+    )
     with pytest.raises(RankFailed) as told:
         supervisor.follow([Scripted(6), Scripted(6, polls=3)], folder, Silent())
     said = "rank 0 (node0) and rank 1 (node1) lost each other since step 5."
@@ -142,6 +146,6 @@ def test_of_two_ranks_that_lost_each_other_neither_is_accused(tmp_path):
 def test_where_a_third_rank_saw_it_the_one_that_most_lost_is_named(tmp_path):
     folder = RunFolder(tmp_path)
     for rank, guilty in enumerate((1, 0, 1)):
-        records(folder, rank, {"kind": "error", "code": 6, "guilty": guilty, "message": f"no rank {guilty}"})
+        records(folder, rank, {"kind": "error", "code": 6, "failed_rank": guilty, "message": f"no rank {guilty}"})
     with pytest.raises(RankFailed, match=r"^rank 1 \(node1\) was cut off"):
         supervisor.follow([Scripted(6) for _ in range(3)], folder, Silent())

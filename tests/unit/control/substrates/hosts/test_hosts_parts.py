@@ -22,19 +22,17 @@ from testbed.control.substrates.hosts.node import (
     engine,
     first_endpoint,
 )
-from testbed.control.substrates.hosts.ssh import (
+from testbed.control.substrates.hosts.ssh import Host, KeyRefused, check_host_keys, known_hosts
+from testbed.control.substrates.hosts.substrate import Mirror, RemoteProcess
+from testbed.spec.errors import (
+    AuthenticationFailed,
     CommandFailed,
     ConnectionLost,
-    Host,
     HostFailed,
-    KeyRefused,
     KeyUnknown,
-    NotLetIn,
-    check_host_keys,
-    known_hosts,
+    RankFailed,
+    TestbedError,
 )
-from testbed.control.substrates.hosts.substrate import Mirror, RemoteProcess
-from testbed.spec.errors import RankFailed, TestbedError
 from testbed.spec.inventory import HostNode
 from tests.unit.control.substrates.hosts.test_node import container
 
@@ -250,7 +248,7 @@ def test_a_host_that_takes_nothing_any_more_is_a_lost_connection(monkeypatch: py
     [
         (None, "yes", "known"),
         (KeyUnknown("node0: the key is not known"), "not let in", "refused"),
-        (NotLetIn("node0: user ann"), "not let in", "known"),
+        (AuthenticationFailed("node0: user ann"), "not let in", "known"),
         (HostFailed("node0: no SSH connection; host key, not let in"), "no", "-"),
     ],
 )

@@ -22,15 +22,18 @@ from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.hosts import runs as hosts_runs
 from testbed.control.substrates.hosts import substrate as hosts_process
 from testbed.control.substrates.hosts.node import Account, Endpoint, check_apart, user
-from testbed.control.substrates.hosts.ssh import (
-    CommandFailed,
-    ConnectionLost,
-    Host,
-    HostFailed,
-)
+from testbed.control.substrates.hosts.ssh import Host
 from testbed.control.substrates.hosts.substrate import NOTE, HostsSubstrate, Mirror, version
 from testbed.results.folder import RunFolder
-from testbed.spec.errors import NetworkInvalid, SpecError, TestbedError, UsageError
+from testbed.spec.errors import (
+    CommandFailed,
+    ConnectionLost,
+    HostFailed,
+    NetworkInvalid,
+    SpecError,
+    TestbedError,
+    UsageError,
+)
 from testbed.spec.inventory import HostNode, Inventory
 from testbed.spec.run import RunSpec
 from tests.unit.control.substrates.hosts.test_hosts_parts import Files, ScriptedHost
