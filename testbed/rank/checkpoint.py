@@ -179,7 +179,7 @@ class Checkpoints:
 
 def collect(trained: Trained) -> dict[str, Tensor]:
     """Everything as named tensors, copied; what is still under way is finished first."""
-    trained.sync.settle()
+    trained.sync.flush()
     found = {f"sync.{key}": value for key, value in trained.sync.state().items()}
     found |= {f"model.{key}": value for key, value in trained.model.state_dict().items()}
     found |= {f"optimizer.{key}": value for key, value in trained.optimizer.state().items()}

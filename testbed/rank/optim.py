@@ -114,11 +114,11 @@ class Optimizer:
             nn.utils.clip_grad_norm_(self.parts[0].parameters, self.spec.clip)
         self._step(self.parts[0])
 
-    def own(self, parts: list[Tensor]) -> None:
+    def own_shards(self, shards: list[Tensor]) -> None:
         """From now on it is these parts of the parameters that are updated, each when its gradient is there."""
-        self.parts = [Part(self.spec, [nn.Parameter(values)]) for values in parts]
+        self.parts = [Part(self.spec, [nn.Parameter(values)]) for values in shards]
 
-    def step_part(self, number: int, gradient: Tensor) -> None:
+    def step_shard(self, number: int, gradient: Tensor) -> None:
         """Update one part. Threads may update different parts at the same time."""
         self.parts[number].parameters[0].grad = gradient
         self._step(self.parts[number])

@@ -30,16 +30,16 @@ class Profiler:
         self.trace, self.shares = trace, shares
         self.running: profile | None = None
 
-    def before(self, step: int, settle: Callable[[], None]) -> None:
-        """`settle` waits for what other threads do: the profiler must not start or stop under their feet."""
+    def before(self, step: int, flush: Callable[[], None]) -> None:
+        """`flush` waits for what other threads do: the profiler must not start or stop under their feet."""
         if step == self.first:
-            settle()
+            flush()
             self.running = profile(activities=[ProfilerActivity.CPU])
             self.running.start()
 
-    def after(self, step: int, settle: Callable[[], None]) -> None:
+    def after(self, step: int, flush: Callable[[], None]) -> None:
         if self.running is not None and step == self.last:
-            settle()
+            flush()
             self.running.stop()
             self.running.export_chrome_trace(str(self.trace))
             self.shares.write_text(json.dumps(divide(self.running.events() or [])), encoding="utf-8")

@@ -133,25 +133,25 @@ class Timeline:
         """The loop has waited for communication until now."""
         self._stalls.append((since, self.clock()))
 
-    def depart(self, name: str, size: int) -> int:
-        """A buffer starts to travel; give the number to `arrive`."""
+    def begin_comm(self, name: str, size: int) -> int:
+        """A buffer starts to travel; give the number to `end_comm`."""
         token = next(self._tokens)
         with self._lock:
             self._travelling[token] = Travel(name, size, self.clock())
         return token
 
-    def arrive(self, token: int) -> None:
+    def end_comm(self, token: int) -> None:
         now = self.clock()
         with self._lock:
             self._travelled.append((self._travelling.pop(token), now))
 
     @contextmanager
-    def travelling(self, name: str, size: int) -> Iterator[None]:
-        token = self.depart(name, size)
+    def comm(self, name: str, size: int) -> Iterator[None]:
+        token = self.begin_comm(name, size)
         try:
             yield
         finally:
-            self.arrive(token)
+            self.end_comm(token)
 
     def take(self) -> dict[str, Any]:
         """The step's fields of a record, from `start` to now."""

@@ -131,14 +131,14 @@ class Trainer:
             batches = itertools.islice(self.batches.epoch(epoch), step - first, None)
             for _ in range(min(first + len(self.batches), self.total) - step):
                 if self.profiler:
-                    self.profiler.before(step, self.sync.settle)
+                    self.profiler.before(step, self.sync.flush)
                 self.recorder.write(self._step(module, batches, step, epoch))
                 if self.profiler:
-                    self.profiler.after(step, self.sync.settle)
+                    self.profiler.after(step, self.sync.flush)
                 step += 1
                 if self.keeper:
                     self.keeper.maybe(self, step, last=step == self.total)
-            self.sync.close() if step == self.total else self.sync.settle()
+            self.sync.close() if step == self.total else self.sync.flush()
             self._look(step, epoch)
         sent, received = self.counter.read()
         seconds, payload = time.monotonic() - begun, dict(self.group.payload)
@@ -150,7 +150,7 @@ class Trainer:
         """Steps done by an earlier attempt, with its state put back; 0 where there was none."""
         step = self.keeper.agree(self) if self.keeper else 0
         if self.keeper and step:
-            if self.sync.rehearses:
+            if self.sync.needs_warmup_step:
                 self.timeline.start()
                 self._forward_backward(module, *next(self.batches.epoch(0)))
                 self.timeline.take()

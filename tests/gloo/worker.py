@@ -84,7 +84,7 @@ def mean(case: Case, group: Group) -> Case:
             sync.close()
             model = copy.deepcopy(model)
             sync, module = _attach(model, case, group, timeline)
-            if sync.rehearses:
+            if sync.needs_warmup_step:
                 module([torch.from_numpy(g) for g in wanted_gradients(case, group.rank, 0)]).backward()
             sync.load(kept)
         model.unused = [*case["unused"], *(case.get("resting", []) if step % 2 else [])]

@@ -44,7 +44,7 @@ class DDP(NoSync):
     there, so from that call to the end of backward the loop computes nothing: it is blocked.
     """
 
-    rehearses = True  # the first backward decides how buckets are packed, and so in which order sums are made
+    needs_warmup_step = True  # the first backward decides how buckets are packed, and so in which order sums are made
 
     def attach(self, model: Module, update: Update) -> Module:
         super().attach(model, update)
@@ -75,7 +75,7 @@ class DDP(NoSync):
         token = self._depart(bucket, buffer.nbytes)
 
         def arrived(future: Future[list[Tensor]]) -> Tensor:
-            self.timeline.arrive(token)
+            self.timeline.end_comm(token)
             return future.value()[0]
 
         reduced: Future[Tensor] = dist.all_reduce(buffer, async_op=True).get_future().then(arrived)
@@ -110,10 +110,10 @@ class DDP(NoSync):
     def _depart(self, bucket: dist.GradBucket, size: int) -> int:
         self.group.count(2 * (self.group.size - 1) * size // self.group.size)
         self.last_call = self.timeline.clock()
-        return self.timeline.depart(f"bucket {bucket.index()}", size)
+        return self.timeline.begin_comm(f"bucket {bucket.index()}", size)
 
     def _arrive(self, token: int, future: Future[Tensor]) -> Tensor:
-        self.timeline.arrive(token)
+        self.timeline.end_comm(token)
         return future.value()
 
     def state(self) -> dict[str, Tensor]:

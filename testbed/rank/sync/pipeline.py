@@ -242,7 +242,7 @@ class Pipeline(NoSync):
         values = flat_parameters([parameters])[0]
         self.gradients = torch.zeros_like(values)
         self.pieces = cut_pieces(parameters, self.gradients, values, self.mode.bucket or 0, self.rounds, self.group)
-        update.own([piece.values[self.group.rank] for piece in self.pieces])
+        update.own_shards([piece.values[self.group.rank] for piece in self.pieces])
         self.views = dict(zip(parameters, self.gradients.split([p.numel() for p in parameters]), strict=True))
         self.readiness = Readiness([piece.members for piece in self.pieces], self._launch)
         for parameter in parameters:
@@ -283,11 +283,11 @@ class Pipeline(NoSync):
         self.readiness.finish()
         self.forward.learn()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._wait_for(self.pieces)
 
     def close(self) -> None:
-        self.settle()
+        self.flush()
         for piece in self.pieces:
             piece.launched.put(None)
         for thread in self.threads:
@@ -332,7 +332,7 @@ class Pipeline(NoSync):
     def _reduce(self, flight: Flight) -> None:
         """This rank's part becomes the mean over all ranks."""
         piece = flight.piece
-        with self.timeline.travelling(f"bucket {piece.number} reduce", piece.size):
+        with self.timeline.comm(f"bucket {piece.number} reduce", piece.size):
             for number, round_ in enumerate(self.rounds.reduce):
                 self._send(round_, piece.gradients, piece.tag(0, number), (-piece.number, 0), "gradients")
                 self.group.wait(*flight.reducing[number])
@@ -344,12 +344,12 @@ class Pipeline(NoSync):
         gradient = piece.gradients[self.group.rank]
         if self.clipping is not None:
             gradient.mul_(self.clipping.coefficient(piece.number, gradient))
-        self.update.step_part(piece.number, gradient)
+        self.update.step_shard(piece.number, gradient)
 
     def _gather(self, flight: Flight) -> None:
         """Everybody gets every owner's part; what forward needs first is sent first."""
         piece = flight.piece
-        with self.timeline.travelling(f"bucket {piece.number} gather", piece.size):
+        with self.timeline.comm(f"bucket {piece.number} gather", piece.size):
             for number, round_ in enumerate(self.rounds.gather):
                 self._send(round_, piece.values, piece.tag(1, number), (-piece.number, 1), "parameters")
                 self.group.wait(*flight.gathering[number])

@@ -46,7 +46,7 @@ class GradientMean(NoSync):
     def average(self, buffers: Iterable[Tensor]) -> None:
         with self.timeline.blocked():
             for number, (buffer, coder) in enumerate(zip(buffers, self.coders, strict=True)):
-                with self.timeline.travelling(f"bucket {number}", coder.size):
+                with self.timeline.comm(f"bucket {number}", coder.size):
                     coder(buffer, self.group)
 
     def step(self) -> None:
@@ -87,12 +87,12 @@ class Overlap(GradientMean):
         return self.readiness.pause()
 
     def _launch(self, number: int) -> None:
-        token = self.timeline.depart(f"bucket {number}", self.coders[number].size)
+        token = self.timeline.begin_comm(f"bucket {number}", self.coders[number].size)
         self.works.append(self.worker.submit(self._average_one, number, token))
 
     def _average_one(self, number: int, token: int) -> None:
         self.coders[number](self.gradients[number], self.group)
-        self.timeline.arrive(token)
+        self.timeline.end_comm(token)
 
     def step(self) -> None:
         self.readiness.finish()
@@ -161,14 +161,14 @@ class Server(NoSync):
     def step(self) -> None:
         with self.timeline.blocked():
             for number, buffer in enumerate(self.gradients):
-                with self.timeline.travelling(f"bucket {number} up", buffer.nbytes):
+                with self.timeline.comm(f"bucket {number} up", buffer.nbytes):
                     collect_(buffer, self.group)
                 buffer.div_(self.group.size)
         if self.group.rank == 0:
             super().step()
         with self.timeline.blocked(), self.group.carrying("parameters"):
             for number, buffer in enumerate(self.parameters):
-                with self.timeline.travelling(f"bucket {number} down", buffer.nbytes):
+                with self.timeline.comm(f"bucket {number} down", buffer.nbytes):
                     broadcast_(buffer, self.group)
 
 

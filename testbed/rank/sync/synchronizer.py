@@ -22,8 +22,8 @@ class Update(Protocol):
     # For a mode in which each rank updates only its own parts of the parameters.
     @property
     def clips(self) -> bool: ...
-    def own(self, parts: list[Tensor]) -> None: ...
-    def step_part(self, number: int, gradient: Tensor) -> None: ...
+    def own_shards(self, shards: list[Tensor]) -> None: ...
+    def step_shard(self, number: int, gradient: Tensor) -> None: ...
     def clip_coefficient(self, norm: float) -> float: ...
 
 
@@ -46,11 +46,11 @@ class Synchronizer(Protocol):
         """Finish synchronising, then step. What it cost is in the timeline."""
         ...
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Somebody is about to look at the parameters: finish what is on its way."""
         ...
 
-    rehearses: bool  # True where the first step differs from all others, and a resumed run must get past it first
+    needs_warmup_step: bool  # True if the first step differs from all others: a resumed run must make one first
 
     def state(self) -> dict[str, Tensor]:
         """What the mode itself holds between two steps, once settled, for a checkpoint."""
@@ -69,7 +69,7 @@ class NoSync:
     """Every rank steps on its own gradients. Also what the other shapes share."""
 
     keeps_gradients = False  # True where .grad are views of our buffers
-    rehearses = False
+    needs_warmup_step = False
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         self.mode = mode
@@ -90,7 +90,7 @@ class NoSync:
         with self.timeline.phase("update"):
             self.update.step()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Nothing is on its way between steps."""
 
     def state(self) -> dict[str, Tensor]:

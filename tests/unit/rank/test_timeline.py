@@ -32,7 +32,7 @@ def test_a_step_that_waits_for_all_it_sends_hides_nothing(timeline: Timeline, cl
     timeline.start()
     with timeline.phase("backward"):
         clock.now += 2
-    with timeline.phase("sync"), timeline.blocked(), timeline.travelling("bucket 0", 8):
+    with timeline.phase("sync"), timeline.blocked(), timeline.comm("bucket 0", 8):
         clock.now += 3
     step = timeline.take()
     assert (step["total"], step["backward"], step["sync"]) == (5, 2, 3)
@@ -44,11 +44,11 @@ def test_what_travels_while_the_loop_computes_is_hidden(timeline: Timeline, cloc
     timeline.start()
     with timeline.phase("backward"):
         clock.now += 1
-        token = timeline.depart("bucket 0", 8)
+        token = timeline.begin_comm("bucket 0", 8)
         clock.now += 2
         with timeline.blocked():
             clock.now += 4
-            timeline.arrive(token)
+            timeline.end_comm(token)
     step = timeline.take()
     assert (step["busy"], step["blocked"], step["hidden"]) == (6, 4, 2)
 
@@ -56,13 +56,13 @@ def test_what_travels_while_the_loop_computes_is_hidden(timeline: Timeline, cloc
 def test_a_buffer_that_crosses_the_end_of_a_step_is_cut_there(timeline: Timeline, clock: Clock) -> None:
     timeline.start()
     clock.now += 1
-    token = timeline.depart("bucket 0 gather", 8)
+    token = timeline.begin_comm("bucket 0 gather", 8)
     clock.now += 2
     first = timeline.take()
     clock.now += 10  # between steps: a test, a hash
     timeline.start()
     clock.now += 3
-    timeline.arrive(token)
+    timeline.end_comm(token)
     clock.now += 1
     second = timeline.take()
     assert first["comm"] == [("bucket 0 gather", 1, 2, 8)]
@@ -71,7 +71,7 @@ def test_a_buffer_that_crosses_the_end_of_a_step_is_cut_there(timeline: Timeline
 
 
 def test_what_happened_between_steps_belongs_to_none(timeline: Timeline, clock: Clock) -> None:
-    with timeline.blocked(), timeline.travelling("buffers", 8):
+    with timeline.blocked(), timeline.comm("buffers", 8):
         clock.now += 5
     timeline.start()
     clock.now += 1

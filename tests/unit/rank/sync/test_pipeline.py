@@ -87,7 +87,7 @@ def test_a_norm_that_cannot_be_had_is_told_by_whoever_knows_why(
     monkeypatch.setattr(made.pipeline, "_fail", late)
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         made.step()
-        made.pipeline.settle()
+        made.pipeline.flush()
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         made.pipeline.close()
 
@@ -112,7 +112,7 @@ def test_a_loop_that_fails_in_backward_waits_for_nobody(rig: Callable[..., Rig])
     made = rig(Group, broken)
     with pytest.raises(ValueError, match="backward broke"):
         made.step()
-    for settled in (made.pipeline.settle, made.pipeline.close):
+    for settled in (made.pipeline.flush, made.pipeline.close):
         with pytest.raises(RankFailed, match="timed out"):
             settled()
     assert all(thread.daemon for thread in made.pipeline.threads)
