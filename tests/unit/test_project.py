@@ -69,3 +69,9 @@ def test_a_commit_is_checked_by_the_commands_of_make_check() -> None:
 def test_continuous_integration_runs_what_a_person_runs() -> None:
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert re.findall(r"run: (.+)$", workflow, re.MULTILINE) == ["sudo .ci/run"]
+
+
+def test_the_guide_for_contributors_names_files_that_exist() -> None:
+    named = re.findall(r"`((?:testbed|tests|docker|experiments)/[^`*]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
