@@ -25,11 +25,12 @@ from testbed.net.tcp import congestion_in_use
 from testbed.results.folder import RunFolder
 from testbed.results.records import (
     CONTINUED,
+    Eval,
+    Hash,
     Record,
-    Repeated,
     Step,
     encode,
-    read_repeated,
+    read,
 )
 from testbed.spec.units import Interval, length
 
@@ -202,10 +203,10 @@ class Recorder:
 
         All of them are asked, the last that did a step counts: one may have ended before it repeated anything.
         """
-        found: dict[tuple[str, int], Repeated] = {}
+        found: dict[tuple[str, int], Step | Eval | Hash] = {}
         for number, path in self._earlier.items():
-            for record in read_repeated(path):
-                if record.step < step:
+            for record in read(path):
+                if isinstance(record, Step | Eval | Hash) and record.step < step:
                     found[record.kind, record.step] = _marked(record, number)
         found.pop(("hash", 0), None)  # this attempt compared the start, too
         for record in sorted(found.values(), key=lambda each: (each.step, each.kind == "step")):
@@ -219,6 +220,6 @@ class Recorder:
             self._file.close()
 
 
-def _marked(record: Repeated, attempt: int) -> Repeated:
+def _marked(record: Step | Eval | Hash, attempt: int) -> Step | Eval | Hash:
     """A step with the number of the attempt that did it: its counters are no other attempt's."""
     return replace(record, attempt=record.attempt or attempt) if isinstance(record, Step) else record

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ from testbed.results.folder import (
     read_json,
 )
 from testbed.results.receipt import Network, read_network
-from testbed.results.records import CONTINUED, read
+from testbed.results.records import CONTINUED, End, Eval, Start, Step, read
 from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
@@ -46,7 +45,6 @@ Interval = tuple[float, float]  # offset from the step's begin, seconds
 COMPUTING = ("data", "forward", "backward")
 WAY_BACK = (" gather", " down")  # how the name of a buffer ends whose way there has a name of its own
 NUMBERS = ("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden")
-OPTIONAL = ("cpu", "attempt")  # unknown to older runs
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,11 @@ class Steps:
     stalls: list[list[Interval]]
 
     @classmethod
-    def of(cls, records: Sequence[dict[str, Any]], where: str) -> Steps:
+    def of(cls, records: Sequence[Step], where: str) -> Steps:
         """From the lines of rankN.jsonl; times that no clock can show are refused."""
-        columns = {key: _column(records, key) for key in (*NUMBERS, "loss", "images", "sent", "received", *OPTIONAL)}
+        columns = {
+            key: _column(records, key) for key in (*NUMBERS, "loss", "images", "sent", "received", "cpu", "attempt")
+        }
         for key in NUMBERS:
             if not (np.isfinite(columns[key]).all() and (columns[key] >= 0).all()):
                 raise SpecError(f"{where}: {key} has a value that is negative or no number. The file is damaged")
@@ -111,9 +111,9 @@ class Steps:
             raise SpecError(f"{where}: steps are missing or out of order. The file is damaged")
         return cls(
             **columns,
-            phases=[[(str(n), float(o), float(s)) for n, o, s in r.get("phases") or []] for r in records],
-            comm=[[Comm(str(n), float(o), float(s), int(b)) for n, o, s, b in r.get("comm") or []] for r in records],
-            stalls=[[(float(o), float(s)) for o, s in r.get("stalls") or []] for r in records],
+            phases=[record.phases for record in records],
+            comm=[[Comm(*buffer) for buffer in record.comm] for record in records],
+            stalls=[record.stalls for record in records],
         )
 
     @property
@@ -153,14 +153,10 @@ def _blocked_in(phases: list[tuple[str, float, float]], stalls: list[Interval], 
     )
 
 
-def _column(records: Sequence[dict[str, Any]], key: str) -> Column:
-    """One key of every record; null becomes nan, and so does one of OPTIONAL that is not there."""
-    values = (record.get(key) if key in OPTIONAL else record[key] for record in records)
-    return np.array([_number(value) for value in values], dtype=np.float64)
-
-
-def _number(value: Any) -> float:
-    return float("nan") if value is None else float(value)
+def _column(records: Sequence[Step], key: str) -> Column:
+    """One key of every record; None becomes nan."""
+    values = (getattr(record, key) for record in records)
+    return np.array([float("nan") if value is None else value for value in values], dtype=np.float64)
 
 
 DEEPEST = 3  # folders below the one that was named
@@ -173,10 +169,10 @@ class Rank:
     """What one rank wrote down."""
 
     number: int
-    start: dict[str, Any]
+    start: Start | None  # None: it did not get that far
     steps: Steps
-    evals: list[dict[str, Any]]
-    end: dict[str, Any]
+    evals: list[Eval]
+    end: End | None  # None: it did not finish
     profile: dict[str, float]  # shares of torch.profiler, where it was on
 
 
@@ -202,7 +198,8 @@ class Run:
     @property
     def gradient(self) -> float:
         """Bytes of the whole gradient, before any codec."""
-        return float(self.ranks[0].start.get("gradient_bytes") or 0)
+        start = self.ranks[0].start
+        return float(start.gradient_bytes) if start else 0.0
 
     @cached_property
     def buffers(self) -> tuple[float, float]:
@@ -303,11 +300,13 @@ def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
     path = folder.records(rank)
     check_size([path], MAX_RECORDS)
     records = list(read(path))
-    of = {kind: [r for r in records if r["kind"] == kind] for kind in ("start", "step", "eval", "end")}
-    if whole and not (of["start"] and of["end"]):
-        raise SpecError(f"{path.name} has no {'start' if not of['start'] else 'end'}: rank {rank} did not finish")
-    start, end = (of["start"] or [{}])[0], (of["end"] or [{}])[-1]
-    return Rank(rank, start, Steps.of(of["step"], path.name), of["eval"], end, _profile(folder, rank))
+    start = next((record for record in records if isinstance(record, Start)), None)
+    end = next((record for record in reversed(records) if isinstance(record, End)), None)
+    if whole and not (start and end):
+        raise SpecError(f"{path.name} has no {'end' if start else 'start'}: rank {rank} did not finish")
+    steps = Steps.of([record for record in records if isinstance(record, Step)], path.name)
+    evals = [record for record in records if isinstance(record, Eval)]
+    return Rank(rank, start, steps, evals, end, _profile(folder, rank))
 
 
 def _profile(folder: RunFolder, rank: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "accuracy_percent": ("accuracy %", lambda chapter, cell: _percent(cell.first.summary.test_accuracy)),
     "first_loss": ("first loss", lambda chapter, cell: _epoch_loss(cell, 0)),
     "last_loss": ("last loss", lambda chapter, cell: _epoch_loss(cell, -1)),
-    "total_seconds": ("total s", lambda chapter, cell: _mean([float(r.end["seconds"]) for r in cell.first.ranks])),
+    "total_seconds": ("total s", lambda chapter, cell: _mean([r.end.seconds for r in cell.first.ranks if r.end])),
     "compute_share_percent": ("profiler: compute %", lambda chapter, cell: _profiled(cell, "compute")),
     "communication_share_percent": ("communication %", lambda chapter, cell: _profiled(cell, "communication")),
     "hidden_share_percent": ("hidden %", lambda chapter, cell: _percent(cell.split.hidden_share)),
@@ -251,13 +251,13 @@ def _epoch_loss(cell: Cell, index: int) -> float | None:
     """Training loss of an epoch, mean over ranks; of a step where no epoch was finished."""
     evals = [rank.evals for rank in cell.first.ranks]
     if all(len(each) > 1 for each in evals):
-        return _mean([float(each[index]["train_loss"]) for each in evals])
+        return _mean([each[index].train_loss for each in evals])
     losses = cell.losses()
     return float(losses[index]) if len(losses) else None
 
 
 def _train_accuracy(cell: Cell) -> float | None:
-    known = [float(rank.evals[-1]["train_accuracy"]) for rank in cell.first.ranks if rank.evals]
+    known = [rank.evals[-1].train_accuracy for rank in cell.first.ranks if rank.evals]
     return _mean(known)
 
 

@@ -156,10 +156,10 @@ KINDS = ("gradients", "parameters", "buffers", "metrics")
 
 def kinds(cell: Cell) -> list[str]:
     """Shares of what the last attempt sent since its first step began, by kind; what is left; MB a rank before it."""
-    ends = [rank.end for rank in cell.first.ranks]
-    before = [float(end.get("before") or 0) for end in ends]
-    whole = sum(float(end.get("sent") or 0) for end in ends) - sum(before)
-    sums = [sum(float((end.get("payload") or {}).get(kind) or 0) for end in ends) for kind in KINDS]
+    ends = [rank.end for rank in cell.first.ranks if rank.end]
+    before = [end.before or 0 for end in ends]
+    whole = sum(end.sent or 0 for end in ends) - sum(before)
+    sums = [sum(end.payload.get(kind, 0) for end in ends) for kind in KINDS]
     if whole <= 0 or not any(sums):
         return [DASH] * (len(KINDS) + 2)
     shares = [_small(value / whole) for value in [*sums, max(0.0, whole - sum(sums))]]
@@ -262,7 +262,7 @@ def ranks(chapter: Chapter) -> Table:
     made = Columns(chapter, (*rest, "compute", "waiting", *shares))
     for cell in chapter.cells:
         for rank, kept in zip(cell.first.ranks, cell.steps, strict=True):
-            last = rank.evals[-1] if rank.evals else {}
+            last = rank.evals[-1] if rank.evals else None
             profile = (
                 [share(rank.profile.get(key)) for key in ("compute", "communication", "other")] if profiled else []
             )
@@ -271,9 +271,9 @@ def ranks(chapter: Chapter) -> Table:
                 str(rank.number),
                 *(_loss_at(rank, step) for step in (20, 40)),
                 number(float(rank.steps.loss.mean())),
-                share(last.get("train_accuracy")),
-                share(last["correct"] / last["images"] if last.get("images") else None),
-                f"{last['correct']} of {last['images']}" if last.get("images") else DASH,
+                share(last.train_accuracy if last else None),
+                share(last.correct / last.images if last and last.images else None),
+                f"{last.correct} of {last.images}" if last and last.images else DASH,
                 number(float(kept.total.mean())),
                 number(float(kept.compute.mean())) if cell.spec.spans else DASH,
                 number(cell.waiting.waiting[rank.number]) if cell.waiting.exchanges else DASH,
@@ -347,7 +347,7 @@ def epoch_seconds(cell: Cell) -> float:
 
 def epochs(chapter: Chapter) -> Table | None:
     """R3: loss and accuracy per epoch, mean over ranks, and each mode's training time."""
-    cells = [cell for cell in chapter.cells if len({e.get("epoch") for e in cell.first.ranks[0].evals}) > 1]
+    cells = [cell for cell in chapter.cells if len({e.epoch for e in cell.first.ranks[0].evals}) > 1]
     if not cells:
         return None
     last = min(len(cell.first.ranks[0].evals) for cell in cells)
@@ -355,15 +355,15 @@ def epochs(chapter: Chapter) -> Table | None:
     header = ["epoch", *(f"{name}: {what}" for name in names(cells) for what in ("loss", "accuracy"))]
     rows = []
     for index in chosen:
-        row = [str(int(cells[0].first.ranks[0].evals[index]["epoch"]) + 1)]
+        row = [str(cells[0].first.ranks[0].evals[index].epoch + 1)]
         for cell in cells:
             evals = [rank.evals[index] for rank in cell.first.ranks if index < len(rank.evals)]
-            row += [number(statistics.fmean(float(e["train_loss"]) for e in evals))]
-            row += [share(statistics.fmean(float(e["train_accuracy"]) for e in evals))]
+            row += [number(statistics.fmean(e.train_loss for e in evals))]
+            row += [share(statistics.fmean(e.train_accuracy for e in evals))]
         rows.append(row)
     total = ["seconds of training"]
     for cell in cells:
-        times = [float(rank.end["seconds"]) for rank in cell.first.ranks]
+        times = [rank.end.seconds for rank in cell.first.ranks if rank.end]
         total += [f"{min(times):.1f} to {max(times):.1f}", DASH]
     note = "Training loss and accuracy of each epoch, mean over ranks. Seconds: the fastest and the slowest rank."
     return Table("epochs", "Epoch by epoch", header, [*rows, total], note)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from testbed.results.folder import RunFolder, read_bounded, write_whole
-from testbed.results.records import read
+from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.spec.base import Spec
 from testbed.spec.errors import (
     NetworkInvalid,
@@ -29,13 +29,11 @@ from testbed.spec.errors import (
     UsageError,
     one_line,
     os_failure,
-    quote,
 )
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 
 MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
 Status = Literal["ok", "invalid", "failed", "interrupted"]
-Line = dict[str, Any]  # a line of rankN.jsonl
 
 
 class Summary(Spec):
@@ -111,30 +109,30 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
 
 def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summary:
     ranks = [list(read(folder.records(rank))) for rank in range(spec.world)]
-    steps = [[r for r in records if r["kind"] == "step"] for records in ranks]
-    kept = [[r for r in rank_steps if r["step"] >= spec.warmup] for rank_steps in steps]
-    means = [statistics.fmean(row) for row in zip(*([r["total"] for r in k] for k in kept), strict=False)]
-    starts = [r for records in ranks for r in records if r["kind"] == "start"]
+    steps = [[r for r in records if isinstance(r, Step)] for records in ranks]
+    kept = [[r for r in rank_steps if r.step >= spec.warmup] for rank_steps in steps]
+    means = [statistics.fmean(row) for row in zip(*([r.total for r in k] for k in kept), strict=False)]
+    starts = [r for records in ranks for r in records if isinstance(r, Start)]
     notes = [*facts.get("notes", ()), *_restarted(folder, steps)]
     return Summary(
         spec=spec,
         steps=len(means),
         seconds_per_step=centre(spec)(means) if means else None,
         seconds_spread=_quartiles(means),
-        per_rank_seconds=[statistics.fmean(r["total"] for r in k) if k else None for k in kept],
+        per_rank_seconds=[statistics.fmean(r.total for r in k) if k else None for k in kept],
         losses=_losses(spec, steps),
-        sent_per_step=[_bytes_per_step(k, "sent") for k in kept],
-        received_per_step=[_bytes_per_step(k, "received") for k in kept],
-        counter=starts[0]["counter"] if starts else "",
-        gradient_bytes=starts[0]["gradient_bytes"] if starts else None,
-        environment=starts[0]["environment"] if starts else {},
+        sent_per_step=[_bytes_per_step(k, lambda step: step.sent) for k in kept],
+        received_per_step=[_bytes_per_step(k, lambda step: step.received) for k in kept],
+        counter=starts[0].counter if starts else "",
+        gradient_bytes=starts[0].gradient_bytes if starts else None,
+        environment=starts[0].environment if starts else {},
         replicas_agree=_replicas_agree(ranks),
         **_accuracy(ranks),
         **facts | _verdict(ranks, steps, facts["status"]) | {"notes": notes},
     )
 
 
-def _verdict(ranks: list[list[Line]], steps: list[list[Line]], status: str) -> dict[str, str]:
+def _verdict(ranks: list[list[Record]], steps: list[list[Step]], status: str) -> dict[str, str]:
     """Return {} if every rank recorded every step once and in order, else status "failed" and the reason.
 
     A missing step would shift all later steps of that rank against the others. A rank without any record is accepted:
@@ -142,22 +140,22 @@ def _verdict(ranks: list[list[Line]], steps: list[list[Line]], status: str) -> d
     """
     if status != "ok":
         return {}
-    recorded = [r.get("steps") or 0 for lines in ranks for r in lines if r["kind"] == "end"]
-    longest = max([r["step"] + 1 for rows in steps for r in rows] + recorded, default=0)
+    recorded = [r.steps for records in ranks for r in records if isinstance(r, End)]
+    longest = max([r.step + 1 for rows in steps for r in rows] + recorded, default=0)
     for rank, rows in enumerate(steps):
-        wrong = next((k for k, r in enumerate(rows) if r["step"] != k), len(rows))
+        wrong = next((k for k, r in enumerate(rows) if r.step != k), len(rows))
         if wrong < max(longest, len(rows)) and ranks[rank]:
-            found = f"step {quote(rows[wrong]['step'])} is in its place" if wrong < len(rows) else "nothing follows"
+            found = f"step {rows[wrong].step} is in its place" if wrong < len(rows) else "nothing follows"
             rule = "all steps must be recorded"
             return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
     return {}
 
 
-def _restarted(folder: RunFolder, steps: list[list[Line]]) -> list[str]:
+def _restarted(folder: RunFolder, steps: list[list[Step]]) -> list[str]:
     """A note on where the last of several attempts began; none for a single attempt or for one without a step."""
     if not any(steps) or not any(folder.attempts(rank) for rank in range(len(steps))):
         return []
-    done = max((r["step"] + 1 for rows in steps for r in rows if r.get("attempt") is not None), default=0)
+    done = max((r.step + 1 for rows in steps for r in rows if r.attempt is not None), default=0)
     if done:
         return [f"resumed after step {done}: the steps before it were done by an earlier attempt"]
     return ["started again from the beginning: there was no checkpoint that all ranks have"]
@@ -175,43 +173,43 @@ def _quartiles(values: list[float]) -> tuple[float, float] | None:
     return low, high
 
 
-def _losses(spec: RunSpec, steps: list[list[Line]]) -> list[float]:
+def _losses(spec: RunSpec, steps: list[list[Step]]) -> list[float]:
     """Mean over ranks per step; ranks with larger shares weigh more."""
     weights = [spec.local_batch(rank) / spec.global_batch for rank in range(spec.world)]
-    rows = zip(*([r["loss"] for r in rank_steps] for rank_steps in steps), strict=False)
+    rows = zip(*([r.loss for r in rank_steps] for rank_steps in steps), strict=False)
     return [sum(w * loss for w, loss in zip(weights, row, strict=True)) for row in rows]
 
 
-def _bytes_per_step(kept: list[Line], key: str) -> float | None:
+def _bytes_per_step(kept: list[Step], counter: Callable[[Step], int | None]) -> float | None:
     """Mean difference of a cumulative counter between the ends of two steps.
 
     Both steps belong to one epoch, so that the traffic of the test is not counted, and to one attempt, because a
     restarted rank counts from 0 again.
     """
-    alike = [(a, b) for a, b in itertools.pairwise(kept) if a.get("attempt") == b.get("attempt")]
-    pairs = [(a, b) for a, b in alike if a["epoch"] == b["epoch"]] or alike
-    if not pairs or kept[0][key] is None:
-        return None
-    return statistics.fmean(b[key] - a[key] for a, b in pairs)
+    alike = [(a, b) for a, b in itertools.pairwise(kept) if a.attempt == b.attempt]
+    pairs = [(a, b) for a, b in alike if a.epoch == b.epoch] or alike
+    counts = [(counter(a), counter(b)) for a, b in pairs]
+    known = [b - a for a, b in counts if a is not None and b is not None]
+    return statistics.fmean(known) if known and len(known) == len(pairs) else None
 
 
-def _replicas_agree(ranks: list[list[Line]]) -> bool | None:
+def _replicas_agree(ranks: list[list[Record]]) -> bool | None:
     """True if all ranks' last hashes are equal and of the same step; None if a rank has none."""
-    last = [next((r for r in reversed(records) if r["kind"] == "hash"), None) for records in ranks]
+    last = [next((r for r in reversed(records) if isinstance(r, Hash)), None) for records in ranks]
     if any(r is None for r in last):
         return None
-    return len({(r["step"], r["parameters"]) for r in last if r}) == 1
+    return len({(r.step, r.parameters) for r in last if r}) == 1
 
 
-def _accuracy(ranks: list[list[Line]]) -> dict[str, Any]:
-    last = [next((r for r in reversed(records) if r["kind"] == "eval"), None) for records in ranks]
+def _accuracy(ranks: list[list[Record]]) -> dict[str, Any]:
+    last = [next((r for r in reversed(records) if isinstance(r, Eval)), None) for records in ranks]
     found = [r for r in last if r]
     if not found:
         return {}
     return {
-        "test_loss": statistics.fmean(r["loss"] for r in found),
-        "test_accuracy": statistics.fmean(r["correct"] / r["images"] for r in found),
-        "per_rank_accuracy": [r["correct"] / r["images"] for r in found],
+        "test_loss": statistics.fmean(r.loss for r in found),
+        "test_accuracy": statistics.fmean(r.correct / r.images for r in found),
+        "per_rank_accuracy": [r.correct / r.images for r in found],
     }
 
 

@@ -7,6 +7,7 @@ controller's, which injects.
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from testbed.results.folder import (
     check_inside,
     check_size,
 )
-from testbed.results.records import read, read_lines
-from testbed.spec.errors import one_line
+from testbed.results.records import Step, complete_lines, read
+from testbed.spec.errors import SpecError, one_line
 from testbed.spec.run import RunSpec
 from testbed.spec.units import Interval
 
@@ -57,7 +58,7 @@ class Story:
 
 def read_story(folder: RunFolder) -> Story:
     """From faults.jsonl; empty where there is none."""
-    events = list(itertools.islice(read_lines(folder.faults, "event"), MAX_EVENTS))
+    events = _read_events(folder)
     codes: dict[int, int] = {}
     for event in itertools.takewhile(lambda event: event["event"] != "again", events):
         if event["event"] == "ended":
@@ -67,6 +68,18 @@ def read_story(folder: RunFolder) -> Story:
         seen=[event for event in events if event["event"] == "saw" and event.get("failed_rank") is not None],
         codes=codes,
     )
+
+
+def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
+    events = []
+    for number, line in itertools.islice(complete_lines(folder.faults), MAX_EVENTS):
+        try:
+            event = json.loads(line)
+            event["event"]  # it has one
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise SpecError(f"{folder.faults}: line {number} is damaged, no event. Run it again.") from None
+        events.append(event)
+    return events
 
 
 def fault_table(runs: Sequence[tuple[RunFolder, RunSpec, str | None]]) -> list[tuple[str, ...]]:
@@ -131,7 +144,7 @@ def read_faulted(folder: RunFolder) -> Faulted | None:
     rows = fault_table([(folder, summary.spec, summary.status)])
     if not rows:  # it did not begin, or its spec knows nothing of this history
         return None
-    events = list(itertools.islice(read_lines(folder.faults, "event"), MAX_EVENTS))
+    events = _read_events(folder)
     return Faulted(
         folder=folder,
         summary=summary,
@@ -169,5 +182,5 @@ def _steps(folder: RunFolder, rank: int) -> list[Interval]:
     """When each step of a rank began and ended, those of attempts that failed included."""
     paths = [*folder.attempts(rank).values(), folder.records(rank)]
     check_size((path for path in paths if path.is_file()), MAX_RECORDS)
-    rows = [record for path in paths for record in read(path) if record["kind"] == "step"]
-    return [(float(row["at"]), float(row["at"]) + float(row["total"])) for row in rows]
+    rows = [record for path in paths for record in read(path) if isinstance(record, Step)]
+    return [(row.at, row.at + row.total) for row in rows]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from testbed.control.substrates.base import Substrate
 from testbed.report.load import Steps
-from testbed.results.records import read
+from testbed.results.records import End, Step, read
 from tests.bench.shaped import work
 
 NODES = 4
@@ -46,9 +46,10 @@ def _ranks(folder: Path, number: int) -> Ranks:
     steps, sent = [], []
     for path in (folder / f"{number}.rank{rank}.jsonl" for rank in range(NODES)):
         lines = list(read(path))
-        rows, end = [line for line in lines if line["kind"] == "step"], lines[-1]
+        rows, end = [line for line in lines if isinstance(line, Step)], lines[-1]
+        assert isinstance(end, End)
         steps.append(Steps.of(rows, path.name).between(WARMUP, len(rows)))
-        sent.append((end["sent"] - end["before"]) / end["steps"])
+        sent.append(((end.sent or 0) - (end.before or 0)) / end.steps)
         path.unlink()
     return Ranks(steps, statistics.fmean(sent))
 

@@ -52,7 +52,7 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
     (summary,) = json.loads(resumed.stdout)["runs"]
     assert summary["status"] == "ok" and len(summary["losses"]) == 60 and summary["replicas_agree"]
     assert (tmp_path / "r" / "rank0.attempt2.jsonl").exists()
-    steps = [record for record in read(tmp_path / "r" / "rank1.jsonl") if record["kind"] == "step"]
+    steps = [vars(record) for record in read(tmp_path / "r" / "rank1.jsonl") if record.kind == "step"]
     done = sum(record["attempt"] == 1 for record in steps)
     assert done in (20, 30, 40, 50) and [s["attempt"] for s in steps] == [1] * done + [None] * (60 - done)
     assert [note for note in summary["notes"] if note.startswith(f"resumed after step {done}:")], summary["notes"]

@@ -38,7 +38,7 @@ def make(path: Path, **values: Any) -> RunFolder:
 
 
 def steps_done(folder: RunFolder, rank: int) -> int:
-    return sum(record["kind"] == "step" for record in read(folder.records(rank)))
+    return sum(record.kind == "step" for record in read(folder.records(rank)))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -53,7 +53,7 @@ def test_a_run_leaves_its_records_and_ends_with_0(tmp_path: Path) -> None:
     with RankRun(folder.path, 2) as run:
         assert run.wait(PATIENCE) == [0, 0], run.said(0) + run.said(1)
     for rank in range(2):
-        kinds = [record["kind"] for record in read(folder.records(rank))]
+        kinds = [record.kind for record in read(folder.records(rank))]
         assert kinds == ["start", "hash", *["step"] * 4, "hash", "eval", "end"]
     summary = summarise(folder, folder.read_spec(), status="ok")
     assert summary.replicas_agree is True
@@ -70,7 +70,7 @@ def test_a_users_own_method_trains_from_its_file(tmp_path: Path, monkeypatch: py
     folder = make(tmp_path, nodes=2, mode="by-hand")
     with RankRun(folder.path, 2) as run:
         assert run.wait(PATIENCE) == [0, 0], run.said(0)
-    assert [record["agree"] for record in read(folder.records(1)) if record["kind"] == "hash"] == [True, True]
+    assert [record.agree for record in read(folder.records(1)) if record.kind == "hash"] == [True, True]
 
 
 # --- nothing hangs -----------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_when_a_rank_is_killed_the_others_end_with_6_in_time(tmp_path: Path, mod
         assert run.wait(60.0, others) == [6, 6], run.said(others[0])
         assert time.monotonic() - killed < 40.0
     for rank in others:
-        last = list(read(folder.records(rank)))[-1]
+        last = vars(list(read(folder.records(rank)))[-1])
         assert (last["kind"], last["code"]) == ("error", 6)
         assert last["message"] in run.said(rank)
 
@@ -112,7 +112,7 @@ def test_a_rank_that_never_comes_is_named_by_all_who_waited(tmp_path: Path) -> N
         for late in run.processes[1:]:
             late.send_signal(signal.SIGCONT)
         assert run.wait(PATIENCE) == [6, 6, 6], [run.said(rank) for rank in range(3)]
-    errors = [list(read(folder.records(rank)))[-1] for rank in range(3)]
+    errors = [vars(list(read(folder.records(rank)))[-1]) for rank in range(3)]
     assert [error["failed_rank"] for error in errors] == [3, 3, 3], errors
     assert all("rank 3 (node3) did not come" in error["message"] for error in errors), errors
 
@@ -129,7 +129,7 @@ def test_a_rank_that_is_stopped_keeps_what_it_measured_and_ends_with_130(tmp_pat
         run.processes[0].send_signal(signal.SIGTERM)
         assert run.wait(30.0) == [130]
     assert steps_done(folder, 0) >= 3
-    assert list(read(folder.records(0)))[-1]["message"] == "stopped by SIGTERM"
+    assert vars(list(read(folder.records(0)))[-1])["message"] == "stopped by SIGTERM"
 
 
 # --- bad input: one sentence, exit code 2 ------------------------------------------------------------------------

@@ -70,11 +70,11 @@ class Run:
             return False
         first = [self.folder.path / f"rank{rank}.attempt1.jsonl" for rank in range(self.folder.read_spec().world)]
         paths = [old if old.is_file() else self.folder.records(rank) for rank, old in enumerate(first)]
-        return any(record["kind"] == "start" for path in paths if path.is_file() for record in read(path))
+        return any(record.kind == "start" for path in paths if path.is_file() for record in read(path))
 
     def doing(self, rank: int) -> str:
         """The kind of the last record that the rank wrote."""
-        return next((str(record["kind"]) for record in reversed(list(read(self.folder.records(rank))))), "nothing")
+        return next((record.kind for record in reversed(list(read(self.folder.records(rank))))), "nothing")
 
     def tabled(self) -> bool:
         """Whether the report shows it. One that is not shown must be named with the reason."""
@@ -96,8 +96,8 @@ class Run:
             return None
         found = set()
         for rank in range(self.folder.read_spec().world):
-            hashes = [record for record in read(self.folder.records(rank)) if record["kind"] == "hash"]
-            found.add((hashes[-1]["step"], hashes[-1]["parameters"]) if hashes else None)
+            hashes = [record for record in read(self.folder.records(rank)) if record.kind == "hash"]
+            found.add((hashes[-1].step, hashes[-1].parameters) if hashes else None)
         (only,) = found if len(found) == 1 else (None,)
         return only[1] if only and only[0] > 0 else None
 

@@ -31,7 +31,9 @@ class Finished:
 
     def __init__(self, spec: RunSpec, folder: Path, answers: list[dict[str, Any]]) -> None:
         self.summary: Summary = summarise(RunFolder(folder), spec, status="ok")
-        self.records = [list(read(RunFolder(folder).records(rank))) for rank in range(spec.world)]
+        self.records = [
+            [vars(record) for record in read(RunFolder(folder).records(rank))] for rank in range(spec.world)
+        ]
         self.hashes = [answer["hash"] for answer in answers if "hash" in answer]
         self._arrays = [answer["arrays"] for answer in answers]
 

@@ -44,7 +44,7 @@ def attempt(folder: RunFolder, *records: Record, resume: int = 0) -> None:
 
 
 def found(folder: RunFolder) -> list[tuple[int, float, int | None]]:
-    return [(r["step"], r["loss"], r["attempt"]) for r in read(folder.records(0)) if r["kind"] == "step"]
+    return [(r.step, r.loss, r.attempt) for r in read(folder.records(0)) if isinstance(r, Step)]
 
 
 def test_steps_survive_an_attempt_that_died_before_it_repeated_them(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_of_a_step_that_was_done_twice_the_later_one_counts_and_the_order_is_tha
     attempt(folder)
     attempt(folder, step(5, 4.0), resume=5)
     assert found(folder) == [(0, 1.0, 1), (1, 1.0, 1), (2, 2.0, 2), (3, 2.0, 2), (4, 1.0, 1), (5, 4.0, None)]
-    kinds = [(r["kind"], r.get("step")) for r in read(folder.records(0))]
+    kinds = [(r.kind, vars(r).get("step")) for r in read(folder.records(0))]
     assert kinds[:2] == [("start", None), ("hash", 0)] and kinds.count(("hash", 0)) == 1
     assert kinds.index(("step", 3)) < kinds.index(("hash", 4)) < kinds.index(("step", 4))
 
@@ -84,7 +84,10 @@ def test_a_line_that_is_no_step_is_refused_and_nothing_is_repeated(tmp_path: Pat
     line = {"kind": "step", **vars(step(1, 1.0)), key: value}
     old = tmp_path / "rank0.attempt1.jsonl"
     old.write_text("".join(f"{text}\n" for text in (encode(START), encode(step(0, 1.0)), json.dumps(line))))
-    with Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder, pytest.raises(SpecError, match=f"{old}: '{key}"):
+    with (
+        Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder,
+        pytest.raises(SpecError, match=rf"{old}: line 3 .*step\.{key}"),
+    ):
         recorder.repeat(2)
     assert (tmp_path / "rank0.jsonl").read_text() == ""
 
@@ -93,5 +96,5 @@ def test_a_step_without_a_loss_is_refused(tmp_path: Path) -> None:
     line = {"kind": "step", **vars(step(0, 1.0))}
     old = tmp_path / "rank0.attempt1.jsonl"
     old.write_text(json.dumps({key: line[key] for key in line if key != "loss"}) + "\n")
-    with Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder, pytest.raises(SpecError, match="'loss' of a step"):
+    with Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder, pytest.raises(SpecError, match=r"step\.loss"):
         recorder.repeat(1)

@@ -11,13 +11,14 @@ import pytest
 from testbed.report.load import Steps, load
 from testbed.report.model import Cell, chapters
 from testbed.report.tables import kinds, sent_over_theory
+from testbed.results.records import Step
 from tests.support.synthetic import Made, make_run, size_of
 
 
 def one(**values: Any) -> Steps:
-    record = dict.fromkeys(("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total"), 0.0)
-    record |= dict.fromkeys(("blocked", "busy", "hidden", "loss", "images"), 0.0) | {"sent": None, "received": None}
-    return Steps.of([record | {"phases": [], "comm": [], "stalls": []} | values], "here")
+    times = dict.fromkeys(("at", "data", "forward", "backward", "sync", "update", "total", "loss"), 0.0)
+    counts: dict[str, Any] = {"step": 0, "epoch": 0, "images": 0, "sent": None, "received": None}
+    return Steps.of([Step(**counts | times | values)], "here")
 
 
 def test_what_blocks_inside_backward_is_no_compute() -> None:

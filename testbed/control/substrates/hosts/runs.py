@@ -33,7 +33,7 @@ from testbed.control.substrates.hosts.substrate import NOTE, remove_run, write_n
 from testbed.results.conclude import Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, runs_dir
 from testbed.results.receipt import Receipt
-from testbed.results.records import read
+from testbed.results.records import End, Error, Step, read
 from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 
@@ -221,13 +221,13 @@ def _conclude(found: Found, spec: RunSpec, folder: RunFolder) -> Summary:
     if any(codes):
         cause = root_cause(
             [128 - code if code and code > 128 else code for code in codes],  # the engine says 137 for signal 9
-            [next((r for r in reversed(lines) if r["kind"] == "error"), None) for lines in records],
-            last_steps=[max((r["step"] for r in lines if r["kind"] == "step"), default=-1) for lines in records],
+            [next((vars(r) for r in reversed(lines) if isinstance(r, Error)), None) for lines in records],
+            last_steps=[max((r.step for r in lines if isinstance(r, Step)), default=-1) for lines in records],
             nodes=[str(of_rank[rank].host) if rank in of_rank else f"node{rank}" for rank in range(spec.world)],
             folder=folder,
         )
         reasons.append(str(cause))
-    unfinished = [rank for rank, lines in enumerate(records) if not any(r["kind"] == "end" for r in lines)]
+    unfinished = [rank for rank, lines in enumerate(records) if not any(isinstance(r, End) for r in lines)]
     reasons += [f"rank {rank} did not finish, or its records are not here" for rank in unfinished]
     return conclude(
         folder,
