@@ -23,10 +23,9 @@ from pathlib import Path  # noqa: E402
 
 from testbed.net.shaping import route_congestion, shape  # noqa: E402
 from testbed.rank.asked import Asked, ask  # noqa: E402
-from testbed.results.folder import runs_dir  # noqa: E402
+from testbed.results.folder import fresh_folder, runs_dir  # noqa: E402
 from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable  # noqa: E402
-from testbed.spec.experiment import fresh_folder  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
 
 RANK = ["python3", "-m", "testbed.rank.standalone"]

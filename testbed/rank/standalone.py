@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, TextIO
 from testbed.rank import presence, watchdog
 from testbed.rank.asked import Asked, ask
 from testbed.rank.conclusion import Conclusion
-from testbed.results.folder import RunFolder, runs_dir, write_whole
+from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
 from testbed.results.records import Error
 from testbed.spec.errors import Interrupted, PeerLost, TestbedError
-from testbed.spec.experiment import fresh_folder
 from testbed.spec.run import RunSpec
 
 if TYPE_CHECKING:  # torch takes a second to import: only who trains does

@@ -19,10 +19,9 @@ from testbed.results.conclude import Summary
 from testbed.results.faults import Faulted, read_faulted
 from testbed.results.folder import (
     EXPERIMENT,
-    MAX_RECORDS,
-    MAX_SMALL,
+    MAX_JSON_BYTES,
+    MAX_RECORDS_BYTES,
     RunFolder,
-    check_inside,
     check_size,
     read_bounded,
     read_json,
@@ -288,7 +287,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> Run:
         raise SpecError(f"{summary.status}: {summary.reason or 'no reason given'}")
     if summary.spec != spec:
         raise SpecError("its spec.json and summary.json tell of different runs")
-    check_inside(folder)
+    folder.check_no_links(allow_top=True)
     ranks = [_read_rank(folder, rank, whole) for rank in range(spec.world)]
     run = Run(folder, summary, ranks, read_network(folder.receipt, spec))
     if whole and not len(run.kept[0].total):
@@ -298,7 +297,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> Run:
 
 def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
     path = folder.records(rank)
-    check_size([path], MAX_RECORDS)
+    check_size([path], MAX_RECORDS_BYTES)
     records = list(read(path))
     start = next((record for record in records if isinstance(record, Start)), None)
     end = next((record for record in reversed(records) if isinstance(record, End)), None)
@@ -324,7 +323,7 @@ def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
     if name in known or not path.is_file():
         return
     try:
-        known[name] = Experiment.model_validate_json(read_bounded(path, MAX_SMALL))
+        known[name] = Experiment.model_validate_json(read_bounded(path, MAX_JSON_BYTES))
     except DAMAGE:
         return
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from testbed.results.conclude import Summary
 from testbed.results.folder import (
-    MAX_FAULTS,
-    MAX_RECORDS,
+    MAX_FAULTS_BYTES,
+    MAX_RECORDS_BYTES,
     RunFolder,
-    check_inside,
     check_size,
 )
 from testbed.results.records import Step, complete_lines, read
@@ -137,8 +136,8 @@ def read_faulted(folder: RunFolder) -> Faulted | None:
     """The history of a run to which something was to be done; None where nothing was, or it did not begin."""
     if not folder.faults.is_file() or not folder.summary.is_file():
         return None
-    check_inside(folder)
-    check_size([folder.faults], MAX_FAULTS)
+    folder.check_no_links(allow_top=True)
+    check_size([folder.faults], MAX_FAULTS_BYTES)
     story = read_story(folder)
     summary = Summary.read(folder)
     rows = fault_table([(folder, summary.spec, summary.status)])
@@ -181,6 +180,6 @@ def _knew(events: Sequence[dict[str, Any]]) -> float | None:
 def _steps(folder: RunFolder, rank: int) -> list[Interval]:
     """When each step of a rank began and ended, those of attempts that failed included."""
     paths = [*folder.attempts(rank).values(), folder.records(rank)]
-    check_size((path for path in paths if path.is_file()), MAX_RECORDS)
+    check_size((path for path in paths if path.is_file()), MAX_RECORDS_BYTES)
     rows = [record for path in paths for record in read(path) if isinstance(record, Step)]
     return [(row.at, row.at + row.total) for row in rows]

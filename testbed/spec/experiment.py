@@ -6,7 +6,6 @@ import copy
 import itertools
 import math
 import re
-import time
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -141,10 +140,3 @@ def run_name(mode: str, nodes: int | str) -> str:
     """`ring/bucket:5MiB` on 4 nodes -> `ring_bucket_5mib-n4`."""
     slug = re.sub(r"[^a-z0-9.]+", "_", mode.lower()).strip("_.") or "run"
     return f"{slug}-n{nodes}"
-
-
-def fresh_folder(parent: Path, name: str) -> Path:
-    """parent/<name>-<time>, with a number behind it when two start in one second."""
-    base = parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    taken = (base.with_name(f"{base.name}-{number}") for number in range(2, 1000))
-    return base if not base.exists() else next(path for path in taken if not path.exists())

@@ -113,7 +113,7 @@ def _folders() -> list[Bad]:
         Bad("testbed run --resume run", {"run/spec.json": "[]"}),
         Bad("testbed run --resume run", {"run/spec.json": spec.replace("2,", "1,", 1)}),
         Bad("testbed run --resume run", {"run/spec.json": spec.replace("ring", "rong")}),
-        Bad("testbed run --resume run --on netns", {"run/spec.json": spec, "run/place.txt": "process\n"}),
+        Bad("testbed run --resume run --on netns", {"run/spec.json": spec, "run/substrate.txt": "process\n"}),
         Bad("testbed run --resume run --on process", {"run/spec.json": spec}),
         Bad("testbed run --resume run --on process --retries many", {"run/spec.json": spec}),
         Bad("testbed report run", {"run/spec.json": spec, "run/summary.json": "{}"}),

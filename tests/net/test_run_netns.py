@@ -41,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_a_run_leaves_a_whole_folder(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = whole
     of_ranks = {f"rank{k}.{end}" for k in range(NODES) for end in ("jsonl", "log")}
-    of_run = {"spec.json", "place.txt", "receipt.json", "summary.json"}
+    of_run = {"spec.json", "substrate.txt", "receipt.json", "summary.json"}
     assert {path.name for path in folder.iterdir()} == {*of_run, *of_ranks}
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["replicas_agree"] is True and len(summary["losses"]) == STEPS

@@ -15,10 +15,10 @@ from testbed.control.runs.select import Place
 from testbed.control.runs.sweep import folder_for, sweep
 from testbed.results.conclude import Summary
 from testbed.results.faults import HEADER, fault_table
-from testbed.results.folder import RunFolder, runs_dir
+from testbed.results.folder import RunFolder, fresh_folder, runs_dir
 from testbed.results.table import format_results, format_table
 from testbed.spec.errors import NetworkInvalid, RankFailed, SpecError, UsageError, refuse
-from testbed.spec.experiment import Experiment, fresh_folder, run_name, set_key, with_settings
+from testbed.spec.experiment import Experiment, run_name, set_key, with_settings
 from testbed.spec.run import RunSpec
 
 

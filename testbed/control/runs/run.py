@@ -155,7 +155,7 @@ def execute(
 
 def resume(place: Place, folder: RunFolder, progress: Progress, retries: int) -> Summary:
     """Go on with a run that did not finish, from the last checkpoint that all its ranks have."""
-    folder.check_foreign()
+    folder.check_no_links()
     if not place.keeps_checkpoints:
         rule = f"on {place.name}, checkpoints lie there and are removed when a run ends"
         raise refuse("--resume", str(folder.path), rule, "Run it anew, with --retries N for restarts within the run.")
@@ -177,7 +177,7 @@ def _check_unfinished(place: Place, folder: RunFolder) -> None:
 def where_it_began(folder: RunFolder) -> str:
     """The place that the folder names, else its summary: that of a killed controller is missing. "": nobody knows."""
     before = _summary(folder)
-    return folder.read_place() or (before.substrate if before else "")
+    return folder.read_substrate() or (before.substrate if before else "")
 
 
 def _summary(folder: RunFolder) -> Summary | None:

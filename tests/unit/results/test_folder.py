@@ -26,14 +26,14 @@ def test_a_created_folder_holds_its_spec_and_nothing_else(tmp_path: Path) -> Non
     folder.create(SPEC)
     assert folder.read_spec() == SPEC
     assert [p.name for p in folder.path.iterdir()] == ["spec.json"]
-    assert folder.read_place() == ""
+    assert folder.read_substrate() == ""
 
 
-def test_a_folder_says_where_its_run_began(tmp_path: Path) -> None:
+def test_a_folder_says_on_which_substrate_its_run_began(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create(SPEC, "netns")
-    assert folder.read_place() == "netns" and folder.read_spec() == SPEC
-    assert sorted(p.name for p in folder.path.iterdir()) == ["place.txt", "spec.json"]
+    assert folder.read_substrate() == "netns" and folder.read_spec() == SPEC
+    assert sorted(p.name for p in folder.path.iterdir()) == ["spec.json", "substrate.txt"]
 
 
 def test_an_existing_folder_is_refused_and_left_as_it_was(tmp_path: Path) -> None:

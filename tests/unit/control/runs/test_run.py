@@ -303,7 +303,7 @@ def test_a_run_whose_controller_was_killed_is_resumed_only_where_it_began(fake: 
 
 def test_a_folder_of_old_says_only_in_its_summary_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
     run(fake, folder, probe=False)
-    folder.place.unlink()
+    folder.substrate.unlink()
     assert where_it_was(folder.path) == "fake"
     folder.summary.unlink()
     assert where_it_was(folder.path) == "auto"
