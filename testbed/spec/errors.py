@@ -11,10 +11,11 @@ TestbedError                  1   anything of ours that went wrong
 ├── NetworkInvalid            5   shaping failed, or the receipt is off by more than the tolerance
 │   └── ProbeError                the probe of the network could not finish
 ├── ChannelClosed             1   a control connection ended, or carried something that is no message
+├── CommandFailed             1   a command failed; the exception has its exit code and output
 ├── HostFailed                2   a host could not do its part; the message begins with its name
 │   ├── KeyUnknown                it answers, but its host key is not the known one
 │   ├── AuthenticationFailed      it answers, but does not accept our user or key
-│   └── CommandFailed             a command on it failed
+│   └── HostCommandFailed         a command on it failed (also a CommandFailed)
 ├── ConnectionLost            3   an open connection to a host broke; what runs there goes on
 └── Interrupted             130   Ctrl-C or SIGTERM; what was measured is kept
 
@@ -93,6 +94,14 @@ class ChannelClosed(TestbedError):
     """The other end of a control connection is closed, or sent something that is no message."""
 
 
+class CommandFailed(TestbedError):
+    """A command failed; `code` is its exit code (124 at a timeout), `output` its stderr, or else its stdout."""
+
+    def __init__(self, message: str, code: int, output: str) -> None:
+        super().__init__(message)
+        self.code, self.output = code, output
+
+
 class HostFailed(TestbedError):
     """A host could not do its part; the message begins with its name."""
 
@@ -107,12 +116,8 @@ class AuthenticationFailed(HostFailed):
     """The host answers, but does not accept our user or key."""
 
 
-class CommandFailed(HostFailed):
-    """A command on a host failed; `code` and `said` are its exit code and its output."""
-
-    def __init__(self, message: str, code: int, said: str) -> None:
-        super().__init__(message)
-        self.code, self.said = code, said
+class HostCommandFailed(HostFailed, CommandFailed):
+    """A command on a host failed."""
 
 
 class ConnectionLost(TestbedError):

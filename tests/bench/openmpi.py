@@ -18,7 +18,6 @@ from pathlib import Path
 
 from testbed.control.machine import ownership
 from testbed.control.substrates.base import NodeHandle, Substrate
-from testbed.control.substrates.netns import namespace
 from tests.bench.figures import Figure, spread
 from tests.bench.shaped import finish
 
@@ -59,7 +58,7 @@ def _installed(package: str) -> bool:
 def allreduce(substrate: Substrate, folder: Path, repeats: int, elements: int) -> dict[str, Timing]:
     """Its Allreduce with each choice of algorithm, which holds for all of a process, so one after the other."""
     agent = folder / "agent.sh"
-    agent.write_text(agent_script(namespace(ownership.current(), "")))
+    agent.write_text(agent_script(ownership.owned_name("")))
     agent.chmod(0o755)
     worker = str(shutil.copy(Path(__file__).with_name("openmpi_worker.py"), folder))
     found, log = {}, folder / "openmpi.log"

@@ -30,7 +30,7 @@ def network(
         folder = Path(name) / "run"
         folder.mkdir()
         Path(name).chmod(0o755)
-        substrate.share(folder)
+        substrate.prepare_folder(folder)
         receipts = (probe(substrate, plans, lambda event: None) for _ in range(2))  # as a run does
         receipt = next((each for each in receipts if each.valid()), None)
         if receipt is None:

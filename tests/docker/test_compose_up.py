@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.machine import leftovers
+from testbed.control.machine import ownership
 from testbed.control.substrates import engine
 from testbed.control.substrates.content import carried
 from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
@@ -149,7 +149,7 @@ def test_clean_removes_what_an_interrupted_up_left(cluster: Cluster) -> None:
     project = cluster.folder.name.lower()
     assert engine.projects()[project] == engine.RUNNING
     cluster.interrupt(up)
-    leftovers.remove()
+    ownership.remove()
     assert project not in engine.projects()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.machine import cgroups, leftovers, ownership
-from testbed.control.substrates.base import MEMORY_LEFT, NodePlan
+from testbed.control.machine import cgroups, ownership
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodePlan
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.spec.link import Link
 from tests.soak import faults
@@ -57,7 +57,7 @@ def test_a_node_without_a_share_gets_one_while_it_runs_and_nothing_is_left(tmp_p
         assert share < 0.3, f"asked for 0.2 of a core, used {share:.2f}"
         substrate.limit_memory(0)
         assert any(who == ownership.current() for who in cgroups.owners(cgroups.find_hierarchy(controller="memory")))
-    left = [str(each) for each in leftovers.find(everything=True) if each.owner == ownership.current()]
+    left = [str(each) for each in ownership.find(everything=True) if each.owner == ownership.current()]
     assert left == []
 
 
@@ -78,7 +78,7 @@ def _hungry(substrate: NetnsSubstrate, meal: Path) -> Callable[[], int]:
     """A process that is there and waits; call it and it takes more than a limit leaves it: its exit code."""
     eat = f"import os, time\nprint('here', flush=True)\nwhile not os.path.exists({str(meal)!r}): time.sleep(0.05)\n"
     log = meal.with_suffix(".log")
-    process = substrate.start(0, [sys.executable, "-c", f"{eat}b'1' * {2 * MEMORY_LEFT}"], {}, log)
+    process = substrate.start(0, [sys.executable, "-c", f"{eat}b'1' * {2 * MEMORY_HEADROOM_BYTES}"], {}, log)
     while "here" not in log.read_text():
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)

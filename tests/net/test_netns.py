@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.machine import cgroups, leftovers, ownership
+from testbed.control.machine import cgroups, ownership, processes
 from testbed.control.runs.run import probe
 from testbed.control.substrates import netns
 from testbed.control.substrates.base import NodePlan
@@ -39,7 +39,7 @@ def plans(
 
 def ours() -> list[str]:
     """Everything on this machine that bears this process's mark."""
-    return [str(each) for each in leftovers.find(everything=True) if each.owner == ownership.current()]
+    return [str(each) for each in ownership.find(everything=True) if each.owner == ownership.current()]
 
 
 def links() -> list[str]:
@@ -167,7 +167,7 @@ def reaches(substrate: NetnsSubstrate) -> bool:
     script = (
         f"import socket; s = socket.socket(); s.settimeout(1); print(s.connect_ex(('{substrate.nodes[1].address}', 9)))"
     )
-    return substrate.exec(0, [sys.executable, "-c", script], timeout=10).strip() == "111"  # ECONNREFUSED
+    return substrate.exec(0, [sys.executable, "-c", script], timeout_s=10).strip() == "111"  # ECONNREFUSED
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -181,11 +181,11 @@ def test_faults_reach_every_process_of_the_node_and_no_other(tmp_path: Path) -> 
     with NetnsSubstrate(plans(2)) as substrate:
         victim = substrate.start(0, ["sh", "-c", "setsid sleep 60 & wait"], {}, tmp_path / "log")
         other = substrate.start(1, ["sleep", "60"], {}, tmp_path / "log")
-        name = netns.namespace(ownership.current(), "node0")
-        until(lambda: len(ownership.pids_in(name)) == 2)
+        name = ownership.owned_name("node0")
+        until(lambda: len(processes.pids_in_namespace(name)) == 2)
         substrate.pause(0)
         substrate.kill(0)
-        assert victim.wait(10) == -signal.SIGKILL and ownership.pids_in(name) == [] and other.poll() is None
+        assert victim.wait(10) == -signal.SIGKILL and processes.pids_in_namespace(name) == [] and other.poll() is None
 
 
 def test_a_tc_command_that_fails_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_what_the_kernel_lacks_is_refused_before_anything_exists() -> None:
     asked = [NodePlan(name="node0", link=Link(delay=0.01))]
     try:
         with NetnsSubstrate(asked) as substrate:
-            assert "netem" in substrate.exec(0, ["tc", "qdisc"], timeout=10)  # a kernel that has it
+            assert "netem" in substrate.exec(0, ["tc", "qdisc"], timeout_s=10)  # a kernel that has it
     except Unavailable as error:
         assert "delay and loss (netem)" in str(error)
 
@@ -218,7 +218,7 @@ def test_a_second_one_in_the_same_process_is_refused_and_harms_nothing() -> None
     with NetnsSubstrate(plans(1)) as first:
         with pytest.raises(TestbedError, match="Close it first"):
             NetnsSubstrate(plans(1)).__enter__()
-        assert "eth0" in first.exec(0, ["ip", "-o", "link"], timeout=10)
+        assert "eth0" in first.exec(0, ["ip", "-o", "link"], timeout_s=10)
 
 
 CONTROLLER = """
@@ -242,13 +242,13 @@ def start_controller(folder: Path) -> tuple[subprocess.Popen[str], str]:
     assert controller.stdout is not None
     with controller.stdout:
         assert controller.stdout.readline() == "up\n"
-    marks = {each.owner for each in leftovers.find(everything=True) if each.owner.startswith(f"{controller.pid}-")}
+    marks = {each.owner for each in ownership.find(everything=True) if each.owner.startswith(f"{controller.pid}-")}
     assert len(marks) == 1
     return controller, marks.pop()
 
 
-def of_owner(mark: str) -> list[leftovers.Leftover]:
-    return [each for each in leftovers.find(everything=True) if each.owner == mark]
+def of_owner(mark: str) -> list[ownership.Leftover]:
+    return [each for each in ownership.find(everything=True) if each.owner == mark]
 
 
 def test_a_killed_controller_leaves_what_clean_removes_and_a_living_one_is_not_touched(tmp_path: Path) -> None:
@@ -260,11 +260,11 @@ def test_a_killed_controller_leaves_what_clean_removes_and_a_living_one_is_not_t
         kinds = [each.kind for each in of_owner(mark)]
         assert kinds.count("namespace") == 3 and kinds.count("cgroup") == 2 and kinds.count("process") >= 2
         before = [each for each in of_owner(other) if each.kind != "process"]
-        removed = leftovers.remove()
+        removed = ownership.remove()
         assert {each.kind for each in removed if each.owner == mark} == {"process", "namespace", "cgroup"}
         assert not [each for each in removed if each.owner == other]
         assert of_owner(mark) == [] and [each for each in of_owner(other) if each.kind != "process"] == before
-        assert leftovers.remove() == []
+        assert ownership.remove() == []
     finally:
         living.send_signal(signal.SIGINT)
         living.wait(20)

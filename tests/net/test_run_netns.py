@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from testbed.control.machine.affinity import here, share_out
+from testbed.control.machine.affinity import assign_cores, usable_cores
 from testbed.control.machine.cgroups import find_hierarchy
 from testbed.control.runs.select import plans
 from testbed.results.receipt import Receipt
@@ -51,8 +51,12 @@ def test_a_run_leaves_a_whole_folder(whole: tuple[Path, dict[str, Any]]) -> None
 def test_each_rank_had_its_share_of_the_cores(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = whole
     starts = [json.loads((folder / f"rank{k}.jsonl").read_text().splitlines()[0]) for k in range(NODES)]
-    shares = share_out(plans(RunSpec.load(json.loads((folder / "spec.json").read_text()), "spec.json")), here())
-    assert [set(start["environment"]["own cores"]) for start in starts] == [own or set(here()) for own in shares]
+    shares = assign_cores(
+        plans(RunSpec.load(json.loads((folder / "spec.json").read_text()), "spec.json")), usable_cores()
+    )
+    assert [set(start["environment"]["own cores"]) for start in starts] == [
+        own or set(usable_cores()) for own in shares
+    ]
 
 
 def test_its_receipt_holds_every_directed_link_and_the_fan_in(whole: tuple[Path, dict[str, Any]]) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testbed.control.machine import leftovers
+from testbed.control.machine import ownership
 from testbed.control.runs.locks import SHARE
-from testbed.control.substrates.engine import OWNER_LABEL
+from testbed.control.substrates.docker_cli import OWNER_LABEL
 from testbed.report.load import load
 from testbed.results.conclude import Summary
 from testbed.results.folder import TEMPORARY, RunFolder
@@ -56,7 +56,7 @@ class Run:
     def left(self) -> list[str]:
         """Everything of this command's that is still there: what bears its mark, temporary files, locks, shaping."""
         mine = re.compile(rf"{self.pid}-.+")
-        found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
+        found = [str(each) for each in ownership.find(everything=True) if mine.fullmatch(each.owner)]
         files = temporary(self.folder.path).iterdir()
         found += [str(path) for path in files if not path.name.startswith(NOT_OURS)]
         halves = self.folder.path.rglob(f".*{TEMPORARY}") if self.folder.path.exists() else ()
@@ -143,7 +143,7 @@ def shaping() -> frozenset[str]:
 def own() -> list[str]:
     """What this process left, cases that run inside it included: things with its mark, folders for cases."""
     mine = re.compile(rf"{os.getpid()}-.+")
-    found = [str(each) for each in leftovers.find(everything=True) if mine.fullmatch(each.owner)]
+    found = [str(each) for each in ownership.find(everything=True) if mine.fullmatch(each.owner)]
     return found + sorted(map(str, Path(tempfile.gettempdir()).glob(f"{_scratch()}*")))
 
 

@@ -25,7 +25,7 @@ ROOMS = {  # room: rooms of ours it may import
     "control": {"control", "spec", "results", "net", "data", "report"},  # report from one module, and only when called
     "report": {"report", "spec", "results"},
 }
-TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"docker", "fabric"}, {"matplotlib"}
+TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"fabric", "paramiko"}, {"matplotlib"}
 BANNED = {  # room: packages it must do without
     "spec": TORCH | SCREEN | REMOTE | PLOTS,
     "results": TORCH | SCREEN | REMOTE | PLOTS,
@@ -138,8 +138,8 @@ def test_the_check_lets_through_what_is_allowed() -> None:
     ("module", "absent"),
     [
         ("testbed.control.cli.main", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
-        ("testbed.report.page", {"torch", "docker", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
-        ("testbed.results.conclude", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
+        ("testbed.report.page", {"torch", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
+        ("testbed.results.conclude", {"torch", "typer", "rich", "fabric", "testbed.net"}),
         ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
         ("testbed.data.fetch", {"torch", "PIL", "rich", "testbed.net", "testbed.rank", "testbed.control"}),
     ],

@@ -26,15 +26,12 @@ from testbed.control.substrates.hosts import (
     deploy as hosts_deploy,
 )
 from testbed.control.substrates.hosts import (
-    deploy as hosts_parcel,
-)
-from testbed.control.substrates.hosts import (
     doctor as hosts_doctor,
 )
 from testbed.control.substrates.hosts import (
     runs as hosts_runs,
 )
-from testbed.control.substrates.hosts.group import connected, each
+from testbed.control.substrates.hosts.group import connected, run_on_all
 from testbed.results.table import format_table
 from testbed.spec.datasets import data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse
@@ -236,11 +233,11 @@ def stop(asked: Asked, run: str | None) -> int:
 def clean(asked: Asked, everything: bool) -> int:
     with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
         there = [outcome.host for outcome in outcomes if outcome.error is None]
-        removed = each(there, lambda host: hosts_runs.clean(host, everything))
+        removed = run_on_all(there, lambda host: hosts_runs.clean(host, everything))
     for outcome in removed:
         if outcome.error is None:
             console.print(f"{outcome.host}: removed {', '.join(outcome.value or ()) or 'nothing, nothing was left'}")
-    hosts_parcel.forget()
+    hosts_deploy.remove_archives()
     errors = [outcome.error for outcome in outcomes] + [outcome.error for outcome in removed]
     return _troubles(error for error in errors if error)
 

@@ -16,6 +16,7 @@ import typer
 from testbed import __version__
 from testbed.control.cli import report
 from testbed.control.cli.progress import Json, console
+from testbed.control.machine import ownership
 from testbed.control.machine.doctor import examine
 from testbed.control.runs.commands import (
     build_spec,
@@ -251,10 +252,8 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove what a dead controller left: namespaces, cgroups, containers, processes. runs/ and data/ stay."""
-    from testbed.control.machine import leftovers  # with it comes the engine's SDK
-
-    removed = [str(each) for each in leftovers.remove(everything=everything)]
-    kept = [] if everything else [each for each in leftovers.find(everything=True) if each.foreign]
+    removed = [str(each) for each in ownership.remove(everything=everything)]
+    kept = [] if everything else [each for each in ownership.find(everything=True) if each.other_host]
     for each in kept:
         why = "it is of another machine, container or boot, which may use it"
         print(f"{each} stays: {why}. Remove it with --all.", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Cores: which of a machine's cores each node computes on, so that equal nodes keep an equal pace.
+"""CPU affinity: which cores of a machine each node computes on, so that equal nodes take equal time for a step.
 
-Left to the kernel, four ranks on two cores share them evenly over seconds, not within a step: one rank has a core to
-itself while three take turns on the other, all wait for the last of those, and the wire waits with them.
+Left to the kernel, four ranks on two cores share them evenly over seconds, but not within a step: one rank runs alone
+on a core while three take turns on the other. All ranks then wait for the slowest, and the network is idle meanwhile.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from testbed.control.substrates.base import NodePlan
 Cores = frozenset[int]
 
 
-def share_out(plans: Sequence[NodePlan], cores: Sequence[int]) -> list[Cores | None]:
-    """Each node's cores, where all of them can be shared evenly; else None: whatever the kernel does is fairer.
+def assign_cores(plans: Sequence[NodePlan], cores: Sequence[int]) -> list[Cores | None]:
+    """Return each node's cores if all nodes can get an equal number; else None for all, and the kernel decides.
 
-    Where there are more cores than threads nobody shares, and the kernel knows better which cores are worth having.
+    With more cores than threads no core is shared, so the kernel also decides then: it knows which cores are fast.
     """
-    alike = {plan.threads for plan in plans}
-    threads = alike.pop() if len(alike) == 1 else None
+    different = {plan.threads for plan in plans}
+    threads = different.pop() if len(different) == 1 else None
     if threads is None or len(cores) % threads or len(plans) * threads % len(cores):
         return [None] * len(plans)
-    if any(plan.cpus is not None and plan.cpus > threads for plan in plans):  # a quota that could not be used up
+    if any(plan.cpus is not None and plan.cpus > threads for plan in plans):  # the quota could not be used up
         return [None] * len(plans)
     groups = [frozenset(cores[first : first + threads]) for first in range(0, len(cores), threads)]
     return [groups[node % len(groups)] for node in range(len(plans))]
 
 
-def here() -> list[int]:
+def usable_cores() -> list[int]:
     """The cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 @contextmanager
 def limited_to(cores: Cores | None) -> Iterator[None]:
-    """What this thread starts inside inherits the limit, from its first instruction on."""
+    """Limit this thread to `cores`; processes started inside inherit the limit from their first instruction on."""
     before = os.sched_getaffinity(0)
     try:
         if cores is not None:

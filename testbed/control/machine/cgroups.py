@@ -1,31 +1,31 @@
-"""A node's share of the processors: a cgroup with a quota, in version 1 (cpu controller) or 2 (unified)."""
+"""cgroups, version 1 (one hierarchy a controller) and 2 (unified): a node's CPU quota and, for faults, memory limit."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from testbed.control.machine import ownership
-from testbed.spec.errors import TestbedError, Unavailable, refuse
+from testbed.control.machine.processes import kill_until_gone
+from testbed.spec.cpu import CPU_PERIOD_US, quota_and_period
+from testbed.spec.errors import TestbedError, Unavailable
 
 ROOT = Path("/sys/fs/cgroup")
-TOP = "testbed"  # everything of ours lies under this folder
-PERIOD = 10_000  # microseconds; the kernel's 100 ms would freeze a rank for longer than a small step takes
-MIN_QUOTA = 1_000  # microseconds; the kernel refuses less
-MAX_PERIOD = 1_000_000
-_MEMORY_1, _MEMORY_2 = ("memory.usage_in_bytes", "memory.limit_in_bytes"), ("memory.current", "memory.max")
-# The shell joins the group and becomes the command, so the pid stays and no code runs between fork and exec.
+TOP = "testbed"  # all our groups are below this folder
+CREATE_ATTEMPTS = 10
+REMOVE_TIMEOUT_S = 2.0
+_NEEDED_FOR = {"cpu": ("CPU quota", "Leave node.cpus unset"), "memory": ("memory limit", "Leave the fault out")}
+_MEMORY_V1, _MEMORY_V2 = ("memory.usage_in_bytes", "memory.limit_in_bytes"), ("memory.current", "memory.max")
+# The shell joins the group and then becomes the command, so the pid stays and no code runs between fork and exec.
 JOIN = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where the cpu controller is mounted, and which version speaks there."""
+    """Where a controller is mounted, and the version of cgroups there."""
 
     path: Path
     version: int
@@ -37,92 +37,85 @@ class Hierarchy:
 
 
 def find_hierarchy(root: Path = ROOT, controller: str = "cpu") -> Hierarchy:
-    """Where a controller is mounted; Unavailable where there is none that we may write to."""
+    """Return where a controller is mounted; raise Unavailable if there is none that we may write to."""
     with contextlib.suppress(OSError):
         if controller in (root / "cgroup.controllers").read_text().split():
-            return _writable(Hierarchy(root, 2))
+            return _writable(Hierarchy(root, 2), controller)
     for name in (controller, f"{controller},cpuacct"):
         if (root / name / "cgroup.procs").exists():
-            return _writable(Hierarchy(root / name, 1))
-    raise Unavailable(f"CPU quota: no {controller} controller under {root}. Leave node.cpus unset, or mount cgroups")
+            return _writable(Hierarchy(root / name, 1), controller)
+    what, way_out = _NEEDED_FOR[controller]
+    raise Unavailable(f"{what}: no {controller} controller under {root}. {way_out}, or mount cgroups")
 
 
-def _writable(hierarchy: Hierarchy) -> Hierarchy:
+def _writable(hierarchy: Hierarchy, controller: str) -> Hierarchy:
     if os.access(hierarchy.path, os.W_OK):
         return hierarchy
-    raise Unavailable(f"CPU quota: {hierarchy.path} is not writable. Run as root, or leave node.cpus unset")
+    what, way_out = _NEEDED_FOR[controller]
+    raise Unavailable(f"{what}: {hierarchy.path} is not writable. {way_out}, or run as root")
 
 
-def quota_and_period(cpus: float) -> tuple[int, int]:
-    """Microseconds of processor per period: 0.4 -> (4000, 10000); small shares get a longer period."""
-    if not MIN_QUOTA / MAX_PERIOD <= cpus < math.inf:
-        raise refuse("node.cpus", cpus, f"must be at least {MIN_QUOTA / MAX_PERIOD}", "Write e.g. 0.4.")
-    period = max(PERIOD, math.ceil(MIN_QUOTA / cpus))
-    return round(cpus * period), period
+def mounted_hierarchies() -> list[Hierarchy]:
+    """Where our groups may be: the hierarchy of the cpu controller, and that of memory if it is another."""
+    found = []
+    for controller in ("cpu", "memory"):
+        with contextlib.suppress(Unavailable):
+            found.append(find_hierarchy(controller=controller))
+    return list(dict.fromkeys(found))
 
 
-class CpuGroup:
-    """One node's cgroup: `create` it, start processes behind `prefix`, `remove` it."""
+class Cgroup:
+    """One node's cgroup: `create` it, start processes with `join_argv` in front, `remove` it."""
 
     def __init__(self, hierarchy: Hierarchy, name: str | PurePosixPath) -> None:
         self._hierarchy = hierarchy
         self.path = hierarchy.top / name
 
-    def create(self, cpus: float | None = None) -> None:
-        """Make the folder and set the quota; None means no limit."""
-        self.make()
-        self.set_quota(cpus)
-
-    def make(self) -> None:
-        """Make the folder alone."""
-        for attempt in range(10):
+    def create(self, controller: str = "cpu") -> None:
+        """Make the group's folder. Version 2 also enables the controller on each level above it."""
+        for attempt in range(CREATE_ATTEMPTS):
             try:
-                self._make()
+                self.path.mkdir(parents=True)
                 break
-            except FileNotFoundError:  # another testbed removed the empty top folder under our feet
-                if attempt == 9:
+            except FileNotFoundError:  # another testbed has just removed the empty top folder
+                if attempt == CREATE_ATTEMPTS - 1:
                     raise
-
-    def _make(self) -> None:
-        self.path.mkdir(parents=True)
         if self._hierarchy.version == 2:
-            self._hand_down("cpu")
+            self._enable(controller)
 
-    def _hand_down(self, controller: str) -> None:
-        for folder in self._above():
-            _write(folder / "cgroup.subtree_control", f"+{controller}")
-
-    def _above(self) -> list[Path]:
-        """From the mount point down to our parent: version 2 hands a controller down one level at a time."""
+    def _enable(self, controller: str) -> None:
+        """Version 2 passes a controller on one level at a time, from the mount point down to our parent."""
         below = self.path.relative_to(self._hierarchy.path)
-        return [self._hierarchy.path / parent for parent in reversed(below.parents)]
+        for parent in reversed(below.parents):
+            _write(self._hierarchy.path / parent / "cgroup.subtree_control", f"+{controller}")
 
     def set_quota(self, cpus: float | None) -> None:
-        """Change the share, also while processes run in it."""
-        quota, period = (-1, PERIOD) if cpus is None else quota_and_period(cpus)
+        """Change the CPU share, also while processes run in the group; None removes the limit."""
+        quota, period = (-1, CPU_PERIOD_US) if cpus is None else quota_and_period(cpus)
         if self._hierarchy.version == 2:
             _write(self.path / "cpu.max", f"{'max' if quota < 0 else quota} {period}")
         else:
-            _write(self.path / "cpu.cfs_quota_us", "-1")  # else a new period may clash with the old quota
+            _write(self.path / "cpu.cfs_quota_us", "-1")  # otherwise the new period may conflict with the old quota
             _write(self.path / "cpu.cfs_period_us", str(period))
             _write(self.path / "cpu.cfs_quota_us", str(quota))
 
-    def set_memory(self, limit: int | None) -> None:
-        """At most `limit` bytes more than are in use: who asks for more is killed by the kernel. None: no limit."""
-        (used, most), none = _MEMORY_1, "-1"
+    def limit_memory(self, headroom_bytes: int | None) -> None:
+        """Allow `headroom_bytes` more than are in use now; beyond that the kernel kills. None removes the limit."""
+        (used, limit), none = _MEMORY_V1, "-1"
         if self._hierarchy.version == 2:
-            self._hand_down("memory")
-            (used, most), none = _MEMORY_2, "max"
-        _write(self.path / most, none if limit is None else str(int((self.path / used).read_text()) + limit))
+            self._enable("memory")
+            (used, limit), none = _MEMORY_V2, "max"
+        value = none if headroom_bytes is None else str(int((self.path / used).read_text()) + headroom_bytes)
+        _write(self.path / limit, value)
 
-    def take_in(self, pids: Sequence[int]) -> None:
-        """Move processes that run already; one that has ended meanwhile is fine."""
+    def add(self, pids: Sequence[int]) -> None:
+        """Move running processes into the group; one that has ended meanwhile is ignored."""
         for pid in pids:
             with contextlib.suppress(TestbedError):
                 _write(self.path / "cgroup.procs", str(pid))
 
-    def prefix(self) -> list[str]:
-        """Put this in front of a command and it runs inside, under the same pid."""
+    def join_argv(self) -> list[str]:
+        """The prefix that makes a command run inside the group, with an unchanged pid."""
         return ["sh", "-c", JOIN, str(self.path)]
 
     def pids(self) -> list[int]:
@@ -130,11 +123,11 @@ class CpuGroup:
         return pids_of(self.path)
 
     def kill(self) -> list[int]:
-        """SIGKILL every process inside, each by its pid; who was killed."""
-        return ownership.kill_until_gone(self.pids)
+        """Send SIGKILL to every process inside; return their pids."""
+        return kill_until_gone(self.pids)
 
     def remove(self) -> None:
-        """Remove the folder, and those above it that are ours and empty; a group that is gone is fine."""
+        """Remove the group's folder, then the folders above it that are ours and empty. A missing group is ignored."""
         remove_folder(self.path)
         for folder in (self.path.parent, self._hierarchy.top):
             with contextlib.suppress(OSError):
@@ -142,22 +135,22 @@ class CpuGroup:
 
 
 def pids_of(folder: Path) -> list[int]:
-    """The processes in one cgroup; none where it does not exist."""
+    """The processes in a cgroup's folder; an empty list if there is no such folder."""
     try:
         return [int(word) for word in (folder / "cgroup.procs").read_text().split()]
     except OSError:
         return []
 
 
-def remove_folder(folder: Path, seconds: float = 2.0) -> None:
-    """rmdir, again for a while: a killed process leaves its group a moment after it is reaped."""
-    deadline = time.monotonic() + seconds
+def remove_folder(folder: Path, timeout_s: float = REMOVE_TIMEOUT_S) -> None:
+    """Remove a cgroup's folder, with retries: a killed process leaves its group a moment after it is reaped."""
+    deadline = time.monotonic() + timeout_s
     while folder.exists():
         try:
             folder.rmdir()
         except OSError as error:
             if time.monotonic() > deadline:
-                reason = f"{error.strerror}; inside: {pids_of(folder)}"
+                reason = f"{error.strerror}; processes inside: {pids_of(folder)}"
                 raise TestbedError(f"cgroup {folder} cannot be removed: {reason}") from None
             time.sleep(0.02)
 

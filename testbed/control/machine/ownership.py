@@ -1,8 +1,8 @@
-"""Who made this? A mark on everything a controller creates, by which leftovers are told from what is in use.
+"""Ownership: a mark on everything a controller creates, and what dead controllers left behind, found by that mark.
 
-An owner is `<pid>-<start time>-<realm>`: a pid alone comes back after a while, together with the start time it does
-not. The realm is where that pid means this process: one boot of one machine, one pid namespace. An engine may serve
-several machines and containers, so what bears another realm's mark is in use for all we know.
+An owner is `<pid>-<start time>-<realm>`. A pid alone is used again after a while; together with its start time it is
+unique. The realm is one boot of one machine and one pid namespace, which is where the pid refers to that process. An
+engine may serve several machines and containers, so things with the mark of another realm count as in use.
 """
 
 from __future__ import annotations
@@ -12,91 +12,191 @@ import functools
 import hashlib
 import os
 import re
-import signal
-import time
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "TESTBED_OWNER"  # in the environment of every process a substrate starts
-PATTERN = re.compile(r"(\d+)-(\d+)(?:-([0-9a-f]{16}))?")  # marks of old have no realm: they count as ours
-NETNS = Path("/run/netns")  # where `ip netns` keeps its named namespaces
-_PROC = Path("/proc")
+from testbed.control.machine import cgroups
+from testbed.control.machine.processes import NETNS, PROC, all_pids, kill_until_gone, pids_in_namespace, run, start_time
+from testbed.control.substrates import engine
+
+VARIABLE = "TESTBED_OWNER"  # in the environment of every process that a substrate starts
+PREFIX = "testbed"
+PATTERN = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})")
+OWNED_NAME = re.compile(rf"{PREFIX}-({PATTERN.pattern})-.+")
+COMMAND_TIMEOUT_S = 20.0
 
 
-def _start_time(pid: int) -> str | None:
-    """Clock ticks between boot and the process's start; None for one that is gone or only waits to be reaped."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # the command in front may hold spaces and brackets
-    return None if fields[0] in "ZX" else fields[19]
+def realm(proc: Path = PROC) -> str:
+    """A hash of the boot id and the pid namespace's inode, short because it is part of names."""
+    boot, namespace = (proc / "sys/kernel/random/boot_id").read_text(), (proc / "self/ns/pid").stat().st_ino
+    return hashlib.sha256(f"{boot.strip()} {namespace}".encode()).hexdigest()[:16]
 
 
-@functools.cache
-def _realm() -> str:
-    """The boot id and the pid namespace's inode, made short: the mark is part of names."""
-    boot, space = (_PROC / "sys/kernel/random/boot_id").read_text(), (_PROC / "self/ns/pid").stat().st_ino
-    return hashlib.sha256(f"{boot.strip()} {space}".encode()).hexdigest()[:16]
+_own_realm = functools.cache(realm)
 
 
 def current() -> str:
     """The mark of this process."""
-    return f"{os.getpid()}-{_start_time(os.getpid())}-{_realm()}"
+    return f"{os.getpid()}-{start_time(os.getpid())}-{_own_realm()}"
 
 
-def foreign(owner: str) -> bool:
-    """True for the mark of another machine, boot or container: whether that process runs cannot be seen from here."""
+def owned_name(part: str) -> str:
+    """The name of something that this process creates: `testbed-<owner>-<part>`."""
+    return f"{PREFIX}-{current()}-{part}"
+
+
+def other_host(owner: str) -> bool:
+    """Return True for a mark of another machine, boot or container: from here nobody can see if that process runs."""
     match = PATTERN.fullmatch(owner)
-    return match is not None and match[3] not in (None, _realm())
+    return match is not None and match[3] != _own_realm()
 
 
 def alive(owner: str) -> bool:
-    """True while the process that made it still runs, or may."""
+    """Return True if the owner's process runs, or is on another host and may run."""
     match = PATTERN.fullmatch(owner)
-    return foreign(owner) or (match is not None and _start_time(int(match[1])) == match[2])
+    return other_host(owner) or (match is not None and start_time(int(match[1])) == match[2])
 
 
-def _pids() -> Iterator[int]:
-    return (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit())
-
-
-def marked() -> dict[int, str]:
-    """Every live process that carries a mark in its environment, with its owner."""
+def owned_processes() -> dict[int, str]:
+    """Every live process with a mark in its environment, and its owner."""
     found = {}
-    for pid in _pids():
+    for pid in all_pids():
         with contextlib.suppress(OSError):
-            match = re.search(rf"(?:^|\0){VARIABLE}=([^\0]*)".encode(), (_PROC / str(pid) / "environ").read_bytes())
-            if match and _start_time(pid) is not None:
+            match = re.search(rf"(?:^|\0){VARIABLE}=([^\0]*)".encode(), (PROC / str(pid) / "environ").read_bytes())
+            if match and start_time(pid) is not None:
                 found[pid] = match[1].decode(errors="replace")
     return found
 
 
-def pids_in(namespace: str) -> list[int]:
-    """Every live process inside a named network namespace."""
-    found = []
-    with contextlib.suppress(OSError):
-        wanted = (NETNS / namespace).stat()
-        for pid in _pids():
-            with contextlib.suppress(OSError):
-                if os.path.samestat((_PROC / str(pid) / "ns/net").stat(), wanted) and _start_time(pid) is not None:
-                    found.append(pid)
-    return found
+def remove_namespace(name: str) -> list[int]:
+    """Kill what runs in a network namespace and delete it with its links and queues; return the killed pids."""
+    killed = kill_until_gone(lambda: pids_in_namespace(name))
+    if (NETNS / name).exists():
+        run(["ip", "netns", "delete", name], COMMAND_TIMEOUT_S)
+    return killed
 
 
-def send(pids: list[int], signum: int) -> None:
-    """Signal each by its pid; one that has ended meanwhile is fine."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
+@dataclass(frozen=True)
+class Leftover:
+    """One thing that a controller made; `kind` is process, namespace, cgroup, project (of containers) or folder."""
+
+    kind: str
+    name: str
+    owner: str
+
+    @property
+    def in_use(self) -> bool:
+        """True if its controller runs or may run, or if `docker compose up` made it and its containers run."""
+        return self.owner == engine.RUNNING or alive(self.owner)
+
+    @property
+    def other_host(self) -> bool:
+        """True if it was made on another machine, in another container or before a reboot."""
+        return other_host(self.owner)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+    def remove(self) -> list[int]:
+        """Kill and remove it; return the pids of the killed processes."""
+        match self.kind:
+            case "process":
+                pid = int(self.name)
+                return kill_until_gone(lambda: [pid] if owned_processes().get(pid) == self.owner else [])
+            case "namespace":
+                return remove_namespace(self.name)
+            case "cgroup":
+                return self._remove_cgroup()
+            case "project":
+                engine.remove_project(self.name)
+            case "folder":
+                shutil.rmtree(self.name, ignore_errors=True)
+        return []
+
+    def _remove_cgroup(self) -> list[int]:
+        killed = []
+        for hierarchy in cgroups.mounted_hierarchies():
+            group = cgroups.Cgroup(hierarchy, self.name.removeprefix(f"{cgroups.TOP}/"))
+            killed += group.kill()
+            group.remove()
+        return killed
 
 
-def kill_until_gone(pids: Callable[[], list[int]], seconds: float = 5.0) -> list[int]:
-    """SIGKILL what `pids()` lists until it lists nothing: a dying process may still have forked. Who was killed."""
-    killed: set[int] = set()
-    deadline = time.monotonic() + seconds
-    while (found := pids()) and time.monotonic() < deadline:
-        send(found, signal.SIGKILL)
-        killed.update(found)
-        time.sleep(0.01)
-    return sorted(killed)
+def find_processes() -> list[Leftover]:
+    """Live processes with a mark."""
+    found = owned_processes().items()
+    return [Leftover("process", str(pid), owner) for pid, owner in found if PATTERN.fullmatch(owner)]
+
+
+def find_namespaces() -> list[Leftover]:
+    """Named network namespaces with a mark."""
+    names = sorted(entry.name for entry in NETNS.iterdir()) if NETNS.is_dir() else []
+    return [Leftover("namespace", match[0], match[1]) for match in map(OWNED_NAME.fullmatch, names) if match]
+
+
+def find_cgroups() -> list[Leftover]:
+    """The cgroups of nodes; the folder of an owner counts if it has no node any more."""
+    found = [
+        Leftover("cgroup", str(folder.relative_to(hierarchy.path)), owner)
+        for hierarchy in cgroups.mounted_hierarchies()
+        for owner, folders in cgroups.owners(hierarchy).items()
+        if PATTERN.fullmatch(owner)
+        for folder in folders or (hierarchy.top / owner,)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def find_projects() -> list[Leftover]:
+    """Compose projects on the Docker engine."""
+    return [Leftover("project", name, owner) for name, owner in sorted(engine.projects().items())]
+
+
+def find_folders() -> list[Leftover]:
+    """Temporary folders with the compose files of a project."""
+    paths = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"))
+    matches = [(path, OWNED_NAME.fullmatch(path.name)) for path in paths]
+    return [Leftover("folder", str(path), match[1]) for path, match in matches if match]
+
+
+# Processes come first because the other things cannot be removed while a process uses them.
+FINDERS: Sequence[Callable[[], list[Leftover]]] = (
+    find_processes,
+    find_namespaces,
+    find_cgroups,
+    find_projects,
+    find_folders,
+)
+
+
+def find(everything: bool = False) -> list[Leftover]:
+    """List what has no living owner; with `everything` also what is in use."""
+    return [each for finder in FINDERS for each in finder() if everything or not each.in_use]
+
+
+def remove(everything: bool = False) -> list[Leftover]:
+    """Kill and remove what `find` lists; return what was removed, with each killed process as an entry of its own."""
+    removed: list[Leftover] = []
+    for each in find(everything):
+        killed = each.remove()
+        removed += [Leftover("process", str(pid), each.owner) for pid in killed]
+        removed += [each] if each.kind != "process" else []
+    return list(dict.fromkeys(removed))
+
+
+def remove_dead_projects(projects: Sequence[Leftover]) -> list[str]:
+    """Remove containers whose controller is dead, because their ranks still use the processor; return notes.
+
+    Projects of another host stay, and a note says so. Those that `docker compose up` made also stay: their logs are
+    the user's.
+    """
+    notes = []
+    for each in projects:
+        if each.other_host:
+            notes.append(f"{each} on this engine is of another machine, container or boot: it may have run beside")
+        elif PATTERN.fullmatch(each.owner) and not each.in_use:
+            each.remove()
+            notes.append(f"{each} was removed before: its controller was dead, and its ranks may have trained on")
+    return notes

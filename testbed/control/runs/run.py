@@ -148,7 +148,7 @@ def execute(
             folder.reopen()
         else:
             folder.create(place.fit(spec), place.name)
-        substrate.share(folder.path)
+        substrate.prepare_folder(folder.path)
         retries = spec.retries if retries is None else retries
         return _live(Life(place.fit(spec), substrate, folder, progress, injector, retries), resume)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from testbed.control.substrates.base import NodePlan, Substrate
+from testbed.control.substrates.compose import ComposeSubstrate
+from testbed.control.substrates.engine import check as check_compose
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
@@ -39,20 +41,10 @@ def _engine_is_local() -> bool:
     return os.environ.get("DOCKER_HOST", "unix://").startswith("unix://")
 
 
-def _compose(plans: Sequence[NodePlan], folder: Path) -> Substrate:
-    from testbed.control.substrates.compose import ComposeSubstrate  # the engine's SDK takes a while to import
-
-    return ComposeSubstrate(plans, folder)
-
-
-def _check_compose(plans: Sequence[NodePlan]) -> None:
-    from testbed.control.substrates.engine import check
-
-    check(plans)
-
-
 KINDS: dict[str, Kind] = {  # best first
-    "compose": Kind(_compose, _check_compose, "one container per node, links shaped as asked", here=_engine_is_local),
+    "compose": Kind(
+        ComposeSubstrate, check_compose, "one container per node, links shaped as asked", here=_engine_is_local
+    ),
     "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, links shaped as asked", here=_always),
     "process": Kind(
         ProcessSubstrate,

@@ -1,4 +1,8 @@
-"""The narrow seam between a run and the place it happens in: what every substrate can do, and nothing else."""
+"""The interface between a run and the substrate it runs on.
+
+`Substrate` is what run.py needs: nodes, processes on them, a folder, a port. `FaultTarget` is what fault injection
+needs. Every substrate implements both; code takes the one it uses.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,24 @@ from typing import Protocol, Self
 
 from testbed.spec.link import Link
 
-MEMORY_LEFT = 64 << 20  # bytes until a rank that grows meets its limit
-NODE_PORT = 29_500  # where ranks meet on a node that has its ports to itself
+MEMORY_HEADROOM_BYTES = 64 << 20  # what `limit_memory` leaves a rank to grow by
+NODE_PORT = 29_500  # the ranks' port on a node that has its ports to itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
-    """What is asked of one node; None leaves a value to the machine."""
+    """What is requested of one node; None means that nothing is requested."""
 
     name: str
-    cpus: float | None = None  # a quota, in cores
-    threads: int | None = None  # that compute, on cores of the node's own (cores.py)
+    cpus: float | None = None  # quota, in cores
+    threads: int | None = None  # compute threads, if they get cores of their own (machine/affinity.py)
     link: Link = field(default_factory=Link)
     congestion: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeHandle:
-    """A node that exists: where a rank listens and through which interface it talks."""
+    """A node that exists: the address and the interface of its rank."""
 
     name: str
     address: str
@@ -34,34 +38,75 @@ class NodeHandle:
 
 
 class Process(Protocol):
-    """A process on a node; `wait` raises TimeoutError when `timeout` seconds have passed."""
+    """A process on a node."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; raises TimeoutError."""
+        """Wait for the end and return the exit code; raise TimeoutError after `timeout` seconds."""
         ...
 
     def signal(self, signum: int) -> None:
-        """Send a signal; a process that has ended is left alone."""
+        """Send a signal; a process that has ended is ignored."""
         ...
 
     def forbid_writing(self) -> None:
-        """From now on no file of it can grow, as on a full disk."""
+        """From now on no file that the process writes can grow, as on a full disk."""
         ...
 
 
-class Substrate(Protocol):
-    """Enter it and the nodes exist; leave it and exactly what was created is gone, with all that ran there."""
+class FaultTarget(Protocol):
+    """Nodes that can be made to fail. Each fault affects all processes of the node, or its link."""
+
+    one_clock: bool  # True if the nodes have the controller's monotonic clock
+
+    def kill(self, node: int) -> None:
+        """Send SIGKILL to every process of the node."""
+        ...
+
+    def pause(self, node: int) -> None:
+        """Stop every process of the node until `resume`."""
+        ...
+
+    def resume(self, node: int) -> None:
+        """Continue what `pause` stopped."""
+        ...
+
+    def cut(self, node: int) -> None:
+        """Set the node's link down until `join`."""
+        ...
+
+    def join(self, node: int) -> None:
+        """Set the node's link up again."""
+        ...
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Change the rate of the node's link, both ways; None restores the planned rate."""
+        ...
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        """Change the node's CPU quota; None restores the planned quota."""
+        ...
+
+    def limit_memory(self, node: int) -> None:
+        """Limit the node's memory to what it uses now plus MEMORY_HEADROOM_BYTES."""
+        ...
+
+    def unlimit_memory(self, node: int) -> None:
+        """Restore the memory limit that the node had before `limit_memory`."""
+        ...
+
+
+class Substrate(FaultTarget, Protocol):
+    """A context manager. Entering creates the nodes; leaving ends all processes and removes what was created."""
 
     name: str
-    shaped: bool  # can it apply a Link?
-    one_clock: bool  # is the monotonic clock of its nodes ours?
-    python: str  # what a node calls Python; our package is on its path
+    shaped: bool  # True if links can be shaped
+    python: str  # the Python command of a node, with our package on its path
 
     @property
     def nodes(self) -> Sequence[NodeHandle]:
@@ -70,59 +115,24 @@ class Substrate(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was asked and could not be applied, one sentence each."""
+        """What was requested and could not be applied, one sentence each."""
         ...
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
-    def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
-        """Run to the end, outside the CPU quota; stdout, or TestbedError with argv, code and stderr."""
-        ...
-
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a long-running process with `env` added to ours; its stdout and stderr are appended to `log`."""
+        """Start a process with `env` added to ours and its output appended to `log`; `quota`: under the CPU quota."""
         ...
 
     def port(self, wanted: int = 0) -> int:
-        """A port of node 0 to listen on: `wanted` if it is free, any free one for 0."""
+        """Return a port of node 0 to listen on: `wanted` if it is free, any free one for 0."""
         ...
 
-    def share(self, folder: Path) -> None:
-        """Let ranks write into a folder that the controller has just made."""
+    def prepare_folder(self, folder: Path) -> None:
+        """Make a run folder that the controller has just created usable for the ranks."""
         ...
 
     def stop(self) -> None:
-        """End every process that was started, first politely; the nodes stay."""
-        ...
-
-    def put(self, node: int, local: Path, remote: Path) -> None:
-        """Copy a file to a node."""
-        ...
-
-    def get(self, node: int, remote: Path, local: Path) -> None:
-        """Copy a file from a node."""
-        ...
-
-    # Faults: each touches all processes of the node, or its link.
-    def kill(self, node: int) -> None: ...
-    def pause(self, node: int) -> None: ...
-    def resume(self, node: int) -> None: ...
-    def cut(self, node: int) -> None: ...
-    def join(self, node: int) -> None: ...
-
-    def set_rate(self, node: int, rate: int | None) -> None:
-        """Another rate of the link, each way; None: the one that was planned."""
-        ...
-
-    def set_cpus(self, node: int, cpus: float | None) -> None:
-        """Another share of the processor; None: the one that was planned."""
-        ...
-
-    def limit_memory(self, node: int) -> None:
-        """Let the rank have MEMORY_LEFT bytes more than now."""
-        ...
-
-    def unlimit_memory(self, node: int) -> None:
-        """As much memory as the node had before."""
+        """End every process that was started: SIGTERM first, then SIGKILL. The nodes stay."""
         ...

@@ -1,4 +1,4 @@
-"""A substrate that does nothing and remembers everything: for tests of what stands above the seam."""
+"""A substrate that starts nothing and records every call: for tests of the code that uses substrates."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from testbed.control.substrates.base import NodeHandle, Process
 
 @dataclass
 class FakeProcess:
-    """Runs until `code` is set, or a test's script sets it; signals are remembered and change nothing."""
+    """Runs until `code` is set; signals are recorded and change nothing."""
 
     pid: int
     code: int | None = None
     signals: list[int] = field(default_factory=list)
 
     def poll(self) -> int | None:
-        """The scripted exit code."""
+        """Return the scripted exit code."""
         return self.code
 
     def wait(self, timeout: float | None = None) -> int:
-        """The scripted exit code; a process without one would never end."""
+        """Return the scripted exit code; raise TimeoutError at once if there is none."""
         if self.code is None:
             raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
         return self.code
 
     def signal(self, signum: int) -> None:
-        """Remember it."""
+        """Record the signal."""
         self.signals.append(signum)
 
     def forbid_writing(self) -> None:
-        """Remember it as a signal that no process gets."""
+        """Record it as signal 0."""
         self.signals.append(0)
 
 
-Script = Callable[[int, Sequence[str], Path], int | None]  # (node, argv, log) -> exit code; None: keeps running
+Script = Callable[[int, Sequence[str], Path], int | None]  # (node, argv, log) -> exit code; None: it keeps running
 
 
 class FakeSubstrate:
-    """`calls` is all that was asked of it, in order; `script` plays the started processes."""
+    """`calls` holds all calls in order; `script` decides what a started process does and how it ends."""
 
     name = "fake"
     shaped = True
@@ -49,9 +49,8 @@ class FakeSubstrate:
     python = "python3"
     notes: Sequence[str] = ()
 
-    def __init__(self, n: int, script: Script = lambda node, argv, log: 0, output: str = "") -> None:
+    def __init__(self, n: int, script: Script = lambda node, argv, log: 0) -> None:
         self._script = script
-        self._output = output
         self.calls: list[tuple[object, ...]] = []
         self.processes: list[FakeProcess] = []
         self.nodes: Sequence[NodeHandle] = tuple(
@@ -65,70 +64,46 @@ class FakeSubstrate:
     def __exit__(self, *exception: object) -> None:
         self.calls.append(("exit",))
 
-    def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
-        """Give back the scripted output."""
-        self.calls.append(("exec", node, tuple(argv)))
-        return self._output
-
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Let the script play the process to its end at once."""
+        """Run the script at once; its result is the process's exit code."""
         self.calls.append(("start", node, tuple(argv), dict(env), quota))
         process = FakeProcess(pid=1000 + len(self.processes), code=self._script(node, argv, log))
         self.processes.append(process)
         return process
 
     def port(self, wanted: int = 0) -> int:
-        """Whatever is wanted."""
+        """Return `wanted`; not recorded."""
         return wanted or 1
 
-    def share(self, folder: Path) -> None:
-        """Remember it."""
-        self.calls.append(("share", folder))
+    def prepare_folder(self, folder: Path) -> None:
+        self.calls.append(("prepare_folder", folder))
 
     def stop(self) -> None:
-        """Remember it."""
         self.calls.append(("stop",))
 
-    def put(self, node: int, local: Path, remote: Path) -> None:
-        """Remember it."""
-        self.calls.append(("put", node, local, remote))
-
-    def get(self, node: int, remote: Path, local: Path) -> None:
-        """Remember it."""
-        self.calls.append(("get", node, remote, local))
-
     def kill(self, node: int) -> None:
-        """Remember it."""
         self.calls.append(("kill", node))
 
     def pause(self, node: int) -> None:
-        """Remember it."""
         self.calls.append(("pause", node))
 
     def resume(self, node: int) -> None:
-        """Remember it."""
         self.calls.append(("resume", node))
 
     def cut(self, node: int) -> None:
-        """Remember it."""
         self.calls.append(("cut", node))
 
     def join(self, node: int) -> None:
-        """Remember it."""
         self.calls.append(("join", node))
 
     def set_rate(self, node: int, rate: int | None) -> None:
-        """Remember it."""
         self.calls.append(("set_rate", node, rate))
 
     def set_cpus(self, node: int, cpus: float | None) -> None:
-        """Remember it."""
         self.calls.append(("set_cpus", node, cpus))
 
     def limit_memory(self, node: int) -> None:
-        """Remember it."""
         self.calls.append(("limit_memory", node))
 
     def unlimit_memory(self, node: int) -> None:
-        """Remember it."""
         self.calls.append(("unlimit_memory", node))

@@ -1,101 +1,86 @@
-"""A network of this machine's own: one namespace per node, a bridge in another, links shaped both ways. Needs root.
+"""One network namespace per node, a bridge in another, links shaped both ways. Needs root.
 
     node0 [eth0 10.77.0.10] --veth-- [port0]
     node1 [eth0 10.77.0.11] --veth-- [port1]  bridge br0 in the switch namespace
     ...
 
-The bridge has a namespace to itself because a container engine's FORWARD policy drops bridged traffic in the
-machine's own. Every veth is made inside the namespaces: no link is ever seen outside, and all vanish with them.
+The bridge has its own namespace because a Docker engine's FORWARD policy drops bridged traffic in the machine's own.
+Every veth pair is created inside the namespaces: none is visible outside, and all disappear with the namespaces.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from testbed.control.machine import affinity, ownership
-from testbed.control.machine.cgroups import CpuGroup, find_hierarchy, quota_and_period
-from testbed.control.substrates.base import MEMORY_LEFT, NODE_PORT, NodeHandle, NodePlan, Process
-from testbed.control.substrates.process import LocalProcess, SharedFiles, dies_with_parent, run, spawn, stop
-from testbed.net.shaping import congestion, reshape, route_congestion, shape
-from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable, require_extra
-from testbed.spec.link import Link
+from testbed.control.machine.cgroups import Cgroup, find_hierarchy
+from testbed.control.machine.processes import NETNS, kill_until_gone, pids_in_namespace, run, send
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.links import INTERFACE, ShapedLinks, rehearsals, rehearse
+from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
+from testbed.net.shaping import congestion, route_congestion
+from testbed.spec.cpu import quota_and_period
+from testbed.spec.errors import TestbedError, Unavailable, require_extra
 
-PREFIX = "testbed"
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "unshare": "util-linux"}
 SUBNET = "10.77.0.0/24"
 FIRST_HOST = 10  # node k has 10.77.0.(10 + k)
 MAX_NODES = 240
-TIMEOUT = 20.0  # seconds; each of these commands takes milliseconds
-# No IPv6: its neighbour discovery would be in the byte counters. -e: a kernel without it is fine.
+COMMAND_TIMEOUT_S = 20.0  # each of these commands takes milliseconds
+# Without IPv6 no neighbour discovery is in the byte counters. -e ignores a kernel without IPv6.
 NO_IPV6 = ["sysctl", "-q", "-e", "-w", "net.ipv6.conf.all.disable_ipv6=1", "net.ipv6.conf.default.disable_ipv6=1"]
 
 
-def namespace(who: str, part: str) -> str:
-    """The name of one namespace: `testbed-<owner>-node0`."""
-    return f"{PREFIX}-{who}-{part}"
-
-
 def check(plans: Sequence[NodePlan]) -> None:
-    """Refuse what this machine cannot do, before anything lasting is created."""
+    """Raise Unavailable for what this machine cannot do, before anything that stays is created."""
     require_extra("substrate netns", "rank", "torch", "torchvision")
     check_network(plans)
 
 
 def check_network(plans: Sequence[NodePlan]) -> None:
-    """Refuse namespaces, links and CPU shares that this machine cannot make; ranks are left out."""
+    """Raise Unavailable for namespaces, links and CPU shares that this machine cannot make."""
     if os.geteuid() != 0:
         raise Unavailable("substrate netns: network namespaces need root. Run as root, or use --on process (unshaped)")
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             raise Unavailable(f"substrate netns: the command {tool} is missing. Install {package}")
-    if not 1 <= len(plans) <= MAX_NODES:
-        room = f"there is room for 1 to {MAX_NODES} in {SUBNET}"
-        raise Unavailable(f"substrate netns: {len(plans)} nodes, {room}. Use --nodes {MAX_NODES} or fewer")
+    check_count(len(plans))
     for cpus in {plan.cpus for plan in plans if plan.cpus is not None}:
         find_hierarchy()
         quota_and_period(cpus)
-    for commands, lacks in _rehearsals(plans):
-        _rehearse(commands, lacks)
-
-
-def _rehearsals(plans: Sequence[NodePlan]) -> Iterator[tuple[list[list[str]], str]]:
-    """Each distinct thing asked, and what it means when it fails."""
-    yield [["ip", "link", "set", "lo", "up"]], "network namespaces"
-    yield [["ip", "link", "add", "br0", "type", "bridge"]], "bridges (bridge)"
-    yield [["ip", "link", "add", "port0", "type", "veth", "peer", "name", "eth0"]], "virtual links (veth)"
+    up = ["ip", "link", "set", "lo", "up"]
+    needed = [
+        ([up], "network namespaces"),
+        ([["ip", "link", "add", "br0", "type", "bridge"]], "bridges (bridge)"),
+        ([["ip", "link", "add", "port0", "type", "veth", "peer", "name", "eth0"]], "virtual links (veth)"),
+    ]
     for name in sorted({plan.congestion for plan in plans if plan.congestion}):
-        up = ["ip", "link", "set", "lo", "up"]
-        yield [up, route_congestion(name, SUBNET, "lo")], f"congestion control {name} (tcp_{name})"
-    links = list(dict.fromkeys(plan.link for plan in plans if plan.link.shaped))
-    for link in links:
-        if link.rate is not None:
-            yield shape(Link(rate=link.rate, queue=link.queue), iface="lo"), "shaping (tbf, ifb, ingress, u32, mirred)"
-        if link.needs_netem:
-            yield shape(link, iface="lo"), "delay and loss (netem)"
+        needed.append(([up, route_congestion(name, SUBNET, "lo")], f"congestion control {name} (tcp_{name})"))
+    for commands, feature in [*needed, *rehearsals(plans)]:
+        rehearse("substrate netns: this machine's kernel", commands, feature, _run_in_nameless_namespace)
 
 
-def _rehearse(commands: list[list[str]], lacks: str) -> None:
-    """Run them in a nameless namespace that ends with its only process."""
-    script = " && ".join(shlex.join(command) for command in commands)
-    try:
-        run(["unshare", "--net", "sh", "-c", script], TIMEOUT)
-    except TestbedError as error:
-        reason = str(error).rpartition(": ")[2].replace("\n", " ").rstrip(".")
-        raise Unavailable(
-            f"substrate netns: this machine's kernel lacks {lacks}: {reason}. Leave it out, or load the module"
-        ) from None
+def check_count(nodes: int) -> None:
+    """Raise Unavailable if the subnet has no address for each node."""
+    if not 1 <= nodes <= MAX_NODES:
+        room = f"there is room for 1 to {MAX_NODES} in {SUBNET}"
+        raise Unavailable(f"substrate netns: {nodes} nodes, {room}. Use --nodes {MAX_NODES} or fewer")
 
 
-class NetnsSubstrate(SharedFiles):
-    """N shaped namespaces under one owner mark; whatever happens inside `with`, nothing of them remains."""
+def _run_in_nameless_namespace(script: str) -> None:
+    """The namespace ends with its only process."""
+    run(["unshare", "--net", "sh", "-c", script], COMMAND_TIMEOUT_S)
+
+
+class NetnsSubstrate:
+    """N shaped namespaces with one owner's mark; leaving the context removes all of them."""
 
     name = "netns"
     shaped = True
@@ -105,31 +90,30 @@ class NetnsSubstrate(SharedFiles):
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
         self._plans = tuple(plans)
-        self._owner = ownership.current()
-        self._switch = namespace(self._owner, "switch")
-        self._names = [namespace(self._owner, plan.name) for plan in plans]
-        self._cores = affinity.share_out(plans, affinity.here())
-        self._groups: dict[int, CpuGroup] = {}  # with a quota
-        self._late: list[CpuGroup] = []  # made for a fault
-        self._starved: dict[int, CpuGroup] = {}  # with a memory limit
-        self._rates = {node: plan.link.rate for node, plan in enumerate(plans)}  # now
+        self._switch = ownership.owned_name("switch")
+        self._names = [ownership.owned_name(plan.name) for plan in plans]
+        self._cores = affinity.assign_cores(plans, affinity.usable_cores())
+        self._links = ShapedLinks(self._plans, self.exec, self._set_congestion)
+        self._groups: dict[int, Cgroup] = {}  # nodes with a CPU quota
+        self._late_groups: list[Cgroup] = []  # made for a fault, while processes run
+        self._memory_groups: dict[int, Cgroup] = {}  # nodes with a memory limit
         self._started: list[LocalProcess] = []
         self._cleanup = ExitStack()
         self.nodes: Sequence[NodeHandle] = tuple(
-            NodeHandle(name=plan.name, address=f"10.77.0.{FIRST_HOST + k}", interface="eth0")
+            NodeHandle(name=plan.name, address=f"10.77.0.{FIRST_HOST + k}", interface=INTERFACE)
             for k, plan in enumerate(plans)
         )
 
     def __enter__(self) -> Self:
         check(self._plans)
-        with ExitStack() as undo:  # unwinds what exists so far if any of this fails
-            undo.callback(self._remove_late)
+        with ExitStack() as undo:  # removes what exists so far if any of this fails
+            undo.callback(self._remove_late_groups)
             self._make_switch(undo)
-            for node, plan in enumerate(self._plans):
+            for node in range(len(self._plans)):
                 self._make_node(node, undo)
-                self._make_group(node, plan, undo)
-                self._shape(node, plan)
-            undo.callback(self.stop)  # first to go: the processes
+                self._make_group(node, undo)
+                self._links.shape(node)
+            undo.callback(self.stop)  # processes end before the rest is removed
             self._cleanup = undo.pop_all()
         return self
 
@@ -137,140 +121,73 @@ class NetnsSubstrate(SharedFiles):
         self._cleanup.close()
 
     def _make_namespace(self, name: str, undo: ExitStack) -> None:
-        if (ownership.NETNS / name).exists():
+        if (NETNS / name).exists():
             raise TestbedError(f"namespace {name} exists: this process has a netns substrate open. Close it first")
-        undo.callback(remove_namespace, name)
-        _ip(["netns", "add", name])
-        _ip(["netns", "exec", name, *NO_IPV6])
-        _ip(["-n", name, "link", "set", "lo", "up"])
+        undo.callback(ownership.remove_namespace, name)
+        _ip("netns", "add", name)
+        _ip("netns", "exec", name, *NO_IPV6)
+        _ip("-n", name, "link", "set", "lo", "up")
 
     def _make_switch(self, undo: ExitStack) -> None:
         self._make_namespace(self._switch, undo)
-        # forward_delay 0: a port carries traffic at once; no snooping: no queries among the measured bytes.
+        # forward_delay 0: a port carries traffic at once. mcast_snooping 0: no queries among the measured bytes.
         options = ["forward_delay", "0", "mcast_snooping", "0"]
-        _ip(["-n", self._switch, "link", "add", "br0", "type", "bridge", *options])
-        _ip(["-n", self._switch, "link", "set", "br0", "up"])
+        _ip("-n", self._switch, "link", "add", "br0", "type", "bridge", *options)
+        _ip("-n", self._switch, "link", "set", "br0", "up")
 
     def _make_node(self, node: int, undo: ExitStack) -> None:
         name, port = self._names[node], f"port{node}"
         self._make_namespace(name, undo)
-        _ip(["-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name])
-        _ip(["-n", self._switch, "link", "set", port, "master", "br0", "up"])
-        _ip(["-n", name, "address", "add", f"{self.nodes[node].address}/24", "dev", "eth0"])
-        _ip(["-n", name, "link", "set", "eth0", "up"])
+        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+        _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
+        _ip("-n", name, "address", "add", f"{self.nodes[node].address}/24", "dev", INTERFACE)
+        _ip("-n", name, "link", "set", INTERFACE, "up")
 
-    def _make_group(self, node: int, plan: NodePlan, undo: ExitStack) -> None:
-        if plan.cpus is not None:
-            group = CpuGroup(find_hierarchy(), f"{self._owner}/{plan.name}")
+    def _make_group(self, node: int, undo: ExitStack) -> None:
+        cpus = self._plans[node].cpus
+        if cpus is not None:
+            group = self._groups[node] = self._group(node, "cpu")
             undo.callback(group.remove)
-            group.create(plan.cpus)
-            self._groups[node] = group
+            group.create()
+            group.set_quota(cpus)
 
-    def _shape(self, node: int, plan: NodePlan) -> None:
-        try:
-            for command in shape(plan.link, self.nodes[node].interface):
-                self.exec(node, command, TIMEOUT)
-            if plan.congestion is not None:
-                self._set_congestion(node, plan.congestion)
-        except TestbedError as error:
-            raise NetworkInvalid(f"{plan.name}: {error}") from None
+    def _group(self, node: int, controller: str) -> Cgroup:
+        return Cgroup(find_hierarchy(controller=controller), f"{ownership.current()}/{self._plans[node].name}")
 
-    def _set_congestion(self, node: int, name: str) -> None:
-        """By sysctl where the machine allows `name`, else through the route."""
+    def _set_congestion(self, node: int) -> None:
+        """By sysctl if the machine allows the name to everybody, else through the route."""
+        name, handle = self._plans[node].congestion, self.nodes[node]
+        if name is None:
+            return
         try:
-            self.exec(node, congestion(name), TIMEOUT)
+            self.exec(node, congestion(name))
         except TestbedError:
-            handle = self.nodes[node]
-            self.exec(node, route_congestion(name, SUBNET, handle.interface, handle.address), TIMEOUT)
+            self.exec(node, route_congestion(name, SUBNET, handle.interface, handle.address))
 
-    def exec(self, node: int, argv: Sequence[str], timeout: float) -> str:
-        """Run to the end inside the namespace, outside the CPU quota."""
-        return run([*self._inside(node), *argv], timeout)
+    def exec(self, node: int, argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """Run a command to its end inside the namespace, outside the CPU quota; return its stdout."""
+        return run([*self._inside(node), *argv], timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a process inside the namespace; the group is joined first, `ip netns exec` hides /sys/fs/cgroup."""
-        joins = self._groups[node].prefix() if quota and node in self._groups else []
+        """Start a process inside the namespace.
+
+        It joins its cgroup before it enters the namespace, because `ip netns exec` hides /sys/fs/cgroup.
+        """
+        join = self._groups[node].join_argv() if quota and node in self._groups else []
         with affinity.limited_to(self._cores[node] if quota else None):
-            process = spawn([*joins, *self._inside(node), *dies_with_parent(), *argv], env, log)
+            process = spawn([*join, *self._inside(node), *dies_with_parent(), *argv], env, log)
         self._started.append(process)
         return process
-
-    def kill(self, node: int) -> None:
-        """SIGKILL everything in the namespace."""
-        ownership.kill_until_gone(self._pids(node))
-
-    def pause(self, node: int) -> None:
-        """Freeze everything in the namespace."""
-        ownership.send(self._pids(node)(), signal.SIGSTOP)
-
-    def resume(self, node: int) -> None:
-        """Let it go on."""
-        ownership.send(self._pids(node)(), signal.SIGCONT)
-
-    def cut(self, node: int) -> None:
-        """Pull the cable at the switch: the node keeps its address, routes and queues."""
-        _ip(["-n", self._switch, "link", "set", f"port{node}", "down"])
-
-    def join(self, node: int) -> None:
-        """Plug the cable in again."""
-        _ip(["-n", self._switch, "link", "set", f"port{node}", "up"])
-
-    def set_rate(self, node: int, rate: int | None) -> None:
-        """Another rate, each way, while packets flow."""
-        plan = self._plans[node]
-        rate = plan.link.rate if rate is None else rate
-        for command in reshape(plan.link, self._rates[node], rate, self.nodes[node].interface):
-            self.exec(node, command, TIMEOUT)
-        self._rates[node] = rate
-
-    def set_cpus(self, node: int, cpus: float | None) -> None:
-        """Change a node's share while it runs; one without a share gets a group now."""
-        if node not in self._groups:
-            self._groups[node] = self._late_group(node, "cpu")
-        self._groups[node].set_quota(self._plans[node].cpus if cpus is None else cpus)
-
-    def limit_memory(self, node: int) -> None:
-        """By the memory controller: a group of its own in version 1, the node's only one in version 2."""
-        group = self._groups.get(node)
-        if group is None or find_hierarchy(controller="memory").version == 1:
-            group = self._late_group(node, "memory")
-        group.set_memory(MEMORY_LEFT)
-        self._starved[node] = group
-
-    def unlimit_memory(self, node: int) -> None:
-        """A node has no limit of its own; who starts next in version 2 does so in the same group."""
-        if node in self._starved:
-            self._starved.pop(node).set_memory(None)
-
-    def _late_group(self, node: int, controller: str) -> CpuGroup:
-        """A group for what runs already."""
-        group = CpuGroup(find_hierarchy(controller=controller), f"{self._owner}/{self._plans[node].name}")
-        if not group.path.exists():
-            group.make()
-            self._late.append(group)
-        group.take_in(self._pids(node)())
-        return group
-
-    def _remove_late(self) -> None:
-        for group in self._late:
-            group.kill()
-            group.remove()
-
-    def _inside(self, node: int) -> list[str]:
-        return ["ip", "netns", "exec", self._names[node]]
-
-    def _pids(self, node: int) -> Callable[[], list[int]]:
-        return lambda: ownership.pids_in(self._names[node])
 
     def port(self, wanted: int = 0) -> int:
         """A node has its ports to itself."""
         return wanted or NODE_PORT
 
-    def share(self, folder: Path) -> None:
-        """Ranks are who we are."""
+    def prepare_folder(self, folder: Path) -> None:
+        """No-op: ranks run as this user."""
 
     def stop(self) -> None:
-        """End every process that was started, in the namespaces and groups."""
+        """End every process that was started, then kill what is left in the cgroups."""
         try:
             stop(self._started)
         finally:
@@ -278,14 +195,69 @@ class NetnsSubstrate(SharedFiles):
             for group in self._groups.values():
                 group.kill()
 
+    def kill(self, node: int) -> None:
+        """Send SIGKILL to everything in the namespace."""
+        kill_until_gone(self._pids(node))
 
-def remove_namespace(name: str) -> list[int]:
-    """Kill what runs inside, then remove it with every link and queue it holds; who was killed."""
-    killed = ownership.kill_until_gone(lambda: ownership.pids_in(name))
-    if (ownership.NETNS / name).exists():
-        _ip(["netns", "delete", name])
-    return killed
+    def pause(self, node: int) -> None:
+        """Send SIGSTOP to everything in the namespace."""
+        send(self._pids(node)(), signal.SIGSTOP)
+
+    def resume(self, node: int) -> None:
+        """Send SIGCONT to everything in the namespace."""
+        send(self._pids(node)(), signal.SIGCONT)
+
+    def cut(self, node: int) -> None:
+        """Set the switch's port down: the node keeps its address, routes and queues."""
+        _ip("-n", self._switch, "link", "set", f"port{node}", "down")
+
+    def join(self, node: int) -> None:
+        """Set the switch's port up."""
+        _ip("-n", self._switch, "link", "set", f"port{node}", "up")
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Change the rate both ways while packets flow; None restores the planned rate."""
+        self._links.set_rate(node, rate)
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        """Change a node's quota while it runs; a node without a quota gets a cgroup now."""
+        if node not in self._groups:
+            self._groups[node] = self._late_group(node, "cpu")
+        self._groups[node].set_quota(self._plans[node].cpus if cpus is None else cpus)
+
+    def limit_memory(self, node: int) -> None:
+        """Limit it by the memory controller: in version 1 with a second cgroup, in version 2 with the node's own."""
+        group = self._groups.get(node)
+        if group is None or find_hierarchy(controller="memory").version == 1:
+            group = self._late_group(node, "memory")
+        group.limit_memory(MEMORY_HEADROOM_BYTES)
+        self._memory_groups[node] = group
+
+    def unlimit_memory(self, node: int) -> None:
+        """Remove the limit: nodes have none of their own, and in version 2 the next attempt uses the same cgroup."""
+        if node in self._memory_groups:
+            self._memory_groups.pop(node).limit_memory(None)
+
+    def _late_group(self, node: int, controller: str) -> Cgroup:
+        """A cgroup for the processes that run already."""
+        group = self._group(node, controller)
+        if not group.path.exists():
+            group.create(controller)
+            self._late_groups.append(group)
+        group.add(self._pids(node)())
+        return group
+
+    def _remove_late_groups(self) -> None:
+        for group in self._late_groups:
+            group.kill()
+            group.remove()
+
+    def _inside(self, node: int) -> list[str]:
+        return ["ip", "netns", "exec", self._names[node]]
+
+    def _pids(self, node: int) -> Callable[[], list[int]]:
+        return lambda: pids_in_namespace(self._names[node])
 
 
-def _ip(arguments: list[str]) -> None:
-    run(["ip", *arguments], TIMEOUT)
+def _ip(*arguments: str) -> None:
+    run(["ip", *arguments], COMMAND_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Doctor for hosts: one row each, asked in parallel; what is wrong is one line with its fix."""
+"""`fab doctor`: one row per host, checked in parallel; each problem is one line with its fix."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from dataclasses import dataclass, field
 
 from testbed.control.substrates.base import NODE_PORT
 from testbed.control.substrates.content import content_hash
-from testbed.control.substrates.hosts.group import Outcome, each
+from testbed.control.substrates.hosts.group import Outcome, run_on_all
 from testbed.control.substrates.hosts.node import (
     Endpoint,
+    Reachability,
     account,
-    check_apart,
-    content_on_host,
+    check_distinct,
     endpoint,
-    engine,
+    engine_version,
     first_endpoint,
-    free_bytes,
-    try_meeting,
+    free_engine_bytes,
+    image_content,
+    try_reachability,
 )
 from testbed.control.substrates.hosts.ssh import Host
 from testbed.spec.errors import AuthenticationFailed, KeyUnknown, TestbedError
 
 HEADER = ("host", "reachable", "key", "engine", "free disk", "clock offset", "interface", "ports", "image")
-LITTLE = 3e9  # bytes; the image unpacked, with room for a run
-CLOCK = 1.0  # seconds; more makes logs of several hosts hard to read side by side
+MIN_FREE_BYTES = 3e9  # the unpacked image, with room for a run
+MAX_CLOCK_OFFSET_S = 1.0  # beyond that, logs of several hosts are hard to compare
 
 
 @dataclass
 class Row:
-    """What one host said; `troubles` are sentences with a fix."""
+    """One host's cells, and its problems as sentences with a fix."""
 
     host: Host
     cells: dict[str, str] = field(default_factory=dict)
@@ -40,29 +41,28 @@ class Row:
     def line(self) -> tuple[str, ...]:
         return (self.host.name, *(self.cells.get(column, "-") for column in HEADER[1:]))
 
-    def ask(self, column: str, question: Callable[[], str]) -> None:
-        """Fill a cell; a failure is a trouble, and the other questions are asked all the same."""
+    def fill(self, column: str, check: Callable[[], str]) -> None:
+        """Set a cell to what `check` returns; if it fails, to "no", and note the problem."""
         try:
-            self.cells[column] = question()
+            self.cells[column] = check()
         except TestbedError as error:
             self.cells[column] = "no"
             self.troubles.append(str(error))
 
 
 def examine(outcomes: Sequence[Outcome[Host]]) -> list[Row]:
-    """All rows, in rank order."""
-    rows = [_first(outcome) for outcome in outcomes]
-    there = [row for row in rows if row.cells["reachable"] == "yes"]
-    by_host = {row.host.name: row for row in there}
-    each([row.host for row in there], lambda host: _look(by_host[host.name]))
-    master = _master(rows)
-    each([row.host for row in there], lambda host: _route(by_host[host.name], master))
-    _meet([row for row in rows if row.end is not None and row.image is not None], rows)
+    """Check all hosts; the rows are in rank order."""
+    rows = [connection_row(outcome) for outcome in outcomes]
+    by_host = {row.host: row for row in rows if row.cells["reachable"] == "yes"}
+    run_on_all(list(by_host), lambda host: _check_host(by_host[host]))
+    master = _check_master(rows)
+    run_on_all(list(by_host), lambda host: _check_route(by_host[host], master))
+    _check_ports(rows)
     return rows
 
 
-def _first(outcome: Outcome[Host]) -> Row:
-    """Whether it answers, and whether its key is the known one."""
+def connection_row(outcome: Outcome[Host]) -> Row:
+    """A row with the columns `reachable` and `key`."""
     row, error = Row(outcome.host), outcome.error
     if error is not None:
         row.troubles.append(str(error))
@@ -72,93 +72,92 @@ def _first(outcome: Outcome[Host]) -> Row:
     return row
 
 
-def _look(row: Row) -> None:
-    host = row.host
-
-    def disk() -> str:
-        free = free_bytes(host)
-        if free < LITTLE and row.image != content_hash():
-            row.troubles.append(f"{host}: disk full: {free / 1e9:.1f} GB free. Make room there: docker system prune")
-        return f"{free / 1e9:.1f} GB"
-
-    def clock() -> str:
-        found = host.clock()
-        if abs(found.offset) - found.error > CLOCK:
-            row.troubles.append(
-                f"{host}: its clock is {found.offset:+.1f} s off ours. Set it there, e.g. timedatectl set-ntp 1"
-            )
-        return f"{1000 * found.offset:+.0f} ms (±{1000 * found.error:.0f})"
-
-    row.ask("engine", lambda: engine(host))
-    row.ask("clock offset", clock)
+def _check_host(row: Row) -> None:
+    row.fill("engine", lambda: engine_version(row.host))
+    row.fill("clock offset", lambda: _clock(row))
     if row.cells["engine"] != "no":
-        row.ask("image", lambda: _image(row))
-        row.ask("free disk", disk)
+        row.fill("image", lambda: _image(row))
+        row.fill("free disk", lambda: _disk(row))
+
+
+def _clock(row: Row) -> str:
+    found = row.host.clock()
+    if abs(found.offset) - found.error > MAX_CLOCK_OFFSET_S:
+        problem = f"{row.host}: its clock is {found.offset:+.1f} s off ours"
+        row.troubles.append(f"{problem}. Set it there, e.g. timedatectl set-ntp 1")
+    return f"{1000 * found.offset:+.0f} ms (±{1000 * found.error:.0f})"
 
 
 def _image(row: Row) -> str:
-    account(row.host)  # the home folder is there, too
-    row.image = content_on_host(row.host)
+    account(row.host)  # fails if the home folder is missing
+    row.image = image_content(row.host)
     if row.image is None:
         return "none (fab deploy)"
     return row.image if row.image == content_hash() else f"{row.image}, old (fab deploy)"
 
 
-def _master(rows: Sequence[Row]) -> str:
-    """Rank 0's address; where it cannot be asked, what the inventory says of it."""
+def _disk(row: Row) -> str:
+    free = free_engine_bytes(row.host)
+    if free < MIN_FREE_BYTES and row.image != content_hash():
+        row.troubles.append(f"{row.host}: disk full: {free / 1e9:.1f} GB free. Make room there: docker system prune")
+    return f"{free / 1e9:.1f} GB"
+
+
+def _check_master(rows: Sequence[Row]) -> str:
+    """Return rank 0's address; if it cannot be asked, the address in the inventory."""
     first = rows[0]
     if first.cells["reachable"] == "yes":
-        try:
-            second = rows[1].host.node.address if len(rows) > 1 else None
-            first.end = first_endpoint(first.host, second)
-            first.cells["interface"] = f"{first.end.interface} {first.end.address}"
+        first.fill("interface", lambda: _interface(first, lambda: first_endpoint(first.host, _second_address(rows))))
+        if first.end is not None:
             return first.end.address
-        except TestbedError as error:
-            first.cells["interface"] = "no"
-            first.troubles.append(str(error))
     return first.host.node.address
 
 
-def _route(row: Row, master: str) -> None:
-    def interface() -> str:
-        row.end = endpoint(row.host, master)
-        return f"{row.end.interface} {row.end.address}"
+def _second_address(rows: Sequence[Row]) -> str | None:
+    return rows[1].host.node.address if len(rows) > 1 else None
 
+
+def _check_route(row: Row, master: str) -> None:
     if "interface" not in row.cells:
-        row.ask("interface", interface)
+        row.fill("interface", lambda: _interface(row, lambda: endpoint(row.host, master)))
 
 
-def _meet(able: Sequence[Row], rows: Sequence[Row]) -> None:
-    """Ports between all pairs, by a program of the image: hosts without it are told so."""
+def _interface(row: Row, find: Callable[[], Endpoint]) -> str:
+    row.end = find()
+    return f"{row.end.interface} {row.end.address}"
+
+
+def _check_ports(rows: Sequence[Row]) -> None:
+    """Test ports between all pairs by a program of the image; hosts without the image get "after deploy"."""
+    able = [row for row in rows if row.end is not None and row.image is not None]
     for row in rows:
         if row.cells["reachable"] == "yes" and row not in able:
             row.cells["ports"] = "after deploy"
     if len(able) < 2:
         for row in able:
-            row.cells["ports"] = "nobody to meet"
+            row.cells["ports"] = "no other host"
         return
-    ends = [row.end for row in able if row.end is not None]
+    hosts, ends = [row.host for row in able], [row.end for row in able if row.end is not None]
     try:
-        check_apart([row.host for row in able], ends)
+        check_distinct(hosts, ends)
     except TestbedError as error:
         able[0].troubles.append(str(error))
         return
-    for row, outcome in zip(able, try_meeting([row.host for row in able], ends, NODE_PORT), strict=True):
-        _judge(row, outcome, able)
+    for row, outcome in zip(able, try_reachability(hosts, ends, NODE_PORT), strict=True):
+        _fill_ports(row, outcome, able)
 
 
-def _judge(row: Row, outcome: Outcome, able: Sequence[Row]) -> None:  # type: ignore[type-arg]
+def _fill_ports(row: Row, outcome: Outcome[Reachability], able: Sequence[Row]) -> None:
     answer = outcome.value
     if answer is None:
         row.cells["ports"] = "no"
         row.troubles.append(str(outcome.error))
     elif answer.busy:
-        row.cells["ports"] = f"{NODE_PORT} taken"  # a run takes another
+        row.cells["ports"] = f"{NODE_PORT} taken"  # not a problem: a run uses another
     elif answer.missing:
         names = ", ".join(able[other].host.name for other in answer.missing)
         row.cells["ports"] = f"not with {names}"
-        row.troubles.append(
-            f"{row.host}: no connection to and from {names} at port {NODE_PORT}. Is there a firewall between them?"
-        )
+        problem = f"{row.host}: no connection to and from {names} at port {NODE_PORT}"
+        row.troubles.append(f"{problem}. Is there a firewall between them?")
     else:
         row.cells["ports"] = f"free, {len(able) - 1} reached"

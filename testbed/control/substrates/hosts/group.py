@@ -1,4 +1,4 @@
-"""Ask every host at the same time, keep every outcome, raise once with all names."""
+"""Run a function on all hosts at the same time, keep every outcome, raise once with all names."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 @dataclass
 class Outcome(Generic[T]):
-    """What one host gave: a value or an error."""
+    """The result of one host: a value or an error."""
 
     host: Host
     value: T | None = None
     error: TestbedError | None = None
 
 
-def each(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome[T]]:
-    """`call` on all hosts in parallel; daemon threads, so that Ctrl-C need not wait for a slow one."""
+def run_on_all(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome[T]]:
+    """Call a function for all hosts in parallel; in daemon threads, so that Ctrl-C does not wait for a slow host."""
     outcomes: list[Outcome[T]] = [Outcome(host) for host in hosts]
 
     def work(outcome: Outcome[T]) -> None:
@@ -33,7 +33,7 @@ def each(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome[T]]:
             outcome.value = call(outcome.host)
         except TestbedError as error:
             outcome.error = error
-        except Exception as error:  # ours to mend, but the other hosts' outcomes count all the same
+        except Exception as error:  # a bug of ours; the outcomes of the other hosts are kept all the same
             outcome.error = TestbedError(f"{outcome.host}: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(outcome,), daemon=True) for outcome in outcomes]
@@ -44,33 +44,28 @@ def each(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome[T]]:
     return outcomes
 
 
-def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
-    """Everybody's value, or one error that tells all failures."""
+def results_or_raise(outcomes: Sequence[Outcome[T]]) -> list[T]:
+    """Return the values of all hosts, or raise one error with all failures. A single error is raised unchanged."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    if errors:
-        raise _together(errors)
-    return [outcome.value for outcome in outcomes]  # type: ignore[misc]
-
-
-def _together(errors: Sequence[TestbedError]) -> TestbedError:
-    """One error stays what it is; of several the first gives the kind."""
     if len(errors) == 1:
-        return errors[0]
-    kind = Unavailable if any(error.exit_code == Unavailable.exit_code for error in errors) else TestbedError
-    return kind("; ".join(str(error).rstrip(".") for error in errors))
+        raise errors[0]
+    if errors:
+        unavailable = any(error.exit_code == Unavailable.exit_code for error in errors)
+        raise (Unavailable if unavailable else TestbedError)("; ".join(str(error).rstrip(".") for error in errors))
+    return [outcome.value for outcome in outcomes]  # type: ignore[misc]
 
 
 @contextmanager
 def connected(nodes: Sequence[HostNode], accept_new: bool) -> Iterator[list[Outcome[Host]]]:
-    """Connections to all hosts, as outcomes: one that cannot be reached is told, not fatal."""
+    """Connect to all hosts and close the connections at the end; a host that cannot be reached is an error outcome."""
     hosts = [Host(node, accept_new) for node in nodes]
 
-    def reach(host: Host) -> Host:
+    def connect(host: Host) -> Host:
         host.open()
         return host
 
     try:
-        yield each(hosts, reach)
+        yield run_on_all(hosts, connect)
     finally:
         for host in hosts:
             host.close()

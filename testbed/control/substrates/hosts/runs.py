@@ -1,4 +1,4 @@
-"""Runs that lie on hosts: found again after a lost connection, stopped, brought home, removed."""
+"""Runs on hosts after their controller has gone: find, stop, collect and remove them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from testbed.control.substrates.hosts.group import each, values
-from testbed.control.substrates.hosts.node import (
-    HOME,
+from testbed.control.substrates.docker_cli import (
+    CONTENT_LABEL,
+    HOSTS_LABEL,
     PURPOSE_LABEL,
     RANK_LABEL,
-    RUN_ID,
     RUN_LABEL,
-    SOON,
-    STOP_GRACE,
     USER_LABEL,
+    exit_code,
+    inspect_argv,
+    list_argv,
+    local_user,
+    stop_argv,
+)
+from testbed.control.substrates.hosts.group import results_or_raise, run_on_all
+from testbed.control.substrates.hosts.node import (
+    HOME,
+    QUERY_TIMEOUT_S,
+    RUN_ID,
     Account,
     account,
-    containers,
-    engine,
-    listing,
+    engine_version,
     remove_containers,
-    user,
 )
 from testbed.control.substrates.hosts.ssh import Host
-from testbed.control.substrates.hosts.substrate import NOTE, remove_run, write_note
+from testbed.control.substrates.hosts.substrate import NOTE, STOP_GRACE_S, remove_run, write_note
 from testbed.results.conclude import Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, runs_dir
 from testbed.results.receipt import Receipt
@@ -37,19 +42,20 @@ from testbed.results.records import End, Error, Step, read
 from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 
-LARGEST = 1 << 20  # bytes of a spec.json
+MAX_SPEC_BYTES = 1 << 20
+REMOVE_TIMEOUT_S = 120.0
 RECORDS = re.compile(r"rank(\d{1,4})\.jsonl", re.ASCII)
 
 
 @dataclass
 class Part:
-    """One host's part of a run: its rank, its container and how that is."""
+    """One host's part of a run: its folder, its rank, and the state of its container."""
 
     host: Host
-    place: PurePosixPath
+    run_dir: PurePosixPath
     rank: int | None = None
     state: str = "no container"  # running, paused, exited, ...
-    code: int | None = None  # of one that has ended
+    code: int | None = None  # of a container that has ended
     step: int = -1
     purpose: str = ""  # of the container: rank or probe
 
@@ -70,146 +76,158 @@ class Found:
         return any(part.running for part in self.parts)
 
 
+# --- find ---
+
+
+def check_name(run: str | None) -> None:
+    """Raise UsageError if `run` cannot be the name of a run."""
+    if run is not None and not RUN_ID.fullmatch(run):
+        raise UsageError(f"--run {run!r}: not the name of a run. `fab status` lists them.")
+
+
 def find(hosts: Sequence[Host], only: str | None = None) -> tuple[list[Found], list[TestbedError]]:
-    """All runs of ours on these hosts, oldest name first; a host that cannot say is a trouble, and stops no other."""
+    """Return our runs on these hosts, sorted by name, and the errors of hosts that could not be asked."""
     check_name(only)
     found: dict[str, Found] = {}
-    outcomes = each(hosts, _parts)
+    outcomes = run_on_all(hosts, _parts_on)
     for parts in (outcome.value or {} for outcome in outcomes):
         for run, part in parts.items():
             if only in (None, run):
                 found.setdefault(run, Found(run)).parts.append(part)
-    troubles = [outcome.error for outcome in outcomes if outcome.error is not None]
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if only is not None and not found:
-        troubles.append(UsageError(f"--run {only}: not on these hosts. `fab status` lists what is."))
-    return [found[run] for run in sorted(found)], troubles
+        errors.append(UsageError(f"--run {only}: not on these hosts. `fab status` lists what is."))
+    return [found[run] for run in sorted(found)], errors
 
 
-def check_name(run: str | None) -> None:
-    if run is not None and not RUN_ID.fullmatch(run):
-        raise UsageError(f"--run {run!r}: no name of a run. `fab status` lists them.")
-
-
-def _parts(host: Host) -> dict[str, Part]:
-    """By folders and by containers: either may be there without the other. What somebody else started is left out."""
-    engine(host)
+def _parts_on(host: Host) -> dict[str, Part]:
+    """Our runs on one host, by folder and by container: either may exist without the other."""
+    engine_version(host)
     who = account(host)
-    folders = ["find", str(who.runs), "-mindepth", "1", "-maxdepth", "1", "-type", "d", "-printf", "%f\\n"]
+    list_folders = ["find", str(who.runs), "-mindepth", "1", "-maxdepth", "1", "-type", "d", "-printf", "%f\\n"]
     names: list[str] = []
-    with contextlib.suppress(CommandFailed):  # no such folder: no run
-        names = host.run(folders, SOON).splitlines()
+    with contextlib.suppress(CommandFailed):  # there is no such folder, so there is no run
+        names = host.run(list_folders, QUERY_TIMEOUT_S).splitlines()
     parts = {name: Part(host, who.runs / name) for name in names if RUN_ID.fullmatch(name)}
     for container, labels in _containers(host):
         run = labels.get(RUN_LABEL, "")
         if not RUN_ID.fullmatch(run):
             continue
-        if labels.get(USER_LABEL) != user():
+        if labels.get(USER_LABEL) != local_user():
             parts.pop(run, None)
-        elif run not in parts or parts[run].purpose != "rank":  # the newest comes first, and a probe tells least
+        elif run not in parts or parts[run].purpose != "rank":  # the newest comes first; a rank says more than a probe
             part = parts.setdefault(run, Part(host, who.runs / run))
-            _describe(part, container, int(labels[RANK_LABEL]), labels.get(PURPOSE_LABEL, ""))
+            _read_container(part, container, int(labels[RANK_LABEL]), labels.get(PURPOSE_LABEL, ""))
     for part in parts.values():
-        _look(part)
+        _read_files(part)
     return parts
 
 
 def _containers(host: Host) -> list[tuple[str, dict[str, str]]]:
-    """Id and labels of all, newest first."""
-    listed = [json.loads(line) for line in host.run(listing(), SOON).splitlines()]
-    return [(each["ID"], dict(pair.partition("=")[::2] for pair in each["Labels"].split(","))) for each in listed]
+    """Id and labels of all testbed containers of all users, newest first."""
+    lines = host.run(list_argv(HOSTS_LABEL, columns="{{json .}}"), QUERY_TIMEOUT_S).splitlines()
+    listed = [json.loads(line) for line in lines]
+    return [(row["ID"], dict(pair.partition("=")[::2] for pair in row["Labels"].split(","))) for row in listed]
 
 
-def _describe(part: Part, container: str, rank: int, purpose: str) -> None:
+def _read_container(part: Part, container: str, rank: int, purpose: str) -> None:
     if purpose != "rank" and part.rank is not None:
         return
-    said = part.host.run(["docker", "inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", container], SOON)
-    state, code = said.split()
+    state, code = part.host.run(
+        inspect_argv(container, "{{.State.Status}} {{.State.ExitCode}}"), QUERY_TIMEOUT_S
+    ).split()
     part.rank, part.purpose, part.state = rank, purpose, state
-    part.code = int(code) if state in ("exited", "dead") else None
+    part.code = exit_code(int(code)) if state in ("exited", "dead") else None
 
 
-def _look(part: Part) -> None:
-    """What its files tell: the rank, where no container is left to say so, and how far it came."""
+def _read_files(part: Part) -> None:
+    """Take the rank from the names of files if there is no container, and the last step from the records."""
     with contextlib.suppress(CommandFailed, ValueError, KeyError):
         if part.rank is None:
-            listed = part.host.run(["ls", str(part.place)], SOON).splitlines()
-            part.rank = next((int(found[1]) for found in map(RECORDS.fullmatch, listed) if found), None)
+            listed = part.host.run(["ls", str(part.run_dir)], QUERY_TIMEOUT_S).splitlines()
+            part.rank = next((int(match[1]) for match in map(RECORDS.fullmatch, listed) if match), None)
         if part.rank is not None:
-            last = part.host.run(["tail", "-n", "20", str(part.place / f"rank{part.rank}.jsonl")], SOON)
+            records = str(part.run_dir / f"rank{part.rank}.jsonl")
+            last = part.host.run(["tail", "-n", "20", records], QUERY_TIMEOUT_S)
             steps = [json.loads(line)["step"] for line in last.splitlines() if '"kind":"step"' in line]
             part.step = steps[-1] if steps else -1
-
-
-def stop(found: Found) -> None:
-    """End its containers, first politely; files stay."""
-
-    def end(host: Host) -> None:
-        names = containers(host, f"{RUN_LABEL}={found.id}", running=True)
-        if names:
-            host.run(["docker", "stop", "--time", str(STOP_GRACE), *names], SOON + STOP_GRACE)
-
-    values(each([part.host for part in found.parts], end))
 
 
 def last_lines(part: Part, lines: int) -> str:
     """The end of a rank's log."""
     try:
-        return part.host.run(["tail", "-n", str(lines), str(part.place / f"rank{part.rank}.log")], SOON)
+        log = str(part.run_dir / f"rank{part.rank}.log")
+        return part.host.run(["tail", "-n", str(lines), log], QUERY_TIMEOUT_S)
     except CommandFailed:
         return ""
 
 
-def collect(found: Found) -> tuple[Summary, Path, list[TestbedError]]:
-    """Copy what is there home, sum up, and remove from the hosts what came; a run that still goes on is refused.
+# --- stop ---
 
-    What is missing makes the run a failed one until another `collect` brings it.
+
+def stop(found: Found) -> None:
+    """Stop its containers: SIGTERM first, then SIGKILL. Files stay."""
+
+    def end(host: Host) -> None:
+        names = host.run(list_argv(f"{RUN_LABEL}={found.id}", running=True), QUERY_TIMEOUT_S).split()
+        if names:
+            host.run(stop_argv(names, STOP_GRACE_S), QUERY_TIMEOUT_S + STOP_GRACE_S)
+
+    results_or_raise(run_on_all([part.host for part in found.parts], end))
+
+
+# --- collect ---
+
+
+def collect(found: Found) -> tuple[Summary, Path, list[TestbedError]]:
+    """Copy a run's files here, write its summary, and remove it from the hosts whose files were copied.
+
+    A run that still runs is refused with UsageError. If files are missing the run counts as failed, until another
+    `collect` copies them.
     """
     if found.running:
-        steps = ", ".join(f"rank {p.rank} at step {p.step + 1}" for p in found.parts)
-        raise UsageError(f"run {found.id} still goes on ({steps}). Wait, or end it: fab stop --run {found.id}")
-    spec = _spec(found)
-    folder = _folder(found, spec)
-    brought = each([part.host for part in found.parts], lambda host: _bring(_of(found, host), folder))
-    came = [outcome.host for outcome in brought if outcome.error is None]
+        steps = ", ".join(f"rank {part.rank} at step {part.step + 1}" for part in found.parts)
+        raise UsageError(f"run {found.id} still runs ({steps}). Wait, or end it: fab stop --run {found.id}")
+    spec = _read_spec(found)
+    folder = _find_folder(found, spec)
+    parts = {part.host: part for part in found.parts}
+    copied = run_on_all(list(parts), lambda host: _copy_files(parts[host], folder))
+    complete = [outcome.host for outcome in copied if outcome.error is None]
     summary = _conclude(found, spec, folder)
-    removed = each(came, lambda host: remove_run(host, found.id, _of(found, host).place))
-    return summary, folder.path, [outcome.error for outcome in [*brought, *removed] if outcome.error is not None]
+    removed = run_on_all(complete, lambda host: remove_run(host, found.id, parts[host].run_dir))
+    return summary, folder.path, [outcome.error for outcome in [*copied, *removed] if outcome.error is not None]
 
 
-def _of(found: Found, host: Host) -> Part:
-    return next(part for part in found.parts if part.host is host)
-
-
-def _spec(found: Found) -> RunSpec:
-    """All hosts were told the same; one may have lost it."""
+def _read_spec(found: Found) -> RunSpec:
+    """From the first host that has it; all got the same."""
     for part in found.parts:
-        where = part.place / "spec.json"
+        path = part.run_dir / "spec.json"
         with contextlib.suppress(CommandFailed):
-            text = part.host.run(["head", "--bytes", str(LARGEST), str(where)], SOON)
-            return RunSpec.from_json(text, f"{part.host}:{where}")
-    raise UsageError(f"run {found.id}: no host has its spec.json. Throw it away: fab clean --all")
+            text = part.host.run(["head", "--bytes", str(MAX_SPEC_BYTES), str(path)], QUERY_TIMEOUT_S)
+            return RunSpec.from_json(text, f"{part.host}:{path}")
+    raise UsageError(f"run {found.id}: no host has its spec.json. Remove the run: fab clean --all")
 
 
-def _folder(found: Found, spec: RunSpec) -> RunFolder:
-    """Where the run began, if that was here; else a new one. What a host says never becomes a path."""
+def _find_folder(found: Found, spec: RunSpec) -> RunFolder:
+    """The folder where the run began, if that was here; else a new one. No path is taken from a host's answer."""
     for note in runs_dir().glob(f"*/*/{NOTE}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             if json.loads(note.read_text())["id"] == found.id:
                 return RunFolder(note.parent)
     folder = RunFolder(runs_dir() / spec.experiment / found.id)
     folder.create(spec)
-    write_note(folder.path, found.id, [part.host for part in found.parts])  # a second try finds this one
+    write_note(folder.path, found.id, [part.host for part in found.parts])  # for another `collect`
     return folder
 
 
-def _bring(part: Part, folder: RunFolder) -> None:
-    """Whole files, each under its name in one rename."""
+def _copy_files(part: Part, folder: RunFolder) -> None:
+    """Copy records and log; each file is renamed to its name when it is complete."""
     if part.rank is None:
         return
     with contextlib.closing(part.host.files()) as session, tempfile.TemporaryDirectory(dir=folder.path) as scratch:
         for target in (folder.records(part.rank), folder.log(part.rank)):
             with contextlib.suppress(FileNotFoundError):
-                session.get(str(part.place / target.name), str(Path(scratch) / target.name))
+                session.get(str(part.run_dir / target.name), str(Path(scratch) / target.name))
                 (Path(scratch) / target.name).replace(target)
 
 
@@ -220,7 +238,7 @@ def _conclude(found: Found, spec: RunSpec, folder: RunFolder) -> Summary:
     reasons = []
     if any(codes):
         cause = root_cause(
-            [128 - code if code and code > 128 else code for code in codes],  # the engine says 137 for signal 9
+            codes,
             [next((vars(r) for r in reversed(lines) if isinstance(r, Error)), None) for lines in records],
             last_steps=[max((r.step for r in lines if isinstance(r, Step)), default=-1) for lines in records],
             nodes=[str(of_rank[rank].host) if rank in of_rank else f"node{rank}" for rank in range(spec.world)],
@@ -240,40 +258,54 @@ def _conclude(found: Found, spec: RunSpec, folder: RunFolder) -> Summary:
     )
 
 
+# --- clean ---
+
+
 def clean(host: Host, everything: bool) -> list[str]:
-    """Remove all of ours from a host; what was removed. Runs that are not home yet are kept unless `everything`."""
-    engine(host)
+    """Remove all that is ours from a host and return what was removed.
+
+    Raise HostFailed if a run was not collected yet, unless `everything`. The image stays if others use it.
+    """
+    engine_version(host)
     who = account(host)
-    parts = _parts(host)
+    parts = _parts_on(host)
     if parts and not everything:
         running = [name for name, part in parts.items() if part.running]
-        what = f"run {running[0]} still goes on" if running else f"run {next(iter(parts))} was not collected"
-        raise HostFailed(f"{host}: {what}. fab collect brings it home, fab clean --all throws it away")
-    removed = remove_containers(host, f"{USER_LABEL}={user()}")
-    shared = bool(_containers(host))  # somebody else's, and they need the image
-    images = [] if shared else _images(host)
-    if images:
-        host.run(["docker", "image", "rm", "--force", *images], 4 * SOON)
-    files = _remove_files(host, who, parts)
-    kept = ["not the image, which others use"] * shared
-    return [f"{removed} containers"] * bool(removed) + [f"{len(images)} images"] * bool(images) + files + kept
+        problem = f"run {running[0]} still runs" if running else f"run {next(iter(parts))} was not collected"
+        raise HostFailed(f"{host}: {problem}. fab collect copies it here, fab clean --all removes it")
+    removed = []
+    count = remove_containers(host, f"{USER_LABEL}={local_user()}")
+    if count:
+        removed.append(f"{count} containers")
+    shared = bool(_containers(host))  # of other users, who need the image
+    if not shared:
+        removed += _remove_images(host)
+    removed += _remove_files(host, who, parts)
+    if shared:
+        removed.append("not the image, which others use")
+    return removed
 
 
-def _images(host: Host) -> list[str]:
-    argv = ["docker", "image", "ls", "--all", "--no-trunc", "--quiet", "--filter", "label=testbed.content"]
-    return list(dict.fromkeys(host.run(argv, SOON).split()))
+def _remove_images(host: Host) -> list[str]:
+    argv = ["docker", "image", "ls", "--all", "--no-trunc", "--quiet", "--filter", f"label={CONTENT_LABEL}"]
+    images = list(dict.fromkeys(host.run(argv, QUERY_TIMEOUT_S).split()))
+    if not images:
+        return []
+    host.run(["docker", "image", "rm", "--force", *images], REMOVE_TIMEOUT_S)
+    return [f"{len(images)} images"]
 
 
 def _remove_files(host: Host, who: Account, parts: Mapping[str, Part]) -> list[str]:
-    """All of them, unless a run of somebody else with the same account lies there, too."""
+    """Remove our folder; if another person with the same account has runs there, only our own runs."""
     home = who.home / HOME
+    list_runs = ["find", str(home), "-path", f"{who.runs}/*", "-prune", "-printf", "%f\\n"]
     try:
-        names = host.run(["find", str(home), "-path", f"{who.runs}/*", "-prune", "-printf", "%f\\n"], SOON).split()
-    except CommandFailed:  # there is none
+        names = host.run(list_runs, QUERY_TIMEOUT_S).split()
+    except CommandFailed:  # there is no such folder
         return []
     if {name for name in names if RUN_ID.fullmatch(name)} - set(parts):
         for part in parts.values():
-            host.run(["rm", "-rf", str(part.place)], 4 * SOON)
+            host.run(["rm", "-rf", str(part.run_dir)], REMOVE_TIMEOUT_S)
         return [f"{len(parts)} runs"] if parts else []
-    host.run(["rm", "-rf", str(home)], 4 * SOON)
+    host.run(["rm", "-rf", str(home)], REMOVE_TIMEOUT_S)
     return [f"~/{HOME}"]

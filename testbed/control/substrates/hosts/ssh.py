@@ -1,6 +1,7 @@
-"""One host over SSH: connections by the user's own OpenSSH configuration, checked host keys, commands with deadlines.
+"""One host over SSH: connections by the user's OpenSSH configuration, checked host keys, commands with timeouts.
 
-A command is a list of arguments. It is quoted here and nowhere else, and `timeout` on the host ends it there, too.
+A command is a list of arguments. It is quoted in `command_line` and nowhere else, and `timeout` on the host ends it
+there too.
 """
 
 from __future__ import annotations
@@ -18,30 +19,38 @@ from fabric import Config, Connection
 from invoke.exceptions import CommandTimedOut, ThreadException
 
 from testbed.net.probe import Clock, read_clock
-from testbed.spec.errors import AuthenticationFailed, CommandFailed, ConnectionLost, HostFailed, KeyUnknown
+from testbed.spec.errors import AuthenticationFailed, ConnectionLost, HostCommandFailed, HostFailed, KeyUnknown
 from testbed.spec.inventory import HostNode
 
-# Host keys: known ones are checked, unknown ones refused, unless the user opts in; changed ones are always refused.
+CONNECT_TIMEOUT_S = 10  # for each stage of a connection
+KEEPALIVE_S = 15
+STALL_TIMEOUT_S = 60.0  # without a byte; then a transfer has failed
+KILL_AFTER_S = 5  # between SIGTERM and SIGKILL of `timeout` on the host
+CHUNK_BYTES = 1 << 18
+CONNECTION_ERRORS = (EOFError, OSError, paramiko.SSHException, ThreadException)  # what a broken connection raises
 
-GLOBAL = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
-USUAL = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
-_writing = threading.Lock()
+
+# --- host keys: known ones are checked, unknown ones refused unless the user opts in, changed ones always refused ---
+
+GLOBAL_KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
+_known_hosts_lock = threading.Lock()  # hosts connect in parallel, and each writes one line
 
 
 class KeyRefused(paramiko.SSHException):
-    """A host shows a key that nobody has vouched for."""
+    """A host's key is in no known_hosts file."""
 
 
 def known_hosts(ssh_config: dict[str, object]) -> list[Path]:
-    """The user's files, as OpenSSH would look for them."""
-    names = str(ssh_config.get("userknownhostsfile", USUAL)).split()
+    """The user's known_hosts files, as OpenSSH would look for them."""
+    names = str(ssh_config.get("userknownhostsfile", USER_KNOWN_HOSTS)).split()
     return [Path(name).expanduser() for name in names if name != "none"]
 
 
 def check_host_keys(connection: Connection, accept_new: bool) -> None:
-    """Fabric by itself takes every key; here only known ones count, on each hop."""
+    """Accept only known host keys, on each hop; Fabric by itself accepts every key. `accept_new` adds unknown ones."""
     own = known_hosts(connection.ssh_config)
-    for path in [*own, *map(Path, GLOBAL)]:
+    for path in [*own, *map(Path, GLOBAL_KNOWN_HOSTS)]:
         if path.is_file():
             connection.client.load_system_host_keys(str(path))
     target = own[0] if own and accept_new else None
@@ -51,7 +60,7 @@ def check_host_keys(connection: Connection, accept_new: bool) -> None:
 
 
 class _Policy(paramiko.MissingHostKeyPolicy):
-    """Refuse with the command that would add the key; with `target`, add it there."""
+    """With `target`, add an unknown key to that file; without, refuse it with the command that would add it."""
 
     def __init__(self, connection: Connection, target: Path | None) -> None:
         self._connection = connection
@@ -60,7 +69,7 @@ class _Policy(paramiko.MissingHostKeyPolicy):
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         if self._target is None:
             raise KeyRefused(_refusal(self._connection, key))
-        with _writing:  # hosts connect in parallel, and one line must not run into another
+        with _known_hosts_lock:
             self._target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(self._target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             with os.fdopen(handle, "w") as file:
@@ -68,23 +77,26 @@ class _Policy(paramiko.MissingHostKeyPolicy):
 
 
 def _refusal(connection: Connection, key: paramiko.PKey) -> str:
-    who = f"the host key of {connection.host} is not known ({key.fingerprint})"
     if connection.gateway:
-        add = f"ssh {connection.original_host} true"  # scanning would go past the jump host
+        add = f"ssh {connection.original_host} true"  # ssh-keyscan would not use the jump host
     else:
         add = f"ssh-keyscan -p {connection.port} {connection.host} >> ~/.ssh/known_hosts"
-    return f"{who}. Compare it, then add it: {add}, or take all unknown ones with --accept-new"
+    problem = f"the host key of {connection.host} is not known ({key.fingerprint})"
+    return f"{problem}. Compare it, then add it: {add}, or accept all unknown ones with --accept-new"
 
 
-CONNECT = 10  # seconds for each stage of a connection
-STALL = 60.0  # seconds without a byte after which a transfer has failed
-AFTERWARDS = 5  # seconds between a command's end by `timeout` and the hard one
-CHUNK = 1 << 18  # bytes
-LOST = (EOFError, OSError, paramiko.SSHException, ThreadException)  # what a broken connection raises
+def _key_changed(error: paramiko.BadHostKeyException) -> str:
+    seen, known = error.key.fingerprint, error.expected_key.fingerprint
+    problem = f"the host key has changed: known is {known}, it shows {seen}"
+    fix = f"Another machine may answer at this address; if the host is new: ssh-keygen -R {shlex.quote(error.hostname)}"
+    return f"{problem}. {fix}"
+
+
+# --- the host ---
 
 
 class Host:
-    """A node of the inventory; `open` it before anything else."""
+    """A node of the inventory; call `open` before anything else."""
 
     def __init__(self, node: HostNode, accept_new: bool = False) -> None:
         self.node = node
@@ -96,65 +108,61 @@ class Host:
         return self.name
 
     def open(self) -> None:
-        """Connect, or say in one sentence why not and what would help."""
+        """Connect, if there is no open connection; raise HostFailed with the reason and the fix."""
         if self._connection is not None and self._connection.is_connected:
             return
         if self.node.key and not Path(self.node.key).expanduser().is_file():
             fix = "Name another in the inventory, or leave it out for those of the SSH configuration"
             raise HostFailed(f"{self.name}: key {self.node.key}: no such file here. {fix}")
         try:
-            self._connection = connection = self._describe()
+            self._connection = connection = self.describe_connection()
             check_host_keys(connection, self._accept_new)
             connection.open()
             assert connection.transport is not None
-            connection.transport.set_keepalive(15)
+            connection.transport.set_keepalive(KEEPALIVE_S)
         except KeyRefused as error:
             raise KeyUnknown(f"{self.name}: {error}") from None
         except paramiko.BadHostKeyException as error:
-            raise KeyUnknown(f"{self.name}: {_changed(error)}") from None
+            raise KeyUnknown(f"{self.name}: {_key_changed(error)}") from None
         except paramiko.AuthenticationException as error:
-            raise AuthenticationFailed(f"{self.name}: {self._not_let_in(error)}") from None
+            raise AuthenticationFailed(f"{self.name}: {self._not_accepted(error)}") from None
         except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
             where = f"{self.node.address}:{self.node.port or 22}"
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise HostFailed(
-                f"{self.name}: no SSH connection to {where} ({reason}). Is it up, and is the address right?"
-            ) from None
+            fix = "Is it up, and is the address right?"
+            raise HostFailed(f"{self.name}: no SSH connection to {where} ({reason}). {fix}") from None
 
-    def _describe(self) -> Connection:
-        """What the inventory says, over what the SSH configuration says."""
-        config, node = Config(), self.node
-        stages = {"banner_timeout": CONNECT, "auth_timeout": CONNECT, "channel_timeout": CONNECT}
-        with_key = {"key_filename": [str(Path(node.key).expanduser())], "look_for_keys": False} if node.key else {}
-        jump = Connection(node.jump, config=config, connect_timeout=CONNECT) if node.jump else None
+    def describe_connection(self) -> Connection:
+        """A connection that is not open yet: the SSH configuration, overridden by the inventory."""
+        config, node, limit = Config(), self.node, CONNECT_TIMEOUT_S
+        options: dict[str, Any] = {"banner_timeout": limit, "auth_timeout": limit, "channel_timeout": limit}
+        if node.key:
+            options |= {"key_filename": [str(Path(node.key).expanduser())], "look_for_keys": False}
         return Connection(
             node.address,
             user=node.user,
             port=node.port,
             config=config,
-            gateway=jump,
-            connect_timeout=CONNECT,
-            connect_kwargs=stages | with_key,
+            gateway=Connection(node.jump, config=config, connect_timeout=limit) if node.jump else None,
+            connect_timeout=limit,
+            connect_kwargs=options,
         )
 
-    def _not_let_in(self, error: Exception) -> str:
-        user = self._connection.user if self._connection else self.node.user
+    def _not_accepted(self, error: Exception) -> str:
+        user, key = self._connection.user if self._connection else self.node.user, self.node.key
         if isinstance(error, paramiko.PasswordRequiredException):
-            return (
-                f"the key {self.node.key or ''} has a passphrase. Give it to the agent: ssh-add {self.node.key or ''}"
-            )
-        with_key = f" with key {self.node.key}" if self.node.key else ""
+            return f"the key {key or ''} has a passphrase. Give it to the agent: ssh-add {key or ''}"
+        identity = f"-i {key} " if key else ""
         port = f"-p {self.node.port} " if self.node.port else ""
-        identity = f"-i {self.node.key} " if self.node.key else ""
-        fix = f"ssh-copy-id {identity}{port}{user}@{self.node.address}"
-        return f"user {user} is not let in{with_key}. Use the right key, or add it there: {fix}"
+        fix = f"Use the right key, or add it there: ssh-copy-id {identity}{port}{user}@{self.node.address}"
+        return f"user {user} is not accepted{f' with key {key}' if key else ''}. {fix}"
 
     def close(self) -> None:
-        """Hang up; a connection that is broken already is fine."""
+        """Close the connection and that of the jump host; errors of a broken connection are ignored."""
         if self._connection is not None:
-            with contextlib.suppress(*LOST):
+            with contextlib.suppress(*CONNECTION_ERRORS):
                 self._connection.close()
-            with contextlib.suppress(*LOST):
+            with contextlib.suppress(*CONNECTION_ERRORS):
                 if isinstance(self._connection.gateway, Connection):
                     self._connection.gateway.close()
             self._connection = None
@@ -165,91 +173,87 @@ class Host:
             raise ConnectionLost(f"{self.name}: the connection is lost")
         return self._connection
 
-    def run(self, argv: Sequence[str], timeout: float) -> str:
-        """Run to the end; stdout, or CommandFailed with what it said."""
-        line = command_line(argv, timeout)
+    def run(self, argv: Sequence[str], timeout_s: float) -> str:
+        """Run a command to its end and return its stdout; raise HostCommandFailed or ConnectionLost."""
+        line, limit = command_line(argv, timeout_s), timeout_s + 2 * KILL_AFTER_S
         try:
-            result = self.connection.run(
-                line, hide=True, warn=True, in_stream=False, pty=False, timeout=timeout + 2 * AFTERWARDS
-            )
+            result = self.connection.run(line, hide=True, warn=True, in_stream=False, pty=False, timeout=limit)
         except CommandTimedOut:
-            raise CommandFailed(
-                f"{self.name}: {_short(argv)}: not finished after {timeout:g} s. Is the host overloaded?", 124, ""
-            ) from None
-        except LOST as error:
-            raise ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})") from None
-        return self._outcome(argv, timeout, result.exited, result.stdout, result.stderr)
+            problem = f"{self.name}: {_short(argv)}: not finished after {timeout_s:g} s"
+            raise HostCommandFailed(f"{problem}. Is the host overloaded?", 124, "") from None
+        except CONNECTION_ERRORS as error:
+            raise self.connection_lost(error) from None
+        return self._outcome(argv, timeout_s, result.exited, result.stdout, result.stderr)
 
-    def _outcome(self, argv: Sequence[str], timeout: float, code: int, out: str, err: str) -> str:
+    def _outcome(self, argv: Sequence[str], timeout_s: float, code: int, out: str, err: str) -> str:
         if code == -1:
             raise ConnectionLost(f"{self.name}: the connection broke during {_short(argv)}")
-        said = " ".join((err or out).split())
+        output = " ".join((err or out).split())
         if code == 124:
-            raise CommandFailed(f"{self.name}: {_short(argv)}: not finished after {timeout:g} s", code, said)
+            raise HostCommandFailed(f"{self.name}: {_short(argv)}: not finished after {timeout_s:g} s", code, output)
         if code != 0:
-            raise CommandFailed(f"{self.name}: {_short(argv)}: {said or f'exit code {code}'}", code, said)
+            raise HostCommandFailed(f"{self.name}: {_short(argv)}: {output or f'exit code {code}'}", code, output)
         return out
 
-    def send(self, argv: Sequence[str], source: BinaryIO, timeout: float, progress: Callable[[int], None]) -> str:
-        """Run with `source` as its input; `progress` hears how many bytes have gone."""
+    def connection_lost(self, error: BaseException) -> ConnectionLost:
+        """Translate what a broken connection raised."""
+        return ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})")
+
+    def send(self, argv: Sequence[str], source: BinaryIO, timeout_s: float, progress: Callable[[int], None]) -> str:
+        """Run a command with `source` as its stdin; `progress` is called with the number of bytes of each chunk."""
         try:
-            with contextlib.closing(self.start(argv, timeout)) as channel:
-                channel.settimeout(STALL)
+            with contextlib.closing(self.start(argv, timeout_s)) as channel:
+                channel.settimeout(STALL_TIMEOUT_S)
                 try:
-                    while chunk := source.read(CHUNK):
+                    while chunk := source.read(CHUNK_BYTES):
                         channel.sendall(chunk)
                         progress(len(chunk))
                     channel.shutdown_write()
                 except TimeoutError:
-                    what = f"it took nothing for {STALL:g} s during {_short(argv)}"
-                    raise ConnectionLost(f"{self.name}: {what}. Is its link or its disk stuck? Run it again") from None
-                except OSError:  # it ended early: its own words say why
+                    problem = f"it accepted no data for {STALL_TIMEOUT_S:g} s during {_short(argv)}"
+                    fix = "Check its link and its disk, and run it again"
+                    raise ConnectionLost(f"{self.name}: {problem}. {fix}") from None
+                except OSError:  # the command has ended early; its exit code and stderr say why
                     pass
-                channel.settimeout(timeout)
+                channel.settimeout(timeout_s)
                 out = channel.makefile("rb").read().decode(errors="replace")
                 err = channel.makefile_stderr("rb").read().decode(errors="replace")
-                return self._outcome(argv, timeout, channel.recv_exit_status(), out, err)
-        except LOST as error:
-            raise ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})") from None
+                return self._outcome(argv, timeout_s, channel.recv_exit_status(), out, err)
+        except CONNECTION_ERRORS as error:
+            raise self.connection_lost(error) from None
 
-    def start(self, argv: Sequence[str], timeout: float) -> paramiko.Channel:
-        """Start a command whose end is waited for elsewhere."""
+    def start(self, argv: Sequence[str], timeout_s: float) -> paramiko.Channel:
+        """Start a command and return its channel without waiting for its end."""
         try:
             transport = self.connection.transport
             assert transport is not None
-            channel = transport.open_session(timeout=CONNECT)
-            channel.exec_command(command_line(argv, timeout))
+            channel = transport.open_session(timeout=CONNECT_TIMEOUT_S)
+            channel.exec_command(command_line(argv, timeout_s))
             return channel
-        except LOST as error:
-            raise ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})") from None
+        except CONNECTION_ERRORS as error:
+            raise self.connection_lost(error) from None
 
     def files(self) -> paramiko.SFTPClient:
-        """A file session of its own; every answer has a deadline."""
+        """Open an SFTP session; every answer has a timeout."""
         try:
             session = self.connection.client.open_sftp()
             channel: Any = session.get_channel()
-            channel.settimeout(CONNECT)
+            channel.settimeout(CONNECT_TIMEOUT_S)
             return session
-        except LOST as error:
-            raise ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})") from None
+        except CONNECTION_ERRORS as error:
+            raise self.connection_lost(error) from None
 
     def clock(self) -> Clock:
-        """Its clock against ours."""
-        return read_clock(lambda number: float(self.run(["date", "+%s.%N"], CONNECT)))
+        """The offset of its clock to ours."""
+        return read_clock(lambda number: float(self.run(["date", "+%s.%N"], CONNECT_TIMEOUT_S)))
 
 
-def command_line(argv: Sequence[str], timeout: float) -> str:
-    """The one place where arguments become a line for a shell."""
-    return shlex.join(["timeout", f"--kill-after={AFTERWARDS}", f"{timeout:g}", *argv])
+def command_line(argv: Sequence[str], timeout_s: float) -> str:
+    """The line for the host's shell: the only place where arguments are quoted."""
+    return shlex.join(["timeout", f"--kill-after={KILL_AFTER_S}", f"{timeout_s:g}", *argv])
 
 
 def _short(argv: Sequence[str]) -> str:
-    """Enough of a command to know it by."""
+    """The first 60 characters of a command, for messages."""
     line = shlex.join(argv)
     return line if len(line) <= 60 else line[:57] + "..."
-
-
-def _changed(error: paramiko.BadHostKeyException) -> str:
-    seen, known = error.key.fingerprint, error.expected_key.fingerprint
-    what = f"the host key has changed: known is {known}, it shows {seen}"
-    return f"{what}. Somebody may stand in between; if the host is new: ssh-keygen -R {shlex.quote(error.hostname)}"

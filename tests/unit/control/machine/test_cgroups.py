@@ -1,4 +1,4 @@
-"""CPU quotas are files: read what was written, on a fake tree of each version."""
+"""cgroups are files: what is written into a folder that stands for the tree, in each version."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from testbed.control.machine.cgroups import (
-    CpuGroup,
+    Cgroup,
     Hierarchy,
     find_hierarchy,
     owners,
     pids_of,
-    quota_and_period,
 )
-from testbed.spec.errors import SpecError, TestbedError, Unavailable
+from testbed.spec.errors import TestbedError, Unavailable
 
 
 def test_version_2_is_found_by_its_controllers(tmp_path: Path) -> None:
@@ -30,32 +29,22 @@ def test_version_1_is_found_by_its_folder(tmp_path: Path, name: str) -> None:
     assert find_hierarchy(tmp_path) == Hierarchy(tmp_path / name, 1)
 
 
-def test_a_unified_tree_without_cpu_gives_way_to_version_1(tmp_path: Path) -> None:
+def test_without_cpu_in_the_unified_tree_version_1_is_used(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("hugetlb\n")
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cgroup.procs").touch()
     assert find_hierarchy(tmp_path).version == 1
 
 
-def test_no_controller_is_unavailable_with_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_controller_is_unavailable_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"Leave node\.cpus unset"):
         find_hierarchy(tmp_path)
 
 
-@pytest.mark.parametrize(("cpus", "expected"), [(0.4, (4000, 10_000)), (2, (20_000, 10_000)), (0.05, (1000, 20_000))])
-def test_the_period_is_10_ms_unless_the_quota_gets_too_small(cpus: float, expected: tuple[int, int]) -> None:
-    assert quota_and_period(cpus) == expected
-
-
-@pytest.mark.parametrize("cpus", [0, -1, float("nan"), float("inf")])
-def test_senseless_shares_are_refused(cpus: float) -> None:
-    with pytest.raises(SpecError, match=r"node\.cpus"):
-        quota_and_period(cpus)
-
-
 def test_version_1_writes_quota_and_period(tmp_path: Path) -> None:
-    group = CpuGroup(Hierarchy(tmp_path, 1), "12-34/node0")
-    group.create(0.4)
+    group = Cgroup(Hierarchy(tmp_path, 1), "12-34/node0")
+    group.create()
+    group.set_quota(0.4)
     assert group.path == tmp_path / "testbed/12-34/node0"
     assert (group.path / "cpu.cfs_quota_us").read_text() == "4000"
     assert (group.path / "cpu.cfs_period_us").read_text() == "10000"
@@ -63,9 +52,10 @@ def test_version_1_writes_quota_and_period(tmp_path: Path) -> None:
     assert (group.path / "cpu.cfs_quota_us").read_text() == "-1"
 
 
-def test_version_2_hands_the_controller_down_and_writes_the_maximum(tmp_path: Path) -> None:
-    group = CpuGroup(Hierarchy(tmp_path, 2), "12-34/node0")
-    group.create(0.4)
+def test_version_2_enables_the_controller_on_each_level_and_writes_the_maximum(tmp_path: Path) -> None:
+    group = Cgroup(Hierarchy(tmp_path, 2), "12-34/node0")
+    group.create()
+    group.set_quota(0.4)
     for folder in (tmp_path, tmp_path / "testbed", tmp_path / "testbed/12-34"):
         assert (folder / "cgroup.subtree_control").read_text() == "+cpu"
     assert not (group.path / "cgroup.subtree_control").exists()
@@ -78,39 +68,39 @@ def test_version_2_hands_the_controller_down_and_writes_the_maximum(tmp_path: Pa
     ("version", "used", "most", "none"),
     [(1, "memory.usage_in_bytes", "memory.limit_in_bytes", "-1"), (2, "memory.current", "memory.max", "max")],
 )
-def test_a_memory_limit_is_what_is_used_and_some_more_and_is_lifted(
+def test_a_memory_limit_is_the_usage_and_a_headroom_and_can_be_removed(
     tmp_path: Path, version: int, used: str, most: str, none: str
 ) -> None:
-    group = CpuGroup(Hierarchy(tmp_path, version), "12-34/node0")
-    group.make()
+    group = Cgroup(Hierarchy(tmp_path, version), "12-34/node0")
+    group.create("memory")
     (group.path / used).write_text("1000\n")
-    group.set_memory(64)
+    group.limit_memory(64)
     assert (group.path / most).read_text() == "1064"
-    group.set_memory(None)
+    group.limit_memory(None)
     assert (group.path / most).read_text() == none
 
 
-def test_the_prefix_joins_and_keeps_the_pid(tmp_path: Path) -> None:
-    group = CpuGroup(Hierarchy(tmp_path, 1), "12-34/node0")
-    group.create(None)
-    pid = os.posix_spawnp("sh", [*group.prefix(), "true"], os.environ)
+def test_the_prefix_joins_the_group_and_keeps_the_pid(tmp_path: Path) -> None:
+    group = Cgroup(Hierarchy(tmp_path, 1), "12-34/node0")
+    group.create()
+    pid = os.posix_spawnp("sh", [*group.join_argv(), "true"], os.environ)
     os.waitpid(pid, 0)
     assert pids_of(group.path) == [pid]
 
 
-def test_remove_takes_the_empty_folders_above_along(tmp_path: Path) -> None:
-    first, second = (CpuGroup(Hierarchy(tmp_path, 1), f"12-34/node{k}") for k in range(2))
+def test_remove_also_removes_empty_folders_above(tmp_path: Path) -> None:
+    first, second = (Cgroup(Hierarchy(tmp_path, 1), f"12-34/node{k}") for k in range(2))
     for group in (first, second):
         group.path.mkdir(parents=True)
     assert list(owners(Hierarchy(tmp_path, 1))) == ["12-34"]
     first.remove()
     assert second.path.exists()
     second.remove()
-    second.remove()  # gone already: fine
+    second.remove()  # a group that is gone is ignored
     assert list(tmp_path.iterdir()) == [] and owners(Hierarchy(tmp_path, 1)) == {}
 
 
 def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
-    group = CpuGroup(Hierarchy(tmp_path, 2), "12-34/node0")
+    group = Cgroup(Hierarchy(tmp_path, 2), "12-34/node0")
     with pytest.raises(TestbedError, match=r"cpu\.max failed: No such file"):
         group.set_quota(1.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ import pytest
 from testbed.control.cli.progress import Silent
 from testbed.control.runs import select, supervisor
 from testbed.control.runs.commands import where_it_was
-from testbed.control.runs.run import execute, resume
+from testbed.control.runs.run import _complaint, execute, probe, resume
 from testbed.control.runs.select import Place
+from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.fake import FakeSubstrate
+from testbed.control.substrates.process import ProcessSubstrate
+from testbed.net.tcp import efficiency
 from testbed.results.conclude import Summary
 from testbed.results.faults import fault_table
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import Receipt
 from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, SpecError, TestbedError, UsageError
+from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
 from tests.support.fake_substrate import BAD, GOOD, WORSE, FakePlace, ends_well_while_waiting, ends_with, well
 
@@ -62,7 +68,7 @@ def run(fake: FakePlace, folder: RunFolder, **values: Any) -> Summary:
 def test_a_run_enters_shares_its_folder_starts_every_rank_and_leaves(fake: FakePlace, folder: RunFolder) -> None:
     fake.receipts = iter([GOOD])
     summary = run(fake, folder)
-    assert fake.calls == ["enter", "share", "start", "start", "exit"]
+    assert fake.calls == ["enter", "prepare_folder", "start", "start", "exit"]
     assert (summary.status, summary.steps, summary.replicas_agree, summary.substrate) == ("ok", 4, True, "fake")
     assert summary == Summary.read(folder)
     assert folder.read_spec() == spec() and Receipt.read(folder.receipt) == GOOD
@@ -125,7 +131,7 @@ def test_ctrl_c_during_the_probe_stops_everything_and_leaves_a_summary(fake: Fak
     fake.receipts = iter([KeyboardInterrupt])
     with pytest.raises(Interrupted, match=str(folder.path)):
         run(fake, folder)
-    assert fake.calls == ["enter", "share", "stop", "exit"]
+    assert fake.calls == ["enter", "prepare_folder", "stop", "exit"]
     summary = Summary.read(folder)
     assert (summary.status, summary.reason, summary.steps) == ("interrupted", "stopped by Ctrl-C", 0)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a second Ctrl-C must not interrupt the putting away
@@ -321,3 +327,53 @@ def test_a_run_that_another_finished_while_we_waited_is_not_opened_again(
     with pytest.raises(UsageError, match=r"r is finished, nothing is left to resume"):
         resume(fake.place, folder, Silent(), retries=0)
     assert Summary.read(folder).status == "ok"
+
+
+def measure_as_requested(node: int, argv: Sequence[str], log: Path) -> int:
+    """A probe of two nodes that measures exactly what was requested."""
+    size = round(10**8 * efficiency(1500) / 8)
+    flows = [{"src": src, "dst": dst, "bytes": size, "seconds": 1.0} for src, dst in ((0, 1), (1, 0), (None, 0))]
+    flow = {"event": "flow", "step": 1, "of": 3, "src": 0, "dst": 1, "goodput": size * 8}
+    result = {
+        "event": "result",
+        "flows": flows,
+        "mtu": 1500,
+        "congestion": ["cubic", "cubic"],
+        "seconds": 4.0,
+        "clocks": [],
+    }
+    log.write_text("a warning that is no JSON\n" + json.dumps(flow) + "\n" + json.dumps(result) + "\n")
+    return 0
+
+
+def test_a_probe_is_one_process_per_node_outside_the_quota() -> None:
+    plans = [NodePlan(name=f"node{k}", link=Link(rate=10**8)) for k in range(2)]
+    events: list[dict[str, Any]] = []
+    with FakeSubstrate(2, measure_as_requested) as substrate:
+        receipt = probe(substrate, plans, events.append)
+    starts = [call for call in substrate.calls if call[0] == "start"]
+    assert [call[1] for call in starts] == [0, 1] and not any(call[-1] for call in starts)
+    assert receipt.valid() and receipt.worst_error == pytest.approx(0, abs=1e-6) and len(events) == 2
+
+
+def test_a_failed_probe_says_why_in_the_nodes_words() -> None:
+    def fail(node: int, argv: Sequence[str], log: Path) -> int:
+        log.write_text(json.dumps({"event": "error", "rank": node, "sentence": "node1 left the probe"}) + "\n")
+        return 1
+
+    with FakeSubstrate(2, fail) as substrate:
+        with pytest.raises(NetworkInvalid, match=r"failed: node1 left the probe\. Try again.*probe=false"):
+            probe(substrate, [NodePlan(name=f"node{k}") for k in range(2)], lambda event: None)
+
+
+def test_a_probe_of_plain_processes_is_unshaped() -> None:
+    plans = [NodePlan(name=f"node{k}", link=Link(rate=10**8)) for k in range(2)]
+    with ProcessSubstrate(plans) as substrate:
+        receipt = probe(substrate, plans, lambda event: None)
+    assert receipt.worst_error is None and len(receipt.links) == 2 and receipt.fan_in is not None
+
+
+def test_a_probe_that_failed_names_nodes_as_the_user_does(tmp_path: Path) -> None:
+    logs = [tmp_path / "anna.log", tmp_path / "node0.log"]
+    logs[0].write_text(json.dumps({"event": "error", "sentence": "node0: no connection from node1"}) + "\n")
+    assert "failed: anna: no connection from node0; no end of it on node0. Try" in _complaint([1, None], logs)

@@ -1,92 +1,87 @@
-"""The compose substrate without an engine: what it removes before it begins, and what it asks of a paused container."""
+"""The compose substrate without an engine: which `docker` commands it runs."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from docker.errors import APIError
-from typer.testing import CliRunner
 
-from testbed.control.cli import main
-from testbed.control.machine import leftovers, ownership
-from testbed.control.substrates import compose, engine
-from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.compose import ComposeSubstrate
-from testbed.spec.errors import TestbedError, Unavailable
-
-DEAD = f"{2**22 + 1}-1-{ownership.current().rpartition('-')[2]}"  # no process has that number
-FOREIGN = f"{2**22 + 1}-1-{'0' * 16}"
-PROJECTS = {
-    "mine": ownership.current(),
-    "killed": DEAD,
-    "elsewhere": FOREIGN,
-    "up": engine.RUNNING,
-    "down": engine.NOBODY,  # of `docker compose up`, ended: its logs are the user's
-}
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodePlan
+from testbed.control.substrates.compose import ComposeSubstrate, idle
+from testbed.spec.errors import CommandFailed, TestbedError
 
 
-@pytest.fixture
-def removed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An engine with these projects, and nothing else of ours on this machine; what is removed from it."""
-    found: list[str] = []
-    monkeypatch.setattr(engine, "projects", lambda: {k: v for k, v in PROJECTS.items() if k not in found})
-    monkeypatch.setattr(engine, "remove_project", found.append)
-    for kind in ("_processes", "_namespaces", "_groups", "_folders"):
-        monkeypatch.setattr(leftovers, kind, list)
-    return found
-
-
-def test_containers_whose_controller_was_killed_go_before_any_are_made(
-    removed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_further() -> None:
-        raise Unavailable("far enough")
-
-    monkeypatch.setattr(compose, "check", lambda plans: None)
-    monkeypatch.setattr(compose, "connect", no_further)
-    substrate = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "r")
-    with pytest.raises(Unavailable, match="far enough"):
-        substrate.__enter__()
-    assert removed == ["killed"]
-    elsewhere, killed = substrate.notes
-    assert killed.startswith("project killed was removed") and elsewhere.startswith("project elsewhere on this engine")
-
-
-def test_clean_keeps_what_may_be_in_use_elsewhere_and_says_so(removed: list[str]) -> None:
-    result = CliRunner().invoke(main.app, ["clean"])
-    assert result.exit_code == 0 and sorted(removed) == ["down", "killed"]
-    assert result.stdout == "project down\nproject killed\n"
-    assert result.stderr.startswith("project elsewhere stays: ") and "--all" in result.stderr
-    assert "mine" not in result.output
-
-
-class Container:
-    """As the engine has it: only a paused one is unpaused."""
+class FakeEngine:
+    """One container: only a running one can be paused, only a paused one unpaused."""
 
     def __init__(self) -> None:
         self.paused = False
         self.broken = False
+        self.commands: list[list[str]] = []
 
-    def pause(self) -> None:
-        self.paused = True
+    def __call__(self, argv: Sequence[str], timeout_s: float) -> str:
+        self.commands.append(list(argv))
+        match list(argv):
+            case ["docker", "pause", _]:
+                self.paused = True
+            case ["docker", "unpause", _]:
+                if self.broken or not self.paused:
+                    raise CommandFailed("docker unpause", 1, "Container is not paused")
+                self.paused = False
+            case ["docker", "inspect", *_]:
+                return "0 0\n"
+            case ["docker", "stats", *_]:
+                return "100MiB / 2GiB\n"
+            case ["docker", "info", *_]:
+                return "1000000000\n"
+        return ""
 
-    def unpause(self) -> None:
-        if self.broken or not self.paused:
-            raise APIError("Container is not paused")
-        self.paused = False
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
 
 
-def test_a_paused_container_that_was_stopped_has_gone_on_already(tmp_path: Path) -> None:
-    """`pause` for good and --retries: the ranks are stopped, which thaws them, and then the fault is mended."""
-    substrate, container = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "r"), Container()
-    substrate._containers = [container]
+@pytest.fixture
+def substrate(tmp_path: Path, engine: FakeEngine) -> ComposeSubstrate:
+    made = ComposeSubstrate([NodePlan(name="node0", cpus=0.4)], tmp_path / "r", engine)
+    made._containers = ["c0"]
+    return made
+
+
+def test_a_paused_container_is_resumed_by_stop_and_only_once(substrate: ComposeSubstrate, engine: FakeEngine) -> None:
+    """With --retries a run stops its ranks, which resumes them, and then reverts the fault."""
     substrate.pause(0)
     substrate.stop()
-    assert not container.paused
+    assert not engine.paused
     substrate.resume(0)
     substrate.pause(0)
-    container.broken = True
+    engine.broken = True
     substrate.stop()
-    with pytest.raises(TestbedError, match="not paused"):  # it stays frozen, and that must be known
+    with pytest.raises(TestbedError):  # the container is still paused, so the error is not hidden
         substrate.resume(0)
+
+
+def test_none_restores_the_planned_quota(substrate: ComposeSubstrate, engine: FakeEngine) -> None:
+    substrate.set_cpus(0, 0.1)
+    substrate.set_cpus(0, None)
+    quotas = [argv[argv.index("--cpu-quota") + 1] for argv in engine.commands]
+    assert quotas == ["1000", "4000"]
+
+
+def test_a_memory_limit_is_the_usage_and_a_headroom_and_is_reverted_to_all_memory_where_there_was_none(
+    substrate: ComposeSubstrate, engine: FakeEngine
+) -> None:
+    substrate.limit_memory(0)
+    substrate.unlimit_memory(0)
+    substrate.unlimit_memory(0)
+    limits = [argv[argv.index("--memory") + 1] for argv in engine.commands if "--memory" in argv]
+    assert limits == [str((100 << 20) + MEMORY_HEADROOM_BYTES), "1000000000"]
+
+
+def test_idle_containers_have_the_owners_mark() -> None:
+    service = idle(2, ["/a:/a"])["services"]["rank1"]
+    assert service["entrypoint"] == ["sleep", "infinity"]
+    assert str(os.getpid()) in service["labels"]["testbed.owner"]

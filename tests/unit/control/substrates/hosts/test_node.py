@@ -1,11 +1,9 @@
-"""What is asked of a host: argument lists without privileges, names without surprises, lines a shell reads back."""
+"""Facts about hosts: account, engine, image, interface and address."""
 
 from __future__ import annotations
 
-import csv
-import itertools
-import re
-import shlex
+import json
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -15,75 +13,21 @@ from hypothesis import strategies as st
 from testbed.control.substrates.hosts.node import (
     RUN_ID,
     Account,
-    Container,
-    mount,
-    once,
-    parse_account,
+    Endpoint,
+    account,
+    check_distinct,
+    endpoint,
+    engine_version,
+    first_endpoint,
+    image_content,
     run_id,
-    user,
 )
-from testbed.control.substrates.hosts.ssh import command_line
-
-HOSTILE = ["; rm -rf /", "$(reboot)", "`reboot`", "a'b", 'a"b', "a\nb", "-v", "ü", "x" * 5000, "a,b", "a:b", "*", ""]
-
-
-def container(**changes: object) -> Container:
-    values: dict[str, object] = {
-        "name": "testbed-x-0",
-        "run": "x",
-        "rank": 0,
-        "who": "1000:1000",
-        "argv": ["python3", "-m", "testbed.rank"],
-        "output": Path("/runs/x/rank0.log"),
-        "mounts": [mount(PurePosixPath("/home/ann/.testbed/runs/x"), Path("/runs/x"))],
-        "env": {"RANK": "0"},
-    }
-    return Container(**(values | changes))  # type: ignore[arg-type]
-
-
-def test_a_container_has_the_hosts_network_and_no_privilege() -> None:
-    line = " ".join(container().start())
-    for words in ("--network host", "--cap-drop ALL", "--security-opt no-new-privileges", "--read-only"):
-        assert words in line
-    assert "--user 1000:1000" in line
-    assert not re.search(r"--privileged|--cap-add|--pid |--device", line)
-
-
-def test_limits_are_those_asked_for() -> None:
-    assert "--cpu-quota" not in container().start()
-    limited = container(cpus=0.4).start()
-    assert limited[limited.index("--cpu-quota") + 1] == "4000"
-
-
-def test_every_container_carries_our_labels() -> None:
-    argv = container().start()
-    labels = [value for flag, value in itertools.pairwise(argv) if flag == "--label"]
-    own = ["testbed.run=x", "testbed.rank=0", "testbed.purpose=rank"]
-    assert labels == ["testbed=hosts", f"testbed.user={user()}", *own]
-    assert "testbed=hosts" in once("1:1", "ip", "-json", "address")
-
-
-@pytest.mark.parametrize("value", HOSTILE)
-def test_a_value_stays_one_argument_on_its_way_through_a_shell(value: str) -> None:
-    line = command_line(container(env={"KEY": value}, argv=["echo", value]).start(), 10)
-    words = shlex.split(line)
-    assert words[:3] == ["timeout", "--kill-after=5", "10"]
-    assert f"KEY={value}" in words and words[-1] == value
-
-
-@given(st.text(min_size=1).filter(lambda text: "\0" not in text))
-def test_any_argument_survives_quoting(text: str) -> None:
-    assert shlex.split(command_line(["a", text], 1))[-1] == text
-
-
-def test_a_mount_reads_back_whatever_the_path_holds() -> None:
-    path = '/home/a, "b":c'
-    _, value = mount(PurePosixPath("/there"), Path(path), read_only=True)
-    assert next(csv.reader([value])) == ["type=bind", "source=/there", f"target={path}", "readonly"]
+from testbed.spec.errors import HostCommandFailed, HostFailed, NetworkInvalid
+from tests.support.scripted_hosts import ScriptedHost, failing, silent
 
 
 @given(st.text(max_size=200))
-def test_the_name_of_a_run_is_safe_whatever_the_folder_is_called(name: str) -> None:
+def test_the_name_of_a_run_is_safe_for_any_folder(name: str) -> None:
     try:
         folder = Path("/runs") / name
     except ValueError:
@@ -91,8 +35,62 @@ def test_the_name_of_a_run_is_safe_whatever_the_folder_is_called(name: str) -> N
     assert RUN_ID.fullmatch(run_id(folder))
 
 
-def test_where_we_are_root_the_rank_is_nobody() -> None:
-    assert parse_account("0\n0\n/root\n").who == "65534:65534"
-    ann = parse_account("1000\n1001\n/home/ann\n")
-    assert ann == Account(1000, 1001, PurePosixPath("/home/ann")) and ann.who == "1000:1001"
+def test_the_rank_of_root_runs_as_nobody() -> None:
+    assert account(ScriptedHost(lambda argv: "0\n0\n/root\n")).rank_user == "65534:65534"
+    ann = account(ScriptedHost(lambda argv: "1000\n1001\n/home/ann\n"))
+    assert ann == Account(1000, 1001, PurePosixPath("/home/ann")) and ann.rank_user == "1000:1001"
     assert str(ann.runs) == "/home/ann/.testbed/runs"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "fix"),
+    [
+        (127, "timeout: failed to run command 'docker': No such file or directory", "apt-get install docker.io"),
+        (1, "Got permission denied while trying to connect to the Docker daemon socket", "usermod -aG docker"),
+        (1, "Cannot connect to the Docker daemon. Is the docker daemon running?", "systemctl start docker"),
+    ],
+)
+def test_a_host_without_an_engine_is_named_with_the_fix(code: int, output: str, fix: str) -> None:
+    with pytest.raises(HostFailed, match=r"^node0: ") as refusal:
+        engine_version(ScriptedHost(failing(code, output)))
+    assert fix in str(refusal.value)
+
+
+def test_a_missing_image_is_no_error() -> None:
+    assert image_content(ScriptedHost(failing(1, "Error: No such image: testbed:latest"))) is None
+    assert image_content(ScriptedHost(lambda argv: "abc\n")) == "abc"
+
+
+def ip(argv: Sequence[str]) -> str:
+    """A host with eth0 and ib0; all routes go through eth0."""
+    if argv[2:4] == ["route", "get"]:
+        return json.dumps([{"dst": argv[4], "dev": "eth0", "prefsrc": "10.0.0.7"}])
+    if argv[2:5] == ["address", "show", "dev"] and argv[5] == "ib0":
+        infos = [{"family": "inet6", "local": "fd00::7", "scope": "global"}, {"local": "169.254.1.1", "scope": "link"}]
+        return json.dumps([{"addr_info": [*infos, {"family": "inet", "local": "10.9.0.7", "scope": "global"}]}])
+    raise HostCommandFailed("node0: ip", 1, f'Device "{argv[-1]}" does not exist.')
+
+
+def test_the_interface_is_the_inventorys_else_the_routes() -> None:
+    assert endpoint(ScriptedHost(ip, interface="ib0"), "10.0.0.1") == Endpoint("ib0", "10.9.0.7")
+    assert endpoint(ScriptedHost(ip), "10.0.0.1") == Endpoint("eth0", "10.0.0.7")
+    assert first_endpoint(ScriptedHost(ip), "192.0.2.9") == Endpoint("eth0", "10.0.0.7")
+    assert first_endpoint(ScriptedHost(ip), None) == Endpoint("lo", "127.0.0.1")
+    with pytest.raises(HostFailed, match=r"interface eth9: .*does not exist"):
+        endpoint(ScriptedHost(ip, interface="eth9"), "10.0.0.1")
+
+
+def test_on_a_host_without_ip_the_images_ip_is_used() -> None:
+    def answer(argv: Sequence[str]) -> str:
+        if argv[0] == "ip":
+            raise HostCommandFailed("node0: ip", 127, "not found")
+        return ip(argv[argv.index("testbed:latest") :])
+
+    assert endpoint(ScriptedHost(answer), "10.0.0.1") == Endpoint("eth0", "10.0.0.7")
+
+
+def test_two_hosts_with_one_address_are_refused() -> None:
+    pair = [ScriptedHost(silent, name) for name in ("a", "b")]
+    with pytest.raises(NetworkInvalid, match=r"hosts a, b: all have the address 10\.0\.0\.1"):
+        check_distinct(pair, [Endpoint("eth0", "10.0.0.1"), Endpoint("eth1", "10.0.0.1")])
+    check_distinct(pair, [Endpoint("eth0", "10.0.0.1"), Endpoint("eth1", "10.0.0.2")])

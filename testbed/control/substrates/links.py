@@ -1,0 +1,67 @@
+"""Links of nodes on this machine, shaped as planned: what the namespaces and the containers share.
+
+net/shaping.py makes the commands; the substrate says how a command is executed on a node.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from testbed.control.substrates.base import NodePlan
+from testbed.net.shaping import reshape, shape
+from testbed.spec.errors import CommandFailed, NetworkInvalid, TestbedError, Unavailable
+from testbed.spec.link import Link
+
+INTERFACE = "eth0"  # of every node
+Execute = Callable[[int, list[str]], str]  # (node, argv) -> stdout
+
+
+class ShapedLinks:
+    """The links of all nodes; `execute` runs a command on a node, `set_congestion` sets its congestion control."""
+
+    def __init__(self, plans: Sequence[NodePlan], execute: Execute, set_congestion: Callable[[int], None]) -> None:
+        self._plans = plans
+        self._execute = execute
+        self._set_congestion = set_congestion
+        self._rates = [plan.link.rate for plan in plans]  # as they are now
+
+    def shape(self, node: int) -> None:
+        """Shape both directions and set congestion control; raise NetworkInvalid with the node's name."""
+        plan = self._plans[node]
+        try:
+            for command in shape(plan.link, INTERFACE):
+                self._execute(node, command)
+            self._set_congestion(node)
+        except TestbedError as error:
+            raise NetworkInvalid(f"{plan.name}: {error}") from None
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        """Change the rate both ways while packets flow; None restores the planned rate."""
+        link = self._plans[node].link
+        rate = link.rate if rate is None else rate
+        for command in reshape(link, self._rates[node], rate, INTERFACE):
+            self._execute(node, command)
+        self._rates[node] = rate
+
+
+def rehearsals(plans: Iterable[NodePlan]) -> Iterator[tuple[list[list[str]], str]]:
+    """For each distinct link the commands that shape the loopback, and the kernel feature that they need."""
+    for link in dict.fromkeys(plan.link for plan in plans if plan.link.shaped):
+        if link.rate is not None:
+            only_rate = Link(rate=link.rate, queue=link.queue)
+            yield shape(only_rate, "lo"), "shaping (tbf, ifb, ingress, u32, mirred)"
+        if link.needs_netem:
+            yield shape(link, "lo"), "delay and loss (netem)"
+
+
+def rehearse(who: str, commands: list[list[str]], feature: str, execute: Callable[[str], object]) -> None:
+    """Run the commands as one shell script by `execute`, in a network that is thrown away; Unavailable if one fails.
+
+    `who` begins the message, e.g. "substrate netns: this machine's kernel".
+    """
+    try:
+        execute(" && ".join(shlex.join(command) for command in commands))
+    except CommandFailed as error:
+        reason = error.output.rpartition(": ")[2].replace("\n", " ").rstrip(".")
+        raise Unavailable(f"{who} lacks {feature}: {reason}. Leave it out, or load the module") from None

@@ -1,0 +1,19 @@
+"""CPU shares become a quota per period."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.spec.cpu import quota_and_period
+from testbed.spec.errors import SpecError
+
+
+@pytest.mark.parametrize(("cpus", "expected"), [(0.4, (4000, 10_000)), (2, (20_000, 10_000)), (0.05, (1000, 20_000))])
+def test_the_period_is_10_ms_unless_the_quota_gets_too_small(cpus: float, expected: tuple[int, int]) -> None:
+    assert quota_and_period(cpus) == expected
+
+
+@pytest.mark.parametrize("cpus", [0, -1, float("nan"), float("inf")])
+def test_a_share_that_is_no_positive_number_is_refused(cpus: float) -> None:
+    with pytest.raises(SpecError, match=r"node\.cpus"):
+        quota_and_period(cpus)
