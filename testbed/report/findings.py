@@ -23,7 +23,7 @@ from testbed.report.model import (
     sent_over_theory,
 )
 from testbed.report.stats import seconds
-from testbed.results.faults import Faulted
+from testbed.results.faults import FaultedRun
 
 # How to read each table and plot: the small print, in one place; and how seconds are spelled.
 
@@ -281,16 +281,16 @@ def seconds_by_step(cells: Sequence[Cell], series: Sequence[Column]) -> str:
     return f"{worst} is the least steady: nine of ten steps lie within ±{percent(spreads[worst])} of its median"
 
 
-def faults(runs: Sequence[Faulted]) -> str:
+def faults(runs: Sequence[FaultedRun]) -> str:
     """How many, how fast noticed, how often named right, what became of them."""
-    stopped = [run for run in runs if run.knew is not None]
-    named = [run.story.named_right for run in stopped if run.story.named_right is not None]
+    stopped = [run for run in runs if run.history.last_notice_s is not None]
+    named = [run.history.named_right for run in stopped if run.history.named_right is not None]
     on = sum(run.row[-1] == "went on" for run in runs)
     again = sum(run.row[-1] == "restarted" for run in runs)
     spared = sum(not run.episodes for run in runs)
     said = [f"{len(runs)} run{'s' * (len(runs) != 1)} with faults on purpose"]
     if stopped:
-        slowest = max(run.knew or 0.0 for run in stopped)
+        slowest = max(run.history.last_notice_s or 0.0 for run in stopped)
         said.append(f"{len(stopped)} ended by it, noticed by all others within {slowest:.1f} s")
         said.append(f"the right rank was named in {sum(named)} of {len(named)}")
     if on:

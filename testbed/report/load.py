@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from testbed.results.conclude import Summary
-from testbed.results.faults import Faulted, read_faulted
+from testbed.results.faults import FaultedRun, read_faulted
 from testbed.results.folder import (
     EXPERIMENT,
     MAX_JSON_BYTES,
@@ -225,7 +225,7 @@ class Loaded:
     runs: list[Run]
     skipped: list[Skipped]
     experiments: dict[str, Experiment]  # by name; what the sweep left beside its runs
-    faulted: list[Faulted]  # runs to which something was done on purpose, however they ended
+    faulted: list[FaultedRun]  # runs to which something was done on purpose, however they ended
 
 
 def load(paths: Sequence[Path]) -> Loaded:
@@ -233,7 +233,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     runs: list[Run] = []
     skipped: list[Skipped] = []
     experiments: dict[str, Experiment] = {}
-    faulted: list[Faulted] = []
+    faulted: list[FaultedRun] = []
     for path in _distinct(folder for named in paths for folder in find(named)):
         try:
             history = read_faulted(RunFolder(path))

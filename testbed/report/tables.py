@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from testbed.report import findings, theory
 from testbed.report.load import Rank
 from testbed.report.model import Cell, Chapter, keys, names, sent_over_theory, value_of
-from testbed.results.faults import HEADER, Faulted
+from testbed.results.faults import HEADER, FaultedRun
 from testbed.results.table import format_table, short_key
 from testbed.spec.datasets import dataset_info
 
@@ -383,6 +383,6 @@ def compact(chapter: Chapter) -> Table | None:
     return Table("compact", "In short", ["", *names(cells)], rows, "Loss is of the last step.", folded=True)
 
 
-def faults(runs: Sequence[Faulted]) -> Table:
+def faults(runs: Sequence[FaultedRun]) -> Table:
     """What was done on purpose, who noticed, and what became of it."""
     return Table("faults", "Faults on purpose", list(HEADER), [list(run.row) for run in runs], findings.FAULTS)

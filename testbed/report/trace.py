@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.report.load import DAMAGE, Rank, Run, Steps, read_run
-from testbed.results.faults import Faulted, read_faulted
+from testbed.results.faults import FaultedRun, read_faulted
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.errors import UsageError
 
@@ -39,7 +39,7 @@ def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
     return target, sum(event["ph"] == "X" for event in merged["traceEvents"])
 
 
-def trace(run: Run, history: Faulted | None = None) -> Event:
+def trace(run: Run, history: FaultedRun | None = None) -> Event:
     """The document: events in microseconds since the first step of any rank began, or the first fault was done."""
     history = history if history and history.one_clock else None
     begins = [
@@ -52,7 +52,7 @@ def trace(run: Run, history: Faulted | None = None) -> Event:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
-def _faults(history: Faulted, zero: float) -> Iterator[Event]:
+def _faults(history: FaultedRun, zero: float) -> Iterator[Event]:
     """What lasts is a span, what does not is a mark; so is what ranks saw of it."""
     process = history.spec.world
     yield _meta(process, 0, "process_name", {"name": "faults on purpose"})
@@ -64,7 +64,7 @@ def _faults(history: Faulted, zero: float) -> Iterator[Event]:
             yield _mark(episode.fault, process, episode.rank, episode.begin - zero, "g")
         else:
             yield _span(episode.fault, process, episode.rank, episode.begin - zero, episode.end - zero)
-    for rank, at in history.saw:
+    for rank, at in history.noticed:
         yield _mark("lost another rank", rank, LOOP, max(0.0, at - zero), "p")
 
 

@@ -1,7 +1,11 @@
-"""Faults: what was done to runs on purpose and what became of them. Runs that failed are told of only here.
+"""Runs with injected faults: what faults.jsonl says was done, which ranks noticed when, and how the run ended.
 
-Times are on the one clock of this machine. Runs on hosts have no place in a plot: their nodes' clocks are not the
-controller's, which injects.
+The controller writes faults.jsonl while it injects (control/runs/faults.py). The command line prints `fault_table`; the
+report also draws the times. A run that failed is in no other table. Times are on the monotonic clock of the
+controller; on real hosts the nodes have other clocks, so those runs have no times to draw.
+
+Events: injected (a fault), over (a fault that lasts for some time), saw (a rank ended because it lost another),
+ended (a rank, with its exit code), again (all ranks start again).
 """
 
 from __future__ import annotations
@@ -15,96 +19,106 @@ from dataclasses import dataclass
 from typing import Any
 
 from testbed.results.conclude import Summary
-from testbed.results.folder import (
-    MAX_FAULTS_BYTES,
-    MAX_RECORDS_BYTES,
-    RunFolder,
-    check_size,
-)
+from testbed.results.folder import MAX_FAULTS_BYTES, MAX_RECORDS_BYTES, RunFolder, check_size
 from testbed.results.records import Step, complete_lines, read
 from testbed.spec.errors import SpecError, one_line
 from testbed.spec.run import RunSpec
 from testbed.spec.units import Interval
 
-# History: what faults.jsonl tells of a run, as a row: what was done, who noticed when, what became of it.
-
 MAX_EVENTS = 10_000  # of one run; a controller writes some dozen
 HEADER = ("run", "fault", "noticed after", "named right", "exit codes, rank 0 first", "recovered")
 
+Event = dict[str, Any]
 
-@dataclass(frozen=True, kw_only=True)
-class Story:
-    """One run with faults; the first of them is the one that is told."""
 
-    injected: list[dict[str, Any]]
-    seen: list[dict[str, Any]]  # what ranks said that ended because of others
-    codes: dict[int, int]  # the first attempt's
+@dataclass(frozen=True)
+class FaultHistory:
+    """The events of one run. Where it has several faults, the first is the one that ranks notice."""
+
+    events: list[Event]
 
     @property
-    def noticed(self) -> float | None:
-        """Seconds from the fault to the middle one of those who noticed."""
-        times = [event["at"] - self.injected[0]["begun"] for event in self.seen if event["at"]] if self.injected else []
+    def injected(self) -> list[Event]:
+        return [event for event in self.events if event["event"] == "injected"]
+
+    @property
+    def noticed(self) -> list[Event]:
+        """The ranks that ended because they lost another, and know which."""
+        return [event for event in self.events if event["event"] == "saw" and event.get("failed_rank") is not None]
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """Exit codes of the first attempt by rank."""
+        codes: dict[int, int] = {}
+        for event in itertools.takewhile(lambda event: event["event"] != "again", self.events):
+            if event["event"] == "ended":
+                codes.setdefault(event["rank"], event["code"])
+        return codes
+
+    @property
+    def median_notice_s(self) -> float | None:
+        """Seconds from the fault until a rank noticed, the median of those that did."""
+        injected = self.injected
+        times = [event["at"] - injected[0]["begun"] for event in self.noticed if event["at"]] if injected else []
         return statistics.median(times) if times else None
 
     @property
-    def named_right(self) -> bool | None:
-        """Whether most who noticed named the rank that the fault was done to; None where nobody did."""
-        named = [event["failed_rank"] for event in self.seen if event.get("failed_rank") is not None]
-        if not named or not self.injected:
+    def last_notice_s(self) -> float | None:
+        """Seconds from the fault until all other ranks that noticed had done so, in the attempt of the fault."""
+        later = itertools.dropwhile(lambda event: event["event"] != "injected", self.events)
+        attempt = FaultHistory(list(itertools.takewhile(lambda event: event["event"] != "again", later)))
+        if not attempt.events:
             return None
-        return named.count(self.injected[0]["rank"]) > len(named) / 2
+        fault = attempt.events[0]
+        others = [event for event in attempt.noticed if event["at"] and event["rank"] != fault["rank"]]
+        return max((float(event["at"]) - float(fault["begun"]) for event in others), default=None)
+
+    @property
+    def named_right(self) -> bool | None:
+        """Whether most of the ranks that noticed named the rank of the fault; None if none noticed."""
+        named, injected = [event["failed_rank"] for event in self.noticed], self.injected
+        if not named or not injected:
+            return None
+        return named.count(injected[0]["rank"]) > len(named) / 2
 
 
-def read_story(folder: RunFolder) -> Story:
-    """From faults.jsonl; empty where there is none."""
-    events = _read_events(folder)
-    codes: dict[int, int] = {}
-    for event in itertools.takewhile(lambda event: event["event"] != "again", events):
-        if event["event"] == "ended":
-            codes.setdefault(event["rank"], event["code"])
-    return Story(
-        injected=[event for event in events if event["event"] == "injected"],
-        seen=[event for event in events if event["event"] == "saw" and event.get("failed_rank") is not None],
-        codes=codes,
-    )
-
-
-def _read_events(folder: RunFolder) -> list[dict[str, Any]]:
+def read_history(folder: RunFolder) -> FaultHistory:
+    """Read faults.jsonl; empty if there is none. SpecError if a line is damaged."""
     events = []
     for number, line in itertools.islice(complete_lines(folder.faults), MAX_EVENTS):
         try:
             event = json.loads(line)
-            event["event"]  # it has one
+            event["event"]  # every event has a name
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise SpecError(f"{folder.faults}: line {number} is damaged, no event. Run it again.") from None
+            raise SpecError(f"{folder.faults}: line {number} is damaged (no event). Run it again.") from None
         events.append(event)
-    return events
+    return FaultHistory(events)
 
 
 def fault_table(runs: Sequence[tuple[RunFolder, RunSpec, str | None]]) -> list[tuple[str, ...]]:
-    """One row per run that had faults and began: its folder, its spec, and how it ended."""
-    told = [(read_story(folder), spec, status) for folder, spec, status in runs if spec.faults]
-    return [_row(story, spec, status) for story, spec, status in told if story.injected or story.codes]
+    """One row per run that has faults and began, from its folder, its spec and its status."""
+    histories = [(read_history(folder), spec, status) for folder, spec, status in runs if spec.faults]
+    return [_row(history, spec, status) for history, spec, status in histories if history.injected or history.codes]
 
 
-def _row(story: Story, spec: RunSpec, status: str | None) -> tuple[str, ...]:
-    retried = any(code != 0 for code in story.codes.values())
-    recovered = {True: "restarted" if retried else "went on", False: "no"}[status == "ok"]
-    done = [one_line(str(event["fault"])) for event in story.injected]
-    missed = (Counter(map(str, spec.schedule())) - Counter(done)).elements()
+def _row(history: FaultHistory, spec: RunSpec, status: str | None) -> tuple[str, ...]:
+    injected = [one_line(str(event["fault"])) for event in history.injected]
+    missed = (Counter(map(str, spec.schedule())) - Counter(injected)).elements()
+    retried = any(code != 0 for code in history.codes.values())
+    recovered = ("restarted" if retried else "went on") if status == "ok" else "no"
     return (
         spec.name,
-        " ".join([*done, *(f"{fault} (not injected)" for fault in missed)]),
-        "-" if story.noticed is None else f"{story.noticed:.2f} s",
-        {True: "yes", False: "NO", None: "-"}[story.named_right],
-        " ".join(one_line(str(story.codes.get(rank, "stopped"))) for rank in range(spec.world)),
-        recovered if done else "-",
+        " ".join([*injected, *(f"{fault} (not injected)" for fault in missed)]),
+        "-" if history.median_notice_s is None else f"{history.median_notice_s:.2f} s",
+        {True: "yes", False: "NO", None: "-"}[history.named_right],
+        " ".join(one_line(str(history.codes.get(rank, "stopped"))) for rank in range(spec.world)),
+        recovered if injected else "-",
     )
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One fault, from when it was done until it was over (None: it was never undone)."""
+    """One fault, from its begin to its end; `end` is None for a fault that was never undone."""
 
     fault: str
     rank: int
@@ -113,52 +127,50 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Faulted:
-    """One run with faults, whatever became of it."""
+class FaultedRun:
+    """One run with faults, however it ended, as the report draws it."""
 
     folder: RunFolder
     summary: Summary
-    story: Story
-    episodes: list[Episode]
-    saw: list[tuple[int, float]]  # rank, when it ended because of another
-    ended: list[tuple[int, float, int]]  # rank, when, exit code
-    steps: list[list[Interval]]  # per rank, of all attempts
-    one_clock: bool
+    history: FaultHistory
     row: tuple[str, ...]  # of the table
-    knew: float | None  # seconds from the first fault until the last of the others had noticed; None: nobody did
+    episodes: list[Episode]
+    noticed: list[tuple[int, float]]  # rank, when it ended because it lost another
+    ended: list[tuple[int, float, int]]  # rank, when, exit code
+    steps: list[list[Interval]]  # begin and end of every step of each rank, of all attempts
+    one_clock: bool  # False on real hosts
 
     @property
     def spec(self) -> RunSpec:
         return self.summary.spec
 
 
-def read_faulted(folder: RunFolder) -> Faulted | None:
-    """The history of a run to which something was to be done; None where nothing was, or it did not begin."""
+def read_faulted(folder: RunFolder) -> FaultedRun | None:
+    """Read a run with faults; None if it has none, or did not begin."""
     if not folder.faults.is_file() or not folder.summary.is_file():
         return None
     folder.check_no_links(allow_top=True)
     check_size([folder.faults], MAX_FAULTS_BYTES)
-    story = read_story(folder)
-    summary = Summary.read(folder)
+    history, summary = read_history(folder), Summary.read(folder)
     rows = fault_table([(folder, summary.spec, summary.status)])
-    if not rows:  # it did not begin, or its spec knows nothing of this history
+    if not rows:
         return None
-    events = _read_events(folder)
-    return Faulted(
+    saw = [event for event in history.events if event["event"] == "saw" and event["at"]]
+    ended = [event for event in history.events if event["event"] == "ended" and event["at"]]
+    return FaultedRun(
         folder=folder,
         summary=summary,
-        story=story,
-        episodes=_episodes(events),
-        saw=[(int(e["rank"]), float(e["at"])) for e in events if e["event"] == "saw" and e["at"]],
-        ended=[(int(e["rank"]), float(e["at"]), int(e["code"])) for e in events if e["event"] == "ended" and e["at"]],
+        history=history,
+        row=rows[0],
+        episodes=_episodes(history.events),
+        noticed=[(int(event["rank"]), float(event["at"])) for event in saw],
+        ended=[(int(event["rank"]), float(event["at"]), int(event["code"])) for event in ended],
         steps=[_steps(folder, rank) for rank in range(summary.spec.world)],
         one_clock=summary.substrate != "hosts",
-        row=rows[0],
-        knew=_knew(events),
     )
 
 
-def _episodes(events: Sequence[dict[str, Any]]) -> list[Episode]:
+def _episodes(events: Sequence[Event]) -> list[Episode]:
     found = []
     for number, event in enumerate(events):
         if event["event"] == "injected":
@@ -168,18 +180,9 @@ def _episodes(events: Sequence[dict[str, Any]]) -> list[Episode]:
     return found
 
 
-def _knew(events: Sequence[dict[str, Any]]) -> float | None:
-    """Of the attempt in which the first fault was done; what its own rank saw is nobody's notice."""
-    later = itertools.dropwhile(lambda e: e["event"] != "injected", events)
-    attempt = list(itertools.takewhile(lambda e: e["event"] != "again", later))
-    saw = [e for e in attempt if e["event"] == "saw" and e["at"] and e.get("failed_rank") is not None]
-    times = [float(e["at"]) - float(attempt[0]["begun"]) for e in saw if e["rank"] != attempt[0]["rank"]]
-    return max(times, default=None)
-
-
 def _steps(folder: RunFolder, rank: int) -> list[Interval]:
-    """When each step of a rank began and ended, those of attempts that failed included."""
+    """Begin and end of every step of a rank, those of failed attempts included."""
     paths = [*folder.attempts(rank).values(), folder.records(rank)]
     check_size((path for path in paths if path.is_file()), MAX_RECORDS_BYTES)
-    rows = [record for path in paths for record in read(path) if isinstance(record, Step)]
-    return [(row.at, row.at + row.total) for row in rows]
+    steps = [record for path in paths for record in read(path) if isinstance(record, Step)]
+    return [(step.at, step.at + step.total) for step in steps]

@@ -14,7 +14,7 @@ from testbed.report.figures.style import (
     colour,
     plot,
 )
-from testbed.results.faults import Faulted
+from testbed.results.faults import FaultedRun
 
 MOST = 6  # runs that are drawn one by one
 BEFORE, AFTER = 4.0, 2.0  # seconds that are shown before the fault and after the last end
@@ -25,41 +25,41 @@ NOTE = (
 )
 
 
-def draw(runs: Sequence[Faulted]) -> list[Plot]:
+def draw(runs: Sequence[FaultedRun]) -> list[Plot]:
     """One plot of all, where there are several; then one of each kind of fault."""
     timed = [run for run in runs if run.one_clock and run.episodes]
-    noticed = [run for run in timed if run.knew is not None]
-    kinds: dict[str, Faulted] = {}
+    noticed = [run for run in timed if run.history.last_notice_s is not None]
+    kinds: dict[str, FaultedRun] = {}
     for run in timed:
         kinds.setdefault(f"{run.episodes[0].fault.split(':')[0]} {run.row[-1]}", run)
     alone = [_run(run, f"fault-{number}") for number, run in enumerate(list(kinds.values())[:MOST], start=1)]
     return [*([_noticed(noticed)] if len(noticed) > 1 else []), *alone]
 
 
-def _noticed(runs: Sequence[Faulted]) -> Plot:
+def _noticed(runs: Sequence[FaultedRun]) -> Plot:
     """A row for each fault, a dot for each mode: seconds until the last of the others knew."""
     faults = list(dict.fromkeys(run.row[1] for run in runs))
     made = strips(faults, 0.42, 1.5)
     modes = list(dict.fromkeys(str(run.spec.mode) for run in runs))
     for run in runs:
         spread = 0.12 * (modes.index(str(run.spec.mode)) - (len(modes) - 1) / 2)
-        x, y = run.knew or 0.0, faults.index(run.row[1]) + spread
+        x, y = run.history.last_notice_s or 0.0, faults.index(run.row[1]) + spread
         tint = colour(run.spec.mode.algorithm)
-        fill = tint if run.story.named_right else COLOURS["card"][0]
+        fill = tint if run.history.named_right else COLOURS["card"][0]
         (dot,) = made.axes.plot([x], [y], "o", markersize=6, markeredgecolor=tint, markerfacecolor=fill)
-        right = {True: "named right", False: "named wrong", None: "nobody named"}[run.story.named_right]
+        right = {True: "named right", False: "named wrong", None: "nobody named"}[run.history.named_right]
         made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others knew after {x:.2f} s, {right}")
     made.axes.set_xlim(0, None)
     made.axes.set_xlabel("seconds from the fault until the last of the others knew")
     tints = {mode: colour(mode.split("/")[0]) for mode in modes}
     legend_below(made, [Patch(facecolor=tint, label=mode) for mode, tint in tints.items()])
-    good = sum(run.story.named_right is True for run in runs)
-    slowest = max(run.knew or 0.0 for run in runs)
+    good = sum(run.history.named_right is True for run in runs)
+    slowest = max(run.history.last_notice_s or 0.0 for run in runs)
     finding = f"All others knew within {slowest:.1f} s, and named the right rank in {good} of {len(runs)} runs"
     return plot(made, "faults-noticed", finding, "A hollow dot: another rank was named, or none.")
 
 
-def _run(run: Faulted, name: str) -> Plot:
+def _run(run: FaultedRun, name: str) -> Plot:
     zero = run.episodes[0].begin
     made = strips([f"rank {rank}" for rank in range(run.spec.world)], 0.36, 1.5)
     ends = [at - zero for _, at, _ in run.ended] + [end - zero for steps in run.steps for _, end in steps]
@@ -72,7 +72,7 @@ def _run(run: Faulted, name: str) -> Plot:
         if episode.end is not None:
             span = (episode.begin - zero, min(episode.end - zero, last) - (episode.begin - zero))
             made.axes.broken_barh([span], (episode.rank - 0.3, 0.6), facecolor=FAULT, alpha=0.45)
-    saw = set(run.saw)
+    saw = set(run.noticed)
     for rank, at in saw:
         made.axes.plot([at - zero], [rank], "D", color=INK, markersize=6)
     for rank, at, code in run.ended:
@@ -91,13 +91,13 @@ def _run(run: Faulted, name: str) -> Plot:
     return plot(made, name, _finding(run), f"Run {run.spec.name}. {NOTE}")
 
 
-def _finding(run: Faulted) -> str:
+def _finding(run: FaultedRun) -> str:
     mode, fault = run.spec.mode, run.row[1]
     if run.row[-1] == "went on":
         return f"{fault} under {mode}: the others wait, and the run goes on"
     if run.row[-1] == "restarted":
         return f"{fault} under {mode}: all ranks start again from the last checkpoint, and finish"
-    if run.knew is None:
+    if run.history.last_notice_s is None:
         return f"{fault} under {mode}: the run ends"
-    named = "and name it" if run.story.named_right else "and blame another"
-    return f"{fault} under {mode}: all others know after {run.knew:.2f} s {named}"
+    named = "and name it" if run.history.named_right else "and blame another"
+    return f"{fault} under {mode}: all others know after {run.history.last_notice_s:.2f} s {named}"

@@ -59,7 +59,7 @@ def test_all_others_know_when_the_last_of_them_does_and_the_table_tells_the_midd
     events += [event | {"at": begun + event["at"]} for event in more]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     (told,) = load([tmp_path / "runs"]).faulted
-    assert told.knew == pytest.approx(2.5) and told.row[2] == "1.45 s"
+    assert told.history.last_notice_s == pytest.approx(2.5) and told.row[2] == "1.45 s"
     made = write([tmp_path / "runs"], tmp_path).faults
     assert made and "noticed by all others within 2.5 s" in made.finding
     assert "all others know after 2.50 s" in made.plots[0].finding

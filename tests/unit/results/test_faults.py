@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.results.faults import fault_table, read_story
+from testbed.results.faults import fault_table, read_history
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import SpecError
 from testbed.spec.fault import Fault
@@ -38,9 +38,9 @@ def test_a_row_tells_who_noticed_when_and_how_it_ended(tmp_path: Path) -> None:
 
 def test_a_wrong_name_is_told_and_one_of_three_is_outvoted(tmp_path: Path) -> None:
     wrong = write(tmp_path, INJECTED, saw(0, 2, 10.5))
-    assert read_story(wrong).named_right is False
+    assert read_history(wrong).named_right is False
     outvoted = write(tmp_path, INJECTED, saw(0, 1, 10.5), saw(2, 1, 10.5), saw(1, 0, 10.5))
-    assert read_story(outvoted).named_right is True
+    assert read_history(outvoted).named_right is True
 
 
 def test_a_retried_run_shows_the_codes_of_the_attempt_that_failed(tmp_path: Path) -> None:
@@ -66,4 +66,4 @@ def test_a_run_without_faults_has_no_row_and_a_damaged_history_is_refused(tmp_pa
     assert fault_table([(RunFolder(tmp_path), RunSpec(), "ok")]) == []
     (tmp_path / "faults.jsonl").write_text("[]\n")
     with pytest.raises(SpecError, match="line 1"):
-        read_story(RunFolder(tmp_path))
+        read_history(RunFolder(tmp_path))
