@@ -16,7 +16,7 @@ import torch.distributed as dist
 from testbed.rank.counters import open_counter
 from testbed.rank.group import Group, join, leave
 from testbed.rank.recorder import Recorder
-from testbed.rank.sync.pipeline import make_gloo_patient
+from testbed.rank.sync.pipeline import use_sched_batch_in_gloo
 from testbed.rank.train import Trainer
 from testbed.spec.run import RunSpec
 
@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     group = join(rank, size, address, 29500, cases[0]["deadline"])
     for number, case in enumerate(cases):
         own = Group(rank, size, dist.PrefixStore(f"case{number}", group.store), case["deadline"])
-        make_gloo_patient(case.pop("patient"))
+        use_sched_batch_in_gloo(case.pop("patient"))
         with Recorder(folder / f"{number}.rank{rank}.jsonl") as recorder:
             dist.barrier()
             spec = RunSpec.load(case, f"case {number}")

@@ -1,4 +1,7 @@
-"""Granularity: cut parameters into flat buffers, in which gradients (or parameters) live: nothing is copied."""
+"""Buckets: groups of parameters that are sent as one unit, the flat buffers they lie in, and when they are ready.
+
+Gradients (or parameters) are views of the buffers, so nothing is copied before it is sent.
+"""
 
 from __future__ import annotations
 
@@ -13,91 +16,91 @@ from torch.nn import Module, Parameter
 from testbed.spec.mode import SyncMode
 
 
-def cut(parameters: Sequence[Parameter], mode: SyncMode) -> list[list[Parameter]]:
-    """Groups of parameters that travel together, last layer first: that is the order gradients appear in."""
+def trained(model: Module) -> list[Parameter]:
+    """The parameters that get gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def make_buckets(parameters: Sequence[Parameter], mode: SyncMode) -> list[list[Parameter]]:
+    """Parameters that are sent together, last layer first: backward makes gradients in that order."""
     ordered = list(reversed([p for p in parameters if p.requires_grad]))
     if mode.granularity == "flat":
         return [ordered] if ordered else []
     if mode.granularity == "param":
         return [[p] for p in ordered]
-    return _pack(ordered, mode.bucket or 0)
+    return _fill_buckets(ordered, mode.bucket or 0)
 
 
-def _pack(ordered: Iterable[Parameter], limit: int) -> list[list[Parameter]]:
-    """Fill buckets up to `limit` bytes; a parameter larger than that gets its own."""
+def _fill_buckets(ordered: Iterable[Parameter], limit_bytes: int) -> list[list[Parameter]]:
+    """Fill buckets up to the limit; a parameter larger than that gets its own."""
     buckets: list[list[Parameter]] = []
     room = 0
     for parameter in ordered:
         size = parameter.numel() * parameter.element_size()
         if not buckets or size > room:
             buckets.append([])
-            room = limit
+            room = limit_bytes
         buckets[-1].append(parameter)
         room -= size
     return buckets
 
 
-def flat_gradients(groups: list[list[Parameter]]) -> list[Tensor]:
-    """One zeroed buffer per group; each parameter's .grad becomes a view of it, so backward writes there.
+def flat_gradients(buckets: list[list[Parameter]]) -> list[Tensor]:
+    """One zeroed buffer per bucket; each parameter's .grad becomes a view of it, so backward writes there.
 
     A parameter that gets no gradient on a rank counts as zero in the mean.
     """
     buffers = []
-    for group in groups:
-        buffer = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype)
-        for parameter, view in zip(group, _views(buffer, group), strict=True):
+    for bucket in buckets:
+        buffer = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
+        for parameter, view in zip(bucket, _views(buffer, bucket), strict=True):
             parameter.grad = view
         buffers.append(buffer)
     return buffers
 
 
-def flat_parameters(groups: list[list[Parameter]]) -> list[Tensor]:
-    """One buffer per group that holds the parameters' values; each parameter becomes a view of it."""
+def flat_parameters(buckets: list[list[Parameter]]) -> list[Tensor]:
+    """One buffer per bucket that holds the parameters' values; each parameter becomes a view of it."""
     buffers = []
-    for group in groups:
-        buffer = torch.cat([p.detach().reshape(-1) for p in group])
-        for parameter, view in zip(group, _views(buffer, group), strict=True):
+    for bucket in buckets:
+        buffer = torch.cat([p.detach().reshape(-1) for p in bucket])
+        for parameter, view in zip(bucket, _views(buffer, bucket), strict=True):
             parameter.data = view
         buffers.append(buffer)
     return buffers
 
 
-def _views(buffer: Tensor, group: list[Parameter]) -> list[Tensor]:
-    pieces = buffer.split([p.numel() for p in group])
-    return [piece.view(p.shape) for piece, p in zip(pieces, group, strict=True)]
+def _views(buffer: Tensor, bucket: list[Parameter]) -> list[Tensor]:
+    slices = buffer.split([p.numel() for p in bucket])
+    return [each.view(p.shape) for each, p in zip(slices, bucket, strict=True)]
 
 
-def trained(model: Module) -> list[Parameter]:
-    """The parameters that get gradients."""
-    return [p for p in model.parameters() if p.requires_grad]
+def split(buffer: Tensor, count: int) -> list[Tensor]:
+    """Contiguous slices whose lengths differ by one element at most; some are empty when the buffer is small.
 
-
-def split(buffer: Tensor, parts: int) -> list[Tensor]:
-    """Contiguous parts whose sizes differ by one element at most; some are empty when the buffer is small."""
-    bounds = [len(buffer) * k // parts for k in range(parts + 1)]
+    Split by the number of ranks they are shards, and a shard split again gives segments.
+    """
+    bounds = [len(buffer) * k // count for k in range(count + 1)]
     return [buffer[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-# Readiness: which gradients backward has made, and so which buffers may leave.
-
-
 class Readiness:
-    """Counts gradients as backward makes them and launches groups in their order, the same on all ranks."""
+    """Counts gradients as backward makes them and launches buckets in their order, the same on all ranks."""
 
-    def __init__(self, groups: Sequence[Sequence[Parameter]], launch: Callable[[int], None]) -> None:
+    def __init__(self, buckets: Sequence[Sequence[Parameter]], launch: Callable[[int], None]) -> None:
         self.launch = launch
-        self.members = [{id(p) for p in group} for group in groups]
-        self.parameters = {id(p): p for group in groups for p in group}
+        self.members = [{id(p) for p in bucket} for bucket in buckets]
+        self.parameters = {id(p): p for bucket in buckets for p in bucket}
         self.paused = False
         self.start()
 
     def start(self) -> None:
-        """A step begins: nothing is ready."""
+        """Begin a step: no gradient is ready."""
         self.missing = [set(members) for members in self.members]
         self.next = 0
 
     def ready(self, parameter: Parameter) -> None:
-        """This gradient is complete, unless more passes of the same step will add to it."""
+        """Note that this gradient is complete; while paused it is not, because later passes add to it."""
         if self.paused:
             return
         for missing in self.missing[self.next :]:
@@ -106,12 +109,12 @@ class Readiness:
             self._launch_next()
 
     def absent(self) -> list[Parameter]:
-        """Those that backward has left out."""
+        """The parameters that backward has made no gradient for."""
         ids = {key for missing in self.missing[self.next :] for key in missing}
         return [self.parameters[key] for key in ids]
 
     def finish(self) -> None:
-        """Backward is over: a parameter that got no gradient counts as zero, so the rest can go."""
+        """Backward is over: launch the rest. A parameter without a gradient counts as zero."""
         while self.next < len(self.missing):
             self._launch_next()
 
@@ -121,6 +124,7 @@ class Readiness:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
+        """Inside, gradients are not complete yet."""
         self.paused = True
         try:
             yield

@@ -1,4 +1,9 @@
-"""Codecs whose payloads cannot be added up: each goes straight to whom it concerns (the rounds of `direct`)."""
+"""Codecs: how one flat buffer is averaged when something smaller travels in its place.
+
+A coder is a `Mean` for one buffer. Where payloads can be added up it wraps the algorithm's mean (Rounded, LowRank);
+where they cannot it replaces it, and payloads go straight to the ranks that need them, by the plan of `direct` (Int8,
+TopK). All ranks end with the same bits, because all ranks decode the same payloads.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +21,9 @@ from testbed.rank.sync.algorithms import Mean, exchange_shards, plan_for
 from testbed.rank.sync.buckets import split
 from testbed.spec.mode import SyncMode
 
-# Random numbers of a mode's own: the experiment's generators must not notice that a codec draws.
-
-
-def generator(*numbers: int) -> torch.Generator:
-    """A generator that depends on these numbers and on nothing else."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-
-
-# Codecs: how one flat buffer is averaged when something smaller travels in its place.
-#
-# A coder is a `Mean` for one buffer: it wraps the algorithm's (what travels can be added up on its way) or replaces it
-# (payloads go straight to the others), and knows how many bytes it makes of the buffer. What it keeps from one step to
-# the next are tensors in `state`. All ranks end with the same bits: what a rank decodes, all ranks decode.
+SCALE_BYTES = 4  # a float32 in front of an int8 payload
+STEPS = 127  # int8 on either side of zero
+SAMPLE_STRIDE = 61  # a prime, so that samples do not all come from the same column of a matrix
 
 
 class Coder(Protocol):
@@ -42,11 +36,11 @@ class Coder(Protocol):
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What a coder must know of its buffer before it sees it."""
+class BufferInfo:
+    """What a coder must know of its buffer before the first step."""
 
-    number: int  # of the buffer
-    shapes: list[torch.Size]  # of the tensors that lie in it, one after the other
+    number: int  # of the bucket
+    shapes: list[torch.Size]  # of the tensors in it, one after the other
     dtype: torch.dtype
     group: Group
     seed: int
@@ -56,12 +50,32 @@ class Parcel:
         return sum(shape.numel() for shape in self.shapes)
 
 
+def make_coder(mode: SyncMode, mean_: Mean, info: BufferInfo) -> Coder:
+    """The coder of a mode for one buffer."""
+    number, seed = mode.codec_number or 0, (info.seed, info.number)
+    makers: dict[str | None, Callable[[], Coder]] = {
+        None: lambda: Exact(mean_, info),
+        "fp16": lambda: Rounded(mean_, info, torch.float16),
+        "bf16": lambda: Rounded(mean_, info, torch.bfloat16),
+        "int8": lambda: Int8(info.length, info.group, seed),
+        "topk": lambda: TopK(info.length, info.dtype, info.group, number),
+        "powersgd": lambda: LowRank(mean_, info.shapes, info.dtype, int(number), seed),
+    }
+    return makers[mode.codec]()
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A random generator that depends on these numbers only; a codec must not draw from the experiment's generators."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+
+
 class Exact:
     """No codec: the buffer itself travels."""
 
-    def __init__(self, mean_: Mean, parcel: Parcel) -> None:
+    def __init__(self, mean_: Mean, info: BufferInfo) -> None:
         self.mean_ = mean_
-        self.size = parcel.length * parcel.dtype.itemsize
+        self.size = info.length * info.dtype.itemsize
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, buffer: Tensor, group: Group) -> None:
@@ -69,15 +83,15 @@ class Exact:
 
 
 class Rounded:
-    """Another type of float, by any algorithm.
+    """A shorter type of float, by any algorithm.
 
-    Divided by N first, so that a sum of N is no larger than the largest of them: fp16 ends at 65504. The algorithm's
-    own division makes it N times smaller again: what is below N^2 3e-8 is lost in fp16.
+    The buffer is divided by N first, so that a sum of N is no larger than the largest of them: fp16 ends at 65504. The
+    algorithm divides by N again, so in fp16 values below N^2 3e-8 are lost.
     """
 
-    def __init__(self, mean_: Mean, parcel: Parcel, dtype: torch.dtype) -> None:
+    def __init__(self, mean_: Mean, info: BufferInfo, dtype: torch.dtype) -> None:
         self.mean_ = mean_
-        self.wire = torch.empty(parcel.length, dtype=dtype)
+        self.wire = torch.empty(info.length, dtype=dtype)
         self.size = self.wire.nbytes
         self.state: dict[str, Tensor] = {}
 
@@ -87,39 +101,20 @@ class Rounded:
         buffer.copy_(self.wire).mul_(group.size)
 
 
-def make_coder(mode: SyncMode, mean_: Mean, parcel: Parcel) -> Coder:
-    """The coder of a mode for one buffer."""
-    number = mode.codec_number or 0
-    makers: dict[str | None, Callable[[], Coder]] = {
-        None: lambda: Exact(mean_, parcel),
-        "fp16": lambda: Rounded(mean_, parcel, torch.float16),
-        "bf16": lambda: Rounded(mean_, parcel, torch.bfloat16),
-        "int8": lambda: Int8(parcel.length, parcel.group, (parcel.seed, parcel.number)),
-        "topk": lambda: TopK(parcel.length, parcel.dtype, parcel.group, number),
-        "powersgd": lambda: LowRank(mean_, parcel.shapes, parcel.dtype, int(number), (parcel.seed, parcel.number)),
-    }
-    return makers[mode.codec]()
-
-
-SCALE_BYTES = 4  # a float32 in front of an int8 payload
-SAMPLED = 61  # a prime, so that it does not fall in step with rows
-STEPS = 127  # int8 on either side of zero
-
-
 class Int8:
-    """Every rank owns a shard: it gets it encoded from all, averages in full precision, encodes the mean, sends it.
+    """Every rank owns a shard: it receives it encoded from all, averages in full precision, encodes and sends the mean.
 
-    A shard's largest magnitude is step 127; what lies between two steps is rounded up with the probability of its
-    distance to the lower one, so that the error is zero on average. The draws depend on seed, buffer, rank and step
-    only, and touch no other generator.
+    A shard's largest magnitude becomes 127. A value between two integers is rounded up with a probability equal to its
+    distance from the lower one, so that the error is zero on average. The random numbers depend on seed, buffer, rank
+    and step only.
     """
 
     def __init__(self, length: int, group: Group, seed: tuple[int, ...]) -> None:
         self.seed = (*seed, group.rank)
-        self.rounds = plan_for("direct", group.rank, group.size)
-        lengths = [len(part) for part in split(torch.empty(length, device="meta"), group.size)]
+        self.plan = plan_for("direct", group.rank, group.size)
+        lengths = [len(shard) for shard in split(torch.empty(length, device="meta"), group.size)]
         self.payloads = [_empty_payload(n) for n in lengths]
-        self.landing = [_empty_payload(lengths[group.rank]) for _ in range(1, group.size)]
+        self.received = [_empty_payload(lengths[group.rank]) for _ in range(1, group.size)]
         self.draws = torch.empty(max(lengths))
         self.size = sum(payload.nbytes for payload in self.payloads)
         self.state = {"steps": torch.zeros((), dtype=torch.int64)}
@@ -131,12 +126,12 @@ class Int8:
         for number, (shard, payload) in enumerate(zip(shards, self.payloads, strict=True)):
             if number != mine:
                 self._encode(shard, payload, random)
-        exchange_shards(self.rounds.reduce[0], self.payloads, self.landing, group)
-        for payload in self.landing:
+        exchange_shards(self.plan.reduce[0], self.payloads, self.received, group)
+        for payload in self.received:
             shards[mine].add_(payload[SCALE_BYTES:], alpha=_scale(payload))
         shards[mine].div_(group.size)
         self._encode(shards[mine], self.payloads[mine], random)
-        gather = self.rounds.gather[0]
+        gather = self.plan.gather[0]
         exchange_shards(gather, self.payloads, [self.payloads[hop.shard] for hop in gather.receives], group)
         for shard, payload in zip(shards, self.payloads, strict=True):
             shard.copy_(payload[SCALE_BYTES:]).mul_(_scale(payload))
@@ -148,13 +143,13 @@ class Int8:
         payload[:SCALE_BYTES].view(torch.float32).copy_(torch.maximum(most, -least) / STEPS)
         scale = _scale(payload)
         draws = self.draws[: len(shard)].uniform_(generator=random)
-        # Where nothing is to be divided (all zero) or the scale says it all (inf, nan), the steps do not matter.
+        # If the scale is zero, inf or nan, the decoded shard is that whatever the integers are.
         draws.add_(shard, alpha=1 / scale if 1e-37 < scale < math.inf else 0.0)
         payload[SCALE_BYTES:].copy_(draws.floor_().clamp_(-STEPS, STEPS))
 
 
 def _empty_payload(length: int) -> Tensor:
-    """Room for a shard's steps and their scale; none for a shard without elements."""
+    """Memory for a shard's integers and their scale; none for a shard without elements."""
     return torch.empty(SCALE_BYTES + length if length else 0, dtype=torch.int8)
 
 
@@ -163,15 +158,15 @@ def _scale(payload: Tensor) -> float:
 
 
 class TopK:
-    """The largest k elements and their places go to everybody; the rest stays here and is added to the next gradient.
+    """The k largest elements and their indices go to all ranks; the rest is kept and added to the next gradient.
 
-    Every rank sends (N-1) payloads, so this pays where F N is small.
+    Every rank sends N-1 payloads, so this pays where F N is small.
     """
 
     def __init__(self, length: int, dtype: torch.dtype, group: Group, fraction: float) -> None:
-        self.rounds = plan_for("direct", group.rank, group.size)
+        self.plan = plan_for("direct", group.rank, group.size)
         self.count = math.ceil(fraction * length)
-        # Places (int32), then values (float32), in one message.
+        # Indices (int32), then values (float32), in one message.
         self.payloads = [torch.empty(2 * self.count, dtype=torch.int32) for _ in range(group.size)]
         self.size = self.payloads[0].nbytes
         self.state = {"residual": torch.zeros(length, dtype=dtype)}
@@ -179,36 +174,34 @@ class TopK:
     def __call__(self, buffer: Tensor, group: Group) -> None:
         residual = self.state["residual"].add_(buffer)
         chosen = largest(torch.abs(residual, out=buffer), self.count)
-        places, values = self._parts(group.rank)
-        places.copy_(chosen)
+        indices, values = self._open(group.rank)
+        indices.copy_(chosen)
         values.copy_(residual[chosen])
         residual.index_add_(0, chosen, values.to(residual.dtype), alpha=-1)
-        gather = self.rounds.gather[0]
+        gather = self.plan.gather[0]
         exchange_shards(gather, self.payloads, [self.payloads[hop.shard] for hop in gather.receives], group)
         buffer.zero_()
-        for rank in range(group.size):  # the same order everywhere
-            places, values = self._parts(rank)
-            buffer.index_add_(0, places, values.to(buffer.dtype))
+        for rank in range(group.size):  # the same order on all ranks
+            indices, values = self._open(rank)
+            buffer.index_add_(0, indices, values.to(buffer.dtype))
         buffer.div_(group.size)
 
-    def _parts(self, rank: int) -> tuple[Tensor, Tensor]:
+    def _open(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Indices and values in the payload of a rank."""
         payload = self.payloads[rank]
         return payload[: self.count], payload[self.count :].view(torch.float32)
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Places of the `count` largest. A look at every 61st leaves most of the others out first: four times as fast."""
-    sample = values[::SAMPLED]
-    some = count * 6 // 5 // SAMPLED  # a fifth more than the share of the sample, to be on the safe side
+    """Indices of the `count` largest. A sample excludes most of the others first, which is four times as fast."""
+    sample = values[::SAMPLE_STRIDE]
+    some = count * 6 // 5 // SAMPLE_STRIDE  # a fifth more than the sample's share, so that enough are left
     if some >= 100:
         floor = torch.topk(sample, some, sorted=False).values.min()
         near = (~(values < floor)).nonzero().squeeze(1)  # nan is not less: it must travel, too
         if len(near) >= count:
             return near[torch.topk(values[near], count, sorted=False).indices]
     return torch.topk(values, count, sorted=False).indices
-
-
-# PowerSGD (Vogels, Karimireddy, Jaggi 2019): each matrix travels as a product of two thin ones, P Q^T.
 
 
 @dataclass(frozen=True)
@@ -225,26 +218,27 @@ class Matrix:
 
 
 class LowRank:
-    """One step of the power method a step, from where the last one ended; both factors go through any algorithm.
+    """PowerSGD (Vogels, Karimireddy, Jaggi 2019): each matrix travels as a product of two thin ones, P Q^T.
 
-    What the product misses stays here and is added to the next gradient. Vectors, and matrices that would not get
-    smaller, travel whole beside the P's.
+    Each step makes one step of the power method, starting from the last one's Q; both factors go through any algorithm.
+    What the product misses is kept and added to the next gradient. Vectors, and matrices that would not get smaller,
+    travel uncompressed beside the P's.
     """
 
     def __init__(
         self, mean_: Mean, shapes: list[torch.Size], dtype: torch.dtype, rank: int, seed: tuple[int, ...]
     ) -> None:
         self.mean_ = mean_
-        self.matrices, self.whole = _sort(shapes, rank)
+        self.matrices, self.raw_ranges = _sort(shapes, rank)
         p_sizes = [m.rows * m.rank for m in self.matrices]
         q_sizes = [m.columns * m.rank for m in self.matrices]
-        whole_sizes = [end - begin for begin, end in self.whole]
-        self.first = torch.empty(sum(p_sizes) + sum(whole_sizes), dtype=dtype)  # all P's and what travels whole
+        raw_sizes = [end - begin for begin, end in self.raw_ranges]
+        self.first = torch.empty(sum(p_sizes) + sum(raw_sizes), dtype=dtype)  # all P's and what travels uncompressed
         self.second = torch.empty(sum(q_sizes), dtype=dtype).normal_(generator=generator(*seed))  # all Q's, same start
-        parts = list(self.first.split([*p_sizes, *whole_sizes]))
-        self.p = [part.view(m.rows, m.rank) for part, m in zip(parts, self.matrices, strict=False)]
-        self.q = [part.view(-1, m.rank) for part, m in zip(self.second.split(q_sizes), self.matrices, strict=True)]
-        self.raw = parts[len(p_sizes) :]
+        slices = list(self.first.split([*p_sizes, *raw_sizes]))
+        self.p = [each.view(m.rows, m.rank) for each, m in zip(slices, self.matrices, strict=False)]
+        self.q = [each.view(-1, m.rank) for each, m in zip(self.second.split(q_sizes), self.matrices, strict=True)]
+        self.raw = slices[len(p_sizes) :]
         self.size = self.first.nbytes + self.second.nbytes
         length = sum(shape.numel() for shape in shapes)
         self.state = {"residual": torch.zeros(length, dtype=dtype), "q": self.second}
@@ -255,7 +249,7 @@ class LowRank:
             gradient = m.of(buffer).add_(m.of(residual))
             m.of(residual).copy_(gradient)
             torch.mm(gradient, _orthogonal(q), out=p)
-        for raw, (begin, end) in zip(self.raw, self.whole, strict=True):
+        for raw, (begin, end) in zip(self.raw, self.raw_ranges, strict=True):
             raw.copy_(buffer[begin:end])
         self.mean_(self.first, group)
         for m, p, q in zip(self.matrices, self.p, self.q, strict=True):
@@ -264,20 +258,20 @@ class LowRank:
         for m, p, q in zip(self.matrices, self.p, self.q, strict=True):
             torch.mm(p, q.t(), out=m.of(buffer))
             m.of(residual).sub_(m.of(buffer))
-        for raw, (begin, end) in zip(self.raw, self.whole, strict=True):
+        for raw, (begin, end) in zip(self.raw, self.raw_ranges, strict=True):
             buffer[begin:end].copy_(raw)
 
 
 def _orthogonal(tall: Tensor) -> Tensor:
-    """An orthonormal basis of the columns; the same bits wherever the input has the same bits."""
+    """An orthonormal basis of the columns; the same bits where the input has the same bits."""
     basis: Tensor = torch.linalg.qr(tall).Q
     return basis
 
 
 def _sort(shapes: list[torch.Size], rank: int) -> tuple[list[Matrix], list[tuple[int, int]]]:
-    """Which tensors travel as products, and where those lie that travel whole."""
+    """The tensors that travel as products, and the ranges of those that travel uncompressed."""
     matrices: list[Matrix] = []
-    whole: list[tuple[int, int]] = []
+    raw_ranges: list[tuple[int, int]] = []
     begin = 0
     for shape in shapes:
         length = shape.numel()
@@ -286,6 +280,6 @@ def _sort(shapes: list[torch.Size], rank: int) -> tuple[list[Matrix], list[tuple
         if (rows + columns) * min(rank, rows, columns) < length:
             matrices.append(Matrix(begin, rows, columns, min(rank, rows, columns)))
         else:
-            whole.append((begin, begin + length))
+            raw_ranges.append((begin, begin + length))
         begin += length
-    return matrices, whole
+    return matrices, raw_ranges

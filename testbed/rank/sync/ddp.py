@@ -1,6 +1,6 @@
-"""The reference: torch's DistributedDataParallel, with a hook that times each bucket; its own codecs are hooks, too.
+"""DDP: torch's DistributedDataParallel, the reference, with a hook that times each bucket; its codecs are hooks too.
 
-DDP compares the hook's annotations with types, so here they must not be strings.
+DDP compares the hook's annotations with types, so this module must not import `annotations` from `__future__`.
 """
 
 from contextlib import AbstractContextManager
@@ -13,16 +13,16 @@ from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from testbed.rank.sync.synchronizer import NoSync, Update
+from testbed.rank.sync.synchronizer import BaseSynchronizer, Update
 from testbed.spec.errors import refuse
 from testbed.spec.mode import REFERENCE
 
-POWERSGD_FROM = 2  # steps that travel whole: torch wants one at least, and DDP packs its buckets anew after the first
-UNFINISHED = "finished reduction in the prior iteration"  # what DDP says in the step after a gradient that never came
+POWERSGD_FROM_STEP = 2  # torch needs one uncompressed step at least, and DDP rebuilds its buckets after the first
+UNFINISHED = "finished reduction in the prior iteration"  # in DDP's error, one step after a gradient was missing
 
 
 class Wrapped(DistributedDataParallel):
-    """The wrapped model; of what DDP refuses it says what can be done about it here."""
+    """The wrapped model; raises SpecError with a way out where DDP raises about parameters without a gradient."""
 
     mode = REFERENCE  # as the user spelled it
 
@@ -37,14 +37,14 @@ class Wrapped(DistributedDataParallel):
             raise refuse("mode", self.mode, rule, way_out) from None
 
 
-class DDP(NoSync):
-    """torch's own. BatchNorm buffers are left to the run's own setting, as in every mode.
+class DDP(BaseSynchronizer):
+    """torch's own schedule. BatchNorm buffers follow the run's own setting, as in every mode.
 
-    Backward ends when the last bucket has come back. DDP calls the hook for that bucket when the last gradient is
-    there, so from that call to the end of backward the loop computes nothing: it is blocked.
+    Backward ends when the last bucket is averaged. DDP calls the hook for that bucket when the last gradient is
+    complete, so from that call to the end of backward the loop computes nothing: it is blocked.
     """
 
-    needs_warmup_step = True  # the first backward decides how buckets are packed, and so in which order sums are made
+    needs_warmup_step = True  # the first backward decides which gradients share a bucket, and so the order of sums
 
     def attach(self, model: Module, update: Update) -> Module:
         super().attach(model, update)
@@ -67,52 +67,52 @@ class DDP(NoSync):
     def step(self) -> None:
         if self.last_call is not None:
             self.timeline.was_blocked(since=self.last_call)
-        super().step()
+        self.update_parameters()
 
     def _timed_all_reduce(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         """What DDP does without a hook, bit for bit: scale, then sum."""
         buffer = bucket.buffer().mul_(1.0 / self.group.size)
-        token = self._depart(bucket, buffer.nbytes)
+        token = self._begin_comm(bucket, buffer.nbytes)
 
-        def arrived(future: Future[list[Tensor]]) -> Tensor:
+        def finish(future: Future[list[Tensor]]) -> Tensor:
             self.timeline.end_comm(token)
             return future.value()[0]
 
-        reduced: Future[Tensor] = dist.all_reduce(buffer, async_op=True).get_future().then(arrived)
+        reduced: Future[Tensor] = dist.all_reduce(buffer, async_op=True).get_future().then(finish)
         return reduced
 
     def _timed_rounding(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         """torch's hooks for fp16 and bf16."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        token = self._depart(bucket, 2 * bucket.buffer().numel())
+        token = self._begin_comm(bucket, 2 * bucket.buffer().numel())
         hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
             self.mode.codec or ""
         ]
-        return hook(self.module.process_group, bucket).then(lambda future: self._arrive(token, future))
+        return hook(self.module.process_group, bucket).then(lambda future: self._end_comm(token, future))
 
     def _timed_power(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-        """torch's PowerSGD. Each bucket is waited for: it makes three collectives, one from the end of the other, and
-        on Gloo those of two buckets would mix, in another order on each rank.
+        """torch's PowerSGD. Each bucket is waited for: it makes three collectives, one after the other, and on Gloo
+        those of two buckets would mix, in another order on each rank.
         """
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-        before, whole = self.power.total_numel_after_compression, self.power.iter < POWERSGD_FROM
+        before, uncompressed = self.power.total_numel_after_compression, self.power.iter < POWERSGD_FROM_STEP
         self.last_call = self.timeline.clock()
         future = powerSGD_hook(self.power, bucket)
         buffer, numbers = bucket.buffer(), self.power.total_numel_after_compression - before
-        token = self._depart(bucket, buffer.element_size() * (buffer.numel() if whole else numbers))
-        arrived = future.then(lambda done: self._arrive(token, done))
+        token = self._begin_comm(bucket, buffer.element_size() * (buffer.numel() if uncompressed else numbers))
+        finished = future.then(lambda done: self._end_comm(token, done))
         with self.timeline.blocked():
-            arrived.wait()
-        return arrived
+            finished.wait()
+        return finished
 
-    def _depart(self, bucket: dist.GradBucket, size: int) -> int:
+    def _begin_comm(self, bucket: dist.GradBucket, size: int) -> int:
         self.group.count(2 * (self.group.size - 1) * size // self.group.size)
         self.last_call = self.timeline.clock()
         return self.timeline.begin_comm(f"bucket {bucket.index()}", size)
 
-    def _arrive(self, token: int, future: Future[Tensor]) -> Tensor:
+    def _end_comm(self, token: int, future: Future[Tensor]) -> Tensor:
         self.timeline.end_comm(token)
         return future.value()
 
@@ -125,7 +125,6 @@ class DDP(NoSync):
         return {"iter": torch.tensor(self.power.iter), **named}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The other way, after `attach`."""
         if self.mode.codec != "powersgd":
             return
         self.power.iter = int(state["iter"])
@@ -139,4 +138,4 @@ class DDP(NoSync):
 def _power_state(rank: int) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_FROM)
+    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_FROM_STEP)

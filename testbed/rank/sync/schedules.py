@@ -1,4 +1,12 @@
-"""The shapes a mode can have; algorithm and granularity fill them in. `build` picks the shape."""
+"""Schedules: when the buckets of a mode are averaged. `build` makes the synchronizer of a mode.
+
+    GradientMean    after backward, before the update
+    Overlap         during backward, each bucket as soon as its gradients are complete
+    ParameterMean   every:K, parameters instead of gradients
+    AfterStep       after the update: a mistake that one course report made, kept as `placement = "after-step"`
+    Server          gradients up to rank 0, parameters down
+Pipeline (pipeline.py) and DDP (ddp.py) have modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +16,21 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from testbed.rank.group import Group
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import Mean, broadcast_, collect_, find_mean
-from testbed.rank.sync.buckets import Readiness, cut, flat_gradients, flat_parameters
-from testbed.rank.sync.codecs import Parcel, make_coder
+from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets
+from testbed.rank.sync.codecs import BufferInfo, make_coder
 from testbed.rank.sync.ddp import DDP
 from testbed.rank.sync.pipeline import Pipeline
-from testbed.rank.sync.synchronizer import NoSync, Synchronizer, Update
+from testbed.rank.sync.synchronizer import BaseSynchronizer, NoSync, Synchronizer, Update
 from testbed.spec.mode import SyncMode
 
-# After backward: the schedule of the textbook, and what others build on.
 
-
-class GradientMean(NoSync):
-    """Average the gradients, buffer by buffer, after backward; then step."""
+class Averager(BaseSynchronizer):
+    """Gradients lie in one flat buffer per bucket, and each bucket has its coder. Subclasses say when they average."""
 
     keeps_gradients = True
 
@@ -34,50 +40,60 @@ class GradientMean(NoSync):
         self.seed = seed
 
     def attach(self, model: Module, update: Update) -> Module:
-        groups = cut(list(model.parameters()), self.mode)
-        self.gradients = flat_gradients(groups)
-        parcels = [
-            Parcel(number, [p.shape for p in group], group[0].dtype, self.group, self.seed)
-            for number, group in enumerate(groups)
+        self.buckets: list[list[Parameter]] = make_buckets(list(model.parameters()), self.mode)
+        self.gradients = flat_gradients(self.buckets)
+        infos = [
+            BufferInfo(number, [p.shape for p in bucket], bucket[0].dtype, self.group, self.seed)
+            for number, bucket in enumerate(self.buckets)
         ]
-        self.coders = [make_coder(self.mode, self.mean_, parcel) for parcel in parcels]
+        self.coders = [make_coder(self.mode, self.mean_, info) for info in infos]
         return super().attach(model, update)
 
     def average(self, buffers: Iterable[Tensor]) -> None:
+        """Replace these buffers, one per bucket, by their means over all ranks."""
         with self.timeline.blocked():
             for number, (buffer, coder) in enumerate(zip(buffers, self.coders, strict=True)):
                 with self.timeline.comm(f"bucket {number}", coder.size):
                     coder(buffer, self.group)
-
-    def step(self) -> None:
-        self.average(self.gradients)
-        super().step()
 
     def state(self) -> dict[str, Tensor]:
         """What the coders keep from one step to the next."""
         return {f"{number}.{name}": kept for number, c in enumerate(self.coders) for name, kept in c.state.items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The other way, after `attach`."""
-        for name, kept in self.state().items():
-            kept.copy_(state[name])
+        for number, coder in enumerate(self.coders):
+            for name, kept in coder.state.items():
+                kept.copy_(state[f"{number}.{name}"])
 
 
-# Overlap: each buffer is averaged as soon as backward has filled it, while backward goes on.
+class GradientMean(Averager):
+    """Average the gradients, bucket by bucket, after backward; then update."""
+
+    def step(self) -> None:
+        self.average(self.gradients)
+        self.update_parameters()
 
 
-class Overlap(GradientMean):
-    """One thread averages the buffers, in their order, while backward fills the next ones."""
+class AfterStep(Averager):
+    """The local update comes first, so the averaged gradients are never used and replicas drift apart."""
+
+    def step(self) -> None:
+        self.update_parameters()
+        self.average(self.gradients)
+
+
+class Overlap(Averager):
+    """One thread averages the buckets, in their order, while backward fills the next ones."""
 
     def attach(self, model: Module, update: Update) -> Module:
-        groups = cut(list(model.parameters()), self.mode)
-        self.readiness = Readiness(groups, self._launch)
-        for group in groups:
-            for parameter in group:
+        module = super().attach(model, update)
+        self.readiness = Readiness(self.buckets, self._launch)
+        for bucket in self.buckets:
+            for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(self.readiness.ready)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="overlap")
         self.works: list[Future[None]] = []
-        return super().attach(model, update)
+        return module
 
     def zero(self) -> None:
         super().zero()
@@ -85,6 +101,17 @@ class Overlap(GradientMean):
 
     def accumulating(self) -> AbstractContextManager[object]:
         return self.readiness.pause()
+
+    def step(self) -> None:
+        self.readiness.finish()
+        with self.timeline.blocked():
+            for work in self.works:
+                work.result()
+        self.works.clear()
+        self.update_parameters()
+
+    def close(self) -> None:
+        self.worker.shutdown()
 
     def _launch(self, number: int) -> None:
         token = self.timeline.begin_comm(f"bucket {number}", self.coders[number].size)
@@ -94,44 +121,25 @@ class Overlap(GradientMean):
         self.coders[number](self.gradients[number], self.group)
         self.timeline.end_comm(token)
 
-    def step(self) -> None:
-        self.readiness.finish()
-        with self.timeline.blocked():
-            for work in self.works:
-                work.result()
-        self.works.clear()
-        NoSync.step(self)
 
-    def close(self) -> None:
-        self.worker.shutdown()
-
-
-class AfterStep(GradientMean):
-    """R3's mistake: the local step comes first, so the averaged gradients are never used and replicas drift apart."""
-
-    def step(self) -> None:
-        NoSync.step(self)
-        self.average(self.gradients)
-
-
-class ParameterMean(GradientMean):
-    """`every:K@M`: up to step M average gradients, from then on step locally and average parameters every K steps."""
+class ParameterMean(Averager):
+    """`every:K@M`: up to step M average gradients, from then on update locally and average parameters every K steps."""
 
     def attach(self, model: Module, update: Update) -> Module:
-        self.parameters = flat_parameters(cut(list(model.parameters()), self.mode))
-        self.done = 0
-        self.drifted = False
+        self.parameters = flat_parameters(make_buckets(list(model.parameters()), self.mode))
+        self.done = 0  # steps
+        self.drifted = False  # True if replicas differ
         return super().attach(model, update)
 
     def step(self) -> None:
         local = self.done >= self.mode.every_from
         if not local:
             self.average(self.gradients)
-        NoSync.step(self)
+        self.update_parameters()
         self.done += 1
         self.drifted = local
         if local and (self.done - self.mode.every_from) % self.mode.every == 0:
-            self.close()
+            self._average_parameters()
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {"done": torch.tensor(self.done), "drifted": torch.tensor(self.drifted)}
@@ -141,21 +149,24 @@ class ParameterMean(GradientMean):
         self.done, self.drifted = int(state["done"]), bool(state["drifted"])
 
     def close(self) -> None:
+        self._average_parameters()
+
+    def _average_parameters(self) -> None:
         if self.drifted:
             with self.group.carrying("parameters"):
                 self.average(self.parameters)
             self.drifted = False
 
 
-class Server(NoSync):
-    """Parameter server: gradients go up to rank 0, which alone steps; parameters come down."""
+class Server(BaseSynchronizer):
+    """Parameter server: gradients go up to rank 0, which alone updates; parameters come down."""
 
     keeps_gradients = True
 
     def attach(self, model: Module, update: Update) -> Module:
-        groups = cut(list(model.parameters()), self.mode)
-        self.parameters = flat_parameters(groups)
-        self.gradients = flat_gradients(groups)
+        buckets = make_buckets(list(model.parameters()), self.mode)
+        self.parameters = flat_parameters(buckets)
+        self.gradients = flat_gradients(buckets)
         return super().attach(model, update)
 
     def step(self) -> None:
@@ -165,7 +176,7 @@ class Server(NoSync):
                     collect_(buffer, self.group)
                 buffer.div_(self.group.size)
         if self.group.rank == 0:
-            super().step()
+            self.update_parameters()
         with self.timeline.blocked(), self.group.carrying("parameters"):
             for number, buffer in enumerate(self.parameters):
                 with self.timeline.comm(f"bucket {number} down", buffer.nbytes):
@@ -173,12 +184,20 @@ class Server(NoSync):
 
 
 def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline, seed: int = 0) -> Synchronizer:
-    """The synchronizer of a mode; `seed` is for codecs that draw."""
-    shapes: dict[str, type[NoSync]] = {"single": NoSync, "none": NoSync, "server": Server, "ddp": DDP}
-    if mode.algorithm in shapes:
-        return shapes[mode.algorithm](mode, group, timeline)
+    """The synchronizer of a mode; `seed` is for codecs that draw random numbers."""
+    if mode.silent:
+        return NoSync(mode, group, timeline)
+    if mode.is_reference:
+        return DDP(mode, group, timeline)
+    if mode.algorithm == "server":
+        return Server(mode, group, timeline)
     if mode.schedule == "pipeline":
         return Pipeline(mode, group, timeline)
-    after = AfterStep if placement == "after-step" else ParameterMean if mode.every > 1 else GradientMean
-    shape = Overlap if mode.schedule == "overlap" else after
+    shape: type[GradientMean | Overlap | ParameterMean | AfterStep] = GradientMean
+    if mode.schedule == "overlap":
+        shape = Overlap
+    elif placement == "after-step":
+        shape = AfterStep
+    elif mode.every > 1:
+        shape = ParameterMean
     return shape(mode, group, timeline, find_mean(mode.algorithm), seed)

@@ -1,4 +1,4 @@
-"""Synchronizer: the seam between the loop, which names no mode, and the modes, which know no loop."""
+"""Synchronizer: the interface between the training loop, which names no mode, and the modes, which know no loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from testbed.spec.mode import SyncMode
 
 
 class Update(Protocol):
-    """The optimizer as a mode sees it: clear gradients, or clip, step and move the learning rate on."""
+    """The optimizer as a mode sees it."""
 
-    def zero(self, keep: bool) -> None: ...
-    def step(self) -> None: ...
+    def zero(self, keep: bool) -> None:
+        """Clear gradients; `keep` zeroes them in place."""
+        ...
 
-    # For a mode in which each rank updates only its own parts of the parameters.
+    def step(self) -> None:
+        """Clip, update all parameters, and advance the learning rate."""
+        ...
+
+    # For a mode in which each rank updates only its own shards of the parameters.
     @property
     def clips(self) -> bool: ...
     def own_shards(self, shards: list[Tensor]) -> None: ...
@@ -29,6 +34,8 @@ class Update(Protocol):
 
 class Synchronizer(Protocol):
     """One mode. Built once; `attach` before the first step, `close` after the last."""
+
+    needs_warmup_step: bool  # True if the first step differs from all others: a resumed run must make one first
 
     def attach(self, model: Module, update: Update) -> Module:
         """Return what the loop calls: DDP wraps the model, others return it."""
@@ -43,32 +50,30 @@ class Synchronizer(Protocol):
         ...
 
     def step(self) -> None:
-        """Finish synchronising, then step. What it cost is in the timeline."""
+        """Finish synchronising, then update. The times are in the timeline."""
         ...
 
     def flush(self) -> None:
-        """Somebody is about to look at the parameters: finish what is on its way."""
+        """Finish all communication, so that the parameters can be read."""
         ...
 
-    needs_warmup_step: bool  # True if the first step differs from all others: a resumed run must make one first
-
     def state(self) -> dict[str, Tensor]:
-        """What the mode itself holds between two steps, once settled, for a checkpoint."""
+        """What the mode itself holds between two steps, after `flush`, for a checkpoint."""
         ...
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The other way, after `attach`."""
+        """Take over what `state` returned; after `attach`."""
         ...
 
     def close(self) -> None:
-        """Bring replicas together where the mode let them drift."""
+        """Finish all communication; average the parameters if the mode let replicas drift."""
         ...
 
 
-class NoSync:
-    """Every rank steps on its own gradients. Also what the other shapes share."""
+class BaseSynchronizer:
+    """What all modes have in common; a mode adds `step`."""
 
-    keeps_gradients = False  # True where .grad are views of our buffers
+    keeps_gradients = False  # True if .grad are views of the mode's buffers
     needs_warmup_step = False
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
@@ -86,12 +91,13 @@ class NoSync:
     def accumulating(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def step(self) -> None:
+    def update_parameters(self) -> None:
+        """The optimizer's step on this rank's gradients."""
         with self.timeline.phase("update"):
             self.update.step()
 
     def flush(self) -> None:
-        """Nothing is on its way between steps."""
+        """Nothing is on the wire between steps."""
 
     def state(self) -> dict[str, Tensor]:
         """Nothing beyond what model and optimizer hold."""
@@ -101,4 +107,11 @@ class NoSync:
         """Nothing to take over."""
 
     def close(self) -> None:
-        """Nothing drifted that should not have."""
+        """Nothing to finish."""
+
+
+class NoSync(BaseSynchronizer):
+    """Every rank updates with its own gradients."""
+
+    def step(self) -> None:
+        self.update_parameters()

@@ -1,4 +1,4 @@
-"""Granularity: every parameter travels exactly once, and gradients live in the buffers that travel."""
+"""Buckets: every parameter is in exactly one, gradients are views of the buffers, and buckets launch in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from testbed.rank.models import lenet5
-from testbed.rank.sync.buckets import cut, flat_gradients, flat_parameters
+from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets, split
 from testbed.spec.mode import SyncMode
 
 MODES = ["ring/param", "ring/flat", "ring/bucket:1B", "ring/bucket:4KiB", "ring/bucket:100KiB", "ring/bucket:1GiB"]
@@ -29,30 +29,30 @@ def bytes_of(group: list[nn.Parameter]) -> int:
     return sum(p.numel() * p.element_size() for p in group)
 
 
-# --- cutting -----------------------------------------------------------------------------------------------------
+# --- making buckets ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_parameter_travels_exactly_once_last_layer_first(mode: str) -> None:
+def test_every_parameter_is_in_one_bucket_last_layer_first(mode: str) -> None:
     model = lenet5(10, 1)
-    travelled = [p for group in cut(list(model.parameters()), SyncMode.parse(mode)) for p in group]
-    assert [id(p) for p in travelled] == [id(p) for p in reversed(list(model.parameters()))]
+    ordered = [p for group in make_buckets(list(model.parameters()), SyncMode.parse(mode)) for p in group]
+    assert [id(p) for p in ordered] == [id(p) for p in reversed(list(model.parameters()))]
 
 
 def test_param_is_one_buffer_each_and_flat_is_one_for_all() -> None:
     some = parameters(3, 1, 2)
-    assert shapes_of(cut(some, SyncMode.parse("ring/param"))) == [[2], [1], [3]]
-    assert shapes_of(cut(some, SyncMode.parse("ring/flat"))) == [[2, 1, 3]]
+    assert shapes_of(make_buckets(some, SyncMode.parse("ring/param"))) == [[2], [1], [3]]
+    assert shapes_of(make_buckets(some, SyncMode.parse("ring/flat"))) == [[2, 1, 3]]
 
 
 def test_a_bucket_is_filled_to_its_limit_and_a_larger_tensor_gets_its_own() -> None:
     some = parameters(5, 100, 3, 2, 4, 1)  # float32: the limit of 24 bytes is six elements
-    assert shapes_of(cut(some, SyncMode.parse("ring/bucket:24B"))) == [[1, 4], [2, 3], [100], [5]]
+    assert shapes_of(make_buckets(some, SyncMode.parse("ring/bucket:24B"))) == [[1, 4], [2, 3], [100], [5]]
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 400))
 def test_no_bucket_exceeds_its_limit_unless_it_holds_one_tensor(sizes: list[int], limit: int) -> None:
-    groups = cut(parameters(*sizes), SyncMode.parse(f"ring/bucket:{limit}B"))
+    groups = make_buckets(parameters(*sizes), SyncMode.parse(f"ring/bucket:{limit}B"))
     assert [size for group in shapes_of(groups) for size in group] == sizes[::-1]
     assert all(groups)
     assert all(bytes_of(group) <= limit or sum(p.numel() > 0 for p in group) == 1 for group in groups)
@@ -61,11 +61,11 @@ def test_no_bucket_exceeds_its_limit_unless_it_holds_one_tensor(sizes: list[int]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_frozen_parameters_stay_at_home(mode: str) -> None:
+def test_frozen_parameters_are_in_no_bucket(mode: str) -> None:
     frozen, moving = parameters(4, 6)
     frozen.requires_grad_(False)
-    assert [[id(p) for p in group] for group in cut([frozen, moving], SyncMode.parse(mode))] == [[id(moving)]]
-    assert cut([frozen], SyncMode.parse(mode)) == []
+    assert [[id(p) for p in group] for group in make_buckets([frozen, moving], SyncMode.parse(mode))] == [[id(moving)]]
+    assert make_buckets([frozen], SyncMode.parse(mode)) == []
 
 
 # --- gradients in buffers ----------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_backward_writes_into_the_buffers(mode: str) -> None:
     torch.manual_seed(0)
     model, twin = lenet5(10, 1), lenet5(10, 1)
     twin.load_state_dict(model.state_dict())
-    groups = cut(list(model.parameters()), SyncMode.parse(mode))
+    groups = make_buckets(list(model.parameters()), SyncMode.parse(mode))
     buffers = flat_gradients(groups)
     images = torch.randn(2, 1, 32, 32)
     for net in (model, twin):
@@ -142,3 +142,35 @@ def test_an_optimizer_made_before_still_moves_the_buffer() -> None:
     flat_gradients([[value]])[0].fill_(3.0)
     optimizer.step()
     assert buffer.tolist() == [-3.0, -3.0]
+
+
+# --- shards and segments -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_a_split_covers_the_buffer_in_slices_of_almost_one_length(length: int, count: int) -> None:
+    buffer = torch.arange(length)
+    slices = split(buffer, count)
+    assert len(slices) == count and torch.equal(torch.cat(slices), buffer)
+    assert max(map(len, slices)) - min(map(len, slices)) <= 1
+
+
+# --- readiness ---------------------------------------------------------------------------------------------------
+
+
+def test_buckets_launch_in_their_order_in_whatever_order_gradients_come() -> None:
+    a, b, c, unused = (nn.Parameter(torch.zeros(1)) for _ in range(4))
+    launched: list[int] = []
+    readiness = Readiness([[a], [b, c], [c], [unused]], launched.append)
+    readiness.ready(c)
+    readiness.ready(b)
+    assert launched == []
+    readiness.ready(a)
+    assert launched == [0, 1, 2]
+    assert readiness.absent() == [unused]
+    readiness.finish()
+    assert launched == [0, 1, 2, 3]
+    readiness.start()
+    with readiness.pause():
+        readiness.ready(a)
+    assert launched == [0, 1, 2, 3]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from testbed.rank.group import Group, alone
-from testbed.rank.sync.codecs import Coder, Parcel, largest, make_coder
+from testbed.rank.sync.codecs import BufferInfo, Coder, largest, make_coder
 from testbed.spec.mode import SyncMode
 
 SHAPES = [torch.Size(shape) for shape in ([30, 4, 5], [30], [8, 8], [2, 3], [], [0])]
@@ -18,7 +18,7 @@ LENGTH = sum(shape.numel() for shape in SHAPES)
 
 def coder(word: str, seed: int = 0, shapes: list[torch.Size] | None = None) -> Coder:
     mode = SyncMode.parse(f"direct/{word}")
-    return make_coder(mode, divided, Parcel(0, shapes or SHAPES, torch.float32, alone(), seed))
+    return make_coder(mode, divided, BufferInfo(0, shapes or SHAPES, torch.float32, alone(), seed))
 
 
 def divided(buffer: Tensor, group: Group) -> None:
