@@ -24,21 +24,30 @@ PLACES = {
         "testbed.control.substrates.hosts_ssh:command_line",
     ],
     "Container": [
+        "testbed.control.substrates.docker_cli:Container",
         "testbed.control.substrates.hosts.node:Container",
         "testbed.control.substrates.hosts_remote:Container",
     ],
-    "mount": ["testbed.control.substrates.hosts.node:mount", "testbed.control.substrates.hosts_remote:mount"],
-    "docker_run": ["testbed.control.substrates.hosts.node:once", "testbed.control.substrates.hosts_remote:once"],
-    "docker_ps": ["testbed.control.substrates.hosts.node:listing", "testbed.control.substrates.hosts_remote:listing"],
+    "mount": [
+        "testbed.control.substrates.docker_cli:mount_option",
+        "testbed.control.substrates.hosts.node:mount",
+        "testbed.control.substrates.hosts_remote:mount",
+    ],
+    "docker_run": [
+        "testbed.control.substrates.docker_cli:docker_run_argv",
+        "testbed.control.substrates.hosts.node:once",
+        "testbed.control.substrates.hosts_remote:once",
+    ],
     "image_content": [
+        "testbed.control.substrates.docker_cli:image_content_argv",
         "testbed.control.substrates.hosts.node:content",
         "testbed.control.substrates.hosts_remote:content",
     ],
-    "account_command": [
-        "testbed.control.substrates.hosts.node:ACCOUNT",
-        "testbed.control.substrates.hosts_remote:ACCOUNT",
+    "remote_user": [
+        "testbed.control.substrates.docker_cli:local_user",
+        "testbed.control.substrates.hosts.node:user",
+        "testbed.control.substrates.hosts_remote:user",
     ],
-    "remote_user": ["testbed.control.substrates.hosts.node:user", "testbed.control.substrates.hosts_remote:user"],
 }
 RANK_MODULE = "testbed.rank"  # `python -m testbed.rank --folder RUN`, with torchrun's variables
 
