@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A base image where no image registry answers: Debian by debootstrap, imported as testbed-base:bookworm.
+# A base image without an image registry: Debian by debootstrap, imported as testbed-base:bookworm.
 #
-#   docker/base.sh [-y]      make it, unless it is there; print its name
+#   docker/base.sh [-y]      make the image, unless it exists; print its name
 #
-# Takes about a minute, once. Needs root, for debootstrap; asks before it installs that, unless -y or CI=true.
+# Takes about a minute, once. debootstrap needs root. Asks before it installs debootstrap, unless -y or CI=true.
 set -euo pipefail
 
 release=bookworm
@@ -12,14 +12,14 @@ image=testbed-base:$release
 say() { echo "base: $*" >&2; }
 fail() { say "$*"; exit 2; }
 
-mirror() { # the machine's own, so that no host name stands here
+mirror() { # the machine's own apt source, so that no host name is written here
   apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | awk -v r="$release" '$2 == r { print $1; exit }'
 }
 
 install_debootstrap() {
   command -v debootstrap >/dev/null && return
   if [[ ${CI:-} != true && ${yes:-} != 1 ]]; then
-    [[ -t 0 ]] || fail "would install debootstrap by apt. Say yes with -y."
+    [[ -t 0 ]] || fail "debootstrap must be installed by apt. Agree with -y."
     read -rp "Install debootstrap by apt? [y/N] " reply
     [[ $reply == [yY]* ]] || fail "nothing was installed."
   fi
@@ -27,7 +27,7 @@ install_debootstrap() {
   DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 install -y --no-install-recommends debootstrap >/dev/null
 }
 
-slim() { # what the public slim image leaves out too
+slim() { # remove what the public slim image leaves out, too
   rm -rf "$1"/var/cache/apt/* "$1"/var/lib/apt/lists/* "$1"/var/log/* "$1"/usr/share/{doc,man,info,locale,lintian}/*
   printf 'path-exclude /usr/share/%s/*\n' doc man info locale lintian >"$1/etc/dpkg/dpkg.cfg.d/slim"
 }
@@ -40,13 +40,13 @@ esac
 docker info >/dev/null 2>&1 || fail "no engine answers. Start one with make engine."
 if ! docker image inspect "$image" >/dev/null 2>&1; then
   ((EUID == 0)) || fail "debootstrap needs root. Run it with sudo, once."
-  command -v apt-get >/dev/null || fail "this is no Debian: bring a Debian image and build with --build-arg BASE=IMAGE."
+  command -v apt-get >/dev/null || fail "this is not Debian. Pull a Debian image and build with BASE=IMAGE."
   source=$(mirror)
   [[ $source ]] || fail "no apt source for $release was found."
   install_debootstrap
   root=$(mktemp -d)
   trap 'rm -rf "$root"' EXIT
-  say "making $image by debootstrap, about a minute"
+  say "making $image by debootstrap (about a minute)"
   debootstrap --variant=minbase "$release" "$root" "$source" >"$root.log" 2>&1 || { tail -n 5 "$root.log" >&2; fail "debootstrap failed; its log is $root.log."; }
   rm -f "$root.log"
   slim "$root"

@@ -2,21 +2,21 @@
 # A Docker engine with Compose v2 and buildx on a Debian machine that has none.
 #
 #   docker/engine.sh [-y]    install what is missing, start an engine, wait until it answers
-#   docker/engine.sh stop    end the engine that this script started
+#   docker/engine.sh stop    stop the engine that this script started
 #
 # Asks before it installs anything, unless -y is given or CI=true.
 set -euo pipefail
 
-ours=/run/testbed-engine.pid       # the engine that this script started
+pid_file=/run/testbed-engine.pid   # of the engine that this script started
 log=/var/log/testbed-engine.log
-patience=60                        # seconds until the engine must answer
+timeout_s=60                       # for the engine to answer or to end
 apt=(apt-get -qq -o DPkg::Lock::Timeout=120)
 export DEBIAN_FRONTEND=noninteractive
 
 say() { echo "engine: $*" >&2; }
 fail() { say "$*"; exit 2; }
 answers() { docker info >/dev/null 2>&1; }
-# alive FILE NAME: FILE holds the pid of a running NAME; a zombie that nobody has reaped yet does not count.
+# alive FILE NAME: succeed if FILE holds the pid of a running program NAME; a zombie does not count.
 alive() { [[ -r $1 ]] && [[ $(awk '{ print $2, $3 }' "/proc/$(<"$1")/stat" 2>/dev/null) == "($2) "[^Z] ]]; }
 
 missing() {
@@ -26,16 +26,16 @@ missing() {
 
 agree() {
   [[ ${CI:-} == true || ${yes:-} == 1 ]] && return
-  [[ -t 0 ]] || fail "would install $* by apt. Say yes with -y."
+  [[ -t 0 ]] || fail "$* must be installed by apt. Agree with -y."
   read -rp "Install $* by apt? [y/N] " reply
   [[ $reply == [yY]* ]] || fail "nothing was installed."
 }
 
-# Debian 12 has Compose v1 only. Its own mirror has the next release too: pinned at 100, so nothing else comes from it.
+# Debian 12 has Compose v1 only. The same mirror has the next release; pinned at 100, nothing else is taken from it.
 add_next_release() {
   local uri
   uri=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | awk '$2 == "bookworm" { print $1; exit }')
-  [[ $uri ]] || fail "no apt source for bookworm was found, so there is nowhere to take Compose v2 from."
+  [[ $uri ]] || fail "no apt source for bookworm was found, and Compose v2 comes from the same mirror. Add one, or install Compose v2."
   echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $uri trixie main" \
     >/etc/apt/sources.list.d/testbed-trixie.list
   printf 'Package: *\nPin: release n=trixie\nPin-Priority: 100\n' >/etc/apt/preferences.d/testbed-trixie
@@ -44,45 +44,45 @@ add_next_release() {
 install() {
   local codename from=""
   codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-unknown}")
-  command -v apt-get >/dev/null || fail "this is no Debian: install Docker with Compose v2 as docker.com says."
+  command -v apt-get >/dev/null || fail "this is not Debian. Install Docker with Compose v2 as docker.com says."
   [[ $codename != bookworm ]] || { add_next_release; from=/trixie; }
   "${apt[@]}" update
   [[ $* != *engine* ]] || "${apt[@]}" install -y --no-install-recommends docker.io iptables >/dev/null
   [[ $* != *plugins* ]] || "${apt[@]}" install -y --no-install-recommends "docker-compose$from" "docker-buildx$from" >/dev/null
 }
 
-# An engine that was killed leaves files that stop the next one.
+# An engine that was killed leaves pid and socket files, which keep the next one from starting.
 remove_stale() {
-  alive /run/docker.pid dockerd && fail "an engine runs (pid $(</run/docker.pid)) but does not answer."
+  alive /run/docker.pid dockerd && fail "an engine runs (pid $(</run/docker.pid)) but does not answer. Stop it, then try again."
   rm -f /run/docker.pid /run/docker.sock
   alive /run/docker/containerd/containerd.pid containerd || rm -rf /run/docker/containerd
 }
 
 start() {
   remove_stale
-  # With a session of its own it outlives this shell and does not get its Ctrl-C.
+  # In a session of its own it survives this shell and does not get its Ctrl-C.
   setsid dockerd >"$log" 2>&1 </dev/null &
   local pid=$!
-  for ((i = 0; i < patience * 5; i++)); do
-    answers && { echo "$pid" >"$ours"; say "started, pid $pid, log in $log."; return; }
+  for ((i = 0; i < timeout_s * 5; i++)); do
+    answers && { echo "$pid" >"$pid_file"; say "started, pid $pid, log in $log."; return; }
     kill -0 "$pid" 2>/dev/null || break
     sleep 0.2
   done
   tail -n 5 "$log" >&2
   kill "$pid" 2>/dev/null || true
-  fail "dockerd did not answer within $patience s; the end of $log is above."
+  fail "dockerd did not answer within $timeout_s s; the end of $log is above."
 }
 
 stop() {
-  alive "$ours" dockerd || { rm -f "$ours"; say "none that this script started is running."; return; }
+  alive "$pid_file" dockerd || { rm -f "$pid_file"; say "no engine that this script started is running."; return; }
   local pid
-  pid=$(<"$ours")
+  pid=$(<"$pid_file")
   kill "$pid"
-  for ((i = 0; i < patience * 5; i++)); do
-    alive "$ours" dockerd || { rm -f "$ours"; say "stopped."; return; }
+  for ((i = 0; i < timeout_s * 5; i++)); do
+    alive "$pid_file" dockerd || { rm -f "$pid_file"; say "stopped."; return; }
     sleep 0.2
   done
-  fail "pid $pid did not end within $patience s."
+  fail "pid $pid did not end within $timeout_s s. See $log."
 }
 
 case ${1:-} in
@@ -93,13 +93,13 @@ case ${1:-} in
 esac
 needs=$(missing | xargs)
 if [[ $needs ]]; then
-  ((EUID == 0)) || fail "$needs missing, and only root can install. Run it with sudo."
+  ((EUID == 0)) || fail "missing: $needs. Only root can install it: run this with sudo."
   agree "$needs"
   install "$needs"
 fi
 if answers; then
   say "answers ($(docker info --format '{{.ServerVersion}}'))."
 else
-  ((EUID == 0)) || fail "no engine answers, and only root can start one. Run it with sudo, or join the docker group."
+  ((EUID == 0)) || fail "no engine answers, and only root can start one. Run this with sudo, or join the docker group."
   start
 fi

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The image of a rank, unless the one that is there was made from the same content. BASE names another base image.
+# Build the image of a rank, unless the existing one was built from the same content. BASE names another base image.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 image=${IMAGE:-testbed:latest}
-patience=60 # seconds for an image registry to give the public base
+pull_timeout_s=60 # for an image registry
 
 say() { echo "image: $*" >&2; }
 
-base() { # what is there, else the public one, else our own
+base() { # print the name of the base image: BASE, else the public one, else one made here
   local public=debian:bookworm-slim
   if [[ ${BASE:-} ]]; then echo "$BASE"; return; fi
-  docker image inspect "$public" >/dev/null 2>&1 || timeout "$patience" docker pull --quiet "$public" >/dev/null 2>&1 && echo "$public" && return
-  say "no image registry gives $public; making an equal base here"
+  docker image inspect "$public" >/dev/null 2>&1 || timeout "$pull_timeout_s" docker pull --quiet "$public" >/dev/null 2>&1 && echo "$public" && return
+  say "$public cannot be pulled; making an equivalent base here"
   docker/base.sh
 }
 
@@ -24,8 +24,8 @@ if [[ $made == "$hash" ]]; then
   say "$image is up to date ($hash)"
   exit
 fi
-docker/wheels.sh || say "no wheelhouse; the build will ask an index"
-found=$(base) # on a line of its own: a failure in front of a command would not end the script
-BASE=$found CONTENT_HASH=$hash docker compose build --quiet rank0
-docker image prune --force --filter label=testbed.content >/dev/null # what the new one replaced, and only ours
+docker/wheels.sh || say "no wheelhouse; the build uses a package index"
+base_image=$(base) # on a line of its own, because a failure inside an assignment before a command is ignored
+BASE=$base_image CONTENT_HASH=$hash docker compose build --quiet rank0
+docker image prune --force --filter label=testbed.content >/dev/null # our images that the new one replaced
 say "$image, $(docker image inspect --format '{{.Size}}' "$image" | awk '{ printf "%.0f MB", $1 / 1e6 }'), content $hash"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs inside the build: install the rank side's packages, leave out what no rank needs.
+# Runs inside the build: install the packages of a rank, remove what no rank needs.
 set -eu
 
 apt-get update -qq
@@ -15,9 +15,9 @@ apt-get purge -qq -y --autoremove python3-pip >/dev/null
 rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
 
 cd /usr/local/lib/python3.11/dist-packages
-# C++ headers, build files and test programs; all of it is for people who compile against torch.
+# C++ headers, build files and test programs, which are needed only to compile against torch.
 rm -rf torch/include torch/share torch/test
 find torch/bin -type f ! -name torch_shm_manager -delete
 find torch/lib -name '*.a' -delete
 find sympy networkx mpmath numpy torchvision -type d -name tests -prune -exec rm -rf {} +
-python3 -m compileall -q -j 0 . || true  # some packages ship templates that are no Python
+python3 -m compileall -q -j 0 . || true  # some packages contain templates with the suffix .py

@@ -1,4 +1,4 @@
-"""Render the Compose file: `python docker/render.py > compose.yaml`, or `python docker/render.py 8` for eight nodes."""
+"""Print the Compose file: `python docker/render.py > compose.yaml`, or `python docker/render.py 8` for eight nodes."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 #
 #   docker/torch.sh PINS PYTHON PIP-COMMAND...    e.g. docker/torch.sh requirements.txt .venv/bin/python install --quiet
 #
-# PINS is a requirements file; its lines torch==... and torchvision==... name the versions. The index is asked for these
-# two alone, without their dependencies: a second index for other packages would invite dependency confusion.
-# An index that does not answer within 3 seconds is left out, with a note and exit code 0. The caller's next pip command
-# then takes them from pip's own index with everything else.
-# TORCH_INDEX names another index; an empty TORCH_INDEX leaves it out.
+# PINS is a requirements file; its lines torch==... and torchvision==... name the versions. Only these two are taken from
+# the index, without their dependencies: a second index for other packages would allow dependency confusion.
+# If the index does not answer within 3 seconds it is not used; a note is printed and the exit code is 0. The caller's
+# next pip command then takes torch from pip's own index.
+# TORCH_INDEX names another index; with an empty TORCH_INDEX none is used.
 set -eu
 
 index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
@@ -15,8 +15,8 @@ limit_s=3
 pins=$1 python=$2
 shift 2
 
-# Print why the index cannot be used; nothing if it can. `timeout` bounds all of it, name resolution included.
-# A certificate that Python cannot verify counts as an answer: pip has certificates of its own and decides.
+# Print why the index cannot be used, or nothing. `timeout` limits all of it, name resolution included.
+# A certificate that Python cannot verify counts as an answer, because pip has its own certificates.
 refusal() {
   timeout "$limit_s" "$python" - "$index/torch/" <<'END' || [ $? -ne 124 ] || echo "nothing within $limit_s s"
 import ssl

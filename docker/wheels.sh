@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The wheelhouse: what a rank needs, as wheels for the image's Python, so that the image builds without a package index.
+# The wheelhouse: the packages of a rank as wheels for the image's Python, to build the image without a package index.
 #
 #   docker/wheels.sh         fill wheels/ (about 250 MB), unless it is up to date
 #
@@ -22,7 +22,7 @@ download=(download --quiet --dest wheels/.new --only-binary :all:
   --python-version 3.11 --implementation cp --abi cp311 --abi abi3 --abi none "${platforms[@]}")
 mkdir -p wheels/.new
 docker/torch.sh docker/packages.txt "$python" "${download[@]}"
-# What is there already is preferred to an index: 2.13.0+cpu is newer than 2.13.0, and of equal versions pip takes the file.
+# pip prefers the wheels of the first command: 2.13.0+cpu is newer than 2.13.0, and of equal versions it takes the file.
 "$python" -m pip --disable-pip-version-check "${download[@]}" --find-links wheels/.new --requirement docker/packages.txt
 if compgen -G 'wheels/.new/nvidia*' >/dev/null; then
   rm -rf wheels/.new

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from testbed.control.machine.affinity import share_out
+from testbed.control.machine.affinity import assign_cores
+from testbed.control.machine.processes import run
 from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.compose import ComposeSubstrate, idle
-from testbed.control.substrates.engine import connect, projects
-from testbed.spec.errors import TestbedError, Unavailable
+from testbed.control.substrates.compose import ComposeSubstrate
+from testbed.control.substrates.docker_cli import info_argv, inspect_argv
+from testbed.control.substrates.engine import projects
+from testbed.spec.errors import CommandFailed, Unavailable
 from testbed.spec.link import Link
 from tests.support.command import run_command, start_command, wait_for_steps
 
@@ -22,10 +25,20 @@ pytestmark = pytest.mark.docker
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "compose"]
 
 
-def test_a_shaped_run_gives_the_same_folder_as_everywhere(tmp_path):
+def host_config(substrate: ComposeSubstrate, node: int) -> dict[str, Any]:
+    """The engine's settings of a node's container, as they are now."""
+    found: dict[str, Any] = json.loads(run(inspect_argv(substrate._containers[node], "{{json .HostConfig}}"), 30))
+    return found
+
+
+def engine_info(field: str) -> int:
+    return int(run(info_argv(field), 30))
+
+
+def test_a_shaped_run_leaves_the_same_folder_as_on_other_substrates(tmp_path: Path) -> None:
     flags = ["--mode", "tree", "--nodes", "3", "--rate", "100mbit", "--steps", "5", "--set", "node.cpus=0.4"]
     result = run_command("run", *flags, *SMALL, "--json", "--out", "runs/r", cwd=tmp_path)
-    assert result.returncode in (0, 5), result.stderr  # 5: a busy machine, told as such
+    assert result.returncode in (0, 5), result.stderr  # 5: the machine was too busy for the probe
     names = {path.name for path in (tmp_path / "runs/r").iterdir()}
     logs = {f"rank{k}.{end}" for k in range(3) for end in ("jsonl", "log")}
     assert {"spec.json", "receipt.json", "summary.json", *logs} <= names
@@ -34,7 +47,7 @@ def test_a_shaped_run_gives_the_same_folder_as_everywhere(tmp_path):
     assert summary["counter"] == "interface eth0" and summary["environment"]["congestion"] == "cubic"
 
 
-def test_a_rank_in_a_container_has_no_privileges_and_its_nodes_share(tmp_path):
+def test_a_rank_has_no_privileges_and_its_container_has_the_planned_limits(tmp_path: Path) -> None:
     plans = [
         NodePlan(name="node0", cpus=0.3, threads=1, link=Link(rate=50_000_000)),
         NodePlan(name="node1", threads=1),
@@ -52,18 +65,16 @@ def test_a_rank_in_a_container_has_no_privileges_and_its_nodes_share(tmp_path):
         time.sleep(0.5)
         killed.signal(signal.SIGKILL)
         assert killed.wait(30) == -signal.SIGKILL
-        with contextlib.closing(connect()) as client:
-            attributes = client.containers.get(substrate._containers[0].id).attrs["HostConfig"]
-            own = share_out(plans, range(client.info()["NCPU"]))[0] or ()
-        assert (attributes["CpuPeriod"], attributes["CpuQuota"]) == (10_000, 3_000)
-        assert attributes["CpusetCpus"] == ",".join(map(str, sorted(own)))
-        assert "rate 50Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"], 30)
-        assert "tbf" not in substrate.exec(1, ["tc", "qdisc", "show", "dev", "eth0"], 30)
+        limits, cores = host_config(substrate, 0), assign_cores(plans, range(engine_info("NCPU")))[0] or ()
+        assert (limits["CpuPeriod"], limits["CpuQuota"]) == (10_000, 3_000)
+        assert limits["CpusetCpus"] == ",".join(map(str, sorted(cores)))
+        assert "rate 50Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"])
+        assert "tbf" not in substrate.exec(1, ["tc", "qdisc", "show", "dev", "eth0"])
         assert substrate._project in projects()
     assert substrate._project not in projects()
 
 
-def test_what_a_killed_controller_leaves_is_cleaned(tmp_path):
+def test_clean_removes_what_a_killed_controller_left(tmp_path: Path) -> None:
     flags = ["--nodes", "2", "--steps", "100000", *SMALL, "--set", "probe=false", "--out", "runs/r"]
     process = start_command("run", *flags, cwd=tmp_path)
     wait_for_steps(tmp_path / "runs/r", 0, 1)
@@ -75,8 +86,8 @@ def test_what_a_killed_controller_leaves_is_cleaned(tmp_path):
     assert project not in projects()
 
 
-def test_the_rest_of_a_run_whose_controller_was_killed_begins_without_its_ranks(tmp_path):
-    """They train on in their containers, and would write the same checkpoints."""
+def test_resume_after_a_killed_controller_first_removes_its_ranks(tmp_path: Path) -> None:
+    """They still train in their containers, and would write the same checkpoints."""
     flags = ["--nodes", "2", "--steps", "500", *SMALL, "--set", "probe=false", "--set", "checkpoint=5"]
     process = start_command("run", *flags, "--out", "runs/r", cwd=tmp_path)
     wait_for_steps(tmp_path / "runs/r", 0, 10)
@@ -89,16 +100,10 @@ def test_the_rest_of_a_run_whose_controller_was_killed_begins_without_its_ranks(
     assert summary["substrate"] == "compose" and summary["replicas_agree"] and len(summary["losses"]) == 500
     assert any(note.startswith(f"project {project} was removed") for note in summary["notes"])
     assert project not in projects()
-    assert run_command("clean", cwd=tmp_path).returncode == 0  # its folder for compose files
+    assert run_command("clean", cwd=tmp_path).returncode == 0  # the folder of its compose files
 
 
-def test_idle_containers_are_labelled_with_their_owner():
-    service = idle(2, ["/a:/a"])["services"]["rank1"]
-    assert service["entrypoint"] == ["sleep", "infinity"]
-    assert str(os.getpid()) in service["labels"]["testbed.owner"]
-
-
-def test_one_slow_node_in_an_experiment_file_is_one_slow_container(tmp_path):
+def test_an_override_of_one_node_shapes_one_container(tmp_path: Path) -> None:
     file = tmp_path / "slow.toml"
     file.write_text(
         'title = "one slow link"\n[base]\nmodel = "lenet5"\ndata = { name = "synthetic" }\nnodes = 3\nbatch = 12\n'
@@ -108,42 +113,42 @@ def test_one_slow_node_in_an_experiment_file_is_one_slow_container(tmp_path):
     result = run_command("sweep", str(file), "--on", "compose", "--json", cwd=tmp_path)
     assert result.returncode in (0, 5), result.stderr
     receipt = json.loads((tmp_path / "runs/slow/base/receipt.json").read_text())
-    asked = {(link["src"], link["dst"]): link["requested"] for link in receipt["links"]}
-    assert asked == {
+    requested = {(link["src"], link["dst"]): link["requested"] for link in receipt["links"]}
+    assert requested == {
         pair: 20_000_000 if 2 in pair else 100_000_000 for pair in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     }
 
 
-def test_delay_is_refused_before_anything_starts_where_the_kernel_lacks_netem(tmp_path):
+def test_delay_is_refused_before_anything_starts_if_the_kernel_lacks_netem(tmp_path: Path) -> None:
     plans = [NodePlan(name="node0", link=Link(delay=0.01))]
     try:
         with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
-            assert "netem" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"], 30)
+            assert "netem" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"])
     except Unavailable as refusal:
         assert "netem" in str(refusal) and "Leave it out" in str(refusal)
         assert not (tmp_path / "runs").exists()
 
 
-def test_a_container_that_was_cut_off_comes_back_with_its_routes(tmp_path):
+def test_a_container_that_was_cut_off_gets_its_routes_back(tmp_path: Path) -> None:
     plans = [NodePlan(name=f"node{k}", link=Link(rate=50_000_000), congestion="cubic") for k in range(2)]
     with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
-        before = sorted(substrate.exec(0, ["ip", "route"], 30).splitlines())
+        before = sorted(substrate.exec(0, ["ip", "route"]).splitlines())
         assert any("congctl cubic" in route for route in before) and any("default via" in route for route in before)
         substrate.cut(0)
-        assert "default" not in substrate.exec(0, ["ip", "route"], 30)
+        assert "default" not in substrate.exec(0, ["ip", "route"])
         substrate.join(0)
-        after = sorted(substrate.exec(0, ["ip", "route"], 30).splitlines())
+        after = sorted(substrate.exec(0, ["ip", "route"]).splitlines())
         assert [route.split() for route in after] == [route.split() for route in before]
         substrate.set_rate(0, 10_000_000)
-        assert "rate 10Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "ifb0"], 30)
+        assert "rate 10Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "ifb0"])
 
 
-def test_a_paused_container_is_stopped_and_what_the_engine_refuses_is_a_sentence(tmp_path):
+def test_a_paused_container_is_stopped_and_a_refusal_of_the_engine_is_an_error(tmp_path: Path) -> None:
     with ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs/r") as substrate:
         process = substrate.start(0, ["sleep", "1000"], {}, tmp_path / "log")
         time.sleep(0.5)
         substrate.pause(0)
-        with pytest.raises(TestbedError, match=r"the Docker engine refused: .*paused"):
+        with pytest.raises(CommandFailed, match=r"docker pause .*already paused"):
             substrate.pause(0)
         substrate.stop()
         assert process.poll() is not None
@@ -151,16 +156,15 @@ def test_a_paused_container_is_stopped_and_what_the_engine_refuses_is_a_sentence
         time.sleep(0.5)
         substrate.kill(0)
         assert killed.wait(30) == -signal.SIGKILL
-        assert substrate.start(0, ["true"], {}, tmp_path / "log").wait(30) == 0  # the node itself lives on
+        assert substrate.start(0, ["true"], {}, tmp_path / "log").wait(30) == 0, "the container itself still runs"
     assert substrate._project not in projects()
 
 
-def test_a_memory_limit_is_lifted_to_what_the_container_was_given(tmp_path):
-    made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs/r")
-    with made as substrate, contextlib.closing(connect()) as client:
+def test_a_memory_limit_is_restored_to_that_of_the_compose_file(tmp_path: Path) -> None:
+    with ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs/r") as substrate:
 
-        def limits():
-            found = client.containers.get(substrate._containers[0].id).attrs["HostConfig"]
+        def limits() -> tuple[int, int]:
+            found = host_config(substrate, 0)
             return found["Memory"], found["MemorySwap"]
 
         given = limits()
@@ -168,13 +172,13 @@ def test_a_memory_limit_is_lifted_to_what_the_container_was_given(tmp_path):
         assert 0 < limits()[0] < given[0]
         substrate.unlimit_memory(0)
         assert limits() == given and given[0] == 2 << 30
-        substrate._containers[0].attrs["HostConfig"] |= {"Memory": 0, "MemorySwap": 0}  # as without mem_limit
         substrate.limit_memory(0)
+        substrate._memory[0] = (0, 0)  # as without mem_limit in the Compose file
         substrate.unlimit_memory(0)
-        assert limits()[0] == client.info()["MemTotal"]
+        assert limits()[0] == engine_info("MemTotal")
 
 
-def test_a_killed_rank_is_restarted_from_its_checkpoint(tmp_path):
+def test_a_killed_rank_is_restarted_from_its_checkpoint(tmp_path: Path) -> None:
     flags = ["--nodes", "2", "--steps", "60", *SMALL, "--set", "probe=false", "--set", "checkpoint=10"]
     fault = ["--fault", "kill:rank1@step25", "--retries", "1"]
     result = run_command("run", *flags, *fault, "--json", "--out", "runs/r", cwd=tmp_path)
@@ -184,7 +188,7 @@ def test_a_killed_rank_is_restarted_from_its_checkpoint(tmp_path):
     assert any("rank 1 (node1) was killed by SIGKILL" in note for note in summary["notes"])
 
 
-def test_a_rank_that_is_frozen_for_good_is_restarted_from_its_checkpoint(tmp_path):
+def test_a_rank_that_stays_paused_is_restarted_from_its_checkpoint(tmp_path: Path) -> None:
     flags = ["--nodes", "2", "--steps", "200", *SMALL, "--set", "probe=false", "--set", "checkpoint=10"]
     fault = ["--fault", "pause:rank1@step25", "--retries", "1", "--set", "deadline=5"]
     result = run_command("run", *flags, *fault, "--json", "--out", "runs/r", cwd=tmp_path)

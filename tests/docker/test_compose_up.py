@@ -12,7 +12,7 @@ import pytest
 
 from testbed.control.machine import ownership
 from testbed.control.substrates import engine
-from testbed.control.substrates.content import carried
+from testbed.control.substrates.content import image_files
 from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -172,4 +172,4 @@ def test_the_image_has_the_files_that_its_hash_covers_and_no_other(image: str) -
     look = ["/opt/testbed", "-type", "f", "-not", "-path", "*/__pycache__/*", "-printf", "%P\n"]
     argv = ["docker", "run", "--rm", "--entrypoint", "find", image, *look]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
-    assert set(done.stdout.splitlines()) == {path.relative_to(ROOT).as_posix() for path in carried(ROOT)}
+    assert set(done.stdout.splitlines()) == {path.relative_to(ROOT).as_posix() for path in image_files(ROOT)}

@@ -1,4 +1,4 @@
-"""A sample of `make soak` on namespaces: a pulled cable, a slow link, a processor and a memory that shrink."""
+"""Faults on namespaces: a cut link, a slow link, a smaller CPU quota, a memory limit. A sample of `make soak`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_a_rank_that_is_cut_off_is_named_after_the_deadline(mode: str, rank: int
     assert outcome["ok"] and outcome["named"], outcome
 
 
-def test_a_slow_spell_changes_times_and_nothing_else() -> None:
+def test_a_slow_link_for_a_while_changes_only_times() -> None:
     outcome = faults._same(faults._short("ring", 60, "netns"), ["--fault", "rate:rank1@step5+3s=10mbit"], {})
     assert outcome["ok"], outcome
 
 
-def test_a_rank_that_meets_its_memory_limit_is_killed_and_named() -> None:
+def test_a_rank_that_reaches_its_memory_limit_is_killed_and_named() -> None:
     outcome = faults._fatal("ring", "netns", "oom:rank2@step5", 2, limit=10.0)
     assert outcome["ok"] and outcome["named"], outcome
 
@@ -45,7 +45,7 @@ def test_a_rate_is_changed_both_ways_and_back() -> None:
         assert "tbf" not in substrate.exec(1, ["tc", "qdisc", "show"], 10)
 
 
-def test_a_node_without_a_share_gets_one_while_it_runs_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_node_without_a_quota_gets_one_while_it_runs_and_nothing_remains(tmp_path: Path) -> None:
     burn = [sys.executable, "-c", "while True: pass"]
     with NetnsSubstrate([NodePlan(name="node0")]) as substrate:
         process = substrate.start(0, burn, {}, tmp_path / "log")
@@ -54,7 +54,7 @@ def test_a_node_without_a_share_gets_one_while_it_runs_and_nothing_is_left(tmp_p
         before, begun = _seconds(process.pid), time.monotonic()
         time.sleep(1.5)
         share = (_seconds(process.pid) - before) / (time.monotonic() - begun)
-        assert share < 0.3, f"asked for 0.2 of a core, used {share:.2f}"
+        assert share < 0.3, f"requested 0.2 of a core, used {share:.2f}"
         substrate.limit_memory(0)
         assert any(who == ownership.current() for who in cgroups.owners(cgroups.find_hierarchy(controller="memory")))
     left = [str(each) for each in ownership.find(everything=True) if each.owner == ownership.current()]
@@ -62,35 +62,36 @@ def test_a_node_without_a_share_gets_one_while_it_runs_and_nothing_is_left(tmp_p
 
 
 @pytest.mark.parametrize("cpus", [None, 1.0])
-def test_a_memory_limit_is_lifted_again_for_who_runs_and_for_who_starts_then(
-    tmp_path: Path, cpus: float | None
-) -> None:
+def test_a_memory_limit_is_removed_for_running_and_for_new_processes(tmp_path: Path, cpus: float | None) -> None:
     with NetnsSubstrate([NodePlan(name="node0", cpus=cpus)]) as substrate:
-        limited, freed = (_hungry(substrate, tmp_path / name) for name in ("limited", "freed"))
+        limited, freed = (_allocator(substrate, tmp_path / name) for name in ("limited", "freed"))
         substrate.limit_memory(0)
         assert limited() == -signal.SIGKILL
         substrate.unlimit_memory(0)
         assert freed() == 0
-        assert _hungry(substrate, tmp_path / "again")() == 0
+        assert _allocator(substrate, tmp_path / "again")() == 0
 
 
-def _hungry(substrate: NetnsSubstrate, meal: Path) -> Callable[[], int]:
-    """A process that is there and waits; call it and it takes more than a limit leaves it: its exit code."""
-    eat = f"import os, time\nprint('here', flush=True)\nwhile not os.path.exists({str(meal)!r}): time.sleep(0.05)\n"
-    log = meal.with_suffix(".log")
-    process = substrate.start(0, [sys.executable, "-c", f"{eat}b'1' * {2 * MEMORY_HEADROOM_BYTES}"], {}, log)
+def _allocator(substrate: NetnsSubstrate, go: Path) -> Callable[[], int]:
+    """Start a process that waits for the file `go` and then allocates more than a limit allows.
+
+    The function that is returned creates the file and returns the process's exit code.
+    """
+    wait = f"import os, time\nprint('here', flush=True)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
+    log = go.with_suffix(".log")
+    process = substrate.start(0, [sys.executable, "-c", f"{wait}b'1' * {2 * MEMORY_HEADROOM_BYTES}"], {}, log)
     while "here" not in log.read_text():
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)
 
-    def take() -> int:
-        meal.touch()
+    def allocate() -> int:
+        go.touch()
         return process.wait(30)
 
-    return take
+    return allocate
 
 
 def _seconds(pid: int) -> float:
-    """Processor time of a process so far."""
+    """CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100

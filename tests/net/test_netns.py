@@ -1,4 +1,4 @@
-"""The instrument itself: what was asked of the namespaces against what they give, and what is left behind."""
+"""Namespaces: requested against measured rates, quotas and congestion control, and what remains after them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from testbed.control.machine import cgroups, ownership, processes
 from testbed.control.runs.run import probe
-from testbed.control.substrates import netns
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.results.receipt import Receipt
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.link import Link
+from tests.support.processes import until
 
 pytestmark = [
     pytest.mark.net,
@@ -38,12 +37,12 @@ def plans(
 
 
 def ours() -> list[str]:
-    """Everything on this machine that bears this process's mark."""
+    """Everything on this machine that has this process's mark."""
     return [str(each) for each in ownership.find(everything=True) if each.owner == ownership.current()]
 
 
 def links() -> list[str]:
-    """Names like ours among the links outside our namespaces; an engine's may come and go meanwhile."""
+    """Links outside our namespaces with names like ours; links of a Docker engine are left out."""
     names = [line.split(":")[1].strip() for line in _run("ip", "-o", "link").splitlines()]
     return [name for name in names if re.match(r"(br|eth|ifb|port)\d", name)]
 
@@ -53,7 +52,7 @@ def _run(*argv: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_remains() -> Iterator[None]:
     before = links()
     yield
     assert ours() == [] and links() == before
@@ -70,40 +69,40 @@ def assert_within(receipt: Receipt, tolerance: float = 0.05) -> None:
     assert receipt.valid(tolerance), "\n".join(report)
 
 
-def measured(substrate: NetnsSubstrate, asked: list[NodePlan]) -> Receipt:
-    """As a run does it: once more where something disturbed the first."""
-    first = probe(substrate, asked, lambda event: None)
-    return first if first.valid() else probe(substrate, asked, lambda event: None)
+def measured(substrate: NetnsSubstrate, requested: list[NodePlan]) -> Receipt:
+    """As a run does it: probe again if something disturbed the first probe."""
+    first = probe(substrate, requested, lambda event: None)
+    return first if first.valid() else probe(substrate, requested, lambda event: None)
 
 
 @pytest.mark.parametrize("rate", [10**7, 2 * 10**8, 10**9])
-def test_every_link_and_the_fan_in_give_the_rate_that_was_asked(rate: int) -> None:
-    asked = plans(4, rate, congestion="cubic")
-    with NetnsSubstrate(asked) as substrate:
-        receipt = measured(substrate, asked)
+def test_every_link_and_the_fan_in_have_the_requested_rate(rate: int) -> None:
+    requested = plans(4, rate, congestion="cubic")
+    with NetnsSubstrate(requested) as substrate:
+        receipt = measured(substrate, requested)
     assert len(receipt.links) == 12 and receipt.fan_in is not None and receipt.fan_in.requested == rate
     assert all(link.requested == rate for link in receipt.links)
     assert_within(receipt)
 
 
-def test_one_slow_link_slows_what_touches_it_and_nothing_else() -> None:
-    asked = [*plans(2, 2 * 10**8), NodePlan(name="node2", link=Link(rate=5 * 10**7))]
-    with NetnsSubstrate(asked) as substrate:
-        receipt = measured(substrate, asked)
+def test_one_slow_link_affects_only_its_own_paths() -> None:
+    requested = [*plans(2, 2 * 10**8), NodePlan(name="node2", link=Link(rate=5 * 10**7))]
+    with NetnsSubstrate(requested) as substrate:
+        receipt = measured(substrate, requested)
     assert [link.requested for link in receipt.links if 2 in (link.src, link.dst)] == [5 * 10**7] * 4
     assert [link.requested for link in receipt.links if 2 not in (link.src, link.dst)] == [2 * 10**8] * 2
     assert_within(receipt)
 
 
-def test_an_unshaped_network_is_fast_and_asks_nothing() -> None:
+def test_an_unshaped_network_is_fast_and_has_no_requested_rate() -> None:
     with NetnsSubstrate(plans(2)) as substrate:
         receipt = probe(substrate, plans(2), lambda event: None)
     assert receipt.worst_error is None and min(link.measured for link in receipt.links) > 10**8
 
 
 @pytest.mark.parametrize("name", ["cubic", "reno"])
-def test_connections_use_the_congestion_control_that_was_asked(name: str) -> None:
-    """Both ways to set it: where the machine allows `name`, and where it does not."""
+def test_connections_use_the_requested_congestion_control(name: str) -> None:
+    """Both ways to set it: by sysctl if the machine allows the name to everybody, else through the route."""
     with NetnsSubstrate(plans(2, congestion=name)) as substrate:
         receipt = probe(substrate, plans(2, congestion=name), lambda event: None)
     assert receipt.congestion == (name, name)
@@ -118,14 +117,14 @@ def test_the_quota_limits_and_can_be_changed(tmp_path: Path) -> None:
 
 
 def prefer_over_others(node: str) -> None:
-    """Give the group the largest weight, so that a busy machine takes little of what the quota grants."""
+    """Give the cgroup the largest weight, so that other processes take little of its quota away."""
     hierarchy = cgroups.find_hierarchy()
     file, weight = ("cpu.weight", "10000") if hierarchy.version == 2 else ("cpu.shares", "262144")
     (hierarchy.top / ownership.current() / node / file).write_text(weight)
 
 
 def assert_share(substrate: NetnsSubstrate, expected: float, folder: Path) -> None:
-    """Never more than the quota; and all of it, in one of five tries, as a busy machine may take some of it away."""
+    """Never more than the quota, and in one of five attempts all of it: other processes may take some away."""
     measured: list[float] = []
     while len(measured) < 5 and not any(share >= 0.85 * expected for share in measured):
         log = folder / f"{expected}-{len(measured)}.log"
@@ -135,7 +134,7 @@ def assert_share(substrate: NetnsSubstrate, expected: float, folder: Path) -> No
     assert 0.85 * expected <= max(measured) <= 1.15 * expected, bounds
 
 
-def test_quota_false_starts_outside_the_group(tmp_path: Path) -> None:
+def test_without_quota_a_process_starts_outside_the_cgroup(tmp_path: Path) -> None:
     with NetnsSubstrate(plans(1, cpus=0.4)) as substrate:
         for quota in (True, False):
             log = tmp_path / f"{quota}.log"
@@ -143,7 +142,7 @@ def test_quota_false_starts_outside_the_group(tmp_path: Path) -> None:
             assert (f"/{cgroups.TOP}/{ownership.current()}/node0" in log.read_text()) is quota
 
 
-def test_a_process_keeps_its_pid_through_all_prefixes_and_sees_its_own_network(tmp_path: Path) -> None:
+def test_a_process_keeps_its_pid_through_all_prefixes_and_sees_only_its_network(tmp_path: Path) -> None:
     script = "echo $$; ls /sys/class/net"
     with NetnsSubstrate(plans(1, rate=10**8, cpus=0.5)) as substrate:
         process = substrate.start(0, ["sh", "-c", script], {}, tmp_path / "log")
@@ -151,33 +150,26 @@ def test_a_process_keeps_its_pid_through_all_prefixes_and_sees_its_own_network(t
     assert (tmp_path / "log").read_text().split() == [str(process.pid), "eth0", "ifb0", "lo"]
 
 
-def test_a_cut_link_carries_nothing_and_comes_back_shaped() -> None:
-    asked = plans(2, rate=10**8)
-    with NetnsSubstrate(asked) as substrate:
+def test_a_cut_link_carries_nothing_and_is_shaped_after_join() -> None:
+    requested = plans(2, rate=10**8)
+    with NetnsSubstrate(requested) as substrate:
         substrate.cut(1)
         assert not reaches(substrate)
         substrate.join(1)
         until(lambda: reaches(substrate))
-        receipt = measured(substrate, asked)
+        receipt = measured(substrate, requested)
     assert_within(receipt)
 
 
 def reaches(substrate: NetnsSubstrate) -> bool:
-    """Does node 1 answer node 0? A refusal is an answer too."""
+    """Return True if node 1 answers node 0; a refused connection is an answer."""
     script = (
         f"import socket; s = socket.socket(); s.settimeout(1); print(s.connect_ex(('{substrate.nodes[1].address}', 9)))"
     )
     return substrate.exec(0, [sys.executable, "-c", script], timeout_s=10).strip() == "111"  # ECONNREFUSED
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def test_faults_reach_every_process_of_the_node_and_no_other(tmp_path: Path) -> None:
+def test_faults_affect_every_process_of_the_node_and_no_other(tmp_path: Path) -> None:
     with NetnsSubstrate(plans(2)) as substrate:
         victim = substrate.start(0, ["sh", "-c", "setsid sleep 60 & wait"], {}, tmp_path / "log")
         other = substrate.start(1, ["sleep", "60"], {}, tmp_path / "log")
@@ -188,33 +180,37 @@ def test_faults_reach_every_process_of_the_node_and_no_other(tmp_path: Path) -> 
         assert victim.wait(10) == -signal.SIGKILL and processes.pids_in_namespace(name) == [] and other.poll() is None
 
 
-def test_a_tc_command_that_fails_stops_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "fast"]]
-    monkeypatch.setattr(netns, "check", lambda plans: None)
-    monkeypatch.setattr(netns, "shape", lambda link, iface: wrong)
-    with pytest.raises(NetworkInvalid, match=r"node0: .*tc qdisc add dev eth0 root tbf rate fast: .*rate"):
-        with NetnsSubstrate(plans(2, rate=10**8)):
+class WrongRates(NetnsSubstrate):
+    """Every rate is a word that tc does not know."""
+
+    def exec(self, node: int, argv: Sequence[str], timeout_s: float = 20.0) -> str:
+        return super().exec(node, ["fast" if word == "100mbit" else word for word in argv], timeout_s)
+
+
+def test_a_tc_command_that_fails_stops_the_run() -> None:
+    with pytest.raises(NetworkInvalid, match=r"node0: .*tc qdisc add dev eth0 root tbf rate fast .*rate"):
+        with WrongRates(plans(2, rate=10**8)):
             pytest.fail("must not be entered")
 
 
-def test_what_the_kernel_lacks_is_refused_before_anything_exists() -> None:
+def test_what_the_kernel_lacks_is_refused_before_anything_is_created() -> None:
     with pytest.raises(Unavailable, match=r"congestion control nonsense"):
         NetnsSubstrate(plans(2, congestion="nonsense")).__enter__()
-    asked = [NodePlan(name="node0", link=Link(delay=0.01))]
+    requested = [NodePlan(name="node0", link=Link(delay=0.01))]
     try:
-        with NetnsSubstrate(asked) as substrate:
-            assert "netem" in substrate.exec(0, ["tc", "qdisc"], timeout_s=10)  # a kernel that has it
+        with NetnsSubstrate(requested) as substrate:
+            assert "netem" in substrate.exec(0, ["tc", "qdisc"], timeout_s=10)  # this kernel has it
     except Unavailable as error:
         assert "delay and loss (netem)" in str(error)
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="--on process"):
         NetnsSubstrate(plans(2)).__enter__()
 
 
-def test_a_second_one_in_the_same_process_is_refused_and_harms_nothing() -> None:
+def test_a_second_substrate_in_the_same_process_is_refused_and_the_first_stays() -> None:
     with NetnsSubstrate(plans(1)) as first:
         with pytest.raises(TestbedError, match="Close it first"):
             NetnsSubstrate(plans(1)).__enter__()
@@ -237,7 +233,7 @@ with NetnsSubstrate(plans) as substrate:
 
 
 def start_controller(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """Another testbed on this machine, and its owner mark."""
+    """Another controller on this machine, and its mark."""
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(folder)], stdout=subprocess.PIPE, text=True)
     assert controller.stdout is not None
     with controller.stdout:
@@ -253,7 +249,7 @@ def of_owner(mark: str) -> list[ownership.Leftover]:
 
 def test_a_killed_controller_leaves_what_clean_removes_and_a_living_one_is_not_touched(tmp_path: Path) -> None:
     killed, mark = start_controller(tmp_path)
-    living, other = start_controller(tmp_path)  # two testbeds at once do not collide
+    living, other = start_controller(tmp_path)  # two controllers at once
     try:
         killed.kill()
         killed.wait(10)
@@ -268,4 +264,4 @@ def test_a_killed_controller_leaves_what_clean_removes_and_a_living_one_is_not_t
     finally:
         living.send_signal(signal.SIGINT)
         living.wait(20)
-    assert of_owner(other) == []  # Ctrl-C: it cleaned up behind itself
+    assert of_owner(other) == []  # after Ctrl-C nothing remains

@@ -1,4 +1,4 @@
-"""The `testbed` command on namespaces: a whole run as the issue asks for it, and what a killed one leaves to clean."""
+"""The `testbed` command on namespaces: a complete run, and cleaning after a killed controller."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 NODES = 4
 SMALL = ["--on", "netns", "--nodes", str(NODES), "--model", "lenet5", "--data", "synthetic", "--batch", "64"]
 SHAPED = [*SMALL, "--rate", "200mbit", "--set", "node.cpus=0.4"]
-# A rank's step ends when its bytes are in the socket, which may be a chunk (1/6 of a step) before the interface counts
-# them. So many steps share that one chunk that it is less than 0.5 %.
+# A rank's step ends when its bytes are in the socket, which may be a segment (1/6 of a step) before the interface
+# counts them. Over so many steps that segment is less than 0.5 %.
 STEPS = 40
-INVALID = 5  # the machine was too busy for the probe, twice: no matter, where the receipt is not the point
+INVALID = 5  # the machine was too busy for the probe, twice; only one test here needs a valid receipt
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the summary of one run, measured once for all tests here."""
+    """The folder and the summary of one run, which all tests here share."""
     cwd = tmp_path_factory.mktemp("netns")
     result = run_command("run", *SHAPED, "--steps", str(STEPS), "--json", "--out", "r", cwd=cwd)
     assert result.returncode in (0, INVALID), result.stderr
@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return cwd / "r", summary
 
 
-def test_a_run_leaves_a_whole_folder(whole: tuple[Path, dict[str, Any]]) -> None:
+def test_a_run_leaves_a_complete_folder(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = whole
     of_ranks = {f"rank{k}.{end}" for k in range(NODES) for end in ("jsonl", "log")}
     of_run = {"spec.json", "substrate.txt", "receipt.json", "summary.json"}
@@ -48,7 +48,7 @@ def test_a_run_leaves_a_whole_folder(whole: tuple[Path, dict[str, Any]]) -> None
     assert summary["status"] in ("ok", "invalid") and summary["substrate"] == "netns"
 
 
-def test_each_rank_had_its_share_of_the_cores(whole: tuple[Path, dict[str, Any]]) -> None:
+def test_each_rank_ran_on_its_cores(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = whole
     starts = [json.loads((folder / f"rank{k}.jsonl").read_text().splitlines()[0]) for k in range(NODES)]
     shares = assign_cores(
@@ -71,13 +71,13 @@ def test_its_receipt_holds_every_directed_link_and_the_fan_in(whole: tuple[Path,
     assert summary["network"] == receipt.sentence()
 
 
-def test_every_link_gave_what_was_asked(whole: tuple[Path, dict[str, Any]]) -> None:
+def test_every_link_had_the_requested_rate(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = whole
     assert Receipt.read(folder / "receipt.json").valid(), f"{summary['network']}; before: {summary['notes']}"
     assert summary["status"] == "ok"
 
 
-def test_a_rings_bytes_are_those_of_theory_and_at_most_2_percent_of_headers(
+def test_the_bytes_of_a_ring_are_the_theoretical_ones_and_at_most_2_percent_of_headers(
     whole: tuple[Path, dict[str, Any]],
 ) -> None:
     _, summary = whole
@@ -85,9 +85,6 @@ def test_a_rings_bytes_are_those_of_theory_and_at_most_2_percent_of_headers(
     assert summary["counter"] == "interface eth0"
     ratios = [counted / theory for counted in (*summary["sent_per_step"], *summary["received_per_step"])]
     assert all(0.995 <= ratio <= 1.02 for ratio in ratios), f"measured / theory {ratios}, bounds 0.995..1.02"
-
-
-# --- killed in the middle ----------------------------------------------------------------------------------------
 
 
 def namespaces_of(controller: int) -> list[str]:
@@ -102,7 +99,7 @@ def groups_of(controller: int) -> list[str]:
 
 
 def processes_of(controller: int) -> list[int]:
-    """All that bear the controller's mark; one that only waits to be reaped has no environment any more."""
+    """All processes with the controller's mark; a zombie has no environment any more."""
     mark = f"TESTBED_OWNER={controller}-".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -115,14 +112,14 @@ def processes_of(controller: int) -> list[int]:
     return found
 
 
-def test_after_kill_9_of_the_controller_clean_leaves_nothing_of_it(tmp_path: Path) -> None:
+def test_clean_removes_everything_of_a_killed_controller(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     process = start_command(
         "run", *SHAPED, "--steps", "100000", "--set", "probe=false", "--out", str(folder), cwd=tmp_path
     )
     try:
         wait_for_steps(folder, 0, 3)
-        assert len(namespaces_of(process.pid)) == NODES + 1  # and the switch's
+        assert len(namespaces_of(process.pid)) == NODES + 1  # one more for the switch
         assert len(groups_of(process.pid)) == NODES + 1
         assert len(processes_of(process.pid)) >= NODES
     finally:
@@ -131,8 +128,8 @@ def test_after_kill_9_of_the_controller_clean_leaves_nothing_of_it(tmp_path: Pat
         namespaces = namespaces_of(process.pid)
         cleaned = run_command("clean", cwd=tmp_path)
     assert cleaned.returncode == 0, cleaned.stderr
-    assert namespaces, "nothing was left to clean, so nothing was shown"
+    assert namespaces, "the controller left nothing to clean, so this shows nothing"
     found = {"namespaces": namespaces_of, "cgroups": groups_of, "processes": processes_of}
     left = {what: find(process.pid) for what, find in found.items()} | {"ranks": ranks_of(folder)}
     assert not any(left.values()), left
-    assert not (folder / "summary.json").exists()  # so a sweep would run it again
+    assert not (folder / "summary.json").exists()  # a sweep runs it again

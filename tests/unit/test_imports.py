@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.substrates.content import copied
+from testbed.control.substrates.content import copied_paths
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "testbed"
@@ -84,7 +84,7 @@ def test_no_room_is_without_a_rule() -> None:
 
 
 def test_the_image_carries_what_its_code_may_import_and_no_other_room() -> None:
-    there = {Path(name).name for name in copied(ROOT) if (ROOT / name).is_dir()} | {ENTRYPOINT}
+    there = {Path(name).name for name in copied_paths(ROOT) if (ROOT / name).is_dir()} | {ENTRYPOINT}
     assert there == {needed for room in there for needed in ROOMS[room]}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.substrates.content import DECIDING, carried, content_hash, copied
+from testbed.control.substrates.content import BUILD_FILES, content_hash, copied_paths, image_files
 from testbed.spec.errors import Unavailable
 
 ROOT = Path(__file__).parents[4]
@@ -63,7 +63,7 @@ def test_what_is_not_in_the_image_does_not_make_another(clone: Path, name: str) 
         "testbed/rank/sync/schedules.py",
         "testbed/rank/table.json",
         "docker/entrypoint.py",
-        *DECIDING,
+        *BUILD_FILES,
     ],
 )
 def test_what_is_in_the_image_or_decides_what_is_makes_another(clone: Path, name: str) -> None:
@@ -72,19 +72,19 @@ def test_what_is_in_the_image_or_decides_what_is_makes_another(clone: Path, name
 
 def test_the_image_is_the_rank_side() -> None:
     rooms = [f"testbed/{room}" for room in ("spec", "results", "net", "data", "rank")]
-    assert copied(ROOT) == ["testbed/__init__.py", *rooms, "docker/entrypoint.py"]
+    assert copied_paths(ROOT) == ["testbed/__init__.py", *rooms, "docker/entrypoint.py"]
 
 
 def test_nothing_gets_into_the_image_in_a_way_that_is_not_read() -> None:
     """One source and its target on a line, no flags, no ADD; the wheels are those of packages.txt."""
     lines = re.findall(r"^\s*(?:COPY|ADD)\b.*", DOCKERFILE, re.MULTILINE | re.IGNORECASE)
-    assert [line.split()[:-1] for line in lines] == [["COPY", name] for name in copied(ROOT)]
-    assert set(re.findall(r"source=([^,\s]+)", DOCKERFILE)) <= {"wheels", *DECIDING}
+    assert [line.split()[:-1] for line in lines] == [["COPY", name] for name in copied_paths(ROOT)]
+    assert set(re.findall(r"source=([^,\s]+)", DOCKERFILE)) <= {"wheels", *BUILD_FILES}
 
 
 def test_the_files_of_the_image_do_without_the_others(tmp_path: Path) -> None:
     """As in the container: the entrypoint's own process that fetches a data set."""
-    for path in carried(ROOT):
+    for path in image_files(ROOT):
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)

@@ -1,0 +1,77 @@
+"""Shaping by a substrate: which commands run on which node, and what a failure becomes."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.links import ShapedLinks, rehearsals, rehearse
+from testbed.spec.errors import CommandFailed, NetworkInvalid, Unavailable
+from testbed.spec.link import Link
+
+FAST, SLOW = Link(rate=200_000_000), Link(rate=10_000_000)
+
+
+class Nodes:
+    """Records the commands of each node."""
+
+    def __init__(self, *links: Link) -> None:
+        self.commands: list[tuple[int, str]] = []
+        self.links = ShapedLinks(
+            [NodePlan(name=f"node{k}", link=link) for k, link in enumerate(links)], self.run, self.cc
+        )
+
+    def run(self, node: int, argv: list[str]) -> str:
+        self.commands.append((node, " ".join(argv)))
+        return ""
+
+    def cc(self, node: int) -> None:
+        self.commands.append((node, "congestion"))
+
+    def rates(self) -> list[tuple[int, str]]:
+        return [(node, text.split("rate ")[1].split()[0]) for node, text in self.commands if "tbf" in text]
+
+
+def test_each_node_gets_its_rate_both_ways_and_its_congestion_control() -> None:
+    nodes = Nodes(FAST, SLOW, Link())
+    for node in range(3):
+        nodes.links.shape(node)
+    assert nodes.rates() == [(0, "200mbit"), (0, "200mbit"), (1, "10mbit"), (1, "10mbit")]
+    assert [node for node, text in nodes.commands if text == "congestion"] == [0, 1, 2]
+
+
+def test_a_rate_is_changed_from_what_it_is_now_and_restored() -> None:
+    nodes = Nodes(FAST, Link())
+    nodes.links.set_rate(0, 50_000_000)
+    nodes.links.set_rate(0, None)
+    assert nodes.rates() == [(0, "50mbit"), (0, "50mbit"), (0, "200mbit"), (0, "200mbit")]
+    assert all(" change " in text for _, text in nodes.commands)
+    nodes.commands.clear()
+    nodes.links.set_rate(1, 10_000_000)
+    nodes.links.set_rate(1, None)
+    assert nodes.rates() == [(1, "10mbit"), (1, "10mbit")] and nodes.commands[-1] == (1, "ip link del ifb0")
+
+
+def test_a_command_that_fails_makes_the_network_invalid_and_names_the_node() -> None:
+    def fail(node: int, argv: list[str]) -> str:
+        raise CommandFailed(f"{' '.join(argv[:2])}: exit code 2", 2, "unknown qdisc")
+
+    links = ShapedLinks([NodePlan(name="node7", link=FAST)], fail, lambda node: None)
+    with pytest.raises(NetworkInvalid, match=r"node7: tc qdisc: exit code 2"):
+        links.shape(0)
+
+
+def test_each_distinct_link_is_rehearsed_once_and_rate_and_delay_apart() -> None:
+    both = Link(rate=10_000_000, delay=0.01)
+    features = [feature for _, feature in rehearsals([NodePlan(name=name, link=both) for name in "ab"])]
+    assert features == ["shaping (tbf, ifb, ingress, u32, mirred)", "delay and loss (netem)"]
+    assert list(rehearsals([NodePlan(name="a")])) == []
+
+
+def test_a_rehearsal_that_fails_names_the_feature_and_the_kernels_reason() -> None:
+    def fail(script: str) -> None:
+        assert script == "tc a && tc 'b c'"
+        raise CommandFailed("sh: exit code 2", 2, "Error: Specified qdisc kind is unknown.")
+
+    with pytest.raises(Unavailable, match=r"^here lacks netem: Specified qdisc kind is unknown\. Leave it out"):
+        rehearse("here", [["tc", "a"], ["tc", "b c"]], "netem", fail)
