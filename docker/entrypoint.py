@@ -21,7 +21,7 @@ import subprocess  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from testbed.net.shaping import route_congestion, shape  # noqa: E402
+from testbed.net.shaping import routes_congestion, shape  # noqa: E402
 from testbed.rank.asked import Asked, ask  # noqa: E402
 from testbed.results.folder import fresh_folder, runs_dir  # noqa: E402
 from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
@@ -90,8 +90,8 @@ def _fetch(name: str) -> None:
 def _set_congestion(name: str | None, interface: str) -> None:
     """Through the route: a container may set the sysctl only to what the machine allows everybody."""
     routes = json.loads(_apply(["ip", "-json", "-4", "route", "show", "dev", interface, "scope", "link"]))
-    for route in routes if name else []:
-        _apply(route_congestion(name or "", route["dst"], interface, route.get("prefsrc")))
+    for command in routes_congestion(name, routes, interface) if name else []:
+        _apply(command)
 
 
 def _apply(command: list[str]) -> str:

@@ -1,7 +1,8 @@
-"""Can every node reach every other at one port? `python3 meet.py RANK PORT a,b,c` on all of them at the same time.
+"""Check that every node can reach every other at one port: run `python3 - RANK PORT a,b,c` on all at the same time.
 
-Each listens at its own address and connects to all the others until it got through or time is up; one JSON object
-says how it went. Standard library only and one file: it also runs on a host that has Python and not our image.
+Each node listens at its own address and connects to all the others until it has succeeded or time is up, and prints
+one JSON object with the outcome. The controller sends this file to every host (control/substrates/hosts/node.py), so
+it uses the standard library only and imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import socket
 import sys
 import time
 
-PATIENCE = 15.0  # seconds that nodes may be apart
+TIMEOUT_S = 15.0  # how far apart nodes may start
 HELLO = b"testbed"
 
 
-def meet(rank: int, port: int, addresses: list[str], patience: float = PATIENCE) -> dict[str, object]:
-    """{"busy": why the port is not to be had, "missing": ranks that were not reached, or not heard}.
+def reach_all(rank: int, port: int, addresses: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, object]:
+    """Return {"busy": why the port cannot be used, "missing": ranks that were not reached or not heard}.
 
-    To be let in somewhere proves little; that the other also came from its address, and said who it is, does.
+    An open port alone proves little, it may be another program's. A rank counts when it also connected to this one
+    and said its number.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout_s
     others = set(range(len(addresses))) - {rank}
     try:
         family = socket.AF_INET6 if ":" in addresses[rank] else socket.AF_INET
@@ -32,12 +34,14 @@ def meet(rank: int, port: int, addresses: list[str], patience: float = PATIENCE)
         reached: set[int] = set()
         heard: set[int] = set()
         while time.monotonic() < deadline and (reached != others or heard != others):
-            heard |= _hear(server)
-            reached |= {each for each in others - reached if _knock(addresses[rank], addresses[each], port, rank)}
+            heard |= _accept_hellos(server)
+            reached |= {
+                other for other in others - reached if _say_hello(addresses[rank], addresses[other], port, rank)
+            }
         return {"busy": "", "missing": sorted(others - (reached & heard))}
 
 
-def _knock(source: str, address: str, port: int, rank: int) -> bool:
+def _say_hello(source: str, address: str, port: int, rank: int) -> bool:
     try:
         with socket.create_connection((address, port), timeout=1.0, source_address=(source, 0)) as sock:
             sock.sendall(HELLO + f"{rank}\n".encode())
@@ -46,15 +50,14 @@ def _knock(source: str, address: str, port: int, rank: int) -> bool:
         return False
 
 
-def _hear(server: socket.socket) -> set[int]:
-    """Ranks that have just said hello; anybody else is hung up on."""
+def _accept_hellos(server: socket.socket) -> set[int]:
+    """The ranks that have connected and said their number; other connections are closed."""
     heard = set()
     while select.select([server], [], [], 0.1)[0]:
-        guest = server.accept()[0]
-        with guest:
-            guest.settimeout(1.0)
+        with server.accept()[0] as sock:
+            sock.settimeout(1.0)
             try:
-                text = guest.recv(64)
+                text = sock.recv(64)
             except OSError:
                 continue
             number = text.removeprefix(HELLO).strip()
@@ -64,4 +67,4 @@ def _hear(server: socket.socket) -> set[int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(meet(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","))))
+    print(json.dumps(reach_all(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","))))

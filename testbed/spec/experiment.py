@@ -1,4 +1,8 @@
-"""Experiment: a TOML file with a base run and the axes it is swept over; out comes the same list of runs every time."""
+"""Experiment: a TOML file with a base run and the axes it is swept over, and settings as people type them.
+
+`testbed sweep` makes its runs from an Experiment, always the same list in the same order. `testbed run` and the
+environment of a container make one run from KEY=VALUE settings. Both merge values by dotted keys: "link.rate".
+"""
 
 from __future__ import annotations
 
@@ -17,108 +21,84 @@ from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.run import RunSpec
 
-MAX_BYTES = 1 << 20  # an experiment file larger than this was not written by a person
+MAX_FILE_BYTES = 1 << 20  # no person writes a larger experiment file
 MAX_RUNS = 10_000
 
 
 class Experiment(Spec):
-    """What is asked (`title`), the run all share (`base`), what varies (`axes`, `cells`), how often (`repeats`)."""
+    """The question (`title`), the run that all share (`base`), what varies (`axes`, `cells`), how often (`repeats`)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     title: str
     takes: str = ""  # how long it takes on two cores, for people
     base: dict[str, Any] = {}
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
-    cells: list[dict[str, Any]] = []  # runs beside the product of the axes, first: a baseline that only some axes touch
+    cells: list[dict[str, Any]] = []  # runs beside the product of the axes, such as a baseline without some of them
     repeats: int = Field(default=1, ge=1, le=1000)
-    published: dict[str, Any] = {}  # figures of others, kept beside the question for the report
+    published: dict[str, Any] = {}  # published figures for the same question, which the report compares with
 
     @classmethod
     def read(cls, path: Path) -> Experiment:
-        """Load the file; its stem is the experiment's name."""
-        values = read_toml(path)
-        return cls.load({"name": path.stem} | values, str(path))
+        """Read a file; its stem is the experiment's name."""
+        return cls.load({"name": path.stem} | read_toml(path), str(path))
 
     def runs(self) -> list[RunSpec]:
-        """One RunSpec per cell; the first axis varies slowest, repeats are interleaved."""
+        """One RunSpec per cell: `cells` first, then the product of the axes, the first axis slowest.
+
+        Repeats are interleaved: all cells once, then all cells again. SpecError if there are too many runs or two
+        would have the same name.
+        """
         swept = bool(self.axes or not self.cells)
-        sizes = [len(values) for values in self.axes.values()]  # multiplied before anything is made of them
+        sizes = [len(values) for values in self.axes.values()]  # checked before the product is made
         if (len(self.cells) + swept * math.prod(sizes)) * self.repeats > MAX_RUNS:
             raise refuse("axes", sizes, f"of so many values make more than {MAX_RUNS} runs", "Sweep fewer values.")
         product = itertools.product(*self.axes.values()) if swept else []
         cells = [*self.cells, *(dict(zip(self.axes, values, strict=True)) for values in product)]
-        specs = [self._cell(cell, repeat) for repeat in range(self.repeats) for cell in cells]
+        specs = [self._run(cell, repeat) for repeat in range(self.repeats) for cell in cells]
         names = [spec.name for spec in specs]
-        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-        if twice:
-            raise refuse("axes", sorted(twice), "two runs would have the same name", "Remove the repeated value.")
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise refuse("axes", twice, "two runs would have the same name", "Remove the repeated value.")
         return specs
 
-    def _cell(self, cell: dict[str, Any], repeat: int) -> RunSpec:
+    def _run(self, cell: dict[str, Any], repeat: int) -> RunSpec:
         values: dict[str, Any] = merge({}, self.base)
         for key, value in cell.items():
             set_key(values, key, value)
-        name = "-".join(_slug(key, value) for key, value in cell.items()) or "base"
+        name = "-".join(_name_part(key, value) for key, value in cell.items()) or "base"
         values |= {"experiment": self.name, "name": name + (f"-r{repeat}" if self.repeats > 1 else "")}
         return RunSpec.load(values, f"experiment {self.name}, run {name}")
 
 
+def _name_part(key: str, value: Any) -> str:
+    """A cell's part of the run's name: `ring_bucket_5MiB` for a mode, `rate_200mbit` for any other axis."""
+    text = re.sub(r"[^A-Za-z0-9.-]+", "_", str(value)).strip("_.") or "none"
+    return text if key == "mode" else f"{key.split('.')[-1]}_{text}"
+
+
+def run_name(mode: str, nodes: int | str) -> str:
+    """The default name of a single run: `ring/bucket:5MiB` on 4 nodes -> `ring_bucket_5mib-n4`."""
+    slug = re.sub(r"[^a-z0-9.]+", "_", mode.lower()).strip("_.") or "run"
+    return f"{slug}-n{nodes}"
+
+
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as a dict; missing, huge or broken files are refused with a sentence."""
+    """A TOML file as a dict; SpecError if it is missing, too large or damaged."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise SpecError(
-                f"{path}: {path.stat().st_size} bytes, and at most {MAX_BYTES} are read. Write a smaller file."
-            )
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise SpecError(f"{path}: {size} bytes, and at most {MAX_FILE_BYTES} are read. Write a smaller file.")
         if not path.is_file():
             raise SpecError(f"{path}: cannot be read (no plain file). Give the path of a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None
-    except (ValueError, RecursionError) as error:  # syntax, encoding, numbers without end, depth without end
-        raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Mend the line it names.") from None
-
-
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """A new dict: `above` laid over `below`, tables merged; dotted keys of `above` reach into tables."""
-    result = {key: merge({}, value) if isinstance(value, dict) else value for key, value in below.items()}
-    for key, value in above.items():
-        if isinstance(value, dict):
-            set_key(result, key, merge(_table(result, key), value))
-        else:
-            set_key(result, key, value)
-    return result
-
-
-def set_key(values: dict[str, Any], key: str, value: Any) -> None:
-    """values['a']['b'] = value for the key 'a.b'."""
-    *tables, last = key.split(".")
-    for name in tables:
-        inner = values.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise refuse("key", key, f"{name!r} holds {inner!r}, not a table", "Set it in one place only.")
-        values = inner
-    values[last] = value
-
-
-def _table(values: dict[str, Any], key: str) -> dict[str, Any]:
-    for name in key.split("."):
-        inner = values.get(name, {})
-        values = inner if isinstance(inner, dict) else {}
-    return values
-
-
-def _slug(key: str, value: Any) -> str:
-    """A cell's part of the run's name: modes speak for themselves, other axes carry their key."""
-    text = re.sub(r"[^A-Za-z0-9.-]+", "_", str(value)).strip("_.") or "none"
-    return text if key == "mode" else f"{key.split('.')[-1]}_{text}"
-
-
-# What a person types, as values of a spec: KEY=VALUE settings, and the name of a run's folder.
+    except (ValueError, RecursionError) as error:  # syntax, encoding, a number or a nesting that is too large
+        raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Fix the line it names.") from None
 
 
 def with_settings(values: dict[str, Any], settings: Iterable[str], where: str = "--set") -> dict[str, Any]:
-    """A copy of `values` with each KEY=VALUE laid over it; dotted keys reach into tables."""
+    """A copy of `values` with each KEY=VALUE set; `where` names the flag in a refusal."""
     values = copy.deepcopy(values)
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -136,7 +116,30 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def run_name(mode: str, nodes: int | str) -> str:
-    """`ring/bucket:5MiB` on 4 nodes -> `ring_bucket_5mib-n4`."""
-    slug = re.sub(r"[^a-z0-9.]+", "_", mode.lower()).strip("_.") or "run"
-    return f"{slug}-n{nodes}"
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """A new dict: `below`, replaced by what `above` sets; tables are merged, and keys of `above` may be dotted."""
+    result = {key: merge({}, value) if isinstance(value, dict) else value for key, value in below.items()}
+    for key, value in above.items():
+        if isinstance(value, dict):
+            set_key(result, key, merge(_table(result, key), value))
+        else:
+            set_key(result, key, value)
+    return result
+
+
+def _table(values: dict[str, Any], key: str) -> dict[str, Any]:
+    for name in key.split("."):
+        inner = values.get(name, {})
+        values = inner if isinstance(inner, dict) else {}
+    return values
+
+
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """values['a']['b'] = value for the key 'a.b'; SpecError if 'a' holds something other than a table."""
+    *tables, last = key.split(".")
+    for name in tables:
+        inner = values.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise refuse("key", key, f"{name!r} holds {inner!r}, not a table", "Set it in one place only.")
+        values = inner
+    values[last] = value

@@ -42,7 +42,7 @@ from testbed.control.substrates.docker_cli import (
 from testbed.control.substrates.engine import ENGINE_TIMEOUT_S, check, render
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
-from testbed.net.shaping import route_congestion
+from testbed.net.shaping import routes_congestion
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
 from testbed.spec.mode import methods_dir
@@ -173,8 +173,8 @@ class ComposeSubstrate:
         """Through the routes, which works in any network and for every name that the kernel has."""
         name = self._plans[node].congestion
         if name is not None:
-            for route in self._routes(node, "scope", "link"):
-                self.exec(node, route_congestion(name, route["dst"], INTERFACE, route.get("prefsrc")))
+            for command in routes_congestion(name, self._routes(node, "scope", "link"), INTERFACE):
+                self.exec(node, command)
 
     def _routes(self, node: int, *which: str) -> list[dict[str, Any]]:
         found = self.exec(node, ["ip", "-json", "-4", "route", "show", *which, "dev", INTERFACE])

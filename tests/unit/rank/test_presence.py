@@ -62,3 +62,7 @@ def test_a_rank_asks_now_and_then_whether_rank_0s_machine_is_there(door: socket.
     with presence.attend(HERE, door.getsockname()[1]) as rank:
         assert rank.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert rank.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == presence.IDLE
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert presence.interface_of("127.0.0.1") == "lo" and presence.interface_of("192.0.2.77") == ""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
-from testbed.spec.experiment import MAX_BYTES, Experiment, merge, read_toml, set_key
+from testbed.spec.experiment import MAX_FILE_BYTES, Experiment, merge, read_toml, set_key
 
 FILE = """
 title = "Does the ring pay?"
@@ -130,14 +130,14 @@ def test_a_bad_experiment_is_refused_with_a_sentence(values: dict[str, Any], sen
 def test_a_file_that_is_missing_broken_or_huge_is_refused(tmp_path: Path) -> None:
     broken, huge, binary = tmp_path / "broken.toml", tmp_path / "huge.toml", tmp_path / "binary.toml"
     broken.write_text("title = ")
-    huge.write_text("#" * (MAX_BYTES + 1))
+    huge.write_text("#" * (MAX_FILE_BYTES + 1))
     binary.write_bytes(b"\xff\xfe")
     for path, sentence in (
         (tmp_path / "none.toml", "cannot be read"),
         (tmp_path, "cannot be read"),
         (broken, "not TOML"),
         (binary, "not TOML"),
-        (huge, f"at most {MAX_BYTES}"),
+        (huge, f"at most {MAX_FILE_BYTES}"),
     ):
         with pytest.raises(SpecError, match=sentence):
             read_toml(path)

@@ -221,7 +221,7 @@ def try_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int)
 
     def ask(host: Host) -> Reachability:
         argv = docker_run_argv(NOBODY_USER, "python3", "-c", source, str(hosts.index(host)), str(port), addresses)
-        return Reachability(**json.loads(host.run(argv, reachability.PATIENCE + QUERY_TIMEOUT_S)))
+        return Reachability(**json.loads(host.run(argv, reachability.TIMEOUT_S + QUERY_TIMEOUT_S)))
 
     return run_on_all(hosts, ask)
 
