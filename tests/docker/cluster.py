@@ -1,4 +1,4 @@
-"""One Compose project in a folder of its own, as a user's clone would hold it; `down` leaves nothing behind."""
+"""One Compose project in its own folder, as in a user's clone; `down` removes everything."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RANKS = [f"rank{k}" for k in range(4)]
-# Small enough for a test; a test that needs the probe or the evaluation asks for it.
+# Small enough for a test; a test that needs the probe or the evaluation sets SET itself.
 QUICK = {"MODEL": "lenet5", "DATA": "synthetic", "STEPS": "4", "SET": "probe=false evaluate=never"}
-PATIENCE = 200.0  # seconds; a busy machine takes a minute to import torch four times
+TIMEOUT_S = 200.0  # a busy machine takes a minute to import torch four times
 
 
 class Cluster:
-    """The files a clone has, the commands a user types."""
+    """The files of a clone, and the commands that a user types."""
 
     def __init__(self, folder: Path, owner: int = 0) -> None:
         self.folder = folder
@@ -31,18 +31,18 @@ class Cluster:
         shutil.copyfile(ROOT / "compose.yaml", folder / "compose.yaml")
 
     def compose(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run to the end."""
+        """Run `docker compose` to its end."""
         command = ["docker", "compose", "--ansi", "never", *argv]
         whole = {**os.environ, **QUICK, **env}
-        return subprocess.run(command, cwd=self.folder, env=whole, capture_output=True, text=True, timeout=PATIENCE)
+        return subprocess.run(command, cwd=self.folder, env=whole, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     def up(self, *argv: str, **env: str) -> str:
-        """`docker compose up` to its end; all that was printed."""
+        """Run `docker compose up` to its end and return all output."""
         done = self.compose("up", "--no-build", *argv, **env)
         return done.stdout + done.stderr
 
     def start(self, **env: str) -> subprocess.Popen[str]:
-        """`docker compose up` in a session of its own, to be interrupted."""
+        """Start `docker compose up` in a session of its own, for `interrupt`."""
         return subprocess.Popen(
             ["docker", "compose", "--ansi", "never", "up", "--no-build"],
             cwd=self.folder,
@@ -54,7 +54,7 @@ class Cluster:
         )
 
     def interrupt(self, up: subprocess.Popen[str]) -> float:
-        """Ctrl-C; the seconds until everything has ended."""
+        """Send SIGINT, as Ctrl-C does; return the seconds until everything has ended."""
         begun = time.monotonic()
         up.send_signal(signal.SIGINT)
         up.wait(60)
@@ -74,7 +74,7 @@ class Cluster:
         return sorted((self.runs / "compose").glob("*"))
 
     def steps(self, rank: int) -> int:
-        """How many steps the newest run's rank has recorded."""
+        """How many steps a rank of the newest run has recorded."""
         files = [folder / f"rank{rank}.jsonl" for folder in self.folders()[-1:]]
         return sum(path.read_text().count('"kind":"step"') for path in files if path.exists())
 
@@ -82,7 +82,7 @@ class Cluster:
         self.compose("down", "--volumes", "--timeout", "1")
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"

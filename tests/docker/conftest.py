@@ -1,4 +1,4 @@
-"""The image that every docker test runs on."""
+"""Every docker test needs the image."""
 
 from __future__ import annotations
 

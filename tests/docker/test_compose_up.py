@@ -1,4 +1,4 @@
-"""`docker compose up`, for real: four containers, no controller."""
+"""`docker compose up`: four real containers, no controller."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_f
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 USER = 12345  # an ordinary user, who need not exist
-ALL_WELL = dict.fromkeys(RANKS, 0)
+ALL_OK = dict.fromkeys(RANKS, 0)
 
 
 @pytest.fixture
 def cluster(image: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A clone that belongs to an ordinary user, or (parametrised) to root."""
+    """A clone that an ordinary user owns, or (parametrised) root."""
     made = Cluster(tmp_path, owner=getattr(request, "param", USER))
     try:
         yield made
@@ -33,7 +33,7 @@ def cluster(image: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
 @pytest.mark.parametrize("cluster", [USER, 0], indirect=True, ids=["user", "root"])
 def test_up_trains_on_four_shaped_nodes_and_leaves_a_folder(cluster: Cluster) -> None:
     printed = cluster.up(RATE="100mbit", SET="")
-    assert cluster.codes() == ALL_WELL, printed
+    assert cluster.codes() == ALL_OK, printed
     (folder,) = cluster.folders()
     logs = [f"rank{k}.{kind}" for k in range(4) for kind in ("jsonl", "log")]
     assert sorted(p.name for p in folder.iterdir()) == sorted([*logs, "receipt.json", "spec.json", "summary.json"])
@@ -50,20 +50,20 @@ def test_up_trains_on_four_shaped_nodes_and_leaves_a_folder(cluster: Cluster) ->
 
 
 @pytest.mark.parametrize("mode", ["ddp", "gather", "allreduce"])
-def test_up_takes_every_mode(cluster: Cluster, mode: str) -> None:
+def test_up_runs_every_mode(cluster: Cluster, mode: str) -> None:
     printed = cluster.up(MODE=mode)
-    assert cluster.codes() == ALL_WELL, printed
+    assert cluster.codes() == ALL_OK, printed
     assert f"| {mode} " in printed
 
 
-def test_single_trains_on_rank_0_and_the_others_say_so(cluster: Cluster) -> None:
+def test_single_trains_on_rank_0_and_the_others_print_a_note(cluster: Cluster) -> None:
     printed = cluster.up(MODE="single")
-    assert cluster.codes() == ALL_WELL, printed
+    assert cluster.codes() == ALL_OK, printed
     assert printed.count("has nothing to do") == 3
     assert not (cluster.folders()[0] / "rank1.jsonl").exists()
 
 
-def test_a_script_gets_rank_0s_code_and_a_second_up_makes_a_second_folder(cluster: Cluster) -> None:
+def test_exit_code_from_rank_0_works_and_a_second_up_makes_a_second_folder(cluster: Cluster) -> None:
     script = ["up", "--no-build", "--abort-on-container-exit", "--exit-code-from", "rank0"]
     for count in (1, 2):
         done = cluster.compose(*script)
@@ -73,10 +73,10 @@ def test_a_script_gets_rank_0s_code_and_a_second_up_makes_a_second_folder(cluste
 
 
 REFUSED = {
-    "a rate that is none": ({"RATE": "fast"}, "'fast'"),
+    "not a rate": ({"RATE": "fast"}, "'fast'"),
     "an unknown mode": ({"MODE": "rong"}, "'rong'"),
     "an unknown shaping": ({"SHAPING": "maybe"}, "'maybe'"),
-    "a setting that is none": ({"SET": "lr"}, "'lr'"),
+    "not a setting": ({"SET": "lr"}, "'lr'"),
 }
 
 
@@ -96,7 +96,7 @@ def test_a_runs_folder_that_cannot_be_written_is_refused_by_every_container(clus
     assert printed.count("not writable") == 4
 
 
-def test_a_container_that_may_not_shape_says_so(image: str, tmp_path: Path) -> None:
+def test_a_container_without_net_admin_is_refused(image: str, tmp_path: Path) -> None:
     may = [word for cap in ("SETUID", "SETGID", "SETPCAP", "CHOWN") for word in ("--cap-add", cap)]
     env = [word for pair in ({**QUICK, "RATE": "100mbit"}).items() for word in ("-e", "=".join(pair))]
     argv = ["docker", "run", "--rm", "--cap-drop", "ALL", *may, *env, "-v", f"{tmp_path}:/runs", image]
@@ -105,15 +105,15 @@ def test_a_container_that_may_not_shape_says_so(image: str, tmp_path: Path) -> N
     assert "cannot be shaped: tc qdisc add" in done.stderr and "NET_ADMIN" in done.stderr
 
 
-def test_shaping_off_is_a_choice_that_keeps_a_run_out_of_tables(cluster: Cluster) -> None:
+def test_shaping_off_makes_a_run_invalid(cluster: Cluster) -> None:
     printed = cluster.up(SHAPING="off")
-    assert cluster.codes() == ALL_WELL, printed
+    assert cluster.codes() == ALL_OK, printed
     summary = summary_of(cluster.folders()[0])
     assert summary["status"] == "invalid" and "SHAPING=off" in summary["reason"]
     assert summary["spec"]["link"]["rate"] is None
 
 
-def test_a_running_rank_has_no_privilege_and_ctrl_c_ends_it_with_whole_files(cluster: Cluster) -> None:
+def test_a_running_rank_has_no_privilege_and_ctrl_c_leaves_complete_files(cluster: Cluster) -> None:
     up = cluster.start(STEPS="100000")
     wait_for(lambda: cluster.steps(3) >= 3, "three steps of rank 3")
     for rank in RANKS:
@@ -133,7 +133,7 @@ def test_a_running_rank_has_no_privilege_and_ctrl_c_ends_it_with_whole_files(clu
     assert not list(folder.glob(".*"))
 
 
-def test_a_killed_rank_ends_the_run_and_the_others_say_so(cluster: Cluster) -> None:
+def test_a_killed_rank_ends_the_run_and_is_named(cluster: Cluster) -> None:
     up = cluster.start(STEPS="100000")
     wait_for(lambda: cluster.steps(0) >= 3, "three steps of rank 0")
     cluster.compose("kill", "rank2")
@@ -143,7 +143,7 @@ def test_a_killed_rank_ends_the_run_and_the_others_say_so(cluster: Cluster) -> N
     assert summary["status"] == "failed" and "rank 2" in summary["reason"]
 
 
-def test_clean_removes_what_an_interrupted_up_left(cluster: Cluster) -> None:
+def test_clean_removes_the_project_of_an_interrupted_up(cluster: Cluster) -> None:
     up = cluster.start(STEPS="100000")
     wait_for(lambda: any((folder / "rank0.log").is_file() for folder in cluster.folders()), "a run")
     project = cluster.folder.name.lower()
@@ -162,13 +162,13 @@ def test_the_example_environment_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("setting", ["node.cpus=2", "nodes=3", "overrides.node2.cpus=0.1"])
-def test_a_share_that_would_not_be_applied_is_refused(cluster: Cluster, setting: str) -> None:
+def test_a_setting_that_would_not_be_applied_is_refused(cluster: Cluster, setting: str) -> None:
     printed = cluster.up(SET=setting)
     assert set(cluster.codes().values()) == {2}, printed
     assert "CPU_QUOTA" in printed
 
 
-def test_the_image_has_the_files_that_its_hash_covers_and_no_other(image: str) -> None:
+def test_the_image_has_exactly_the_files_that_its_hash_covers(image: str) -> None:
     look = ["/opt/testbed", "-type", "f", "-not", "-path", "*/__pycache__/*", "-printf", "%P\n"]
     argv = ["docker", "run", "--rm", "--entrypoint", "find", image, *look]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)

@@ -1,4 +1,4 @@
-"""Four hosts for the whole session, deployed to once by the real command line."""
+"""Four hosts for the whole session; the first command line deploys to them and runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.hosts.nodes import Nodes
 
 @dataclass
 class Cluster:
-    """The hosts, and how the first command line on them went."""
+    """The hosts, and the result of the first command line on them."""
 
     nodes: Nodes
     first: subprocess.CompletedProcess[str]
 
 
 def make_mnist(root: Path) -> None:
-    """Arrays of MNIST's shapes, which is all that a rank looks at: nothing is fetched for a test."""
+    """Arrays of MNIST's shapes, which is all that a rank checks: tests download nothing."""
     info = dataset_info("mnist")
     (root / "mnist").mkdir(parents=True)
     for array in ARRAYS:

@@ -1,4 +1,4 @@
-"""Hosts for tests: containers with an sshd and an engine of their own, a throw-away key, and the real `fab`."""
+"""Hosts for tests: containers with sshd and an engine of their own, a temporary key, and the real `fab`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 IMAGE = "testbed-node:test"
 LABEL = "testbed.test=node"
-# What an engine inside a container needs; --privileged is refused on many machines, and would be too much.
+# What an engine inside a container needs. --privileged is refused on many machines and would be too much.
 CAPABILITIES = [
     "CHOWN",
     "DAC_OVERRIDE",
@@ -42,17 +42,17 @@ CAPABILITIES = [
     "SETFCAP",
 ]
 UNCONFINED = ("seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined")
-PATIENCE = 60.0  # seconds for an engine to answer
+TIMEOUT_S = 60.0  # for an engine to answer
 
 
 def command(*argv: str | Path, timeout: float = 300, **options: object) -> str:
-    """Run to the end; its output, or an assertion that shows it."""
+    """Run a command to its end and return its output; a failure is an assertion with the output."""
     done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
     return str(done.stdout)
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE
 
 
 def base_image() -> str:
-    """What the product's image was made from, so that one base serves both."""
+    """The base of the product's image, so that one base serves both."""
     found = command("docker", "images", "--format", "{{.Repository}}:{{.Tag}}").split()
     wanted = ("debian:bookworm-slim", "testbed-base:bookworm")
     return next((name for name in wanted if name in found), wanted[0])
@@ -84,7 +84,7 @@ class Nodes:
         return f"{self.tag}-{node}"
 
     def up(self) -> None:
-        """Build, start, wait for the engines, learn the host keys."""
+        """Build the image, start the hosts, wait for their engines, add their host keys."""
         command("docker", "build", "-q", "--build-arg", f"BASE={base_image()}", "-t", IMAGE, HERE, timeout=600)
         self.key.parent.mkdir(parents=True, mode=0o700)
         command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
@@ -97,7 +97,7 @@ class Nodes:
         self.write_inventory(self.inventory)
 
     def start(self, node: int, disk: str = "", engine: bool = True) -> None:
-        """One host; its engine's data live in a volume that goes with it, or in so much memory."""
+        """Start one host; its engine's data are in a volume, or in a tmpfs of size `disk`."""
         caps = [word for cap in CAPABILITIES for word in ("--cap-add", cap)]
         options = [word for option in UNCONFINED for word in ("--security-opt", option)]
         mounts = ["--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw", "--tmpfs", "/run"]
@@ -117,7 +117,7 @@ class Nodes:
         wait_for(lambda: self.ok(node, "docker", "version") and self.ok(node, "pgrep", "sshd"), f"node{node}")
 
     def inside(self, node: int, *argv: str, timeout: float = 120) -> str:
-        """As root on the host, past SSH: to look at it, or to break it."""
+        """Run a command as root on the host without SSH, to inspect or to break it."""
         return command("docker", "exec", self.name(node), *argv, timeout=timeout)
 
     def ok(self, node: int, *argv: str) -> bool:
@@ -129,12 +129,12 @@ class Nodes:
         return f"{self.addresses[node]} {' '.join(text.split()[:2])}\n"
 
     def learn(self, nodes: Iterable[int]) -> None:
-        """As after a first `ssh` that was answered with yes."""
+        """Add host keys to known_hosts, as a first `ssh` does."""
         with self.known.open("a") as file:
             file.writelines(self.host_key(node) for node in nodes)
 
     def write_inventory(self, path: Path, nodes: Sequence[int] | None = None, **changes: str) -> Path:
-        """`changes`: "node1.user" -> a TOML value that stands there instead."""
+        """`changes` maps e.g. "node1.user" to another TOML value."""
         lines = []
         for node in nodes if nodes is not None else range(self.count):
             values = {"name": f'"node{node}"', "address": f'"{self.addresses[node]}"', "user": '"student"'}
@@ -145,19 +145,19 @@ class Nodes:
         return path
 
     def fab(self, *argv: str | Path, timeout: float = 280, **env: str) -> subprocess.CompletedProcess[str]:
-        """The command line of a user, to its end."""
+        """Run `fab` to its end."""
         return subprocess.run(
             fab(*argv), cwd=self.folder, env=self.environment(**env), capture_output=True, text=True, timeout=timeout
         )
 
     def testbed(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """The other command line."""
+        """Run `testbed` to its end."""
         whole = [sys.executable, "-m", "testbed.control", *argv]
         env = self.environment()
         return subprocess.run(whole, cwd=self.folder, env=env, capture_output=True, text=True, timeout=280)
 
     def start_fab(self, *argv: str | Path, **env: str) -> subprocess.Popen[str]:
-        """To be interrupted."""
+        """Start `fab`, to be interrupted."""
         pipe = subprocess.PIPE
         return subprocess.Popen(
             fab(*argv), cwd=self.folder, env=self.environment(**env), stdout=pipe, stderr=subprocess.STDOUT, text=True
@@ -169,7 +169,7 @@ class Nodes:
         return {**whole, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.folder / "cache")} | env
 
     def ours(self, node: int) -> list[str]:
-        """Containers, images and files of ours on a host."""
+        """Our containers, images and files on a host."""
         containers = self.inside(node, "docker", "ps", "--all", "--quiet").split()
         images = self.inside(node, "docker", "images", "--quiet").split()
         files = self.inside(node, "find", "/home/student", "/tmp", "/var/tmp", "-newer", "/node.sh").splitlines()
@@ -177,7 +177,7 @@ class Nodes:
         return [*containers, *images, *(path for path in files if not usual.fullmatch(path))]
 
     def of_runs(self, node: int) -> list[str]:
-        """Containers, and files of runs."""
+        """Containers and files of runs on a host."""
         files = self.inside(node, "find", "/home/student/.testbed", "-path", "*/runs*").splitlines()
         return [*self.inside(node, "docker", "ps", "--all", "--quiet").split(), *files]
 
@@ -185,7 +185,7 @@ class Nodes:
         return self.inside(node, "docker", "ps", "--quiet").split()
 
     def down(self) -> None:
-        """Everything of this instance, whatever state it is in."""
+        """Remove everything of this instance, in any state."""
         null = subprocess.DEVNULL
         removing = [
             subprocess.Popen(["docker", "rm", "--force", "--volumes", name], stdout=null, stderr=null)
@@ -198,5 +198,5 @@ class Nodes:
 
 
 def fab(*argv: str | Path) -> list[str]:
-    """`fab` of the interpreter that runs the tests, on our fabfile."""
+    """The `fab` beside the interpreter that runs the tests, with our fabfile."""
     return [str(Path(sys.executable).parent / "fab"), "--search-root", str(ROOT), *map(str, argv)]

@@ -1,4 +1,4 @@
-"""`fab` against real SSH servers and real engines: deploy, run, and whatever may go wrong on the way."""
+"""`fab` with real SSH servers and real engines: deploy, run, and what may go wrong."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_doctor_deploy_run_on_one_line(cluster: Cluster) -> None:
     assert all(nodes.inside(node, "docker", "ps", "--all", "--quiet") == "" for node in range(4))
 
 
-def test_the_receipt_says_what_the_links_give_and_asks_nothing(cluster: Cluster, nodes: Nodes) -> None:
+def test_the_receipt_has_measured_rates_and_no_requested_ones(cluster: Cluster, nodes: Nodes) -> None:
     folders = (nodes.folder / "runs" / "adhoc").iterdir()
     receipt = json.loads(next(p for p in map(lambda f: f / "receipt.json", folders) if p.exists()).read_text())
     assert len(receipt["links"]) == 12 and all(link["requested"] is None for link in receipt["links"])
@@ -64,8 +64,7 @@ def test_a_second_deploy_sends_nothing_and_ddp_runs(nodes: Nodes) -> None:
     assert len(hashes(newest(nodes))) == 1
 
 
-def test_the_same_engine_from_testbed_run(nodes: Nodes) -> None:
-    """Two hosts of the inventory, by alias and jump host of the user's SSH configuration."""
+def test_testbed_run_on_hosts_uses_aliases_and_a_jump_host(nodes: Nodes) -> None:
     config = [
         f"Host first\n HostName {nodes.addresses[0]}",
         f"Host second\n HostName {nodes.addresses[1]}\n ProxyJump first",
@@ -83,7 +82,7 @@ def test_the_same_engine_from_testbed_run(nodes: Nodes) -> None:
         (nodes.home / ".ssh" / "config").unlink()
 
 
-def test_each_trouble_is_one_line_with_its_fix_and_stops_nobody_else(nodes: Nodes, tmp_path: Path) -> None:
+def test_each_problem_is_one_line_with_its_fix_and_other_hosts_go_on(nodes: Nodes, tmp_path: Path) -> None:
     nodes.start(4, disk="100m")
     nodes.start(5, engine=False)
     nodes.wait(4)
@@ -115,7 +114,7 @@ def test_each_trouble_is_one_line_with_its_fix_and_stops_nobody_else(nodes: Node
         nodes.known.write_text(kept)
 
 
-def test_an_unknown_host_key_is_refused_until_one_opts_in(nodes: Nodes) -> None:
+def test_an_unknown_host_key_is_refused_unless_accept_new(nodes: Nodes) -> None:
     kept = nodes.known.read_text()
     nodes.known.write_text("".join(line for line in kept.splitlines(True) if not line.startswith(nodes.addresses[1])))
     try:
@@ -124,13 +123,13 @@ def test_an_unknown_host_key_is_refused_until_one_opts_in(nodes: Nodes) -> None:
         assert f"ssh-keyscan -p 22 {nodes.addresses[1]} >> ~/.ssh/known_hosts" in refused.stdout
         assert "--accept-new" in refused.stdout and nodes.addresses[1] not in nodes.known.read_text()
         assert nodes.fab("status", "--accept-new").returncode == 0
-        assert nodes.fab("status").returncode == 0, "it was written down"
+        assert nodes.fab("status").returncode == 0, "the key was added"
     finally:
         nodes.known.write_text(kept)
 
 
 class Running:
-    """`fab run` for so many steps, watched until its ranks train; whatever happens, it does not outlive the test."""
+    """`fab run` in the background; the constructor returns when its ranks train, and `end` waits for it."""
 
     def __init__(self, nodes: Nodes, steps: int, out: Path) -> None:
         self.folder = out
@@ -163,7 +162,7 @@ def test_ctrl_c_stops_the_ranks_on_all_hosts(nodes: Nodes, tmp_path: Path) -> No
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []], "containers and files of the run are gone"
 
 
-def test_a_rank_that_dies_is_named_and_nothing_stays(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_nothing_remains(nodes: Nodes, tmp_path: Path) -> None:
     running = Running(nodes, 5000, tmp_path / "run")
     nodes.inside(2, "docker", "kill", *nodes.running(2))
     code, said = running.end()
@@ -171,8 +170,8 @@ def test_a_rank_that_dies_is_named_and_nothing_stays(nodes: Nodes, tmp_path: Pat
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
-def test_a_killed_rank_is_restarted_and_its_records_are_of_one_piece(nodes: Nodes, tmp_path: Path) -> None:
-    many = 1500  # the kill comes some hundred steps after the one it is asked for: records travel first
+def test_a_killed_rank_is_restarted_and_its_records_are_complete(nodes: Nodes, tmp_path: Path) -> None:
+    many = 1500  # the kill comes some hundred steps after the requested one, because records are copied first
     argv = ["--fault", "kill:rank1@step12", "--retries", "1", "--set", "checkpoint=50", "--steps", str(many)]
     done = nodes.fab("run", "--mode", "ring", *argv, *QUICK, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -182,7 +181,7 @@ def test_a_killed_rank_is_restarted_and_its_records_are_of_one_piece(nodes: Node
     assert len(hashes(tmp_path / "run")) == 1
 
 
-def test_stop_from_another_shell_ends_the_run_and_the_first_one_says_so(nodes: Nodes, tmp_path: Path) -> None:
+def test_stop_from_another_shell_ends_the_run_with_an_error(nodes: Nodes, tmp_path: Path) -> None:
     running = Running(nodes, 5000, tmp_path / "run")
     stopped = nodes.fab("stop")
     code, said = running.end()
@@ -191,7 +190,7 @@ def test_stop_from_another_shell_ends_the_run_and_the_first_one_says_so(nodes: N
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
-def test_after_a_cut_the_ranks_finish_and_collect_brings_everything(nodes: Nodes) -> None:
+def test_after_a_lost_connection_the_ranks_finish_and_collect_copies_everything(nodes: Nodes) -> None:
     running = Running(nodes, 250, nodes.folder / "runs" / "adhoc" / "cut")
     for node in range(4):
         nodes.inside(node, "pkill", "sshd")
@@ -214,7 +213,7 @@ def test_after_a_cut_the_ranks_finish_and_collect_brings_everything(nodes: Nodes
     assert "nothing to collect" in nodes.fab("collect").stdout
 
 
-def test_clean_leaves_nothing_of_ours_on_any_host(nodes: Nodes) -> None:
+def test_clean_removes_everything_from_all_hosts(nodes: Nodes) -> None:
     assert nodes.ours(0), "image and data are there"
     done = nodes.fab("clean")
     assert done.returncode == 0, done.stdout + done.stderr

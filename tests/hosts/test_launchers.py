@@ -1,4 +1,4 @@
-"""The image under torchrun: any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT will do."""
+"""The image under torchrun, like any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = {"MODE": "ring", "MODEL": "lenet5", "DATA": "synthetic", "BATCH": "32", "S
 
 
 def test_torchrun_on_two_nodes(tmp_path: Path, image: str) -> None:
-    """The readme's command but for the network: on one machine two nodes cannot both have the host's ports."""
+    """The readme's command except for the network: on one machine two nodes cannot both use the host's ports."""
     tag = f"testbed-launch-{os.getpid()}"
     names = [f"{tag}-{node}" for node in range(2)]
     variables = [word for key, value in RUN.items() for word in ("--env", f"{key}={value}")]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import paramiko
+
+from testbed.control.substrates.docker_cli import local_user
 from testbed.control.substrates.hosts.ssh import Host
 from testbed.spec.errors import HostCommandFailed
 from testbed.spec.inventory import HostNode
@@ -53,3 +59,51 @@ class LocalFiles:
 
     def close(self) -> None:
         self._closing.close()
+
+
+RUN = "ring-n2-abc123"
+
+
+class Machine(ScriptedHost):
+    """A host whose home is a folder, and whose engine has these containers: (id, rank, purpose, state, code, user)."""
+
+    def __init__(self, home: Path, name: str, containers: Sequence[tuple[str, int, str, str, int, str]] = ()) -> None:
+        super().__init__(self._answer, name)
+        self.home, self.containers = home, list(containers)
+        self.run_dir = home / ".testbed" / "runs" / RUN
+
+    def files(self) -> paramiko.SFTPClient:
+        files = LocalFiles()
+        files.get = lambda there, here: shutil.copy(there, here)  # type: ignore[attr-defined]
+        files.stat = lambda there: Path(there).stat()  # type: ignore[attr-defined]
+        return files  # type: ignore[return-value]
+
+    def _answer(self, argv: Sequence[str]) -> str:
+        match list(argv):
+            case ["sh", "-c", script, *_] if "id -u" in script:
+                return f"1000\n1000\n{self.home}\n"
+            case ["docker", "version", *_]:
+                return "28"
+            case ["docker", "ps", *rest] if "{{json .}}" in rest:
+                return "\n".join(map(self._listed, self.containers))
+            case ["docker", "ps", *rest] if f"label=testbed.user={local_user()}" in rest:
+                return "\n".join(each[0] for each in self.containers if each[5] == local_user())
+            case ["docker", "ps", *_]:
+                return "\n".join(each[0] for each in self.containers)
+            case ["docker", "inspect", *_, container]:
+                return next(f"{each[3]} {each[4]}" for each in self.containers if each[0] == container)
+            case ["docker", "rm", "--force", "--volumes", *ids]:
+                self.containers = [each for each in self.containers if each[0] not in ids]
+                return ""
+            case ["docker", "image", *_]:
+                return ""
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            raise HostCommandFailed(f"{self}: {argv[0]}", done.returncode, done.stderr)
+        return done.stdout
+
+    @staticmethod
+    def _listed(container: tuple[str, int, str, str, int, str]) -> str:
+        name, rank, purpose, *_, owner = container
+        labels = f"testbed=hosts,testbed.run={RUN},testbed.rank={rank},testbed.purpose={purpose},testbed.user={owner}"
+        return json.dumps({"ID": name, "Labels": labels})

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from testbed.control.runs.supervisor import RankState
-from testbed.control.substrates.base import Process, Substrate
+from testbed.control.substrates.base import FaultTarget, Process
 from testbed.spec.fault import LASTING, Fault
 
 
 class Injector:
     """Looks at the ranks as often as the watch does. Each fault happens once, whatever is retried."""
 
-    def __init__(self, faults: Sequence[Fault], substrate: Substrate, history: Path) -> None:
+    def __init__(self, faults: Sequence[Fault], substrate: FaultTarget, history: Path) -> None:
         self._waiting = list(faults)
         self._keeps_history = bool(faults)
         self._lasting: list[tuple[float, Fault]] = []  # when to end what

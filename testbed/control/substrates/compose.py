@@ -156,9 +156,8 @@ class ComposeSubstrate:
             labels = f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}=rank{node}"
             (container,) = self._docker(list_argv(*labels, running=True)).split()
             self._containers.append(container)
-            (network,) = json.loads(
-                self._docker(inspect_argv(container, "{{json .NetworkSettings.Networks}}"))
-            ).values()
+            networks = self._docker(inspect_argv(container, "{{json .NetworkSettings.Networks}}"))
+            (network,) = json.loads(networks).values()
             handle = NodeHandle(name=plan.name, address=str(network["IPAddress"]), interface=INTERFACE)
             self.nodes = (*self.nodes, handle)
 
@@ -271,9 +270,8 @@ class ComposeSubstrate:
             limits = self._docker(inspect_argv(container, "{{.HostConfig.Memory}} {{.HostConfig.MemorySwap}}"))
             memory, with_swap = map(int, limits.split())
             self._memory[node] = memory, with_swap
-        self._docker(
-            set_memory_argv(container, parse_memory(self._docker(memory_argv(container))) + MEMORY_HEADROOM_BYTES)
-        )
+        used = parse_memory(self._docker(memory_argv(container)))
+        self._docker(set_memory_argv(container, used + MEMORY_HEADROOM_BYTES))
 
     def unlimit_memory(self, node: int) -> None:
         """Restore the limits from before. `docker update` cannot remove a limit, so none becomes all memory."""

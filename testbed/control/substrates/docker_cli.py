@@ -147,17 +147,8 @@ def unprivileged_options(user: str) -> list[str]:
 
 def docker_run_argv(user: str, program: str, *argv: str) -> list[str]:
     """Run a program of the image on a host to its end, without privileges; the container is removed."""
-    return [
-        "docker",
-        "run",
-        "--rm",
-        *owner_options(),
-        *unprivileged_options(user),
-        "--entrypoint",
-        program,
-        IMAGE,
-        *argv,
-    ]
+    options = [*owner_options(), *unprivileged_options(user), "--entrypoint", program]
+    return ["docker", "run", "--rm", *options, IMAGE, *argv]
 
 
 def rehearse_argv(script: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The hash that an image is known by covers what is in the image, and nothing that is not."""
+"""The content hash covers what is in the image or builds it, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def changed(root: Path, name: str) -> bool:
-    """Does the hash change with this file?"""
+    """Return True if the hash changes with this file."""
     before = content_hash(root)
     (root / name).parent.mkdir(exist_ok=True)
     with (root / name).open("a") as file:
@@ -49,7 +49,7 @@ def changed(root: Path, name: str) -> bool:
         "docker/image.sh",
     ],
 )
-def test_what_is_not_in_the_image_does_not_make_another(clone: Path, name: str) -> None:
+def test_a_file_outside_the_image_does_not_change_the_hash(clone: Path, name: str) -> None:
     assert not changed(clone, name)
 
 
@@ -66,24 +66,24 @@ def test_what_is_not_in_the_image_does_not_make_another(clone: Path, name: str) 
         *BUILD_FILES,
     ],
 )
-def test_what_is_in_the_image_or_decides_what_is_makes_another(clone: Path, name: str) -> None:
+def test_a_file_of_the_image_or_of_its_build_changes_the_hash(clone: Path, name: str) -> None:
     assert changed(clone, name)
 
 
-def test_the_image_is_the_rank_side() -> None:
+def test_the_image_has_what_a_rank_needs() -> None:
     rooms = [f"testbed/{room}" for room in ("spec", "results", "net", "data", "rank")]
     assert copied_paths(ROOT) == ["testbed/__init__.py", *rooms, "docker/entrypoint.py"]
 
 
-def test_nothing_gets_into_the_image_in_a_way_that_is_not_read() -> None:
+def test_every_copy_into_the_image_is_seen_by_the_hash() -> None:
     """One source and its target on a line, no flags, no ADD; the wheels are those of packages.txt."""
     lines = re.findall(r"^\s*(?:COPY|ADD)\b.*", DOCKERFILE, re.MULTILINE | re.IGNORECASE)
     assert [line.split()[:-1] for line in lines] == [["COPY", name] for name in copied_paths(ROOT)]
     assert set(re.findall(r"source=([^,\s]+)", DOCKERFILE)) <= {"wheels", *BUILD_FILES}
 
 
-def test_the_files_of_the_image_do_without_the_others(tmp_path: Path) -> None:
-    """As in the container: the entrypoint's own process that fetches a data set."""
+def test_the_files_of_the_image_need_no_others(tmp_path: Path) -> None:
+    """As in the container: the process of the entrypoint that fetches a data set."""
     for path in image_files(ROOT):
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""compose.yaml is what the template says, and what people may change is listed."""
+"""The Compose file: compose.yaml is up to date, and .env.example lists its variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_there_is_one_service_per_rank(nodes: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", [0, 257])
-def test_a_number_of_nodes_that_makes_no_sense_is_refused(nodes: int) -> None:
+def test_a_number_of_nodes_out_of_range_is_refused(nodes: int) -> None:
     with pytest.raises(SpecError, match=rf"nodes {nodes}: must be 1 to 256\. Use e\.g\. 4\."):
         render(nodes)
 

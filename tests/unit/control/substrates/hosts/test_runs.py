@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import paramiko
@@ -21,59 +17,13 @@ from testbed.control.substrates.hosts import runs as hosts_runs
 from testbed.control.substrates.hosts.substrate import NOTE
 from testbed.results.folder import RunFolder
 from testbed.results.records import End, encode
-from testbed.spec.errors import ConnectionLost, HostCommandFailed, SpecError, UsageError
+from testbed.spec.errors import ConnectionLost, SpecError, UsageError
 from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
-from tests.support.scripted_hosts import LocalFiles, ScriptedHost, failing
+from tests.support.scripted_hosts import RUN, Machine, ScriptedHost, failing
 
-RUN = "ring-n2-abc123"
 SPEC = RunSpec.load({"nodes": 2, "model": "lenet5", "data": {"name": "synthetic"}, "batch": 8, "steps": 6}, "")
 END = encode(End(steps=0, seconds=1.0, sent=0, received=0)) + "\n"
-
-
-class Machine(ScriptedHost):
-    """A host whose home is a folder, and whose engine has these containers: (id, rank, purpose, state, code, user)."""
-
-    def __init__(self, home: Path, name: str, containers: Sequence[tuple[str, int, str, str, int, str]] = ()) -> None:
-        super().__init__(self._answer, name)
-        self.home, self.containers = home, list(containers)
-        self.run_dir = home / ".testbed" / "runs" / RUN
-
-    def files(self) -> paramiko.SFTPClient:
-        files = LocalFiles()
-        files.get = lambda there, here: shutil.copy(there, here)  # type: ignore[attr-defined]
-        files.stat = lambda there: Path(there).stat()  # type: ignore[attr-defined]
-        return files  # type: ignore[return-value]
-
-    def _answer(self, argv: Sequence[str]) -> str:
-        match list(argv):
-            case ["sh", "-c", script, *_] if "id -u" in script:
-                return f"1000\n1000\n{self.home}\n"
-            case ["docker", "version", *_]:
-                return "28"
-            case ["docker", "ps", *rest] if "{{json .}}" in rest:
-                return "\n".join(map(self._listed, self.containers))
-            case ["docker", "ps", *rest] if f"label=testbed.user={local_user()}" in rest:
-                return "\n".join(each[0] for each in self.containers if each[5] == local_user())
-            case ["docker", "ps", *_]:
-                return "\n".join(each[0] for each in self.containers)
-            case ["docker", "inspect", *_, container]:
-                return next(f"{each[3]} {each[4]}" for each in self.containers if each[0] == container)
-            case ["docker", "rm", "--force", "--volumes", *ids]:
-                self.containers = [each for each in self.containers if each[0] not in ids]
-                return ""
-            case ["docker", "image", *_]:
-                return ""
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            raise HostCommandFailed(f"{self}: {argv[0]}", done.returncode, done.stderr)
-        return done.stdout
-
-    @staticmethod
-    def _listed(container: tuple[str, int, str, str, int, str]) -> str:
-        name, rank, purpose, *_, owner = container
-        labels = f"testbed=hosts,testbed.run={RUN},testbed.rank={rank},testbed.purpose={purpose},testbed.user={owner}"
-        return json.dumps({"ID": name, "Labels": labels})
 
 
 def machine(tmp_path: Path, rank: int, records: str | None = END, **container: object) -> Machine:

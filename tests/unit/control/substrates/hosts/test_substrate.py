@@ -18,10 +18,11 @@ from testbed.control.substrates.hosts.substrate import HostsSubstrate, Mirror, P
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import ConnectionLost, HostCommandFailed, HostFailed, RankFailed, TestbedError
 from testbed.spec.inventory import HostNode, Inventory
-from tests.support.scripted_hosts import LocalFiles, ScriptedHost, failing, silent
-from tests.unit.control.substrates.hosts.test_runs import SPEC, Machine
+from testbed.spec.run import RunSpec
+from tests.support.scripted_hosts import LocalFiles, Machine, ScriptedHost, failing, silent
 from tests.unit.control.substrates.test_docker_cli import container
 
+SPEC = RunSpec.load({"nodes": 2, "model": "lenet5", "data": {"name": "synthetic"}, "batch": 8, "steps": 6}, "")
 PACE = Pace(poll_s=0.01, reconnect_s=0.0)
 
 
