@@ -1,12 +1,34 @@
-"""testbed: what keeping N copies of a model in step really costs.
+"""testbed measures what it costs to keep N copies of a model in step, by a chosen method, on a chosen network.
 
-Rooms (imports point one way, `tests/unit/test_imports.py` proves it):
-  spec/     shared words: modes, links, runs, experiments, records, tables
-  net/      shared: a Link becomes tc argument lists; a probe becomes a receipt
-  data/     shared: brings a data set to a machine, verified
-  rank/     runs on every node: the one training loop
-  control/  runs on the user's machine: CLI, sweeps, substrates; never imports torch
-  report/   offline: run folders in, tables and pages out
+    run = testbed.run(mode="ring", nodes=4, rate="200mbit")   train once, on the best substrate that is available
+    runs = testbed.sweep("experiments/quick.toml")             every cell of an experiment
+    runs = testbed.load("runs/quick")                          what earlier runs measured
+docs/api.md describes them. They are loaded when they are first used: ranks import this package without control/.
+
+Folders; imports point one way, and tests/unit/test_imports.py enforces it:
+  spec/     what is requested: modes, links, runs, experiments
+  results/  what was measured: records, receipts, summaries, tables
+  net/      turns a link into tc argument lists; measures the network
+  data/     fetches a data set and verifies it
+  rank/     runs on every node: the training loop and the synchronisation modes
+  control/  runs on the user's machine, without torch: command line, sweeps, substrates
+  report/   turns run folders into tables, figures and a page
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from testbed.control.api import Run, Runs, load, run, sweep
+
 __version__ = "0.2.0"
+__all__ = ["Run", "Runs", "__version__", "load", "run", "sweep"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the API when it is first used."""
+    if name in __all__:
+        return getattr(importlib.import_module("testbed.control.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

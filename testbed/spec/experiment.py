@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,6 +95,21 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None
     except (ValueError, RecursionError) as error:  # syntax, encoding, a number or a nesting that is too large
         raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Fix the line it names.") from None
+
+
+# Short names for keys of a spec: flags of `testbed run`, keywords of testbed.run, and in upper case the variables of
+# `docker compose up`. Every other flag is called as its key.
+FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestion": "node.congestion"}
+
+
+def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = ()) -> RunSpec:
+    """One validated spec of flags, which may be text, and KEY=VALUE settings. A flag that is None is left out."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    tables = {name: value for name, value in given.items() if isinstance(value, Mapping)}  # e.g. data={"subset": 512}
+    keys = {FLAGS.get(name, name): value for name, value in given.items() if name not in tables}
+    values = with_settings(merge(tables, keys), settings)
+    values.setdefault("name", run_name(str(values.get("mode", "ring")), values.get("nodes", 4)))
+    return RunSpec.load(values, where="")
 
 
 def with_settings(values: dict[str, Any], settings: Iterable[str], where: str = "--set") -> dict[str, Any]:

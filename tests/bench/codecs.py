@@ -15,7 +15,7 @@ from rich.console import Console
 
 from testbed.control.cli.progress import Plain
 from testbed.control.runs.select import choose
-from testbed.control.runs.sweep import sweep
+from testbed.control.runs.sweep import run_all
 from testbed.results.conclude import Summary
 from testbed.results.folder import runs_dir
 from testbed.spec.experiment import Experiment
@@ -39,7 +39,7 @@ def _sweep(name: str, on: str) -> list[Summary]:
     progress = Plain(Console(markup=False, highlight=False, soft_wrap=True))
     commit = code_commit(*MEASURED)
     root, fresh = runs_dir() / f"bench-{commit}", not current(commit, commit)
-    summaries, errors = sweep(specs, choose(on, specs[0]), root, progress, fresh)
+    summaries, errors = run_all(specs, choose(on, specs[0]), root, progress, fresh)
     if errors:
         raise errors[0]
     return summaries

@@ -16,7 +16,7 @@ from testbed.control.machine.processes import run
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.docker_cli import info_argv, inspect_argv
-from testbed.control.substrates.engine import projects
+from testbed.control.substrates.engine import check, projects
 from testbed.spec.errors import CommandFailed, Unavailable
 from testbed.spec.link import Link
 from tests.support.command import run_command, start_command, wait_for_steps
@@ -122,6 +122,7 @@ def test_an_override_of_one_node_shapes_one_container(tmp_path: Path) -> None:
 def test_delay_is_refused_before_anything_starts_if_the_kernel_lacks_netem(tmp_path: Path) -> None:
     plans = [NodePlan(name="node0", link=Link(delay=0.01))]
     try:
+        check(plans)
         with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
             assert "netem" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"])
     except Unavailable as refusal:

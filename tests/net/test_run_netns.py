@@ -12,7 +12,7 @@ import pytest
 
 from testbed.control.machine.affinity import assign_cores, usable_cores
 from testbed.control.machine.cgroups import find_hierarchy
-from testbed.control.runs.select import plans
+from testbed.control.runs.select import node_plans
 from testbed.results.receipt import Receipt
 from testbed.spec.run import SCHEMA, RunSpec
 from tests.support.command import ranks_of, run_command, start_command, wait_for_steps
@@ -52,7 +52,7 @@ def test_each_rank_ran_on_its_cores(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = whole
     starts = [json.loads((folder / f"rank{k}.jsonl").read_text().splitlines()[0]) for k in range(NODES)]
     shares = assign_cores(
-        plans(RunSpec.load(json.loads((folder / "spec.json").read_text()), "spec.json")), usable_cores()
+        node_plans(RunSpec.load(json.loads((folder / "spec.json").read_text()), "spec.json")), usable_cores()
     )
     assert [set(start["environment"]["own cores"]) for start in starts] == [
         own or set(usable_cores()) for own in shares

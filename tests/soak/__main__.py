@@ -10,7 +10,7 @@ import argparse
 import importlib
 import sys
 
-from testbed.control.runs.locks import reserved
+from testbed.control.runs.locks import reserve_machine
 from tests.soak.book import Book, Promise
 from tests.soak.faults import followed
 from tests.soak.runs import DEADLINE
@@ -117,7 +117,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     good = True
-    with reserved():  # its runs then share the machine with nobody but each other
+    with reserve_machine():  # its runs then share the machine with nobody but each other
         for part in options.parts or PARTS:
             module, function, promise = PARTS[part]
             book = Book(part, promise)

@@ -1,14 +1,16 @@
-"""The place `fake`: runs without ranks and without a network, for tests of what stands above the substrates."""
+"""The substrate `fake`: runs without ranks and without a network, for tests of what is above the substrates."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from testbed.control.runs import run, select
+from testbed.control.runs.select import SubstrateChoice, SubstrateType
+from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.net.probe import Flow, Measurement, receipt_of
 from testbed.net.tcp import efficiency
@@ -24,20 +26,25 @@ from testbed.results.records import (
     Step,
     encode,
 )
+from testbed.spec.errors import NetworkInvalid
+from testbed.spec.run import RunSpec
 
 RATE = 200_000_000
+PROBE = "testbed.net.probe"
 Play = Callable[[RunFolder, int], int | None]  # a rank's life: write records, give the exit code
 
 
-def receipt(measured: float, nodes: int = 2) -> Receipt:
-    """Every link was to have 200mbit and measured `measured` bit/s on the wire."""
-    size = round(measured * efficiency(1500) / 8)
+def measured(rate: float, nodes: int = 2) -> Measurement:
+    """What a probe prints if every link carries `rate` bit/s on the wire."""
+    size = round(rate * efficiency(1500) / 8)
     pairs = [(src, dst) for src in range(nodes) for dst in range(nodes) if src != dst]
     flows = [Flow(src, dst, size, 1.0) for src, dst in [*pairs, (None, 0)]]
-    return receipt_of(Measurement(flows, 1500, ["cubic"] * nodes, 4.0), [RATE] * nodes)
+    return Measurement(flows, 1500, ["cubic"] * nodes, 4.0)
 
 
-GOOD, BAD, WORSE = receipt(RATE), receipt(0.9 * RATE), receipt(0.8 * RATE)
+# Receipts of links for which 200mbit was requested, and the measurements that give them.
+MEASURED = [(receipt_of(found, [RATE] * 2), found) for found in (measured(RATE * share) for share in (1, 0.9, 0.8))]
+GOOD, BAD, WORSE = (receipt for receipt, _ in MEASURED)
 
 
 def write(folder: RunFolder, rank: int, *records: Record) -> None:
@@ -69,44 +76,62 @@ def ends_with(code: int, message: str) -> Play:
     return play
 
 
-def ends_well_while_waiting(folder: RunFolder, **facts: str) -> Callable[[select.Place], AbstractContextManager[None]]:
-    """In the place of `alone`: whoever has the machine ends this run, which had failed, well before we get it."""
+def ends_well_while_waiting(
+    folder: RunFolder, **facts: str
+) -> Callable[[SubstrateChoice], AbstractContextManager[None]]:
+    """Instead of machine_lock: the process that holds the lock ends this run, which had failed, well."""
 
     @contextmanager
-    def alone(_: select.Place) -> Iterator[None]:
+    def lock(_: SubstrateChoice) -> Iterator[None]:
         ended = Summary.read(folder).model_copy(update={"status": "ok", "reason": "", **facts})
         folder.summary.write_text(ended.model_dump_json(by_alias=True))
         yield
 
-    return alone
+    return lock
 
 
-class FakePlace:
-    """Makes `fake` a place like any other; `play` is what its ranks do, `receipts` what its probes find, in turn."""
+class FakeRuns:
+    """The substrate `fake`. `play` is what its ranks do; `receipts` is what its probes measure, in turn.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Probes are played too: node 0 prints the result that gives the receipt, or raises or fails as told.
+    """
+
+    def __init__(self) -> None:
         self.play: Play = well
         self.receipts: Iterator[Receipt | type[BaseException]] = iter(())
         self.made: list[FakeSubstrate] = []
-        self.place = select.Place("fake", "for tests", True)
-        kind = select.Kind(self._make, lambda plans: None, "nothing at all")
-        monkeypatch.setattr(select, "KINDS", {**select.KINDS, "fake": kind, "other": kind})
-        monkeypatch.setattr(run, "probe", self._probe)
+        self.checks: list[Sequence[NodePlan]] = []  # plans that were checked
+        self.type = self.named("fake")
+        self.choice = SubstrateChoice(self.type, "for tests")
+
+    def named(self, name: str, **facts: Any) -> SubstrateType:
+        """The same substrate under another name."""
+
+        def make(spec: RunSpec, folder: Path) -> FakeSubstrate:
+            self.made.append(FakeSubstrate(spec.world, self._script))
+            self.made[-1].name = name
+            return self.made[-1]
+
+        return SubstrateType(name=name, description="nothing at all", make=make, check=self.checks.append, **facts)
 
     @property
     def calls(self) -> list[object]:
-        """The names of all that was asked of the last substrate, in order."""
-        return [call[0] for call in self.made[-1].calls]
+        """The names of all calls of the last substrate, in order; the start of a probe is left out."""
+        calls = self.made[-1].calls
+        return [call[0] for call in calls if not (call[0] == "start" and PROBE in call[2])]  # type: ignore[operator]
 
-    def _make(self, plans: Sequence[object], folder: Path) -> FakeSubstrate:
-        def script(node: int, argv: Sequence[str], log: Path) -> int | None:
-            return self.play(RunFolder(Path(argv[argv.index("--folder") + 1])), node)
+    def _script(self, node: int, argv: Sequence[str], log: Path) -> int | None:
+        if PROBE in argv:
+            return self._probe(log) if node == 0 else 0
+        return self.play(RunFolder(Path(argv[argv.index("--folder") + 1])), node)
 
-        self.made.append(FakeSubstrate(len(plans), script))
-        return self.made[-1]
-
-    def _probe(self, *_: object) -> Receipt:
+    def _probe(self, log: Path) -> int:
         found = next(self.receipts)
         if isinstance(found, Receipt):
-            return found
+            result = next(measured for expected, measured in MEASURED if expected == found)
+            log.write_text(json.dumps({"event": "result", **asdict(result)}) + "\n")
+            return 0
+        if issubclass(found, NetworkInvalid):
+            log.write_text(json.dumps({"event": "error", "sentence": "node1 cannot be reached"}) + "\n")
+            return 1
         raise found

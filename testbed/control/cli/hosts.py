@@ -1,4 +1,8 @@
-"""The commands of `fab`: each asks all hosts, prints one table and one line per trouble, and gives an exit code."""
+"""`testbed hosts ...`: real hosts by SSH. Every command contacts all hosts of the inventory at once, prints one table
+and one line per problem, and exits with code 2 if there was a problem. The fabfile makes a task of each command.
+
+Modules of substrates/hosts are imported inside functions: they need Fabric, which is slow to import.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,317 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from testbed.control.cli.progress import console
-from testbed.control.runs.commands import (
-    build_spec,
-    exit_code,
-    print_results,
-    run_file,
-    run_once,
-)
-from testbed.control.runs.select import Hosts, check_shaping, on_hosts
-from testbed.control.substrates.hosts import (
-    deploy as hosts_deploy,
-)
-from testbed.control.substrates.hosts import (
-    doctor as hosts_doctor,
-)
-from testbed.control.substrates.hosts import (
-    runs as hosts_runs,
-)
-from testbed.control.substrates.hosts.group import connected, run_on_all
+from testbed.control import api
+from testbed.control.cli import options as opt
+from testbed.control.cli.options import console
+from testbed.control.cli.report import exit_code, finish_sweep, print_results
+from testbed.control.runs.select import HOSTS
 from testbed.results.table import format_table
 from testbed.spec.datasets import data_dir, is_complete
-from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse
-from testbed.spec.inventory import Inventory, read_inventory, the_one
-from testbed.spec.run import RunSpec
+from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse, require_extra
+from testbed.spec.inventory import DEFAULT, VARIABLE, Inventory, read_inventory, the_one
 
-# What a person sees of a deploy: a bar per host on a terminal, a line per transfer elsewhere.
+if TYPE_CHECKING:
+    from testbed.control.substrates.hosts.runs import Found, Part
+
+USUAL_DATA = "cifar10"
+app = typer.Typer(
+    no_args_is_help=True,
+    help=f"Real hosts by SSH: {DEFAULT}, or ${VARIABLE}, or --inventory. `fab` runs several of these in one line.",
+)
+InventoryFile = Annotated[
+    Path | None, typer.Option("--inventory", help=f"the hosts [default: ${VARIABLE}, else {DEFAULT}]")
+]
+AcceptNew = Annotated[
+    bool, typer.Option("--accept-new", help="trust unknown host keys; changed ones are always refused")
+]
+FirstNodes = Annotated[str | None, typer.Option("--nodes", help="only the first so many hosts of the inventory")]
+OneRun = Annotated[str | None, typer.Option("--run", help="one run, as `status` names it [default: all]")]
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """The hosts of a command."""
+
+    inventory: Inventory
+    accept_new: bool
+
+    @classmethod
+    def read(cls, inventory: Path | None, accept_new: bool, nodes: str | None = None) -> Self:
+        """Read the inventory; `nodes` keeps only the first so many hosts."""
+        require_extra("real hosts", "hosts", "fabric", "paramiko")
+        found = read_inventory(inventory)
+        if nodes is not None:
+            if not nodes.isdecimal() or int(nodes) == 0:
+                raise refuse("nodes", nodes, "must be a whole number of hosts", f"Use 1 to {len(found.nodes)}.")
+            found = found.first(int(nodes))
+        return cls(found, accept_new)
+
+
+@app.command()
+def doctor(inventory: InventoryFile = None, nodes: FirstNodes = None, accept_new: AcceptNew = False) -> None:
+    """Check every host: one row each with key, engine, disk, clock, interface, ports, image."""
+    hosts = HostsOptions.read(inventory, accept_new, nodes)
+    from testbed.control.substrates.hosts.doctor import HEADER, examine
+    from testbed.control.substrates.hosts.group import connected
+
+    with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes:
+        rows = examine(outcomes)
+    console.print(format_table(HEADER, [row.line() for row in rows]))
+    raise typer.Exit(_print_problems(trouble for row in rows for trouble in row.troubles))
+
+
+@app.command()
+def deploy(
+    inventory: InventoryFile = None,
+    nodes: FirstNodes = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help=f"data sets to send [default: {USUAL_DATA}, if it is here]")
+    ] = None,
+    accept_new: AcceptNew = False,
+) -> None:
+    """Send the image and the data to the hosts that lack them."""
+    hosts = HostsOptions.read(inventory, accept_new, nodes)
+    from testbed.control.substrates.hosts import deploy as sending
+    from testbed.control.substrates.hosts.group import connected
+
+    wanted = list(dict.fromkeys(data or ()))
+    if not wanted and is_complete(USUAL_DATA, data_dir()):
+        wanted = [USUAL_DATA]
+    elif not wanted:
+        console.print(f"data {USUAL_DATA} is not here, so it is not sent; `testbed data get {USUAL_DATA}` fetches it")
+    names = [name for each in wanted for name in sending.sendable(each)]
+    sending.check_data(names)
+    with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes, open_bars(console) as bars:
+        rows = sending.deploy(outcomes, names, bars)
+    header = ("host", "image", *names, "seconds")
+    cells = [(r.host, r.image or "-", *(r.data.get(n, "-") for n in names), f"{r.seconds:.1f}") for r in rows]
+    console.print(format_table(header, cells))
+    raise typer.Exit(_print_problems(row.error for row in rows if row.error))
+
+
+@app.command()
+def run(
+    mode: opt.Mode = "ring",
+    nodes: FirstNodes = None,
+    model: opt.Model = "vgg11",
+    data: opt.Data = USUAL_DATA,
+    batch: opt.Batch = None,
+    batch_per_rank: opt.BatchPerRank = None,
+    steps: opt.Steps = None,
+    seed: opt.Seed = "0",
+    settings: opt.Set = None,
+    fault: opt.Faults = None,
+    retries: opt.Retries = "0",
+    out: opt.Out = None,
+    rate: Annotated[str | None, typer.Option(help="refused: the network of real hosts is measured, not shaped")] = None,
+    on: Annotated[str | None, typer.Option(help="refused: `testbed run --on` is for other substrates")] = None,
+    inventory: InventoryFile = None,
+    accept_new: AcceptNew = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Train once, one rank per host, and print what it cost."""
+    if on is not None:
+        raise SpecError(f"--on {on!r}: these commands are for real hosts. Use `testbed run --on {on}`.")
+    hosts = HostsOptions.read(inventory, accept_new, nodes)
+    made = api.run(
+        on=HOSTS,
+        inventory=hosts.inventory,
+        accept_new=accept_new,
+        out=out,
+        quiet=as_json,
+        settings=settings or [],
+        mode=mode,
+        rate=rate,
+        model=model,
+        data=data,
+        batch=batch,
+        batch_per_rank=batch_per_rank,
+        steps=steps,
+        seed=seed,
+        fault=fault,
+        retries=retries,
+    )
+    print_results([made.summary], made.folder, as_json)
+    raise typer.Exit(exit_code([made.summary]))
+
+
+@app.command()
+def sweep(
+    file: opt.ExperimentFile,
+    settings: opt.Set = None,
+    fresh: opt.Fresh = False,
+    inventory: InventoryFile = None,
+    accept_new: AcceptNew = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Run every cell of an experiment file; finished runs are skipped."""
+    hosts = HostsOptions.read(inventory, accept_new)
+    made = api.sweep(
+        file,
+        on=HOSTS,
+        inventory=hosts.inventory,
+        accept_new=accept_new,
+        fresh=fresh,
+        quiet=as_json,
+        settings=settings or [],
+    )
+    raise typer.Exit(finish_sweep(made, as_json))
+
+
+@app.command()
+def status(inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
+    """List our runs on the hosts, finished and unfinished."""
+    with _runs(HostsOptions.read(inventory, accept_new)) as (runs, problems):
+        rows = [_status_row(found.id, part) for found in runs for part in found.parts]
+    console.print(format_table(("run", "rank", "host", "state", "steps", "code"), rows) if rows else "no run of ours")
+    raise typer.Exit(_print_problems(problems))
+
+
+def _status_row(run: str, part: Part) -> tuple[str, ...]:
+    code = "-" if part.code is None else str(part.code)
+    rank = "-" if part.rank is None else f"rank {part.rank}"
+    return run, rank, part.host.name, part.state, str(part.step + 1), code
+
+
+@app.command()
+def logs(
+    run: OneRun = None,
+    lines: Annotated[str, typer.Option(help="how many of the last lines")] = "40",
+    inventory: InventoryFile = None,
+    accept_new: AcceptNew = False,
+) -> None:
+    """Print the last lines of every rank's log, from the hosts."""
+    if not lines.isdecimal():
+        raise refuse("lines", lines, "must be a whole number", "Write e.g. --lines 40.")
+    with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
+        from testbed.control.substrates.hosts.runs import last_lines
+
+        for name, part in ((found.id, part) for found in runs for part in found.parts):
+            console.print(f"== {name}, rank {part.rank} on {part.host} ({part.state})")
+            with _collected(problems):
+                console.print(last_lines(part, int(lines)), end="")
+    raise typer.Exit(_print_problems(problems))
+
+
+@app.command()
+def collect(run: OneRun = None, inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
+    """Copy the results of runs whose connection was lost from the hosts to here."""
+    summaries = []
+    with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
+        from testbed.control.substrates.hosts.runs import collect as collect_run
+
+        if not runs:
+            console.print("nothing to collect")
+        for found in runs:
+            with _collected(problems):
+                summary, folder, failures = collect_run(found)
+                print_results([summary], folder, as_json=False)
+                summaries.append(summary)
+                problems += failures
+    raise typer.Exit(_print_problems(problems) or exit_code(summaries))
+
+
+@app.command()
+def stop(run: OneRun = None, inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
+    """Stop all ranks on the hosts; their files stay for `collect`."""
+    with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
+        from testbed.control.substrates.hosts.runs import stop as stop_run
+
+        for found in (found for found in runs if found.running):
+            with _collected(problems):
+                stop_run(found)
+                console.print(f"stopped {found.id}; `fab collect` copies what it has measured")
+    raise typer.Exit(_print_problems(problems))
+
+
+@app.command()
+def clean(
+    everything: Annotated[
+        bool, typer.Option("--all", help="also running ranks, and results that were not collected")
+    ] = False,
+    inventory: InventoryFile = None,
+    accept_new: AcceptNew = False,
+) -> None:
+    """Remove our containers, files and images from the hosts."""
+    hosts = HostsOptions.read(inventory, accept_new)
+    from testbed.control.substrates.hosts.deploy import remove_archives
+    from testbed.control.substrates.hosts.group import connected, run_on_all
+    from testbed.control.substrates.hosts.runs import clean as clean_host
+
+    with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes:
+        reached = [outcome.host for outcome in outcomes if outcome.error is None]
+        removed = run_on_all(reached, lambda host: clean_host(host, everything))
+    for outcome in removed:
+        if outcome.error is None:
+            console.print(f"{outcome.host}: removed {', '.join(outcome.value or ()) or 'nothing, nothing was left'}")
+    remove_archives()
+    errors = [outcome.error for outcome in outcomes] + [outcome.error for outcome in removed]
+    raise typer.Exit(_print_problems(error for error in errors if error))
+
+
+@contextmanager
+def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[Found], list[TestbedError]]]:
+    """Our runs on the hosts that answer, and the problems of the others, a list to which the caller may add."""
+    from testbed.control.substrates.hosts.group import connected
+    from testbed.control.substrates.hosts.runs import check_name, find
+
+    check_name(only)
+    with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes:
+        runs, problems = find([outcome.host for outcome in outcomes if outcome.error is None], only)
+        yield runs, [*(outcome.error for outcome in outcomes if outcome.error is not None), *problems]
+
+
+@contextmanager
+def _collected(problems: list[TestbedError]) -> Iterator[None]:
+    """Add an error to the list instead of raising it, so that the other runs are still handled."""
+    try:
+        yield
+    except TestbedError as error:
+        problems.append(error)
+
+
+def _print_problems(sentences: Iterable[object]) -> int:
+    """Print one line each; return the exit code."""
+    found = [str(sentence) for sentence in sentences]
+    for sentence in found:
+        console.print(f"problem: {sentence}")
+    return UsageError.exit_code if found else 0
+
+
+# One command line of `fab` with several tasks
+
+
+def line_options(argv: Sequence[str]) -> dict[str, str | bool | list[str]]:
+    """Options that hold for all tasks of a `fab` line, wherever they are: inventory, nodes, accept_new, data.
+
+    Fabric gives an option only to the task before it. SpecError if --inventory or --nodes has two values.
+    """
+    found: dict[str, str | bool | list[str]] = {}
+    for name in ("inventory", "nodes"):
+        value = the_one(f"--{name}", values_on_line(argv, f"--{name}"))
+        if value is not None:
+            found[name] = value
+    if "--accept-new" in argv:
+        found["accept_new"] = True
+    if data := values_on_line(argv, "--data"):
+        found["data"] = data
+    return found
+
+
+def values_on_line(argv: Sequence[str], flag: str) -> list[str]:
+    """Every value that a flag has on a command line."""
+    after = [value for name, value in itertools.pairwise(argv) if name == flag]
+    return [*after, *(word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}="))]
+
+
+# Progress of a deploy: a bar per host on a terminal, else a line per transfer
 
 
 class Lines:
@@ -52,12 +336,13 @@ class Lines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing to put away."""
+        """Nothing to do."""
 
     def say(self, text: str) -> None:
         self._console.print(f"  {text}")
 
     def begin(self, host: str, what: str, size: int) -> Callable[[int], None]:
+        """A transfer begins; call the result with the number of bytes that were sent."""
         self._begun[host, what] = time.monotonic()
         self.say(f"{host}: sending {what}, {size / 1e6:.0f} MB")
         return lambda count: None
@@ -66,7 +351,7 @@ class Lines:
         self.say(f"{host}: {what}, {time.monotonic() - self._begun[host, what]:.1f} s")
 
 
-class Terminal(Lines):
+class Bars(Lines):
     """Bars that are redrawn in place."""
 
     def __init__(self, console: Console) -> None:
@@ -97,172 +382,5 @@ class Terminal(Lines):
 
 
 def open_bars(console: Console) -> Lines:
-    """The kind that fits where the output goes."""
-    return Terminal(console) if console.is_terminal else Lines(console)
-
-
-DATA = "cifar10"
-BAD = UsageError.exit_code
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What holds for every task of one command line."""
-
-    inventory: Inventory
-    accept_new: bool
-    data: Sequence[str]  # every --data on the line
-
-    @classmethod
-    def of(cls, argv: Sequence[str], inventory: str | None, accept_new: bool, nodes: str | None) -> Self:
-        """Tasks know only their own flags, but the hosts are the same for all of them, wherever they were named."""
-        given = [*on_line(argv, "--inventory"), *([inventory] if inventory else [])]
-        path = the_one("--inventory", given)
-        found = read_inventory(Path(path) if path else None)
-        nodes = the_one("--nodes", [*on_line(argv, "--nodes"), *([nodes] if nodes is not None else [])])
-        if nodes is not None:
-            if not nodes.isdecimal() or int(nodes) == 0:
-                raise refuse("nodes", nodes, "must be a whole number of hosts", f"Use 1 to {len(found.nodes)}.")
-            found = found.first(int(nodes))
-        return cls(found, accept_new or "--accept-new" in argv, on_line(argv, "--data"))
-
-
-def on_line(argv: Sequence[str], flag: str) -> list[str]:
-    """Every value that a flag has on a command line."""
-    after = [value for name, value in itertools.pairwise(argv) if name == flag]
-    return [*after, *(word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}="))]
-
-
-def doctor(asked: Asked) -> int:
-    with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
-        rows = hosts_doctor.examine(outcomes)
-    console.print(format_table(hosts_doctor.HEADER, [row.line() for row in rows]))
-    return _troubles(trouble for row in rows for trouble in row.troubles)
-
-
-def deploy(asked: Asked, data: str | None) -> int:
-    names = [name for each in _data_of(asked, data) for name in hosts_deploy.sendable(each)]
-    hosts_deploy.check_data(names)
-    with connected(asked.inventory.nodes, asked.accept_new) as outcomes, open_bars(console) as bars:
-        rows = hosts_deploy.deploy(outcomes, names, bars)
-    header = ("host", "image", *names, "seconds")
-    cells = [(r.host, r.image or "-", *(r.data.get(n, "-") for n in names), f"{r.seconds:.1f}") for r in rows]
-    console.print(format_table(header, cells))
-    return _troubles(row.error for row in rows if row.error)
-
-
-def _data_of(asked: Asked, own: str | None) -> list[str]:
-    """What was asked for here, else what a run on the same line asks for, else the usual set if it is here."""
-    said = [own] if own else list(dict.fromkeys(asked.data))
-    if said:
-        return said
-    if is_complete(DATA, data_dir()):
-        return [DATA]
-    console.print(f"data {DATA} is not here, so it is not sent; `testbed data get {DATA}` fetches it")
-    return []
-
-
-def run(asked: Asked, flags: dict[str, Any], settings: list[str], out: Path | None, as_json: bool) -> int:
-    on = flags.pop("on")
-    if on is not None:
-        raise SpecError(f"--on {on!r}: fab is for real hosts. `testbed run --on {on}` is for other places.")
-    flags["nodes"] = str(len(asked.inventory.nodes))
-    flags["data.name"] = flags["data.name"] or DATA
-    spec = build_spec(flags, settings)
-    place = _place(asked, [spec])
-    check_shaping(spec, place, "hosts")
-    return run_once(spec, place, out, as_json)
-
-
-def sweep(asked: Asked, file: Path, settings: list[str], fresh: bool, as_json: bool) -> int:
-    return run_file(file, settings, lambda specs: _place(asked, specs), fresh, as_json)
-
-
-def _place(asked: Asked, specs: list[RunSpec]) -> Hosts:
-    largest = max(specs, key=lambda spec: spec.world)
-    return on_hosts(asked.inventory, largest, asked.accept_new)
-
-
-def status(asked: Asked) -> int:
-    with _runs(asked) as (runs, troubles):
-        rows = [_line(found.id, part) for found in runs for part in found.parts]
-    console.print(format_table(("run", "rank", "host", "state", "steps", "code"), rows) if rows else "no run of ours")
-    return _troubles(troubles)
-
-
-def _line(run: str, part: hosts_runs.Part) -> tuple[str, ...]:
-    code = "-" if part.code is None else str(part.code)
-    rank = "-" if part.rank is None else f"rank {part.rank}"
-    return run, rank, part.host.name, part.state, str(part.step + 1), code
-
-
-def logs(asked: Asked, run: str | None, lines: str) -> int:
-    if not lines.isdecimal():
-        raise refuse("lines", lines, "must be a whole number", "Write e.g. --lines 40.")
-    with _runs(asked, run) as (runs, troubles):
-        for name, part in ((found.id, part) for found in runs for part in found.parts):
-            console.print(f"== {name}, rank {part.rank} on {part.host} ({part.state})")
-            with _told(troubles):
-                console.print(hosts_runs.last_lines(part, int(lines)), end="")
-    return _troubles(troubles)
-
-
-def collect(asked: Asked, run: str | None) -> int:
-    summaries = []
-    with _runs(asked, run) as (runs, troubles):
-        if not runs:
-            console.print("nothing to collect")
-        for found in runs:
-            with _told(troubles):
-                summary, folder, failures = hosts_runs.collect(found)
-                print_results([summary], folder, as_json=False)
-                summaries.append(summary)
-                troubles += failures
-    return _troubles(troubles) or exit_code(summaries)
-
-
-def stop(asked: Asked, run: str | None) -> int:
-    with _runs(asked, run) as (runs, troubles):
-        for found in (found for found in runs if found.running):
-            with _told(troubles):
-                hosts_runs.stop(found)
-                console.print(f"stopped {found.id}; `fab collect` brings what it has measured")
-    return _troubles(troubles)
-
-
-def clean(asked: Asked, everything: bool) -> int:
-    with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
-        there = [outcome.host for outcome in outcomes if outcome.error is None]
-        removed = run_on_all(there, lambda host: hosts_runs.clean(host, everything))
-    for outcome in removed:
-        if outcome.error is None:
-            console.print(f"{outcome.host}: removed {', '.join(outcome.value or ()) or 'nothing, nothing was left'}")
-    hosts_deploy.remove_archives()
-    errors = [outcome.error for outcome in outcomes] + [outcome.error for outcome in removed]
-    return _troubles(error for error in errors if error)
-
-
-@contextmanager
-def _runs(asked: Asked, only: str | None = None) -> Iterator[tuple[list[hosts_runs.Found], list[TestbedError]]]:
-    """What lies on the hosts that answer, and the troubles of the others, a list to which more may come."""
-    hosts_runs.check_name(only)
-    with connected(asked.inventory.nodes, asked.accept_new) as outcomes:
-        runs, troubles = hosts_runs.find([outcome.host for outcome in outcomes if outcome.error is None], only)
-        yield runs, [*(outcome.error for outcome in outcomes if outcome.error is not None), *troubles]
-
-
-@contextmanager
-def _told(troubles: list[TestbedError]) -> Iterator[None]:
-    """One run's failure is told with the others, and stops no other run."""
-    try:
-        yield
-    except TestbedError as error:
-        troubles.append(error)
-
-
-def _troubles(sentences: Iterable[object]) -> int:
-    """One line each; the exit code they make."""
-    found = [str(sentence) for sentence in sentences]
-    for sentence in found:
-        console.print(f"trouble: {sentence}")
-    return BAD if found else 0
+    """Bars on a terminal, else lines."""
+    return Bars(console) if console.is_terminal else Lines(console)

@@ -1,58 +1,21 @@
-"""Progress: what a person sees while a run goes on. On a terminal one live line per rank, else a line now and then."""
+"""Show the progress of a run: one live line per rank on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Annotated, Any, Protocol
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from testbed.spec.errors import one_line, strip_control_chars
+from testbed.control.runs.supervisor import Progress, Silent
+from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
 
-# What all commands print with, and the options they share.
-
-
-class Screen(Console):
-    """A console that may be given strangers' words: names, reasons and titles come from files."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(strip_control_chars(each) if isinstance(each, str) else each for each in objects), **options)
-
-
-console = Screen(markup=False, highlight=False, soft_wrap=True)
-
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
-
-
-EVERY = 5.0  # seconds between lines where the output is no terminal
+EVERY_S = 5.0  # between two lines where the output is not a terminal
 WINDOW = 5  # steps over which speed is averaged
-
-
-class Progress(Protocol):
-    """What the life of a run reports; the calls never fail and never block."""
-
-    def headline(self, text: str) -> None: ...
-    def stage(self, text: str) -> None: ...
-    def link(self, event: dict[str, Any]) -> None: ...
-    def begin(self, spec: RunSpec) -> None: ...
-    def step(self, rank: int, record: dict[str, Any]) -> None: ...
-    def end(self) -> None: ...
-
-
-class Silent:
-    """For --json and for tests."""
-
-    def headline(self, text: str) -> None: ...
-    def stage(self, text: str) -> None: ...
-    def link(self, event: dict[str, Any]) -> None: ...
-    def begin(self, spec: RunSpec) -> None: ...
-    def step(self, rank: int, record: dict[str, Any]) -> None: ...
-    def end(self) -> None: ...
 
 
 class Speed:
@@ -65,7 +28,7 @@ class Speed:
         return float(sum(r["total"] for r in self.records)) / len(self.records)
 
     def megabytes(self) -> float | None:
-        """Sent plus received per second of wall clock; None where two attempts' counters would be compared."""
+        """Bytes sent and received per second; None if not counted, or if the counters are of two attempts."""
         if len(self.records) < 2:
             return None
         first, last = self.records[0], self.records[-1]
@@ -78,15 +41,15 @@ class Speed:
 
 
 class Plain:
-    """Lines for logs and pipes; rank 0 speaks for all."""
+    """Lines for logs and pipes; only rank 0 is shown."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.total = 0
-        self.tested = False  # once it is trained
+        self.evaluates = False  # after training
         self.world = 1
         self.speeds: list[Speed] = []
-        self.said = 0.0
+        self.printed_at = 0.0
 
     def headline(self, text: str) -> None:
         self.console.print(one_line(text))
@@ -95,17 +58,17 @@ class Plain:
         self.console.print(f"  {text}")
 
     def link(self, event: dict[str, Any]) -> None:
-        """A round of the probe is over; on a fast network nobody needs to see that."""
+        """A round of the probe has ended; printed only if rounds take longer than EVERY_S."""
         if event["step"] == 1:
-            self.said = time.monotonic()
-        elif time.monotonic() - self.said >= EVERY:
-            self.said = time.monotonic()
+            self.printed_at = time.monotonic()
+        elif time.monotonic() - self.printed_at >= EVERY_S:
+            self.printed_at = time.monotonic()
             self.stage(f"probe: round {event['step']} of {event['of']}")
 
     def begin(self, spec: RunSpec) -> None:
         self.world = spec.world
         self.total = spec.steps or 0
-        self.tested = spec.evaluate != "never"
+        self.evaluates = spec.evaluate != "never"
         self.speeds = [Speed() for _ in range(spec.world)]
         self.stage(
             f"training: {spec.model} on {spec.data.name}, {spec.world} rank{'s' * (spec.world > 1)}, mode {spec.mode}"
@@ -117,13 +80,13 @@ class Plain:
             self.show(record)
 
     def show(self, record: dict[str, Any]) -> None:
-        if time.monotonic() - self.said >= EVERY or record["step"] + 1 == self.total:
-            self.said = time.monotonic()
-            self.stage(f"rank 0: {self.told(0, record)}")
+        if time.monotonic() - self.printed_at >= EVERY_S or record["step"] + 1 == self.total:
+            self.printed_at = time.monotonic()
+            self.stage(f"rank 0: {self.describe(0, record)}")
 
-    def told(self, rank: int, record: dict[str, Any]) -> str:
-        text = describe(record, self.total, self.speeds[rank])
-        return f"{text}; now it is tested" if self.tested and record["step"] + 1 == self.total else text
+    def describe(self, rank: int, record: dict[str, Any]) -> str:
+        text = format_step(record, self.total, self.speeds[rank])
+        return f"{text}; now evaluating" if self.evaluates and record["step"] + 1 == self.total else text
 
     def end(self) -> None: ...
 
@@ -149,7 +112,7 @@ class Terminal(Plain):
 
     def step(self, rank: int, record: dict[str, Any]) -> None:
         self.speeds[rank].records.append(record)
-        self.rows[rank] = self.told(rank, record)
+        self.rows[rank] = self.describe(rank, record)
         if self.live:
             self.live.update(self._table())
 
@@ -165,7 +128,7 @@ class Terminal(Plain):
             self.live = None
 
 
-def describe(record: dict[str, Any], total: int, speed: Speed) -> str:
+def format_step(record: dict[str, Any], total: int, speed: Speed) -> str:
     """'step 7/12  loss 2.301  0.912 s/iter  81 MB/s'."""
     of = f"/{total}" if total else f" (epoch {record['epoch']})"
     rate = speed.megabytes()
@@ -174,7 +137,7 @@ def describe(record: dict[str, Any], total: int, speed: Speed) -> str:
 
 
 def open_progress(console: Console, quiet: bool) -> Progress:
-    """The kind that fits where the output goes."""
+    """Nothing if `quiet`, a live table on a terminal, else lines."""
     if quiet:
         return Silent()
     return Terminal(console) if console.is_terminal else Plain(console)

@@ -1,6 +1,6 @@
-"""report, compare, trace: the commands that read run folders. The one module of this side that calls testbed.report.
+"""What commands print about runs: the table after `run` and `sweep`, and the commands report, compare and trace.
 
-It does so inside its functions: matplotlib takes a second to import, and `testbed run` must not pay for it.
+testbed.report is imported inside functions: matplotlib takes a second to import, and `testbed run` does not need it.
 """
 
 from __future__ import annotations
@@ -12,31 +12,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from testbed.control.cli.progress import Json, console
-from testbed.results.folder import (
-    EXPERIMENT,
-    RunFolder,
-    runs_dir,
-    write_whole,
-)
-from testbed.results.table import format_table
-from testbed.spec.errors import TestbedError, require_extra
-from testbed.spec.experiment import Experiment
+from testbed.control.api import Runs
+from testbed.control.cli.options import Json, console
+from testbed.results.conclude import Summary
+from testbed.results.faults import HEADER, fault_table
+from testbed.results.folder import RunFolder, runs_dir
+from testbed.results.table import format_results, format_table
+from testbed.spec.errors import NetworkInvalid, RankFailed, TestbedError, require_extra
 
 if TYPE_CHECKING:
     from testbed.report.compare import Change, Comparison
 
 app = typer.Typer()
-Runs = Annotated[list[Path], typer.Argument(help="run folders, or folders of runs, e.g. runs/quick")]
+Folders = Annotated[list[Path], typer.Argument(help="run folders, or folders of runs, e.g. runs/quick")]
 
 
 @app.command()
 def report(
-    runs: Runs,
+    runs: Folders,
     out: Annotated[Path | None, typer.Option(help="folder for report.html [default: beside the runs]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Tables, plots and one page of what was measured; folders that cannot be read are named."""
+    """Write tables, figures and one page about what was measured; folders that cannot be read are listed."""
     require_extra("the report page", "report", "matplotlib", "jinja2")
     from testbed.report.page import write
 
@@ -60,7 +57,7 @@ def compare(
     allow_missing: Annotated[bool, typer.Option("--allow-missing", help="B may lack runs that A has")] = False,
     as_json: Json = False,
 ) -> None:
-    """What changed from A to B, with confidence; exit code 1 when B is slower than the threshold or lost a run."""
+    """Compare B with A, with confidence intervals; exit code 1 if B is slower than the threshold or lacks a run."""
     from testbed.report.compare import compare as find
     from testbed.report.stats import finite
 
@@ -97,7 +94,7 @@ def trace(
     run: Annotated[Path, typer.Argument(help="a run folder")],
     out: Annotated[Path | None, typer.Option(help="file to write [default: trace.json in the run folder]")] = None,
 ) -> None:
-    """One trace of all ranks on one clock, for Perfetto or chrome://tracing."""
+    """Write one trace of all ranks on one clock, for Perfetto or chrome://tracing."""
     from testbed.report.trace import write_trace
 
     path, spans = write_trace(run, out)
@@ -105,26 +102,54 @@ def trace(
 
 
 def _beside(runs: list[Path]) -> Path:
-    """One folder named: there. Several: in the folder that holds all runs."""
+    """For one folder: that folder, or the one above a single run. For several: the folder of all runs."""
     if len(runs) > 1:
         return runs_dir()
     return runs[0].parent if RunFolder(runs[0]).spec.exists() else runs[0]
 
 
-def remember(experiment: Experiment) -> None:
-    """Leave the question beside its answers, so that a report made later can print it with the published figures."""
-    folder = runs_dir() / experiment.name
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / EXPERIMENT, experiment.model_dump_json(indent=1))
+def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
+    """The table, notes, runs that are left out of the table and why, the measured network, and the folder."""
+    if as_json:
+        document = {"folder": str(where), "runs": [json.loads(s.model_dump_json(by_alias=True)) for s in summaries]}
+        print(json.dumps(document, indent=1))
+        return
+    console.print(format_results(summaries, where))
 
 
-def conclude(folder: Path) -> str:
-    """The report at the end of a sweep; that it cannot be made is said, and costs nobody the runs or the exit code."""
+def exit_code(summaries: list[Summary]) -> int:
+    """0 if all runs are ok; else that of a failed run, else that of an invalid network."""
+    found = {summary.status for summary in summaries}
+    if "failed" in found:
+        return RankFailed.exit_code
+    return NetworkInvalid.exit_code if "invalid" in found else 0
+
+
+def finish_sweep(runs: Runs, as_json: bool) -> int:
+    """Print the table, the faults and the report's path, raise the first error of a run, return the exit code."""
+    print_results(runs.summaries, runs.folder, as_json)
+    if not as_json:
+        _print_faults(runs)
+    told = _write_report(runs)
+    if not as_json:
+        console.print(told)
+    if runs.errors:
+        raise runs.errors[0]
+    return exit_code(runs.summaries)
+
+
+def _print_faults(runs: Runs) -> None:
+    """Which faults were injected, which ranks noticed, and how the run ended."""
+    ended = [(RunFolder(run.folder), run.summary) for run in runs if RunFolder(run.folder).summary.is_file()]
+    rows = fault_table([(folder, summary.spec, summary.status) for folder, summary in ended])
+    if rows:
+        console.print(f"\n{format_table(HEADER, rows)}\n")
+
+
+def _write_report(runs: Runs) -> str:
+    """Return a line with the page's path, or with the reason why there is none: the runs count all the same."""
     try:
-        require_extra("the report page", "report", "matplotlib", "jinja2")
-        from testbed.report.page import write
-
-        return f"report: {write([folder], folder).page}"
-    except Exception as error:  # also what nobody thought of: the runs are there, and `testbed report` shows it in full
+        return f"report: {runs.report()}"
+    except Exception as error:  # also an unexpected one; `testbed report` shows its traceback
         kind = "" if isinstance(error, TestbedError | OSError) else f"{type(error).__name__}: "
         return f"no report: {kind}{error}"

@@ -1,9 +1,11 @@
-"""Faults on purpose: inject what the spec asks when its moment comes, end it again, and keep the history.
+"""Inject the faults of a spec when they are due, revert them, and write the history of the run.
 
-faults.jsonl has one line per event, times on the monotonic clock of this machine:
-injected  a fault, with the step that its rank had done      over   a fault that lasts only a while has ended
-saw       what a rank said when it ended because of others   ended  a rank's exit code
-again     all ranks start once more; who has not ended by then was stopped
+faults.jsonl has one line per event; times are on the monotonic clock of this machine:
+injected  a fault, with the number of steps that its rank had done
+over      a fault with a duration was reverted
+saw       the error that a rank recorded when it ended because of another rank
+ended     the exit code of a rank
+again     all ranks start once more; ranks that had not ended by then were stopped
 """
 
 from __future__ import annotations
@@ -22,110 +24,106 @@ from testbed.spec.fault import LASTING, Fault
 
 
 class Injector:
-    """Looks at the ranks as often as the watch does. Each fault happens once, whatever is retried."""
+    """A RankObserver. Each fault is injected once, however often the ranks are restarted."""
 
     def __init__(self, faults: Sequence[Fault], substrate: FaultTarget, history: Path) -> None:
         self._waiting = list(faults)
         self._keeps_history = bool(faults)
-        self._lasting: list[tuple[float, Fault]] = []  # when to end what
+        self._active: list[tuple[float, Fault]] = []  # faults to revert, and when
         self._substrate = substrate
         self._history = history
         self._processes: list[Process] = []
-        self._told: set[int] = set()
+        self._ended: set[int] = set()  # ranks whose end is in the history
 
     @property
     def waiting(self) -> Sequence[Fault]:
-        """Those whose moment has not come."""
+        """Faults that are not due yet."""
         return tuple(self._waiting)
 
     def attach(self, processes: Sequence[Process]) -> None:
-        """The ranks of one attempt."""
+        """Use the ranks of a new attempt."""
         self._processes = list(processes)
-        self._told = set()
+        self._ended = set()
 
-    def look(self, ranks: Sequence[RankState]) -> None:
-        """Do what is due; write down who ended how."""
+    def poll(self, ranks: Sequence[RankState]) -> None:
+        """Inject and revert what is due; write the end of each rank to the history once."""
         now = time.monotonic()
-        for fault in [fault for fault in self._waiting if _due(fault, ranks, now)]:
+        for fault in [fault for fault in self._waiting if _is_due(fault, ranks, now)]:
             self._waiting.remove(fault)
             self._inject(fault, ranks)
-        for entry in [entry for entry in self._lasting if now >= entry[0]]:
-            self._lasting.remove(entry)
-            self._undo(entry[1])
+        for entry in [entry for entry in self._active if now >= entry[0]]:
+            self._active.remove(entry)
+            self._revert(entry[1])
         for rank, state in enumerate(ranks):
-            if state.code is not None and rank not in self._told:
-                self._told.add(rank)
+            if state.code is not None and rank not in self._ended:
+                self._ended.add(rank)
                 self._write_end(rank, state)
 
-    def mend(self) -> None:
-        """End everything that still lasts: the next attempt starts on whole nodes."""
-        for _, fault in self._lasting:
-            self._undo(fault)
-        self._lasting = []
+    def revert_all(self) -> None:
+        """Revert every active fault, so that the next attempt starts on intact nodes."""
+        for _, fault in self._active:
+            self._revert(fault)
+        self._active = []
         self._write("again")
 
     def _inject(self, fault: Fault, ranks: Sequence[RankState]) -> None:
         assert fault.rank is not None
         begun = time.monotonic()
-        self._actions()[fault.kind](fault)
-        if fault.kind in (*LASTING, "oom"):  # the limit outlives the rank that met it
+        self._actions(fault.rank)[fault.kind](fault)
+        if fault.kind in (*LASTING, "oom"):  # the memory limit stays after the rank has died of it
             end = float("inf") if fault.lasts is None else time.monotonic() + fault.lasts
-            self._lasting.append((end, fault))
+            self._active.append((end, fault))
         self._write("injected", fault=str(fault), rank=fault.rank, step=ranks[fault.rank].last_step + 1, begun=begun)
 
-    def _actions(self) -> dict[str, Callable[[Fault], None]]:
-        place = self._substrate
+    def _actions(self, rank: int) -> dict[str, Callable[[Fault], None]]:
+        """Fault kind -> what injects it on this rank."""
+        substrate, process = self._substrate, self._processes[rank]
 
-        def node(fault: Fault) -> int:
-            assert fault.rank is not None
-            return fault.rank
+        def exhaust_memory(fault: Fault) -> None:
+            substrate.limit_memory(rank)
+            process.signal(signal.SIGUSR1)  # the rank allocates until it meets the limit; training alone would not
 
         return {
-            "kill": lambda fault: place.kill(node(fault)),
-            "exit": lambda fault: self._processes[node(fault)].signal(signal.SIGTERM),
-            "pause": lambda fault: place.pause(node(fault)),
-            "cut": lambda fault: place.cut(node(fault)),
-            "rate": lambda fault: place.set_rate(node(fault), fault.rate),
-            "slow": lambda fault: place.set_cpus(node(fault), fault.cpus),
-            "oom": self._starve,
-            "disk-full": lambda fault: self._processes[node(fault)].forbid_writing(),
+            "kill": lambda fault: substrate.kill(rank),
+            "exit": lambda fault: process.signal(signal.SIGTERM),
+            "pause": lambda fault: substrate.pause(rank),
+            "cut": lambda fault: substrate.cut(rank),
+            "rate": lambda fault: substrate.set_rate(rank, fault.rate),
+            "slow": lambda fault: substrate.set_cpus(rank, fault.cpus),
+            "oom": exhaust_memory,
+            "disk-full": lambda fault: process.forbid_writing(),
         }
 
-    def _starve(self, fault: Fault) -> None:
-        """A memory limit, and the word to run into it: a rank that trains steadily would never reach it."""
+    def _revert(self, fault: Fault) -> None:
         assert fault.rank is not None
-        self._substrate.limit_memory(fault.rank)
-        self._processes[fault.rank].signal(signal.SIGUSR1)
-
-    def _undo(self, fault: Fault) -> None:
-        assert fault.rank is not None
-        undo: dict[str, Callable[[int], None]] = {
+        actions: dict[str, Callable[[int], None]] = {
             "pause": self._substrate.resume,
             "cut": self._substrate.join,
             "rate": lambda node: self._substrate.set_rate(node, None),
             "slow": lambda node: self._substrate.set_cpus(node, None),
             "oom": self._substrate.unlimit_memory,
         }
-        undo[fault.kind](fault.rank)
+        actions[fault.kind](fault.rank)
         self._write("over", fault=str(fault), rank=fault.rank)
 
     def _write_end(self, rank: int, state: RankState) -> None:
         if state.error and state.code:
-            told = {key: state.error.get(key) for key in ("failed_rank", "message")}
-            own = state.error.get("at") if self._substrate.one_clock else None
-            self._write("saw", at=own or state.ended, rank=rank, code=state.code, **told)
+            recorded = {key: state.error.get(key) for key in ("failed_rank", "message")}
+            own_time = state.error.get("at") if self._substrate.one_clock else None  # of another machine: no use here
+            self._write("saw", at=own_time or state.ended, rank=rank, code=state.code, **recorded)
         self._write("ended", at=state.ended, rank=rank, code=state.code)
 
-    def _write(self, event: str, **facts: Any) -> None:
+    def _write(self, event: str, **values: Any) -> None:
         if not self._keeps_history:
             return
-        facts.setdefault("at", time.monotonic())
-        # A disk that is full must not hide how the run ended: this is called last, too.
+        values.setdefault("at", time.monotonic())
+        # On a full disk the history is lost; the error that ended the run must still be raised.
         with suppress(OSError), self._history.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"event": event, **facts}) + "\n")
+            out.write(json.dumps({"event": event, **values}) + "\n")
 
 
-def _due(fault: Fault, ranks: Sequence[RankState], now: float) -> bool:
+def _is_due(fault: Fault, ranks: Sequence[RankState], now: float) -> bool:
+    """True if the fault's rank has trained for so many steps or seconds. A rank that has ended gets no fault."""
     assert fault.rank is not None
     state = ranks[fault.rank]
     if state.code is not None or state.started is None:

@@ -1,7 +1,11 @@
-"""One measurement at a time on this machine: nodes that share its cores are nobody else's while they are timed.
+"""Two locks: one controller per run folder or experiment, and one measurement at a time on this machine.
 
-The lock is an empty file where every user may make one. It is opened for reading only, so that one user's file locks
-out the others too, and through no link; the kernel frees it with the process, and says who holds it.
+Both are flock(2) on a file, so the kernel frees them when the process ends, however it ends. A lock file that no
+process holds is stale and is taken over.
+`folder_lock` does not wait: it raises Unavailable and names the holder, whose process id is in the file.
+`machine_lock` waits. Its file is empty and opened for reading only, so that a file of one user also locks out the
+others; the holder is found in /proc/locks. (The package filelock truncates the file before it locks it, which erases
+the name of the holder.)
 """
 
 from __future__ import annotations
@@ -13,138 +17,139 @@ import shlex
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
 from testbed.control.machine import ownership
-from testbed.control.runs.select import Place
+from testbed.control.runs.select import SubstrateChoice
 from testbed.spec.errors import Interrupted, Unavailable, one_line
 
-# Lock: one controller per run folder and per experiment; the kernel frees it with the process, however that ends.
-#
-# `grasp` is the lock itself, of the machine's too (machine.py), where whoever comes second waits.
-#
-# The file says who holds it, by the owner's mark, for the message. A file that nobody holds is what a dead controller
-# left, and is simply taken over.
+SHARE = "TESTBED_SHARE"  # environment variable: if set, nobody waits for the machine. Tests start many runs at once
+LOCK_FOLDERS = (Path("/run/lock"), Path("/tmp"))  # not TMPDIR: all users must use the same file
+LOCK_NAME = "testbed.lock"
+POLL_S = 0.2  # between two tries
+LONGEST_COMMAND = 80  # characters of the holder's command line in a message
+_held: list[int] = []  # the machine's lock, while this process holds it: a sweep keeps it over all its runs
+
+
+class LockState(Enum):
+    """How a try to lock an opened file ended."""
+
+    OURS, TAKEN, GONE = "ours", "taken", "gone"  # gone: its holder removed the file after we had opened it
+
+
+def try_lock(handle: int, file: Path) -> LockState:
+    """Lock what was opened as `file`, without waiting. The lock counts only while the name means this very file."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return LockState.TAKEN
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(handle), file.lstat()):
+            return LockState.OURS
+    return LockState.GONE
+
+
+# The lock of a folder
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` (a folder that need not exist): a hidden file beside it."""
+def folder_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of `path`, a folder that need not exist: a hidden file beside it. Raises Unavailable."""
     file = path.parent / f".{path.name}.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle = _take(file)
+    handle = _lock_folder(file)
     try:
         os.truncate(handle, 0)
         os.pwrite(handle, f"{ownership.current()}\n".encode(), 0)
         yield
     finally:
-        file.unlink(missing_ok=True)  # while it is held: who waits for nothing may make a new one
+        file.unlink(missing_ok=True)  # before the lock is freed: nobody locks a file that has lost its name
         os.close(handle)
 
 
-def _take(file: Path) -> int:
-    """The locked file; where another holds it, that one is named."""
+def _lock_folder(file: Path) -> int:
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        if (state := grasp(handle, file)) is Grasp.OURS:
+        if (state := try_lock(handle, file)) is LockState.OURS:
             return handle
-        who = os.pread(handle, 64, 0).decode(errors="replace").partition("-")[0].strip() or "unknown"
+        holder = os.pread(handle, 64, 0).decode(errors="replace").partition("-")[0].strip() or "unknown"
         os.close(handle)
-        if state is Grasp.TAKEN:
+        if state is LockState.TAKEN:
             what = str(file.with_name(file.name[1:].removesuffix(".lock")))
-            raise Unavailable(f"{what}: process {who} is at it. Wait for its end, or use another folder.")
+            raise Unavailable(f"{what}: in use by process {holder}. Wait until it ends, or use another folder.")
 
 
-class Grasp(Enum):
-    """How a try to lock an opened file ended."""
-
-    OURS, TAKEN, GONE = "ours", "taken", "gone"  # gone: another freed and removed it after we had opened it
-
-
-def grasp(handle: int, file: Path) -> Grasp:
-    """Lock what was opened as `file`, without waiting; it counts only while the name still means that very file."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return Grasp.TAKEN
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(handle), file.lstat()):
-            return Grasp.OURS
-    return Grasp.GONE
-
-
-SHARE = "TESTBED_SHARE"  # set it, and nobody waits: for tests, which start many at once
-FOLDERS = (Path("/run/lock"), Path("/tmp"))  # not TMPDIR: all users must mean the same one
-NAME = "testbed.lock"
-POLL = 0.2  # seconds between two tries
-LONGEST = 80  # characters of another's command
-_held: list[int] = []  # what this process holds: a sweep keeps it over all its runs
+# The lock of the machine
 
 
 @contextmanager
-def alone(place: Place) -> Iterator[None]:
-    """Have this machine's cores to ourselves, where the place uses them; whoever was first is waited for."""
-    if place.here and not place.beside:
-        with reserved():
+def machine_lock(choice: SubstrateChoice, folders: Sequence[Path] = LOCK_FOLDERS) -> Iterator[None]:
+    """Hold the machine's lock if the nodes of this substrate share its cores; wait for whoever holds it."""
+    if choice.shares_cores:
+        with reserve_machine(folders=folders):
             yield
     else:
         yield
 
 
 @contextmanager
-def reserved(file: Path | None = None) -> Iterator[None]:
-    """Hold the machine's lock, unless this process does already, or everybody shares (TESTBED_SHARE)."""
+def reserve_machine(file: Path | None = None, folders: Sequence[Path] = LOCK_FOLDERS) -> Iterator[None]:
+    """Hold the machine's lock, unless this process holds it already or TESTBED_SHARE is set."""
     if _held or os.environ.get(SHARE, "0") not in ("", "0"):
         yield
         return
-    file = file or _folder() / NAME
+    file = file or _lock_folder_of(folders) / LOCK_NAME
     _held.append(_wait(file))
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # another user's stays: who comes next takes it as it is
+        with contextlib.suppress(OSError):  # a file of another user cannot be removed, and the next one reuses it
             file.unlink()
         os.close(_held.pop())
 
 
-def _folder() -> Path:
-    """The first that is open to all; what it depends on is the same for every user."""
-    for folder in FOLDERS:
+def _lock_folder_of(folders: Sequence[Path]) -> Path:
+    """The first folder in which every user may make files: the same one for all users."""
+    for folder in folders:
         with contextlib.suppress(OSError):
             if folder.stat().st_mode & stat.S_IWOTH:
                 return folder
-    raise Unavailable(f"lock: none of {', '.join(map(str, FOLDERS))} is open to all users. Use --share: no lock then.")
+    names = ", ".join(map(str, folders))
+    raise Unavailable(f"lock: none of {names} can be written by all users. Use --share to run without the lock.")
 
 
 def _wait(file: Path) -> int:
-    """The locked file. Says for whom it waits."""
-    told = ""
+    """Return the locked file. While another process holds it, print which one."""
+    printed = ""
     try:
-        while (handle := _try(file)) is None:
-            who = _holder(file)
-            if who != told:
-                told = who
-                print(f"  waiting for {who} to end; --share measures beside it", file=sys.stderr, flush=True)
-            time.sleep(POLL)
+        while (handle := _try_machine(file)) is None:
+            holder = _holder(file)
+            if holder != printed:
+                printed = holder
+                print(f"  waiting for {holder} to end; --share does not wait", file=sys.stderr, flush=True)
+            time.sleep(POLL_S)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted while waiting; nothing was begun") from None
+        raise Interrupted("interrupted while waiting for the machine; nothing was started") from None
     return handle
 
 
-def _try(file: Path) -> int | None:
-    """The file, locked; None where another has it, or freed and removed it between our opening and locking it."""
+def _try_machine(file: Path) -> int | None:
+    """The locked file; None if another process holds it, or removed it between our open and our lock."""
     handle = _open(file)
-    if grasp(handle, file) is Grasp.OURS:
+    if try_lock(handle, file) is LockState.OURS:
         return handle
     os.close(handle)
     return None
 
 
 def _open(file: Path) -> int:
-    """For reading, and never through a link; made where it is missing. The kernel may refuse O_CREAT on another's."""
+    """Open for reading, without following symlinks; create it if it is missing.
+
+    O_CREAT is used only for a new file: in a sticky folder the kernel may refuse it on a file of another user.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         try:
@@ -152,34 +157,34 @@ def _open(file: Path) -> int:
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
                 made = os.open(file, flags | os.O_CREAT | os.O_EXCL, 0o644)
-                os.fchmod(made, 0o644)  # whatever the umask says: others must be able to wait for it
+                os.fchmod(made, 0o644)  # independent of the umask: other users must be able to open it
                 os.close(made)
             handle = os.open(file, flags)
     except OSError as error:
-        raise Unavailable(f"lock {file}: {error.strerror}. Remove it, or use --share: no lock then.") from None
+        raise Unavailable(f"lock {file}: {error.strerror}. Remove it, or use --share to run without it.") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise Unavailable(f"lock {file}: is no plain file. Remove it, or use --share: no lock then.")
+        raise Unavailable(f"lock {file}: is not a regular file. Remove it, or use --share to run without it.")
     return handle
 
 
 def _holder(file: Path) -> str:
-    """Who has the lock, by the kernel's list, which does not know processes outside of our container."""
+    """The process that holds the lock, from /proc/locks; processes outside our container are not listed there."""
     pids: list[int] = []
     with contextlib.suppress(OSError):
         status = file.lstat()
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
         rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         pids = [int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == device]
-    return f"process {pids[0]} ({_command(pids[0])})" if pids and pids[0] > 0 else "another process"
+    return f"process {pids[0]} ({command_of(pids[0])})" if pids and pids[0] > 0 else "another process"
 
 
-def _command(pid: int) -> str:
-    """What it was started as, `python -m` and folders left out; somebody else's words, so only what prints."""
+def command_of(pid: int) -> str:
+    """The command line of a process, printable and shortened; `testbed` without its interpreter and folder."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return "unknown"
     starts = [k for k, word in enumerate(words[:4]) if Path(word).name in ("testbed", "testbed.control")]
     text = shlex.join(["testbed", *words[starts[0] + 1 :]] if starts else words)
-    return one_line(text)[:LONGEST] or "unknown"
+    return one_line(text)[:LONGEST_COMMAND] or "unknown"

@@ -1,10 +1,15 @@
-"""Place: which substrate a run happens on, and why that one."""
+"""Select the substrate of a run: what this machine offers, which one is taken, and what of the spec it can apply.
+
+`choose` takes the substrate that the user names, or the best one that passes its check. The result carries the
+reason, which is printed. A substrate that does not shape the network drops links and CPU quotas from the spec
+(`drop_unsupported`); a single run that requests them is refused instead (`check_shaping`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from testbed.control.substrates.base import NodePlan, Substrate
@@ -16,154 +21,17 @@ from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.substrates.process import check as check_process
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS as FAULTS
-from testbed.spec.inventory import Inventory
+from testbed.spec.inventory import Inventory, read_inventory
 from testbed.spec.link import Link
 from testbed.spec.run import NodeOverride, RunSpec
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of place: how it is made, whether this machine has it, and what it is in words."""
-
-    make: Callable[[Sequence[NodePlan], Path], Substrate]
-    check: Callable[[Sequence[NodePlan]], None]  # raises Unavailable
-    what: str
-    shapes: bool = True
-    here: Callable[[], bool] = lambda: False  # whether its nodes share this machine's cores
-    faults: Collection[str] = FAULTS  # kinds of faults that can be injected there
-
-
-def _always() -> bool:
-    return True
-
-
-def _engine_is_local() -> bool:
-    return os.environ.get("DOCKER_HOST", "unix://").startswith("unix://")
-
-
-KINDS: dict[str, Kind] = {  # best first
-    "compose": Kind(
-        ComposeSubstrate, check_compose, "one container per node, links shaped as asked", here=_engine_is_local
-    ),
-    "netns": Kind(NetnsSubstrate, check_netns, "network namespaces, links shaped as asked", here=_always),
-    "process": Kind(
-        ProcessSubstrate,
-        check_process,
-        "plain processes on loopback, unshaped, no CPU limit",
-        shapes=False,
-        here=_always,
-        faults=("kill", "exit", "pause", "disk-full"),
-    ),
-}
-
-
 HOSTS = "hosts"
-MEASURED = "the network of real hosts is measured, never shaped"
+NEVER_SHAPED = "the network of real hosts is measured, never shaped"
 ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
 
-@dataclass(frozen=True)
-class Place:
-    """A substrate by name, and the sentence that says why it was picked."""
-
-    name: str
-    why: str
-    shapes: bool
-    beside: bool = field(default=False, kw_only=True)  # measure although another does
-
-    @property
-    def here(self) -> bool:
-        """Whether its nodes share this machine's cores."""
-        return KINDS[self.name].here()
-
-    @property
-    def faults(self) -> Collection[str]:
-        """The kinds of faults that can be injected there."""
-        return KINDS[self.name].faults
-
-    @property
-    def keeps_checkpoints(self) -> bool:
-        """Whether they outlive the run."""
-        return True
-
-    def make(self, spec: RunSpec, folder: Path) -> Substrate:
-        return KINDS[self.name].make(plans(spec), folder)
-
-    def fit(self, spec: RunSpec) -> RunSpec:
-        """The run as this place can do it: where nothing is shaped, no rate stands in the spec."""
-        if self.shapes:
-            return spec
-        node = spec.node.model_copy(update={"cpus": None, "congestion": None})
-        return spec.model_copy(update={"link": Link(), "node": node, "overrides": {}})
-
-
-@dataclass(frozen=True)
-class Hosts(Place):
-    """The hosts of an inventory."""
-
-    inventory: Inventory
-    accept_new: bool = False  # host keys that nobody has seen before
-
-    @property
-    def here(self) -> bool:
-        return False
-
-    @property
-    def faults(self) -> Collection[str]:
-        """Those that touch nothing a host has for others too: interface, processor, disk."""
-        return ("kill", "exit", "pause", "oom")
-
-    @property
-    def keeps_checkpoints(self) -> bool:
-        return False
-
-    def make(self, spec: RunSpec, folder: Path) -> Substrate:
-        require_extra("substrate hosts", "hosts", "fabric", "paramiko")
-        from testbed.control.substrates.hosts.substrate import HostsSubstrate  # with it comes SSH
-
-        fitted, links = self.fit(spec), spec.links_asked
-        notes = [f"{links} not applied: {MEASURED}; {ELSEWHERE}"] if links else []
-        return HostsSubstrate(plans(fitted), folder, fitted, self.inventory, accept_new=self.accept_new, notes=notes)
-
-    def fit(self, spec: RunSpec) -> RunSpec:
-        """Nothing is shaped; a node's CPU share is what the run asks for it, else the inventory's."""
-        unshaped = super().fit(spec)
-        shares = [spec.cpus_of(rank) or node.cpus for rank, node in enumerate(self.inventory.nodes[: spec.world])]
-        alike = spec.node.cpus or (shares[0] if len(set(shares)) == 1 else None)
-        node = unshaped.node.model_copy(update={"cpus": alike})
-        own = {f"node{k}": NodeOverride(cpus=cpus) for k, cpus in enumerate(shares) if cpus and cpus != alike}
-        return unshaped.model_copy(update={"node": node, "overrides": own})
-
-
-def on_hosts(inventory: Inventory, largest: RunSpec, accept_new: bool = False) -> Hosts:
-    """Real hosts are never picked, only asked for."""
-    names = [node.name for node in inventory.first(largest.world).nodes]
-    return Hosts(HOSTS, f"{', '.join(names)}; their network is measured, never shaped", False, inventory, accept_new)
-
-
-def check_faults(spec: RunSpec, place: Place) -> None:
-    """Refuse what cannot be injected there."""
-    for fault in spec.faults:
-        if fault.kind not in place.faults:
-            rule = f"cannot be done on {place.name}, where these can: {', '.join(place.faults)}"
-            raise refuse("fault", str(fault), rule, "Leave it out, or use --on netns or compose.")
-
-
-def check_shaping(spec: RunSpec, place: Place, asked: str) -> None:
-    """A single run that asks for a link, be it of one node, gets that link or a refusal."""
-    links = spec.links_asked
-    if not links or place.shapes:
-        return
-    if place.name == HOSTS:
-        raise Unavailable(f"{links}: {MEASURED}. Leave it out, or {ELSEWHERE}.")
-    way_out = "Use --on netns or compose" if asked == "process" else "Run as root, or start a Docker engine"
-    if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
-        way_out += ", on a kernel with sch_netem (`testbed doctor` says what is missing)"
-    raise Unavailable(f"{links}: cannot be shaped here: {place.why}. {way_out}, or leave it out.")
-
-
-def plans(spec: RunSpec) -> list[NodePlan]:
-    """What is asked of each node that gets a rank."""
+def node_plans(spec: RunSpec) -> list[NodePlan]:
+    """What is requested of each node that gets a rank."""
     return [
         NodePlan(
             name=f"node{rank}",
@@ -176,19 +44,180 @@ def plans(spec: RunSpec) -> list[NodePlan]:
     ]
 
 
-def choose(asked: str, example: RunSpec) -> Place:
-    """`auto` takes the best place that this machine offers for a run like `example`."""
-    if asked in KINDS:
-        return Place(asked, f"asked for; {KINDS[asked].what}", KINDS[asked].shapes)
-    if asked != "auto":
-        raise SpecError(f"--on {asked!r}: no such place. Use auto, {', '.join([*KINDS, HOSTS])}.")
-    refusals = []
-    for name, kind in KINDS.items():
+def without_shaping(spec: RunSpec) -> RunSpec:
+    """The spec without links, CPU quotas and congestion control: what is not applied must not be in spec.json."""
+    node = spec.node.model_copy(update={"cpus": None, "congestion": None})
+    return spec.model_copy(update={"link": Link(), "node": node, "overrides": {}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubstrateType:
+    """One way to put ranks on nodes, and what it can do."""
+
+    name: str
+    description: str
+    make: Callable[[RunSpec, Path], Substrate]  # the requested spec and the run's folder
+    check: Callable[[Sequence[NodePlan]], None] = lambda plans: None  # raises Unavailable
+    drop_unsupported: Callable[[RunSpec], RunSpec] = lambda spec: spec
+    shapes: bool = True
+    is_local: Callable[[], bool] = lambda: False  # do its nodes share the cores of this machine?
+    faults: Collection[str] = FAULTS  # kinds of faults that can be injected
+    keeps_checkpoints: bool = True  # do checkpoints outlive the run?
+
+
+SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
+    "compose": SubstrateType(
+        name="compose",
+        description="one container per node, links shaped as requested",
+        make=lambda spec, folder: ComposeSubstrate(node_plans(spec), folder),
+        check=check_compose,
+        is_local=lambda: os.environ.get("DOCKER_HOST", "unix://").startswith("unix://"),
+    ),
+    "netns": SubstrateType(
+        name="netns",
+        description="network namespaces, links shaped as requested",
+        make=lambda spec, folder: NetnsSubstrate(node_plans(spec), folder),
+        check=check_netns,
+        is_local=lambda: True,
+    ),
+    "process": SubstrateType(
+        name="process",
+        description="plain processes on loopback, unshaped, no CPU limit",
+        make=lambda spec, folder: ProcessSubstrate(node_plans(spec), folder),
+        check=check_process,
+        drop_unsupported=without_shaping,
+        shapes=False,
+        is_local=lambda: True,
+        faults=("kill", "exit", "pause", "disk-full"),
+    ),
+}
+
+
+def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
+    """The hosts of an inventory. `accept_new`: trust host keys that are not in known_hosts."""
+
+    def drop_unsupported(spec: RunSpec) -> RunSpec:
+        """Nothing is shaped. A node's CPU quota is the one that the run requests, else the inventory's."""
+        unshaped = without_shaping(spec)
+        quotas = [spec.cpus_of(rank) or node.cpus for rank, node in enumerate(inventory.nodes[: spec.world])]
+        common = spec.node.cpus or (quotas[0] if len(set(quotas)) == 1 else None)
+        node = unshaped.node.model_copy(update={"cpus": common})
+        own = {f"node{k}": NodeOverride(cpus=cpus) for k, cpus in enumerate(quotas) if cpus and cpus != common}
+        return unshaped.model_copy(update={"node": node, "overrides": own})
+
+    def make(spec: RunSpec, folder: Path) -> Substrate:
+        require_extra("substrate hosts", "hosts", "fabric", "paramiko")
+        from testbed.control.substrates.hosts.substrate import HostsSubstrate  # imports the SSH client
+
+        applied, links = drop_unsupported(spec), spec.links_asked
+        notes = [f"{links} not applied: {NEVER_SHAPED}; {ELSEWHERE}"] if links else []
+        return HostsSubstrate(node_plans(applied), folder, applied, inventory, accept_new=accept_new, notes=notes)
+
+    return SubstrateType(
+        name=HOSTS,
+        description="their network is measured, never shaped",
+        make=make,
+        drop_unsupported=drop_unsupported,
+        shapes=False,
+        faults=("kill", "exit", "pause", "oom"),  # the others would change interface, CPU or disk for all users
+        keeps_checkpoints=False,
+    )
+
+
+@dataclass(frozen=True)
+class SubstrateChoice:
+    """The substrate of a run, and the reason why it was taken."""
+
+    type: SubstrateType
+    reason: str
+    automatic: bool = False  # chosen by `auto`
+    checked: Sequence[NodePlan] | None = None  # plans that have passed the check already
+    allow_concurrent: bool = False  # measure although another measurement runs on this machine
+
+    @property
+    def name(self) -> str:
+        return self.type.name
+
+    @property
+    def shares_cores(self) -> bool:
+        """True if the run needs the machine's lock: its nodes use this machine's cores, and nobody allowed sharing."""
+        return self.type.is_local() and not self.allow_concurrent
+
+    def drop_unsupported(self, spec: RunSpec) -> RunSpec:
+        """The spec that this substrate really runs."""
+        return self.type.drop_unsupported(spec)
+
+    def make(self, spec: RunSpec, folder: Path) -> Substrate:
+        """Check what has not been checked yet, and build the substrate; entering it creates the nodes."""
+        plans = node_plans(spec)
+        if self.checked != plans:
+            self.type.check(plans)
+        return self.type.make(spec, folder)
+
+
+def select(
+    on: str | SubstrateType,
+    specs: Sequence[RunSpec],
+    *,
+    inventory: Inventory | Path | None = None,
+    accept_new: bool = False,
+    allow_concurrent: bool = False,
+) -> SubstrateChoice:
+    """The substrate for all of `specs`; the one with most ranks decides. `inventory`: read, or its file."""
+    largest = max(specs, key=lambda spec: spec.world)
+    if on == HOSTS:
+        hosts = inventory if isinstance(inventory, Inventory) else read_inventory(inventory)
+        return choose_hosts(hosts, largest, accept_new)
+    if inventory is not None:
+        raise SpecError(f"--inventory {inventory}: holds for real hosts only. Use it with --on hosts.")
+    if accept_new:
+        raise SpecError("--accept-new: holds for real hosts only. Use it with --on hosts.")
+    if isinstance(on, SubstrateType):
+        return SubstrateChoice(on, f"requested; {on.description}", allow_concurrent=allow_concurrent)
+    return replace(choose(on, largest), allow_concurrent=allow_concurrent)
+
+
+def choose(requested: str, example: RunSpec, types: Mapping[str, SubstrateType] = SUBSTRATES) -> SubstrateChoice:
+    """The substrate of that name; `auto` is the first whose check a run like `example` passes."""
+    if requested in types:
+        return SubstrateChoice(types[requested], f"requested; {types[requested].description}")
+    if requested != "auto":
+        raise SpecError(f"--on {requested!r}: no such substrate. Use auto, {', '.join([*types, HOSTS])}.")
+    plans, refusals = node_plans(example), []
+    for found in types.values():
         try:
-            kind.check(plans(example))
+            found.check(plans)
         except Unavailable as error:
             refusals.append(str(error))
             continue
-        why = f"; better places are not to be had: {'; '.join(refusals)}" if refusals else ""
-        return Place(name, f"{kind.what}{why}", kind.shapes)
-    raise Unavailable(f"no place for this run: {'; '.join(refusals)}")
+        rest = f"; preferred substrates are unavailable: {'; '.join(refusals)}" if refusals else ""
+        return SubstrateChoice(found, f"{found.description}{rest}", automatic=True, checked=plans)
+    raise Unavailable(f"no substrate can run this: {'; '.join(refusals)}")
+
+
+def choose_hosts(inventory: Inventory, largest: RunSpec, accept_new: bool = False) -> SubstrateChoice:
+    """The first hosts of the inventory. `auto` never takes real hosts."""
+    names = [node.name for node in inventory.first(largest.world).nodes]
+    found = hosts_type(inventory, accept_new)
+    return SubstrateChoice(found, f"{', '.join(names)}; {found.description}")
+
+
+def check_faults(spec: RunSpec, choice: SubstrateChoice) -> None:
+    """Refuse faults that this substrate cannot inject."""
+    for fault in spec.faults:
+        if fault.kind not in choice.type.faults:
+            rule = f"cannot be injected on {choice.name}, which supports {', '.join(choice.type.faults)}"
+            raise refuse("fault", str(fault), rule, "Leave it out, or use --on netns or compose.")
+
+
+def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
+    """Refuse a single run that requests a link, for all nodes or for one, where links are not shaped."""
+    links = spec.links_asked
+    if not links or choice.type.shapes:
+        return
+    if choice.name == HOSTS:
+        raise Unavailable(f"{links}: {NEVER_SHAPED}. Leave it out, or {ELSEWHERE}.")
+    way_out = "Run as root, or start a Docker engine" if choice.automatic else "Use --on netns or compose"
+    if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
+        way_out += ", on a kernel with sch_netem (`testbed doctor` says what is missing)"
+    raise Unavailable(f"{links}: cannot be shaped here: {choice.reason}. {way_out}, or leave it out.")

@@ -1,4 +1,8 @@
-"""Watch: follow the ranks of one run by their record files and exit codes until all have ended, and say who failed."""
+"""Supervise the ranks of one run: read their record files and exit codes until all have ended, and say who failed.
+
+What a rank records (rankN.jsonl) and its exit code is all that is known about it here. When one rank fails, the
+others get a few seconds to record what they saw; then the root cause is raised as an exception.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +15,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from testbed.control.cli.progress import Progress
 from testbed.control.substrates.base import Process
 from testbed.results.conclude import root_cause
 from testbed.results.folder import RunFolder
-from testbed.spec.errors import PeerLost, RankFailed, TestbedError
-from testbed.spec.run import START_DEADLINE
+from testbed.spec.errors import PeerLost, RankFailed
+from testbed.spec.run import START_DEADLINE, RunSpec
 
-# Tail: the JSON lines that a growing file has gained since the last look.
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How often the supervisor polls and how long it waits."""
+
+    poll_s: float = 0.05
+    grace_s: float = 5.0  # for the other ranks to end by themselves after one failed
+    exit_grace_s: float = 1.0  # for a rank that the others have reported as lost
+    stall_deadlines: float = 30.0  # a run fails after so many deadlines without progress; ranks give up much earlier
+
+
+class Progress(Protocol):
+    """What a run reports while it goes on. The calls do not fail and do not block."""
+
+    def headline(self, text: str) -> None: ...
+    def stage(self, text: str) -> None: ...
+    def link(self, event: dict[str, Any]) -> None: ...
+    def begin(self, spec: RunSpec) -> None: ...
+    def step(self, rank: int, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
+
+
+class Silent:
+    """Progress that is not shown: for --json and for tests."""
+
+    def headline(self, text: str) -> None: ...
+    def stage(self, text: str) -> None: ...
+    def link(self, event: dict[str, Any]) -> None: ...
+    def begin(self, spec: RunSpec) -> None: ...
+    def step(self, rank: int, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
 
 
 class Tail:
-    """Reads on from where it stopped; a line without its end waits for it."""
+    """Reads the JSON lines that a growing file has gained since the last read."""
 
-    def __init__(self, path: Path, anew: bool = False) -> None:
-        """`anew`: what is there already is of no interest; a file that takes its place is."""
+    def __init__(self, path: Path, from_end: bool = False) -> None:
+        """`from_end`: skip what the file contains now. A new file under the same name is read from its beginning."""
         self.path = path
         self.offset = 0
         self.inode: int | None = None
-        if anew and path.is_file():
+        if from_end and path.is_file():
             self.inode, self.offset = path.stat().st_ino, path.stat().st_size
 
     def read(self) -> list[dict[str, Any]]:
-        """New objects; lines that are no JSON objects are someone else's."""
+        """New JSON objects. Other lines are skipped; a line without its end is kept for the next read."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self.inode:
                 self.inode, self.offset = inode, 0
             file.seek(self.offset)
-            whole = file.read()
-            whole = whole[: whole.rfind(b"\n") + 1]
-            self.offset += len(whole)
-            return [value for value in map(_parse, whole.splitlines()) if value is not None]
+            complete = file.read()
+            complete = complete[: complete.rfind(b"\n") + 1]
+            self.offset += len(complete)
+            return [value for value in map(_parse, complete.splitlines()) if value is not None]
         return []
 
 
@@ -53,28 +86,22 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-POLL = 0.05  # seconds between two looks
-GRACE = 5.0  # seconds that the others get to end by themselves after one rank failed
-LAST_WORDS = 1.0  # seconds for one that the others gave up already
-STALL = 30  # deadlines without any rank's progress: ranks themselves give up long before
-
-
 @dataclass
 class RankState:
     """What is known of one rank from outside."""
 
     process: Process
     tail: Tail
-    node: str = ""  # its name, as the user calls it
-    started: float | None = None  # monotonic time at which it was seen to train
+    node: str = ""  # its name in the inventory
+    started: float | None = None  # monotonic time at which its start record was read
     last_step: int = -1
     deadline: float = START_DEADLINE  # seconds that any one of its waits may take
     error: dict[str, Any] | None = None
     code: int | None = None
     ended: float | None = None  # monotonic time
 
-    def look(self, rank: int, progress: Progress) -> bool:
-        """Read on; True when anything happened."""
+    def poll(self, rank: int, progress: Progress) -> bool:
+        """Read new records and the exit code; True if there was anything new."""
         records = self.tail.read()
         for record in records:
             if record["kind"] == "start":
@@ -92,74 +119,76 @@ class RankState:
 
     @property
     def failed_rank(self) -> int | None:
-        """Whom this rank says it lost."""
+        """The rank that this one reports as lost."""
         return self.error.get("failed_rank") if self.error and self.code == PeerLost.exit_code else None
 
 
-class Companion(Protocol):
-    """Somebody who looks at the ranks as often as the watch does: what injects faults."""
+class RankObserver(Protocol):
+    """Is called at every poll with the state of all ranks; the fault injector is one."""
 
-    def look(self, ranks: Sequence[RankState]) -> None: ...
+    def poll(self, ranks: Sequence[RankState]) -> None: ...
 
 
-def follow(
+def supervise(
     processes: list[Process],
     folder: RunFolder,
     progress: Progress,
-    companion: Companion | None = None,
+    observer: RankObserver | None = None,
     tails: Sequence[Tail] | None = None,
     nodes: Sequence[str] = (),
+    timing: Timing = Timing(),  # noqa: B008  (frozen)
 ) -> None:
-    """Return when all ranks ended well; raise for the failed_rank one otherwise. `tails`: of records read before."""
+    """Return when all ranks ended with code 0; else raise the root cause.
+
+    `tails`: where the record files were before the ranks started, if they existed. `nodes`: their names.
+    """
     tails = tails or [Tail(folder.records(k)) for k in range(len(processes))]
     names = nodes or [f"node{k}" for k in range(len(processes))]
     ranks = [RankState(*each) for each in zip(processes, tails, names, strict=True)]
     try:
-        _follow(ranks, folder, progress, companion)
+        _poll_until_end(ranks, folder, progress, observer, timing)
     finally:
-        if companion:
-            companion.look(ranks)  # the end, too
+        if observer:
+            observer.poll(ranks)  # once more, with the final exit codes
 
 
-def _follow(ranks: list[RankState], folder: RunFolder, progress: Progress, companion: Companion | None) -> None:
+def _poll_until_end(
+    ranks: list[RankState], folder: RunFolder, progress: Progress, observer: RankObserver | None, timing: Timing
+) -> None:
     moved = time.monotonic()
-    while any(rank.code is None for rank in ranks):
-        if any([rank.look(k, progress) for k, rank in enumerate(ranks) if rank.code is None]):
+    while True:
+        if any([rank.poll(k, progress) for k, rank in enumerate(ranks) if rank.code is None]):
             moved = time.monotonic()
-        if companion:
-            companion.look(ranks)
+        if observer:
+            observer.poll(ranks)
         if any(rank.code not in (None, 0) for rank in ranks):
-            _let_others_end(ranks, progress)
-            raise _root_cause(ranks, folder)
-        stalled = STALL * max(rank.deadline for rank in ranks)
+            _wait_for_others(ranks, progress, timing)
+            raise root_cause(
+                [rank.code for rank in ranks],
+                [rank.error for rank in ranks],
+                last_steps=[rank.last_step for rank in ranks],
+                nodes=[rank.node for rank in ranks],
+                folder=folder,
+            )
+        if all(rank.code == 0 for rank in ranks):
+            return
+        stalled = timing.stall_deadlines * max(rank.deadline for rank in ranks)
         if time.monotonic() - moved > stalled:
             slowest = min(range(len(ranks)), key=lambda k: ranks[k].last_step)
-            waited = f"no rank moved for {stalled:g} s"
-            raise RankFailed(
-                f"rank {slowest} ({ranks[slowest].node}) is behind, and {waited}. See {folder.log(slowest)}"
-            )
-        time.sleep(POLL)
+            who = f"rank {slowest} ({ranks[slowest].node})"
+            raise RankFailed(f"{who} is behind, and no rank made progress for {stalled:g} s. See {folder.log(slowest)}")
+        time.sleep(timing.poll_s)
 
 
-def _let_others_end(ranks: list[RankState], progress: Progress) -> None:
-    """They say what they saw of the failure; whoever they name as frozen is not waited for any longer than that."""
-    end = time.monotonic() + GRACE
+def _wait_for_others(ranks: list[RankState], progress: Progress, timing: Timing) -> None:
+    """Let the other ranks record what they saw of the failure. A rank that they report as lost gets less time."""
+    end = time.monotonic() + timing.grace_s
     while time.monotonic() < end:
         for k, rank in enumerate(ranks):
-            rank.look(k, progress)
+            rank.poll(k, progress)
         running = {k for k, rank in enumerate(ranks) if rank.code is None}
         if not running:
             return
         if running <= {rank.failed_rank for rank in ranks}:
-            end = min(end, max(rank.ended or 0 for rank in ranks) + LAST_WORDS)
-        time.sleep(POLL)
-
-
-def _root_cause(ranks: list[RankState], folder: RunFolder) -> TestbedError:
-    return root_cause(
-        [rank.code for rank in ranks],
-        [rank.error for rank in ranks],
-        last_steps=[rank.last_step for rank in ranks],
-        nodes=[rank.node for rank in ranks],
-        folder=folder,
-    )
+            end = min(end, max(rank.ended or 0 for rank in ranks) + timing.exit_grace_s)
+        time.sleep(timing.poll_s)

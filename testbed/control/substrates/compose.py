@@ -39,7 +39,7 @@ from testbed.control.substrates.docker_cli import (
     set_cpus_argv,
     set_memory_argv,
 )
-from testbed.control.substrates.engine import ENGINE_TIMEOUT_S, check, render
+from testbed.control.substrates.engine import ENGINE_TIMEOUT_S, render
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
 from testbed.net.shaping import routes_congestion
@@ -124,7 +124,6 @@ class ComposeSubstrate:
         self.nodes: Sequence[NodeHandle] = ()
 
     def __enter__(self) -> Self:
-        check(self._plans)
         self.notes = ownership.remove_dead_projects(ownership.find_projects())
         with ExitStack() as undo:
             cores = range(int(self._docker(info_argv("NCPU"))))  # of the engine's machine, not of this one

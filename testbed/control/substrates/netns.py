@@ -105,7 +105,6 @@ class NetnsSubstrate:
         )
 
     def __enter__(self) -> Self:
-        check(self._plans)
         with ExitStack() as undo:  # removes what exists so far if any of this fails
             undo.callback(self._remove_late_groups)
             self._make_switch(undo)

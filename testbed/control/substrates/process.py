@@ -132,7 +132,6 @@ class ProcessSubstrate:
         return tuple(dict.fromkeys(note for plan in self._plans for note in _not_applied(plan)))
 
     def __enter__(self) -> Self:
-        check(self._plans)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,9 +1,9 @@
-"""Tune: the bucket size and schedule with the shortest step, for this network and this model, found by measuring.
+"""Search for the bucket size and schedule with the shortest step, for this model on this network, by measuring.
 
-Rounds of short runs, each a whole run through `execute`. The first round tries every schedule with sizes a factor of
-four apart. Every later one runs again the faster ones and whoever may still be the fastest, in turn, and the
-neighbours in size of the leader. It ends when the leader is sure enough (tune_race.py) and has no untried neighbour,
-or when time is up.
+The search is a series of rounds of short runs. The first round tries every schedule with bucket sizes a factor of
+four apart. Each later round repeats the faster candidates and those that may still be the fastest, one run each in
+turn, and tries half and twice the bucket size of the leader. The search ends when the leader is certain enough
+(statistics.py) and has no untried neighbour, or when the time is over.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from testbed.control.cli.progress import Progress, open_progress
-from testbed.control.runs.locks import alone
+from testbed.control.runs.locks import machine_lock
 from testbed.control.runs.run import execute
-from testbed.control.runs.select import Place
+from testbed.control.runs.select import SubstrateChoice
+from testbed.control.runs.supervisor import Progress
 from testbed.control.tuning.statistics import OUT, SPREAD, SURE, TOLERANCE, Race
 from testbed.results.folder import RunFolder, runs_dir, write_whole
 from testbed.results.table import format_table
@@ -31,46 +29,84 @@ from testbed.spec.mode import REFERENCE, SCHEDULES, SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.units import format_size
 
-MARK = "# Written by `testbed tune`"  # the first line of a file that may be written over
-SMALLEST = 4 << 10  # bytes: below that, messages are all overhead
-PARTS = (32, 8, 2)  # of the gradient, for the first sizes
-MOST_RUNS = 8  # of one candidate
-TRIES = 3  # for a run on the network that was asked for
+FIRST_LINE = "# Written by `testbed tune`"  # a file that begins so may be overwritten
+MIN_BUCKET_BYTES = 4 << 10  # smaller messages are mostly overhead
+FIRST_FRACTIONS = (32, 8, 2)  # the first bucket sizes are the gradient divided by these
+MAX_RUNS = 8  # of one candidate
+MAX_TRIES = 3  # of one run, until the network is the requested one
+BAR_WIDTH = 30  # characters, for the slowest candidate
 
 
 @dataclass
-class Tuning:
-    """What is sought, and all that was found so far."""
+class Search:
+    """What is searched, and everything that was found so far."""
 
     spec: RunSpec
     folder: Path
+    out: Path = Path("tuned.toml")
     race: Race = field(default_factory=Race)
     gradient: int = 0  # bytes; known after the first run
     runs: int = 0
-    dropped: dict[str, str] = field(default_factory=dict)  # candidate -> why
-    wanted: list[str] = field(default_factory=list)  # of this round
-    stopped: str = "interrupted"
+    dropped: dict[str, str] = field(default_factory=dict)  # candidate -> reason
+    round: list[str] = field(default_factory=list)  # candidates of the current round
+    ended: str = "interrupted"
+    written: bool = False  # is `out` written?
 
     @property
-    def sure(self) -> float:
-        return self.race.chances()[self.race.leader()]
+    def certainty(self) -> float:
+        """The probability that no candidate is faster than the leader by more than the tolerance."""
+        return self.race.probability_best()[self.race.leader()]
 
     @property
     def reference(self) -> list[str]:
-        """What one would have taken, with buckets of its own choice; nobody, where it was not timed."""
+        """DDP with its default buckets, if it was timed."""
         modes = (SyncMode.parse(name) for name in self.race.times)
         return [str(mode) for mode in modes if mode.is_reference and not mode.bucket]
 
     @property
     def untried(self) -> list[str]:
-        """Who should have run and did not."""
-        return [name for name in self.wanted if name not in self.race.times and name not in self.dropped]
+        """Candidates of the current round that have not run."""
+        return [name for name in self.round if name not in self.race.times and name not in self.dropped]
+
+
+def new_search(spec: RunSpec, out: Path) -> Search:
+    """Refuse what cannot be tuned or written; else a search with a folder of its own."""
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}. Make it, or give another file.")
+    if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
+        raise UsageError(f"--out {out}: exists and was not written by `testbed tune`. Give another file.")
+    first_mode(spec.mode)
+    return Search(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}", out)
+
+
+def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, timeout_s: float) -> None:
+    """Run rounds until the leader is certain enough, then write the experiment file.
+
+    Whatever ends it, `search` has what was found.
+    """
+    with machine_lock(choice):
+        begun, start = time.monotonic(), str(first_mode(search.spec.mode))
+        _run_round([start], 1, search, choice, progress, begun + timeout_s)
+        names, number = candidates(SyncMode.parse(start), search.gradient), 2
+        while names:
+            if not _run_round(names, number, search, choice, progress, begun + timeout_s):
+                search.ended = f"time is up ({timeout_s / 60:g} minutes)"
+                break
+            names, number = _next_round(search), number + 1
+        else:
+            rest = " or was dropped" if search.dropped else ""
+            limit = f"each that could be the fastest had {MAX_RUNS} runs{rest}"
+            search.ended = "sure enough" if search.certainty >= SURE else limit
+    write_experiment(search, choice)
+
+
+# What is tried
 
 
 def first_mode(mode: SyncMode) -> SyncMode:
-    """What the search begins with: one flat buffer after backward; a mode that says more than that is refused."""
+    """The first candidate: one flat buffer after backward. A mode that gives more than that is refused."""
     if mode.granularity == "bucket" or mode.schedule != "after" or mode.every > 1:
-        rule = "granularity and schedule are what is sought"
+        rule = "granularity and schedule are what `testbed tune` searches"
         raise refuse("mode", str(mode), rule, "Give the algorithm alone, or with a codec: ring, direct/int8.")
     if mode.silent:
         raise refuse("mode", str(mode), "has nothing to tune", "Use ring.")
@@ -79,33 +115,39 @@ def first_mode(mode: SyncMode) -> SyncMode:
 
 
 def candidates(mode: SyncMode, gradient: int) -> list[str]:
-    """The first round: the reference, and every legal schedule at sizes a factor of four apart."""
-    sizes = [_round_size(gradient // part) for part in PARTS]
+    """The second round: the reference, and every legal schedule at bucket sizes a factor of four apart."""
+    sizes = [max(MIN_BUCKET_BYTES, _power_of_two_below(gradient // fraction)) for fraction in FIRST_FRACTIONS]
+    schedules = [[]] if mode.is_reference else [[name] for name in SCHEDULES if name != "after"]
     words = [(REFERENCE, *_codec(mode))]
-    words += [(mode.algorithm, f"bucket:{format_size(s)}", *w, *_codec(mode)) for w in _schedules(mode) for s in sizes]
+    words += [(mode.algorithm, f"bucket:{format_size(s)}", *w, *_codec(mode)) for w in schedules for s in sizes]
     return [name for name in dict.fromkeys(_legal(words)) if name != str(mode)]
 
 
 def neighbours(mode: SyncMode, gradient: int) -> list[str]:
-    """The same with half and with twice the bucket, as long as that means something."""
+    """The same mode with half and with twice the bucket size, between MIN_BUCKET_BYTES and the whole gradient."""
     if mode.bucket is None:
         return []
-    sizes = [size for size in (mode.bucket // 2, mode.bucket * 2) if SMALLEST <= size < gradient]
+    sizes = [size for size in (mode.bucket // 2, mode.bucket * 2) if MIN_BUCKET_BYTES <= size < gradient]
     schedule = [mode.schedule] if mode.schedule != "after" else []
     return list(_legal([(mode.algorithm, f"bucket:{format_size(s)}", *schedule, *_codec(mode)) for s in sizes]))
 
 
-def _schedules(mode: SyncMode) -> list[list[str]]:
-    return [[]] if mode.is_reference else [[name] for name in SCHEDULES if name != "after"]
+def _next_round(search: Search) -> list[str]:
+    """Candidates of the next round; none if the leader is certain enough and has no untried neighbour."""
+    race, leader = search.race, search.race.leader()
+    untried = [name for name in neighbours(SyncMode.parse(leader), search.gradient) if name not in race.times]
+    probability = race.probability_best()
+    doubtful = [] if probability[leader] >= SURE else [n for n in race.times if n == leader or probability[n] >= OUT]
+    again = [name for name in dict.fromkeys([*race.due(), *doubtful]) if len(race.times[name]) < MAX_RUNS]
+    return [name for name in [*untried, *again] if name not in search.dropped]
 
 
 def _codec(mode: SyncMode) -> list[str]:
     return [str(mode).rpartition("/")[2]] if mode.codec else []
 
 
-def _round_size(size: int) -> int:
-    """The power of two below."""
-    return max(SMALLEST, 1 << max(0, size.bit_length() - 1))
+def _power_of_two_below(size: int) -> int:
+    return 1 << max(0, size.bit_length() - 1)
 
 
 def _legal(words: list[tuple[str, ...]]) -> Iterator[str]:
@@ -114,225 +156,152 @@ def _legal(words: list[tuple[str, ...]]) -> Iterator[str]:
             yield str(SyncMode.parse("/".join(each)))
 
 
-def search(tuning: Tuning, place: Place, progress: Progress, seconds: float) -> None:
-    """Run rounds until the answer is good enough; what was found stands in `tuning`, however this ends."""
-    begun, start = time.monotonic(), str(first_mode(tuning.spec.mode))
-    _round([start], 1, tuning, place, progress, begun + seconds)
-    wanted, number = candidates(SyncMode.parse(start), tuning.gradient), 2
-    while wanted:
-        if not _round(wanted, number, tuning, place, progress, begun + seconds):
-            tuning.stopped = f"time is up ({seconds / 60:g} minutes)"
-            return
-        wanted, number = _next(tuning), number + 1
-    gone = " or was dropped" if tuning.dropped else ""
-    had = f"each that could be the fastest had {MOST_RUNS} runs{gone}"
-    tuning.stopped = "sure enough" if tuning.sure >= SURE else had
+# The runs
 
 
-def _next(tuning: Tuning) -> list[str]:
-    """Who runs in the next round; nobody when the answer is good enough."""
-    race, leader = tuning.race, tuning.race.leader()
-    untried = [
-        name
-        for name in neighbours(SyncMode.parse(leader), tuning.gradient)
-        if name not in race.times and name not in tuning.dropped
-    ]
-    chances = race.chances()
-    doubtful = [] if chances[leader] >= SURE else [n for n in race.times if n == leader or chances[n] >= OUT]
-    again = [name for name in dict.fromkeys([*race.due(), *doubtful]) if len(race.times[name]) < MOST_RUNS]
-    return untried + [name for name in again if name not in tuning.dropped]
-
-
-def _round(names: list[str], number: int, tuning: Tuning, place: Place, progress: Progress, until: float) -> bool:
-    """Each of them once; False when time ran out on the way. An error when nobody is left."""
-    tuning.wanted = names
+def _run_round(
+    names: list[str], number: int, search: Search, choice: SubstrateChoice, progress: Progress, until: float
+) -> bool:
+    """Run each candidate once; False if the time is over. Raises TestbedError if no candidate is left."""
+    search.round = names
     for turn, name in enumerate(names, start=1):
-        if time.monotonic() > until and tuning.race.times:
+        if time.monotonic() > until and search.race.times:
             return False
         best = ""
-        if tuning.race.times:
-            leader = tuning.race.leader()
-            best = f"; best so far {leader}, {tuning.race.centre(leader):.3f} s"
+        if search.race.times:
+            leader = search.race.leader()
+            best = f"; best so far {leader}, {search.race.centre(leader):.3f} s"
         progress.headline(f"[round {number}, {turn}/{len(names)}] {name}{best}")
-        _try(name, tuning, place, progress)
-    if not tuning.race.times:
-        raise TestbedError("nothing to tune: " + "; ".join(f"{n} failed: {why}" for n, why in tuning.dropped.items()))
+        _run_candidate(name, search, choice, progress)
+    if not search.race.times:
+        raise TestbedError("nothing to tune: " + "; ".join(f"{n} failed: {why}" for n, why in search.dropped.items()))
     return True
 
 
-def _try(name: str, tuning: Tuning, place: Place, progress: Progress) -> None:
-    """One run of one candidate; one that fails is dropped, and its earlier times with it.
+def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress: Progress) -> None:
+    """Time one run of a candidate.
 
-    One whose network was off is repeated, then dropped, too, but keeps its times. Where nothing has been timed yet, it
-    is the network that cannot be had, and the search ends.
+    A candidate that fails is dropped together with its earlier times. One whose network is off MAX_TRIES times is
+    dropped and keeps its earlier times. If nothing has been timed yet, the search ends with NetworkInvalid.
     """
-    for _ in range(TRIES):
-        tuning.runs += 1
-        spec = trial(tuning.spec, name, tuning.runs, tuning.folder.name)
+    for _ in range(MAX_TRIES):
+        search.runs += 1
+        spec = trial(search.spec, name, search.runs, search.folder.name)
         try:
-            summary = execute(spec, place, RunFolder(tuning.folder / spec.name), progress)
+            summary = execute(spec, choice, RunFolder(search.folder / spec.name), progress)
         except (Interrupted, UsageError):
             raise
         except TestbedError as error:
-            tuning.race.times.pop(name, None)  # nobody wants a mode that breaks now and then, however fast
-            _drop(name, str(error), tuning, progress)
+            search.race.times.pop(name, None)  # a mode that fails sometimes must not win
+            search.dropped[name] = str(error)
+            progress.stage(f"dropped: {error}")
             return
         if summary.status == "ok" and summary.seconds_per_step:
-            tuning.gradient = summary.gradient_bytes or 0
-            tuning.race.add(name, summary.seconds_per_step)
+            search.gradient = summary.gradient_bytes or 0
+            search.race.add(name, summary.seconds_per_step)
             return
         progress.stage(f"does not count: {summary.reason}")
-    why = f"{summary.reason}, {TRIES} times. Is the machine busy?"
-    if not tuning.race.times:
-        raise NetworkInvalid(f"{name}: {why} What was measured is in {tuning.folder}")
-    _drop(name, why, tuning, progress)
-
-
-def _drop(name: str, why: str, tuning: Tuning, progress: Progress) -> None:
-    tuning.dropped[name] = why
+    why = f"{summary.reason}, {MAX_TRIES} times. Is the machine busy?"
+    if not search.race.times:
+        raise NetworkInvalid(f"{name}: {why} What was measured is in {search.folder}")
+    search.dropped[name] = why
     progress.stage(f"dropped: {why}")
 
 
 def trial(spec: RunSpec, mode: str, number: int, experiment: str) -> RunSpec:
-    """The run that times one candidate; nobody asks what it has learnt."""
-    values = spec.model_dump(mode="json", by_alias=True)
-    own = {"mode": mode, "experiment": experiment, "name": f"{number:03d}-{run_name(mode, spec.nodes)}"}
-    return RunSpec.load(values | own | {"evaluate": "never"}, where="")
+    """The run that times one candidate; it is not evaluated."""
+    own = {"experiment": experiment, "name": f"{number:03d}-{run_name(mode, spec.nodes)}", "evaluate": "never"}
+    return RunSpec.load(spec.model_dump(mode="json", by_alias=True) | own | {"mode": mode}, where="")
 
 
-def check_file(path: Path) -> None:
-    """Refuse before the search what could not be written after it."""
-    if not path.parent.is_dir():
-        raise UsageError(f"--out {path}: there is no folder {path.parent}. Make it, or give another.")
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-        raise UsageError(f"--out {path}: exists and was not written by `testbed tune`. Give another.")
+# The result
 
 
-def write_file(path: Path, tuning: Tuning, place: Place) -> None:
-    """The winner as an experiment, beside what one would have taken without it."""
-    leader = tuning.race.leader()
-    told = (
-        f"{tuning.race.centre(leader):.3f} s/iter, {100 * tuning.sure:.0f} % sure, {tuning.runs} runs on {place.name}"
-    )
-    base = tuning.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+def write_experiment(search: Search, choice: SubstrateChoice) -> None:
+    """Write an experiment file that compares the winner with the first candidate and the reference."""
+    leader = search.race.leader()
+    certainty = f"{100 * search.certainty:.0f} % sure"
+    facts = f"{search.race.centre(leader):.3f} s/iter, {certainty}, {search.runs} runs on {choice.name}"
+    base = search.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     base = {key: value for key, value in base.items() if key not in ("mode", "name", "experiment", "schema", "steps")}
-    plain = [name for name in tuning.race.times if name == str(first_mode(tuning.spec.mode))]
-    modes = dict.fromkeys([*plain, *tuning.reference, leader])
+    first = [name for name in search.race.times if name == str(first_mode(search.spec.mode))]
     lines = [
-        f"{MARK}: {told}.",
+        f"{FIRST_LINE}: {facts}.",
         f"title = {json.dumps(f'Is {leader} the fastest here?')}",
         "",
         "[base]",
         *(f"{key} = {_toml(value)}" for key, value in base.items()),
         "",
         "[axes]",
-        f"mode = {_toml(list(modes))}",
+        f"mode = {_toml(list(dict.fromkeys([*first, *search.reference, leader])))}",
     ]
-    write_whole(path, "\n".join(lines))
+    write_whole(search.out, "\n".join(lines))
+    search.written = True
 
 
 def _toml(value: Any) -> str:
-    """A value on one line; text, numbers and truth are spelled as in JSON."""
+    """A TOML value on one line; strings, numbers and booleans are written as in JSON."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items() if inner is not None) + " }"
     return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
-def open_tuning(spec: RunSpec) -> Tuning:
-    """A search with a folder of its own."""
-    first_mode(spec.mode)
-    return Tuning(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}")
+def curve(search: Search) -> str:
+    """A table with a row for each candidate and a bar as long as its step."""
+    race, probability = search.race, search.race.probability_best()
+    best, slowest = race.centre(race.leader()), max(race.centre(name) for name in race.times)
+    header = ("mode", "s/iter", "95 % interval", "runs", "/ best", "chance", "")
+    rows = []
+    for name in sorted(race.times, key=_order):
+        low, high = race.interval(name)
+        seconds = race.centre(name)
+        bar = "#" * max(1, round(BAR_WIDTH * seconds / slowest))
+        figures = (f"{seconds:.3f}", f"{low:.3f}-{high:.3f}", str(len(race.times[name])), f"{seconds / best:.2f}")
+        rows.append((name, *figures, _percent(probability[name]), bar.ljust(BAR_WIDTH)))
+    return format_table(header, rows)
 
 
-# `testbed tune`: search, say what was found, write it down.
-
-BAR = 30  # characters of the slowest candidate
-
-
-def tune(spec: RunSpec, place: Place, out: Path, seconds: float, console: Console, as_json: bool) -> None:
-    """The command; whatever ends the search, what it had found by then is printed."""
-    check_file(out)
-    tuning = open_tuning(spec)
-    progress = open_progress(console, quiet=as_json)
-    progress.headline(f"on {place.name}: {place.why}")
-    file = None
-    try:
-        with alone(place):
-            search(tuning, place, progress, seconds)
-        write_file(out, tuning, place)
-        file = out
-    finally:
-        progress.end()
-        if tuning.race.times:
-            _print(tuning, file, console, as_json)
-
-
-def _print(tuning: Tuning, file: Path | None, console: Console, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(document(tuning, file), indent=1))
-        return
-    console.print(f"\n{curve(tuning)}\n")
-    for line in conclusion(tuning):
-        console.print(line)
-    console.print(f"everything is in {tuning.folder}")
-    if file:
-        console.print(f"compare them at length: testbed sweep {file}")
+def conclusion(search: Search) -> list[str]:
+    """The winner, how certain it is, what was dropped or not tried, and where everything is."""
+    race, leader = search.race, search.race.leader()
+    low, high = race.interval(leader)
+    won = "best so far" if search.untried else "winner"
+    certainty = f"{_percent(search.certainty)} sure that nothing tried is more than {_percent(TOLERANCE)} faster"
+    lines = [
+        f"{won}: {leader}, {race.centre(leader):.3f} s/iter (95 %: {low:.3f} to {high:.3f})",
+        f"{certainty}; {search.runs} runs; ended: {search.ended}",
+    ]
+    for name in search.reference:
+        if name != leader:
+            lines.append(f"{name} takes {race.centre(name) / race.centre(leader):.2f} times as long")
+    if not race.repeated():
+        lines.append(f"every candidate ran once only: that runs differ by {_percent(SPREAD)} is assumed, not measured")
+    if search.untried:
+        lines.append(f"not tried: {', '.join(search.untried)}")
+    lines += [f"dropped: {name}: {why}" for name, why in search.dropped.items()]
+    lines.append(f"everything is in {search.folder}")
+    return lines + ([f"compare them in longer runs: testbed sweep {search.out}"] if search.written else [])
 
 
-def order(name: str) -> tuple[str, str, int]:
-    """One schedule after the other, sizes rising: a curve."""
+def document(search: Search) -> dict[str, Any]:
+    """The result as one JSON document."""
+    race, probability = search.race, search.race.probability_best()
+    points = []
+    for name in sorted(race.times, key=_order):
+        low, high = race.interval(name)
+        found = {"seconds_per_step": race.centre(name), "low": low, "high": high, "chance": probability[name]}
+        points.append({"mode": name, **found, "runs": race.times[name]})
+    facts = {"winner": race.leader(), "sure": search.certainty, "tolerance": TOLERANCE, "ended": search.ended}
+    where = {"file": str(search.out) if search.written else None, "folder": str(search.folder)}
+    return {**facts, "curve": points, "dropped": search.dropped, "untried": search.untried, **where}
+
+
+def _order(name: str) -> tuple[str, str, int]:
+    """Sort by schedule and algorithm, bucket sizes rising."""
     mode = SyncMode.parse(name)
     return "" if mode.is_reference else mode.schedule, mode.algorithm, mode.bucket or 0
 
 
-def curve(tuning: Tuning) -> str:
-    """A row for each candidate, with a bar as long as its step."""
-    race, chances = tuning.race, tuning.race.chances()
-    best, slowest = race.centre(race.leader()), max(race.centre(name) for name in race.times)
-    header = ("mode", "s/iter", "95 % interval", "runs", "/ best", "chance", "")
-    rows = []
-    for name in sorted(race.times, key=order):
-        low, high = race.interval(name)
-        seconds = race.centre(name)
-        bar = "#" * max(1, round(BAR * seconds / slowest))
-        figures = (f"{seconds:.3f}", f"{low:.3f}-{high:.3f}", str(len(race.times[name])), f"{seconds / best:.2f}")
-        rows.append((name, *figures, percent(chances[name]), bar.ljust(BAR)))
-    return format_table(header, rows)
-
-
-def conclusion(tuning: Tuning) -> list[str]:
-    """The winner, how sure it is, what it is worth, and who fell out."""
-    race, leader = tuning.race, tuning.race.leader()
-    low, high = race.interval(leader)
-    won = "best so far" if tuning.untried else "winner"
-    lines = [
-        f"{won}: {leader}, {race.centre(leader):.3f} s/iter (95 %: {low:.3f} to {high:.3f})",
-        f"{percent(tuning.sure)} sure that nothing tried is more than {percent(TOLERANCE)} faster; {tuning.runs} runs; "
-        f"ended: {tuning.stopped}",
-    ]
-    for name in tuning.reference:
-        if name != leader:
-            lines.append(f"{name} takes {race.centre(name) / race.centre(leader):.2f} times as long")
-    if not race.repeated():
-        lines.append(f"every candidate ran once only: that runs differ by {percent(SPREAD)} is assumed, not measured")
-    if tuning.untried:
-        lines.append(f"not tried: {', '.join(tuning.untried)}")
-    return lines + [f"dropped: {name}: {why}" for name, why in tuning.dropped.items()]
-
-
-def percent(share: float) -> str:
-    """Of few runs nothing is certain."""
+def _percent(share: float) -> str:
+    """Never 100 %: a few runs prove nothing with certainty."""
     return f"{100 * share:.0f} %" if share < 0.995 else "> 99 %"
-
-
-def document(tuning: Tuning, file: Path | None) -> dict[str, Any]:
-    """The same for a script."""
-    race, chances = tuning.race, tuning.race.chances()
-    points = []
-    for name in sorted(race.times, key=order):
-        low, high = race.interval(name)
-        found = {"seconds_per_step": race.centre(name), "low": low, "high": high, "chance": chances[name]}
-        points.append({"mode": name, **found, "runs": race.times[name]})
-    facts = {"winner": race.leader(), "sure": tuning.sure, "tolerance": TOLERANCE, "ended": tuning.stopped}
-    where = {"file": str(file) if file else None, "folder": str(tuning.folder)}
-    return {**facts, "curve": points, "dropped": tuning.dropped, "untried": tuning.untried, **where}

@@ -1,8 +1,8 @@
-"""Race: which of several candidates is the fastest, from a few noisy times of each, and how sure that is.
+"""Race: which of several candidates is the fastest, from a few noisy times of each, and with which probability.
 
-Times of one candidate vary by a factor, so logarithms are compared. All candidates are taken to vary alike, and before
-anything is known by SPREAD: two runs that happen to agree must not look like certainty. The fastest are repeated in
-any case (`due`): on a machine that is busy with other things, a single run says little.
+Times of one candidate vary by a factor, so logarithms are compared. All candidates are assumed to vary alike, by
+SPREAD before any run is repeated: two runs that happen to agree are not certainty. The fastest candidates are repeated
+in any case (`due`): on a busy machine one run is not enough.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import random
 import statistics
 from dataclasses import dataclass, field
 
-TOLERANCE = 0.02  # two candidates this close are as good as each other
-SURE = 0.95  # of the leader: that no other is faster by more than the tolerance
-OUT = 0.01  # a candidate whose chance is less than this gets no more runs
-SPREAD, WEIGHT = 0.03, 4  # what is assumed of the spread of runs, and how many runs that assumption is worth
-DRAWS = 4000
+TOLERANCE = 0.02  # candidates that differ by less are equally good
+SURE = 0.95  # required probability that no candidate is faster than the leader by more than the tolerance
+OUT = 0.01  # a candidate with a smaller probability gets no more runs
+SPREAD, WEIGHT = 0.03, 4  # assumed standard deviation of a run's logarithm, and its weight in runs
+DRAWS = 4000  # of the Monte Carlo estimate
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Race:
         return min(self.times, key=self._log)
 
     def due(self) -> list[str]:
-        """Who must run again, whatever the chances say, so that the spread is measured and not assumed.
+        """Candidates that must run again so that the spread is measured, not assumed.
 
         Successive halving: the faster half runs twice, the fastest quarter three times.
         """
@@ -45,7 +45,7 @@ class Race:
         return [name for name, runs in wanted.items() if len(self.times[name]) < runs]
 
     def repeated(self) -> bool:
-        """False while the spread is only assumed."""
+        """True if any candidate ran more than once; until then the spread is assumed."""
         return any(len(times) > 1 for times in self.times.values())
 
     def interval(self, name: str) -> tuple[float, float]:
@@ -53,17 +53,17 @@ class Race:
         width = _quantile(self._freedom()) * self._spread() / math.sqrt(len(self.times[name]))
         return self.centre(name) * math.exp(-width), self.centre(name) * math.exp(width)
 
-    def chances(self) -> dict[str, float]:
-        """The chance of each to be the one to take: the fastest, and not merely by the tolerance before the leader.
+    def probability_best(self) -> dict[str, float]:
+        """The probability of each candidate to be faster than the leader by more than the tolerance, and the fastest.
 
-        What is left is the leader's: how sure it is. Drawn with a seed of its own: same times, same chances.
+        The rest is the leader's. The random generator has a fixed seed: same times, same result.
         """
         draw, freedom, leader = random.Random(0), self._freedom(), self.leader()
         names = list(self.times)
         widths = [self._spread() / math.sqrt(len(self.times[name])) for name in names]
         won = dict.fromkeys(names, 0)
         for _ in range(DRAWS):
-            stretch = math.sqrt(freedom / (2 * draw.gammavariate(freedom / 2, 1)))  # the spread is not known exactly
+            stretch = math.sqrt(freedom / (2 * draw.gammavariate(freedom / 2, 1)))  # the spread itself is uncertain
             logs = [draw.gauss(self._log(n), stretch * w) for n, w in zip(names, widths, strict=True)]
             first = min(range(len(names)), key=logs.__getitem__)
             close = logs[names.index(leader)] - logs[first] <= math.log1p(TOLERANCE)
@@ -77,7 +77,7 @@ class Race:
         return WEIGHT + sum(len(times) - 1 for times in self.times.values())
 
     def _spread(self) -> float:
-        """Standard deviation of one run's logarithm, pooled over all candidates and the assumption."""
+        """Standard deviation of one run's logarithm, pooled over all candidates and the assumed SPREAD."""
         squares = sum((math.log(t) - self._log(name)) ** 2 for name, times in self.times.items() for t in times)
         return math.sqrt((WEIGHT * SPREAD**2 + squares) / self._freedom())
 

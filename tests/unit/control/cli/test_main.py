@@ -1,9 +1,10 @@
-"""The command line, without starting a rank: flags, refusals, lists."""
+"""The command line without starting a rank: options, refusals, lists."""
 
 from __future__ import annotations
 
-import errno
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from testbed.control.cli import main
 from testbed.control.machine import doctor
 from testbed.control.substrates import engine
 from testbed.spec.errors import SpecError, TestbedError, Unavailable, UsageError
+from testbed.spec.experiment import spec_from_flags
 
 
 def flags_of(command: str) -> set[str]:
@@ -57,7 +59,7 @@ REFUSALS = {
     "an unknown key": (["--set", "optimiser.lr=1"], ["'optimiser'", "optimizer"]),
     "an unknown key of one node": (["--set", "overrides.node2.rate=50mbit"], ["'overrides.node2.rate'", "cpus, link"]),
     "a setting without value": (["--set", "seed"], ["'seed'", "KEY=VALUE"]),
-    "an unknown place": (["--on", "moon"], ["'moon'", "netns"]),
+    "an unknown substrate": (["--on", "moon"], ["'moon'", "netns"]),
     "a rate on loopback": (["--on", "process", "--rate", "10mbit"], ["10mbit", "--on netns"]),
 }
 
@@ -75,18 +77,18 @@ def test_bad_input_is_refused_with_value_and_way_out_and_creates_nothing(argumen
 RESUMABLE = {"--on", "--inventory", "--accept-new", "--share", "--retries", "--json", "--resume"}
 
 
-def test_what_a_run_that_goes_on_would_swallow_is_refused_by_name(tmp_path, monkeypatch):
+def test_options_that_a_resumed_run_would_ignore_are_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wanted = ["--out", "y", "--mode", "ring", "--steps", "200", "--set", "checkpoint=5"]  # ring is the default, too
-    with pytest.raises(SpecError, match=r"'--mode, --steps, --set, --out': .*keeps the spec.*begin anew without"):
+    with pytest.raises(SpecError, match=r"'--mode, --steps, --set, --out': .*keeps its spec.*start a new run without"):
         main.app(["run", "--resume", "r", *wanted], standalone_mode=False)
     for flag in flags_of("run") - RESUMABLE:
         value = [] if flag == "--profile" else ["1"]
-        with pytest.raises(SpecError, match=rf"--resume beside '{flag}'"):
+        with pytest.raises(SpecError, match=rf"--resume with '{flag}'"):
             main.app(["run", "--resume", "r", flag, *value], standalone_mode=False)
 
 
-def test_what_says_where_and_how_a_run_goes_on_is_taken_beside_resume(tmp_path, monkeypatch):
+def test_options_about_the_substrate_and_retries_are_accepted_with_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     taken = ["--on", "hosts", "--inventory", "i", "--accept-new", "--share", "--retries", "2", "--json"]
     with pytest.raises(UsageError, match=r"r/spec\.json cannot be read"):
@@ -111,8 +113,8 @@ def test_an_experiment_that_is_missing_or_broken_is_refused_by_name(tmp_path):
 
 
 def test_settings_reach_the_spec_with_their_types():
-    flags = {"mode": "ring", "nodes": "4", "link.rate": "200mbit"}
-    spec = main.build_spec(flags, ["optimizer.lr=0.1", "probe=false", "data.shares=[1, 2, 3, 2]", "batch=8"])
+    flags = {"mode": "ring", "nodes": "4", "rate": "200mbit", "seed": None}
+    spec = spec_from_flags(flags, ["optimizer.lr=0.1", "probe=false", "data.shares=[1, 2, 3, 2]", "batch=8"])
     assert (spec.optimizer.lr, spec.probe, spec.data.shares, spec.batch) == (0.1, False, (1, 2, 3, 2), 8)
     assert spec.link.rate == 200_000_000
 
@@ -175,13 +177,22 @@ def test_help_shows_defaults_where_keys_are_listed_and_what_a_batch_is() -> None
     assert "ALGORITHM[/CODEC]" in CliRunner().invoke(main.app, ["tune", "--help"]).stdout
 
 
-def test_what_the_machine_refuses_outside_of_any_run_is_a_sentence_and_no_traceback(monkeypatch, capsys):
-    def locked(**_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "runs/.r.lock")
+def test_an_error_of_the_machine_outside_of_any_run_is_a_sentence_and_no_traceback(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = ["run", "--on", "process", "--data", "synthetic", "--out", str(tmp_path / "file" / "r")]
+    done = subprocess.run([sys.executable, "-m", "testbed.control", *run], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith(f"testbed: {tmp_path / 'file'}") and "try again" in done.stderr
 
-    monkeypatch.setattr(main, "app", locked)
-    monkeypatch.setattr(main.signal, "signal", lambda *_: None)  # pytest keeps its own
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    said = capsys.readouterr().err
-    assert end.value.code == 1 and said.startswith("testbed: runs/.r.lock: Permission denied") and "try again" in said
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["modes", "--json"], 0, ""),
+        (["run", "--mode", "rong"], 2, "testbed: mode 'rong'"),
+        (["nothing"], 2, "No such command"),
+    ],
+)
+def test_a_command_line_has_an_exit_code_and_one_sentence(argv, code, words):
+    done = subprocess.run([sys.executable, "-m", "testbed.control", *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and words in done.stderr and "Traceback" not in done.stderr

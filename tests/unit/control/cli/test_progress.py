@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: figures of this attempt, not of two."""
+"""The progress of a run: figures of this attempt, not of two."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_strangers_title_is_printed_in_one_line_that_commands_no_terminal() ->
 
 
 @pytest.mark.parametrize(("evaluate", "said"), [("split", True), ("never", False)])
-def test_after_the_last_step_it_says_that_the_model_is_tested(evaluate: str, said: bool) -> None:
-    """On a slow machine that takes longer than all steps, and looked like a hang."""
+def test_after_the_last_step_it_says_that_the_model_is_evaluated(evaluate: str, said: bool) -> None:
+    """On a slow machine that takes longer than all steps, and would look like a hang."""
     written = io.StringIO()
     shown = Plain(Console(file=written, soft_wrap=True))
     shown.begin(RunSpec.load({"nodes": 1, "mode": "single", "steps": 2, "warmup": 0, "evaluate": evaluate}, "test"))
     for number in range(2):
         shown.step(0, record(number, 0) | {"loss": 1.0, "epoch": 0})
     *_, last = written.getvalue().splitlines()
-    assert "step 2/2" in last and last.endswith("now it is tested") is said
+    assert "step 2/2" in last and last.endswith("now evaluating") is said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from testbed.control.machine.affinity import assign_cores, limited_to, usable_cores
-from testbed.control.runs.select import plans
+from testbed.control.runs.select import node_plans
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.spec.run import RunSpec
@@ -57,8 +57,8 @@ def test_unequal_threads_assign_nothing() -> None:
 
 def test_node_pinned_false_turns_it_off() -> None:
     spec = RunSpec.load({"nodes": 2, "threads": 2, "node": {"pinned": False}}, "test")
-    assert [plan.threads for plan in plans(spec)] == [None, None]
-    assert [plan.threads for plan in plans(RunSpec.load({"nodes": 2, "threads": 2}, "test"))] == [2, 2]
+    assert [plan.threads for plan in node_plans(spec)] == [None, None]
+    assert [plan.threads for plan in node_plans(RunSpec.load({"nodes": 2, "threads": 2}, "test"))] == [2, 2]
 
 
 def test_a_rank_starts_on_its_cores_and_the_controller_keeps_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults are injected when their moment comes, ended again, refused where a place cannot do them, and written down."""
+"""Faults are injected when they are due, reverted, refused where a substrate cannot inject them, and recorded."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def events(tmp_path: Path) -> list[tuple[str, str]]:
 def test_a_fault_happens_once_when_its_rank_has_done_so_many_steps(tmp_path: Path) -> None:
     made, substrate, ranks = injector(tmp_path, "kill:rank2@step10")
     ranks[2].last_step, ranks[0].last_step = 8, 50
-    made.look(ranks)
+    made.poll(ranks)
     assert substrate.calls == []
     ranks[2].last_step = 9
-    made.look(ranks)
-    made.look(ranks)
+    made.poll(ranks)
+    made.poll(ranks)
     assert substrate.calls == [("kill", 2)]
     assert events(tmp_path) == [("injected", "kill:rank2@step10")]
 
 
-def test_a_rank_that_does_not_train_yet_has_no_moment(tmp_path: Path) -> None:
+def test_a_rank_that_has_not_started_gets_no_fault(tmp_path: Path) -> None:
     made, substrate, ranks = injector(tmp_path, "cut:rank1@1us")
     ranks[1].started = None
-    made.look(ranks)
+    made.poll(ranks)
     assert substrate.calls == []
 
 
@@ -61,60 +61,60 @@ def test_a_rank_that_does_not_train_yet_has_no_moment(tmp_path: Path) -> None:
         ("slow:rank1@step0+1us=0.25cpu", ("set_cpus", 1, 0.25), ("set_cpus", 1, None)),
     ],
 )
-def test_what_lasts_a_while_is_over_again(tmp_path: Path, fault: str, does: object, undoes: object) -> None:
+def test_a_fault_with_a_duration_is_reverted(tmp_path: Path, fault: str, does: object, undoes: object) -> None:
     made, substrate, ranks = injector(tmp_path, fault)
-    made.look(ranks)
-    made.look(ranks)
+    made.poll(ranks)
+    made.poll(ranks)
     assert substrate.calls == [does, undoes]
     assert events(tmp_path) == [("injected", fault), ("over", fault)]
 
 
-def test_what_lasts_for_good_is_mended_before_the_next_attempt(tmp_path: Path) -> None:
+def test_a_fault_without_an_end_is_reverted_before_the_next_attempt(tmp_path: Path) -> None:
     made, substrate, ranks = injector(tmp_path, "cut:rank0@step0")
-    made.look(ranks)
-    made.look(ranks)
+    made.poll(ranks)
+    made.poll(ranks)
     assert substrate.calls == [("cut", 0)]
-    made.mend()
+    made.revert_all()
     assert substrate.calls == [("cut", 0), ("join", 0)]
     assert json.loads((tmp_path / "faults.jsonl").read_text().splitlines()[-1])["event"] == "again"
 
 
-def test_a_memory_limit_outlives_its_rank_and_is_lifted_before_the_next_attempt(tmp_path: Path) -> None:
+def test_a_memory_limit_is_removed_before_the_next_attempt(tmp_path: Path) -> None:
     made, substrate, ranks = injector(tmp_path, "oom:rank1@step0")
-    made.look(ranks)
-    made.look(ranks)
+    made.poll(ranks)
+    made.poll(ranks)
     assert substrate.calls == [("limit_memory", 1)]
-    made.mend()
-    made.mend()
+    made.revert_all()
+    made.revert_all()
     assert substrate.calls == [("limit_memory", 1), ("unlimit_memory", 1)]
     assert ("over", "oom:rank1@step0") in events(tmp_path)
 
 
-def test_exit_oom_and_disk_full_go_to_the_rank(tmp_path: Path) -> None:
+def test_exit_oom_and_disk_full_act_on_the_rank(tmp_path: Path) -> None:
     made, substrate, ranks = injector(tmp_path, "exit:rank0@step0", "oom:rank1@step0", "disk-full:rank2@step0")
-    made.look(ranks)
+    made.poll(ranks)
     signals = [state.process.signals for state in ranks]  # type: ignore[attr-defined]
     assert signals == [[signal.SIGTERM], [signal.SIGUSR1], [0]]
     assert substrate.calls == [("limit_memory", 1)]
 
 
-def test_what_each_rank_saw_and_how_it_ended_is_written_once(tmp_path: Path) -> None:
+def test_the_error_and_the_exit_code_of_each_rank_are_written_once(tmp_path: Path) -> None:
     made, _, ranks = injector(tmp_path, "kill:rank1@step999")
     ranks[0].code, ranks[0].ended = 6, 5.0
     ranks[0].error = {"kind": "error", "failed_rank": 1, "at": 4.5, "message": "rank 1 is gone"}
-    made.look(ranks)
-    made.look(ranks)
+    made.poll(ranks)
+    made.poll(ranks)
     saw, ended = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
     assert (saw["event"], saw["rank"], saw["failed_rank"], saw["at"]) == ("saw", 0, 1, 4.5)
     assert (ended["event"], ended["code"], ended["at"]) == ("ended", 6, 5.0)
 
 
-def test_the_time_of_another_machines_clock_is_not_written_down(tmp_path: Path) -> None:
+def test_a_time_on_the_clock_of_another_machine_is_not_written(tmp_path: Path) -> None:
     made, substrate, ranks = injector(tmp_path, "kill:rank1@step999")
     substrate.one_clock = False
     ranks[0].code, ranks[0].ended = 6, 5.0
     ranks[0].error = {"kind": "error", "failed_rank": 1, "at": 987654.0, "message": "rank 1 is gone"}
-    made.look(ranks)
+    made.poll(ranks)
     saw, _ = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
     assert saw["at"] == 5.0
 
@@ -122,36 +122,38 @@ def test_the_time_of_another_machines_clock_is_not_written_down(tmp_path: Path) 
 def test_a_run_without_faults_has_no_history(tmp_path: Path) -> None:
     made, _, ranks = injector(tmp_path)
     ranks[0].code = 0
-    made.look(ranks)
+    made.poll(ranks)
     assert not (tmp_path / "faults.jsonl").exists()
 
 
-def test_a_history_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
-    """It is written last, while the verdict on the run is on its way out."""
+def test_a_history_that_cannot_be_written_raises_no_error(tmp_path: Path) -> None:
+    """It is written last, while the error that ended the run is being raised."""
     made, substrate, ranks = injector(tmp_path / "vanished", "kill:rank1@step0")
     ranks[0].code, ranks[0].ended = 3, 5.0
-    made.look(ranks)
-    made.mend()
+    made.poll(ranks)
+    made.revert_all()
     assert substrate.calls == [("kill", 1)] and made.waiting == ()
 
 
-def test_who_waits_for_its_moment_is_known(tmp_path: Path) -> None:
+def test_faults_that_are_not_due_yet_are_listed(tmp_path: Path) -> None:
     made, _, ranks = injector(tmp_path, "kill:rank2@step10", "kill:rank1@step99")
     ranks[2].last_step = 9
-    made.look(ranks)
+    made.poll(ranks)
     assert [str(fault) for fault in made.waiting] == ["kill:rank1@step99"]
 
 
 @pytest.mark.parametrize("kind", ["cut", "rate", "slow", "oom"])
-def test_plain_processes_refuse_what_they_cannot_do(kind: str) -> None:
+def test_plain_processes_refuse_faults_that_they_cannot_inject(kind: str) -> None:
     value = {"rate": "=1mbit", "slow": "=0.5cpu"}.get(kind, "")
     spec = RunSpec.load({"nodes": 2, "faults": [f"{kind}:rank0@step1{value}"]}, "test")
-    with pytest.raises(SpecError, match=rf"{kind}.*cannot be done on process.*disk-full\. Leave it out.*--on netns"):
+    with pytest.raises(
+        SpecError, match=rf"{kind}.*cannot be injected on process.*disk-full\. Leave it out.*--on netns"
+    ):
         check_faults(spec, choose("process", spec))
 
 
 @pytest.mark.parametrize("fault", ["kill:rank0@step1", "exit:rank0@step1", "pause:rank0@5s", "disk-full:rank0@step1"])
-def test_plain_processes_take_what_they_can_do(fault: str) -> None:
+def test_plain_processes_accept_faults_that_they_can_inject(fault: str) -> None:
     spec = RunSpec.load({"nodes": 2, "faults": [fault]}, "test")
     check_faults(spec, choose("process", spec))
 

@@ -1,22 +1,20 @@
-"""The life of one run above the seam: what it refuses, what it writes down, and what it does when things go wrong."""
+"""One run on a fake substrate: what it refuses, what it writes, and what it does when something fails."""
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testbed.control.cli.progress import Silent
-from testbed.control.runs import select, supervisor
-from testbed.control.runs.commands import where_it_was
-from testbed.control.runs.run import _complaint, execute, probe, resume
-from testbed.control.runs.select import Place
+from testbed.control.runs.run import INTERRUPTS, _probe_error, execute, probe, recorded_substrate, resume_run
+from testbed.control.runs.select import SubstrateChoice
+from testbed.control.runs.supervisor import Silent, Timing
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.control.substrates.process import ProcessSubstrate
@@ -28,14 +26,22 @@ from testbed.results.receipt import Receipt
 from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, SpecError, TestbedError, UsageError
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
-from tests.support.fake_substrate import BAD, GOOD, WORSE, FakePlace, ends_well_while_waiting, ends_with, well
+from tests.support.fake_substrate import (
+    BAD,
+    GOOD,
+    PROBE,
+    WORSE,
+    FakeRuns,
+    Play,
+    ends_well_while_waiting,
+    ends_with,
+    well,
+)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakePlace:
-    monkeypatch.setattr(supervisor, "GRACE", 0.1)
-    monkeypatch.setattr(supervisor, "POLL", 0.01)
-    return FakePlace(monkeypatch)
+def fake() -> FakeRuns:
+    return FakeRuns()
 
 
 @pytest.fixture
@@ -43,29 +49,29 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "r")
 
 
-@pytest.fixture
-def _signals_come_back() -> Iterator[None]:
-    """An interrupted run is deaf from then on; pytest must not be."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def spec(**values: Any) -> RunSpec:
     small = {"model": "lenet5", "data": {"name": "synthetic"}, "batch": 8, "nodes": 2, "steps": 6}
     return RunSpec.load(small | {"link": {"rate": "200mbit"}} | values, "test")
 
 
-def run(fake: FakePlace, folder: RunFolder, **values: Any) -> Summary:
-    return execute(spec(**values), fake.place, folder, Silent())
+def run(fake: FakeRuns, folder: RunFolder, **values: Any) -> Summary:
+    return execute(spec(**values), fake.choice, folder, Silent(), timing=Timing(grace_s=0.1, poll_s=0.01))
+
+
+def resume(fake: FakeRuns, folder: RunFolder, choice: SubstrateChoice | None = None, retries: int = 0) -> Summary:
+    return resume_run(folder.read_spec(), choice or fake.choice, folder, Silent(), retries)
+
+
+def other(fake: FakeRuns) -> SubstrateChoice:
+    return SubstrateChoice(fake.named("other"), "for tests")
 
 
 # --- when all goes well ------------------------------------------------------------------------------------------
 
 
-def test_a_run_enters_shares_its_folder_starts_every_rank_and_leaves(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_run_creates_its_nodes_shares_its_folder_starts_every_rank_and_removes_the_nodes(
+    fake: FakeRuns, folder: RunFolder
+) -> None:
     fake.receipts = iter([GOOD])
     summary = run(fake, folder)
     assert fake.calls == ["enter", "prepare_folder", "start", "start", "exit"]
@@ -74,10 +80,10 @@ def test_a_run_enters_shares_its_folder_starts_every_rank_and_leaves(fake: FakeP
     assert folder.read_spec() == spec() and Receipt.read(folder.receipt) == GOOD
 
 
-def test_a_rank_gets_torchruns_contract_and_its_own_interface(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_rank_gets_torchruns_variables_and_its_own_interface(fake: FakeRuns, folder: RunFolder) -> None:
     fake.receipts = iter([GOOD])
     run(fake, folder, port=4321, threads=2)
-    starts = [call for call in fake.made[0].calls if call[0] == "start"]
+    starts = [call for call in fake.made[0].calls if call[0] == "start" and PROBE not in call[2]]
     for rank, (_, node, argv, env, quota) in enumerate(starts):
         assert (node, argv[1:3], quota) == (rank, ("-m", "testbed.rank"), True)
         assert env["RANK"] == str(rank) and env["WORLD_SIZE"] == "2" and env["OMP_NUM_THREADS"] == "2"
@@ -85,32 +91,34 @@ def test_a_rank_gets_torchruns_contract_and_its_own_interface(fake: FakePlace, f
         assert env["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_one_node_has_no_network_to_measure(fake: FakePlace, folder: RunFolder) -> None:
+def test_one_node_has_no_network_to_measure(fake: FakeRuns, folder: RunFolder) -> None:
     assert run(fake, folder, mode="single").network == "one node, no network"
     assert not folder.receipt.exists()
 
 
-def test_a_run_that_is_not_probed_says_so(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_run_that_is_not_probed_says_so(fake: FakeRuns, folder: RunFolder) -> None:
     summary = run(fake, folder, probe=False)
-    assert summary.status == "ok" and summary.notes == ["probe = false: nobody checked the network"]
+    assert summary.status == "ok" and summary.notes == ["probe = false: the network was not checked"]
 
 
 # --- the receipt -------------------------------------------------------------------------------------------------
 
 
-def test_a_network_that_is_off_twice_makes_the_run_invalid_and_both_looks_are_told(
-    fake: FakePlace, folder: RunFolder
+def test_a_network_that_is_off_twice_makes_the_run_invalid_and_both_receipts_are_noted(
+    fake: FakeRuns, folder: RunFolder
 ) -> None:
     fake.receipts = iter([WORSE, BAD])
     summary = run(fake, folder)
     assert (summary.status, summary.reason) == ("invalid", BAD.sentence())
     assert summary.notes == [f"first probe: {WORSE.sentence()}"]
     assert Receipt.read(folder.receipt) == BAD
-    assert summary.steps == 4  # it trained all the same
+    assert summary.steps == 4  # it trained anyway
     assert Summary.read(folder).status == "invalid"
 
 
-def test_a_network_that_is_off_once_gets_a_second_look_which_counts(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_network_that_is_off_once_is_measured_again_and_the_second_receipt_counts(
+    fake: FakeRuns, folder: RunFolder
+) -> None:
     fake.receipts = iter([BAD, GOOD])
     summary = run(fake, folder)
     assert (summary.status, summary.reason, summary.network) == ("ok", "", GOOD.sentence())
@@ -118,48 +126,72 @@ def test_a_network_that_is_off_once_gets_a_second_look_which_counts(fake: FakePl
     assert Receipt.read(folder.receipt) == GOOD
 
 
-def test_a_good_network_is_measured_once(fake: FakePlace, folder: RunFolder) -> None:
-    fake.receipts = iter([GOOD])  # a second look would find nothing to hand out
+def test_a_good_network_is_measured_once(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts = iter([GOOD])  # a second probe would find no receipt
     assert run(fake, folder).notes == []
 
 
 # --- when things go wrong ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_signals_come_back")
-def test_ctrl_c_during_the_probe_stops_everything_and_leaves_a_summary(fake: FakePlace, folder: RunFolder) -> None:
+def test_ctrl_c_during_the_probe_stops_everything_and_leaves_a_summary(fake: FakeRuns, folder: RunFolder) -> None:
     fake.receipts = iter([KeyboardInterrupt])
     with pytest.raises(Interrupted, match=str(folder.path)):
         run(fake, folder)
     assert fake.calls == ["enter", "prepare_folder", "stop", "exit"]
     summary = Summary.read(folder)
     assert (summary.status, summary.reason, summary.steps) == ("interrupted", "stopped by Ctrl-C", 0)
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a second Ctrl-C must not interrupt the putting away
 
 
-@pytest.mark.usefixtures("_signals_come_back")
-def test_ctrl_c_during_training_keeps_what_was_measured(
-    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+def test_ctrl_c_during_training_keeps_what_was_measured(fake: FakeRuns, folder: RunFolder) -> None:
+    class Interrupting(Silent):
+        def step(self, rank: int, record: dict[str, Any]) -> None:
+            raise KeyboardInterrupt
 
     fake.receipts = iter([GOOD])
-    monkeypatch.setattr("testbed.control.runs.run.follow", interrupted)
     with pytest.raises(Interrupted):
-        run(fake, folder)
+        execute(spec(), fake.choice, folder, Interrupting())
     assert fake.calls[-2:] == ["stop", "exit"]
     assert Summary.read(folder).status == "interrupted" and len(Summary.read(folder).losses) == 6
 
 
-def test_a_probe_that_fails_fails_the_run(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_second_ctrl_c_does_not_interrupt_the_clean_up_and_handlers_are_restored_after_it(
+    fake: FakeRuns, folder: RunFolder
+) -> None:
+    during: list[object] = []
+
+    class Watched(FakeSubstrate):
+        def stop(self) -> None:
+            during.extend(signal.getsignal(number) for number in INTERRUPTS)
+
+        def __exit__(self, *exception: object) -> None:
+            during.extend(signal.getsignal(number) for number in INTERRUPTS)
+
+    def interrupt(node: int, argv: object, log: Path) -> int:
+        raise KeyboardInterrupt
+
+    before = [signal.getsignal(number) for number in INTERRUPTS]
+    watched = replace(fake.type, make=lambda spec, folder: Watched(2, interrupt))
+    with pytest.raises(Interrupted):
+        execute(spec(), SubstrateChoice(watched, "for tests"), folder, Silent())
+    assert during == [signal.SIG_IGN] * 6
+    assert [signal.getsignal(number) for number in INTERRUPTS] == before
+
+
+def test_a_run_in_another_thread_leaves_signals_alone(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts = iter([GOOD])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, fake, folder).result().status == "ok"
+
+
+def test_a_probe_that_fails_fails_the_run(fake: FakeRuns, folder: RunFolder) -> None:
     fake.receipts = iter([NetworkInvalid])
     with pytest.raises(NetworkInvalid):
         run(fake, folder)
     assert Summary.read(folder).status == "failed" and fake.calls[-2:] == ["stop", "exit"]
 
 
-def test_a_ranks_refusal_is_the_users_mistake(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_ranks_refusal_is_raised_as_a_usage_error(fake: FakeRuns, folder: RunFolder) -> None:
     fake.receipts = iter([GOOD])
     fake.play = ends_with(2, "model 'vgg99': unknown. Use vgg11.")
     with pytest.raises(UsageError, match=r"^model 'vgg99': unknown\. Use vgg11\.$") as refusal:
@@ -168,10 +200,10 @@ def test_a_ranks_refusal_is_the_users_mistake(fake: FakePlace, folder: RunFolder
     assert Summary.read(folder).status == "failed" and fake.calls[-2:] == ["stop", "exit"]
 
 
-def test_a_rank_that_broke_is_named_and_the_others_are_stopped(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_rank_that_broke_is_named_and_the_others_are_stopped(fake: FakeRuns, folder: RunFolder) -> None:
     def play(where: RunFolder, rank: int) -> int | None:
         well(where, rank)
-        return -signal.SIGKILL if rank == 1 else None  # rank 0 waits for it for ever
+        return -signal.SIGKILL if rank == 1 else None  # rank 0 does not end
 
     fake.receipts, fake.play = iter([GOOD]), play
     with pytest.raises(RankFailed, match=r"rank 1 \(node1\) was killed by SIGKILL after step 6"):
@@ -180,64 +212,66 @@ def test_a_rank_that_broke_is_named_and_the_others_are_stopped(fake: FakePlace, 
     assert summary.status == "failed" and "rank 1" in summary.reason and fake.calls[-2:] == ["stop", "exit"]
 
 
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
+def unwritable(path: Path, play: Play = well) -> Play:
+    """Ranks that play, and a folder where a file must be written: the write fails as on a broken disk."""
+
+    def playing(where: RunFolder, rank: int) -> int | None:
+        path.mkdir(exist_ok=True)
+        return play(where, rank)
+
+    return playing
 
 
-def test_a_full_disk_stops_everything_and_is_told_in_a_sentence(
-    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.receipts = iter([GOOD])
-    monkeypatch.setattr(Receipt, "write", full)
-    with pytest.raises(TestbedError, match=rf"^{folder.path}: No space left on device.*Make room") as error:
+def test_a_file_that_cannot_be_written_stops_everything_and_is_one_sentence(fake: FakeRuns, folder: RunFolder) -> None:
+    def receipts() -> Iterator[Receipt]:
+        folder.receipt.mkdir()
+        yield GOOD
+
+    fake.receipts = receipts()
+    with pytest.raises(TestbedError, match=r"Is a directory, so nothing was finished\.") as error:
         run(fake, folder)
     assert error.value.exit_code == 1 and fake.calls[-2:] == ["stop", "exit"]
     summary = Summary.read(folder)
-    assert summary.status == "failed" and "No space left" in summary.reason
+    assert summary.status == "failed" and "Is a directory" in summary.reason
 
 
-def test_a_summary_that_cannot_be_written_does_not_hide_which_rank_broke(
-    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.receipts, fake.play = iter([GOOD]), ends_with(3, "boom")
-    monkeypatch.setattr("testbed.results.conclude.write_whole", full)
+def test_a_summary_that_cannot_be_written_does_not_hide_which_rank_failed(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts, fake.play = iter([GOOD]), unwritable(folder.summary, ends_with(3, "boom"))
     with pytest.raises(RankFailed, match=r"rank 0 \(node0\) ended with code 3 .*boom"):
         run(fake, folder)
-    assert not folder.summary.exists()
+    assert folder.summary.is_dir()
 
 
-def test_a_good_run_whose_summary_cannot_be_written_is_none(
-    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.receipts = iter([GOOD])
-    monkeypatch.setattr("testbed.results.conclude.write_whole", full)
-    with pytest.raises(TestbedError, match=r"r/summary\.json: No space left on device.*Make room"):
+def test_a_good_run_whose_summary_cannot_be_written_fails(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts, fake.play = iter([GOOD]), unwritable(folder.summary)
+    with pytest.raises(TestbedError, match=r"summary\.json.*: Is a directory, so nothing was finished\."):
         run(fake, folder)
 
 
 # --- faults on purpose, and going on -----------------------------------------------------------------------------
 
 
-def test_a_fault_that_a_place_cannot_do_is_refused_before_anything_is_made(
-    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_that_a_substrate_cannot_inject_is_refused_before_anything_is_made(
+    fake: FakeRuns, folder: RunFolder
 ) -> None:
-    unable = replace(select.KINDS["fake"], faults=("kill",))
-    monkeypatch.setattr(select, "KINDS", {**select.KINDS, "fake": unable})
-    with pytest.raises(SpecError, match=r"^fault 'cut:rank0@step3': cannot be done on fake, where these can: kill\. "):
+    fake.choice = SubstrateChoice(fake.named("fake", faults=("kill",)), "for tests")
+    with pytest.raises(
+        SpecError, match=r"^fault 'cut:rank0@step3': cannot be injected on fake, which supports kill\. "
+    ):
         run(fake, folder, probe=False, faults=["kill:rank1@step2", "cut:rank0@step3"])
     assert fake.made == [] and not folder.path.exists()
 
 
-def test_a_fault_that_never_came_due_is_told_by_a_note_and_by_its_row(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_fault_that_was_never_due_is_in_a_note_and_in_its_row(fake: FakeRuns, folder: RunFolder) -> None:
     summary = run(fake, folder, probe=False, faults=["kill:rank1@step5", "cut:rank0@3600s"])
     missed = ["kill:rank1@step5", "cut:rank0@3600s"]
-    assert summary.status == "ok" and summary.notes[1:] == [f"fault {fault} never came due" for fault in missed]
+    assert summary.status == "ok" and summary.notes[1:] == [f"fault {fault} was never due" for fault in missed]
     ((_, faults, *_, codes, recovered),) = fault_table([(folder, summary.spec, summary.status)])
     assert faults == " ".join(f"{fault} (not injected)" for fault in missed)
     assert (codes, recovered) == ("0 0", "-")
 
 
-def test_a_resumed_run_says_after_which_step(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_resumed_run_says_after_which_step(fake: FakeRuns, folder: RunFolder) -> None:
     def play(where: RunFolder, rank: int) -> int:
         where.set_records_aside(rank)
         well(where, rank)
@@ -250,14 +284,14 @@ def test_a_resumed_run_says_after_which_step(fake: FakePlace, folder: RunFolder)
     with pytest.raises(RankFailed):
         run(fake, folder, probe=False)
     fake.play = play
-    summary = resume(fake.place, folder, Silent(), retries=0)
+    summary = resume(fake, folder)
     assert summary.status == "ok" and summary.notes[-1].startswith("resumed after step 4:")
 
 
 # --- refused before anything exists ------------------------------------------------------------------------------
 
 
-def test_a_folder_that_exists_is_refused_and_not_touched(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_folder_that_exists_is_refused_and_not_touched(fake: FakeRuns, folder: RunFolder) -> None:
     folder.path.mkdir()
     folder.summary.write_text("precious")
     with pytest.raises(UsageError, match=r"exists.*--out"):
@@ -268,65 +302,64 @@ def test_a_folder_that_exists_is_refused_and_not_touched(fake: FakePlace, folder
 
 @pytest.mark.parametrize("key", ["subset", "test_subset"])
 def test_more_images_than_there_are_is_refused_before_anything_exists(
-    fake: FakePlace, folder: RunFolder, key: str
+    fake: FakeRuns, folder: RunFolder, key: str
 ) -> None:
-    with pytest.raises(SpecError, match=rf"data\.{key} 10000000: synthetic has \d+ such images\. Ask for fewer"):
+    with pytest.raises(SpecError, match=rf"data\.{key} 10000000: synthetic has \d+ such images\. Request fewer"):
         run(fake, folder, data={"name": "synthetic", key: 10_000_000})
     assert not folder.path.exists() and fake.made == []
 
 
-def test_a_resumed_run_tells_of_the_spec_that_its_folder_has(fake: FakePlace, folder: RunFolder) -> None:
-    """Its faults are over, and still it is the run that had them: the report refuses one whose two specs differ."""
+def test_the_summary_of_a_resumed_run_has_the_spec_of_its_folder(fake: FakeRuns, folder: RunFolder) -> None:
+    """Its faults are not injected again, but stay in the spec: the report refuses a run whose two specs differ."""
     fake.play = ends_with(3, "boom")
     with pytest.raises(RankFailed):
         run(fake, folder, probe=False, faults=["kill:rank1@step2"], retries=0)
     before = folder.faults.read_text()
     fake.play = well
-    summary = resume(fake.place, folder, Silent(), retries=1)
+    summary = resume(fake, folder, retries=1)
     assert summary.status == "ok"
     assert summary.spec == folder.read_spec()
     assert folder.faults.read_text() == before
 
 
-def test_a_run_is_resumed_only_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_run_is_resumed_only_on_the_substrate_it_began_on(fake: FakeRuns, folder: RunFolder) -> None:
     fake.receipts, fake.play = iter([GOOD]), ends_with(1, "out of luck")
     with pytest.raises(TestbedError):
         run(fake, folder)
-    with pytest.raises(
-        SpecError, match=r"began on fake, and half a run there and half on other is no run. Use --on fake"
-    ):
-        resume(Place("other", "for tests", True), folder, Silent(), retries=0)
+    with pytest.raises(SpecError, match=r"began on fake; .* the substrate it began on, not on other\. Use --on fake"):
+        resume(fake, folder, other(fake))
 
 
-def test_a_run_whose_controller_was_killed_is_resumed_only_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
+def test_a_run_whose_controller_was_killed_is_resumed_only_on_its_substrate(fake: FakeRuns, folder: RunFolder) -> None:
     run(fake, folder, probe=False)
     folder.summary.unlink()  # as a killed controller leaves it
-    assert where_it_was(folder.path) == "fake"
-    with pytest.raises(SpecError, match=r"began on fake, and half a run there .*Use --on fake"):
-        resume(Place("other", "for tests", True), folder, Silent(), retries=0)
-    assert resume(fake.place, folder, Silent(), retries=0).status == "ok"
+    assert recorded_substrate(folder) == "fake"
+    with pytest.raises(SpecError, match=r"began on fake; .*Use --on fake"):
+        resume(fake, folder, other(fake))
+    assert resume(fake, folder).status == "ok"
 
 
-def test_a_folder_of_old_says_only_in_its_summary_where_it_began(fake: FakePlace, folder: RunFolder) -> None:
+def test_without_substrate_txt_the_summary_names_the_substrate(fake: FakeRuns, folder: RunFolder) -> None:
     run(fake, folder, probe=False)
     folder.substrate.unlink()
-    assert where_it_was(folder.path) == "fake"
+    assert recorded_substrate(folder) == "fake"
     folder.summary.unlink()
-    assert where_it_was(folder.path) == "auto"
-    assert resume(Place("other", "for tests", True), folder, Silent(), retries=0).status == "ok"
+    assert recorded_substrate(folder) == ""
+    assert resume(fake, folder, other(fake)).status == "ok"
 
 
-def test_a_run_that_another_finished_while_we_waited_is_not_opened_again(
-    fake: FakePlace, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_process_finished_while_we_waited_is_not_resumed(fake: FakeRuns, folder: RunFolder) -> None:
     fake.play = ends_with(3, "boom")
     with pytest.raises(RankFailed):
         run(fake, folder, probe=False)
     fake.play = well
-    monkeypatch.setattr("testbed.control.runs.run.alone", ends_well_while_waiting(folder))
-    with pytest.raises(UsageError, match=r"r is finished, nothing is left to resume"):
-        resume(fake.place, folder, Silent(), retries=0)
+    lock = ends_well_while_waiting(folder)
+    with pytest.raises(UsageError, match=r"r: is finished, so there is nothing to resume"):
+        resume_run(folder.read_spec(), fake.choice, folder, Silent(), 0, lock)
     assert Summary.read(folder).status == "ok"
+
+
+# --- the probe ---------------------------------------------------------------------------------------------------
 
 
 def measure_as_requested(node: int, argv: Sequence[str], log: Path) -> int:
@@ -376,4 +409,4 @@ def test_a_probe_of_plain_processes_is_unshaped() -> None:
 def test_a_probe_that_failed_names_nodes_as_the_user_does(tmp_path: Path) -> None:
     logs = [tmp_path / "anna.log", tmp_path / "node0.log"]
     logs[0].write_text(json.dumps({"event": "error", "sentence": "node0: no connection from node1"}) + "\n")
-    assert "failed: anna: no connection from node0; no end of it on node0. Try" in _complaint([1, None], logs)
+    assert "failed: anna: no connection from node0; did not end on node0. Try" in _probe_error([1, None], logs)

@@ -1,6 +1,8 @@
-"""Where a run goes, and what is asked of its nodes."""
+"""Which substrate a run gets, and what is requested of its nodes."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +10,7 @@ from testbed.control.runs import select
 from testbed.spec.errors import SpecError, Unavailable
 from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
+from tests.support.fake_substrate import FakeRuns
 
 
 def spec(**values):
@@ -16,13 +19,13 @@ def spec(**values):
 
 def test_an_override_changes_one_node_and_no_other():
     overrides = {"node2": {"link": {"rate": "50mbit"}}, "node3": {"cpus": 0.2}}
-    plans = select.plans(spec(overrides=overrides))
+    plans = select.node_plans(spec(overrides=overrides))
     assert [plan.link.rate for plan in plans] == [200_000_000, 200_000_000, 50_000_000, 200_000_000]
     assert [plan.cpus for plan in plans] == [0.4, 0.4, 0.4, 0.2]
 
 
 def test_single_gets_one_nodes_share():
-    (plan,) = select.plans(spec(mode="single"))
+    (plan,) = select.node_plans(spec(mode="single"))
     assert (plan.name, plan.cpus) == ("node0", 0.4)
 
 
@@ -33,34 +36,47 @@ def refusing(reason):
     return check
 
 
-def test_auto_takes_the_best_that_is_there_and_says_what_is_not(monkeypatch):
-    kinds = dict(select.KINDS)
+def test_auto_takes_the_first_that_passes_its_check_and_says_why_the_others_do_not():
+    types = dict(select.SUBSTRATES)
     for name, reason in {"compose": "no engine", "netns": "no root"}.items():
-        kind = kinds[name]
-        kinds[name] = select.Kind(kind.make, refusing(reason), kind.what, kind.shapes)
-    monkeypatch.setattr(select, "KINDS", kinds)
-    chosen = select.choose("auto", spec())
-    assert chosen.name == "process" and "no engine" in chosen.why and "no root" in chosen.why
+        types[name] = replace(types[name], check=refusing(reason))
+    chosen = select.choose("auto", spec(), types)
+    assert chosen.name == "process" and chosen.automatic
+    assert "preferred substrates are unavailable: no engine; no root" in chosen.reason
+    types["process"] = replace(types["process"], check=refusing("no torch"))
+    with pytest.raises(Unavailable, match="no substrate can run this: no engine; no root; no torch"):
+        select.choose("auto", spec(), types)
 
 
-def test_where_nothing_is_shaped_the_spec_says_so():
+def test_a_substrate_is_checked_once_for_the_same_nodes(tmp_path):
+    fake = FakeRuns()
+    chosen = select.choose("auto", spec(), {"fake": fake.type})
+    chosen.make(spec(seed=1), tmp_path)
+    assert len(fake.checks) == 1
+    chosen.make(spec(link={"rate": "50mbit"}), tmp_path)  # a cell of a sweep with another link
+    assert len(fake.checks) == 2
+    select.choose("fake", spec(), {"fake": fake.type}).make(spec(), tmp_path)
+    assert len(fake.checks) == 3
+
+
+def test_where_nothing_is_shaped_links_and_quotas_are_not_in_the_spec():
     chosen = select.choose("process", spec())
-    fitted = chosen.fit(spec(overrides={"node1": {"cpus": 0.1}}))
-    assert not fitted.link.shaped and fitted.node.cpus is None and fitted.overrides == {}
+    applied = chosen.drop_unsupported(spec(overrides={"node1": {"cpus": 0.1}}))
+    assert not applied.link.shaped and applied.node.cpus is None and applied.overrides == {}
 
 
 def test_a_link_of_one_node_is_refused_like_one_of_all_where_nothing_is_shaped():
     one = spec(link={}, overrides={"node2": {"link": {"rate": "50mbit"}}, "node3": {"cpus": 0.2}})
     with pytest.raises(Unavailable, match=r'^link \{"rate":"50mbit"\} of node2: cannot be shaped here.*--on netns'):
-        select.check_shaping(one, select.choose("process", one), "process")
+        select.check_shaping(one, select.choose("process", one))
     with pytest.raises(Unavailable, match=r'^link \{"segment":"16KiB"\}: cannot be shaped here'):
-        select.check_shaping(spec(link={"segment": "16KiB"}), select.choose("process", one), "process")
-    select.check_shaping(one, select.Place("netns", "", True), "netns")
-    plain = spec(link={}, faults=["cut:rank0@step3"])  # a fault is no link, and checked elsewhere
-    select.check_shaping(plain, select.choose("process", plain), "process")
+        select.check_shaping(spec(link={"segment": "16KiB"}), select.choose("process", one))
+    select.check_shaping(one, select.choose("netns", one))
+    plain = spec(link={}, faults=["cut:rank0@step3"])  # a fault is not a link; check_faults checks it
+    select.check_shaping(plain, select.choose("process", plain))
 
 
-def test_an_unknown_place_is_refused():
+def test_an_unknown_substrate_is_refused():
     with pytest.raises(SpecError, match=r"'mars'.*process"):
         select.choose("mars", spec())
 

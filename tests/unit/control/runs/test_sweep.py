@@ -1,4 +1,4 @@
-"""Sweeps: every cell is run once, whatever becomes of the others, and only what is finished is skipped."""
+"""Sweeps: every cell is run, failures do not end the sweep, and only finished runs are skipped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from testbed.control.cli import main
-from testbed.control.cli.progress import Silent
-from testbed.control.runs import select, supervisor
-from testbed.control.runs.locks import held
-from testbed.control.runs.sweep import finished, sweep
-from testbed.control.substrates.fake import FakeSubstrate
+from testbed.control.runs.locks import folder_lock
+from testbed.control.runs.select import SubstrateChoice, without_shaping
+from testbed.control.runs.supervisor import Silent
+from testbed.control.runs.sweep import finished, run_all
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import RankFailed, SpecError
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-from tests.support.fake_substrate import BAD, GOOD, FakePlace, ends_well_while_waiting, ends_with, well
+from tests.support.fake_substrate import BAD, GOOD, FakeRuns, ends_well_while_waiting, ends_with, well
 
 FILE = """
 title = "three modes"
@@ -37,10 +36,8 @@ mode = ["single", "ring", "tree"]
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakePlace:
-    monkeypatch.setattr(supervisor, "GRACE", 0.1)
-    monkeypatch.setattr(supervisor, "POLL", 0.01)
-    fake = FakePlace(monkeypatch)
+def fake() -> FakeRuns:
+    fake = FakeRuns()
     fake.receipts = itertools.repeat(GOOD)
     return fake
 
@@ -59,8 +56,8 @@ def specs(file: Path, **base: object) -> list[RunSpec]:
     return experiment.model_copy(update={"base": experiment.base | base}).runs()
 
 
-def command(file: Path, *arguments: str) -> Any:
-    return CliRunner().invoke(main.app, ["sweep", str(file), "--on", "fake", *arguments])
+def command(fake: FakeRuns, file: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(main.app, ["sweep", str(file), "--on", "fake", *arguments], obj={"fake": fake.type})
 
 
 def fails_in(mode: str) -> object:
@@ -71,153 +68,152 @@ def fails_in(mode: str) -> object:
     return play
 
 
-def test_a_sweep_goes_on_past_a_run_that_failed(fake: FakePlace, file: Path) -> None:
+def test_a_sweep_goes_on_past_a_run_that_failed(fake: FakeRuns, file: Path) -> None:
     fake.play = fails_in("ring")
-    summaries, errors = sweep(specs(file), fake.place, Path("runs"), Silent())
+    summaries, errors = run_all(specs(file), fake.choice, Path("runs"), Silent())
     assert [s.status for s in summaries] == ["ok", "failed", "ok"]
     assert len(errors) == 1 and isinstance(errors[0], RankFailed) and "no luck" in str(errors[0])
 
 
-def test_the_command_ends_with_the_first_errors_code_and_prints_the_table_first(fake: FakePlace, file: Path) -> None:
+def test_the_command_ends_with_the_first_errors_code_and_prints_the_table_first(fake: FakeRuns, file: Path) -> None:
     fake.play = fails_in("ring")
-    result = command(file)
+    result = command(fake, file)
     assert isinstance(result.exception, RankFailed)
     assert "| single" in result.stdout and "| tree" in result.stdout and "| ring" not in result.stdout
     assert "left out: ring: failed" in result.stdout
 
 
-def test_a_sweep_runs_again_only_what_did_not_end_well(fake: FakePlace, file: Path) -> None:
+def test_a_sweep_runs_again_only_what_did_not_end_well(fake: FakeRuns, file: Path) -> None:
     fake.play = fails_in("ring")
-    sweep(specs(file), fake.place, Path("runs"), Silent())
+    run_all(specs(file), fake.choice, Path("runs"), Silent())
     fake.play, before = well, len(fake.made)
-    summaries, errors = sweep(specs(file), fake.place, Path("runs"), Silent())
+    summaries, errors = run_all(specs(file), fake.choice, Path("runs"), Silent())
     assert [s.status for s in summaries] == ["ok", "ok", "ok"] and errors == []
     assert len(fake.made) - before == 1
     aside = RunFolder(Path("runs/three/.superseded/ring~0"))
     assert Summary.read(aside).status == "failed"
 
 
-def test_fresh_runs_everything_again_and_sets_the_old_aside(fake: FakePlace, file: Path) -> None:
+def test_fresh_runs_everything_again_and_sets_the_old_aside(fake: FakeRuns, file: Path) -> None:
     for _ in range(2):
-        assert command(file, "--fresh").exit_code == 0
+        assert command(fake, file, "--fresh").exit_code == 0
     assert len(fake.made) == 6
     assert sorted(path.name for path in Path("runs/three/.superseded").iterdir()) == ["ring~0", "single~0", "tree~0"]
 
 
-def test_another_spec_is_another_run(fake: FakePlace, file: Path) -> None:
-    sweep(specs(file), fake.place, Path("runs"), Silent())
-    sweep(specs(file, seed=1), fake.place, Path("runs"), Silent())
+def test_another_spec_is_another_run(fake: FakeRuns, file: Path) -> None:
+    run_all(specs(file), fake.choice, Path("runs"), Silent())
+    run_all(specs(file, seed=1), fake.choice, Path("runs"), Silent())
     assert len(fake.made) == 6
     assert {path.name for path in Path("runs/three").iterdir()} == {".superseded", "single", "ring", "tree"}
 
 
-def test_only_the_same_spec_at_the_same_place_is_finished(fake: FakePlace, file: Path) -> None:
+def other(fake: FakeRuns) -> SubstrateChoice:
+    return SubstrateChoice(fake.named("other"), "for tests")
+
+
+def test_only_the_same_spec_on_the_same_substrate_is_finished(fake: FakeRuns, file: Path) -> None:
+    unshaped = SubstrateChoice(fake.named("fake", shapes=False, drop_unsupported=without_shaping), "for tests")
     _, ring, _ = specs(file)
-    sweep([ring], fake.place, Path("runs"), Silent())
+    run_all([ring], fake.choice, Path("runs"), Silent())
     folder = RunFolder(Path("runs/three/ring"))
-    assert finished(folder, ring, fake.place) == Summary.read(folder)
-    assert finished(folder, ring, select.Place("other", "for tests", True)) is None
-    assert finished(folder, ring, select.Place("fake", "for tests", False)) is None  # where it could not be shaped
-    assert finished(folder, specs(file, seed=1)[1], fake.place) is None
+    assert finished(folder, ring, fake.choice) == Summary.read(folder)
+    assert finished(folder, ring, other(fake)) is None
+    assert finished(folder, ring, unshaped) is None
+    assert finished(folder, specs(file, seed=1)[1], fake.choice) is None
     folder.summary.write_text("{")
-    assert finished(folder, ring, fake.place) is None
+    assert finished(folder, ring, fake.choice) is None
 
 
-def test_a_report_that_breaks_costs_neither_the_table_nor_the_exit_code(
-    fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_report_that_fails_changes_neither_the_table_nor_the_exit_code(
+    fake: FakeRuns, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(*_: object) -> None:
         raise ZeroDivisionError("nobody thought of this")
 
     monkeypatch.setattr("testbed.report.page.write", breaks)
-    result = command(file)
+    result = command(fake, file)
     assert result.exit_code == 0, result.exception
     table, told = result.stdout.index("| tree"), result.stdout.index("no report: ZeroDivisionError: nobody thought")
     assert table < told
 
 
-def test_what_another_place_finished_stays_beside(fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = select.Place("other", "for tests", True)
-    for where in (fake.place, other, fake.place, other):
-        monkeypatch.setattr(FakeSubstrate, "name", where.name)
-        summaries, errors = sweep(specs(file), where, Path("runs"), Silent())
+def test_what_another_substrate_finished_stays(fake: FakeRuns, file: Path) -> None:
+    for choice in (fake.choice, other(fake), fake.choice, other(fake)):
+        summaries, errors = run_all(specs(file), choice, Path("runs"), Silent())
         assert [s.status for s in summaries] == ["ok"] * 3 and errors == []
     assert len(fake.made) == 6
     names = ["ring", "ring@other", "single", "single@other", "tree", "tree@other"]
     assert sorted(path.name for path in Path("runs/three").iterdir()) == names
-    sweep(specs(file), other, Path("runs"), Silent(), fresh=True)
+    run_all(specs(file), other(fake), Path("runs"), Silent(), fresh=True)
     aside = sorted(path.name for path in Path("runs/three/.superseded").iterdir())
     assert aside == ["ring@other~0", "single@other~0", "tree@other~0"]
 
 
-def test_what_failed_elsewhere_makes_room(fake: FakePlace, file: Path) -> None:
+def test_a_run_that_failed_on_another_substrate_is_set_aside(fake: FakeRuns, file: Path) -> None:
     fake.play = fails_in("ring")
-    sweep(specs(file), fake.place, Path("runs"), Silent())
+    run_all(specs(file), fake.choice, Path("runs"), Silent())
     fake.play = well
-    sweep(specs(file), select.Place("other", "for tests", True), Path("runs"), Silent())
+    run_all(specs(file), other(fake), Path("runs"), Silent())
     assert Summary.read(RunFolder(Path("runs/three/ring"))).status == "ok"
     assert not Path("runs/three/ring@other").exists() and Path("runs/three/tree@other").exists()
 
 
-def test_a_setting_on_an_axis_is_refused_and_nothing_runs(fake: FakePlace, file: Path) -> None:
-    result = command(file, "--set", "mode=tree")
+def test_a_setting_on_an_axis_is_refused_and_nothing_runs(fake: FakeRuns, file: Path) -> None:
+    result = command(fake, file, "--set", "mode=tree")
     assert isinstance(result.exception, SpecError)
     assert str(result.exception).startswith("--set mode:") and str(file) in str(result.exception)
     assert fake.made == [] and not Path("runs").exists()
 
 
-def test_a_setting_beside_the_axes_reaches_every_run(fake: FakePlace, file: Path) -> None:
-    assert command(file, "--set", "optimizer.lr=0.5").exit_code == 0
+def test_a_setting_beside_the_axes_reaches_every_run(fake: FakeRuns, file: Path) -> None:
+    assert command(fake, file, "--set", "optimizer.lr=0.5").exit_code == 0
     found = [Summary.read(RunFolder(path.parent)) for path in Path("runs/three").glob("*/spec.json")]
     assert [summary.spec.optimizer.lr for summary in found] == [0.5] * 3
 
 
-def test_a_sweep_of_invalid_runs_ends_with_5_and_shows_no_numbers_of_them(fake: FakePlace, file: Path) -> None:
+def test_a_sweep_of_invalid_runs_ends_with_5_and_shows_no_numbers_of_them(fake: FakeRuns, file: Path) -> None:
     fake.receipts = itertools.repeat(BAD)
-    result = command(file)
+    result = command(fake, file)
     assert result.exit_code == 5, result.output
     assert "| single" in result.stdout and "| ring" not in result.stdout
     assert f"left out: ring: invalid, {BAD.sentence()}" in result.stdout
 
 
-def test_a_sweep_of_good_runs_ends_with_0_and_a_report(fake: FakePlace, file: Path) -> None:
-    result = command(file)
+def test_a_sweep_of_good_runs_ends_with_0_and_a_report(fake: FakeRuns, file: Path) -> None:
+    result = command(fake, file)
     assert result.exit_code == 0, result.output
     assert "report: runs/three/report.html" in result.stdout and Path("runs/three/report.html").is_file()
     assert "left out:" not in result.stdout
 
 
-def failed_ring(fake: FakePlace, file: Path) -> tuple[RunSpec, RunFolder]:
+def failed_ring(fake: FakeRuns, file: Path) -> tuple[RunSpec, RunFolder]:
     _, ring, _ = specs(file)
     fake.play = fails_in("ring")
-    sweep([ring], fake.place, Path("runs"), Silent())
+    run_all([ring], fake.choice, Path("runs"), Silent())
     fake.play = well
     return ring, RunFolder(Path("runs/three/ring"))
 
 
-def test_what_another_finished_while_we_waited_is_not_set_aside(
-    fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_process_finished_while_we_waited_is_not_set_aside(fake: FakeRuns, file: Path) -> None:
     ring, folder = failed_ring(fake, file)
-    monkeypatch.setattr("testbed.control.runs.sweep.alone", ends_well_while_waiting(folder))
-    (summary,), errors = sweep([ring], fake.place, Path("runs"), Silent())
+    lock = ends_well_while_waiting(folder)
+    (summary,), errors = run_all([ring], fake.choice, Path("runs"), Silent(), lock=lock)
     assert summary == Summary.read(folder) and summary.status == "ok" and errors == []
     assert len(fake.made) == 1 and [path.name for path in Path("runs/three").iterdir()] == ["ring"]
 
 
-def test_what_another_place_finished_while_we_waited_stays_beside(
-    fake: FakePlace, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_substrate_finished_while_we_waited_stays(fake: FakeRuns, file: Path) -> None:
     ring, folder = failed_ring(fake, file)
-    monkeypatch.setattr("testbed.control.runs.sweep.alone", ends_well_while_waiting(folder, substrate="other"))
-    sweep([ring], fake.place, Path("runs"), Silent())
+    lock = ends_well_while_waiting(folder, substrate="other")
+    run_all([ring], fake.choice, Path("runs"), Silent(), lock=lock)
     assert Summary.read(folder).substrate == "other"
     assert sorted(path.name for path in Path("runs/three").iterdir()) == ["ring", "ring@fake"]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_run_that_another_is_at_is_not_set_aside(fake: FakePlace, file: Path, fresh: bool) -> None:
+def test_a_run_that_another_process_uses_is_not_set_aside(fake: FakeRuns, file: Path, fresh: bool) -> None:
     ring, folder = failed_ring(fake, file)
-    with held(folder.path):
-        _, (error,) = sweep([ring], fake.place, Path("runs"), Silent(), fresh)
-    assert "is at it" in str(error) and folder.path.is_dir() and not Path("runs/three/.superseded").exists()
+    with folder_lock(folder.path):
+        _, (error,) = run_all([ring], fake.choice, Path("runs"), Silent(), fresh)
+    assert "in use by process" in str(error) and folder.path.is_dir() and not Path("runs/three/.superseded").exists()

@@ -1,4 +1,4 @@
-"""Tune: what is tried, who wins, when it ends and what it leaves, with ranks whose speed is known."""
+"""Tuning: what is tried, which candidate wins, when the search ends and what it writes, with known speeds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from testbed.control.cli import main
-from testbed.control.cli.progress import Plain
-from testbed.control.runs import supervisor
-from testbed.control.runs.select import Place
+from testbed.control.runs.supervisor import Silent
 from testbed.control.tuning import search
-from testbed.control.tuning.search import (
-    Tuning,
-    candidates,
-    check_file,
-    first_mode,
-    neighbours,
-)
+from testbed.control.tuning.search import Search, candidates, first_mode, neighbours, new_search
 from testbed.control.tuning.statistics import SURE, Race
 from testbed.results.folder import RunFolder
 from testbed.results.records import (
@@ -38,7 +29,7 @@ from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedE
 from testbed.spec.experiment import Experiment
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
-from tests.support.fake_substrate import GOOD, FakePlace, write
+from tests.support.fake_substrate import BAD, GOOD, FakeRuns, ends_with, write
 
 GRADIENT = 36_924_456  # VGG-11's
 
@@ -48,15 +39,15 @@ GRADIENT = 36_924_456  # VGG-11's
 
 def test_the_leader_is_the_fastest_and_chances_add_up() -> None:
     race = Race({"a": [1.0, 1.01], "b": [1.2, 1.19], "c": [1.03]})
-    chances = race.chances()
+    probability = race.probability_best()
     assert race.leader() == "a"
-    assert sum(chances.values()) == pytest.approx(1)
-    assert chances["a"] > chances["c"] > chances["b"]
+    assert sum(probability.values()) == pytest.approx(1)
+    assert probability["a"] > probability["c"] > probability["b"]
 
 
 def test_one_run_each_is_not_sure_when_they_are_close_and_sure_when_they_are_far() -> None:
-    assert Race({"a": [1.0], "b": [1.04]}).chances()["a"] < SURE
-    assert Race({"a": [1.0], "b": [1.5]}).chances()["a"] > SURE
+    assert Race({"a": [1.0], "b": [1.04]}).probability_best()["a"] < SURE
+    assert Race({"a": [1.0], "b": [1.5]}).probability_best()["a"] > SURE
 
 
 def test_two_runs_that_happen_to_agree_are_not_certainty() -> None:
@@ -66,12 +57,12 @@ def test_two_runs_that_happen_to_agree_are_not_certainty() -> None:
 
 def test_equals_are_told_apart_by_the_tolerance_only_after_enough_runs() -> None:
     few, many = (Race({"a": [0.97, 1.03] * pairs, "b": [0.98, 1.04] * pairs}) for pairs in (1, 20))
-    assert few.chances()["a"] < SURE < many.chances()["a"]
+    assert few.probability_best()["a"] < SURE < many.probability_best()["a"]
 
 
 def test_the_fastest_are_repeated_whatever_the_chances_say() -> None:
     race = Race({name: [float(number)] for number, name in enumerate("abcdefgh", start=1)})
-    assert race.chances()["a"] > SURE and not race.repeated()
+    assert race.probability_best()["a"] > SURE and not race.repeated()
     assert race.due() == ["a", "b", "c", "d"]
     for name in "abcd":
         race.add(name, race.centre(name))
@@ -85,7 +76,7 @@ def test_a_machine_that_wavers_is_found_out() -> None:
     """A lead of 20 % is nothing where runs differ by 30 %, and two or three runs each show that."""
     steady = Race({"a": [1.0, 1.02, 0.99], "b": [1.2, 1.22, 1.19], "c": [1.4, 1.39]})
     wavering = Race({"a": [1.0, 1.3, 0.8], "b": [1.2, 0.9, 1.5], "c": [1.4, 1.0]})
-    assert steady.chances()["a"] > SURE > 0.9 > wavering.chances()["a"]
+    assert steady.probability_best()["a"] > SURE > 0.9 > wavering.probability_best()["a"]
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
@@ -141,7 +132,8 @@ def test_a_mode_that_says_what_is_sought_or_has_nothing_to_tune_is_refused(mode:
 class Speeds:
     """Ranks whose step takes what their mode says, give or take."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeRuns) -> None:
+        self.fake = fake
         self.noise = random.Random(3)
         self.order: list[str] = []
         self.broken, self.sound = "", 0  # a mode, and how many of its runs end well
@@ -173,31 +165,29 @@ class Speeds:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePlace:
-    monkeypatch.setattr(supervisor, "GRACE", 0.1)
-    monkeypatch.setattr(supervisor, "POLL", 0.01)
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRuns:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TESTBED_RUNS", raising=False)
     (tmp_path / "experiments").mkdir()
-    fake = FakePlace(monkeypatch)
+    fake = FakeRuns()
     fake.receipts = itertools.repeat(GOOD)
     return fake
 
 
 @pytest.fixture
-def speeds(fake: FakePlace) -> Speeds:
-    speeds = Speeds()
+def speeds(fake: FakeRuns) -> Speeds:
+    speeds = Speeds(fake)
     fake.play = speeds.play
     return speeds
 
 
-def command(*arguments: str) -> Any:
+def command(fake: FakeRuns, *arguments: str) -> Any:
     flags = ["--on", "fake", "--data", "synthetic", "--nodes", "2", "--rate", "200mbit"]
-    return CliRunner().invoke(main.app, ["tune", *flags, *arguments])
+    return CliRunner().invoke(main.app, ["tune", *flags, *arguments], obj={"fake": fake.type})
 
 
 def test_it_finds_the_fastest_says_how_sure_it_is_and_writes_an_experiment(speeds: Speeds) -> None:
-    found = json.loads(command("--json").stdout)
+    found = json.loads(command(speeds.fake, "--json").stdout)
     assert found["winner"] == "ring/bucket:2MiB/pipeline"  # a size that the first round did not try
     assert found["sure"] >= SURE and found["ended"] == "sure enough"
     best = next(point for point in found["curve"] if point["mode"] == found["winner"])
@@ -209,7 +199,7 @@ def test_it_finds_the_fastest_says_how_sure_it_is_and_writes_an_experiment(speed
 
 
 def test_people_see_a_curve_the_winner_and_what_it_is_worth(speeds: Speeds) -> None:
-    result = command()
+    result = command(speeds.fake)
     assert result.exit_code == 0
     rows = [line for line in result.stdout.splitlines() if line.startswith("| ring/bucket")]
     sizes = [row.split("|")[1].strip() for row in rows if "pipeline" in row]
@@ -226,13 +216,13 @@ def test_an_own_method_whose_name_begins_like_ddps_is_not_the_reference(
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "ddp_x.py").write_text("def mean_(buffer, group): ...\n")
     speeds.known |= {"ddp-x": 2.7}
-    said = command("--mode", "ddp-x").stdout
+    said = command(speeds.fake, "--mode", "ddp-x").stdout
     assert "winner: ddp-x/bucket:2MiB/overlap" in said
     assert "\nddp takes 1.1" in said and "\nddp-x takes" not in said
 
 
 def test_later_rounds_run_only_who_may_still_win(speeds: Speeds) -> None:
-    command("--json")
+    command(speeds.fake, "--json")
     assert speeds.order[0] == "ring"
     assert speeds.order.count("ring") == speeds.order.count("ddp") == 1, "it was far behind"
     assert speeds.order.count("ring/bucket:2MiB/pipeline") >= 3
@@ -244,12 +234,12 @@ def test_repeats_are_interleaved(speeds: Speeds) -> None:
         "ring/bucket:4MiB/pipeline": 1.5,
         "ring/bucket:1MiB/pipeline": 1.52,
     }
-    command("--json")
+    command(speeds.fake, "--json")
     assert all(a != b for a, b in itertools.pairwise(speeds.order))
 
 
 def test_time_that_is_up_ends_it_with_what_it_has(speeds: Speeds) -> None:
-    found = json.loads(command("--json", "--minutes", "0").stdout)
+    found = json.loads(command(speeds.fake, "--json", "--minutes", "0").stdout)
     assert found["winner"] == "ring" and "time is up" in found["ended"]
     assert found["untried"] == candidates(SyncMode.parse("ring"), GRADIENT)
     assert Path(found["file"]).is_file()
@@ -257,7 +247,7 @@ def test_time_that_is_up_ends_it_with_what_it_has(speeds: Speeds) -> None:
 
 def test_a_candidate_that_fails_is_dropped_by_name_and_the_search_goes_on(speeds: Speeds) -> None:
     speeds.broken = "ring/bucket:4MiB/pipeline"
-    found = json.loads(command("--json").stdout)
+    found = json.loads(command(speeds.fake, "--json").stdout)
     assert list(found["dropped"]) == [speeds.broken] and "it broke" in found["dropped"][speeds.broken]
     assert speeds.order.count(speeds.broken) == 1
     assert found["winner"] == "ring/bucket:2MiB/pipeline"
@@ -267,64 +257,50 @@ def test_a_candidate_that_fails_is_dropped_by_name_and_the_search_goes_on(speeds
 def test_a_candidate_that_breaks_later_wins_nothing_by_its_earlier_times(speeds: Speeds, broken: str) -> None:
     speeds.known[broken] = 1.0
     speeds.broken, speeds.sound = broken, 1
-    found = json.loads(command("--json").stdout)
+    found = json.loads(command(speeds.fake, "--json").stdout)
     assert speeds.order.count(broken) == 2, "it was never the leader"
     assert list(found["dropped"]) == [broken] and broken not in {point["mode"] for point in found["curve"]}
     modes = [str(spec.mode) for spec in Experiment.read(Path(found["file"])).runs()]
     assert found["winner"] in modes and broken not in [*modes, found["winner"]]
 
 
-def test_when_the_last_that_was_timed_breaks_the_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def execute(*_: Any) -> Any:
-        raise TestbedError("it broke")
-
-    monkeypatch.setattr(search, "execute", execute)
-    tuning = Tuning(RunSpec(), tmp_path, Race({"ring": [1.0]}))
-    place, progress = Place("fake", "for tests", True), Plain(Console(quiet=True))
-    with pytest.raises(TestbedError, match="nothing to tune: ring failed: it broke"):
-        search._round(["ring"], 2, tuning, place, progress, math.inf)
+def test_when_the_last_timed_candidate_fails_the_search_ends(tmp_path: Path, fake: FakeRuns) -> None:
+    fake.play = ends_with(3, "it broke")
+    spec = RunSpec.load({"data": {"name": "synthetic"}, "nodes": 2, "probe": False}, "test")
+    found = Search(spec, tmp_path / "tune", race=Race({"ring": [1.0]}))
+    with pytest.raises(TestbedError, match=r"nothing to tune: ring failed: rank 0 .*it broke"):
+        search._run_round(["ring"], 2, found, fake.choice, Silent(), math.inf)
 
 
 def test_when_the_first_run_fails_nothing_can_be_tuned(speeds: Speeds) -> None:
     speeds.broken = "ring"
-    result = command("--json")
+    result = command(speeds.fake, "--json")
     assert isinstance(result.exception, TestbedError) and "it broke" in str(result.exception)
 
 
-def test_a_network_that_is_off_does_not_count_and_three_times_ends_it(fake: FakePlace, speeds: Speeds) -> None:
-    from tests.support.fake_substrate import BAD
-
+def test_a_network_that_is_off_does_not_count_and_three_times_ends_it(fake: FakeRuns, speeds: Speeds) -> None:
     fake.receipts = itertools.chain([BAD, BAD], itertools.repeat(GOOD))  # one run: each is probed twice
-    assert json.loads(command("--json").stdout)["winner"] == "ring/bucket:2MiB/pipeline"
+    assert json.loads(command(speeds.fake, "--json").stdout)["winner"] == "ring/bucket:2MiB/pipeline"
     fake.receipts = itertools.repeat(BAD)
-    assert isinstance(command("--json").exception, NetworkInvalid)
+    assert isinstance(command(speeds.fake, "--json").exception, NetworkInvalid)
 
 
 @pytest.mark.parametrize(("before", "timed"), [(1, False), (10, True)])
 def test_with_others_timed_a_candidate_whose_network_is_off_is_dropped(
-    fake: FakePlace, speeds: Speeds, before: int, timed: bool
+    fake: FakeRuns, speeds: Speeds, before: int, timed: bool
 ) -> None:
     """In its first round, or when it has been timed before: then that still counts."""
-    from tests.support.fake_substrate import BAD
-
-    runs = 2 * search.TRIES  # each is probed twice
+    runs = 2 * search.MAX_TRIES  # each is probed twice
     fake.receipts = itertools.chain([GOOD] * before, [BAD] * runs, itertools.repeat(GOOD))
-    found = json.loads(command("--json").stdout)
+    found = json.loads(command(speeds.fake, "--json").stdout)
     ((name, why),) = found["dropped"].items()
     assert "3 times" in why and (name in {point["mode"] for point in found["curve"]}) is timed
     assert found["winner"] == "ring/bucket:2MiB/pipeline" and Path(found["file"]).is_file()
 
 
-def test_interrupted_it_prints_what_it_has_and_writes_no_file(speeds: Speeds, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, count = search.execute, itertools.count(1)
-
-    def execute(*arguments: Any) -> Any:
-        if next(count) == 4:
-            raise Interrupted("stopped")
-        return real(*arguments)
-
-    monkeypatch.setattr(search, "execute", execute)
-    result = command()
+def test_interrupted_it_prints_what_it_has_and_writes_no_file(speeds: Speeds) -> None:
+    speeds.fake.receipts = iter([GOOD, GOOD, GOOD, KeyboardInterrupt])  # Ctrl-C during the fourth run
+    result = command(speeds.fake)
     assert isinstance(result.exception, Interrupted)
     assert "best so far: " in result.stdout and "ended: interrupted" in result.stdout
     assert "every candidate ran once only" in result.stdout
@@ -337,20 +313,20 @@ def test_a_file_that_cannot_or_must_not_be_written_is_refused_before_the_search(
     mine.write_text("title = 'mine'\n")
     for path in (mine, tmp_path / "nowhere" / "x.toml"):
         with pytest.raises(UsageError, match=path.name):
-            check_file(path)
-        assert isinstance(command("--out", str(path)).exception, UsageError)
+            new_search(RunSpec(), path)
+        assert isinstance(command(speeds.fake, "--out", str(path)).exception, UsageError)
     assert speeds.order == []
-    command("--out", str(tmp_path / "new.toml"))
-    check_file(tmp_path / "new.toml")  # its own file may be written over
+    command(speeds.fake, "--out", str(tmp_path / "new.toml"))
+    new_search(RunSpec(), tmp_path / "new.toml")  # its own file may be overwritten
 
 
 def test_every_setting_reaches_the_file(speeds: Speeds, tmp_path: Path) -> None:
     rate, lr, shares = "overrides.node1.link.rate=50mbit", "optimizer.lr=0.00001", "data.shares=[3, 5]"
-    command("--set", rate, "--set", lr, "--set", shares, "--batch", "8")
+    command(speeds.fake, "--set", rate, "--set", lr, "--set", shares, "--batch", "8", "--set", "probe=false")
     run = Experiment.read(tmp_path / "experiments" / "tuned.toml").runs()[0]
     assert run.overrides["node1"].link and run.overrides["node1"].link.rate == 50_000_000
     assert (run.optimizer.lr, run.data.shares) == (0.00001, (3, 5))
 
 
 def test_a_search_knows_its_folder_and_nothing_yet(tmp_path: Path) -> None:
-    assert Tuning(RunSpec(), tmp_path).race.times == {}
+    assert Search(RunSpec(), tmp_path).race.times == {}

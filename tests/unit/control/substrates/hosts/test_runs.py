@@ -8,10 +8,10 @@ import paramiko
 import pytest
 
 from testbed.control.cli import hosts
-from testbed.control.cli.progress import Silent
-from testbed.control.runs.commands import exit_code
-from testbed.control.runs.run import execute, resume
-from testbed.control.runs.select import on_hosts
+from testbed.control.cli.report import exit_code
+from testbed.control.runs.run import execute, resume_run
+from testbed.control.runs.select import choose_hosts
+from testbed.control.runs.supervisor import Silent
 from testbed.control.substrates.docker_cli import local_user
 from testbed.control.substrates.hosts import runs as hosts_runs
 from testbed.control.substrates.hosts.substrate import NOTE
@@ -63,7 +63,7 @@ def test_a_rank_says_more_of_a_run_than_the_probe_before_or_after_it(tmp_path: P
     there.containers.insert(0, ("probe", 1, "probe", "exited", 0, local_user()))
     (found,), _ = hosts_runs.find([there])
     assert (found.parts[0].state, found.parts[0].code, found.running) == ("running", None, True)
-    assert hosts._line(RUN, found.parts[0])[-1] == "-", "nothing has ended, so there is no code"
+    assert hosts._status_row(RUN, found.parts[0])[-1] == "-", "nothing has ended, so there is no code"
 
 
 def test_what_is_missing_is_named_and_a_later_collect_makes_the_run_whole(tmp_path: Path) -> None:
@@ -125,12 +125,12 @@ def inventory() -> Inventory:
 def test_a_run_on_hosts_is_not_resumed_and_the_way_out_is_told(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     folder.create(SPEC)
-    with pytest.raises(UsageError, match=r"--resume .*checkpoints lie there.*--retries N"):
-        resume(on_hosts(inventory(), SPEC), folder, Silent(), 0)
+    with pytest.raises(UsageError, match=r"--resume .*checkpoints are stored on the nodes.*--retries N"):
+        resume_run(SPEC, choose_hosts(inventory(), SPEC), folder, Silent(), 0)
 
 
 @pytest.mark.parametrize("fault", ["cut:rank0@step1", "rate:rank0@step1=1mbit", "slow:rank0@step1=0.5cpu"])
 def test_faults_that_would_touch_a_host_are_refused_with_the_reason(tmp_path: Path, fault: str) -> None:
     spec = SPEC.model_copy(update={"faults": RunSpec.load({"nodes": 2, "faults": [fault]}, "").faults})
-    with pytest.raises(SpecError, match=r"cannot be done on hosts, where these can: kill, exit, pause, oom\."):
-        execute(spec, on_hosts(inventory(), spec), RunFolder(tmp_path / "run"), Silent())
+    with pytest.raises(SpecError, match=r"cannot be injected on hosts, which supports kill, exit, pause, oom\."):
+        execute(spec, choose_hosts(inventory(), spec), RunFolder(tmp_path / "run"), Silent())

@@ -1,0 +1,326 @@
+"""The Python API: `testbed.run`, `testbed.sweep`, `testbed.load`, and what they return.
+
+    import testbed
+
+    run = testbed.run(mode="ring", nodes=4, rate="200mbit", model="lenet5", data="synthetic")
+    run.summary.seconds_per_step
+    pandas.DataFrame(run.steps)
+
+The command line calls the same functions. What cannot be run is refused with an exception of testbed.spec.errors,
+before anything is created; a run that fails raises, and its folder says why.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from testbed.control.cli.options import console
+from testbed.control.cli.progress import open_progress
+from testbed.control.runs.run import execute, recorded_substrate, resume_run
+from testbed.control.runs.select import HOSTS, SubstrateChoice, SubstrateType, check_shaping, select
+from testbed.control.runs.supervisor import Progress
+from testbed.control.runs.sweep import folder_for, run_all
+from testbed.results.conclude import Summary
+from testbed.results.folder import EXPERIMENT, RunFolder, fresh_folder, runs_dir, write_whole
+from testbed.results.receipt import Receipt
+from testbed.results.records import Step, read
+from testbed.results.table import caption, table
+from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse, require_extra
+from testbed.spec.experiment import Experiment, spec_from_flags, with_settings
+from testbed.spec.inventory import Inventory, read_inventory
+from testbed.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from testbed.report.figures.style import Plot
+
+MAX_DEPTH = 3  # folders below the one that `load` is given
+COLUMNS = (  # of Run.steps, beside `rank`; seconds and bytes
+    *("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden"),
+    *("loss", "images", "sent", "received", "cpu", "attempt"),
+)
+FIGURES = {"step": "where-time-goes", "bytes": "bytes-per-rank", "seconds": "seconds-by-iteration"}  # short names
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder: what was requested, what was measured."""
+
+    folder: Path
+    ended: Summary | None = field(default=None, repr=False)  # how it ended, if it was run just now
+
+    @cached_property
+    def summary(self) -> Summary:
+        """summary.json: status, seconds per step, losses, bytes, accuracy. Raises UsageError if the run has none."""
+        return self.ended or Summary.read(RunFolder(self.folder))
+
+    @cached_property
+    def spec(self) -> RunSpec:
+        """spec.json: what was requested, as far as the substrate can apply it."""
+        return self.ended.spec if self.ended else RunFolder(self.folder).read_spec()
+
+    @cached_property
+    def receipt(self) -> Receipt | None:
+        """What the probe measured on every link; None if the network was not measured."""
+        path = RunFolder(self.folder).receipt
+        return Receipt.read(path) if path.is_file() else None
+
+    @cached_property
+    def steps(self) -> dict[str, list[Any]]:
+        """Every step of every rank, warm-up included, as columns: pandas.DataFrame(run.steps)."""
+        folder = RunFolder(self.folder)
+        columns: dict[str, list[Any]] = {name: [] for name in ("rank", *COLUMNS)}
+        for rank in range(self.spec.world):
+            for record in read(folder.records(rank)):
+                if isinstance(record, Step):
+                    columns["rank"].append(rank)
+                    for name in COLUMNS:
+                        columns[name].append(getattr(record, name))
+        return columns
+
+    def figure(self, name: str = "step") -> Plot:
+        """A figure of the report; a notebook shows it. Unknown names are refused with those that exist."""
+        return draw_figure([self.folder], name)
+
+    def _repr_html_(self) -> str:
+        return _html([self.summary], str(self.folder))
+
+
+@dataclass(frozen=True)
+class Runs(Sequence[Run]):
+    """The runs of a sweep or of a folder, in order."""
+
+    folder: Path
+    runs: tuple[Run, ...]
+    errors: tuple[TestbedError, ...] = field(default=())  # of runs that failed during this sweep
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Run]: ...
+    def __getitem__(self, index: int | slice) -> Run | Sequence[Run]:
+        return self.runs[index]
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    @property
+    def summaries(self) -> list[Summary]:
+        """The summaries of all runs that have one."""
+        found = []
+        for run in self.runs:
+            with suppress(UsageError, OSError):
+                found.append(run.summary)
+        return found
+
+    @property
+    def table(self) -> list[dict[str, str]]:
+        """The table that the command line prints, one dict per run: pandas.DataFrame(runs.table)."""
+        header, rows = table(self.summaries)
+        return [dict(zip(header, row, strict=True)) for row in rows]
+
+    def figure(self, name: str = "step") -> Plot:
+        """A figure of the report over all runs."""
+        return draw_figure([self.folder], name)
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Write the report page; return its path."""
+        require_extra("the report page", "report", "matplotlib", "jinja2")
+        from testbed.report.page import write
+
+        return write([self.folder], Path(out) if out else self.folder).page
+
+    def _repr_html_(self) -> str:
+        return _html(self.summaries, str(self.folder))
+
+
+def run(
+    *,
+    on: str | SubstrateType = "auto",
+    out: Path | str | None = None,
+    inventory: Inventory | Path | None = None,
+    accept_new: bool = False,
+    allow_concurrent: bool = False,
+    quiet: bool = False,
+    settings: Iterable[str] = (),
+    **keys: Any,
+) -> Run:
+    """Train once and return the run. `keys` are those of the spec, and the flags of `testbed run`.
+
+    `on`: auto, compose, netns, process or hosts. `out`: the run's folder, which must not exist. `inventory` and
+    `accept_new` are for hosts. `allow_concurrent`: do not wait for another measurement on this machine.
+    `settings`: KEY=VALUE, as of --set. Raises a TestbedError if the run is refused, fails or is interrupted.
+    """
+    spec, choice = prepare(
+        keys, settings, on=on, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent
+    )
+    folder = RunFolder(Path(out) if out else fresh_folder(runs_dir() / spec.experiment, spec.name))
+    with _shown(quiet, f"on {choice.name}: {choice.reason}") as progress:
+        return Run(folder.path, execute(spec, choice, folder, progress))
+
+
+def prepare(
+    flags: Mapping[str, Any],
+    settings: Iterable[str],
+    *,
+    on: str | SubstrateType,
+    inventory: Inventory | Path | None,
+    accept_new: bool,
+    allow_concurrent: bool,
+) -> tuple[RunSpec, SubstrateChoice]:
+    """The spec and the substrate of one run. On hosts the number of nodes is by default that of the inventory."""
+    if on == HOSTS and not isinstance(inventory, Inventory):
+        inventory = read_inventory(inventory)
+    nodes = len(inventory.nodes) if isinstance(inventory, Inventory) else None
+    spec = spec_from_flags(
+        {"nodes": nodes} | {key: value for key, value in flags.items() if value is not None}, settings
+    )
+    choice = select(on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
+    check_shaping(spec, choice)
+    return spec, choice
+
+
+def resume(
+    path: Path | str,
+    *,
+    on: str | SubstrateType = "auto",
+    retries: int | str = 0,
+    inventory: Inventory | Path | None = None,
+    accept_new: bool = False,
+    allow_concurrent: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Continue a run that did not finish from its last checkpoint, on the substrate it began on."""
+    if not str(retries).isdecimal() or int(retries) > 100:
+        raise refuse("retries", retries, "must be a whole number up to 100", "Write e.g. --retries 2.")
+    folder = RunFolder(Path(path))
+    spec = folder.read_spec()
+    if on == "auto":
+        with suppress(OSError, UsageError):
+            on = recorded_substrate(folder) or "auto"
+    choice = select(on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
+    check_shaping(spec, choice)
+    with _shown(quiet, f"resuming {path}, on {choice.name}: {choice.reason}") as progress:
+        return Run(folder.path, resume_run(spec, choice, folder, progress, int(retries)))
+
+
+def sweep(
+    experiment: Experiment | Mapping[str, Any] | Path | str,
+    *,
+    on: str | SubstrateType = "auto",
+    fresh: bool = False,
+    inventory: Inventory | Path | None = None,
+    accept_new: bool = False,
+    allow_concurrent: bool = False,
+    quiet: bool = False,
+    settings: Iterable[str] = (),
+) -> Runs:
+    """Run every cell of an experiment and return all runs; finished ones are not run again unless `fresh`.
+
+    `experiment`: a TOML file, or a mapping with its keys (name, title, base, axes, cells, repeats). A run that fails
+    does not end the sweep; `errors` of the result has what happened.
+    """
+    settings = list(settings)
+    found = _experiment(experiment)
+    for key in (setting.partition("=")[0].strip() for setting in settings):
+        if key in found.axes:
+            what = experiment if isinstance(experiment, str | Path) else found.name
+            raise SpecError(f"--set {key}: {what} sweeps it over {found.axes[key]}. Change it in the file.")
+    found = found.model_copy(update={"base": with_settings(found.base, settings)})
+    specs = found.runs()
+    choice = select(on, specs, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
+    duration = f", {found.takes}" if found.takes else ""
+    with _shown(quiet, f"{found.title} ({len(specs)} runs{duration})") as progress:
+        progress.headline(f"on {choice.name}: {choice.reason}")
+        save_experiment(found)
+        summaries, errors = run_all(specs, choice, runs_dir(), progress, fresh)
+    folders = {spec.name: folder_for(spec, choice, runs_dir()).path for spec in specs}
+    done = tuple(Run(folders[summary.spec.name], summary) for summary in summaries)
+    return Runs(runs_dir() / found.name, done, tuple(errors))
+
+
+def load(path: Path | str) -> Run | Runs:
+    """A run folder as Run, a folder of runs (such as runs/quick) as Runs. Raises UsageError if there is no run."""
+    path = Path(path)
+    if RunFolder(path).spec.is_file():
+        return Run(path)
+    found = tuple(Run(folder) for folder in sorted(_run_folders(path, MAX_DEPTH)))
+    if not found:
+        raise UsageError(f"{path}: contains no run folder. Give a folder that `testbed run` or `testbed sweep` wrote.")
+    return Runs(path, found)
+
+
+def draw_figure(folders: Sequence[Path], name: str) -> Plot:
+    """The figure of that name; SpecError if these runs have none."""
+    require_extra("figures", "report", "matplotlib", "jinja2")
+    from testbed.report.load import load as load_runs
+    from testbed.report.model import chapters
+    from testbed.report.page import make_part
+
+    loaded = load_runs(folders)
+    plots = {plot.name: plot for chapter in chapters(loaded) for plot in make_part(chapter).plots}
+    wanted = FIGURES.get(name, name)
+    if wanted not in plots:
+        short = {full: key for key, full in FIGURES.items()}
+        known = ", ".join(short.get(full, full) for full in plots) or "none; no run ended well"
+        raise refuse("figure", name, "these runs have no such figure", f"Known: {known}.")
+    return plots[wanted]
+
+
+def save_experiment(experiment: Experiment) -> None:
+    """Write experiment.json beside the runs: a report made later prints its title and published figures."""
+    folder = runs_dir() / experiment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / EXPERIMENT, experiment.model_dump_json(indent=1))
+
+
+def _experiment(source: Experiment | Mapping[str, Any] | Path | str) -> Experiment:
+    if isinstance(source, Experiment):
+        return source
+    if isinstance(source, Mapping):
+        return Experiment.load({"name": "adhoc", "title": ""} | dict(source), "experiment")
+    return Experiment.read(Path(source))
+
+
+def _run_folders(path: Path, depth: int) -> Iterator[Path]:
+    """Run folders below `path`; hidden ones, which a sweep has set aside, are left out."""
+    if depth == 0 or not path.is_dir():
+        return
+    for below in path.iterdir():
+        if below.is_dir() and not below.name.startswith("."):
+            if RunFolder(below).spec.is_file():
+                yield below
+            else:
+                yield from _run_folders(below, depth - 1)
+
+
+@contextmanager
+def _shown(quiet: bool, headline: str) -> Iterator[Progress]:
+    progress = open_progress(console, quiet)
+    progress.headline(headline)
+    try:
+        yield progress
+    finally:
+        progress.end()
+
+
+def _html(summaries: Sequence[Summary], folder: str) -> str:
+    """The results table for a notebook; runs that do not count are listed below it."""
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    counted = [summary for summary in summaries if summary.status == "ok"]
+    parts = []
+    if counted:
+        header, rows = table(counted)
+        body = "".join(row(cells, "td") for cells in rows)
+        parts = [f"<p>{html.escape(caption(counted))}</p>", f"<table>{row(header, 'th')}{body}</table>"]
+    left_out = [summary for summary in summaries if summary.status != "ok"]
+    parts += [f"<p>{html.escape(f'{s.spec.name}: {s.status}, {s.reason}')}</p>" for s in left_out]
+    return "".join([*parts, f"<p>{html.escape(folder)}</p>"])

@@ -1,0 +1,48 @@
+"""The console that all commands print to, and the options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from testbed.spec.errors import strip_control_chars
+from testbed.spec.inventory import DEFAULT, VARIABLE
+
+
+class Screen(Console):
+    """A console that prints text of other people's files (names, reasons, titles) without control characters."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(strip_control_chars(each) if isinstance(each, str) else each for each in objects), **options)
+
+
+console = Screen(markup=False, highlight=False, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
+Mode = Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")]
+Rate = Annotated[str | None, typer.Option(help="of every node's link, each way, e.g. 200mbit [default: unshaped]")]
+Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
+Data = Annotated[str, typer.Option(help="cifar10, mnist or synthetic")]
+Batch = Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")]
+BatchPerRank = Annotated[str | None, typer.Option(help="images per step of each rank, instead of --batch")]
+Steps = Annotated[str | None, typer.Option(help="training steps [default: 40]")]
+Seed = Annotated[str, typer.Option(help="of parameters, data order and augmentation")]
+Faults = Annotated[list[str] | None, typer.Option(metavar="FAULT", help="inject a fault, e.g. kill:rank2@step10")]
+Retries = Annotated[str, typer.Option(help="restarts from the last checkpoint (--set checkpoint=K)")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="any key of testbed/spec/run.py or link.py, e.g. optimizer.lr=0.1"),
+]
+Out = Annotated[Path | None, typer.Option(help="run folder [default: runs/adhoc/MODE-nN-TIME]")]
+InventoryFile = Annotated[
+    Path | None,
+    typer.Option("--inventory", help=f"the hosts, for --on hosts [default: ${VARIABLE}, else {DEFAULT}]"),
+]
+AcceptNew = Annotated[
+    bool, typer.Option("--accept-new", help="hosts: trust unknown host keys; changed ones are always refused")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")]
+ExperimentFile = Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")]
