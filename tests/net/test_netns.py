@@ -15,7 +15,7 @@ import pytest
 from testbed.control.machine import cgroups, ownership, processes
 from testbed.control.runs.run import probe
 from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.netns import NetnsSubstrate
+from testbed.control.substrates.netns import NetnsSubstrate, check
 from testbed.results.receipt import Receipt
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.link import Link
@@ -195,10 +195,10 @@ def test_a_tc_command_that_fails_stops_the_run() -> None:
 
 def test_what_the_kernel_lacks_is_refused_before_anything_is_created() -> None:
     with pytest.raises(Unavailable, match=r"congestion control nonsense"):
-        netns.check(plans(2, congestion="nonsense"))
+        check(plans(2, congestion="nonsense"))
     requested = [NodePlan(name="node0", link=Link(delay=0.01))]
     try:
-        netns.check(requested)
+        check(requested)
         with NetnsSubstrate(requested) as substrate:
             assert "netem" in substrate.exec(0, ["tc", "qdisc"], timeout_s=10)  # this kernel has it
     except Unavailable as error:
@@ -208,7 +208,7 @@ def test_what_the_kernel_lacks_is_refused_before_anything_is_created() -> None:
 def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="--on process"):
-        netns.check(plans(2))
+        check(plans(2))
 
 
 def test_a_second_substrate_in_the_same_process_is_refused_and_the_first_stays() -> None:
