@@ -1,15 +1,14 @@
-"""Codecs: bytes on the wire against 2(N-1)/N S, and accuracy against full precision, seed by seed.
+"""Codecs: bytes on the wire against 2(N-1)/N S, and accuracy against full precision, paired by seed.
 
-Runs what is missing of experiments/codecs-bytes.toml (namespaces, VGG-11) and experiments/codecs.toml (processes,
-LeNet-5), then reads both: so it resumes, and a second call only prints. Runs of another commit lie in another folder,
-and those of a tree with changes do not count.
+Runs experiments/codecs-bytes.toml (namespaces, VGG-11) and experiments/codecs.toml (processes, LeNet-5), and skips
+runs that are finished, so it resumes. Each commit has a folder of its own. Runs of a tree with uncommitted changes are
+never reused.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -20,22 +19,21 @@ from testbed.results.conclude import Summary
 from testbed.results.folder import runs_dir
 from testbed.spec.experiment import Experiment
 from tests.bench.figures import MEASURED, Figure
-from tests.support.provenance import code_commit, current
+from tests.support.provenance import ROOT, code_commit, current
 
 BYTES = {"fp16": (0.48, 0.52), "bf16": (0.48, 0.52), "int8": (0.23, 0.27), "topk": (0.0, 0.05), "powersgd": (0.0, 0.05)}
-SHOWN_ONLY = "topk"  # whose accuracy has no limit
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+WITHOUT_ACCURACY_LIMIT = "topk"
 
 
 def measure() -> Iterator[Figure]:
     for summary in _sweep("codecs-bytes", on="netns"):
         if summary.spec.mode.codec:
             yield byte_ratio(summary)
-    yield from verdict(_sweep("codecs", on="process"))
+    yield from accuracy_differences(_sweep("codecs", on="process"))
 
 
 def _sweep(name: str, on: str) -> list[Summary]:
-    specs = Experiment.read(EXPERIMENTS / f"{name}.toml").runs()
+    specs = Experiment.read(ROOT / "experiments" / f"{name}.toml").runs()
     progress = Plain(Console(markup=False, highlight=False, soft_wrap=True))
     commit = code_commit(*MEASURED)
     root, fresh = runs_dir() / f"bench-{commit}", not current(commit, commit)
@@ -46,11 +44,11 @@ def _sweep(name: str, on: str) -> list[Summary]:
 
 
 def byte_ratio(summary: Summary) -> Figure:
-    """Rank 0's bytes a step, counted by the kernel, against what an exact all-reduce must send."""
+    """Compare rank 0's bytes per step, counted by the kernel, with what an exact all-reduce must send."""
     n, codec = summary.spec.world, summary.spec.mode.codec or ""
     sent, low_high = summary.sent_per_step[0], BYTES[codec]
     if sent is None or not summary.gradient_bytes:
-        raise SystemExit(f"{summary.spec.name}: nothing counts bytes here")
+        raise SystemExit(f"{summary.spec.name}: no bytes were counted, a ratio needs them. Use --on netns")
     return Figure(
         name=f"bytes a step, {summary.spec.mode} / 2(N-1)/N S",
         value=sent / (2 * (n - 1) / n * summary.gradient_bytes),
@@ -60,14 +58,14 @@ def byte_ratio(summary: Summary) -> Figure:
     )
 
 
-def verdict(summaries: Sequence[Summary]) -> Iterator[Figure]:
-    """Accuracy of each coded mode less that of full precision with the same seed, in points."""
+def accuracy_differences(summaries: Sequence[Summary]) -> Iterator[Figure]:
+    """Yield the accuracy of each mode with a codec minus that of full precision with the same seed, in points."""
     percent = {(str(s.spec.mode), s.spec.seed): _percent(s) for s in summaries}
     exact = next(str(s.spec.mode) for s in summaries if s.spec.mode.codec is None)
     seeds = sorted({seed for _, seed in percent})
     for mode in dict.fromkeys(str(s.spec.mode) for s in summaries if s.spec.mode.codec):
         differences = [percent[mode, seed] - percent[exact, seed] for seed in seeds]
-        limit = None if SHOWN_ONLY in mode else allowed(differences)
+        limit = None if WITHOUT_ACCURACY_LIMIT in mode else allowed_difference(differences)
         each = ", ".join(f"{difference:+.2f}" for difference in differences)
         means = [statistics.fmean(percent[which, seed] for seed in seeds) for which in (mode, exact)]
         yield Figure(
@@ -81,10 +79,10 @@ def verdict(summaries: Sequence[Summary]) -> Iterator[Figure]:
 
 def _percent(summary: Summary) -> float:
     if summary.test_accuracy is None:
-        raise SystemExit(f"{summary.spec.name}: nothing was tested, so there is no accuracy to compare")
+        raise SystemExit(f"{summary.spec.name}: no test accuracy, a comparison needs it. Do not set evaluate=never")
     return 100 * summary.test_accuracy
 
 
-def allowed(differences: Sequence[float]) -> float:
-    """A point, or two standard errors of the paired difference where that is more."""
+def allowed_difference(differences: Sequence[float]) -> float:
+    """Return one point, or two standard errors of the paired difference if that is more."""
     return max(1.0, 2 * statistics.stdev(differences) / len(differences) ** 0.5)

@@ -1,6 +1,6 @@
-"""Every exact mode trains the model of the flat ring: LeNet-5 in float64, with all that an optimizer does.
+"""Every exact mode trains the same model as the flat ring: LeNet-5 in float64, with every feature of the optimizer.
 
-`make test` trains a sample of the modes, this part all of them; only the order of additions may differ.
+`make test` trains a sample of the modes, this part all of them. Only the order of additions may differ.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from testbed.spec.mode import ALGORITHMS, legal_modes
 from tests.bench.figures import Figure
 from tests.support.rank_pool import RankPool
-from tests.support.training import Finished, lenet, train
+from tests.support.training import TrainedRun, lenet, train
 
-PLAIN = "ring"  # which is ring/flat
-LIMIT = 1e-9  # relative
-SMALL = 1e-3  # a parameter nearer to zero is held against this: what sums lose does not shrink with them
-EVERYTHING: dict[str, Any] = {
+REFERENCE = "ring"  # short for ring/flat
+MAX_DIFFERENCE = 1e-9  # relative
+SMALL = 1e-3  # added to the denominator for parameters, because rounding errors do not shrink with a parameter
+FULL_OPTIMIZER: dict[str, Any] = {
     "steps": 200,
     "optimizer": {
         "lr": 0.05,
@@ -35,54 +35,54 @@ EVERYTHING: dict[str, Any] = {
 
 
 def exact_modes(bucket: str = "64KiB") -> list[str]:
-    """Every built-in mode whose ranks all apply the mean of all gradients, of which nothing was left out."""
+    """Return every built-in mode whose ranks all apply the exact mean of all gradients."""
     legal = [mode for mode in legal_modes(bucket) if mode.algorithm in ALGORITHMS]
     return [str(mode) for mode in legal if mode.distributed and mode.synchronous]
 
 
-def differences(ours: Finished, plain: Finished) -> dict[str, float]:
-    """The largest of the losses, and of each parameter; relative."""
-    mine, theirs = ours.arrays(), plain.arrays()
-    found = {name: _relative(mine[name], values, SMALL) for name, values in theirs.items()}
-    return {"losses": _relative(np.array(ours.summary.losses), np.array(plain.summary.losses)), **found}
+def differences(run: TrainedRun, reference: TrainedRun) -> dict[str, float]:
+    """Return the largest relative difference of the losses and of each parameter."""
+    actual, expected = run.arrays(), reference.arrays()
+    found = {name: _relative(actual[name], values, SMALL) for name, values in expected.items()}
+    return {"losses": _relative(np.array(run.summary.losses), np.array(reference.summary.losses)), **found}
 
 
-def _relative(got: np.ndarray, wanted: np.ndarray, small: float = 0.0) -> float:
-    return float(np.max(np.abs(got - wanted) / (np.abs(wanted) + small)))
+def _relative(actual: np.ndarray, expected: np.ndarray, small: float = 0.0) -> float:
+    return float(np.max(np.abs(actual - expected) / (np.abs(expected) + small)))
 
 
 def worst(found: dict[str, float]) -> tuple[str, float]:
-    """Its name, and how large it is; nothing is worse than what is no number."""
+    """Return the name and value of the largest difference; NaN counts as larger than any number."""
     return max(found.items(), key=lambda item: (math.isnan(item[1]), item[1]))
 
 
 def measure() -> Iterator[Figure]:
     found = _all_differences()
     mode, value = worst(found)
-    ranks, steps = lenet().nodes, EVERYTHING["steps"]
+    ranks, steps = lenet().nodes, FULL_OPTIMIZER["steps"]
     yield Figure(
-        name=f"{len(found)} exact modes against {PLAIN}/flat: worst relative difference of losses and parameters",
+        name=f"{len(found)} exact modes against {REFERENCE}/flat: worst relative difference of losses and parameters",
         value=value,
-        high=LIMIT,
+        high=MAX_DIFFERENCE,
         detail=f"{mode}; LeNet-5 in float64, {ranks} processes, {steps} steps, replicas bit-identical",
     )
 
 
 def _all_differences() -> dict[str, float]:
-    """By mode. A run whose replicas differ ends with an error."""
+    """Return the worst difference of each mode. A run whose replicas differ fails."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
         pool = RankPool(lenet().nodes, Path(name))
         try:
-            plain = _train(pool, PLAIN)
+            reference = _train(pool, REFERENCE)
             for mode in exact_modes():
-                where, found[mode] = worst(differences(_train(pool, mode), plain))
+                where, found[mode] = worst(differences(_train(pool, mode), reference))
                 print(f"    {mode}: {found[mode]:.1e} ({where})", flush=True)
         finally:
             pool.close()
     return found
 
 
-def _train(pool: RankPool, mode: str) -> Finished:
+def _train(pool: RankPool, mode: str) -> TrainedRun:
     folder = Path(tempfile.mkdtemp(dir=pool.folder))
-    return train(pool, lenet(mode=mode, **EVERYTHING), folder)
+    return train(pool, lenet(mode=mode, **FULL_OPTIMIZER), folder)

@@ -1,4 +1,4 @@
-"""A figure: what was measured, its spread, and the limit it must keep."""
+"""A figure: a measured value, its spread and its limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MEASURED = (  # a change here: every figure is another code's
+MEASURED = (  # paths that the figures depend on: a figure belongs to the last commit that changed one of them
     "testbed",
     "tests/bench",
     "tests/support/training.py",
@@ -23,7 +23,7 @@ MEASURED = (  # a change here: every figure is another code's
 class Figure:
     name: str
     value: float
-    low: float | None = None  # bounds that it must keep
+    low: float | None = None  # limits, both inclusive; None: no limit on this side
     high: float | None = None
     detail: str = ""
 
@@ -35,23 +35,20 @@ class Figure:
         return asdict(self) | {"met": self.met}
 
     def __str__(self) -> str:
-        bounds = " and ".join(
-            f"{sign} {bound:.4g}" for sign, bound in ((">=", self.low), ("<=", self.high)) if bound is not None
+        limits = " and ".join(
+            f"{sign} {limit:.4g}" for sign, limit in ((">=", self.low), ("<=", self.high)) if limit is not None
         )
-        verdict = ("ok  " if self.met else "MISS") if bounds else "    "
-        return f"{verdict}  {self.name}: {_short(self.value)} ({bounds or 'no limit'}); {self.detail}"
+        verdict = ("ok  " if self.met else "MISS") if limits else "    "
+        value = f"{self.value:.1e}" if 0 < abs(self.value) < 1e-3 else f"{self.value:.3f}"
+        return f"{verdict}  {self.name}: {value} ({limits or 'no limit'}); {self.detail}"
 
 
-def _short(value: float) -> str:
-    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3f}"
-
-
-def kept_limits(figures: Iterable[dict[str, Any]]) -> list[bool]:
-    """Of each figure that has a limit, whether it keeps it; one that is only shown keeps none."""
+def limits_met(figures: Iterable[dict[str, Any]]) -> list[bool]:
+    """For each figure that has a limit, whether it meets it. Figures without a limit are left out."""
     limited = (figure for figure in figures if figure["low"] is not None or figure["high"] is not None)
     return [figure["met"] for figure in limited]
 
 
 def spread(values: Sequence[float], unit: str = "s") -> str:
-    """'1.102 s (1.095-1.120, n=8)'."""
+    """Median, range and count: '1.102 s (1.095-1.120, n=8)'."""
     return f"{statistics.median(values):.3f} {unit} ({min(values):.3f}-{max(values):.3f}, n={len(values)})"

@@ -1,8 +1,8 @@
-"""Open MPI's Allreduce on a network in namespaces, where its packages are there (requirements-bench.txt).
+"""Open MPI's Allreduce on a network of namespaces, if its packages are installed (requirements-bench.txt).
 
-mpirun starts a daemon on each node by ssh; here a script that enters the node's namespace takes ssh's place. The
-namespaces also get host names, as the daemons tell each other apart by them. Nothing but TCP over the shaped link is
-left to the ranks, and their interfaces' counters must show the bytes.
+mpirun starts a daemon on each node by ssh. Here it calls a script instead, which enters the node's namespace and gives
+it a host name, because the daemons identify each other by host names. Ranks may use only TCP over the shaped link; the
+interface counters must show the bytes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from pathlib import Path
 from testbed.control.machine import ownership
 from testbed.control.substrates.base import NodeHandle, Substrate
 from tests.bench.figures import Figure, spread
-from tests.bench.shaped import finish
+from tests.bench.shaped_network import wait_for
 
 PACKAGES = ("openmpi", "mpi4py")
 TUNED = ["--mca", "coll_tuned_use_dynamic_rules", "1", "--mca", "coll_tuned_allreduce_algorithm"]
-CHOICES: dict[str, list[str]] = {  # what it chooses exchanges both ways within a pair, much faster on two connections
+# The algorithm that it chooses exchanges data in both directions within pairs, and is much faster on two connections.
+CHOICES: dict[str, list[str]] = {
     "as it chooses": [],
     "as it chooses, two connections": ["--mca", "btl_tcp_links", "2"],
     "its ring": [*TUNED, "ring"],
 }
-SECONDS = 600.0
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of each Allreduce, and the bytes that left a node for one, mean over nodes."""
+    """Seconds of each Allreduce, and the bytes that a node sent for one of them (mean over nodes)."""
 
     seconds: list[float]
     sent: float
@@ -41,7 +42,7 @@ class Timing:
 
 
 def missing() -> str | None:
-    """What keeps it from being measured here, with the way out."""
+    """Return which packages are not installed and how to install them, or None."""
     lacking = [package for package in PACKAGES if not _installed(package)]
     way_out = "pip install -r requirements-bench.txt"
     return f"Open MPI is not measured, {' and '.join(lacking)} not installed: {way_out}" if lacking else None
@@ -56,7 +57,7 @@ def _installed(package: str) -> bool:
 
 
 def allreduce(substrate: Substrate, folder: Path, repeats: int, elements: int) -> dict[str, Timing]:
-    """Its Allreduce with each choice of algorithm, which holds for all of a process, so one after the other."""
+    """Time its Allreduce with each algorithm, one mpirun after the other: a process cannot change its algorithm."""
     agent = folder / "agent.sh"
     agent.write_text(agent_script(ownership.owned_name("")))
     agent.chmod(0o755)
@@ -66,23 +67,23 @@ def allreduce(substrate: Substrate, folder: Path, repeats: int, elements: int) -
         file, interface = folder / "openmpi.json", substrate.nodes[0].interface
         rank = [substrate.python, worker, str(file), str(repeats), str(elements), interface, str(len(substrate.nodes))]
         command = [*mpirun(agent, substrate.nodes), *options, *rank]
-        # The folder goes when the network does, and with it what daemons that were killed left there.
+        # Files that killed daemons leave behind are removed together with the folder.
         env = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         argv = [str(agent), substrate.nodes[0].name, shlex.join(command)]
-        process = substrate.start(0, argv, env, log, quota=False)  # or all nodes' ranks would share node 0's core
-        finish(process, log, SECONDS)
+        process = substrate.start(0, argv, env, log, quota=False)  # with it, all ranks would share node 0's core
+        wait_for(process, log, TIMEOUT_S)
         found[choice] = Timing(**json.loads(file.read_text()))
     return found
 
 
 def agent_script(prefix: str) -> str:
-    """What mpirun calls instead of ssh, with a node's name and a command line."""
+    """Return the script that mpirun calls instead of ssh, with a node's name and a command line."""
     inside = """'hostname "$0" && exec sh -c "$1"' "$node" "$*" """.strip()
     return f'#!/bin/sh\nnode=$1; shift\nexec ip netns exec {shlex.quote(prefix)}"$node" unshare --uts sh -c {inside}\n'
 
 
 def mpirun(agent: Path, nodes: Sequence[NodeHandle]) -> list[str]:
-    """One rank a node. They yield when idle: mpirun sees one rank on each node, not that nodes share these cores."""
+    """Return the command for one rank per node. Waiting ranks yield, because the nodes share this machine's cores."""
     program = next(file for file in distribution("openmpi").files or () if file.name == "mpirun")
     start = [str(program.locate()), "--allow-run-as-root", "--bind-to", "none"]
     hosts = ["--np", str(len(nodes)), "--host", ",".join(node.name for node in nodes)]
@@ -93,11 +94,14 @@ def mpirun(agent: Path, nodes: Sequence[NodeHandle]) -> list[str]:
 
 
 def figures(rate: str, ring: list[float], least: float, timings: dict[str, Timing]) -> Iterator[Figure]:
-    """Each against our ring's seconds; `least` is what any all-reduce must send, bytes a node."""
+    """Compare each algorithm with the seconds of our ring; `least` is the bytes that a node sends in any all-reduce."""
     for choice, timing in timings.items():
         ratio = timing.sent / least
         if ratio < 0.99:
-            raise SystemExit(f"Open MPI sent {ratio:.3f} of the least bytes over the links: the rest went elsewhere")
+            raise SystemExit(
+                f"Open MPI sent {ratio:.3f} of the least bytes over the shaped links, at least 0.99 are expected:"
+                " the rest took another path. Check btl and btl_tcp_if_include."
+            )
         detail = f"{timing.library} {spread(timing.seconds)}, bytes / least {ratio:.3f}; ring {spread(ring)}"
         value = statistics.median(timing.seconds) / statistics.median(ring)
         yield Figure(name=f"Open MPI's Allreduce, {choice} / ring/flat, {rate}", value=value, detail=detail)

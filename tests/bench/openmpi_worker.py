@@ -1,6 +1,6 @@
-"""One rank of Open MPI's side of the collective benchmark; mpirun starts it on every node.
+"""One rank of the Open MPI benchmark; mpirun starts it on every node.
 
-openmpi_worker.py FILE REPEATS ELEMENTS INTERFACE SIZE    rank 0 writes what was found to FILE
+openmpi_worker.py FILE REPEATS ELEMENTS INTERFACE SIZE    rank 0 writes the seconds and bytes to FILE
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from mpi4py import MPI
 
 from testbed.rank.counters import InterfaceCounter
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 
 def main(file: Path, repeats: int, elements: int, interface: str, size: int) -> None:
-    """Time the mean of a buffer over all ranks, in place like ours; the first round is dropped and checked."""
+    """Time the in-place mean of a buffer over all ranks, and check it. The first round is not counted."""
+    from mpi4py import MPI
+
     world, counter = MPI.COMM_WORLD, InterfaceCounter(interface)
     if world.size != size:
-        raise SystemExit(f"{size} ranks were asked, MPI made {world.size}: mpi4py found another MPI than mpirun's")
+        raise SystemExit(f"MPI made {world.size} ranks, {size} were requested: mpi4py and mpirun are of different MPIs")
     buffer = np.full(elements, world.rank, np.float32)
     seconds = np.zeros(repeats + 1)
     begin = 0
@@ -35,14 +40,14 @@ def main(file: Path, repeats: int, elements: int, interface: str, size: int) -> 
         if not (buffer == (size - 1) / 2).all():
             raise SystemExit(f"Allreduce gave rank {world.rank} {buffer.min()} to {buffer.max()}, not {(size - 1) / 2}")
     sent = world.allreduce((_sent(world, counter) - begin) / repeats) / size
-    world.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)  # a collective is over when its last rank is
+    world.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)  # the time of a collective is that of its slowest rank
     if world.rank == 0:
         library = MPI.Get_library_version().partition(",")[0]
         file.write_text(json.dumps({"seconds": seconds[1:].tolist(), "sent": sent, "library": library}))
 
 
 def _sent(world: MPI.Comm, counter: InterfaceCounter) -> int:
-    """Bytes so far; behind a barrier, since the last of them leave after the Allreduce has returned."""
+    """Return the bytes sent so far. The barrier is needed: the last bytes leave after Allreduce has returned."""
     world.Barrier()
     sent, _ = counter.read()
     if sent is None:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from testbed.spec.run import RunSpec
-from tests.bench.exact import EVERYTHING, LIMIT, PLAIN, differences, exact_modes, worst
+from tests.bench.exact import FULL_OPTIMIZER, MAX_DIFFERENCE, REFERENCE, differences, exact_modes, worst
 from tests.support import training
 from tests.support.rank_pool import RankPool
-from tests.support.training import Finished, lenet
+from tests.support.training import TrainedRun, lenet
 
 pytestmark = pytest.mark.gloo
 
@@ -43,7 +43,7 @@ SYNCHRONOUS = [
 CLOSE = {"float32": 1e-4, "float64": 1e-9}  # relative: only the order of additions differs
 
 
-Train = Callable[..., Finished]
+Train = Callable[..., TrainedRun]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,14 @@ def train(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFac
     """`train(mode="ring")` trains LeNet-5 on four real ranks, changes laid over that; equal calls train once."""
 
     @functools.cache
-    def cached(text: str) -> Finished:
+    def cached(text: str) -> TrainedRun:
         spec = RunSpec.from_json(text, "case")
         return training.train(ranks(spec.nodes), spec, tmp_path_factory.mktemp("run"))
 
     return lambda **changes: cached(lenet(**changes).to_json())
 
 
-def assert_same_parameters(one: Finished, other: Finished, tolerance: float = 1e-9) -> None:
+def assert_same_parameters(one: TrainedRun, other: TrainedRun, tolerance: float = 1e-9) -> None:
     mine, theirs = one.arrays(), other.arrays()
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
@@ -102,14 +102,14 @@ EXACT = ["allreduce", "server", "ddp", *PIPELINES, "allreduce/bucket:64KiB/overl
 
 @pytest.mark.parametrize("mode", EXACT)
 def test_two_hundred_steps_are_the_flat_rings_with_all_that_an_optimizer_does(train: Train, mode: str) -> None:
-    ours, plain = train(mode=mode, **EVERYTHING), train(mode=PLAIN, **EVERYTHING)
+    ours, plain = train(mode=mode, **FULL_OPTIMIZER), train(mode=REFERENCE, **FULL_OPTIMIZER)
     assert len(set(ours.hashes)) == 1 and len(ours.summary.losses) == 200
     name, difference = worst(differences(ours, plain))
-    assert difference <= LIMIT, name
+    assert difference <= MAX_DIFFERENCE, name
 
 
 def test_the_sample_is_of_all_exact_modes() -> None:
-    assert set(EXACT) < set(exact_modes()) and PLAIN in exact_modes()
+    assert set(EXACT) < set(exact_modes()) and REFERENCE in exact_modes()
 
 
 def test_what_is_no_number_is_the_worst_difference() -> None:
@@ -316,7 +316,7 @@ VGG: dict[str, Any] = {
 }
 
 
-def final_losses(run: Finished) -> list[float]:
+def final_losses(run: TrainedRun) -> list[float]:
     return [evals[-1]["loss"] for evals in run.of_kind("eval")]
 
 

@@ -1,4 +1,4 @@
-"""From which commit a kept result is: the last that changed what was measured; and were there changes beside it?"""
+"""Which commit a stored result belongs to: the last one that changed the measured code."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DIRTY = "+"  # after a commit: there were changes beside it
+DIRTY = "+"  # suffix of a commit: the tree had uncommitted changes
 
 
 def code_commit(*paths: str) -> str:
-    """The last commit that touched one of these paths."""
+    """Return the last commit that changed one of these paths."""
     found = _git("log", "-1", "--format=%h", "--", *paths)
     return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
 
 
-def throughout(*commits: str) -> str:
-    """The commit of something that took its time: marked where what was asked on the way is not always the same."""
+def commit_of_all(*commits: str) -> str:
+    """Return the commit of a measurement during which the commit was read several times: dirty if it changed."""
     first = commits[0]
     return first if len(set(commits)) == 1 else first.removesuffix(DIRTY) + DIRTY
 
 
-def current(kept: str, commit: str) -> bool:
-    """Is what was kept of the present commit? Never where there were changes beside it: which ones nobody knows."""
-    return bool(kept) and kept == commit and not kept.endswith(DIRTY)
+def current(stored: str, commit: str) -> bool:
+    """Return True if a stored result belongs to this commit. A dirty one never does: its changes are unknown."""
+    return bool(stored) and stored == commit and not stored.endswith(DIRTY)
 
 
 def _git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Whole training runs by the real loop on a pool of ranks, and what comes out of them: for tests and for the bench."""
+"""Whole training runs with the real loop on a pool of ranks, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LENET: dict[str, Any] = {
     "steps": 20,
     "seed": 7,
     "dtype": "float64",
-    "optimizer": {"lr": 0.1},  # steep, so that a difference would show: the loss falls from 2.3 to about 0.5
+    "optimizer": {"lr": 0.1},  # high, so that differences show: the loss falls from 2.3 to about 0.5
 }
 
 
-class Finished:
-    """One run's outcome: its summary, every rank's records, every rank's parameters and buffers."""
+class TrainedRun:
+    """What a run produced: its summary, and the records, parameters and buffers of every rank."""
 
     def __init__(self, spec: RunSpec, folder: Path, answers: list[dict[str, Any]]) -> None:
         self.summary: Summary = summarise(RunFolder(folder), spec, status="ok")
@@ -46,11 +46,11 @@ class Finished:
 
 
 def lenet(**changes: Any) -> RunSpec:
-    """LeNet-5 on four ranks, with changes laid over it."""
+    """Return the spec of LeNet-5 on four ranks, with these changes."""
     return RunSpec.load(merge(LENET, changes), "case")
 
 
-def train(pool: RankPool, spec: RunSpec, folder: Path) -> Finished:
-    """Do the run on as many of the pool's ranks as it has; records go to the folder."""
+def train(pool: RankPool, spec: RunSpec, folder: Path) -> TrainedRun:
+    """Train on the first ranks of the pool; records go to the folder."""
     answers = pool.run("train", spec=spec.model_dump(mode="json", by_alias=True), run=str(folder))
-    return Finished(spec, folder, answers)
+    return TrainedRun(spec, folder, answers)

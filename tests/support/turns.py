@@ -1,4 +1,4 @@
-"""Turns: of tests that run beside each other in two workers, one that measures has the machine to itself."""
+"""Exclusive turns for tests that measure, while two pytest workers run tests in parallel."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 
 @contextmanager
 def take_turn(alone: bool) -> Iterator[None]:
-    """Run beside others, or alone. Who waits to be alone stands in the gate, so that nobody new slips in before."""
+    """Run in parallel with other tests, or alone. A test that waits to run alone holds the queue lock, so that no later
+    test can start before it."""
     files = Path(tempfile.gettempdir()) / f"pytest-turns-{os.geteuid()}"
-    with files.with_suffix(".room").open("w") as room:
-        with files.with_suffix(".gate").open("w") as gate:
-            fcntl.flock(gate, fcntl.LOCK_EX)
-            fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    with files.with_suffix(".running").open("w") as running:
+        with files.with_suffix(".queue").open("w") as queue:
+            fcntl.flock(queue, fcntl.LOCK_EX)
+            fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield

@@ -1,9 +1,14 @@
-"""The bench itself: what it resumes from, what it counts, what it holds against a limit, and from which runs."""
+"""The benchmarks themselves: what they resume from, which limits they check, and which runs they use.
+
+Nothing is measured here.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,19 +24,27 @@ from testbed.rank.train import deadline
 from testbed.results.conclude import Summary
 from testbed.spec.run import RunSpec
 from tests.bench import __main__ as bench
-from tests.bench import codecs, step, trust
-from tests.bench.cases import CONTROL, DDP, DEADLINE, PATIENT, PIPELINE, Ranks, case
+from tests.bench import codecs, instrument, openmpi, step
+from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
+from tests.bench.openmpi import Timing
+from tests.bench.shaped_network import CONTROL, DDP, DEADLINE_S, PIPELINE, SCHED_BATCH, TrainedCase, case
 from tests.support.provenance import DIRTY, ROOT, current
 
-SHOWN = Figure(name="shown", value=7.0)
+UNLIMITED = Figure(name="unlimited", value=7.0)
 GOOD, POOR = Figure(name="good", value=1.0, high=2.0), Figure(name="poor", value=3.0, high=2.0)
 Bench = Callable[..., tuple[int, list[str]]]
 
 
+@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "tests" / "bench").glob("*.py")))
+def test_every_module_can_be_imported(module: str) -> None:
+    """`make test` runs no benchmark, so a name that has moved is found here."""
+    importlib.import_module(f"tests.bench.{module}")
+
+
 @pytest.fixture
 def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
-    """`run_bench("abc", "--resume")`, as of commit abc: the exit code and which parts were measured."""
+    """`run_bench("abc", "--resume")` at commit abc returns the exit code and the parts that were measured."""
 
     def run(commit: str | Callable[..., str], *arguments: str, **parts: Iterable[Figure]) -> tuple[int, list[str]]:
         measured: list[str] = []
@@ -48,7 +61,7 @@ def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
     return run
 
 
-def test_it_resumes_with_parts_of_the_same_commit_only(run_bench: Bench, tmp_path: Path) -> None:
+def test_resume_skips_only_parts_of_the_same_commit(run_bench: Bench, tmp_path: Path) -> None:
     assert run_bench("abc", a=[GOOD]) == (0, ["a"])
     assert run_bench("abc", "--resume", a=[GOOD], b=[GOOD]) == (0, ["b"])
     assert run_bench("abc", a=[GOOD], b=[GOOD]) == (0, ["a", "b"])
@@ -57,15 +70,15 @@ def test_it_resumes_with_parts_of_the_same_commit_only(run_bench: Bench, tmp_pat
     assert {part: of["commit"] for part, of in kept.items()} == {"a": "def", "b": "abc"}
 
 
-def test_figures_of_a_tree_with_changes_are_never_resumed_from(run_bench: Bench) -> None:
+def test_figures_of_a_tree_with_uncommitted_changes_are_never_reused(run_bench: Bench) -> None:
     for _ in range(2):
         assert run_bench("abc" + DIRTY, "--resume", a=[GOOD]) == (0, ["a"])
     assert current("abc", "abc") and not current("abc", "def")
     assert not current("abc" + DIRTY, "abc" + DIRTY) and not current("", "")
 
 
-def test_a_part_during_which_the_code_changed_is_of_no_commit(run_bench: Bench, tmp_path: Path) -> None:
-    """Nor is any after it: workers are of the new code then, and what measures them is of the old."""
+def test_a_part_during_which_the_code_changed_is_marked_dirty(run_bench: Bench, tmp_path: Path) -> None:
+    """So is every later part: its workers load the new code, while this process still runs the old."""
     now = ["abc"]
 
     def change() -> Iterator[Figure]:
@@ -77,8 +90,8 @@ def test_a_part_during_which_the_code_changed_is_of_no_commit(run_bench: Bench, 
     assert {part: of["commit"] for part, of in kept.items()} == {"a": "abc", "b": "abc" + DIRTY, "c": "abc" + DIRTY}
 
 
-def test_what_the_figures_depend_on_is_part_of_their_commit() -> None:
-    """All that the bench imports from beside it, but for what only says which commit that is; and what it reads."""
+def test_measured_lists_every_file_that_the_figures_depend_on() -> None:
+    """All modules outside tests/bench that it imports, and the files that it reads; provenance.py changes no figure."""
     found = {"experiments/codecs.toml", "experiments/codecs-bytes.toml", "requirements.txt", "tests/gloo/worker.py"}
     for path in (ROOT / "tests" / "bench").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -89,111 +102,195 @@ def test_what_the_figures_depend_on_is_part_of_their_commit() -> None:
     assert found - {"tests/support/provenance.py"} <= set(listed.stdout.split()) | {"tests/bench.py"}
 
 
-def test_what_has_no_limit_is_no_limit_met(run_bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_bench("abc", a=[GOOD, SHOWN], b=[POOR]) == (1, ["a", "b"])
+def test_a_figure_without_a_limit_is_not_counted_as_met(run_bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_bench("abc", a=[GOOD, UNLIMITED], b=[POOR]) == (1, ["a", "b"])
     printed = capsys.readouterr().out
     assert "1 of 2 limits met" in printed
     assert "ok    good" in printed and "MISS  poor" in printed
-    assert "      shown: 7.000 (no limit)" in printed and "ok    shown" not in printed
+    assert "      unlimited: 7.000 (no limit)" in printed and "ok    unlimited" not in printed
 
 
-def test_a_small_figure_is_not_shown_as_zero() -> None:
+def test_a_small_figure_is_not_printed_as_zero() -> None:
     assert ": 2.5e-12 (<= 1e-09)" in str(Figure(name="x", value=2.5e-12, high=1e-9))
     assert ": 0.000 (" in str(Figure(name="x", value=0.0)) and ": -1.250 (" in str(Figure(name="x", value=-1.25))
 
 
 @pytest.mark.parametrize(("commit", "fresh"), [("abc", False), ("abc" + DIRTY, True)])
-def test_codecs_take_finished_runs_of_this_very_commit_only(
+def test_codecs_reuse_finished_runs_of_the_same_commit_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commit: str, fresh: bool
 ) -> None:
-    asked: list[tuple[Path, bool]] = []
+    requested: list[tuple[Path, bool]] = []
 
-    def sweep(specs: Any, place: Any, root: Path, progress: Any, fresh: bool = False) -> tuple[list[Any], list[Any]]:
-        asked.append((root, fresh))
+    def sweep(specs: Any, choice: Any, root: Path, progress: Any, fresh: bool = False) -> tuple[list[Any], list[Any]]:
+        requested.append((root, fresh))
         return [], []
 
     monkeypatch.setenv("TESTBED_RUNS", str(tmp_path))
     monkeypatch.setattr(codecs, "sweep", sweep)
     monkeypatch.setattr(codecs, "code_commit", lambda *_: commit)
     codecs._sweep("codecs", on="process")
-    assert asked == [(tmp_path / f"bench-{commit}", fresh)]
+    assert requested == [(tmp_path / f"bench-{commit}", fresh)]
 
 
-def test_a_missing_accuracy_is_not_taken_for_none_right() -> None:
+def test_a_missing_accuracy_is_refused_and_not_taken_for_0() -> None:
     runs = [
         Summary(spec=RunSpec.load({"mode": mode, "name": mode.replace("/", "-")}, ""), status="ok", test_accuracy=found)
         for mode, found in {"ring": 0.5, "ring/fp16": None}.items()
     ]
-    with pytest.raises(SystemExit, match="ring-fp16: nothing was tested"):
-        list(codecs.verdict(runs))
+    with pytest.raises(SystemExit, match="ring-fp16: no test accuracy"):
+        list(accuracy_differences(runs))
 
 
 def steps_of(mode: str) -> SimpleNamespace:
-    """One step that takes a second; the pipeline's takes longer by the clock."""
+    """One step whose columns are all 1 s; the pipeline's compute is longer by the clock."""
     columns = dict.fromkeys(("cpu", "blocked", "rest", "total", "hidden", "busy"), 1.0)
     columns["compute"] = 1.14 if mode == PIPELINE else 1.0
     return SimpleNamespace(**{name: np.array([value]) for name, value in columns.items()})
 
 
-def test_compute_of_every_mode_is_held_against_the_controls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "network", lambda *_, **__: nullcontext((None, None, None)))
-    monkeypatch.setattr(trust, "train", lambda _, __, cases: [Ranks([steps_of(case["mode"])], 0.0) for case in cases])
-    by_clock = {figure.name: figure.met for figure in trust.control() if "by the clock" in figure.name}
+def test_the_compute_time_of_every_mode_is_compared_with_the_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instrument, "shaped_network", lambda *_, **__: nullcontext((None, None, None)))
+    monkeypatch.setattr(
+        instrument, "train", lambda _, __, cases: [TrainedCase([steps_of(case["mode"])], 0.0) for case in cases]
+    )
+    by_clock = {figure.name: figure.met for figure in instrument.control() if "by the clock" in figure.name}
     assert len(by_clock) == 4
     assert all(met is (PIPELINE not in name) for name, met in by_clock.items())
 
 
-class Points:
-    """Steps as `step` times them, with computing that takes `compute` seconds."""
+class FakePoints:
+    """In place of `_time_point` and `_control_seconds`: every step takes `compute` seconds and sends `sent` bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rates: list[str] = []
-        self.compute, self.sent = 1.0, step.LEAST
-        monkeypatch.setattr(step, "_time", self.time)
-        monkeypatch.setattr(step, "_compute", lambda: 1.0)
+        self.compute, self.sent = 1.0, step.LEAST_BYTES
+        monkeypatch.setattr(step, "_time_point", self.time)
+        monkeypatch.setattr(step, "_control_seconds", lambda: 1.0)
 
-    def time(self, rate: str, plan: step.Plan) -> step.Timed:
+    def time(self, rate: str, plan: step.Plan) -> step.PointTimes:
         self.rates.append(rate)
-        patient = [DDP + PATIENT] if plan.patient else []
-        search, found = (
-            {mode: step.Case([self.compute], self.sent) for mode in modes}
-            for modes in (["ddp/bucket:1MiB", PIPELINE], [CONTROL, DDP, "ddp/bucket:1MiB", PIPELINE, *patient])
+        sched_batch = [DDP + SCHED_BATCH] if plan.sched_batch else []
+        search, final = (
+            {mode: step.ModeTimes([self.compute], self.sent) for mode in modes}
+            for modes in (["ddp/bucket:1MiB", PIPELINE], [CONTROL, DDP, "ddp/bucket:1MiB", PIPELINE, *sched_batch])
         )
-        return step.Timed(rate, PIPELINE, "ddp/bucket:1MiB", search, found)
+        return step.PointTimes(rate, PIPELINE, "ddp/bucket:1MiB", search, final)
 
 
 @pytest.mark.parametrize(("compute", "times"), [(1.04, 1), (1.2, 2)])
-def test_a_rate_that_missed_the_relation_is_fitted_once_more(
+def test_a_rate_that_missed_the_ratio_is_computed_again(
     monkeypatch: pytest.MonkeyPatch, compute: float, times: int
 ) -> None:
-    points = Points(monkeypatch)
+    points = FakePoints(monkeypatch)
     points.compute = compute
     figures = list(step.measure_at("2.0"))
     assert len(points.rates) == times
     assert ("C/(F+B)" in figures[0].name) is (times == 2) and figures[0].low is figures[0].high is None
-    relation = step.Timed(points.rates[-1], "", "", {}, {CONTROL: step.Case([compute], 0.0)}).relation
-    assert relation == pytest.approx(2.0, rel=step.OFF)
+    ratio = step.PointTimes(points.rates[-1], "", "", {}, {CONTROL: step.ModeTimes([compute], 0.0)}).ratio
+    assert ratio == pytest.approx(2.0, rel=step.MAX_RATIO_ERROR)
 
 
-def test_a_point_tells_what_it_tried_and_what_patience_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = Points(monkeypatch)
+def test_a_point_shows_the_search_and_ddp_with_sched_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = FakePoints(monkeypatch)
     shown = [figure.name for figure in step.measure_at("1.0") if figure.low is figure.high is None]
-    assert [name.split(" in the short round")[0] for name in shown[:2]] == [
+    assert [name.split(" in the short search")[0] for name in shown[:2]] == [
         "step of ddp/bucket:1MiB",
         f"step of {PIPELINE}",
     ]
-    assert shown[2].startswith(f"{DDP + PATIENT} / {PIPELINE}") and len(points.rates) == 1
+    assert shown[2].startswith(f"{DDP + SCHED_BATCH} / {PIPELINE}") and len(points.rates) == 1
 
 
-@pytest.mark.parametrize(("sent", "met"), [(0.0, False), (step.LEAST, True), (1.1 * step.LEAST, False)])
-def test_a_counter_that_stands_still_keeps_no_limit(monkeypatch: pytest.MonkeyPatch, sent: float, met: bool) -> None:
-    points = Points(monkeypatch)
+@pytest.mark.parametrize(("sent", "met"), [(0.0, False), (step.LEAST_BYTES, True), (1.1 * step.LEAST_BYTES, False)])
+def test_a_byte_counter_that_does_not_count_meets_no_limit(
+    monkeypatch: pytest.MonkeyPatch, sent: float, met: bool
+) -> None:
+    points = FakePoints(monkeypatch)
     points.sent = sent
     (figure,) = (figure for figure in step.measure_at("1gbit") if figure.name.startswith("bytes of"))
     assert figure.met is met
 
 
-def test_a_case_has_the_deadline_and_the_patience_that_its_worker_gives_it() -> None:
-    plain, patient = case(DDP, 3), case(DDP + PATIENT, 3)
-    assert (plain.pop("patient"), patient.pop("patient")) == (False, True) and plain == patient
-    assert deadline(RunSpec.load(plain, "case"), step.GRADIENT) == DEADLINE
+def test_a_case_carries_its_deadline_and_scheduling_class() -> None:
+    plain, batch = case(DDP, 3), case(DDP + SCHED_BATCH, 3)
+    assert (plain.pop("sched_batch"), batch.pop("sched_batch")) == (False, True) and plain == batch
+    assert deadline(RunSpec.load(plain, "case"), step.GRADIENT_BYTES) == DEADLINE_S
+
+
+# --- codecs -------------------------------------------------------------------------------------------------------
+
+
+def summaries(accuracies: dict[str, list[float]]) -> list[Summary]:
+    return [
+        Summary(spec=RunSpec.load({"mode": mode, "seed": seed}, ""), status="ok", test_accuracy=percent / 100)
+        for mode, found in accuracies.items()
+        for seed, percent in enumerate(found)
+    ]
+
+
+def test_accuracies_are_compared_seed_by_seed_and_one_point_is_allowed_difference() -> None:
+    near, far, unlimited = accuracy_differences(
+        summaries(
+            {
+                "ring": [30.0, 40.0, 50.0],
+                "ring/fp16": [30.8, 40.9, 50.7],
+                "direct/int8": [28.7, 38.9, 48.8],
+                "direct/topk:0.01": [20.0, 30.0, 40.0],
+            }
+        )
+    )
+    assert near.met and near.value == pytest.approx(0.8) and near.high == 1.0
+    assert not far.met and far.value == pytest.approx(-1.2)
+    assert unlimited.met and unlimited.low is None and "no limit" in str(unlimited)
+
+
+def test_two_standard_errors_are_allowed_if_seeds_differ_much_difference() -> None:
+    assert allowed_difference([-3.0, 0.0, 3.0]) == pytest.approx(2 * 3 / 3**0.5)
+    assert allowed_difference([0.1, 0.2, 0.0]) == 1.0
+
+
+def test_the_byte_ratio_is_relative_to_an_exact_all_reduce() -> None:
+    spec = RunSpec.load({"mode": "ring/fp16", "nodes": 4}, "")
+    figure = byte_ratio(
+        Summary(spec=spec, status="ok", sent_per_step=[0.75e6], gradient_bytes=1_000_000, seconds_per_step=1.0)
+    )
+    assert figure.value == pytest.approx(0.5) and figure.met
+
+
+# --- Open MPI on nodes without ssh ---------------------------------------------------------------------------------
+
+TIMING = Timing(seconds=[2.0, 3.0, 4.0], sent=150.2, library="Open MPI v5")
+
+
+def test_the_agent_enters_the_namespace_of_the_node_that_mpirun_names(tmp_path: Path) -> None:
+    ip = tmp_path / "ip"  # prints its arguments
+    ip.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    agent = tmp_path / "agent.sh"
+    agent.write_text(openmpi.agent_script("testbed-1-2-"))
+    for script in (ip, agent):
+        script.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = [str(agent), "node3", "A=1;export A;prted", "--uri", '"a;b"']
+    words = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[:3] == ["netns", "exec", "testbed-1-2-node3"]
+    assert words[-2:] == ["node3", 'A=1;export A;prted --uri "a;b"'], "one line for a shell, as ssh passes it"
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmpi, "PACKAGES", ("no-such-package", "pytest"))
+    assert openmpi.missing() == (
+        "Open MPI is not measured, no-such-package not installed: pip install -r requirements-bench.txt"
+    )
+    monkeypatch.setattr(openmpi, "PACKAGES", ("pytest",))
+    assert openmpi.missing() is None
+
+
+def test_an_open_mpi_figure_is_the_ratio_of_medians_and_has_no_limit() -> None:
+    (figure,) = openmpi.figures("200mbit", [1.0, 2.0, 2.5], 150.0, {"its ring": TIMING})
+    assert figure.name == "Open MPI's Allreduce, its ring / ring/flat, 200mbit"
+    assert (figure.value, figure.low, figure.high) == (1.5, None, None)
+    assert "3.000 s (2.000-4.000, n=3), bytes / least 1.001" in figure.detail
+
+
+def test_bytes_that_bypassed_the_shaped_links_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"0\.501 of the least bytes"):
+        list(openmpi.figures("200mbit", [2.0], 300.0, {"its ring": TIMING}))
