@@ -57,7 +57,7 @@ def _compose_against_netns() -> Iterator[Figure]:
         for number in range(REPEATS):
             for substrate in seconds:
                 folder = Path(name) / f"{substrate}{number}"
-                command = [*RUN, *STEP, "--rate", "500mbit", "--on", substrate, "--out", folder, "--json"]
+                command = [*RUN, *STEP, "--rate", "500mbit", "--on", substrate, "--out", str(folder), "--json"]
                 done = subprocess.run(command, capture_output=True, text=True)
                 seconds[substrate].append(json.loads(done.stdout)["runs"][0]["seconds_per_step"])
                 links = json.loads((folder / "receipt.json").read_text())["links"]
@@ -185,7 +185,8 @@ def _hosts_against_compose(nodes: Nodes) -> Figure:
     step = [*STEP, "--set", "probe=false"]
     for number in range(REPEATS):
         own = ["--set", f"node.congestion={CONGESTION.read_text().strip()}"]
-        command = [*RUN, *step, "--on", "compose", *own, "--out", nodes.folder / f"compose{number}", "--json"]
+        out = str(nodes.folder / f"compose{number}")
+        command = [*RUN, *step, "--on", "compose", *own, "--out", out, "--json"]
         on_compose = subprocess.run(command, capture_output=True, text=True, check=True)
         on_hosts = nodes.fab("run", *step, "--json", timeout=600)
         for substrate, text in (("compose", on_compose.stdout), ("hosts", on_hosts.stdout)):
