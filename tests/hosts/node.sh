@@ -1,4 +1,4 @@
-# The life of a test host: an engine and sshd, each restarted by nobody. The public key comes by the environment.
+# Process 1 of a test host: start sshd and an engine. PUBLIC_KEY is the user's key; ENGINE=no leaves the engine out.
 set -euo pipefail
 mkdir -p /home/student/.ssh
 echo "$PUBLIC_KEY" >/home/student/.ssh/authorized_keys

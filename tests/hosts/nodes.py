@@ -168,7 +168,7 @@ class Nodes:
         whole |= {"TESTBED_RUNS": str(self.folder / "runs"), "TESTBED_DATA": str(self.folder / "data")}
         return {**whole, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.folder / "cache")} | env
 
-    def ours(self, node: int) -> list[str]:
+    def leftovers(self, node: int) -> list[str]:
         """Our containers, images and files on a host."""
         containers = self.inside(node, "docker", "ps", "--all", "--quiet").split()
         images = self.inside(node, "docker", "images", "--quiet").split()

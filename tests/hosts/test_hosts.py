@@ -100,12 +100,12 @@ def test_each_problem_is_one_line_with_its_fix_and_other_hosts_go_on(nodes: Node
             done = nodes.fab(*task, "--inventory", inventory)
             assert done.returncode == 2, done.stdout + done.stderr
             lines = [line for line in done.stdout.splitlines() if line.startswith("trouble: ")]
-            told = {line.split()[1].rstrip(":"): line for line in lines}
-            assert set(told) == {"node1", "node2", "node3", "node4", "node5"}, done.stdout
-            assert "Is it up" in told["node1"] and "ssh-copy-id" in told["node2"]
-            assert "has changed" in told["node3"] and "ssh-keygen -R" in told["node3"]
-            assert "disk full" in told["node4"] and "docker system prune" in told["node4"]
-            assert "no Docker engine" in told["node5"] and "apt-get install docker.io" in told["node5"]
+            by_host = {line.split()[1].rstrip(":"): line for line in lines}
+            assert set(by_host) == {"node1", "node2", "node3", "node4", "node5"}, done.stdout
+            assert "Is it up" in by_host["node1"] and "ssh-copy-id" in by_host["node2"]
+            assert "has changed" in by_host["node3"] and "ssh-keygen -R" in by_host["node3"]
+            assert "disk full" in by_host["node4"] and "docker system prune" in by_host["node4"]
+            assert "no Docker engine" in by_host["node5"] and "apt-get install docker.io" in by_host["node5"]
         assert "there already" in next(line for line in done.stdout.splitlines() if line.startswith("| node0"))
         run = nodes.fab("run", *QUICK[:4], "--batch", "60", "--inventory", inventory)
         assert run.returncode == 2 and all(f"node{k}: " in run.stderr for k in (1, 2, 3)), run.stderr
@@ -147,17 +147,17 @@ class Running:
 
     def end(self) -> tuple[int, str]:
         try:
-            said = self.fab.communicate(timeout=120)[0]
+            output = self.fab.communicate(timeout=120)[0]
         finally:
             self.fab.kill()
-        return self.fab.returncode, said
+        return self.fab.returncode, output
 
 
 def test_ctrl_c_stops_the_ranks_on_all_hosts(nodes: Nodes, tmp_path: Path) -> None:
     running = Running(nodes, 5000, tmp_path / "run")
     running.fab.send_signal(signal.SIGINT)
-    code, said = running.end()
-    assert code == 130, said
+    code, output = running.end()
+    assert code == 130, output
     assert json.loads((running.folder / "summary.json").read_text())["status"] == "interrupted"
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []], "containers and files of the run are gone"
 
@@ -165,8 +165,8 @@ def test_ctrl_c_stops_the_ranks_on_all_hosts(nodes: Nodes, tmp_path: Path) -> No
 def test_a_killed_rank_is_named_and_nothing_remains(nodes: Nodes, tmp_path: Path) -> None:
     running = Running(nodes, 5000, tmp_path / "run")
     nodes.inside(2, "docker", "kill", *nodes.running(2))
-    code, said = running.end()
-    assert code == 3 and "rank 2 (node2) was killed by SIGKILL" in said, said
+    code, output = running.end()
+    assert code == 3 and "rank 2 (node2) was killed by SIGKILL" in output, output
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
@@ -184,9 +184,9 @@ def test_a_killed_rank_is_restarted_and_its_records_are_complete(nodes: Nodes, t
 def test_stop_from_another_shell_ends_the_run_with_an_error(nodes: Nodes, tmp_path: Path) -> None:
     running = Running(nodes, 5000, tmp_path / "run")
     stopped = nodes.fab("stop")
-    code, said = running.end()
+    code, output = running.end()
     assert stopped.returncode == 0 and "stopped run-" in stopped.stdout, stopped.stdout
-    assert code not in (0, None) and "Traceback" not in said, said
+    assert code not in (0, None) and "Traceback" not in output, output
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
@@ -194,10 +194,10 @@ def test_after_a_lost_connection_the_ranks_finish_and_collect_copies_everything(
     running = Running(nodes, 250, nodes.folder / "runs" / "adhoc" / "cut")
     for node in range(4):
         nodes.inside(node, "pkill", "sshd")
-    code, said = running.end()
+    code, output = running.end()
     for node in range(4):
         nodes.inside(node, "/usr/sbin/sshd")
-    assert code == 3 and "connection lost" in said and "fab collect" in said, said
+    assert code == 3 and "connection lost" in output and "fab collect" in output, output
     status = nodes.fab("status")
     assert status.returncode == 0 and all(f"rank {rank} " in status.stdout for rank in range(4)), status.stdout
     logs = nodes.fab("logs", "--lines", "2").stdout
@@ -214,8 +214,8 @@ def test_after_a_lost_connection_the_ranks_finish_and_collect_copies_everything(
 
 
 def test_clean_removes_everything_from_all_hosts(nodes: Nodes) -> None:
-    assert nodes.ours(0), "image and data are there"
+    assert nodes.leftovers(0), "image and data are there"
     done = nodes.fab("clean")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [nodes.ours(node) for node in range(4)] == [[], [], [], []]
+    assert [nodes.leftovers(node) for node in range(4)] == [[], [], [], []]
     assert not list((nodes.folder / "cache").rglob("*.gz"))

@@ -28,12 +28,12 @@ def test_torchrun_on_two_nodes(tmp_path: Path, image: str) -> None:
             argv = ["--node-rank", str(node), *launch, "-m", "testbed.rank.standalone"]
             command("docker", "run", "--detach", *where, *variables, "--entrypoint", "torchrun", image, *argv)
         codes = [command("docker", "wait", name, timeout=200).strip() for name in names]
-        said = command("docker", "logs", names[0])
+        output = command("docker", "logs", names[0])
     finally:
         command("docker", "rm", "--force", *names)
         command("docker", "network", "rm", tag)
-    assert codes == ["0", "0"], said
+    assert codes == ["0", "0"], output
     (folder,) = (tmp_path / "launched").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["substrate"], summary["replicas_agree"]) == ("ok", "launched", True)
-    assert summary["counter"] == "interface eth0" and "| ring |" in said
+    assert summary["counter"] == "interface eth0" and "| ring |" in output

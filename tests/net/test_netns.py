@@ -32,7 +32,7 @@ def plans(
     return [NodePlan(name=f"node{k}", link=Link(rate=rate), cpus=cpus, congestion=congestion) for k in range(n)]
 
 
-def ours() -> list[str]:
+def leftovers() -> list[str]:
     """Everything on this machine that has this process's mark."""
     return [str(each) for each in ownership.find(everything=True) if each.owner == ownership.current()]
 
@@ -51,7 +51,7 @@ def _run(*argv: str) -> str:
 def _nothing_remains() -> Iterator[None]:
     before = links()
     yield
-    assert ours() == [] and links() == before
+    assert leftovers() == [] and links() == before
 
 
 def assert_within(receipt: Receipt, tolerance: float = 0.05) -> None:

@@ -43,7 +43,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def test_a_run_is_ok_when_every_rank_finished_and_then_the_hosts_are_empty(tmp_path: Path) -> None:
+def test_a_run_whose_ranks_finished_is_ok_and_is_removed_from_the_hosts(tmp_path: Path) -> None:
     machines = [machine(tmp_path, 0), machine(tmp_path, 1)]
     (found,), troubles = hosts_runs.find(machines)
     summary, folder, failures = hosts_runs.collect(found)
@@ -51,14 +51,14 @@ def test_a_run_is_ok_when_every_rank_finished_and_then_the_hosts_are_empty(tmp_p
     assert (folder / NOTE).is_file() and not any(each.run_dir.exists() or each.containers for each in machines)
 
 
-def test_a_lost_probe_is_no_ok_run_and_its_collection_exits_with_3(tmp_path: Path) -> None:
+def test_a_run_that_ended_with_its_probe_is_failed_and_collect_exits_with_3(tmp_path: Path) -> None:
     machines = [machine(tmp_path, rank, records=None, purpose="probe") for rank in (0, 1)]
     (found,), _ = hosts_runs.find(machines)
     summary, _, _ = hosts_runs.collect(found)
     assert summary.status == "failed" and "rank 0 did not finish" in summary.reason and exit_code([summary]) == 3
 
 
-def test_a_rank_says_more_of_a_run_than_the_probe_before_or_after_it(tmp_path: Path) -> None:
+def test_the_state_of_a_run_is_that_of_its_rank_and_not_of_a_probe(tmp_path: Path) -> None:
     there = machine(tmp_path, 1, state="running")
     there.containers.insert(0, ("probe", 1, "probe", "exited", 0, local_user()))
     (found,), _ = hosts_runs.find([there])
@@ -66,7 +66,7 @@ def test_a_rank_says_more_of_a_run_than_the_probe_before_or_after_it(tmp_path: P
     assert hosts._status_row(RUN, found.parts[0])[-1] == "-", "nothing has ended, so there is no code"
 
 
-def test_what_is_missing_is_named_and_a_later_collect_makes_the_run_whole(tmp_path: Path) -> None:
+def test_missing_records_are_named_and_a_later_collect_completes_the_run(tmp_path: Path) -> None:
     first, second = machine(tmp_path, 0), machine(tmp_path, 1)
     (found,), _ = hosts_runs.find([first])
     summary, folder, _ = hosts_runs.collect(found)
@@ -76,7 +76,7 @@ def test_what_is_missing_is_named_and_a_later_collect_makes_the_run_whole(tmp_pa
     assert (again.status, same) == ("ok", folder)
 
 
-def test_a_host_whose_files_do_not_come_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_files_cannot_be_copied_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = [machine(tmp_path, 0), machine(tmp_path, 1)]
 
     def broken() -> paramiko.SFTPClient:
@@ -95,24 +95,24 @@ def test_a_container_that_was_only_created_does_not_run(tmp_path: Path) -> None:
     assert not found.running and hosts_runs.collect(found)[0].status == "failed"
 
 
-def test_a_rank_whose_container_somebody_pruned_is_found_by_its_records(tmp_path: Path) -> None:
+def test_a_rank_without_a_container_is_found_by_its_records(tmp_path: Path) -> None:
     machines = [machine(tmp_path, 0), machine(tmp_path, 1)]
     machines[1].containers = []
     (found,), _ = hosts_runs.find(machines)
     assert hosts_runs.collect(found)[0].status == "ok"
 
 
-def test_a_host_with_a_dead_engine_hides_no_other(tmp_path: Path) -> None:
+def test_a_host_without_an_engine_does_not_hide_the_others(tmp_path: Path) -> None:
     dead = ScriptedHost(failing(1, "Cannot connect to the Docker daemon"), "node1")
     found, troubles = hosts_runs.find([machine(tmp_path, 0), dead])
     assert [each.id for each in found] == [RUN] and "node1: no Docker engine answers" in str(troubles[0])
 
 
-def test_what_another_user_of_the_engine_runs_is_neither_seen_nor_removed(tmp_path: Path) -> None:
+def test_runs_of_another_user_of_the_engine_are_neither_listed_nor_removed(tmp_path: Path) -> None:
     theirs = machine(tmp_path, 0, state="running", user="somebody@else")
     assert hosts_runs.find([theirs]) == ([], [])
-    said = hosts_runs.clean(theirs, everything=True)
-    assert theirs.containers and theirs.run_dir.exists() and said == ["not the image, which others use"]
+    removed = hosts_runs.clean(theirs, everything=True)
+    assert theirs.containers and theirs.run_dir.exists() and removed == ["not the image, which others use"]
     ours = machine(tmp_path, 1, state="running")
     hosts_runs.clean(ours, everything=True)
     assert not ours.containers and not ours.run_dir.exists()
@@ -122,7 +122,7 @@ def inventory() -> Inventory:
     return Inventory.load({"nodes": [{"name": "a", "address": "h1"}, {"name": "b", "address": "h2"}]}, "")
 
 
-def test_a_run_on_hosts_is_not_resumed_and_the_way_out_is_told(tmp_path: Path) -> None:
+def test_a_run_on_hosts_cannot_be_resumed_and_the_way_out_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     folder.create(SPEC)
     with pytest.raises(UsageError, match=r"--resume .*checkpoints are stored on the nodes.*--retries N"):
@@ -130,7 +130,7 @@ def test_a_run_on_hosts_is_not_resumed_and_the_way_out_is_told(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fault", ["cut:rank0@step1", "rate:rank0@step1=1mbit", "slow:rank0@step1=0.5cpu"])
-def test_faults_that_would_touch_a_host_are_refused_with_the_reason(tmp_path: Path, fault: str) -> None:
+def test_faults_that_would_change_a_host_are_refused_with_the_reason(tmp_path: Path, fault: str) -> None:
     spec = SPEC.model_copy(update={"faults": RunSpec.load({"nodes": 2, "faults": [fault]}, "").faults})
     with pytest.raises(SpecError, match=r"cannot be injected on hosts, which supports kill, exit, pause, oom\."):
         execute(spec, choose_hosts(inventory(), spec), RunFolder(tmp_path / "run"), Silent())
