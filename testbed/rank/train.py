@@ -23,7 +23,7 @@ from testbed.rank.sync.buckets import trained
 from testbed.rank.sync.schedules import build
 from testbed.results.records import End, Eval, Start, Step
 from testbed.spec.datasets import data_dir
-from testbed.spec.run import STEP_DEADLINE, RunSpec
+from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 
 # Test the model: each rank a share of the images and the sums added up, or every rank all of them.
 
@@ -267,7 +267,7 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def deadline(spec: RunSpec, size: int) -> float:
-    """What was asked; else STEP_DEADLINE and twice the time that N gradients take on the slowest link, be it a fault's.
+    """What was asked; else STEP_DEADLINE_S and twice the time of N gradients on the slowest link, be it a fault's.
 
     With every:K ranks meet after K steps only, so a slower one may honestly be late by K times as much.
     """
@@ -275,7 +275,7 @@ def deadline(spec: RunSpec, size: int) -> float:
         return spec.deadline
     links = [spec.link_of(rank).rate for rank in range(spec.world)]
     rates = [rate for rate in (*links, *(fault.rate for fault in spec.faults)) if rate]
-    return STEP_DEADLINE * min(spec.mode.every, 30) + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
+    return STEP_DEADLINE_S * min(spec.mode.every, 30) + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
 
 
 def _total_steps(spec: RunSpec, per_epoch: int) -> int:

@@ -1,4 +1,4 @@
-"""What all specs share: frozen, no unknown keys, refused with a sentence instead of a traceback."""
+"""The base class of all specs: frozen, without unknown keys, and wrong values are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from testbed.spec.errors import SpecError, one_line, quote
 
 
 class Spec(BaseModel):
-    """Frozen configuration; build it with `load` to get one-sentence refusals."""
+    """Frozen configuration; build it with `load`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     @classmethod
     def load(cls, values: dict[str, Any], where: str) -> Self:
-        """Validate `values`; `where` names the file in the refusal."""
+        """Validate `values`; SpecError with every wrong value if there are any. `where` names the file in it."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -35,8 +35,8 @@ def _sentence(cls: type[BaseModel], item: Any) -> str:
 
 
 def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    """The keys that are allowed where the unknown one stood."""
-    entry = False  # whether the next part is a name in a table of specs, or a number in a list of them
+    """The keys that are allowed in the table that has the unknown key."""
+    entry = False  # True if the next part is a key of a dict of specs, or an index of a tuple of them
     for part in loc[:-1]:
         if not entry:
             annotation = cls.model_fields[part].annotation
@@ -46,6 +46,6 @@ def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
 
 
 def _spec_in(annotation: Any) -> type[BaseModel]:
-    """The spec that a field holds: alone, or None, or many."""
+    """The spec class in the type of a field: `Link`, `Link | None`, `dict[str, Link]` or `tuple[Link, ...]`."""
     kinds = [*get_args(annotation), annotation]
     return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))

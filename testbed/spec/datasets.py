@@ -1,4 +1,4 @@
-"""The data sets: their shapes, their digests, and where they lie on disk.
+"""The known data sets: shapes, digests, and their files on disk.
 
 <data dir>/<name>/train_images.npy   uint8, N x H x W x C, memory-mappable
                   train_labels.npy   uint8, N
@@ -25,7 +25,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """What is known of a data set before it is there."""
+    """What is known of a data set before it is fetched."""
 
     name: str
     shape: Shape  # C, H, W as the model gets it
@@ -34,13 +34,13 @@ class DatasetInfo:
     test: int
     mean: tuple[float, ...]  # per channel, of pixels in 0..1
     std: tuple[float, ...]
-    augment: bool  # whether training crops and flips unless told otherwise
+    augment: bool  # whether training crops and flips by default
     pad: int = 0  # zeros added on each side of a stored image to reach `shape`
-    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each raw array; empty: made on the fly
+    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each raw array; empty: generated
 
     @property
     def generated(self) -> bool:
-        """True where nothing is stored and nothing needs fetching."""
+        """True if the images are generated, so that nothing is stored or fetched."""
         return not self.digests
 
     def array_shape(self, array: str) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ MNIST = DatasetInfo(
     },
 )
 
-# CIFAR-10's shape and counts, so that times are comparable where the real images cannot be had.
+# Same shape and counts as CIFAR-10, so that times are comparable if the real images cannot be fetched.
 SYNTHETIC = DatasetInfo(
     name="synthetic",
     shape=(3, 32, 32),
@@ -103,14 +103,14 @@ DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (CIFAR10, MNIST,
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """The entry of that name, or a refusal that lists the names."""
+    """The data set of that name; SpecError if there is none."""
     if name not in DATASETS:
         raise refuse("data", name, "is no data set known here", f"Use one of {', '.join(DATASETS)}.")
     return DATASETS[name]
 
 
 def data_dir() -> Path:
-    """Where data sets live: $TESTBED_DATA, or ./data."""
+    """The folder of all data sets: TESTBED_DATA, else ./data."""
     return Path(os.environ.get("TESTBED_DATA") or "data")
 
 
@@ -126,7 +126,7 @@ def has_arrays(name: str, root: Path) -> bool:
 
 
 def is_complete(name: str, root: Path) -> bool:
-    """Quick check: the marker names the right digests and the files have the right shape."""
+    """True if the marker has the right digests and the files the right shape; their contents are not read."""
     info = dataset_info(name)
     return info.generated or (_marked(root / name / MARKER) == dict(info.digests) and has_arrays(name, root))
 
@@ -134,7 +134,7 @@ def is_complete(name: str, root: Path) -> bool:
 def _fits(path: Path, shape: tuple[int, ...]) -> bool:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):  # absent, cut short, or no .npy at all
+    except (OSError, ValueError, EOFError):  # missing, truncated, or not a .npy file
         return False
     return isinstance(array, np.ndarray) and array.shape == shape and array.dtype == np.uint8
 

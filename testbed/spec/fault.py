@@ -1,16 +1,16 @@
-"""Fault: something that goes wrong on purpose, in one spelling: `kind:rankR@WHEN[+DURATION][=VALUE]`.
+"""Fault: a failure that the controller injects, in one spelling: `kind:rankR@WHEN[+DURATION][=VALUE]`.
 
-kill       SIGKILL everything of the node                    kill:rank2@step10
-exit       the rank is told to end (SIGTERM)                 exit:rank1@step5
-pause      freeze the node; without +DURATION for good       pause:rank1@step5+3s
-cut        unplug its link; without +DURATION for good       cut:rank3@20s+5s
+kill       SIGKILL to all processes of the node              kill:rank2@step10
+exit       SIGTERM to the rank                               exit:rank1@step5
+pause      freeze the node; without +DURATION for ever       pause:rank1@step5+3s
+cut        set its link down; without +DURATION for ever     cut:rank3@20s+5s
 rate       another rate of its link, each way                rate:rank2@step8=50mbit, rate:rank2@step8+5s=50mbit
 slow       another share of the processor                    slow:rank1@step5=0.25cpu
-oom        a memory limit that the rank then runs into       oom:rank2@step10
-disk-full  nothing more can be written by the rank           disk-full:rank1@step8
+oom        a memory limit that the rank exceeds              oom:rank2@step10
+disk-full  every further write of the rank fails             disk-full:rank1@step8
 
 WHEN is a step that the rank has done (`step10`: after ten) or seconds since it started to train (`20s`).
-`rank?` and `step?` are drawn with the run's seed. It parses and prints back to itself.
+`rank?` and `step?` are drawn with the run's seed. A fault prints as it parses.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from testbed.spec.units import format_duration, format_rate, parse_duration, par
 
 ANY = "?"
 MAX_FAULTS = 64  # of one run
-LASTING = ("pause", "cut", "rate", "slow")  # kinds that can be over again
+LASTING = ("pause", "cut", "rate", "slow")  # kinds that can be undone
 KINDS = ("kill", "exit", *LASTING, "oom", "disk-full")
-STEPS_TO_DRAW = 100  # where a run's length is given in epochs
+STEPS_TO_DRAW = 100  # `step?` is below this if the run's length is given in epochs
 _FORM = re.compile(
     r"(?P<kind>[a-z-]{1,16}):rank(?P<rank>\d{1,4}|\?)@(?:step(?P<step>\d{1,9}|\?)|(?P<after>[\d.]{1,16}[a-z]{1,2}))"
     r"(?:\+(?P<lasts>[\d.]{1,16}[a-z]{1,2}))?(?:=(?P<value>[0-9A-Za-z.]{1,24}))?",
@@ -41,13 +41,13 @@ _WAY_OUT = "Write e.g. kill:rank2@step10, pause:rank1@step5+3s or rate:rank2@ste
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault; build it with `parse`. Of `step` and `after` one is set, unless the step is still to be drawn."""
+    """One fault; build it with `parse`. Either `step` or `after` is set; neither if the step is to be drawn."""
 
     kind: str
     rank: int | None  # None: to be drawn
     step: int | None = None
     after: float | None = None  # seconds
-    lasts: float | None = None  # seconds; None: for good
+    lasts: float | None = None  # seconds; None: for ever
     rate: int | None = None  # bit/s
     cpus: float | None = None
 
@@ -62,7 +62,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read one; SpecError with the reason."""
+        """Parse one fault; SpecError if it is not of the form."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise refuse("fault", text[:80], "is not of the form kind:rankR@WHEN[+DURATION][=VALUE]", _WAY_OUT)
@@ -70,7 +70,7 @@ class Fault:
         if kind not in KINDS:
             raise refuse("fault", text, f"unknown kind {kind!r}", f"Known: {', '.join(KINDS)}.")
         if match["lasts"] and kind not in LASTING:
-            raise refuse("fault", text, f"{kind} is never over again", "Leave out the + and what follows.")
+            raise refuse("fault", text, f"{kind} cannot be undone", "Leave out the + and what follows.")
         drawn_step = match["step"] in (None, ANY)
         return cls(
             kind=kind,
@@ -83,7 +83,7 @@ class Fault:
 
 
 def _value(kind: str, value: str | None, text: str) -> dict[str, Any]:
-    """What stands behind the `=`, which some kinds need and the others refuse."""
+    """The value after the `=`, which `rate` and `slow` need and the other kinds refuse."""
     if kind not in ("rate", "slow"):
         if value is not None:
             raise refuse("fault", text, f"{kind} takes no value", "Leave out the = and what follows.")
@@ -100,22 +100,26 @@ def _value(kind: str, value: str | None, text: str) -> dict[str, Any]:
 
 
 def drawn(faults: Sequence[Fault], seed: int, world: int, steps: int | None) -> tuple[Fault, ...]:
-    """Every `?` replaced by a number from the run's seed; never the first step, whose end nobody waits for."""
+    """Replace every `?` by a number drawn with the run's seed; a drawn step is never 0."""
     rng = random.Random(f"faults {seed}")
     found = []
     for fault in faults:
-        rank, step = rng.randrange(world), rng.randrange(1, max(2, steps or STEPS_TO_DRAW))  # drawn in any case
+        # Both are drawn for every fault, so that changing one fault does not change the draws of the others.
+        rank, step = (
+            rng.randrange(world),
+            rng.randrange(1, max(2, steps or STEPS_TO_DRAW)),
+        )
         where = fault.rank if fault.rank is not None else rank
         when = fault.step if fault.step is not None or fault.after is not None else step
         found.append(replace(fault, rank=where, step=when))
     return tuple(found)
 
 
-def _read(value: object) -> object:
+def _from_text(value: object) -> object:
     try:
         return Fault.parse(value) if isinstance(value, str) else value
     except SpecError as error:
         raise ValueError(str(error)) from None
 
 
-FaultText = Annotated[Fault, BeforeValidator(_read), PlainSerializer(str)]  # the field type of specs
+FaultText = Annotated[Fault, BeforeValidator(_from_text), PlainSerializer(str)]  # the field type of specs

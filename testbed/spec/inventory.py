@@ -1,4 +1,4 @@
-"""Inventory: a TOML file that names the nodes of a cluster of real hosts."""
+"""Inventory: a TOML file that lists the nodes of a cluster of real hosts, in rank order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import read_toml
 
-NAME = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?$"  # nothing a shell or a path reads as more
+NAME = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?$"  # no character that a shell or a path treats specially
 VARIABLE = "TESTBED_INVENTORY"
 DEFAULT = Path("inventory/hosts.toml")
 EXAMPLE = Path("inventory/hosts.example.toml")
 
 
 class HostNode(Spec):
-    """One host that runs one rank; what is None is as the user's SSH configuration says."""
+    """One host, which runs one rank; for what is None the user's SSH configuration holds."""
 
     name: str = Field(pattern=NAME)
-    address: str = Field(pattern=r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$")  # or an alias of that file
+    address: str = Field(pattern=r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$")  # or an SSH alias
     user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}$")
     port: int | None = Field(default=None, ge=1, le=65535)
     key: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_~/][A-Za-z0-9_.~/@+-]{0,254}$")
@@ -43,7 +43,7 @@ class Inventory(Spec):
         return cls.load(read_toml(path), str(path))
 
     def first(self, nodes: int) -> Inventory:
-        """The hosts of a run with so many ranks."""
+        """The first hosts, for a run with that many ranks; SpecError if there are fewer."""
         if nodes > len(self.nodes):
             rule = f"the inventory has {len(self.nodes)} hosts, and each runs one rank"
             raise refuse("nodes", nodes, rule, f"Use {len(self.nodes)} or fewer, or add hosts.")
@@ -59,12 +59,12 @@ class Inventory(Spec):
 
 
 def read_inventory(given: Path | None = None) -> Inventory:
-    """What is given, else the environment's, else that of the usual place."""
+    """Read the given file, else that of TESTBED_INVENTORY, else inventory/hosts.toml."""
     return Inventory.read(given or Path(os.environ.get(VARIABLE) or DEFAULT))
 
 
 def the_one(flag: str, given: Iterable[str]) -> str | None:
-    """The value that a flag has on a whole command line, wherever and however often it stands there."""
+    """The value of a flag that may be given several times on a command line; SpecError if the values differ."""
     different = list(dict.fromkeys(given))
     if len(different) > 1:
         raise refuse(flag, different, f"one {flag.strip('-')} holds for the whole command line", "Name it once.")

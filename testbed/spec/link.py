@@ -1,4 +1,4 @@
-"""Link: what a node's network interface gives, each way."""
+"""Link: the requested rate, delay, loss and queue of a node's network interface, each way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testbed.spec.units import format_duration, format_rate, format_size, parse_
 
 
 def _from_text(parse):  # type: ignore[no-untyped-def]
-    """Let a field be written as text; a refusal becomes pydantic's own kind of error."""
+    """Let a field be written as text. pydantic needs a ValueError, so a SpecError becomes one."""
 
     def read(value: object) -> object:
         try:
@@ -28,7 +28,7 @@ Segment = Annotated[int, _from_text(parse_size), PlainSerializer(format_size), F
 Duration = Annotated[
     float,
     _from_text(parse_duration),
-    Field(ge=1e-6, le=86400),  # what is printed is exact to the microsecond, and so is what is kept
+    Field(ge=1e-6, le=86400),  # rounded to the microsecond, which is what is printed
     AfterValidator(lambda seconds: round(seconds, 6)),
     PlainSerializer(format_duration),
 ]
@@ -42,7 +42,7 @@ class Link(Spec):
     jitter: Duration | None = None
     loss: float = Field(default=0.0, ge=0.0, lt=1.0)  # fraction of packets; needs netem
     queue: Duration = 0.05  # how long a packet may wait before it is dropped
-    segment: Segment | None = None  # most that TCP hands over at once; None: 64 KiB, which a slow link cuts into frames
+    segment: Segment | None = None  # largest GSO segment that TCP hands over; None: the kernel's 64 KiB
 
     @model_validator(mode="after")
     def _jitter_needs_delay(self) -> Link:
@@ -53,10 +53,10 @@ class Link(Spec):
 
     @property
     def shaped(self) -> bool:
-        """True when a place that leaves interfaces alone would not give it."""
+        """True if a substrate must configure the interface to provide this link."""
         return self.rate is not None or self.segment is not None or self.needs_netem
 
     @property
     def needs_netem(self) -> bool:
-        """True when the kernel must have the netem qdisc."""
+        """True if the kernel must have the netem qdisc."""
         return self.delay is not None or self.loss > 0

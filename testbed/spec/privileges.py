@@ -1,12 +1,15 @@
-"""The prefix that takes every privilege from a command; what a container's rank is started with."""
+"""The command prefix that drops all privileges. Ranks in a container start with it.
+
+The compose substrate and docker/entrypoint.py use it, on either side of the container.
+"""
 
 from __future__ import annotations
 
-NOBODY = 65534  # who a rank is where root would own its files
+NOBODY = 65534  # uid and gid of a rank if root owns the run folder
 
 
 def without_privileges(uid: int, gid: int) -> list[str]:
-    """No groups, no capability in any set, none to be had from a set-uid file."""
+    """Run as this user without groups, without capabilities, and without a way to gain them from a set-uid file."""
     who = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
     sets = ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"]
     return ["setpriv", *who, *sets, "--no-new-privs", "--"]

@@ -1,4 +1,8 @@
-"""RunSpec: one run, complete. spec.json is this, and all that a rank is told."""
+"""RunSpec: everything that is requested of one run. spec.json is a RunSpec, and all that a rank is told.
+
+The command line, an experiment or the environment of a container make one; every rule that connects several of its
+values is checked here, when it is built.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +17,30 @@ from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, drawn
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
 
-START_DEADLINE = 60.0  # seconds for ranks to start and meet
-STEP_DEADLINE = 20.0  # seconds of waiting for others in a step, beside what the transfer itself needs
+START_DEADLINE_S = 60.0  # for all ranks to start and connect
+STEP_DEADLINE_S = 20.0  # for one wait in a step, in addition to the time of the transfer
 SCHEMA = 3  # version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together
 
 
 class DataSpec(Spec):
-    """What is trained on, and which rank sees what."""
+    """The training data, and how the ranks divide it."""
 
     name: Literal["cifar10", "mnist", "synthetic"] = "cifar10"
-    subset: int | None = Field(default=None, gt=0)  # only so many training images, drawn with the seed
+    subset: int | None = Field(default=None, gt=0)  # number of training images, drawn with the seed; None: all
     test_subset: int | None = Field(default=None, gt=0)
     partition: Literal["sampler", "fixed"] = "sampler"  # reshuffled every epoch, or the same block every epoch
     augment: bool | None = None  # random crop and flip; None: for cifar10 only
-    shares: tuple[int, ...] | None = None  # images per step of each rank, when they are not equal
+    shares: tuple[int, ...] | None = None  # images per step of each rank, if they are not equal
 
 
 class OptimizerSpec(Spec):
-    """The update rule; the default learning rate is for VGG-11 on CIFAR-10 at batch 256."""
+    """The optimizer; the default learning rate is for VGG-11 on CIFAR-10 at batch 256."""
 
     name: Literal["sgd", "adam", "rmsprop"] = "sgd"
     lr: float = Field(default=0.02, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=5e-4, ge=0)
-    base_batch: int | None = Field(default=None, gt=0)  # lr is for this global batch, and scaled to the real one
+    base_batch: int | None = Field(default=None, gt=0)  # the global batch that lr is for; lr is scaled to ours
     warmup: int = Field(default=0, ge=0)  # steps over which lr rises linearly to its value
     schedule: Literal["constant", "step", "cosine", "cyclic"] = "constant"
     period: int = Field(default=100, gt=0)  # steps between drops (step), of a half cycle (cyclic)
@@ -48,7 +52,7 @@ class NodeSpec(Spec):
     """A node's share of the machine."""
 
     cpus: float | None = Field(default=None, gt=0, le=1024)  # cores; None: no limit
-    pinned: bool = True  # to its share of the machine's cores, where those can be shared evenly
+    pinned: bool = True  # to cores of its own, if the cores can be divided evenly
     congestion: str | None = Field(default="cubic", pattern=r"^[a-z0-9_]{1,15}$")  # TCP congestion control
 
 
@@ -60,14 +64,14 @@ class NodeOverride(Spec):
 
 
 class RunSpec(Spec):
-    """One run: method, size, network, seed. Everything has a default; nothing is hidden elsewhere."""
+    """One run: mode, size, network, seed. Everything has a default."""
 
     version: int = Field(default=SCHEMA, alias="schema")
     experiment: str = Field(default="adhoc", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 
     mode: Mode = SyncMode.parse("ring")
-    placement: Literal["before-step", "after-step"] = "before-step"  # after-step: R3's mistake, kept to be shown
+    placement: Literal["before-step", "after-step"] = "before-step"  # after-step: the mistake of report R3
     nodes: int = Field(default=4, ge=1, le=256)
     model: str = Field(default="vgg11", pattern=r"^[a-z0-9_]{1,40}$")
     dtype: Literal["float32", "float64"] = "float32"
@@ -75,12 +79,12 @@ class RunSpec(Spec):
 
     data: DataSpec = DataSpec()
     batch: int | None = Field(default=None, gt=0)  # images per step over all ranks
-    batch_per_rank: int | None = Field(default=None, gt=0)  # the other way to say it
-    accumulate: int = Field(default=1, ge=1)  # micro-batches per step: gradients add up, one synchronisation
-    micro_batch: int | None = Field(default=None, gt=0)  # the other way to say it: images per pass
+    batch_per_rank: int | None = Field(default=None, gt=0)  # instead of `batch`
+    accumulate: int = Field(default=1, ge=1)  # micro-batches per step, with one synchronisation
+    micro_batch: int | None = Field(default=None, gt=0)  # instead of `accumulate`: images per forward pass
     steps: int | None = Field(default=None, gt=0)
     epochs: int | None = Field(default=None, gt=0)
-    warmup: int = Field(default=2, ge=0)  # first iterations left out of all times
+    warmup: int = Field(default=2, ge=0)  # first steps, left out of all times
     evaluate: Literal["split", "every-rank", "never"] = "split"
     seed: int = Field(default=0, ge=0, lt=2**31)
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -92,8 +96,8 @@ class RunSpec(Spec):
     probe: bool = True  # measure the network before training
     spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
     profile: bool = False  # torch.profiler over the first steps after warm-up; they are slower then
-    deadline: float | None = Field(default=None, gt=0, le=86400)  # seconds of any one wait; None: as the link needs
-    start_deadline: float = Field(default=START_DEADLINE, gt=0, le=86400)  # seconds for the ranks to meet
+    deadline: float | None = Field(default=None, gt=0, le=86400)  # seconds of one wait; None: from the rate of the link
+    start_deadline: float = Field(default=START_DEADLINE_S, gt=0, le=86400)  # seconds for all ranks to connect
     checkpoint: int | None = Field(default=None, gt=0)  # steps from one checkpoint to the next; None: none
     retries: int = Field(default=0, ge=0, le=100)  # restarts of all ranks from the last checkpoint
     faults: tuple[FaultText, ...] = Field(default=(), max_length=MAX_FAULTS)  # e.g. "kill:rank2@step10"
@@ -117,25 +121,25 @@ class RunSpec(Spec):
         return self.local_batch(rank) // self.micro_batch if self.micro_batch else self.accumulate
 
     def link_of(self, rank: int) -> Link:
-        """A node's own link, else that of all nodes."""
+        """The link of a node: its override, else that of all nodes."""
         return self._own(rank).link or self.link
 
     def cpus_of(self, rank: int) -> float | None:
-        """A node's own share of the processor, else that of all nodes."""
+        """The CPU share of a node in cores: its override, else that of all nodes."""
         return self._own(rank).cpus or self.node.cpus
 
     def _own(self, rank: int) -> NodeOverride:
         return self.overrides.get(f"node{rank}", NodeOverride())
 
     @property
-    def links_asked(self) -> str:
-        """Every link that is asked for, in words, be it of one node; empty where none is."""
+    def links_requested(self) -> str:
+        """Every requested link in words, those of single nodes included; empty if there is none."""
         links = {"": self.link} | {f" of {name}": own.link for name, own in self.overrides.items() if own.link}
-        asked = {whose: link.model_dump_json(exclude_defaults=True) for whose, link in links.items() if link.shaped}
-        return ", ".join(f"link {link}{whose}" for whose, link in asked.items())
+        requested = {whose: link.model_dump_json(exclude_defaults=True) for whose, link in links.items() if link.shaped}
+        return ", ".join(f"link {link}{whose}" for whose, link in requested.items())
 
     def schedule(self) -> tuple[Fault, ...]:
-        """The faults with every `?` drawn: the same for the same seed."""
+        """The faults with every `?` drawn; the same for the same seed."""
         return drawn(self.faults, self.seed, self.world, self.steps)
 
     @property
@@ -144,7 +148,7 @@ class RunSpec(Spec):
 
     @property
     def replicas_must_agree(self) -> bool:
-        """False only where the run shows what goes wrong without agreement."""
+        """False only for runs that show what goes wrong if replicas differ."""
         return self.placement == "before-step" and not self.mode.is_control
 
     @model_validator(mode="before")
@@ -175,12 +179,12 @@ class RunSpec(Spec):
         return self
 
     def to_json(self) -> str:
-        """As spec.json holds it; every value spelled out."""
+        """The content of spec.json, with every value written out."""
         return self.model_dump_json(by_alias=True, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str) -> RunSpec:
-        """Read spec.json; another schema is refused by number."""
+        """Parse spec.json; SchemaError if another version wrote it, SpecError if it is damaged."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:

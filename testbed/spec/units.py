@@ -1,4 +1,4 @@
-"""Sizes in bytes and rates in bit/s, as people write them; each prints back to what it parses."""
+"""Sizes, rates and durations as people write them, each printed as it parses; and intervals of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed.spec.errors import refuse
 SIZE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _NUMBER = re.compile(r"(\d{1,16}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
-_MOST = 10**15  # of the smallest unit: exact in a float, and printed in digits that parse back
+_MAX_VALUE = 10**15  # in the smallest unit: exact in a float, and 16 digits parse back
 
 
 def _parse(what: str, text: str, units: dict[str, int], example: str) -> int:
@@ -20,8 +20,8 @@ def _parse(what: str, text: str, units: dict[str, int], example: str) -> int:
         rule = f"needs a number and one of {', '.join(u for u in units if u)}"
         raise refuse(what, text, rule, f"Write e.g. {example}.")
     value = round(float(match[1]) * units[unit])
-    if not 1 <= value <= _MOST:
-        rule = "must be greater than 0" if value < 1 else f"must be at most {_MOST} {next(u for u in units if u)}"
+    if not 1 <= value <= _MAX_VALUE:
+        rule = "must be greater than 0" if value < 1 else f"must be at most {_MAX_VALUE} {next(u for u in units if u)}"
         raise refuse(what, text, rule, f"Write e.g. {example}.")
     return value
 
@@ -62,9 +62,7 @@ def format_duration(seconds: float) -> str:
     return _format(round(seconds * 1e6), {"us": 1, "ms": 10**3, "s": 10**6}, ("s", "ms", "us"))
 
 
-# Intervals of time, as the rank records them and the report overlaps them.
-
-Interval = tuple[float, float]  # begin, end
+Interval = tuple[float, float]  # begin and end of a time span, in seconds
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -109,7 +109,7 @@ def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
         require_extra("substrate hosts", "hosts", "fabric", "paramiko")
         from testbed.control.substrates.hosts.substrate import HostsSubstrate  # imports the SSH client
 
-        applied, links = drop_unsupported(spec), spec.links_asked
+        applied, links = drop_unsupported(spec), spec.links_requested
         notes = [f"{links} not applied: {NEVER_SHAPED}; {ELSEWHERE}"] if links else []
         return HostsSubstrate(node_plans(applied), folder, applied, inventory, accept_new=accept_new, notes=notes)
 
@@ -212,7 +212,7 @@ def check_faults(spec: RunSpec, choice: SubstrateChoice) -> None:
 
 def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
     """Refuse a single run that requests a link, for all nodes or for one, where links are not shaped."""
-    links = spec.links_asked
+    links = spec.links_requested
     if not links or choice.type.shapes:
         return
     if choice.name == HOSTS:

@@ -19,7 +19,7 @@ from testbed.control.substrates.base import Process
 from testbed.results.conclude import root_cause
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import PeerLost, RankFailed
-from testbed.spec.run import START_DEADLINE, RunSpec
+from testbed.spec.run import START_DEADLINE_S, RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class RankState:
     node: str = ""  # its name in the inventory
     started: float | None = None  # monotonic time at which its start record was read
     last_step: int = -1
-    deadline: float = START_DEADLINE  # seconds that any one of its waits may take
+    deadline: float = START_DEADLINE_S  # seconds that any one of its waits may take
     error: dict[str, Any] | None = None
     code: int | None = None
     ended: float | None = None  # monotonic time

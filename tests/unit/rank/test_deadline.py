@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testbed.rank.train import deadline
-from testbed.spec.run import STEP_DEADLINE, RunSpec
+from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 
 VGG11 = 9_231_114 * 4  # bytes of gradients
 
@@ -21,16 +21,16 @@ def test_what_was_asked_is_what_is_waited() -> None:
 
 
 def test_an_unshaped_network_gets_the_least() -> None:
-    assert seconds() == STEP_DEADLINE
+    assert seconds() == STEP_DEADLINE_S
 
 
 def test_a_slow_link_gets_twice_the_time_that_all_gradients_take_on_it() -> None:
-    assert seconds(link={"rate": "10mbit"}) == pytest.approx(STEP_DEADLINE + 2 * 4 * VGG11 * 8 / 10e6)
+    assert seconds(link={"rate": "10mbit"}) == pytest.approx(STEP_DEADLINE_S + 2 * 4 * VGG11 * 8 / 10e6)
 
 
 def test_it_grows_as_links_get_slower_models_larger_and_ranks_more() -> None:
     rates = [seconds(link={"rate": rate}) for rate in ("1gbit", "200mbit", "10mbit", "1mbit")]
-    assert rates == sorted(rates) and rates[0] > STEP_DEADLINE
+    assert rates == sorted(rates) and rates[0] > STEP_DEADLINE_S
     assert seconds(2 * VGG11, link={"rate": "10mbit"}) > seconds(link={"rate": "10mbit"})
     assert seconds(nodes=8, link={"rate": "10mbit"}) > seconds(link={"rate": "10mbit"})
 
@@ -44,8 +44,8 @@ def test_the_slowest_node_decides() -> None:
 
 
 def test_ranks_that_meet_seldom_may_be_later() -> None:
-    assert seconds(mode="ring/every:4") == 4 * STEP_DEADLINE
-    assert seconds(mode="ring/every:1000") == 30 * STEP_DEADLINE
+    assert seconds(mode="ring/every:4") == 4 * STEP_DEADLINE_S
+    assert seconds(mode="ring/every:1000") == 30 * STEP_DEADLINE_S
 
 
 def test_a_link_that_a_fault_makes_slower_decides_too() -> None:

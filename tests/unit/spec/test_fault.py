@@ -41,7 +41,7 @@ def test_any_text_is_a_fault_or_refused_with_it(text: str) -> None:
     ("text", "words"),
     [
         ("explode:rank1@step2", "unknown kind 'explode'"),
-        ("kill:rank1@step2+3s", "never over again"),
+        ("kill:rank1@step2+3s", "cannot be undone"),
         ("kill:rank1@step2=3", "takes no value"),
         ("rate:rank1@step2", "needs a value"),
         ("slow:rank1@step2=0.001cpu", "0.01cpu to 1024cpu"),

@@ -171,9 +171,9 @@ def test_a_node_has_what_is_its_own_else_what_all_have() -> None:
     spec = load(nodes=4, node={"cpus": 0.4}, link={"rate": "200mbit"}, overrides=own)
     assert [spec.cpus_of(rank) for rank in range(3)] == [0.4, 0.1, 0.4]
     assert [spec.link_of(rank).rate for rank in range(3)] == [200_000_000, 200_000_000, 10_000_000]
-    assert spec.links_asked == 'link {"rate":"200mbit"}, link {"rate":"10mbit"} of node2'
-    assert load(overrides=own).links_asked == 'link {"rate":"10mbit"} of node2'
-    assert load(overrides={"node1": {"cpus": 0.1, "link": {}}}).links_asked == ""
+    assert spec.links_requested == 'link {"rate":"200mbit"}, link {"rate":"10mbit"} of node2'
+    assert load(overrides=own).links_requested == 'link {"rate":"10mbit"} of node2'
+    assert load(overrides={"node1": {"cpus": 0.1, "link": {}}}).links_requested == ""
 
 
 # --- spec.json ---------------------------------------------------------------------------------------------------
