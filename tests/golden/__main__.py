@@ -91,7 +91,10 @@ def record_help(tree: Tree) -> Iterator[str]:
 
     def section(command: str) -> str:
         done = tree.run(command, tree.path)
-        return f"## {command}\nexit {done.returncode}\n{tree.plain(done.stdout + done.stderr, tree.path).rstrip()}\n"
+        said = tree.plain(done.stdout + done.stderr, tree.path).rstrip()
+        if said.startswith("["):
+            said = "\n".join(map(json.dumps, json.loads(said)))  # one row a line
+        return f"## {command}\nexit {done.returncode}\n{said}\n"
 
     def below(command: str) -> Iterator[str]:
         text = section(f"{command} --help")
