@@ -353,7 +353,9 @@ def rename(text: str, part: str, files: Iterable[Path]) -> str:
             pairs.append((old.strip(), new.strip()))
     for old, new in sorted(pairs, key=lambda pair: -len(pair[0])):
         text = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new.replace("\\", r"\\"), text)
-    return text
+    return re.sub(
+        r"(?:^left .*\n)+", lambda files: "".join(sorted(files[0].splitlines(True))), text, flags=re.MULTILINE
+    )
 
 
 def fell(old: str, new: str) -> list[str]:
