@@ -1,7 +1,7 @@
 """Control connections: JSON objects over TCP, one a line, with a largest line and a token.
 
-The nodes of a probe meet over them. Whoever connects may be a stranger, so nothing that arrives is trusted: a line
-that is too long or no JSON object ends the connection, and who does not know the token is not one of the nodes.
+The nodes of a probe meet over them. Any process can connect, so nothing that arrives is trusted: a line that is too
+long or no JSON object ends the connection, and a process that does not know the token is not one of the nodes.
 Standard library only: the probe starts before anything heavy is imported.
 """
 
@@ -26,12 +26,12 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def new_token() -> str:
-    """A secret that tells the members of one meeting from strangers."""
+    """A secret that only the members of one meeting know."""
     return secrets.token_hex(16)
 
 
 def token_matches(given: object, token: str) -> bool:
-    """Return True if a stranger's value is the token; takes the same time whether or not it is."""
+    """Return True if a received value is the token; takes the same time whether or not it is."""
     text = given.encode("utf-8", "replace") if isinstance(given, str) else b""
     return secrets.compare_digest(text, token.encode())
 

@@ -63,9 +63,6 @@ Pairs = Sequence[tuple[int, int]]  # (src, dst)
 OnEvent = Callable[[dict[str, Any]], None]
 
 
-# The plan: who sends to whom, for how long, with how much in flight
-
-
 @dataclass(frozen=True)
 class Pace:
     """How long one step discards, counts, and may take."""
@@ -87,15 +84,15 @@ def schedule(n: int) -> list[Pairs]:
 
 
 def _steps_of_round(n: int, number: int) -> list[Pairs]:
-    """Two steps in which nobody both sends and receives; three if the round has a ring of odd length."""
+    """Two steps in which no node both sends and receives; three if the round has a ring of odd length."""
     steps: list[list[tuple[int, int]]] = [[], [], []]
     rings = math.gcd(n, number)  # the round consists of this many separate rings
     for ring in range(rings):
         length = n // rings
-        for place in range(length):
-            src = (ring + place * number) % n
-            last_of_odd = length % 2 == 1 and place == length - 1
-            steps[2 if last_of_odd else place % 2].append((src, (src + number) % n))
+        for index in range(length):
+            src = (ring + index * number) % n
+            last_of_odd = length % 2 == 1 and index == length - 1
+            steps[2 if last_of_odd else index % 2].append((src, (src + number) % n))
     return [step for step in steps if step]
 
 
@@ -137,9 +134,6 @@ def steady(rates: Sequence[float], max_slices: int) -> bool:
         return False
     error = statistics.stdev(rates) / math.sqrt(len(rates)) / statistics.fmean(rates)
     return error <= STEADY or len(rates) >= max_slices
-
-
-# What a probe returns
 
 
 @dataclass(frozen=True)
@@ -232,15 +226,6 @@ def measure(
     return receipt, notes
 
 
-# The meeting: node 0 is the hub, the others are members; one JSON object per line
-#
-# member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"welcome": {...}}
-# hub -> member   {"tick": 0}                     member -> hub   {"tock": the member's clock}
-# member -> hub   {"ready": 3}                    hub -> member   {"go": 3}
-# member -> hub   {"outcome": {...}}              hub -> member   {"outcomes": [...]}
-# either way      {"fail": "a sentence"}          ends the probe on every node
-
-
 @dataclass(frozen=True)
 class Peer:
     """A node's address, and the rate of its link in bit/s."""
@@ -250,10 +235,17 @@ class Peer:
 
 
 class Meeting(ABC):
-    """What a node needs of the meeting, as its hub or as a member."""
+    """The control connections of a probe: node 0 is the hub, the others are members. One JSON object per line.
+
+    member -> hub   {"rank": 2, "peer": {...}}      hub -> member   {"welcome": {...}}
+    hub -> member   {"tick": 0}                     member -> hub   {"tock": the member's clock}
+    member -> hub   {"ready": 3}                    hub -> member   {"go": 3}
+    member -> hub   {"outcome": {...}}              hub -> member   {"outcomes": [...]}
+    either way      {"fail": "a sentence"}          ends the probe on every node
+    """
 
     def __init__(self, token: str, peers: Sequence[Peer], channels: Sequence[Channel], timeout_s: float) -> None:
-        self.token = token  # the first bytes of every data connection, so that strangers are refused
+        self.token = token  # the first bytes of every data connection, so that other processes are refused
         self.peers = peers
         self.timeout_s = timeout_s
         self._channels = channels
@@ -450,7 +442,7 @@ def _accept_members(server: socket.socket, n: int, members: dict[int, tuple[Chan
                 if sock is server:
                     accepted = server.accept()[0]
                     accepted.settimeout(timeout_s)
-                    unknown[accepted] = Channel(accepted, "a stranger")
+                    unknown[accepted] = Channel(accepted, "an unknown process")
                 elif (hello := _read_hello(unknown[sock], n)) is not None:
                     channel = unknown.pop(sock)
                     rank, peer = hello
@@ -467,7 +459,7 @@ def _accept_members(server: socket.socket, n: int, members: dict[int, tuple[Chan
 def _read_hello(channel: Channel, n: int) -> tuple[int, Peer | None] | None:
     """The rank and the peer that a new connection introduces; None while the line is not complete.
 
-    A stranger has no peer.
+    The peer is None if it is none of our nodes.
     """
     try:
         channel.fill()
@@ -478,9 +470,6 @@ def _read_hello(channel: Channel, n: int) -> tuple[int, Peer | None] | None:
     except (ChannelClosed, KeyError, TypeError, ValueError, OverflowError):
         return 0, None
     return (rank, peer) if 0 < rank < n else (0, None)
-
-
-# One node's part
 
 
 def probe_node(
@@ -616,7 +605,7 @@ class _Node:
         return list(found.values())
 
     def _identify(self, sock: socket.socket) -> int | None:
-        """The rank that opened a connection; None for a stranger."""
+        """The rank that opened a connection; None if it is none of our nodes."""
         sock.settimeout(STALL_TIMEOUT_S)
         with suppress(OSError):
             data = sock.recv(HEADER.size, socket.MSG_WAITALL)

@@ -1,4 +1,4 @@
-"""TCP on Linux: bytes on the wire, token buckets and bottlenecks, and what the kernel tells about a connection.
+"""TCP on Linux: bytes on the wire, token buckets and bottlenecks, and what the kernel knows about a connection.
 
 Used by the probe, the shaping and the ranks. Standard library only: the probe starts before anything heavy is imported.
 """

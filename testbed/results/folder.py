@@ -1,7 +1,7 @@
 """A run's folder, runs/<experiment>/<run>/: the names of the files in it, and safe reading and writing of files.
 
-Everybody who writes or reads a run uses RunFolder. A folder may come from a stranger, and ranks may write to it, so
-files in it are read without following symlinks and up to a largest size.
+Everybody who writes or reads a run uses RunFolder. A folder may come from somebody else, and ranks may write to
+it, so files in it are read without following symlinks and up to a largest size.
 """
 
 from __future__ import annotations

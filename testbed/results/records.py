@@ -7,8 +7,8 @@ hash   some      hash of the parameters, to prove that replicas agree
 end    once      the last line of a rank that finished
 error  once      the last line of a rank that did not
 
-Every line is checked against its class when it is read, because a run folder may come from a stranger. That costs
-nothing: pydantic parses and checks 20,000 steps with 12 buffers each in half the time of json.loads.
+Every line is checked against its class when it is read, because a run folder may come from somebody else. That
+costs nothing: pydantic parses and checks 20,000 steps with 12 buffers each in half the time of json.loads.
 """
 
 from __future__ import annotations

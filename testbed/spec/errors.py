@@ -19,7 +19,7 @@ TestbedError                  1   anything of ours that went wrong
 ├── ConnectionLost            3   an open connection to a host broke; what runs there goes on
 └── Interrupted             130   Ctrl-C or SIGTERM; what was measured is kept
 
-All packages raise these. Messages quote files and the output of programs, which may be a stranger's: control
+All packages raise these. Messages quote files and the output of programs, which are not trusted: control
 characters are replaced when a message is printed, and `quote` and `one_line` limit the length of what is quoted.
 """
 

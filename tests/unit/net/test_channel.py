@@ -1,4 +1,4 @@
-"""Control connections: what a stranger sends ends the connection, whatever it is."""
+"""Control connections: messages arrive whole, and anything else ends the connection."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
-def test_every_link_is_used_once_and_nobody_sends_while_it_receives(n: int) -> None:
+def test_every_link_is_used_once_and_no_node_sends_while_it_receives(n: int) -> None:
     *halves, last = schedule(n)
     assert sorted(pair for half in halves for pair in half) == sorted(itertools.permutations(range(n), 2))
     assert last == [(src, 0) for src in range(1, n)]
@@ -165,18 +165,18 @@ def test_a_node_that_never_comes_is_named() -> None:
         probe_node(0, [LOOPBACK] * 2, free_port(), None, lambda event: None, timeout_s=0.3)
 
 
-def test_nobody_at_the_meeting_point_is_a_sentence() -> None:
+def test_a_hub_that_does_not_answer_is_reported() -> None:
     with pytest.raises(ProbeError, match="node0 does not answer at 127"):
         probe_node(1, [LOOPBACK] * 2, free_port(), None, lambda event: None, timeout_s=0.3)
 
 
-def test_a_port_in_use_is_a_sentence() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
         with pytest.raises(ProbeError, match="in use"):
             probe_node(0, [LOOPBACK] * 2, server.getsockname()[1], None, lambda event: None)
 
 
-def test_strangers_at_the_door_are_ignored() -> None:
+def test_connections_of_other_programs_are_ignored() -> None:
     port = free_port()
 
     def disturb() -> None:

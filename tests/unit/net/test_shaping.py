@@ -32,7 +32,7 @@ def test_everything_that_arrives_is_redirected_to_the_ifb() -> None:
     ]
 
 
-def test_what_tcp_hands_over_at_once_is_a_property_of_the_interface() -> None:
+def test_the_segment_size_is_set_on_the_interface() -> None:
     assert lines(shape(Link(segment=2**14))) == ["ip link set dev eth0 gso_max_size 16384"]
     assert lines(shape(Link.load({"rate": "100mbit", "segment": "16KiB"}, "test")))[1:] == lines(
         shape(Link(rate=10**8))
@@ -58,7 +58,7 @@ def test_delay_and_loss_come_once_before_the_bucket() -> None:
 
 
 @pytest.mark.parametrize(("rate", "delay"), [(10**9, 0.1), (10**10, 0.05), (None, 0.05)])
-def test_netem_has_room_for_all_that_is_under_way(rate: int | None, delay: float) -> None:
+def test_netem_has_room_for_all_packets_in_flight(rate: int | None, delay: float) -> None:
     netem = shape(Link(rate=rate, delay=delay))[0]
     limit = int(netem[netem.index("limit") + 1])
     assert limit >= (rate or 10**10) * delay / 8 / 1514

@@ -1,4 +1,4 @@
-"""Wire arithmetic, and what the kernel tells about a connection."""
+"""Wire arithmetic, and what the kernel knows about a connection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_congestion_control_of_a_connection_is_read_back(pair: tuple[socket.
     assert congestion_control(pair[0]) == "reno"
 
 
-def test_connections_of_a_node_to_itself_have_no_say(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_connections_of_a_node_to_itself_do_not_count(pair: tuple[socket.socket, socket.socket]) -> None:
     assert congestion_in_use() == "no connection"
 
 

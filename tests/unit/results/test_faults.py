@@ -31,12 +31,12 @@ def write(folder: Path, *events: dict[str, object]) -> RunFolder:
     return run
 
 
-def test_a_row_tells_who_noticed_when_and_how_it_ended(tmp_path: Path) -> None:
+def test_a_row_shows_when_ranks_noticed_and_how_the_run_ended(tmp_path: Path) -> None:
     run = write(tmp_path, INJECTED, saw(0, 1, 10.5), saw(2, 1, 10.7), ended(0, 6), ended(1, -9), ended(2, 6))
     assert fault_table([(run, SPEC, "failed")]) == [("r", "kill:rank1@step5", "0.60 s", "yes", "6 -9 6", "no")]
 
 
-def test_a_wrong_name_is_told_and_one_of_three_is_outvoted(tmp_path: Path) -> None:
+def test_most_of_the_ranks_that_noticed_decide_whether_the_fault_was_named_right(tmp_path: Path) -> None:
     wrong = write(tmp_path, INJECTED, saw(0, 2, 10.5))
     assert read_history(wrong).named_right is False
     outvoted = write(tmp_path, INJECTED, saw(0, 1, 10.5), saw(2, 1, 10.5), saw(1, 0, 10.5))
@@ -52,7 +52,7 @@ def test_a_retried_run_shows_the_codes_of_the_attempt_that_failed(tmp_path: Path
         assert (shown, recovered) == (codes, "restarted")
 
 
-def test_a_fault_whose_moment_never_came_is_in_its_row_as_not_injected(tmp_path: Path) -> None:
+def test_a_fault_that_was_never_due_is_shown_as_not_injected(tmp_path: Path) -> None:
     both = SPEC.model_copy(update={"faults": (*SPEC.faults, Fault.parse("cut:rank2@step99"))})
     ends = [ended(rank, 0) for rank in range(3)]
     ((_, faults, *_, recovered),) = fault_table([(write(tmp_path, INJECTED, *ends), both, "ok")])

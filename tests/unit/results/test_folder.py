@@ -108,9 +108,6 @@ def test_a_disk_that_is_full_leaves_no_half_of_a_run(tmp_path: Path, monkeypatch
     assert error.value.exit_code == 1 and not (tmp_path / "r").exists()
 
 
-# --- writing whole files -----------------------------------------------------------------------------------------
-
-
 def test_a_reader_sees_the_old_text_or_the_new_one_never_half(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     texts = {character * 200_000 + "\n" for character in "ab"}

@@ -1,4 +1,4 @@
-"""Records: what a rank appends is what everybody else reads, also while it is still writing."""
+"""Records: what a rank appends is what others read, also while it is still writing; damaged lines are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from testbed.results.records import (
+    MAX_LINE_BYTES,
     End,
     Error,
     Eval,
@@ -19,7 +20,7 @@ from testbed.results.records import (
     encode,
     read,
 )
-from testbed.spec.errors import SchemaError
+from testbed.spec.errors import SchemaError, SpecError
 from testbed.spec.run import SCHEMA
 
 START = Start(rank=0, world=2, unix=1.0, parameters=10, gradient_bytes=40, tensors=2, deadline=60.0, counter="tcp")
@@ -82,6 +83,35 @@ def test_records_of_another_schema_are_refused_by_number(tmp_path: Path) -> None
     path = tmp_path / "rank0.jsonl"
     path.write_text(json.dumps({"kind": "start", "schema": SCHEMA + 1}) + "\n")
     with pytest.raises(SchemaError, match=f"rank0.jsonl: schema {SCHEMA + 1}, this testbed reads schema {SCHEMA}"):
+        list(read(path))
+
+
+LINES = {
+    "no JSON": (b"step", "Invalid JSON"),
+    "no object": (b"[]", "should be an object"),
+    "no text": (b"\xff\xfe", "Invalid JSON"),
+    "no kind": (b'{"step": 1}', "kind"),
+    "an unknown kind": (b'{"kind": "stop"}', "does not match any of the expected tags"),
+    "a nest of brackets": (b"[" * 100_000, "Invalid JSON"),
+    "a number as text": (b'{"kind": "hash", "step": "1", "parameters": "a", "agree": true}', r"hash\.step"),
+    "a negative step": (b'{"kind": "hash", "step": -1, "parameters": "a", "agree": true}', r"hash\.step"),
+    "a huge number": (b'{"kind": "error", "code": 1e999, "message": ""}', r"error\.code"),
+    "a key is missing": (b'{"kind": "hash", "step": 1, "agree": true}', r"hash\.parameters: Field required"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_damaged_line_is_refused_with_its_number_and_key(case: str, tmp_path: Path) -> None:
+    path, (line, words) = tmp_path / "rank0.jsonl", LINES[case]
+    path.write_bytes(encode(START).encode() + b"\n" + line + b"\n")
+    with pytest.raises(SpecError, match=rf"rank0.jsonl: line 2 is damaged \(.*{words}"):
+        list(read(path))
+
+
+def test_a_line_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_bytes(b"x" * (MAX_LINE_BYTES + 1) + b"\n")
+    with pytest.raises(SpecError, match="line 1 is damaged"):
         list(read(path))
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary of data sets: shapes, digests, and when a folder counts as complete."""
+"""Data sets: shapes, digests, and when a folder is complete."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
-from testbed.spec.experiment import MAX_FILE_BYTES, Experiment, merge, read_toml, set_key
+from testbed.spec.experiment import MAX_FILE_BYTES, Experiment, merge, read_toml, run_name, set_key, with_settings
 
 FILE = """
 title = "Does the ring pay?"
@@ -40,9 +40,6 @@ def experiment(**values: Any) -> Experiment:
     return Experiment.load({"name": "e", "title": "?"} | values, "e.toml")
 
 
-# --- from file to runs -------------------------------------------------------------------------------------------
-
-
 def test_a_file_becomes_one_run_per_cell_and_repeat(path: Path) -> None:
     runs = Experiment.read(path).runs()
     assert len(runs) == 3 * 2 * 2 * 2
@@ -69,7 +66,7 @@ def test_the_order_is_the_same_every_time_and_names_are_unique(path: Path) -> No
     assert len({run.name for run in first}) == len(first)
 
 
-def test_asking_twice_does_not_change_the_experiment() -> None:
+def test_making_the_runs_twice_does_not_change_the_experiment() -> None:
     sweep = experiment(base={"optimizer": {"lr": 0.5}}, axes={"optimizer.lr": [0.1, 0.2]})
     assert [run.optimizer.lr for run in sweep.runs()] == [0.1, 0.2]
     assert sweep.base == {"optimizer": {"lr": 0.5}}
@@ -99,9 +96,6 @@ def test_the_experiments_of_this_repository_are_readable() -> None:
     for file in files:
         runs = Experiment.read(file).runs()
         assert len({run.name for run in runs}) == len(runs) > 0
-
-
-# --- refusals ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,9 +135,6 @@ def test_a_file_that_is_missing_broken_or_huge_is_refused(tmp_path: Path) -> Non
     ):
         with pytest.raises(SpecError, match=sentence):
             read_toml(path)
-
-
-# --- keys --------------------------------------------------------------------------------------------------------
 
 
 def test_a_dotted_key_reaches_into_tables() -> None:
@@ -186,3 +177,26 @@ def test_merging_is_idempotent_and_the_upper_one_wins(below: dict[str, Any], abo
     for key, value in above.items():
         if not isinstance(value, dict):
             assert merged[key] == value
+
+
+def test_settings_are_read_as_toml_or_as_text_and_the_values_stay_as_they_were() -> None:
+    values: dict[str, Any] = {"optimizer": {"lr": 0.02, "momentum": 0.9}}
+    settings = ["optimizer.lr=0.1", "probe = false", "data.shares=[1, 2]", "mode=ring/flat", "link.rate=50mbit"]
+    assert with_settings(values, settings) == {
+        "optimizer": {"lr": 0.1, "momentum": 0.9},
+        "probe": False,
+        "data": {"shares": [1, 2]},
+        "mode": "ring/flat",
+        "link": {"rate": "50mbit"},
+    }
+    assert values == {"optimizer": {"lr": 0.02, "momentum": 0.9}}
+
+
+@pytest.mark.parametrize("setting", ["lr", "=1", " =1", ""])
+def test_a_setting_that_is_no_key_and_value_is_refused_by_its_flag(setting: str) -> None:
+    with pytest.raises(SpecError, match=r"^SET '.*': must be KEY=VALUE\. Write e\.g\. SET"):
+        with_settings({}, [setting], "SET")
+
+
+def test_the_name_of_a_run_has_its_mode_and_nodes_in_letters_of_a_path() -> None:
+    assert run_name("ring/bucket:5MiB", 4) == "ring_bucket_5mib-n4" and run_name("///", 2) == "run-n2"

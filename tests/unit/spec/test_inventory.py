@@ -1,4 +1,4 @@
-"""Inventory: nodes in rank order; nothing a shell, ssh or a path could read as more than a name gets in."""
+"""Inventory: nodes in rank order; values that a shell, ssh or a path treats specially are refused."""
 
 from __future__ import annotations
 

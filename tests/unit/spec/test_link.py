@@ -14,7 +14,7 @@ def load(**values: object) -> Link:
     return Link.load(values, "here")
 
 
-def test_nothing_asked_is_an_unshaped_link() -> None:
+def test_a_link_without_values_is_unshaped() -> None:
     assert not Link().shaped
     assert not Link().needs_netem
 

@@ -17,10 +17,7 @@ def load(**values: Any) -> RunSpec:
     return RunSpec.load(values, "here")
 
 
-# --- what the defaults are ---------------------------------------------------------------------------------------
-
-
-def test_a_run_without_a_word_is_vgg11_on_four_nodes() -> None:
+def test_the_default_run_is_vgg11_on_four_nodes() -> None:
     spec = load()
     assert (str(spec.mode), spec.nodes, spec.model, spec.data.name) == ("ring", 4, "vgg11", "cifar10")
     assert (spec.global_batch, spec.local_batch(0), spec.steps, spec.warmup) == (256, 64, 40, 2)
@@ -31,7 +28,7 @@ def test_a_single_run_has_one_rank_whatever_the_nodes() -> None:
     assert (spec.world, spec.local_batch(0)) == (1, 30)
 
 
-def test_the_batch_can_be_said_per_rank() -> None:
+def test_the_batch_can_be_given_per_rank() -> None:
     assert load(batch_per_rank=32, nodes=3).global_batch == 96
     assert load(batch_per_rank=32, nodes=3, mode="single").global_batch == 32
 
@@ -166,7 +163,7 @@ def test_two_bad_values_are_named_in_one_refusal() -> None:
         load(seed=-1, nodes=0)
 
 
-def test_a_node_has_what_is_its_own_else_what_all_have() -> None:
+def test_an_override_replaces_the_value_of_all_nodes() -> None:
     own = {"node1": {"cpus": 0.1}, "node2": {"link": {"rate": "10mbit"}}}
     spec = load(nodes=4, node={"cpus": 0.4}, link={"rate": "200mbit"}, overrides=own)
     assert [spec.cpus_of(rank) for rank in range(3)] == [0.4, 0.1, 0.4]
