@@ -1,4 +1,4 @@
-"""Every algorithm x granularity leaves every rank the mean of all ranks' gradients, to the bit the same on each."""
+"""Every algorithm x granularity x schedule leaves all ranks the mean of all gradients, with the same bits on each."""
 
 from __future__ import annotations
 
@@ -70,27 +70,27 @@ def test_one_step_is_the_float64_mean_of_all_gradients(ranks: Pools, mode: str, 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", MODES)
-def test_it_is_exact_in_float64_and_step_after_step(ranks: Pools, mode: str, size: int) -> None:
+def test_three_steps_in_float64_are_the_mean_of_all_gradients(ranks: Pools, mode: str, size: int) -> None:
     assert_stepped_by_the_mean(ranks(size), case_of(mode, dtype="float64", steps=3))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", ["ring", "ring-reduce", "tree", "halving", "gather", "allreduce", "server"])
-def test_a_buffer_smaller_than_the_ranks_leaves_some_chunks_empty(ranks: Pools, mode: str, size: int) -> None:
+def test_a_buffer_smaller_than_the_number_of_ranks_has_empty_shards(ranks: Pools, mode: str, size: int) -> None:
     assert_stepped_by_the_mean(ranks(size), case_of(f"{mode}/flat", shapes=[[1]], transposed=[], unused=[]))
 
 
 @pytest.mark.parametrize(("mode", "size"), [*(("ring", size) for size in SIZES), ("halving", 3), ("tree", 3)])
-def test_a_buffer_of_many_segments_is_averaged_whole(ranks: Pools, mode: str, size: int) -> None:
+def test_a_buffer_of_many_segments_is_averaged(ranks: Pools, mode: str, size: int) -> None:
     from testbed.rank.sync.algorithms import SEGMENT_BYTES
 
     shapes = [[4_200_001], [3]]
-    assert 4 * shapes[0][0] // size > 1.5 * SEGMENT_BYTES  # so the ring's chunks travel in several pieces
+    assert 4 * shapes[0][0] // size > 1.5 * SEGMENT_BYTES  # so the ring's shards travel in several segments
     assert_stepped_by_the_mean(ranks(size), case_of(mode, shapes=shapes, transposed=[], unused=[]))
 
 
 @pytest.mark.parametrize("mode", ["ring", "ring/param", "allreduce", "tree/param", "halving/param", "server"])
-def test_a_parameter_without_elements_does_no_harm(ranks: Pools, mode: str) -> None:
+def test_a_parameter_without_elements_is_accepted(ranks: Pools, mode: str) -> None:
     assert_stepped_by_the_mean(ranks(3), case_of(mode, shapes=[[0], [4], [2, 0]], transposed=[], unused=[]))
 
 
@@ -103,7 +103,7 @@ AVERAGED = {  # in 7 steps: how often gradients, and how often parameters; the l
 
 @pytest.mark.parametrize("mode", AVERAGED)
 def test_averaging_parameters_gives_the_mean_of_all_local_steps(ranks: Pools, mode: str) -> None:
-    """With plain SGD the mean of the sums is the sum of the means, however often it is taken: so that is counted."""
+    """With plain SGD the result does not depend on how often parameters are averaged, so the bytes are compared too."""
     answers = assert_stepped_by_the_mean(ranks(3), case_of(mode, dtype="float64", steps=7))
     once = ranks(3).run("mean", **case_of(mode.partition("/every")[0], dtype="float64"))
     for answer, plain in zip(answers, once, strict=True):

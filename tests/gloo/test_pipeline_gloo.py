@@ -1,4 +1,4 @@
-"""The pipeline on real ranks: its waits against the deadline, and parameters that come and go."""
+"""The pipeline on real ranks: waits longer than the deadline, parameters that are not in every step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PIPELINES = ["ring/bucket:100B/pipeline", "direct/bucket:100B/pipeline"]
 
 
 @pytest.mark.parametrize("mode", PIPELINES[:1])
-def test_clipping_outlasts_a_backward_longer_than_the_deadline(ranks: Pools, mode: str) -> None:
-    """The first pieces ask for the norm of the whole gradient long before backward has made the last."""
+def test_clipping_waits_for_a_backward_longer_than_the_deadline(ranks: Pools, mode: str) -> None:
+    """The first buckets wait for the norm of the whole gradient until backward has made the last one."""
     case = case_of(mode, dtype="float64", clip=0.5, deadline=2.0, slow=2.6)
     answers = ranks(2).run("mean", **case)
     mean = mean_gradient(case, 2, step=0)
@@ -29,13 +29,13 @@ def test_clipping_outlasts_a_backward_longer_than_the_deadline(ranks: Pools, mod
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("mode", [*PIPELINES, "ring/bucket:100B/overlap", "ring/param/overlap", "ring"])
-def test_a_parameter_that_rests_every_other_step_counts_as_zero_then(ranks: Pools, mode: str, size: int) -> None:
-    """What it had in the step before lies in the same buffer still."""
+def test_a_parameter_unused_in_every_other_step_counts_as_zero_then(ranks: Pools, mode: str, size: int) -> None:
+    """Its gradient of the step before is still in the same buffer."""
     assert_stepped_by_the_mean(ranks(size), case_of(mode, dtype="float64", steps=5, resting=[0, 3, 6]))
 
 
 @pytest.mark.parametrize(("mode", "attached"), [(PIPELINES[0], os.SCHED_BATCH), ("ring", os.SCHED_OTHER)])
-def test_gloos_own_thread_is_patient_while_a_pipeline_is_attached(ranks: Pools, mode: str, attached: int) -> None:
-    """By the name that Gloo gives it: another one in a later torch would be overlooked in silence."""
+def test_gloos_thread_has_sched_batch_while_a_pipeline_is_attached(ranks: Pools, mode: str, attached: int) -> None:
+    """The thread is found by its name; this test fails if a later torch changes the name."""
     for answer in ranks(2).run("patience", **case_of(mode)):
         assert answer["classes"] == [[os.SCHED_OTHER], [attached], [os.SCHED_OTHER]]

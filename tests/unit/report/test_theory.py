@@ -1,4 +1,4 @@
-"""Theory: formulas at N = 4, conservation of bytes, and every algorithm of the vocabulary."""
+"""Theory: known bounds at N = 4, conservation of bytes for every algorithm, delays and every:K."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_bound_at_four_ranks(mode: str, loads: float) -> None:
     assert theory.bound(SyncMode.parse(mode), 4, S, B, 0.0, 1) == pytest.approx(loads * S / B)
 
 
-def test_vgg_at_one_gigabit_is_the_figure_that_was_computed_by_hand() -> None:
+def test_the_bound_of_vgg11_at_one_gigabit() -> None:
     assert theory.bound(SyncMode.parse("ring"), 4, S, B, 0.0, 1) == pytest.approx(0.443, abs=0.001)
 
 
@@ -45,13 +45,13 @@ def test_delay_counts_per_hop_and_per_buffer() -> None:
     ("mode", "turns"),
     [("ring/bucket:2MiB", 8), ("ring/bucket:2MiB/overlap", 8), ("ring/bucket:2MiB/pipeline", 1), ("ddp", 1)],
 )
-def test_buffers_that_fly_together_pay_the_delay_once(mode: str, turns: int) -> None:
+def test_buffers_on_the_wire_at_once_count_the_delay_once(mode: str, turns: int) -> None:
     assert theory.bound(SyncMode.parse(mode), 4, 0.0, B, 0.01, 8) == pytest.approx(0.01 * 6 * turns)
 
 
 @pytest.mark.parametrize("mode", [name for name in ALGORITHMS if name not in ("single", "none")])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
-def test_no_method_sends_less_than_any_must(mode: str, ranks: int) -> None:
+def test_all_ranks_together_send_at_least_2_n_minus_1_times_s(mode: str, ranks: int) -> None:
     """Every rank's gradient must leave it once, and every mean must come back: 2(N-1) S in all."""
     shares = [theory.sent_share(SyncMode.parse(mode), ranks, rank) for rank in range(ranks)]
     known = [share for share in shares if share is not None]
@@ -63,5 +63,5 @@ def test_no_method_sends_less_than_any_must(mode: str, ranks: int) -> None:
     ("mode", "first", "last", "per_step"),
     [("ring", 2, 11, 1.0), ("ring/every:4", 0, 7, 0.25), ("ring/every:4@4", 0, 7, 5 / 8), ("single", 0, 9, 0.0)],
 )
-def test_skipped_synchronisation_is_counted_as_it_happens(mode: str, first: int, last: int, per_step: float) -> None:
+def test_syncs_per_step_of_every_k(mode: str, first: int, last: int, per_step: float) -> None:
     assert theory.syncs_per_step(SyncMode.parse(mode), first, last) == pytest.approx(per_step)

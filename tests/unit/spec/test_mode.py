@@ -64,7 +64,7 @@ def test_every_legal_mode_prints_back_to_itself(mode: SyncMode) -> None:
 
 
 @given(spellings())
-def test_whatever_parses_has_one_spelling_and_the_rest_is_refused_with_a_sentence(text: str) -> None:
+def test_a_text_has_one_spelling_or_is_refused_with_a_sentence(text: str) -> None:
     try:
         mode = SyncMode.parse(text)
     except SpecError as refusal:
@@ -76,7 +76,7 @@ def test_whatever_parses_has_one_spelling_and_the_rest_is_refused_with_a_sentenc
 
 
 @given(st.text(max_size=40))
-def test_no_text_at_all_makes_the_parser_fall_over(text: str) -> None:
+def test_any_text_parses_or_raises_spec_error(text: str) -> None:
     try:
         mode = SyncMode.parse(text)
     except SpecError:
@@ -142,7 +142,7 @@ def test_the_matrix_has_every_algorithm_times_granularity_times_schedule() -> No
     )
 
 
-def test_codecs_go_where_what_travels_can_be_added_up_and_the_others_go_straight() -> None:
+def test_summable_codecs_follow_most_modes_and_the_others_follow_direct_only() -> None:
     assert codecs_of(SyncMode.parse("direct/param/overlap")) == ["fp16", "bf16", "int8", "topk:0.01", "powersgd:2"]
     assert codecs_of(SyncMode.parse("tree")) == codecs_of(SyncMode.parse("ddp")) == ["fp16", "bf16", "powersgd:2"]
     assert all(codecs_of(SyncMode.parse(m)) == [] for m in ("single", "none", "server", "ring/bucket:1MiB/pipeline"))
@@ -238,8 +238,8 @@ def test_a_file_in_the_methods_folder_is_a_mode(own_methods: Path) -> None:
     assert {"my-way", "my-way/param", "my-way/bucket:5MiB"} <= {str(m) for m in legal_modes()}
 
 
-def test_what_reports_and_tune_ask_of_a_mode_is_known_here(own_methods: Path) -> None:
-    """By the algorithm, not by how its name begins: a user's ddp-x is no DDP."""
+def test_properties_of_a_mode_depend_on_its_algorithm_not_on_its_name(own_methods: Path) -> None:
+    """A user's method named ddp-x is not DDP."""
     (own_methods / "ddp_x.py").write_text("def mean_(buffer, group): ...\n")
 
     def those(fact: str) -> set[str]:
@@ -261,7 +261,7 @@ def test_an_own_file_cannot_replace_a_built_in_algorithm(own_methods: Path) -> N
     assert algorithms() == ALGORITHMS
 
 
-def test_hidden_and_private_files_are_no_modes(own_methods: Path) -> None:
+def test_hidden_and_private_files_are_not_modes(own_methods: Path) -> None:
     for name in ("__init__.py", "_helper.py", ".x.py", "notes.txt"):
         (own_methods / name).write_text("")
     assert algorithms() == ALGORITHMS

@@ -1,4 +1,4 @@
-"""Codecs on one rank, where nobody else is to be averaged with: what they keep, lose and draw."""
+"""Codecs on one rank: what they keep, lose and draw at random."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ WORDS = ["fp16", "bf16", "int8", "topk:0.1", "powersgd:2"]
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_no_codec_touches_the_experiments_random_numbers(word: str) -> None:
+def test_no_codec_draws_from_the_global_generator(word: str) -> None:
     before = torch.get_rng_state()
     coder(word)(gradient(), alone())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("word", "share"), [("fp16", 1 / 2), ("bf16", 1 / 2), ("int8", 1 / 4), ("topk:0.1", 1 / 5)])
-def test_the_size_is_what_travels(word: str, share: float) -> None:
+def test_size_is_the_number_of_bytes_that_travel(word: str, share: float) -> None:
     assert coder(word).size == pytest.approx(share * 4 * LENGTH, abs=8)
 
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_no_number_stays_none(word: str, bad: float) -> None:
-    """Divergence must show, not be coded away."""
+def test_inf_and_nan_in_a_gradient_stay_visible(word: str, bad: float) -> None:
+    """A codec must not hide that training diverges."""
     buffer = gradient()
     buffer[3] = bad
     coder(word)(buffer, alone())
@@ -56,7 +56,7 @@ def test_a_gradient_that_is_no_number_stays_none(word: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_zero_stays_zero_and_what_follows_is_coded(word: str) -> None:
+def test_zero_stays_zero_and_the_next_gradient_is_coded(word: str) -> None:
     code, zero, later = coder(word), torch.zeros(LENGTH), gradient()
     code(zero, alone())
     assert not zero.any()
@@ -77,7 +77,7 @@ def test_int8_rounds_to_one_of_two_neighbours_and_is_right_on_average() -> None:
     assert (torch.stack(found).mean(0) - true).abs().max() < 5 * step / 2 / 20
 
 
-def test_int8_never_wraps_round_at_its_ends() -> None:
+def test_int8_does_not_overflow_at_127() -> None:
     code = coder("int8", shapes=[torch.Size([1000])])
     for _ in range(50):
         buffer = torch.cat([torch.full((500,), 3.0), torch.full((500,), -3.0)])
@@ -96,7 +96,7 @@ def test_topk_sends_the_largest_and_keeps_the_rest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "tied", "sorted", "nan", "all nan"])
-def test_the_largest_are_found_by_way_of_a_sample_too(kind: str) -> None:
+def test_largest_is_right_when_a_sample_excludes_most_values(kind: str) -> None:
     values = gradient(5, 200_000).abs()
     if kind == "tied":
         values = values.round()
@@ -111,8 +111,8 @@ def test_the_largest_are_found_by_way_of_a_sample_too(kind: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["topk:0.1", "powersgd:2"])
-def test_what_was_left_out_comes_later(word: str) -> None:
-    """Sum of what was applied and what waits = sum of what was given, however many steps."""
+def test_what_is_left_out_is_added_to_later_steps(word: str) -> None:
+    """After any number of steps: applied + residual = sum of the gradients."""
     code = coder(word)
     given, applied = torch.zeros(LENGTH), torch.zeros(LENGTH)
     for step in range(20):
@@ -124,7 +124,7 @@ def test_what_was_left_out_comes_later(word: str) -> None:
     assert code.state["residual"].abs().max() > 0.1
 
 
-def test_powersgd_has_a_matrix_of_its_rank_right_after_one_step() -> None:
+def test_powersgd_is_exact_for_a_matrix_of_its_rank() -> None:
     code = coder("powersgd:2", shapes=[torch.Size([40, 5, 6])])
     matrix = gradient(1, 80).view(40, 2) @ gradient(2, 60).view(2, 30)
     buffer = matrix.reshape(-1).clone()
@@ -133,8 +133,8 @@ def test_powersgd_has_a_matrix_of_its_rank_right_after_one_step() -> None:
     assert code.size == 4 * 2 * (40 + 30)
 
 
-def test_powersgd_finds_the_best_product_step_by_step() -> None:
-    """The same matrix again and again, without what was left out: the power method."""
+def test_powersgd_converges_to_the_best_product() -> None:
+    """The same matrix in every step, with the residual cleared, is the power method."""
     code, matrix = coder("powersgd:1", shapes=[torch.Size([30, 20])]), gradient(1, 600)
     best = torch.linalg.svdvals(matrix.view(30, 20))[1:].square().sum().sqrt()
     for _ in range(60):
@@ -144,7 +144,7 @@ def test_powersgd_finds_the_best_product_step_by_step() -> None:
     assert (matrix - buffer).norm() == pytest.approx(float(best), rel=1e-3)
 
 
-def test_powersgd_sends_vectors_whole() -> None:
+def test_powersgd_sends_vectors_uncompressed() -> None:
     code, buffer = coder("powersgd:2"), gradient()
     true = buffer.clone()
     code(buffer, alone())

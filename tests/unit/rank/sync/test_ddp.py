@@ -1,4 +1,4 @@
-"""The reference: what DDP refuses is told with the mode that was asked for, the rule and the way out."""
+"""DDP: its error about missing gradients becomes a refusal with the mode, the rule and the way out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE = torch.ones(1, 2)
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    """Of one rank, which is enough for DDP to miss a gradient."""
+    """A group of one rank: DDP misses a gradient there too."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -32,7 +32,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 
 class Idle(nn.Module):
-    """Half of its parameters take no part."""
+    """Half of its parameters get no gradient."""
 
     broken = False
 
@@ -42,7 +42,7 @@ class Idle(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if self.broken:
-            raise RuntimeError("of the model's own")
+            raise RuntimeError("raised by the model")
         return self.used(images)
 
 
@@ -54,18 +54,16 @@ def attached(mode: str, model: Idle, group: Group) -> nn.Module:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "ddp/bucket:1MiB"])
-def test_a_parameter_without_gradient_is_refused_by_the_mode_asked_for_and_with_a_way_out(
-    group: Group, mode: str
-) -> None:
+def test_a_parameter_without_gradient_is_refused_with_the_mode_and_a_way_out(group: Group, mode: str) -> None:
     module = attached(mode, Idle(), group)
     module(ONE).sum().backward()
     with pytest.raises(SpecError, match=rf"^mode '{mode}': .* get no gradient, which DDP refuses\. Use allreduce"):
         module(ONE)
 
 
-def test_an_error_of_the_model_itself_stays_what_it_is(group: Group) -> None:
+def test_an_error_of_the_model_itself_is_not_changed(group: Group) -> None:
     model = Idle()
     module = attached("ddp", model, group)
     model.broken = True
-    with pytest.raises(RuntimeError, match=r"^of the model's own$"):
+    with pytest.raises(RuntimeError, match=r"^raised by the model$"):
         module(ONE)
