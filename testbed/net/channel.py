@@ -50,7 +50,8 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Send one object within the socket's timeout; ChannelClosed if that is not possible."""
         try:
-            self.sock.sendall(_encode(message))
+            self.sock.sendall(self._unsent + _encode(message))
+            self._unsent = b""
         except OSError as error:
             raise ChannelClosed(f"{self.name} closed the connection ({error})") from None
 

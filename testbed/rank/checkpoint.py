@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import random
 import re
@@ -37,6 +38,7 @@ from testbed.spec.run import SCHEMA, RunSpec
 if TYPE_CHECKING:  # train imports this module
     from testbed.rank.train import Tally
 
+log = logging.getLogger(__name__)
 KEPT = 2  # at least
 MAX_FACTS = 1 << 20  # bytes of the JSON
 MAX_RATIO = 16  # tensors of a checkpoint at most so many times the parameters, and MAX_SMALL
@@ -117,7 +119,7 @@ class Checkpoints:
                 return step
         if any(told):
             have = "; ".join(f"rank {rank}: {', '.join(steps) or 'none'}" for rank, steps in enumerate(told))
-            print(f"no checkpoint is common to all ranks (of steps: {have}), so from the beginning", flush=True)
+            log.info("no checkpoint is common to all ranks (of steps: %s), so from the beginning", have)
         return 0
 
     def load(self, trained: Trained, step: int) -> None:

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from testbed.rank.watchdog import STOPPED, Heartbeat
-from testbed.spec.errors import Interrupted, PeerLost, RankFailed, ReplicasDiffer, Unavailable
+from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
+from testbed.spec.errors import PeerLost, TestbedError, Unavailable
 
 PATIENCE = 10  # deadlines that a rank which lives may be late for a test or a comparison
-LAST_WORDS = 1.0  # seconds in which the verdict of a rank that has just left is heard
 
 
 class Nothing:
@@ -121,10 +120,35 @@ class Group:
 
 
 def join(
-    rank: int, size: int, address: str, port: int, deadline: float, end: Callable[[PeerLost], None] = lambda lost: None
+    rank: int,
+    size: int,
+    address: str,
+    port: int,
+    deadline: float,
+    end: Callable[[TestbedError], object] = lambda error: None,
 ) -> Group:
     """Meet the others at address:port, where rank 0 listens, and make the default process group."""
-    return enter(rank, size, open_store(rank, size, address, port, deadline), deadline, end)
+    return make_group(connect(rank, size, address, port, deadline, end), deadline)
+
+
+def connect(
+    rank: int,
+    size: int,
+    address: str,
+    port: int,
+    deadline: float,
+    end: Callable[[TestbedError], object],
+    seats: int | None = None,
+) -> Heartbeat:
+    """Open the store and start the heartbeat; `end` is called when a rank is lost. `seats`: see Heartbeat."""
+    store = open_store(rank, size, address, port, deadline)
+    heartbeat = Heartbeat(rank, size, store, deadline, end, seats)
+    try:
+        heartbeat.start(deadline)
+    except (RuntimeError, OSError) as error:
+        message = f"rank 0 (node0) did not answer rank {rank} within {deadline:g} s: {error}"
+        raise PeerLost(message, 0) from None
+    return heartbeat
 
 
 def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.TCPStore:
@@ -146,18 +170,17 @@ def open_store(rank: int, size: int, address: str, port: int, deadline: float) -
         raise PeerLost(message, failed_rank=0) from None
 
 
-def enter(rank: int, size: int, store: dist.TCPStore, deadline: float, end: Callable[[PeerLost], None]) -> Group:
-    """Make the default process group of all who share the store; `end` is called when a peer is lost later on."""
-    heartbeat = Heartbeat(rank, size, store, deadline, end)
+def make_group(heartbeat: Heartbeat, deadline: float) -> Group:
+    """Make the default process group of all ranks that share the heartbeat's store."""
+    rank, size, store = heartbeat.rank, heartbeat.size, heartbeat.store
     try:
-        heartbeat.start(deadline)
         _await_all(rank, size, store, deadline)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline))
-    except PeerLost as lost:  # told before this rank leaves, or the others would take it for the one that was lost
-        raise heartbeat.accuse(lost) from None
+    except PeerLost as lost:  # tell the others before this rank leaves, or they would report this rank as lost
+        raise heartbeat.report_lost(lost) from None
     except (RuntimeError, OSError) as error:
         message = f"rank {rank} did not meet all of {size} ranks within {deadline:g} s: {error}"
-        raise heartbeat.learn(LAST_WORDS) or PeerLost(message) from None
+        raise heartbeat.wait_for_verdict(LAST_VERDICT_TIMEOUT_S) or PeerLost(message) from None
     return Group(rank, size, store, deadline, heartbeat)
 
 
@@ -173,30 +196,6 @@ def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None
             names = ", ".join(f"rank {other} (node{other})" for other in missing)
             raise PeerLost(f"{names} did not come within {deadline:g} s", failed_rank=missing[0]) from None
         raise
-
-
-@contextmanager
-def naming(group: Group) -> Iterator[None]:
-    """Inside, an error that others caused becomes one that names them; they in turn hear why this rank fails."""
-    try:
-        yield
-    except Exception as error:
-        heartbeat = group.heartbeat
-        outside = isinstance(error, RuntimeError) and is_lost_peer(error)
-        if heartbeat and (outside or type(error) is RankFailed):
-            lost = heartbeat.ask()
-            if lost:
-                raise lost from error
-        elif heartbeat and not isinstance(error, PeerLost):
-            own = isinstance(error, Interrupted | ReplicasDiffer)  # of the latter all ranks know by themselves
-            heartbeat.close(STOPPED if own else f"{type(error).__name__}: {error}"[:500])
-        raise
-
-
-def is_lost_peer(error: RuntimeError) -> bool:
-    """Gloo and the store raise plain RuntimeErrors whose texts are all they tell."""
-    text = str(error).lower()
-    return any(sign in text for sign in ("gloo", "connection", "timed out", "timeout", "socket", "broken pipe"))
 
 
 def alone() -> Group:
@@ -227,5 +226,5 @@ def leave(group: Group) -> None:
     if group.rank == 0:
         group.store.wait([f"done/{rank}" for rank in range(group.size)], PATIENCE * group.deadline)
     if group.heartbeat:
-        group.heartbeat.close()
+        group.heartbeat.leave()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -86,6 +87,7 @@ def _sum(tally: Tally, group: Group, key: str) -> tuple[float, int, int]:
     return sum(float(p[0]) for p in parts), sum(int(p[1]) for p in parts), sum(int(p[2]) for p in parts)
 
 
+log = logging.getLogger(__name__)
 LOG_STEPS = 20  # between lines of rankN.log, as the reports printed them
 LOG_SECONDS = 5.0  # between lines where steps are slow
 
@@ -156,7 +158,7 @@ class Trainer:
                 self.timeline.take()
             self.keeper.load(self, step)
             self.recorder.repeat(step)
-            print(f"resumed after step {step}", flush=True)
+            log.info("resumed after step %d", step)
         return step
 
     def _step(self, module: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], step: int, epoch: int) -> Step:
@@ -179,7 +181,7 @@ class Trainer:
         """A line for people, now and then."""
         if step % LOG_STEPS == LOG_STEPS - 1 or time.monotonic() - self.said >= LOG_SECONDS:
             self.said = time.monotonic()
-            print(f"step {step + 1}/{self.total} loss {loss:.4f} {seconds:.3f} s", flush=True)
+            log.info("step %d/%d loss %.4f %.3f s", step + 1, self.total, loss, seconds)
 
     def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor) -> float:
         """One pass, or several over parts of the batch whose gradients add up to the batch's mean.
@@ -209,7 +211,7 @@ class Trainer:
         if self.spec.evaluate != "never":
             found = evaluate(self.spec, self.model, self.test_set, self.group, step=step, epoch=epoch, seen=self.seen)
             self.recorder.write(found)
-            print(f"epoch {epoch} test loss {found.loss:.4f} correct {found.correct}/{found.images}", flush=True)
+            log.info("epoch %d test loss %.4f correct %d/%d", epoch, found.loss, found.correct, found.images)
         if self.spec.evaluate == "every-rank":
             self.group.tell_all(f"tested/{step}", "")  # the next step must not wait for the slowest tester
 

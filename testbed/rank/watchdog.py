@@ -1,226 +1,300 @@
-"""Heartbeat: who is dead, who is silent, who is behind; apart from Gloo, so that it works when Gloo waits.
+"""Watchdog: ends this rank when it is stopped, when it fails, and when another rank is lost, even while Gloo blocks.
 
-Every rank holds one connection to rank 0, over which both ends beat. Rank 0 listens at the store's address, on a port
-that it tells through the store together with a token; who does not know the token is nobody. A closed connection is
-a dead rank, seen at once; one that is silent for longer than the deadline is frozen or cut off. Rank 0 passes the
-verdict on; when rank 0 itself is lost, all others see that alone. Whoever learns a verdict ends, even if its main
-thread is stuck inside Gloo.
+Three threads can find a reason to end: the main thread (an exception), the signal thread (SIGTERM while the main thread
+waits inside Gloo) and the heartbeat thread (another rank is dead, frozen or cut off). All of them call
+`Watchdog.exit_once`, the only failure path of a rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
-import secrets
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch.distributed as dist
+from testbed.net.channel import Channel, listen, new_token, token_matches
+from testbed.results.records import Error
+from testbed.spec.errors import (
+    ChannelClosed,
+    Interrupted,
+    NetworkInvalid,
+    PeerLost,
+    RankFailed,
+    ReplicasDiffer,
+    SpecError,
+    TestbedError,
+)
 
-from testbed.spec.errors import Interrupted, PeerLost
+if TYPE_CHECKING:  # importing torch takes a second, and signal handlers are installed before that
+    import torch.distributed as dist
 
-# Stopping: SIGTERM and SIGINT end a rank soon, even one that waits inside Gloo.
+    from testbed.rank.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+# --- signals -------------------------------------------------------------------------------------------------------
 #
-# Python's own handlers run when the main thread is back in Python, which may be a slow network's whole all-reduce
-# later. The kernel's handler writes the signal's number to a pipe at once; a thread reads it there, gives the main
-# thread a few seconds, and then ends the rank itself.
+# A Python signal handler runs when the main thread is back in Python code. Inside Gloo that can take as long as an
+# all-reduce on a slow network. So the C handler also writes the signal's number to a pipe; a thread reads it, gives the
+# main thread SIGNAL_GRACE_S seconds, and then ends the rank itself.
 
-GRACE = 3.0  # seconds for the main thread to raise, write down and leave
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNAL_GRACE_S = 3.0  # for the main thread to raise, record the failure and exit
 
 
 def raise_interrupted() -> None:
-    """SIGTERM and SIGINT raise Interrupted in the main thread; signals held back until now arrive."""
+    """Make SIGTERM and SIGINT raise Interrupted in the main thread, and unblock them if they were blocked."""
     for number in SIGNALS:
-        signal.signal(number, _interrupt)
+        signal.signal(number, _raise_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def insist(end: Callable[[Interrupted], None]) -> None:
-    """Call `end` from a thread when a signal came and the main thread did not react within GRACE."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(reading, end), daemon=True).start()
-
-
-def ignore() -> None:
-    """From here on there is nothing left to interrupt."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _watch(reading: int, end: Callable[[Interrupted], None]) -> None:
-    name = signal.Signals(os.read(reading, 1)[0]).name
-    threading.Event().wait(GRACE)
-    end(Interrupted(f"stopped by {name} while it waited for others"))
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    ignore()  # a second one must not interrupt the writing down
+def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
+    ignore_signals()  # a second signal must not interrupt the recording of the first
     raise Interrupted(f"stopped by {signal.Signals(signum).name}")
 
 
-PERIOD = 0.25  # seconds between two beats
-QUIET = 1.5  # seconds of silence that make a rank suspect once somebody complains
-HELLO = 5.0  # seconds for a new connection to say who it is
-PATIENCE = 3.0  # seconds in which a rank that lost a peer waits to learn which
-MAX_LINE = 4096  # bytes of one message
-MAX_STRANGERS = 64  # connections that have not said who they are
-BACKLOG = 1024  # in front of the door: whom the kernel turns away comes back only after a second
-KEY = "heartbeat"  # in the store
-DONE, STOPPED = "done", "stopped"  # farewells of a rank that did not fail
-WAITS = "sync"  # the phase in which a rank waits for others
+def ignore_signals() -> None:
+    """Ignore SIGTERM and SIGINT from now on. Only the main thread may change handlers; elsewhere this does nothing."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
+    """Call `end` from a thread if a signal came and the main thread did not exit within SIGNAL_GRACE_S."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        name = signal.Signals(os.read(reading, 1)[0]).name
+        time.sleep(SIGNAL_GRACE_S)
+        end(Interrupted(f"stopped by {name} while it waited for others"))
+
+    threading.Thread(target=watch, daemon=True, name="signals").start()
+
+
+# --- heartbeat -----------------------------------------------------------------------------------------------------
+#
+# Every rank keeps one TCP connection to rank 0, separate from Gloo, and both ends send a short message several times a
+# second. A closed connection is a dead rank; a connection that is silent for longer than the deadline is a frozen rank
+# or a cut link. Rank 0 decides which rank failed and tells all others; if rank 0 itself is lost, each of them sees it.
+# Rank 0 listens at the store's address, on a port that it publishes in the store together with a token. Messages are
+# JSON objects, one a line:
+#
+#   {"hello": 2, "token": ...}                first message of a rank
+#   {"step": 7, "phase": "sync"}              heartbeat; with "complains" if the main thread's wait failed
+#   {"verdict": 1, "why": ...}                rank 1 failed: everybody ends
+#   {"refused": ...}                          the request is refused: everybody ends
+#   {"bye": "done", "rank": 2}                this rank ends, and why
+#   {"report": {"code": 6, "message": ...}}   a failed rank's error record, for rank 0's summary
+
+PERIOD_S = 0.25  # between two heartbeats
+QUIET_S = 1.5  # silence that makes a rank suspect once another rank's wait has failed
+HELLO_TIMEOUT_S = 5.0  # for a new connection to identify itself
+VERDICT_TIMEOUT_S = 3.0  # for which a rank that lost a peer waits to learn which
+KEEPALIVE_S = 60  # without traffic, after which the kernel checks that rank 0's machine still exists
+MAX_LINE_BYTES = 4096
+MAX_REASON_CHARS = 1000
+MAX_UNIDENTIFIED = 64  # connections that have not sent a hello
+BACKLOG = 1024  # a connection that the kernel refuses is retried only after a second
+STORE_KEY = "heartbeat"
+DONE, STOPPED = "done", "stopped"  # reasons to leave that are no failure of this rank
+WAITING = "sync"  # the phase in which a rank waits for others
 
 
 @dataclass
 class Peer:
     """The other end of one connection."""
 
-    connection: socket.socket
-    heard: float
-    rank: int | None = None  # None: has not said
+    channel: Channel
+    heard: float  # when its last message came
+    rank: int | None = None  # None until its hello
     step: int = 0
     phase: str = "start"
-    left: str | None = None  # why it went, when it said so
-    pending: bytes = b""  # half a message that came
-    unsent: bytes = b""  # half a message that did not go
     since: float = field(default_factory=time.monotonic)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Whole messages that have arrived; None when the other end is gone or talks nonsense."""
+        """Return the messages that have arrived; None if the connection ended or sent anything else."""
+        messages = []
         try:
-            data = self.connection.recv(65536)
-        except (BlockingIOError, InterruptedError):
-            return []
-        except OSError:
+            self.channel.fill()
+            while (message := self.channel.take()) is not None:
+                messages.append(message)
+        except ChannelClosed:
             return None
-        if not data:
-            return None
-        *lines, self.pending = (self.pending + data).split(b"\n")
-        if len(self.pending) > MAX_LINE:
-            return None
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
-
-    def send(self, message: dict[str, Any]) -> None:
-        """A beat that does not fit is left out: the next one comes soon. Half of one is finished first."""
-        data = self.unsent or json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(OSError):
-            self.unsent = data[self.connection.send(data) :]
+        return messages
 
 
 class Heartbeat:
-    """One thread per rank; `end` is called with the verdict, and does not come back."""
+    """One thread per rank. It calls `end` with the verdict; in a rank process that call does not return."""
 
     def __init__(
-        self, rank: int, size: int, store: dist.TCPStore, deadline: float, end: Callable[[PeerLost], None]
+        self,
+        rank: int,
+        size: int,
+        store: dist.TCPStore,
+        deadline: float,
+        end: Callable[[TestbedError], object],
+        seats: int | None = None,
     ) -> None:
+        """`size` ranks train. Ranks up to `seats` may connect too: they only wait until rank 0 has ended."""
         self.rank, self.size, self.store = rank, size, store
+        self.seats = size if seats is None else seats
         self.deadline = deadline
-        self.step, self.phase = 0, "start"  # the main thread's own words about itself
         self.end = end
-        self.verdict: PeerLost | None = None
-        self._known = threading.Event()  # set with the verdict
-        self._complaint: float | None = None  # since when the main thread wants to know
-        self._closing = threading.Event()
+        self.step, self.phase = 0, "start"  # set by the main thread
+        self.address = ""  # of this node, on the way to rank 0
+        self.verdict: TestbedError | None = None
+        self.steps: dict[int, int] = {}  # rank 0: the last step that each of the others said it is in
+        self.reports: dict[int, dict[str, Any]] = {}  # rank 0: error records of the others
+        self._known = threading.Event()  # set once the verdict is known and told
+        self._complaint: float | None = None  # when the main thread's wait failed
+        self._leaving = threading.Event()
         self._farewell = ""
         self._peers: list[Peer] = []
-        self._gone: dict[int, str] = {}  # ranks that left, with their reason
-        self._accusers: dict[int, str] = {}  # ranks that gave up rank 0, which is this one, with their reason
+        self._gone: dict[int, str] = {}  # ranks that said why they leave
+        self._lost_rank_0: dict[int, str] = {}  # rank 0: ranks that report rank 0 as lost, with their reason
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None  # rank 0's
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
+    # --- called by the main thread ---
+
     def start(self, deadline: float) -> None:
-        """Rank 0 listens, the others connect; `deadline` seconds for rank 0 to say where."""
+        """Rank 0 listens, the others connect. Raises RuntimeError or OSError if rank 0 is not there in time."""
         if self.rank == 0:
-            self._token = secrets.token_hex(16)
-            family = socket.AF_INET6 if ":" in self.store.host else socket.AF_INET
-            self._listener = socket.create_server((self.store.host, 0), family=family, backlog=BACKLOG)
+            self._token = new_token()
+            self._listener = listen(self.store.host, 0, BACKLOG)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
+            self.address = self._listener.getsockname()[0]
             where = {"port": self._listener.getsockname()[1], "token": self._token}
-            self.store.set(KEY, json.dumps(where))
+            self.store.set(STORE_KEY, json.dumps(where))
         else:
-            self.store.wait([KEY], timedelta(seconds=deadline))
-            where = json.loads(self.store.get(KEY))
+            self.store.wait([STORE_KEY], timedelta(seconds=deadline))
+            where = json.loads(self.store.get(STORE_KEY))
             connection = socket.create_connection((self.store.host, where["port"]), timeout=deadline)
-            hub = self._add(connection)
-            hub.rank = 0
-            hub.send({"hello": self.rank, "token": where["token"]})
-        self._thread.start()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+            self.address = connection.getsockname()[0]
+            rank_0 = self._add(connection)
+            rank_0.rank = 0
+            rank_0.channel.offer({"hello": self.rank, "token": where["token"]})
+        if self.rank < self.size:
+            self._thread.start()
 
     def at(self, step: int, phase: str) -> None:
-        """What the main thread is about to do; the next beat tells it."""
+        """Set what the next heartbeats say about the main thread."""
         self.step, self.phase = step, phase
 
-    def ask(self) -> PeerLost | None:
-        """Whom did we lose? Called by the main thread after an error; None when nobody can be named."""
+    def identify_lost(self) -> TestbedError | None:
+        """Ask which rank was lost, after an error in a wait. None if no rank can be named."""
         self._complaint = time.monotonic()
-        return self.learn(PATIENCE)
+        return self.wait_for_verdict(VERDICT_TIMEOUT_S)
 
-    def accuse(self, lost: PeerLost) -> PeerLost:
-        """The main thread knows whom we lost: the others hear it before this rank leaves. An earlier verdict stands."""
-        self._settle(lost)
-        return self.learn(PATIENCE) or lost
+    def report_lost(self, error: TestbedError) -> TestbedError:
+        """Tell all ranks a verdict that the main thread found, and return it; an earlier verdict stands."""
+        self._decide(error)
+        return self.wait_for_verdict(VERDICT_TIMEOUT_S) or error
 
-    def learn(self, seconds: float) -> PeerLost | None:
-        """The verdict, where there is one within so many seconds; by then the others were told."""
-        if self._thread.is_alive():
-            self._known.wait(seconds)
+    def wait_for_verdict(self, timeout_s: float) -> TestbedError | None:
+        """Return the verdict if there is one within `timeout_s`. The other ranks have been told by then."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._known.wait(timeout_s)
         return self.verdict
 
-    def close(self, farewell: str = DONE) -> None:
-        """Leave in good order (`done`), or say why this rank fails."""
+    def leave(self, farewell: str = DONE) -> None:
+        """Stop the thread and tell the others why this rank leaves. Connections stay open until the process ends."""
         if self._thread.ident is None or threading.current_thread() is self._thread:
             return
         self._farewell = farewell
-        self._closing.set()
-        self._thread.join(2 * PERIOD + 0.5)
+        self._leaving.set()
+        self._thread.join(2 * PERIOD_S + 0.5)
 
-    # --- the thread ----------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Close all connections; the process's end does the same."""
+        for each in [peer.channel.sock for peer in self._peers] + ([self._listener] if self._listener else []):
+            each.close()
+        self._selector.close()
+
+    # --- called by whichever thread ends the rank; the heartbeat thread no longer reads then ---
+
+    def send_report(self, record: Error, timeout_s: float = 1.0) -> None:
+        """Send this rank's error record to rank 0."""
+        report = asdict(record) | {"message": record.message[:MAX_REASON_CHARS]}
+        for peer in self._peers:
+            with contextlib.suppress(OSError, ChannelClosed):
+                peer.channel.sock.settimeout(timeout_s)
+                peer.channel.send({"report": report})
+
+    def collect_reports(self, timeout_s: float) -> dict[int, dict[str, Any]]:
+        """Rank 0: return the error records of the other ranks; wait for those that are connected and not lost."""
+        lost = self.verdict.failed_rank if isinstance(self.verdict, PeerLost) else None
+        deadline = time.monotonic() + timeout_s
+        open_peers = [peer for peer in self._peers if peer.rank is not None and 0 < peer.rank < self.size]
+        while open_peers and time.monotonic() < deadline:
+            for peer in list(open_peers):
+                messages = peer.read()
+                for message in messages or []:
+                    self._keep_report(peer, message)
+                if messages is None or peer.rank in self.reports:
+                    open_peers.remove(peer)
+            if all(peer.rank == lost for peer in open_peers):
+                break  # what it sent has been read; a frozen rank sends nothing
+            time.sleep(0.02)
+        return self.reports
+
+    def wait_until_closed(self, timeout_s: float | None) -> None:
+        """Ranks 1..N-1: return when rank 0 has closed its connection, at the latest after `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                while deadline is None or time.monotonic() < deadline:
+                    left = None if deadline is None else max(0.01, deadline - time.monotonic())
+                    peer.channel.sock.settimeout(left)
+                    if not peer.channel.sock.recv(65536):
+                        return
+
+    # --- the thread ---
 
     def _run(self) -> None:
-        last = beaten = time.monotonic()
-        while not self._closing.is_set() and self.verdict is None:
-            for key, _ in self._selector.select(PERIOD / 2):
-                self._accept() if key.data is None else self._hear(key.data)
+        last = sent = time.monotonic()
+        while not self._leaving.is_set() and self.verdict is None:
+            for key, _ in self._selector.select(PERIOD_S / 2):
+                self._accept() if key.data is None else self._receive(key.data)
             now = time.monotonic()
-            if now - last > 1.0:  # this process was frozen itself, and could not hear
+            if now - last > 1.0:  # this process itself was frozen, and could not read
                 for peer in self._peers:
-                    peer.heard = min(peer.heard + now - last, now)  # who was heard again already gets no credit
+                    peer.heard = min(peer.heard + now - last, now)  # no credit for peers that were heard again already
             last = now
-            if now - beaten >= PERIOD:
-                beaten = now
-                self._beat()
+            if now - sent >= PERIOD_S:
+                sent = now
+                self._send_heartbeat()
             self._judge(now)
         if self.verdict is not None:
-            self._tell({"verdict": self.verdict.failed_rank, "why": str(self.verdict)})
+            self._tell(_verdict_message(self.verdict))
             self._known.set()
             self.end(self.verdict)
         else:
             self._tell({"bye": self._farewell, "rank": self.rank})
-        for end in [peer.connection for peer in self._peers] + ([self._listener] if self._listener else []):
-            end.close()
-        self._selector.close()
 
     def _add(self, connection: socket.socket) -> Peer:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = Peer(connection, time.monotonic())
+        peer = Peer(Channel(connection, "a rank", MAX_LINE_BYTES), time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._peers.append(peer)
         return peer
@@ -229,62 +303,75 @@ class Heartbeat:
         assert self._listener is not None
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            strangers = [peer for peer in self._peers if peer.rank is None]
-            if len(strangers) >= MAX_STRANGERS:
-                self._drop(strangers[0])  # the newest may be one of us
+            unidentified = [peer for peer in self._peers if peer.rank is None]
+            if len(unidentified) >= MAX_UNIDENTIFIED:
+                self._drop(unidentified[0])  # the oldest: the newest may be a rank
             self._add(connection)
 
     def _drop(self, peer: Peer) -> None:
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
+        self._selector.unregister(peer.channel.sock)
+        peer.channel.sock.close()
         self._peers.remove(peer)
 
-    def _hear(self, peer: Peer) -> None:
-        if peer not in self._peers:  # dropped a moment ago, to make room
+    def _receive(self, peer: Peer) -> None:
+        if peer not in self._peers:  # dropped in the same round, to make room
             return
         messages = peer.read()
         if messages is None:
             self._drop(peer)
-            if peer.rank is not None and peer.rank not in self._gone:
-                self._condemn(peer.rank, "is gone: its connection ended")
+            if peer.rank is not None and peer.rank < self.size and peer.rank not in self._gone:
+                self._mark_failed(peer.rank, "is gone: its connection ended")
         for message in messages or []:
-            if peer.rank is None and not self._introduce(peer, message):
+            if peer.rank is None and not self._identify(peer, message):
                 self._drop(peer)
                 break
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a message that is none of ours says nothing
-                self._understand(peer, message)
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # ignore a message that is none of ours
+                self._handle(peer, message)
 
-    def _introduce(self, peer: Peer, message: dict[str, Any]) -> bool:
-        rank, token = message.get("hello"), message.get("token")
-        said = token.encode("utf-8", "replace") if isinstance(token, str) else b""
-        known = secrets.compare_digest(said, self._token.encode())
-        if not known or not isinstance(rank, int) or not 0 < rank < self.size:
+    def _identify(self, peer: Peer, message: dict[str, Any]) -> bool:
+        rank = message.get("hello")
+        if not token_matches(message.get("token"), self._token) or not isinstance(rank, int):
+            return False
+        if not 0 < rank < self.seats:
             return False
         peer.rank = rank
         return True
 
-    def _understand(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _handle(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.heard = time.monotonic()
+        if peer.rank is None or peer.rank >= self.size:  # a rank that does not train has no say
+            return
+        self._keep_report(peer, message)
         if "step" in message:
             peer.step, peer.phase = int(message["step"]), str(message["phase"])[:32]
+            self.steps[peer.rank] = peer.step
         if "verdict" in message:
-            failed_rank, why = message["verdict"], str(message["why"])[:MAX_LINE]
-            if failed_rank == 0 == self.rank and peer.rank is not None:
-                self._accusers[peer.rank] = why  # weighed when all that came with it is heard
+            failed, why = message["verdict"], str(message["why"])[:MAX_LINE_BYTES]
+            if failed == 0 == self.rank:
+                self._lost_rank_0[peer.rank] = why  # judged after all messages of this round
             else:
-                self._settle(PeerLost(why, failed_rank if isinstance(failed_rank, int) else None))
-        elif "bye" in message and peer.rank is not None:
-            self._leave(peer.rank, str(message["bye"])[:1000])
+                self._decide(PeerLost(why, failed if isinstance(failed, int) else None))
+        elif "refused" in message and peer.rank == 0:
+            self._decide(SpecError(str(message["refused"])[:MAX_LINE_BYTES]))
+        elif "bye" in message:
+            why = str(message["bye"])[:MAX_REASON_CHARS]
+            self._gone[peer.rank] = why
+            if why not in (DONE, STOPPED):  # a rank that still needs this one will complain
+                self._mark_failed(peer.rank, f"failed: {why}")
         elif message.get("complains") and self._complaint is None and self.rank == 0:
             self._complaint = time.monotonic()
 
-    def _leave(self, rank: int, why: str) -> None:
-        """Done, or stopped, is no fault yet: only who waits for it will complain. Anything else is."""
-        self._gone[rank] = why
-        if why not in (DONE, STOPPED):
-            self._condemn(rank, f"failed: {why}")
+    def _keep_report(self, peer: Peer, message: dict[str, Any]) -> None:
+        report = message.get("report")
+        if peer.rank is not None and isinstance(report, dict) and isinstance(report.get("code"), int):
+            failed = report.get("failed_rank")
+            self.reports[peer.rank] = {
+                "code": report["code"],
+                "message": str(report.get("message"))[:MAX_REASON_CHARS],
+                "failed_rank": failed if isinstance(failed, int) and 0 <= failed < self.size else None,
+            }
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         message: dict[str, Any] = {"step": self.step, "phase": self.phase}
         if self._complaint is not None:
             message["complains"] = True
@@ -293,53 +380,146 @@ class Heartbeat:
     def _tell(self, message: dict[str, Any]) -> None:
         for peer in self._peers:
             if peer.rank is not None:
-                peer.send(message)
+                peer.channel.offer(message)
 
-    # --- judgement -----------------------------------------------------------------------------------------------
+    # --- which rank failed ---
 
     def _judge(self, now: float) -> None:
-        if self._accusers:
-            return self._weigh(*next(iter(self._accusers.items())))
-        for peer in [p for p in self._peers if p.rank is None and now - p.since > HELLO]:
+        if self._lost_rank_0:
+            return self._judge_rank_0()
+        for peer in [p for p in self._peers if p.rank is None and now - p.since > HELLO_TIMEOUT_S]:
             self._drop(peer)
-        ranks = [peer for peer in self._peers if peer.rank is not None and peer.rank not in self._gone]
+        ranks = [p for p in self._peers if p.rank is not None and p.rank < self.size and p.rank not in self._gone]
         silent = [peer for peer in ranks if now - peer.heard > self.deadline]
-        if not silent and self._complaint is not None and now - self._complaint > PATIENCE / 3:
-            silent = [peer for peer in ranks if now - peer.heard > QUIET]
+        if not silent and self._complaint is not None and now - self._complaint > VERDICT_TIMEOUT_S / 3:
+            silent = [peer for peer in ranks if now - peer.heard > QUIET_S]
             if not silent and self.rank == 0:
-                return self._blame_the_living(ranks)
+                return self._judge_running(ranks)
         if silent and len(silent) == len(ranks) > 1:
-            return self._condemn(
-                self.rank, f"heard none of the others for {now - silent[0].heard:.1f} s: it is cut off"
-            )
+            seconds = now - silent[0].heard
+            return self._mark_failed(self.rank, f"heard none of the others for {seconds:.1f} s: it is cut off")
         if silent:
             worst = max(silent, key=lambda peer: now - peer.heard)
-            return self._condemn(worst.rank, f"is silent for {now - worst.heard:.1f} s: frozen or cut off")
+            return self._mark_failed(worst.rank, f"is silent for {now - worst.heard:.1f} s: frozen or cut off")
         return None
 
-    def _weigh(self, rank: int, why: str) -> None:
-        """Rank 0 was given up, and lives: most of the others are right, fewer confess that they were cut off."""
-        if 2 * len(self._accusers) > self.size - 1:
-            return self._settle(PeerLost(why, 0))
-        return self._condemn(rank, "was cut off: it gave up rank 0, which lives")
+    def _judge_rank_0(self) -> None:
+        """If most ranks report rank 0 as lost, accept it; otherwise the rank that reported it was cut off."""
+        rank, why = next(iter(self._lost_rank_0.items()))
+        if 2 * len(self._lost_rank_0) > self.size - 1:
+            return self._decide(PeerLost(why, 0))
+        return self._mark_failed(rank, "was cut off: it reported rank 0 as lost, which still runs")
 
-    def _blame_the_living(self, ranks: list[Peer]) -> None:
-        """All beat, and yet somebody waited in vain: one has left, or one is behind."""
+    def _judge_running(self, ranks: list[Peer]) -> None:
+        """All ranks send heartbeats, but one's wait failed: name a rank that was stopped, or the one that is behind."""
         stopped = [rank for rank, why in self._gone.items() if why == STOPPED]
         if stopped:
-            return self._condemn(stopped[0], "was stopped")
-        standing = [(peer.step, peer.phase == WAITS, peer.rank or 0) for peer in ranks]
-        standing = sorted([*standing, (self.step, self.phase == WAITS, self.rank)])
-        (step, waits, last), *others = standing
+            return self._mark_failed(stopped[0], "was stopped")
+        progress = [(peer.step, peer.phase == WAITING, peer.rank or 0) for peer in ranks]
+        progress = sorted([*progress, (self.step, self.phase == WAITING, self.rank)])
+        (step, waits, last), *others = progress
         if others and others[0][:2] != (step, waits):
-            return self._condemn(last, f"is behind: it lives, but is still in step {step + 1}")
-        return self._settle(PeerLost(f"all ranks live, and yet one waited in vain in step {step + 1}", None))
+            return self._mark_failed(last, f"is behind: it runs, but is still in step {step + 1}")
+        return self._decide(PeerLost(f"all ranks run, but a wait failed in step {step + 1}", None))
 
-    def _condemn(self, rank: int | None, why: str) -> None:
+    def _mark_failed(self, rank: int | None, why: str) -> None:
         if rank == 0 and self.rank != 0:
             why += f" (seen by rank {self.rank})"
-        self._settle(PeerLost(f"rank {rank} (node{rank}) {why}", rank))
+        self._decide(PeerLost(f"rank {rank} (node{rank}) {why}", rank))
 
-    def _settle(self, verdict: PeerLost) -> None:
+    def _decide(self, verdict: TestbedError) -> None:
         if self.verdict is None:
             self.verdict = verdict
+
+
+def _verdict_message(verdict: TestbedError) -> dict[str, Any]:
+    if isinstance(verdict, PeerLost):
+        return {"verdict": verdict.failed_rank, "why": str(verdict)}
+    return {"refused": str(verdict)}
+
+
+# --- the end of a rank ---------------------------------------------------------------------------------------------
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no quota, no larger file
+LAST_VERDICT_TIMEOUT_S = 1.0  # for the verdict of a rank that has just left
+
+
+class Watchdog:
+    """What ends this rank: `exit_once`. Attributes are set by the main thread as soon as they exist."""
+
+    def __init__(self, rank: int, terminate: Callable[[int], object] = os._exit) -> None:
+        self.rank = rank
+        self.recorder: Recorder | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.after_failure: Callable[[Error], None] | None = (
+            None  # called with the error record before the process ends
+        )
+        self._terminate = terminate
+        self._begun = threading.Lock()
+
+    def exit_once(self, error: Exception) -> NoReturn:
+        """Record the failure, tell the other ranks, and end the process with the error's exit code.
+
+        The first thread that calls this ends the process. Any other thread only waits for that.
+        """
+        if not self._begun.acquire(blocking=False):
+            threading.Event().wait()
+        ignore_signals()
+        error = self._find_cause(error)
+        record = record_failure(error, self.rank, self.recorder)
+        if self.heartbeat and not isinstance(error, PeerLost):
+            # Of these errors every rank learns by itself, so none of them needs a verdict.
+            common = isinstance(error, Interrupted | ReplicasDiffer | NetworkInvalid)
+            self.heartbeat.leave(STOPPED if common else f"{type(error).__name__}: {error}"[:500])
+        if self.after_failure:
+            self.after_failure(record)
+        flush()
+        self._terminate(record.code)
+        raise SystemExit(record.code)  # reached only if a test replaced os._exit
+
+    def _find_cause(self, error: Exception) -> Exception:
+        """Replace an error that another rank caused by the verdict that names it."""
+        if self.heartbeat is None:
+            return error
+        if (isinstance(error, RuntimeError) and is_lost_peer(error)) or type(error) is RankFailed:
+            return self.heartbeat.identify_lost() or error
+        if isinstance(error, NetworkInvalid):  # the probe failed, perhaps because a rank died
+            return self.heartbeat.wait_for_verdict(LAST_VERDICT_TIMEOUT_S) or error
+        return error
+
+
+def record_failure(error: Exception, rank: int, recorder: Recorder | None) -> Error:
+    """Log the reason, and write it as the rank's last record; return the record, which has the exit code."""
+    record = describe_failure(error, rank)
+    log.error(record.message)
+    if recorder:
+        with contextlib.suppress(OSError):  # a full disk must not hide the exit code
+            recorder.write(record)
+    return record
+
+
+def describe_failure(error: Exception, rank: int) -> Error:
+    """Return the error record. An exception that is none of ours and not expected is logged with its traceback."""
+    if isinstance(error, TestbedError):
+        failed_rank = error.failed_rank if isinstance(error, PeerLost) else None
+        return Error(code=error.exit_code, message=str(error), failed_rank=failed_rank, at=time.monotonic())
+    if isinstance(error, RuntimeError) and is_lost_peer(error):
+        return Error(code=PeerLost.exit_code, message=f"rank {rank} lost a peer: {error}", at=time.monotonic())
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        message = f"nothing more can be written: {error.strerror}. Free some space, then --resume"
+        return Error(code=TestbedError.exit_code, message=message, at=time.monotonic())
+    log.error("unexpected error", exc_info=error)
+    return Error(code=TestbedError.exit_code, message=f"{type(error).__name__}: {error}", at=time.monotonic())
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """True if the error means that another rank is lost. Gloo and the store raise plain RuntimeErrors: only text."""
+    text = str(error).lower()
+    return any(sign in text for sign in ("gloo", "connection", "timed out", "timeout", "socket", "broken pipe"))
+
+
+def flush() -> None:
+    """Flush stdout and stderr, because os._exit does not."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a closed stream
+            stream.flush()

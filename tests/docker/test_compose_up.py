@@ -36,7 +36,9 @@ def test_up_trains_on_four_shaped_nodes_and_leaves_a_folder(cluster: Cluster) ->
     assert cluster.codes() == ALL_OK, printed
     (folder,) = cluster.folders()
     logs = [f"rank{k}.{kind}" for k in range(4) for kind in ("jsonl", "log")]
-    assert sorted(p.name for p in folder.iterdir()) == sorted([*logs, "receipt.json", "spec.json", "summary.json"])
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        [*logs, "receipt.json", "spec.json", "substrate.txt", "summary.json"]
+    )
     summary = summary_of(folder)
     assert (summary["status"], summary["substrate"], summary["replicas_agree"]) == ("ok", "compose", True)
     assert summary["spec"]["node"]["cpus"] == 0.4

@@ -25,7 +25,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, image: str) -> None:
     try:
         for node, name in enumerate(names):
             where = ["--name", name, "--network", tag, "--volume", f"{tmp_path}:/runs", "--user", "65534:65534"]
-            argv = ["--node-rank", str(node), *launch, "-m", "testbed.rank.standalone"]
+            argv = ["--node-rank", str(node), *launch, "-m", "testbed.rank"]
             command("docker", "run", "--detach", *where, *variables, "--entrypoint", "torchrun", image, *argv)
         codes = [command("docker", "wait", name, timeout=200).strip() for name in names]
         output = command("docker", "logs", names[0])

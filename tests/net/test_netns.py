@@ -21,7 +21,11 @@ from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.link import Link
 from tests.support.processes import until
 
-pytestmark = [pytest.mark.net, pytest.mark.quiet]
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.quiet,
+    pytest.mark.skipif(os.geteuid() != 0 and not os.environ.get("CI"), reason="needs root"),
+]
 
 BUSY = "import time\nend = time.time() + 2\nwhile time.time() < end: pass\nprint(time.process_time() / 2)"
 

@@ -126,16 +126,32 @@ class _Worker:
 
 
 class RankRun:
-    """`python -m testbed.rank` as N processes on one run folder; a context manager that leaves none behind."""
+    """`python -m testbed.rank` as N processes on loopback; a context manager that leaves none behind.
 
-    def __init__(self, folder: Path, size: int, **environment: str) -> None:
+    With a run folder, as the controller starts them; without one, as a launcher does: their runs are in `runs`.
+    `own` gives single ranks other variables.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        size: int,
+        *,
+        runs: Path | None = None,
+        own: dict[int, dict[str, str]] | None = None,
+        **environment: str,
+    ) -> None:
         port = free_port()
-        argv = [sys.executable, "-m", "testbed.rank", "--folder", str(folder)]
-        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
+        argv = [sys.executable, "-m", "testbed.rank", *(["--folder", str(folder)] if folder else [])]
+        where = folder or runs
+        assert where is not None
+        where.mkdir(exist_ok=True)
+        environment |= {"TESTBED_RUNS": str(runs)} if runs else {}
+        self.logs = [where / (f"rank{rank}.log" if folder else f"output{rank}.txt") for rank in range(size)]
         self.processes = []
         for rank, path in enumerate(self.logs):
             with path.open("wb") as log:
-                env = rank_environment(rank, size, port) | environment
+                env = rank_environment(rank, size, port) | environment | (own or {}).get(rank, {})
                 self.processes.append(subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log))
 
     def __enter__(self) -> RankRun:

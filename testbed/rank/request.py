@@ -1,0 +1,203 @@
+"""Request: what one rank is asked to do, read once from the arguments and the environment.
+
+Three callers start `python -m testbed.rank`:
+
+    the controller            --folder RUN      spec.json is there; the controller measures and concludes
+    docker/entrypoint.py      --spec FILE       the entrypoint has read the variables, shaped the network, brought data
+    torchrun, srun, a person  no argument       the variables are read here; .env.example lists them
+
+All of them set RANK, MASTER_ADDR and MASTER_PORT as torchrun does, and WORLD_SIZE or NODES. No torch here: the
+container's entrypoint reads the same request before it shapes the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed.results.folder import MAX_SPEC_BYTES, RunFolder, read_bounded
+from testbed.spec.errors import SpecError, refuse
+from testbed.spec.experiment import run_name, with_settings
+from testbed.spec.link import Link
+from testbed.spec.run import RunSpec
+
+COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/ under that name
+SHAPINGS = ("both", "egress", "off")
+UNSHAPED = "none"  # a launcher's nodes keep their network as it is
+NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that nothing would apply there
+KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")  # the same as keys of the spec
+CPU_PERIOD_US = 10_000  # microseconds; CPU_QUOTA is a part of it
+DEFAULT_PORT = 29_500  # of the store; the next one is the probe's
+# Variable -> key of the spec. Values are passed as text, and the spec validates them.
+KEYS = {
+    "MODE": "mode",
+    "NODES": "nodes",
+    "RATE": "link.rate",
+    "MODEL": "model",
+    "DATA": "data.name",
+    "BATCH": "batch",
+    "STEPS": "steps",
+    "SEED": "seed",
+    "CONGESTION": "node.congestion",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One rank's part of a run. The spec must be the same on all ranks."""
+
+    spec: RunSpec
+    rank: int
+    supervised: bool  # a controller measures the network before the run and writes the summary after it
+    master: str  # name or address of rank 0's node
+    port: int  # where rank 0 opens the store
+    interface: str  # of this node; empty: the one that leads to rank 0
+    folder: Path | None = None  # the run folder, if it exists already; None: rank 0 makes it
+    resume: bool = False  # continue from the last checkpoint that all ranks have
+    substrate: str = ""  # COMPOSE or LAUNCHED; empty: the controller knows
+    shaping: str = UNSHAPED  # one of SHAPINGS, or UNSHAPED
+    synthetic: str = ""  # why synthetic images replace the data set that was requested; rank 0 decides for all
+
+    @property
+    def link(self) -> Link:
+        """The link of this node."""
+        return self.spec.link_of(self.rank)
+
+    @property
+    def not_shaped(self) -> str:
+        """Why the run stays out of tables although nothing failed; empty if the network is shaped both ways."""
+        what = {"egress": "what arrives at a node is not shaped", "off": "nothing is shaped"}
+        return f"SHAPING={self.shaping}: {what[self.shaping]}" if self.shaping in what else ""
+
+    @property
+    def probe_port(self) -> int:
+        return self.port + 1
+
+
+def read_request(arguments: Sequence[str], env: Mapping[str, str]) -> Request:
+    """The request of `python -m testbed.rank`. Raises UsageError with the value, the rule and the way out."""
+    parser = argparse.ArgumentParser(prog="testbed.rank", description="One rank of a run.")
+    parser.add_argument("--folder", type=Path, help="run folder; without --spec, a controller made it with its spec")
+    parser.add_argument("--spec", type=Path, help="file with the spec, instead of variables; there is no controller")
+    parser.add_argument("--synthetic", default="", metavar="WHY", help="train on synthetic images, for this reason")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint that all ranks have")
+    options = parser.parse_args(arguments)
+    if options.folder and not options.spec:
+        return _supervised(options.folder, options.resume, env)
+    spec = None
+    if options.spec:
+        spec = RunSpec.from_json(read_bounded(options.spec, MAX_SPEC_BYTES).decode(errors="replace"), str(options.spec))
+    return request_from_environment(env, spec=spec, folder=options.folder, synthetic=options.synthetic)
+
+
+def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
+    rank, spec = _number(env, "RANK", 0), RunFolder(path).read_spec()
+    size = _number(env, "WORLD_SIZE", spec.world)
+    if size != spec.world:
+        raise SpecError(f"WORLD_SIZE {size}: the spec is for {spec.world} ranks. Start that many, or change nodes.")
+    if rank >= size:
+        raise SpecError(f"RANK {rank}: ranks count from 0 to {size - 1}. Start each of them once.")
+    return Request(
+        spec=spec,
+        rank=rank,
+        supervised=True,
+        master=env.get("MASTER_ADDR") or "127.0.0.1",
+        port=_number(env, "MASTER_PORT", DEFAULT_PORT),
+        interface=env.get("GLOO_SOCKET_IFNAME") or "lo",
+        folder=path,
+        resume=resume,
+    )
+
+
+def request_from_environment(
+    env: Mapping[str, str], *, spec: RunSpec | None = None, folder: Path | None = None, synthetic: str = ""
+) -> Request:
+    """The request of a rank without a controller; `spec`: instead of the variables that describe the run."""
+    launched = bool(env.get("WORLD_SIZE")) and not env.get("NODES")
+    shaping = UNSHAPED if launched else env.get("SHAPING") or "both"
+    if shaping not in (*SHAPINGS, UNSHAPED):
+        raise refuse("SHAPING", shaping, "is no way to shape", f"Use one of {', '.join(SHAPINGS)}.")
+    if launched:
+        _check_launched(env)
+    if spec is None:
+        spec = _spec(dict(env) | {"NODES": env["WORLD_SIZE"]} if launched else env, shaping, launched)
+    rank = _number(env, "RANK", 0)
+    if rank >= spec.nodes:
+        raise refuse("RANK", rank, f"there are {spec.nodes} nodes", f"Use 0 to {spec.nodes - 1}.")
+    return Request(
+        spec=spec,
+        rank=rank,
+        supervised=False,
+        master=env.get("MASTER_ADDR") or "rank0",
+        port=spec.port or _number(env, "MASTER_PORT", DEFAULT_PORT),
+        interface=env.get("GLOO_SOCKET_IFNAME") or ("" if launched else "eth0"),
+        folder=folder,
+        substrate=LAUNCHED if launched else COMPOSE,
+        shaping=shaping,
+        synthetic=synthetic,
+    )
+
+
+def _check_launched(env: Mapping[str, str]) -> None:
+    """Refuse settings that nothing would apply, instead of ignoring them."""
+    settings = [each for each in _words(env.get("SET", "")) if _key(each).split(".")[0] in KEYS_NOT_FOR_LAUNCHERS]
+    found = [(name, env[name]) for name in NOT_FOR_LAUNCHERS if env.get(name)] + [("SET", each) for each in settings]
+    if found:
+        rule = "ranks that a launcher starts use the network and the processor as they are"
+        raise refuse(*found[0], rule, "Leave it out, or use docker compose up.")
+
+
+def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
+    requested = {name: env[name] for name in KEYS if env.get(name) and (name != "RATE" or shaping != "off")}
+    values: dict[str, Any] = {
+        "experiment": LAUNCHED if launched else COMPOSE,
+        "name": run_name(env.get("MODE") or "ring", env.get("NODES") or 4),
+    }
+    if quota := _number(env, "CPU_QUOTA", 0):
+        values["node"] = {"cpus": quota / CPU_PERIOD_US}
+    values = with_settings(values, [f"{KEYS[name]}={_quoted(text)}" for name, text in requested.items()])
+    settings = _words(env.get("SET", ""))
+    for key in map(_key, settings):
+        if key in ("node", "nodes", "node.cpus") or re.fullmatch(r"overrides(\.node\d+(\.cpus)?)?", key):
+            way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
+            raise refuse("SET", key, "running containers cannot change their number or CPU share", way_out)
+    spec = RunSpec.load(with_settings(values, settings, "SET"), where="")
+    if spec.faults or spec.retries:
+        rule = "only a controller can inject faults and restart ranks"
+        raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")
+    return _without_shaping(spec) if shaping in ("off", UNSHAPED) else spec
+
+
+def _without_shaping(spec: RunSpec) -> RunSpec:
+    """The spec without what is not applied."""
+    node = spec.node.model_copy(update={"congestion": None})
+    return spec.model_copy(update={"link": Link(), "overrides": {}, "node": node})
+
+
+def _quoted(text: str) -> str:
+    """Quote as a TOML string: without quotes, the seed 007 or the mode 1e5 would be read as something else."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SpecError(f"SET {text!r}: cannot be read ({error}). Write SET='key=value key=value'.") from None
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name) or str(default)
+    if not text.isdecimal():
+        raise refuse(name, text, "must be a whole number", f"Write e.g. {name}={default}.")
+    return int(text)

@@ -1,0 +1,378 @@
+"""run_rank: the life of one rank, with or without a controller.
+
+1. join      open the store, start the heartbeat; without a controller, agree on the request and the run folder
+2. measure   without a controller only: probe every link (the controller does it before it starts the ranks)
+3. train     Trainer.run
+4. conclude  without a controller only: rank 0 writes summary.json and prints the table, the others wait for it
+
+Every failure, in any thread, goes through Watchdog.exit_once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from testbed.net.probe import measure, probe_node, receipt_of
+from testbed.rank import oom, watchdog
+from testbed.rank.checkpoint import Checkpoints
+from testbed.rank.counters import open_counter
+from testbed.rank.group import alone, connect, leave, make_group
+from testbed.rank.recorder import Recorder
+from testbed.rank.request import Request
+from testbed.rank.train import Trainer
+from testbed.rank.watchdog import Heartbeat, Watchdog
+from testbed.results.conclude import Status, Summary, conclude, root_cause
+from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
+from testbed.results.receipt import Receipt
+from testbed.results.records import Error
+from testbed.results.table import flatten, format_results
+from testbed.spec.errors import (
+    Interrupted,
+    NetworkInvalid,
+    PeerLost,
+    RankFailed,
+    SpecError,
+    TestbedError,
+    os_failure,
+)
+from testbed.spec.run import RunSpec
+
+log = logging.getLogger(__name__)
+
+MASTER_TIMEOUT_S = 900.0  # for rank 0 to listen: it may fetch a data set first
+UNKNOWN_NAME_S = 20.0  # after which a name that does not resolve means that rank 0 has ended: Compose removes it then
+CONNECT_RETRY_S = 0.2
+PEER_REPORT_TIMEOUT_S = 2.0  # for the other ranks to send their error records to rank 0
+SUMMARY_TIMEOUT_S = 120.0  # for rank 0 to write the summary, while the other ranks wait
+SUMMARY_TIMEOUT_AFTER_LOSS_S = 5.0  # the same once a rank was lost, which may be cut off from rank 0
+SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
+
+
+@dataclass
+class Run:
+    """What this rank knows of the run. Without a controller, rank 0 puts it into summary.json."""
+
+    spec: RunSpec
+    folder: RunFolder
+    addresses: list[str] = field(default_factory=list)  # of all ranks; without a controller
+    notes: list[str] = field(default_factory=list)
+    network: str = "not measured"
+    invalid: str = ""  # why the run must stay out of tables
+
+
+def run_rank(request: Request) -> int:
+    """Take part in one run and return the exit code. A failure ends the process with the error's own exit code."""
+    guard = Watchdog(request.rank)
+    watchdog.start_signal_watchdog(guard.exit_once)
+    torch.set_num_threads(request.spec.threads)
+    try:
+        if request.supervised:
+            return _run_supervised(request, guard)
+        return _run_unsupervised(request, guard)
+    except Exception as error:
+        guard.exit_once(error)
+
+
+def _run_supervised(request: Request, guard: Watchdog) -> int:
+    assert request.folder is not None
+    spec, folder, rank = request.spec, RunFolder(request.folder), request.rank
+    if request.resume:
+        folder.set_records_aside(rank)
+    guard.recorder = Recorder(folder.records(rank), folder.attempts(rank) if request.resume else {})
+    if spec.world > 1:
+        guard.heartbeat = _connect(request, guard)
+    _train(request, Run(spec, folder), guard)
+    return 0
+
+
+def _run_unsupervised(request: Request, guard: Watchdog) -> int:
+    rank = request.rank
+    if request.spec.nodes > 1:
+        if rank > 0:
+            wait_for_listener(request.master, request.port)
+        guard.heartbeat = _connect(request, guard)
+    run = _agree(request, guard)
+    if rank >= run.spec.world:
+        log.info("mode %s: rank 0 trains alone, rank %d has nothing to do", run.spec.mode, rank)
+        return _wait_for_rank_0(guard, code=0, timeout_s=None)
+    _measure(request, run, partial(_probe, request, run))
+    _train(request, run, guard)
+    code = NetworkInvalid.exit_code if run.invalid and not request.not_shaped else 0
+    if rank > 0:
+        return _wait_for_rank_0(guard, code, SUMMARY_TIMEOUT_S)
+    summary = _conclude(request, run, "invalid" if run.invalid else "ok", run.invalid)
+    log.info(format_results([summary], _where(run)))
+    return RankFailed.exit_code if summary.status == "failed" else code  # the records may be incomplete
+
+
+def _connect(request: Request, guard: Watchdog) -> Heartbeat:
+    spec = request.spec
+    where = (request.rank, spec.world, request.master, request.port, spec.start_deadline)
+    return connect(*where, guard.exit_once, seats=spec.nodes)
+
+
+def _train(request: Request, run: Run, guard: Watchdog) -> None:
+    """Make the process group, train, leave the group."""
+    spec, heartbeat = run.spec, guard.heartbeat
+    interface = request.interface or interface_of(heartbeat.address if heartbeat else "") or "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes it from nowhere else
+    if spec.world > 1:
+        assert heartbeat is not None
+        group = make_group(heartbeat, spec.start_deadline)
+    else:
+        group = alone()
+    assert guard.recorder is not None
+    keeps = spec.checkpoint or request.resume
+    checkpoints = Checkpoints(spec, run.folder.checkpoints, group, request.resume) if keeps else None
+    oom.wake(spec)
+    Trainer(spec, group, guard.recorder, open_counter(interface), checkpoints).run()
+    leave(group)
+
+
+# --- without a controller: join ------------------------------------------------------------------------------------
+
+
+def wait_for_listener(
+    host: str, port: int, timeout_s: float = MASTER_TIMEOUT_S, unknown_name_s: float = UNKNOWN_NAME_S
+) -> None:
+    """Return when host:port accepts a connection. Raises RankFailed after `timeout_s`.
+
+    Also if the name does not resolve for `unknown_name_s`: the name of a container ends with it.
+    """
+    resolved = begun = time.monotonic()
+    while (now := time.monotonic()) < begun + timeout_s:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except socket.gaierror:
+            if now > resolved + unknown_name_s:
+                reason = f"the name {host!r} does not resolve"
+                raise RankFailed(f"rank 0 has ended or was never started: {reason}. See its log") from None
+        except OSError:
+            resolved = now  # it exists, but does not listen yet
+        time.sleep(CONNECT_RETRY_S)
+    raise RankFailed(f"rank 0 did not listen at {host}:{port} within {timeout_s:g} s. See its log")
+
+
+def _agree(request: Request, guard: Watchdog) -> Run:
+    """Check that all ranks have the same request; rank 0 makes the run folder and tells the others its name."""
+    heartbeat, rank = guard.heartbeat, request.rank
+    if heartbeat is None:
+        return _begin(request, guard, _make_folder(request), [], bool(request.synthetic))
+    store = heartbeat.store
+    store.set(f"request/{rank}", json.dumps({"address": heartbeat.address, "values": _values(request)}))
+    if rank == 0:
+        return _lead(request, guard, heartbeat)
+    try:
+        store.wait(["run"], timedelta(seconds=2 * request.spec.start_deadline))  # longer than rank 0 waits for others
+        found: dict[str, Any] = json.loads(store.get("run"))
+    except RuntimeError as error:
+        message = f"rank 0 (node0) did not tell rank {rank} the run folder: {error}"
+        raise heartbeat.wait_for_verdict(watchdog.LAST_VERDICT_TIMEOUT_S) or PeerLost(message, 0) from None
+    if difference := _difference(_values(request), rank, found["values"]):
+        raise SpecError(difference)
+    path = runs_dir() / request.spec.experiment / Path(found["name"]).name
+    if rank < request.spec.world:
+        try:
+            path.mkdir(parents=True, exist_ok=True)  # nodes may have no shared disk
+        except OSError as error:
+            raise os_failure(error, path) from None
+    return _begin(request, guard, path, found["addresses"], found["synthetic"])
+
+
+def _lead(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> Run:
+    """Rank 0's part of `_agree`. Raises SpecError if a request differs, PeerLost if a rank is missing."""
+    spec, store = request.spec, heartbeat.store
+    keys = [f"request/{rank}" for rank in range(spec.world)]
+    with contextlib.suppress(RuntimeError):  # a rank that is missing is named below
+        store.wait(keys, timedelta(seconds=spec.start_deadline))
+    found = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+    for rank, other in found.items():
+        if difference := _difference(other["values"], rank, _values(request)):
+            raise heartbeat.report_lost(SpecError(difference))
+    addresses = [found[rank]["address"] for rank in sorted(found)]
+    run = _begin(request, guard, _make_folder(request), addresses, bool(request.synthetic))
+    missing = [rank for rank in range(spec.world) if rank not in found]
+    if missing:
+        names = ", ".join(f"rank {rank} (node{rank})" for rank in missing)
+        raise heartbeat.report_lost(PeerLost(f"{names} did not come within {spec.start_deadline:g} s", missing[0]))
+    message = {"name": run.folder.path.name, "synthetic": bool(request.synthetic), "values": _values(request)}
+    store.set("run", json.dumps(message | {"addresses": run.addresses}))
+    return run
+
+
+def _values(request: Request) -> dict[str, Any]:
+    """All values of the request that must be equal on all ranks, by their dotted keys."""
+    return flatten(request.spec) | {"SHAPING": request.shaping}
+
+
+def _difference(values: Mapping[str, Any], rank: int, of_rank_0: Mapping[str, Any]) -> str:
+    """A sentence about the first key in which a rank's request differs from rank 0's; empty if they are equal."""
+    for key in [*of_rank_0, *values]:
+        if values.get(key) != of_rank_0.get(key):
+            both = f"{key} {values.get(key)!r} on rank {rank}, {of_rank_0.get(key)!r} on rank 0"
+            return f"{both}: all ranks must get the same request. Set the same variables on all nodes."
+    return ""
+
+
+def _make_folder(request: Request) -> Path:
+    """Make the run folder; where only root may do so, the entrypoint has made it."""
+    path = request.folder or fresh_folder(runs_dir() / request.spec.experiment, request.spec.name)
+    spec, folder = _final_spec(request.spec, path.name, bool(request.synthetic)), RunFolder(path)
+    if request.folder:
+        write_whole(folder.substrate, request.substrate)
+        write_whole(folder.spec, spec.to_json())
+    else:
+        folder.create(spec, request.substrate)
+    return path
+
+
+def _begin(request: Request, guard: Watchdog, path: Path, addresses: list[str], synthetic: bool) -> Run:
+    """The run folder exists: from here on the log, the records and the summary say what happens."""
+    spec, folder, rank = _final_spec(request.spec, path.name, synthetic), RunFolder(path), request.rank
+    notes = [note for note in (request.synthetic, request.not_shaped) if note]
+    run = Run(spec, folder, addresses, notes, invalid=request.not_shaped if spec.world > 1 else "")
+    if rank < spec.world:
+        _log_to(folder.log(rank))
+        guard.recorder = Recorder(folder.records(rank))
+        guard.after_failure = lambda record: _conclude_failure(record, request, run, guard.heartbeat)
+    if rank == 0:
+        ranks = f"{spec.world} rank{'s' if spec.world > 1 else ''}"
+        log.info("run %s: %s, %s on %s, %s", _where(run), spec.mode, spec.model, spec.data.name, ranks)
+    return run
+
+
+def _final_spec(spec: RunSpec, name: str, synthetic: bool) -> RunSpec:
+    """The spec with the name of its folder and, if the data set could not be fetched, with synthetic images."""
+    data = spec.data.model_copy(update={"name": "synthetic"}) if synthetic else spec.data
+    return spec.model_copy(update={"name": name, "data": data})
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this IPv4 address; empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("16s16x", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
+
+
+def _log_to(path: Path) -> None:
+    """Copy all log lines to rankN.log; a controller redirects the rank's output instead."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("testbed").addHandler(handler)
+
+
+# --- without a controller: measure ---------------------------------------------------------------------------------
+
+
+def _measure(request: Request, run: Run, probe: Callable[[], Receipt]) -> None:
+    """Measure all links; rank 0 writes the receipt. A network that is off makes the run invalid, not impossible."""
+    if run.spec.world == 1:
+        run.network = "one node, no network"
+        return
+    if not run.spec.probe:
+        run.network = "not measured (probe = false)"
+        run.notes.append("probe = false: the network was not checked")
+        return
+
+    def announce(sentence: str) -> None:
+        if request.rank == 0:
+            log.info(sentence)
+
+    receipt, notes = measure(probe, announce, retry=not request.not_shaped)
+    run.notes += notes
+    run.network = receipt.sentence()
+    if request.rank == 0:
+        receipt.write(run.folder.receipt)
+    if not request.not_shaped and not receipt.valid():
+        run.invalid = run.network
+
+
+def _probe(request: Request, run: Run) -> Receipt:
+    """Take part in one probe of all links."""
+    rank, rates = request.rank, [run.spec.link_of(each).rate for each in range(run.spec.world)]
+    try:
+        return receipt_of(probe_node(rank, run.addresses, request.probe_port, rates[rank], lambda event: None), rates)
+    except OSError as error:
+        raise NetworkInvalid(f"the probe of the network failed: {error}") from None
+
+
+# --- without a controller: conclude --------------------------------------------------------------------------------
+
+
+def _conclude_failure(record: Error, request: Request, run: Run, heartbeat: Heartbeat | None) -> None:
+    """Rank 0: find the root cause and write summary.json. The others: send their error record, wait for rank 0."""
+    if request.rank > 0:
+        if heartbeat and record.code != Interrupted.exit_code and record.failed_rank != 0:
+            heartbeat.send_report(record)
+            lost = record.code == PeerLost.exit_code
+            heartbeat.wait_until_closed(SUMMARY_TIMEOUT_AFTER_LOSS_S if lost else SUMMARY_TIMEOUT_S)
+        return
+    interrupted = record.code == Interrupted.exit_code
+    status: Status = "interrupted" if interrupted else "failed"
+    reason = record.message if interrupted else _root_cause(record, run, heartbeat)
+    with contextlib.suppress(TestbedError):  # a summary that cannot be written must not hide the reason
+        _conclude(request, run, status, reason)
+    log.error("%s: %s\neverything is in %s", status, reason, _where(run))
+
+
+def _root_cause(record: Error, run: Run, heartbeat: Heartbeat | None) -> str:
+    """The sentence of `root_cause` from rank 0's error record and those that the other ranks send."""
+    errors: list[dict[str, Any] | None] = [{"message": record.message, "failed_rank": record.failed_rank}]
+    codes: list[int | None] = [record.code]
+    steps = heartbeat.steps | {0: heartbeat.step} if heartbeat else {}
+    reports = (
+        heartbeat.collect_reports(PEER_REPORT_TIMEOUT_S) if heartbeat and record.code == PeerLost.exit_code else {}
+    )
+    for rank in range(1, run.spec.world):
+        report = reports.get(rank)
+        errors.append(report)
+        codes.append(report["code"] if report else None)
+    ranks = range(run.spec.world)
+    cause = root_cause(
+        codes,
+        errors,
+        last_steps=[steps.get(rank, 0) - 1 for rank in ranks],
+        nodes=[f"node{rank}" for rank in ranks],
+        folder=RunFolder(Path(_where(run))),
+    )
+    return str(cause)
+
+
+def _conclude(request: Request, run: Run, status: Status, reason: str) -> Summary:
+    facts = {"reason": reason, "substrate": request.substrate, "network": run.network}
+    return conclude(run.folder, run.spec, status=status, notes=run.notes, **facts)
+
+
+def _where(run: Run) -> str:
+    """The run folder as the user knows it: runs/ is mounted into a container under another path."""
+    return f"runs/{run.folder.path.parent.name}/{run.folder.path.name}"
+
+
+def _wait_for_rank_0(guard: Watchdog, code: int, timeout_s: float | None) -> int:
+    """Ranks 1..N-1 end after rank 0: Compose can stop all containers as soon as one ends, also rank 0's summary."""
+    for number in watchdog.SIGNALS:  # nothing is left to record
+        signal.signal(number, lambda *_: os._exit(code))
+    if guard.heartbeat:
+        guard.heartbeat.wait_until_closed(timeout_s)
+    return code

@@ -1,0 +1,240 @@
+"""`python -m testbed.rank` without a controller, as torchrun and srun start it: real processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.results.folder import RunFolder
+from testbed.results.records import read
+from testbed.spec.errors import PeerLost, SpecError, TestbedError
+from tests.support.command import run_command
+from tests.support.rank_pool import ROOT, RankRun
+
+pytestmark = pytest.mark.gloo
+
+SMALL = {"MODE": "ring", "MODEL": "lenet5", "DATA": "synthetic", "BATCH": "24", "STEPS": "4"}
+SUBSET = "data.subset=96 data.test_subset=20"
+TIMEOUT_S = 150.0  # for processes to start and end on a busy machine
+
+
+def launched(tmp_path: Path, size: int, own: dict[int, dict[str, str]] | None = None, **variables: str) -> RankRun:
+    environment = SMALL | {"SET": SUBSET} | variables
+    return RankRun(None, size, runs=tmp_path / "runs", own=own, **environment)
+
+
+def only_folder(tmp_path: Path) -> RunFolder:
+    (path,) = (tmp_path / "runs" / "launched").iterdir()
+    return RunFolder(path)
+
+
+def summary_of(folder: RunFolder) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(folder.summary.read_text())
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the ranks did not get going"
+        time.sleep(0.05)
+
+
+def wait_for_steps(tmp_path: Path, rank: int, steps: int) -> None:
+    runs = tmp_path / "runs" / "launched"
+    wait_until(lambda: any(sum(r.kind == "step" for r in read(p)) >= steps for p in runs.glob(f"*/rank{rank}.jsonl")))
+
+
+# --- one path: the same files as under a controller ----------------------------------------------------------------
+
+
+def shape_of(value: Any, key: str = "") -> Any:
+    """Keys of a JSON value, recursively; the items of a list as the set of their shapes."""
+    if key in ("environment", "payload"):  # what is in use, not what the format says
+        return sorted(value)
+    if isinstance(value, dict):
+        return {name: shape_of(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return sorted({repr(shape_of(item)) for item in value if isinstance(item, dict)})
+    return None
+
+
+def left_by(folder: Path) -> dict[str, Any]:
+    """Every file that a run left, with the keys of its JSON."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        text = path.read_text() if path.suffix in (".json", ".jsonl") else ""
+        if path.suffix == ".json":
+            found[path.name] = shape_of(json.loads(text))
+        elif path.suffix == ".jsonl":
+            found[path.name] = [shape_of(json.loads(line)) for line in text.splitlines()]
+        else:
+            found[path.name] = None
+    return found
+
+
+def test_launched_ranks_leave_the_same_files_with_the_same_keys_as_a_controller(tmp_path: Path) -> None:
+    with launched(tmp_path, 2) as run:
+        assert run.wait(TIMEOUT_S) == [0, 0], run.said(0) + run.said(1)
+    flags = ["--mode", "ring", "--nodes", "2", "--model", "lenet5", "--data", "synthetic", "--batch", "24"]
+    settings = [word for setting in SUBSET.split() for word in ("--set", setting)]
+    done = run_command("run", *flags, "--steps", "4", *settings, "--on", "process", "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    alone, supervised = left_by(only_folder(tmp_path).path), left_by(tmp_path / "r")
+    assert alone.keys() == supervised.keys()
+    for name in alone:
+        assert alone[name] == supervised[name], name
+
+
+def test_rank_0_prints_the_table_and_its_log_has_it_too(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, MODE="none") as run:
+        assert run.wait(TIMEOUT_S) == [0, 0], run.said(0)
+    folder, said = only_folder(tmp_path), run.said(0)
+    assert "| none |" in said and "note: none: " in said, said  # the footnote on the control
+    assert f"everything is in runs/launched/{folder.path.name}" in said
+    assert folder.log(0).read_text() == said
+    assert "step 1/4 loss" in folder.log(1).read_text()
+    assert summary_of(folder)["substrate"] == "launched" and folder.substrate.read_text().strip() == "launched"
+
+
+def test_nodes_without_a_shared_disk_keep_their_own_files(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "other" / "runs"
+    with launched(tmp_path, 2, own={1: {"TESTBED_RUNS": str(elsewhere)}}) as run:
+        assert run.wait(TIMEOUT_S) == [0, 0], run.said(0) + run.said(1)
+    folder = only_folder(tmp_path)
+    other = RunFolder(elsewhere / "launched" / folder.path.name)
+    assert not folder.records(1).exists() and other.records(1).exists() and other.log(1).exists()
+    assert not other.summary.exists() and summary_of(folder)["status"] == "ok"
+
+
+def test_in_mode_single_the_other_ranks_wait_for_rank_0(tmp_path: Path) -> None:
+    with launched(tmp_path, 4, MODE="single", STEPS="30") as run:
+        wait_for_steps(tmp_path, 0, 1)
+        wait_until(lambda: all("has nothing to do" in run.said(rank) for rank in (1, 2, 3)))
+        assert [process.poll() for process in run.processes] == [None] * 4
+        run.processes[3].send_signal(signal.SIGKILL)  # a rank that does not train may end
+        assert run.wait(TIMEOUT_S) == [0, 0, 0, -signal.SIGKILL], run.said(0)
+    folder = only_folder(tmp_path)
+    assert summary_of(folder)["status"] == "ok" and not folder.records(1).exists()
+
+
+def test_a_single_node_needs_no_meeting(tmp_path: Path) -> None:
+    with launched(tmp_path, 1, MODE="single") as run:
+        assert run.wait(TIMEOUT_S) == [0], run.said(0)
+    assert summary_of(only_folder(tmp_path))["network"] == "one node, no network"
+
+
+COUNTING = """
+import sys
+from testbed.rank import __main__ as rank
+from testbed.spec.run import RunSpec
+
+count = []
+parse = RunSpec.load.__func__
+RunSpec.load = classmethod(lambda cls, *args, **options: count.append(1) or parse(cls, *args, **options))
+code = rank.main()
+print("parsed", len(count), "times")
+sys.exit(code)
+"""
+
+
+def test_a_rank_parses_its_spec_once(tmp_path: Path) -> None:
+    runs = {"TESTBED_RUNS": str(tmp_path), "SET": SUBSET, "MODE": "single", "PYTHONPATH": str(ROOT)}
+    env = os.environ | SMALL | runs | {"RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run([sys.executable, "-c", COUNTING], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "parsed 1 times", done.stdout + done.stderr
+    assert "| single |" in done.stdout
+
+
+# --- the same request on all ranks ---------------------------------------------------------------------------------
+
+
+def test_a_rank_with_another_request_is_named_with_the_key_and_nothing_is_made(tmp_path: Path) -> None:
+    with launched(tmp_path, 3, own={2: {"BATCH": "48"}}) as run:
+        assert run.wait(TIMEOUT_S) == [SpecError.exit_code] * 3, [run.said(rank) for rank in range(3)]
+    for rank in range(3):
+        assert "batch 48 on rank 2, 24 on rank 0: all ranks must get the same request" in run.said(rank)
+    assert not (tmp_path / "runs" / "launched").exists()
+
+
+def test_a_rank_that_wants_to_train_where_rank_0_trains_alone_is_refused(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, MODE="single", own={1: {"MODE": "ring"}}) as run:
+        assert run.wait(TIMEOUT_S) == [0, SpecError.exit_code], [run.said(rank) for rank in range(2)]
+    assert "on rank 1" in run.said(1) and "all ranks must get the same request" in run.said(1)
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_is_named_and_the_others_end_with_6(tmp_path: Path, victim: int) -> None:
+    others = [rank for rank in range(3) if rank != victim]
+    with launched(tmp_path, 3, STEPS="100000") as run:
+        wait_for_steps(tmp_path, victim, 3)
+        run.processes[victim].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        assert run.wait(60.0, others) == [PeerLost.exit_code] * 2, run.said(others[0])
+        assert time.monotonic() - killed < 15.0
+    folder = only_folder(tmp_path)
+    for rank in others:
+        last = list(read(folder.records(rank)))[-1]
+        assert (last.kind, last.code, last.failed_rank) == ("error", PeerLost.exit_code, victim)
+    if victim == 0:
+        assert not folder.summary.exists()  # nobody is left to write it
+    else:
+        summary = summary_of(folder)
+        assert summary["status"] == "failed"
+        assert summary["reason"].startswith("rank 2 (node2) is silent since step ")
+        assert "rank 0, rank 1 lost it" in summary["reason"] and summary["reason"] in run.said(0)
+
+
+def test_a_frozen_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
+    with launched(tmp_path, 3, STEPS="100000", SET=f"{SUBSET} deadline=5") as run:
+        wait_for_steps(tmp_path, 1, 3)
+        run.processes[1].send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert run.wait(60.0, [0, 2]) == [PeerLost.exit_code] * 2, run.said(0)
+        assert 4.0 < time.monotonic() - stopped < 25.0
+    reason = summary_of(only_folder(tmp_path))["reason"]
+    assert reason.startswith("rank 1 (node1) is silent since step ") and "frozen or cut off" in reason
+
+
+def test_ctrl_c_leaves_an_interrupted_run_with_whole_files(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, STEPS="100000") as run:
+        wait_for_steps(tmp_path, 1, 3)
+        for process in run.processes:
+            process.send_signal(signal.SIGINT)
+        assert run.wait(30.0) == [130, 130], run.said(0)
+    folder = only_folder(tmp_path)
+    assert summary_of(folder)["status"] == "interrupted"
+    assert [list(read(folder.records(rank)))[-1].kind for rank in range(2)] == ["error", "error"]
+    assert not list(folder.path.glob(".*"))
+
+
+def test_a_rank_that_fails_by_itself_is_the_root_cause(tmp_path: Path) -> None:
+    """Rank 1 finds its runs folder to be a file."""
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    with launched(tmp_path, 2, own={1: {"TESTBED_RUNS": str(blocked)}}) as run:
+        assert run.wait(TIMEOUT_S) == [PeerLost.exit_code, TestbedError.exit_code], run.said(0)
+    assert "Not a directory" in run.said(1) and "Traceback" not in run.said(1)
+    assert "rank 1 (node1) failed: " in summary_of(only_folder(tmp_path))["reason"]
+
+
+def test_a_summary_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, STEPS="40") as run:
+        wait_for_steps(tmp_path, 0, 1)
+        folder = only_folder(tmp_path)
+        folder.summary.mkdir()
+        codes = run.wait(TIMEOUT_S)
+    assert codes == [TestbedError.exit_code, 0], run.said(0)
+    assert "summary.json" in run.said(0) and "Is a directory" in run.said(0) and "Traceback" not in run.said(0)

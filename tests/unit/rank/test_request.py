@@ -1,0 +1,146 @@
+"""The request of a rank: what variables and arguments become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.rank.request import Request, read_request
+from testbed.results.folder import RunFolder
+from testbed.spec.errors import SpecError
+from testbed.spec.link import Link
+from testbed.spec.run import RunSpec
+
+
+def test_nothing_asked_is_the_spec_s_own_defaults() -> None:
+    request = read_request([], {})
+    assert (str(request.spec.mode), request.spec.nodes, request.spec.link, request.rank) == ("ring", 4, Link(), 0)
+    assert (request.spec.experiment, request.spec.name) == ("compose", "ring-n4")
+
+
+def test_every_variable_reaches_its_key() -> None:
+    env = {"MODE": "gather/flat", "NODES": "2", "RATE": "200mbit", "MODEL": "lenet5", "DATA": "mnist", "BATCH": "64"}
+    env |= {"STEPS": "7", "SEED": "3", "CPU_QUOTA": "2500", "CONGESTION": "reno", "RANK": "1"}
+    request = read_request([], env | {"SET": "warmup=1 optimizer.lr=0.5"})
+    spec = request.spec
+    assert (str(spec.mode), spec.nodes, spec.model, spec.data.name) == ("gather/flat", 2, "lenet5", "mnist")
+    assert (spec.link.rate, spec.batch, spec.steps, spec.seed) == (200_000_000, 64, 7, 3)
+    assert (spec.node.cpus, spec.node.congestion, request.rank) == (0.25, "reno", 1)
+    assert (spec.warmup, spec.optimizer.lr) == (1, 0.5)
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert read_request([], {"MODE": "", "RATE": "", "STEPS": "", "SET": "", "SHAPING": ""}) == read_request([], {})
+
+
+def test_a_node_has_the_link_of_its_override() -> None:
+    env = {"RATE": "1gbit", "SET": "overrides.node2.link.rate=100mbit"}
+    assert [read_request([], env | {"RANK": str(k)}).link.rate for k in range(4)] == [10**9, 10**9, 10**8, 10**9]
+
+
+def test_shaping_off_takes_the_rate_out_of_the_spec_and_says_so() -> None:
+    request = read_request([], {"RATE": "1gbit", "SHAPING": "off"})
+    assert request.spec.link.rate is None
+    assert "SHAPING=off" in request.not_shaped
+    assert read_request([], {"RATE": "1gbit", "SHAPING": "egress"}).spec.link.rate == 10**9
+
+
+def test_a_launcher_says_how_many_ranks_there_are_and_leaves_the_network_alone() -> None:
+    request = read_request([], {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "h0", "MASTER_PORT": "29999"})
+    assert (request.spec.nodes, request.rank, request.master, request.port) == (2, 1, "h0", 29999)
+    assert (request.substrate, request.spec.experiment, request.shaping, request.not_shaped) == (
+        "launched",
+        "launched",
+        "none",
+        "",
+    )
+    assert request.interface == "" and request.spec.node.congestion is None
+    both = read_request([], {"WORLD_SIZE": "2", "NODES": "4"})
+    assert (both.substrate, both.spec.nodes, both.interface) == ("compose", 4, "eth0")
+
+
+REFUSALS = {
+    "a rate under a launcher": ({"WORLD_SIZE": "2", "RATE": "1gbit"}, "RATE '1gbit': ranks that a launcher starts"),
+    "a share under a launcher": ({"WORLD_SIZE": "2", "CPU_QUOTA": "4000"}, "CPU_QUOTA '4000': ranks that a launcher"),
+    "congestion under a launcher": ({"WORLD_SIZE": "2", "CONGESTION": "reno"}, "CONGESTION 'reno'"),
+    "rate": ({"RATE": "fast"}, "'fast'"),
+    "mode": ({"MODE": "rong"}, "'rong'"),
+    "mode with quotes": ({"MODE": 'ri"ng'}, "unknown algorithm"),
+    "shaping": ({"SHAPING": "some"}, "'some'"),
+    "rank": ({"RANK": "4"}, "4 nodes"),
+    "rank that is no number": ({"RANK": "-1"}, "'-1'"),
+    "quota": ({"CPU_QUOTA": "0.4"}, "'0.4'"),
+    "steps": ({"STEPS": "many"}, "steps"),
+    "setting": ({"SET": "lr"}, "'lr'"),
+    "open quote": ({"SET": "a='b"}, "No closing quotation"),
+    "unknown key": ({"SET": "speed=9"}, "'speed'"),
+}
+
+
+@pytest.mark.parametrize(("env", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_a_bad_value_is_refused_with_a_sentence(env: dict[str, str], words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        read_request([], env)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["link.rate=50mbit", "overrides.node1.link.rate=50mbit", "node.congestion=reno", "node.cpus=0.4"]
+)
+def test_a_setting_that_nobody_would_apply_under_a_launcher_is_refused(setting: str) -> None:
+    with pytest.raises(SpecError, match=rf"SET '{setting}': ranks that a launcher starts .*docker compose up"):
+        read_request([], {"WORLD_SIZE": "2", "SET": f"warmup=1 {setting}"})
+
+
+@pytest.mark.parametrize("setting", ["faults=['kill:rank1@step2']", "retries=2"])
+def test_what_needs_a_controller_is_refused(setting: str) -> None:
+    with pytest.raises(SpecError, match=r"faults, retries.*testbed run --on compose"):
+        read_request([], {"SET": f'"{setting}"'})
+
+
+# --- from a file ---------------------------------------------------------------------------------------------------
+
+
+def supervised(tmp_path: Path, **env: str) -> Request:
+    RunFolder(tmp_path / "r").create(RunSpec.load({"nodes": 2, "threads": 3}, "test"))
+    return read_request(["--folder", str(tmp_path / "r"), "--resume"], {"RANK": "1", "WORLD_SIZE": "2"} | env)
+
+
+def test_a_run_folder_with_its_spec_means_that_a_controller_supervises(tmp_path: Path) -> None:
+    request = supervised(tmp_path, MASTER_ADDR="10.0.0.1", MASTER_PORT="4711", GLOO_SOCKET_IFNAME="eth7", BATCH="none")
+    assert request.supervised and request.resume and request.folder == tmp_path / "r"
+    assert (request.rank, request.spec.threads, request.master, request.port) == (1, 3, "10.0.0.1", 4711)
+    assert (request.interface, request.shaping, request.not_shaped) == ("eth7", "none", "")
+
+
+def test_the_spec_of_the_entrypoint_replaces_the_variables_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(RunSpec.load({"nodes": 2, "experiment": "compose", "name": "x"}, "test").to_json())
+    env = {"NODES": "2", "RANK": "1", "SHAPING": "egress", "BATCH": "no number: it was read before"}
+    request = read_request(["--spec", str(path), "--synthetic", "no data"], env)
+    assert not request.supervised and request.spec.name == "x" and request.folder is None
+    assert (request.rank, request.shaping, request.substrate, request.synthetic) == (1, "egress", "compose", "no data")
+    made = read_request(["--spec", str(path), "--folder", str(tmp_path / "made")], env | {"RANK": "0"})
+    assert not made.supervised and made.folder == tmp_path / "made"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda folder: (["--folder", str(folder)], {"RANK": "0"}),
+        lambda folder: (["--spec", str(folder / "spec.json")], {"NODES": "4"}),
+        lambda folder: ([], {"NODES": "4", "BATCH": "64", "RATE": "1gbit"}),
+    ],
+    ids=["controller", "entrypoint", "launcher"],
+)
+def test_the_spec_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    RunFolder(tmp_path / "r").create(RunSpec.load({"experiment": "compose"}, "test"))
+    parsed: list[str] = []
+    load = RunSpec.load.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        RunSpec, "load", classmethod(lambda cls, *args, **kw: parsed.append("") or load(cls, *args, **kw))
+    )
+    read_request(*start(tmp_path / "r"))
+    assert len(parsed) == 1
