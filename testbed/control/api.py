@@ -205,7 +205,7 @@ def resume(
             on = recorded_substrate(folder) or "auto"
     choice = select(on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
     check_shaping(spec, choice)
-    with _shown(quiet, f"resuming {path}, on {choice.name}: {choice.reason}") as progress:
+    with _shown(quiet, f"resuming {path}, on {choice.name}: {choice.type.description}") as progress:
         return Run(folder.path, resume_run(spec, choice, folder, progress, int(retries)))
 
 

@@ -154,8 +154,6 @@ def hostile(count: int = 500) -> Iterator[tuple[str, Callable[[], Outcome]]]:
 
 def _try(kind: str, seed: int) -> Outcome:
     """Refused in one sentence, or done; anything else is a miss."""
-    from tests.support.fake_substrate import FakePlace
-
     top, before = scratch(), Path.cwd()
     folder, outside = top / "inside", top / OUTSIDE
     folder.mkdir()
@@ -166,7 +164,6 @@ def _try(kind: str, seed: int) -> Outcome:
     try:
         os.chdir(folder)
         patch.setenv("TESTBED_RUNS", str(folder / "runs"))
-        FakePlace(patch)
         use = KINDS[kind](folder, random.Random(f"hostile {seed}"))
         with GUARD.armed(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _bounded():
             how = _outcome(use)
@@ -244,6 +241,13 @@ def _values(rng: random.Random) -> dict[str, Any]:
     return {rng.choice(KEYS): rng.choice(among) for _ in range(rng.randrange(1, 4))}
 
 
+def _command(*argv: str) -> object:
+    """A command line whose substrate `fake` has ranks that end well."""
+    from tests.support.fake_substrate import FakeRuns
+
+    return main.app(list(argv), standalone_mode=False, obj={"fake": FakeRuns().type})
+
+
 def _experiment(folder: Path, rng: random.Random) -> Callable[[], object]:
     """A sweep whose keys, axes or bytes are bad."""
     lines = [f"title = {_toml(rng.choice(['a', *map(str, NASTY)]))}", "[base]"]
@@ -254,7 +258,7 @@ def _experiment(folder: Path, rng: random.Random) -> Callable[[], object]:
     path = folder / rng.choice(("x.toml", "x y.toml", "-x.toml", "x;y.toml", ".toml"))
     place(path, mangle(data, rng) if rng.random() < 0.5 else data, rng)
     quiet = rng.choice(([], ["--json"]))
-    return lambda: main.app(["sweep", "--on", "fake", *quiet, "--", str(path)], standalone_mode=False)
+    return lambda: _command("sweep", "--on", "fake", *quiet, "--", str(path))
 
 
 def _key(key: str) -> str:
@@ -266,7 +270,7 @@ def _flags(folder: Path, rng: random.Random) -> Callable[[], object]:
     settings = [word for key, value in _values(rng).items() for word in ("--set", f"{key}={_toml(value)}"[:50_000])]
     settings = [word.replace("\0", "") for word in settings]
     small = ["--model", "lenet5", "--data", "synthetic", "--batch", "8", "--steps", "4", "--set", "probe=false"]
-    return lambda: main.app(["run", *small, "--nodes", "2", "--on", "fake", "--json", *settings], standalone_mode=False)
+    return lambda: _command("run", *small, "--nodes", "2", "--on", "fake", "--json", *settings)
 
 
 def _inventory(folder: Path, rng: random.Random) -> Callable[[], object]:
@@ -292,7 +296,7 @@ def _run_folder(folder: Path, rng: random.Random) -> Callable[[], object]:
         (run / name).symlink_to(target)
     else:
         (run / "summary.json").write_bytes(rng.randbytes(rng.randrange(400)))
-    return lambda: main.app(["run", "--resume", str(run), "--on", "fake", "--json"], standalone_mode=False)
+    return lambda: _command("run", "--resume", str(run), "--on", "fake", "--json")
 
 
 def _records(folder: Path, rng: random.Random) -> Callable[[], object]:

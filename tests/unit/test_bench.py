@@ -126,7 +126,7 @@ def test_codecs_reuse_finished_runs_of_the_same_commit_only(
         return [], []
 
     monkeypatch.setenv("TESTBED_RUNS", str(tmp_path))
-    monkeypatch.setattr(codecs, "sweep", sweep)
+    monkeypatch.setattr(codecs, "run_all", sweep)
     monkeypatch.setattr(codecs, "code_commit", lambda *_: commit)
     codecs._sweep("codecs", on="process")
     assert requested == [(tmp_path / f"bench-{commit}", fresh)]
