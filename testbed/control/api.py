@@ -30,7 +30,7 @@ from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder, fresh_folder, runs_dir, write_whole
 from testbed.results.receipt import Receipt
 from testbed.results.records import Step, read
-from testbed.results.table import caption, table
+from testbed.results.table import caption, left_out, table
 from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse, require_extra
 from testbed.spec.experiment import Experiment, spec_from_flags, with_settings
 from testbed.spec.inventory import Inventory, read_inventory
@@ -321,6 +321,5 @@ def _html(summaries: Sequence[Summary], folder: str) -> str:
         header, rows = table(counted)
         body = "".join(row(cells, "td") for cells in rows)
         parts = [f"<p>{html.escape(caption(counted))}</p>", f"<table>{row(header, 'th')}{body}</table>"]
-    left_out = [summary for summary in summaries if summary.status != "ok"]
-    parts += [f"<p>{html.escape(f'{s.spec.name}: {s.status}, {s.reason}')}</p>" for s in left_out]
-    return "".join([*parts, f"<p>{html.escape(folder)}</p>"])
+    parts += [f"<p>{html.escape(line)}</p>" for line in [*left_out(summaries), folder]]
+    return "".join(parts)

@@ -102,12 +102,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestion": "node.congestion"}
 
 
-def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = ()) -> RunSpec:
-    """One validated spec of flags, which may be text, and KEY=VALUE settings. A flag that is None is left out."""
+def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = (), where: str = "--set") -> RunSpec:
+    """One validated spec of flags, which may be text, and KEY=VALUE settings. A flag that is None is left out.
+
+    `where` names the settings in a refusal.
+    """
     given = {name: value for name, value in flags.items() if value is not None}
     tables = {name: value for name, value in given.items() if isinstance(value, Mapping)}  # e.g. data={"subset": 512}
     keys = {FLAGS.get(name, name): value for name, value in given.items() if name not in tables}
-    values = with_settings(merge(tables, keys), settings)
+    values = with_settings(merge(tables, keys), settings, where)
     values.setdefault("name", run_name(str(values.get("mode", "ring")), values.get("nodes", 4)))
     return RunSpec.load(values, where="")
 

@@ -88,6 +88,10 @@ class Plot:
     inline: str  # for the page
     png: bytes
 
+    def _repr_svg_(self) -> str:
+        """Notebooks show the figure."""
+        return self.svg
+
 
 @dataclass
 class Canvas:
