@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -61,11 +60,3 @@ class Inventory(Spec):
 def read_inventory(given: Path | None = None) -> Inventory:
     """Read the given file, else that of TESTBED_INVENTORY, else inventory/hosts.toml."""
     return Inventory.read(given or Path(os.environ.get(VARIABLE) or DEFAULT))
-
-
-def the_one(flag: str, given: Iterable[str]) -> str | None:
-    """The value of a flag that may be given several times on a command line; SpecError if the values differ."""
-    different = list(dict.fromkeys(given))
-    if len(different) > 1:
-        raise refuse(flag, different, f"one {flag.strip('-')} holds for the whole command line", "Name it once.")
-    return different[0] if different else None

@@ -26,7 +26,7 @@ from testbed.control.runs.select import HOSTS
 from testbed.results.table import format_table
 from testbed.spec.datasets import data_dir, is_complete
 from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse, require_extra
-from testbed.spec.inventory import DEFAULT, VARIABLE, Inventory, read_inventory, the_one
+from testbed.spec.inventory import DEFAULT, VARIABLE, Inventory, read_inventory
 
 if TYPE_CHECKING:
     from testbed.control.substrates.hosts.runs import Found, Part
@@ -306,9 +306,11 @@ def line_options(argv: Sequence[str]) -> dict[str, str | bool | list[str]]:
     """
     found: dict[str, str | bool | list[str]] = {}
     for name in ("inventory", "nodes"):
-        value = the_one(f"--{name}", values_on_line(argv, f"--{name}"))
-        if value is not None:
-            found[name] = value
+        values = list(dict.fromkeys(values_on_line(argv, f"--{name}")))
+        if len(values) > 1:
+            raise refuse(f"--{name}", values, f"one {name} holds for the whole command line", "Name it once.")
+        if values:
+            found[name] = values[0]
     if "--accept-new" in argv:
         found["accept_new"] = True
     if data := values_on_line(argv, "--data"):
