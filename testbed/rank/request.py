@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.results.folder import MAX_SPEC_BYTES, RunFolder, read_bounded
+from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import run_name, with_settings
 from testbed.spec.link import Link
@@ -31,7 +32,6 @@ SHAPINGS = ("both", "egress", "off")
 UNSHAPED = "none"  # a launcher's nodes keep their network as it is
 NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that nothing would apply there
 KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")  # the same as keys of the spec
-CPU_PERIOD_US = 10_000  # microseconds; CPU_QUOTA is a part of it
 DEFAULT_PORT = 29_500  # of the store; the next one is the probe's
 # Variable -> key of the spec. Values are passed as text, and the spec validates them.
 KEYS = {
