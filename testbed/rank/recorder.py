@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import platform
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +71,7 @@ def _read(path: str) -> str:
 
 
 PHASES = ("data", "forward", "backward", "sync", "update")  # `update` lies inside `sync`
-WORK = ("data", "forward", "backward", "update")
+COMPUTING = ("data", "forward", "backward")  # phases whose processor time is recorded
 
 
 @dataclass
@@ -94,7 +95,9 @@ class Timeline:
         self._travelled: list[tuple[Travel, float]] = []
         self._stalls: list[Interval] = []
         self._phases: list[tuple[str, float, float]] = []
-        self._cpu = 0.0
+        self._copies: list[Interval] = []
+        self._cpu = self._kernel = self._copies_cpu = 0.0
+        self._phase = ""  # the one that the loop is in
         self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # a profiler's, around stalls
         self.begun = clock()
 
@@ -108,17 +111,22 @@ class Timeline:
                 travel.name = travel.name.removesuffix(CONTINUED) + CONTINUED
         self._stalls.clear()
         self._phases.clear()
-        self._cpu = 0.0
+        self._copies.clear()
+        self._cpu = self._kernel = self._copies_cpu = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """The loop is in this phase."""
-        begun, used = self.clock(), time.thread_time()
+        begun, used, kernel, outer = self.clock(), time.thread_time(), _kernel_time(), self._phase
+        self._phase = name
         try:
             yield
         finally:
+            self._phase = outer
             self._phases.append((name, begun, self.clock()))
-            self._cpu += time.thread_time() - used if name in WORK else 0.0
+            if name in COMPUTING:
+                self._cpu += time.thread_time() - used
+                self._kernel += _kernel_time() - kernel
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -130,9 +138,28 @@ class Timeline:
         finally:
             self._stalls.append((begun, self.clock()))
 
-    def was_blocked(self, since: float) -> None:
-        """The loop has waited for communication until now."""
-        self._stalls.append((since, self.clock()))
+    def was_blocked(self, since: float, until: float | None = None) -> None:
+        """The loop waited for communication from `since` until `until`, or until now."""
+        self._stalls.append((since, self.clock() if until is None else until))
+
+    def now(self) -> tuple[float, float]:
+        """The clock, and the processor time that this thread has used: for `copied`."""
+        return self.clock(), time.thread_time()
+
+    def copied(self, since: tuple[float, float]) -> None:
+        """Since then the loop has copied gradients to or from what is sent, or has run a hook of the mode."""
+        self._copies.append((since[0], self.clock()))
+        if self._phase in COMPUTING:
+            self._copies_cpu += time.thread_time() - since[1]
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """The loop copies gradients, or runs a hook of the mode."""
+        since = self.now()
+        try:
+            yield
+        finally:
+            self.copied(since)
 
     def begin_comm(self, name: str, size: int) -> int:
         """A buffer starts to travel; give the number to `end_comm`."""
@@ -167,16 +194,26 @@ class Timeline:
         with self._lock:
             travels = [*self._travelled, *((travel, now) for travel in self._travelling.values())]
         stalls = [(max(a, begun), b) for a, b in self._stalls]
+        copies = [(a, b) for a, b in self._copies if a >= begun]
         intervals = [(travel.begun, end) for travel, end in travels]
         busy = length(intervals)
         return {
             "blocked": length(stalls),
             "busy": busy,
             "hidden": length([*intervals, *stalls]) - length(stalls),
+            "copies": length([*copies, *stalls]) - length(stalls),
+            "copies_cpu": _short(self._copies_cpu),
+            "kernel": _short(self._kernel),
             "phases": [(name, _short(a - begun), _short(b - a)) for name, a, b in self._phases],
             "comm": [(t.name, _short(t.begun - begun), _short(end - t.begun), t.size) for t, end in travels],
             "stalls": [(_short(a - begun), _short(b - a)) for a, b in stalls],
+            "copying": [(_short(a - begun), _short(b - a)) for a, b in copies],
         }
+
+
+def _kernel_time() -> float:
+    """Seconds that this thread has spent in the kernel: page faults, and interrupts that came while it ran."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_stime
 
 
 def _short(seconds: float) -> float:

@@ -1,7 +1,7 @@
-"""Compare: what changed from result A to result B, cell by cell, with a 95 % interval of the ratio.
+"""Compare result A with result B, cell by cell, with a 95 % interval of the ratio B/A.
 
-B is worse when its step takes more than `threshold` longer and the whole interval of the ratio lies above 1: a
-difference that is too small to matter, or too uncertain to be one, is none. It is worse too when it lost a run of A's.
+A cell is worse in B if its step takes more than `threshold` longer and the whole interval is above 1, so that a
+difference that is too small or too uncertain does not count. B is also worse if a run of A is missing in B.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes, what only one side has, and in what all of it differs: two single runs' keys, or the place."""
+    """All changes, what only one side has, and what differs everywhere: keys of two single runs, or the substrate."""
 
     changes: list[Change]
-    lost: list[str]  # what A has and B has not, each with the reason where B tells one
-    only: list[str]  # what only B has
+    lost: list[str]  # runs that A has and B has not, each with the reason where B records one
+    only: list[str]  # runs that only B has
     differences: list[str]
     skipped: list[Skipped]
     notes: list[str]  # on how to read the intervals
@@ -51,11 +51,11 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, threshold: float) -> Comparison:
-    """Match cells of equal spec; two single runs are compared whatever they are."""
+    """Compare cells of equal spec; two single runs are compared even if their specs differ."""
     one, two = load([a]), load([b])
     sides = [[cell for chapter in chapters(each) for cell in chapter.cells] for each in (one, two)]
-    places = [list(dict.fromkeys(cell.substrate for cell in cells)) for cells in sides]
-    several = any(len(each) > 1 for each in places)
+    substrates = [list(dict.fromkeys(cell.substrate for cell in cells)) for cells in sides]
+    several = any(len(each) > 1 for each in substrates)
     before, after = ({key(cell, several): cell for cell in cells} for cells in sides)
     skipped = [*one.skipped, *two.skipped]
     for path, cells in ((a, before), (b, after)):
@@ -75,29 +75,27 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
         )
     reasons = {each.path.name: each.reason for each in two.skipped}
     lost = [_lost(cell, reasons, several) for name, cell in before.items() if name not in after]
-    only = [
-        f"only in {b}: {cell.spec.name}{_place(cell, several)}" for name, cell in after.items() if name not in before
-    ]
+    only = [f"only in {b}: {cell.spec.name}{_on(cell, several)}" for name, cell in after.items() if name not in before]
     changes = [_change(before[name], after[name], threshold, several) for name in both]
-    moved = [] if several else _moved(*(each[0] for each in places))
+    moved = [] if several else _changed_substrate(*(each[0] for each in substrates))
     notes = _notes([side[name] for name in both for side in (before, after)])
     return Comparison(changes, lost, only, moved, skipped, notes)
 
 
 def _lost(cell: Cell, reasons: dict[str, str], several: bool) -> str:
-    """A cell of A that B does not have; a folder of the same name in B may say why."""
+    """A cell of A that B does not have, with the reason from a folder of the same name in B, if there is one."""
     names = [run.folder.path.name for run in cell.runs]
     why = next((reasons[name] for name in names if name in reasons), "not there")
-    return f"{cell.spec.name}{_place(cell, several)}: {why}"
+    return f"{cell.spec.name}{_on(cell, several)}: {why}"
 
 
 def key(cell: Cell, several: bool) -> str:
-    """What two cells must have in common to be compared: all but the names, and the place unless there are several."""
-    return condition(cell.spec) + _place(cell, several)
+    """Equal for two cells that are compared: the spec without names, and the substrate if there are several."""
+    return condition(cell.spec) + _on(cell, several)
 
 
-def _place(cell: Cell, several: bool) -> str:
-    """Told only where it tells cells apart."""
+def _on(cell: Cell, several: bool) -> str:
+    """The substrate, if there are several."""
     return f" on {cell.substrate}" if several else ""
 
 
@@ -106,15 +104,15 @@ def differences(a: Cell, b: Cell) -> list[str]:
     left, right = flatten(a.spec), flatten(b.spec)
     keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in UNTOLD]
     told = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
-    return [*told, *_moved(a.substrate, b.substrate)]
+    return [*told, *_changed_substrate(a.substrate, b.substrate)]
 
 
-def _moved(a: str, b: str) -> list[str]:
+def _changed_substrate(a: str, b: str) -> list[str]:
     return [f"on: {a} -> {b}"] if a != b else []
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
-    """What a reader of the intervals must know; said once."""
+    """Notes on how to read the intervals."""
     return [findings.ONE_RUN] if any(len(cell.runs) == 1 for cell in cells) else []
 
 
@@ -124,7 +122,7 @@ def _change(a: Cell, b: Cell, threshold: float, several: bool = False) -> Change
     names = list(dict.fromkeys(cell.spec.name for cell in (a, b)))
     verdict = "same" if not real else "slower" if value > 1 else "faster"
     return Change(
-        name=" -> ".join(names) + _place(a, several),
+        name=" -> ".join(names) + _on(a, several),
         before=a.seconds.centre,
         after=b.seconds.centre,
         ratio=value,

@@ -1,13 +1,26 @@
-"""Run folders in, runs out. A folder that cannot be read is named with the reason and skipped; nothing else is trusted.
+"""Read run folders.
 
-Folders may come from strangers: whatever is wrong with a file is one sentence about its folder, never a traceback.
+A folder may come from a stranger. A damaged one is skipped, with one sentence that says why; it never ends in a
+traceback. Reading order: the network, one rank's steps as columns, a run, and all runs below some paths.
+
+How a step is split (all in seconds, as one rank saw them):
+
+    step    = compute + copies + exposed + rest
+    busy    = exposed + hidden            time in which at least one buffer was on its way
+    compute = data + forward + backward + update, without the stalls and copies inside the first three
+    copies  = copying gradients to or from the buffers that are sent, and the mode's hooks
+    exposed = the loop waited for communication
+    rest    = the loop's own bookkeeping, and work inside `sync` that is none of the above
+
+Exposed and copies are sums that the rank recorded, compute and rest are calculated from recorded intervals: that the
+parts add up to the step is a check, not a definition.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,24 +44,22 @@ from testbed.results.records import CONTINUED, End, Eval, Start, Step, read
 from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-
-# Steps: one rank's steps as columns, and the one arithmetic that splits a step.
-#
-# step    = compute + exposed + rest           a check: exposed is what the rank summed up, the others use its intervals
-# busy    = exposed + hidden                   seconds in which at least one buffer was on its way
-# compute = data + forward + backward + update, less the stalls that lie inside the first three
-# rest    = the loop's own book-keeping, and work inside `sync` that is neither update nor a stall
+from testbed.spec.units import length
 
 Column = NDArray[np.float64]
-Interval = tuple[float, float]  # offset from the step's begin, seconds
+Span = tuple[float, float]  # offset from the beginning of the step, length; seconds
 COMPUTING = ("data", "forward", "backward")
-WAY_BACK = (" gather", " down")  # how the name of a buffer ends whose way there has a name of its own
-NUMBERS = ("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden")
+WAY_BACK = (" gather", " down")  # endings of buffer names: the second half of a synchronisation
+NUMBERS = (
+    *("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total"),
+    *("blocked", "busy", "hidden", "copies", "copies_cpu", "kernel"),
+)
+OTHERS = ("loss", "images", "sent", "received", "cpu", "attempt")
 
 
 @dataclass(frozen=True)
 class Comm:
-    """One buffer's way through the network, as one rank saw it."""
+    """The communication of one buffer, as one rank recorded it."""
 
     name: str
     offset: float
@@ -57,23 +68,23 @@ class Comm:
 
     @property
     def continued(self) -> bool:
-        """The rest of a flight that the end of the step before cut in two."""
+        """True for the second part of a transfer that was still running when the step before ended."""
         return self.name.endswith(CONTINUED)
 
     @property
     def buffer(self) -> str:
-        """The name without the mark of a rest."""
+        """The name without the mark of a continued transfer."""
         return self.name.removesuffix(CONTINUED)
 
     @property
     def outward(self) -> bool:
-        """True once for every buffer of a synchronisation: neither a rest nor the way back."""
+        """True exactly once for every buffer of a synchronisation."""
         return not self.name.endswith((CONTINUED, *WAY_BACK))
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Columns of equal length, one entry per step."""
+    """One rank's steps as columns of equal length, one entry per step."""
 
     step: Column
     epoch: Column
@@ -87,25 +98,27 @@ class Steps:
     blocked: Column
     busy: Column
     hidden: Column
+    copies: Column
+    copies_cpu: Column
+    kernel: Column
     loss: Column
     images: Column
-    sent: Column  # bytes since the start of the attempt or before, nan where nothing counts them
+    sent: Column  # bytes, cumulative; nan where nothing counts them
     received: Column
-    cpu: Column  # seconds of the loop's own thread, nan where nobody recorded them
-    attempt: Column  # the earlier one that did the step, nan where it was the last
+    cpu: Column  # processor time of the loop's own thread while it computed; nan where it was not recorded
+    attempt: Column  # the earlier attempt that did the step; nan where it was the last one
     phases: list[list[tuple[str, float, float]]]
     comm: list[list[Comm]]
-    stalls: list[list[Interval]]
+    stalls: list[list[Span]]
+    copying: list[list[Span]]
 
     @classmethod
     def of(cls, records: Sequence[Step], where: str) -> Steps:
-        """From the lines of rankN.jsonl; times that no clock can show are refused."""
-        columns = {
-            key: _column(records, key) for key in (*NUMBERS, "loss", "images", "sent", "received", "cpu", "attempt")
-        }
+        """From the step records of rankN.jsonl. Raise SpecError for a time that no clock can show."""
+        columns = {key: _column(records, key) for key in (*NUMBERS, *OTHERS)}
         for key in NUMBERS:
             if not (np.isfinite(columns[key]).all() and (columns[key] >= 0).all()):
-                raise SpecError(f"{where}: {key} has a value that is negative or no number. The file is damaged")
+                raise SpecError(f"{where}: {key} has a value that is negative or not a number. The file is damaged")
         if len(records) > 1 and not (np.diff(columns["step"]) == 1).all():
             raise SpecError(f"{where}: steps are missing or out of order. The file is damaged")
         return cls(
@@ -113,11 +126,12 @@ class Steps:
             phases=[record.phases for record in records],
             comm=[[Comm(*buffer) for buffer in record.comm] for record in records],
             stalls=[record.stalls for record in records],
+            copying=[record.copying for record in records],
         )
 
     @property
     def last(self) -> int:
-        """The number of the last step, -1 without any."""
+        """The number of the last step; -1 without any."""
         return int(self.step[-1]) if len(self.step) else -1
 
     def between(self, first: int, last: int) -> Steps:
@@ -127,29 +141,39 @@ class Steps:
         return replace(self, **{field.name: getattr(self, field.name)[cut] for field in fields(self)})
 
     @property
-    def blocked_in_sync(self) -> Column:
-        """Seconds of the sync phase in which the loop was blocked."""
-        return self._blocked_in(("sync",))
-
-    def _blocked_in(self, names: Sequence[str]) -> Column:
-        pairs = zip(self.phases, self.stalls, strict=True)
-        return np.array([_blocked_in(phases, stalls, names) for phases, stalls in pairs], dtype=np.float64)
-
-    @property
     def compute(self) -> Column:
-        return self.data + self.forward + self.backward + self.update - self._blocked_in(COMPUTING)
+        """Seconds of computing: without what the loop waited, and without copies."""
+        whole = self.data + self.forward + self.backward + self.update
+        return whole - self._inside(COMPUTING, self.stalls) - self._copied_inside(COMPUTING)
 
     @property
     def rest(self) -> Column:
+        """Seconds that are neither computing, copying nor waiting."""
         between = self.total - (self.data + self.forward + self.backward + self.sync)
-        return between + (self.sync - self.update - self.blocked_in_sync)
+        copied = self.copies - self._copied_inside(COMPUTING)
+        return between + (self.sync - self.update - self.blocked_in_sync) - copied
+
+    @property
+    def blocked_in_sync(self) -> Column:
+        """Seconds of the sync phase in which the loop was blocked."""
+        return self._inside(("sync",), self.stalls)
+
+    def _copied_inside(self, names: Sequence[str]) -> Column:
+        """Seconds of copying in these phases; what was recorded as blocked as well counts as blocked only."""
+        pairs = zip(self.copying, self.stalls, strict=True)
+        both = [[*copies, *stalls] for copies, stalls in pairs]
+        return self._inside(names, both) - self._inside(names, self.stalls)
+
+    def _inside(self, names: Sequence[str], spans: list[list[Span]]) -> Column:
+        """Seconds of the spans of each step that lie in phases of these names; overlaps count once."""
+        rows = zip(self.phases, spans, strict=True)
+        return np.array([_overlap(phases, own, names) for phases, own in rows], dtype=np.float64)
 
 
-def _blocked_in(phases: list[tuple[str, float, float]], stalls: list[Interval], names: Sequence[str]) -> float:
-    spans = [(begin, begin + seconds) for name, begin, seconds in phases if name in names]
-    return sum(
-        max(0.0, min(end, offset + seconds) - max(begin, offset)) for begin, end in spans for offset, seconds in stalls
-    )
+def _overlap(phases: list[tuple[str, float, float]], own: list[Span], names: Sequence[str]) -> float:
+    within = [(begin, begin + seconds) for name, begin, seconds in phases if name in names]
+    cut = [(max(begin, a), min(end, a + seconds)) for begin, end in within for a, seconds in own]
+    return length([(a, b) for a, b in cut if a < b])
 
 
 def _column(records: Sequence[Step], key: str) -> Column:
@@ -158,26 +182,26 @@ def _column(records: Sequence[Step], key: str) -> Column:
     return np.array([float("nan") if value is None else value for value in values], dtype=np.float64)
 
 
-DEEPEST = 3  # folders below the one that was named
-# What reading a stranger's file may raise; anything else is a bug of ours and must be seen.
+MAX_DEPTH = 3  # folders below the one that was named
+# Exceptions that a damaged file can cause. Any other is a bug of the reader and is not caught.
 DAMAGE = (TestbedError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank wrote down."""
+    """The records of one rank."""
 
     number: int
     start: Start | None  # None: it did not get that far
     steps: Steps
     evals: list[Eval]
     end: End | None  # None: it did not finish
-    profile: dict[str, float]  # shares of torch.profiler, where it was on
+    profile: dict[str, float]  # shares that torch.profiler measured; empty where it was off
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read."""
+    """One run folder."""
 
     folder: RunFolder
     summary: Summary
@@ -190,7 +214,7 @@ class Run:
 
     @cached_property
     def kept(self) -> list[Steps]:
-        """Each rank's steps that count: warm-up left out, and only steps that every rank finished."""
+        """Each rank's steps that count: without warm-up, and only those that every rank finished."""
         last = min((rank.steps.last for rank in self.ranks), default=-1)
         return [rank.steps.between(self.spec.warmup, last) for rank in self.ranks]
 
@@ -202,7 +226,7 @@ class Run:
 
     @cached_property
     def buffers(self) -> tuple[float, float]:
-        """How many buffers one synchronisation takes, and S: their bytes together, as rank 0 recorded them."""
+        """The number of buffers of one synchronisation, and S: their bytes together, as rank 0 recorded them."""
         steps = [{c.name: c.size for c in comm if c.outward} for comm in self.kept[0].comm]
         busy = [(len(sizes), float(sum(sizes.values()))) for sizes in steps if sizes]
         if not busy:
@@ -224,17 +248,20 @@ class Loaded:
 
     runs: list[Run]
     skipped: list[Skipped]
-    experiments: dict[str, Experiment]  # by name; what the sweep left beside its runs
-    faulted: list[FaultedRun]  # runs to which something was done on purpose, however they ended
+    experiments: dict[str, Experiment]  # by name; the sweep writes it beside its runs
+    faulted: list[FaultedRun]  # runs with injected faults, whatever their status
 
 
 def load(paths: Sequence[Path]) -> Loaded:
-    """All runs below the paths, in the order of their names, numbers as numbers."""
+    """All runs below the paths, sorted by name, numbers inside names as numbers."""
     runs: list[Run] = []
     skipped: list[Skipped] = []
     experiments: dict[str, Experiment] = {}
     faulted: list[FaultedRun] = []
-    for path in _distinct(folder for named in paths for folder in find(named)):
+    distinct: dict[Path, Path] = {}  # a folder may be named twice
+    for path in (found for named in paths for found in find(named)):
+        distinct.setdefault(path.resolve(), path)
+    for path in distinct.values():
         try:
             history = read_faulted(RunFolder(path))
             faulted += [history] if history else []
@@ -247,11 +274,12 @@ def load(paths: Sequence[Path]) -> Loaded:
     return Loaded(runs, skipped, experiments, faulted)
 
 
-def find(path: Path, depth: int = DEEPEST) -> Iterator[Path]:
-    """Run folders at or below a path; hidden folders (what a sweep set aside) are left alone."""
+def find(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """Run folders at or below a path. Hidden folders hold runs that a sweep has replaced; they are not read."""
     if not path.is_dir():
         raise SpecError(f"{path}: no such folder. Give run folders, or a folder of runs such as runs/quick.")
-    if _is_run(path):
+    folder = RunFolder(path)
+    if folder.spec.exists() or folder.records(0).exists():
         yield path
     elif depth:
         for inner in sorted(path.iterdir(), key=lambda each: natural(each.name)):
@@ -265,20 +293,8 @@ def natural(text: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in parts]
 
 
-def _is_run(path: Path) -> bool:
-    folder = RunFolder(path)
-    return folder.spec.exists() or folder.records(0).exists()
-
-
-def _distinct(paths: Iterable[Path]) -> list[Path]:
-    seen: dict[Path, Path] = {}
-    for path in paths:
-        seen.setdefault(path.resolve(), path)
-    return list(seen.values())
-
-
 def read_run(folder: RunFolder, whole: bool = True) -> Run:
-    """A run that ended well; whatever speaks against showing it is raised. Not `whole`: what there is of any run."""
+    """Read a run folder. Raise if the run did not end with status "ok"; with `whole=False` read what there is."""
     spec = folder.read_spec()
     if not folder.summary.is_file():
         raise SpecError("it has no summary.json: the run is still going on, or it was killed")
@@ -286,7 +302,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> Run:
     if whole and summary.status != "ok":
         raise SpecError(f"{summary.status}: {summary.reason or 'no reason given'}")
     if summary.spec != spec:
-        raise SpecError("its spec.json and summary.json tell of different runs")
+        raise SpecError("its spec.json and summary.json are of different runs")
     folder.check_no_links(allow_top=True)
     ranks = [_read_rank(folder, rank, whole) for rank in range(spec.world)]
     run = Run(folder, summary, ranks, read_network(folder.receipt, spec))
@@ -305,11 +321,10 @@ def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
         raise SpecError(f"{path.name} has no {'end' if start else 'start'}: rank {rank} did not finish")
     steps = Steps.of([record for record in records if isinstance(record, Step)], path.name)
     evals = [record for record in records if isinstance(record, Eval)]
-    return Rank(rank, start, steps, evals, end, _profile(folder, rank))
+    return Rank(rank, start, steps, evals, end, _read_profile(folder, rank))
 
 
-def _profile(folder: RunFolder, rank: int) -> dict[str, float]:
-    """Shares of the step by torch.profiler; absent unless it was asked for."""
+def _read_profile(folder: RunFolder, rank: int) -> dict[str, float]:
     path = folder.shares(rank)
     if not path.is_file():
         return {}
@@ -318,7 +333,7 @@ def _profile(folder: RunFolder, rank: int) -> dict[str, float]:
 
 
 def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
-    """The question that the sweep wrote beside its runs; a damaged one is no reason to lose the runs."""
+    """Add the experiment that the sweep wrote beside its runs. If that file is damaged, the runs are kept."""
     name, path = run.spec.experiment, run.folder.path.parent / EXPERIMENT
     if name in known or not path.is_file():
         return
@@ -329,6 +344,6 @@ def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
 
 
 def _sentence(error: BaseException) -> str:
-    """One line about what is wrong; it quotes the files."""
+    """One line that says what is wrong. It quotes the file, so control characters are replaced."""
     text = one_line(next(iter(str(error).splitlines()), "")) or type(error).__name__
     return f"damaged ({type(error).__name__}: {text})" if not isinstance(error, TestbedError) else text

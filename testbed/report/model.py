@@ -1,4 +1,6 @@
-"""Cells: runs of one condition, pooled; and chapters: the cells that answer one question."""
+"""What the report shows: cells (repeats of one spec, pooled), chapters (the cells of one experiment), curves along a
+swept quantity, and the choice of cells that a figure has room for.
+"""
 
 from __future__ import annotations
 
@@ -32,33 +34,48 @@ from testbed.spec.run import RunSpec
 from testbed.spec.units import format_rate
 
 NO_CONDITION = UNTOLD - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
+MAX_SHOWN = 10  # rows or lines of one figure
 
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of the average step, mean over steps and ranks; steps.py says what each part is."""
+    """Seconds of the average step, mean over steps and ranks. The docstring of load.py defines the parts."""
 
     step: float
     compute: float
+    copies: float
     exposed: float
     hidden: float
     busy: float
     rest: float
-    cpu: float  # processor time of the loop while it computed; nan where nobody recorded it
+    cpu: float  # processor time of the loop in data, forward and backward; nan where it was not recorded
+    copies_cpu: float  # the part of `cpu` that was copies
+    kernel: float  # the part of `cpu` in kernel mode
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the communication: how much of it went on under computation."""
+        """The share of communication that went on while the loop computed."""
         return self.hidden / self.busy if self.busy > 0 else None
 
     @property
+    def work(self) -> float:
+        """Processor time of computing alone: without copies, page faults and interrupts."""
+        return self.cpu - self.copies_cpu - self.kernel
+
+    @property
+    def overlap(self) -> float:
+        """The share of computing during which communication went on."""
+        return min(1.0, self.hidden / self.compute) if self.compute > 0 else 0.0
+
+    @property
     def step_gap(self) -> float:
-        """How far compute + exposed + rest is from the step, as a fraction."""
-        return abs(self.compute + self.exposed + self.rest - self.step) / self.step if self.step else 0.0
+        """How far compute + copies + exposed + rest is from the step, as a fraction."""
+        parts = self.compute + self.copies + self.exposed + self.rest
+        return abs(parts - self.step) / self.step if self.step else 0.0
 
     @property
     def rest_share(self) -> float:
-        """Of the step: what is neither computing nor waiting."""
+        """The share of the step that is neither computing, copying nor waiting."""
         return self.rest / self.step if self.step else 0.0
 
     @property
@@ -68,7 +85,7 @@ class Split:
 
 
 class Cell:
-    """All repeats of one spec at one place."""
+    """All repeats of one spec on one substrate."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
@@ -84,17 +101,17 @@ class Cell:
 
     @cached_property
     def same_spec(self) -> str:
-        """Equal for cells that differ in their place only."""
+        """Equal for cells that differ in their substrate only."""
         return condition(self.spec)
 
     @cached_property
     def waiting(self) -> Waiting:
-        """Transfer against waiting, of the first repeat."""
+        """Waiting and transfer, of the first repeat."""
         return waiting(self.first)
 
     @cached_property
     def stragglers(self) -> list[Straggler]:
-        """Ranks that are named as slow, and why."""
+        """Slow ranks of the first repeat, and why they are slow."""
         return stragglers(self.first)
 
     @property
@@ -103,7 +120,7 @@ class Cell:
 
     @property
     def by_mean(self) -> bool:
-        """Where only some steps synchronise, the median would leave out those that do."""
+        """True for every:K, where the median would leave out the steps that synchronise."""
         return self.spec.mode.every > 1
 
     @cached_property
@@ -125,7 +142,7 @@ class Cell:
             return statistics.fmean(float(getattr(s, column).mean()) for run in self.runs for s in run.kept)
 
         columns = {"step": "total", "exposed": "blocked"}
-        names = ("step", "compute", "exposed", "hidden", "busy", "rest", "cpu")
+        names = ("step", "compute", "copies", "exposed", "hidden", "busy", "rest", "cpu", "copies_cpu", "kernel")
         return Split(**{name: mean(columns.get(name, name)) for name in names})
 
     def per_rank(self, column: str) -> list[float]:
@@ -135,12 +152,12 @@ class Cell:
 
     @cached_property
     def steps(self) -> list[Steps]:
-        """The first repeat's steps that count, rank by rank."""
+        """The first repeat's steps that count, one entry per rank."""
         return self.first.kept
 
     @property
     def buffers(self) -> tuple[float, float]:
-        """How many buffers one synchronisation takes, and S, their bytes together."""
+        """The number of buffers of one synchronisation, and S, their bytes together."""
         return self.first.buffers
 
     @cached_property
@@ -150,7 +167,7 @@ class Cell:
 
     @cached_property
     def bound(self) -> float | None:
-        """Least seconds of communication per step on the network that was measured; None without a receipt."""
+        """Lower bound of the seconds of communication per step on the measured network; None without a receipt."""
         network = self.first.network
         rate = network.node(0) if self.spec.mode.rooted else network.slowest
         if not rate or self.spec.mode.silent:
@@ -160,27 +177,35 @@ class Cell:
         return None if once is None else once * self.syncs
 
     def sent(self) -> list[float | None]:
-        """Bytes per step that the kernel counted, for each rank; repeats agree, so the first stands for all."""
+        """Bytes per step that the kernel counted, for each rank of the first repeat."""
         return self.first.summary.sent_per_step
 
     def received(self) -> list[float | None]:
-        """As `sent`, the other way."""
+        """Bytes per step that each rank of the first repeat received."""
         return self.first.summary.received_per_step
 
     def needed(self) -> list[float | None]:
-        """Bytes per step that theory asks of each rank: payload, without headers."""
+        """Bytes per step that each rank must send in theory: payload, without headers."""
         size = self.buffers[1]
         shares = [theory.sent_share(self.spec.mode, self.world, rank) for rank in range(self.world)]
         return [None if share is None else share * size * self.syncs for share in shares]
 
+    def sent_over_theory(self) -> float | None:
+        """Bytes that all ranks sent over the payload of theory; None for a mode without a formula."""
+        sent, needed = self.sent(), self.needed()
+        payload = sum(n for n in needed if n is not None)
+        if not payload or None in sent or None in needed:
+            return None
+        return sum(float(s or 0) for s in sent) / payload
+
     def losses(self) -> Column:
-        """Per step, mean over ranks: of the first repeat."""
+        """The training loss of each step of the first repeat, mean over ranks."""
         return np.array(self.first.summary.losses, dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """One experiment's cells, in reading order, and what varies among them."""
+    """The cells of one experiment, in reading order, and what varies among them."""
 
     name: str
     experiment: Experiment | None
@@ -196,12 +221,17 @@ class Chapter:
 
     @cached_property
     def varying(self) -> list[str]:
-        """Keys of the spec that differ; the mode has its own place."""
+        """Keys of the spec that differ between cells, without the mode."""
         return [key for key in varying_keys(self.summaries) if key not in ("mode", "placement")]
 
     @property
     def substrates(self) -> list[str]:
         return list(dict.fromkeys(cell.substrate for cell in self.cells))
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """What varies besides the mode; "on" stands for the substrate, which is not a key of the spec."""
+        return [*self.varying, *(["on"] if len(self.substrates) > 1 else [])]
 
     @cached_property
     def _singles(self) -> dict[int, Cell | None]:
@@ -210,7 +240,7 @@ class Chapter:
         return {id(cell): of[id(s)] if s else None for cell, s in zip(self.cells, found, strict=True)}
 
     def single(self, cell: Cell) -> Cell | None:
-        """The single-node cell that a cell's speed-up is over."""
+        """The single-node cell that is the baseline of a cell's speed-up."""
         return self._singles[id(cell)]
 
     def speed_up(self, cell: Cell) -> float | None:
@@ -219,7 +249,7 @@ class Chapter:
 
 
 def chapters(loaded: Loaded) -> list[Chapter]:
-    """Runs grouped by experiment, pooled where only the name differs, worker counts in numeric order."""
+    """Group runs by experiment, and pool the runs of one condition on one substrate."""
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in loaded.runs:
         key = f"{condition(run.spec)} on {run.summary.substrate}"
@@ -231,30 +261,27 @@ def chapters(loaded: Loaded) -> list[Chapter]:
 
 
 def condition(spec: RunSpec) -> str:
-    """What makes two runs repeats of one another: the same spec but for names and ports."""
+    """Equal for two runs that are repeats of each other: their specs differ in names and ports only."""
     values = flatten(spec)
     return repr([(key, values[key]) for key in sorted(values) if key not in NO_CONDITION])
 
 
 def _ordered(cells: list[Cell], loaded: Loaded, name: str) -> list[Cell]:
-    """As the experiment lists them; without one, single first and then by mode, with numbers as numbers."""
+    """Sort as the experiment lists its modes; without one, single first, then by mode, then by what varies."""
     experiment = loaded.experiments.get(name)
-    asked = [str(value) for value in (experiment.axes.get("mode", []) if experiment else [])]
+    listed = [str(value) for value in (experiment.axes.get("mode", []) if experiment else [])]
+    usual = list(ALGORITHMS)
 
     def key(cell: Cell) -> tuple[Any, ...]:
         mode = str(cell.spec.mode)
-        place = asked.index(mode) if mode in asked else len(asked)
-        usual = list(ALGORITHMS)
-        kind = usual.index(cell.spec.mode.algorithm) if cell.spec.mode.algorithm in usual else len(usual)
-        rate, size = cell.spec.link.rate or float("inf"), cell.spec.global_batch
         return (
             cell.spec.mode.distributed,
-            place,
-            kind,
+            listed.index(mode) if mode in listed else len(listed),
+            usual.index(cell.spec.mode.algorithm) if cell.spec.mode.algorithm in usual else len(usual),
             natural(cell.label),
             cell.spec.nodes,
-            rate,
-            size,
+            cell.spec.link.rate or float("inf"),
+            cell.spec.global_batch,
             repr(cell.spec.overrides) if cell.spec.overrides else "",  # equal nodes first
             cell.substrate,
             cell.spec.name,
@@ -263,36 +290,21 @@ def _ordered(cells: list[Cell], loaded: Loaded, name: str) -> list[Cell]:
     return sorted(cells, key=key)
 
 
-def sent_over_theory(cell: Cell) -> float | None:
-    """All ranks' bytes, as the kernel counted them, over the payload of theory; None where it has no formula."""
-    sent, needed = cell.sent(), cell.needed()
-    payload = sum(n for n in needed if n is not None)
-    if not payload or None in sent or None in needed:
-        return None
-    return sum(float(s or 0) for s in sent) / payload
-
-
-# Axes: what an experiment may sweep besides the method, and the curves that come of it.
-
 Curve = list[tuple[float, Cell]]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One swept quantity: which keys of the spec it is, its value in a cell, and what a curve along it is called."""
+    """One swept quantity: its keys of the spec, its value in a cell, and the name of the curve a cell belongs to."""
 
     keys: tuple[str, ...]
     value: Callable[[Cell], float | None]
     family: Callable[[Cell], str] = lambda cell: cell.label
 
 
-def _bucket_family(cell: Cell) -> str:
-    words = [word for word in cell.label.split("/") if not word.startswith("bucket:")]
-    return "/".join(words)
-
-
-def _every_family(cell: Cell) -> str:
-    return "/".join(word for word in cell.label.split("/") if not word.startswith("every:"))
+def _without(prefix: str) -> Callable[[Cell], str]:
+    """A cell's mode without the part that begins so."""
+    return lambda cell: "/".join(word for word in cell.label.split("/") if not word.startswith(prefix))
 
 
 def _rate(cell: Cell) -> float | None:
@@ -303,19 +315,22 @@ def _bucket(cell: Cell) -> float | None:
     return float(cell.spec.mode.bucket) if cell.spec.mode.bucket else None
 
 
-BATCH = ("batch", "batch_per_rank")
 NODES = Axis(("nodes",), lambda cell: float(cell.world) if cell.spec.mode.distributed else None)
-# The same batch per rank on more nodes, whatever key it was written with.
-WEAK = Axis(("nodes", *BATCH), NODES.value, lambda cell: f"{cell.label}, {cell.spec.local_batch(0)} per rank")
+# The same batch per rank on more nodes, whichever of the two keys of the spec gave it.
+WEAK = Axis(
+    ("nodes", "batch", "batch_per_rank"),
+    NODES.value,
+    lambda cell: f"{cell.label}, {cell.spec.local_batch(0)} per rank",
+)
 RATE = Axis(("link.rate",), _rate)
-BUCKET = Axis((), _bucket, _bucket_family)
-EVERY = Axis((), lambda cell: float(cell.spec.mode.every) if cell.spec.mode.distributed else None, _every_family)
+BUCKET = Axis((), _bucket, _without("bucket:"))
+EVERY = Axis((), lambda cell: float(cell.spec.mode.every) if cell.spec.mode.distributed else None, _without("every:"))
 
 
 def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:
-    """Cells that differ along the axis only, in its order; curves of one point are none."""
+    """Cells that differ along the axis only, sorted along it; a curve has two points at least."""
     found: dict[tuple[str, str], Curve] = {}
-    others = [key for key in keys(chapter) if key not in axis.keys]
+    others = [key for key in chapter.keys if key not in axis.keys]
     for cell in chapter.cells:
         value = axis.value(cell)
         if value is None or cell.spec.mode.is_control:
@@ -328,18 +343,18 @@ def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:
         family if families[family] == 1 else f"{family}, {told}": sorted(curve, key=lambda pair: pair[0])
         for (family, told), curve in long.items()
     }
-    return dict(list(named.items())[:MOST])
+    return dict(list(named.items())[:MAX_SHOWN])
 
 
 def from_one_node(chapter: Chapter, curve: Curve) -> Curve:
-    """A curve over nodes that begins at its single-node run, where there is one."""
+    """A curve over nodes with its single-node run as the first point, where there is one."""
     single = chapter.single(curve[0][1])
     return [(1.0, single), *curve] if single else curve
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where two curves meet: left of it `left` is faster, right of it `right`."""
+    """The point at which two curves meet. `left` is faster at smaller values, `right` at larger ones."""
 
     at: float
     seconds: float
@@ -348,76 +363,63 @@ class Crossing:
 
 
 def crossings(names: Sequence[str], lines: Sequence[Sequence[tuple[float, float]]]) -> list[Crossing]:
-    """Of every pair of lines, by straight lines between points on logarithmic axes."""
+    """Crossings of every pair of lines, interpolated linearly between points on logarithmic axes."""
     found = []
-    for i in range(len(lines)):
-        for j in range(i + 1, len(lines)):
-            found += _meet(names[i], lines[i], names[j], lines[j])
+    for (one, first), (two, second) in itertools.combinations(zip(names, lines, strict=True), 2):
+        ours, theirs = dict(first), dict(second)
+        gaps = [(x, math.log(ours[x]) - math.log(theirs[x])) for x in sorted(set(ours) & set(theirs))]
+        for (x0, g0), (x1, g1) in itertools.pairwise(gaps):
+            if g0 * g1 < 0:
+                t = g0 / (g0 - g1)
+                at = math.exp(math.log(x0) + t * (math.log(x1) - math.log(x0)))
+                seconds = math.exp(math.log(ours[x0]) + t * (math.log(ours[x1]) - math.log(ours[x0])))
+                left, right = (one, two) if g0 < 0 else (two, one)
+                found.append(Crossing(at, seconds, left, right))
     return sorted(found, key=lambda each: each.at)
-
-
-def _meet(
-    name: str, line: Sequence[tuple[float, float]], other: str, second: Sequence[tuple[float, float]]
-) -> list[Crossing]:
-    shared = sorted({x for x, _ in line} & {x for x, _ in second})
-    one, two = dict(line), dict(second)
-    gaps = [(x, math.log(one[x]) - math.log(two[x])) for x in shared]
-    found = []
-    for (x0, g0), (x1, g1) in itertools.pairwise(gaps):
-        if g0 * g1 < 0:
-            t = g0 / (g0 - g1)
-            at = math.exp(math.log(x0) + t * (math.log(x1) - math.log(x0)))
-            seconds = math.exp(math.log(one[x0]) + t * (math.log(one[x1]) - math.log(one[x0])))
-            found.append(Crossing(at, seconds, name if g0 < 0 else other, other if g0 < 0 else name))
-    return found
-
-
-# Focus: which cells a side-by-side plot shows, and what to call them, so that no plot holds more than one can read.
-
-MOST = 10  # rows or lines of one plot
 
 
 @dataclass(frozen=True)
 class Focus:
-    """Cells, their names, and in words what was left out."""
+    """The cells that a side-by-side figure shows, their names, and a sentence on what was left out."""
 
     cells: list[Cell]
     names: list[str]
     shown: str = ""
 
     def only(self, wanted: Callable[[Cell], bool]) -> Focus:
-        """Some of the cells under the same names."""
+        """Some of the cells, with the same names."""
         kept = [(c, n) for c, n in zip(self.cells, self.names, strict=True) if wanted(c)]
         return Focus([cell for cell, _ in kept], [name for _, name in kept], self.shown)
 
 
 def focus(chapter: Chapter) -> Focus:
-    """All cells while they fit; else those that differ in the mode only, under the most crowded condition."""
+    """All cells if a figure has room for them; else the condition with most modes, and its single-node baseline."""
     cells = chapter.cells
     shown = ""
-    if len(cells) > MOST:
-        conditions = [_condition(chapter, cell) for cell in cells]
+    if len(cells) > MAX_SHOWN:
+        conditions = [tuple(str(value_of(cell, key)) for key in chapter.keys) for cell in cells]
         counts = Counter(c for c, cell in zip(conditions, cells, strict=True) if cell.spec.mode.distributed)
         most = max(counts or Counter(conditions), key=lambda c: (counts[c], conditions.index(c)))
         chosen = [cell for cell, c in zip(cells, conditions, strict=True) if c == most]
         singles = [single for cell in chosen if (single := chapter.single(cell)) and single not in chosen]
-        cells = [*dict.fromkeys(singles), *chosen][:MOST]
-        told = ", ".join(words_for(key, value) for key, value in zip(keys(chapter), most, strict=True))
-        shown = f"Of {len(chapter.cells)} conditions this shows {told or f'the first {MOST}'}."
+        cells = [*dict.fromkeys(singles), *chosen][:MAX_SHOWN]
+        told = ", ".join(words_for(key, value) for key, value in zip(chapter.keys, most, strict=True))
+        shown = f"Of {len(chapter.cells)} conditions these figures show {told or f'the first {MAX_SHOWN}'}."
     return Focus(cells, names(cells), shown)
 
 
-def keys(chapter: Chapter) -> list[str]:
-    """What varies besides the mode; a place to run is no key of the spec and comes last."""
-    return [*chapter.varying, *(["on"] if len(chapter.substrates) > 1 else [])]
-
-
-def _condition(chapter: Chapter, cell: Cell) -> tuple[str, ...]:
-    return tuple(str(value_of(cell, key)) for key in keys(chapter))
+def names(cells: Sequence[Cell]) -> list[str]:
+    """The mode of each cell, and whatever else tells these cells apart."""
+    varies = [key for key in varying_keys([cell.first.summary for cell in cells]) if key not in ("mode", "placement")]
+    if len({cell.substrate for cell in cells}) > 1:
+        varies.append("on")
+    if len({cell.label for cell in cells}) == len(cells):
+        varies = []  # the modes differ: they are enough
+    return [", ".join([cell.label, *(words_for(key, value_of(cell, key), varies) for key in varies)]) for cell in cells]
 
 
 def value_of(cell: Cell, key: str) -> Any:
-    """A cell's value of a key as people read it."""
+    """A cell's value of a key, as it is printed."""
     if key == "on":
         return cell.substrate
     if key == "nodes":
@@ -428,23 +430,13 @@ def value_of(cell: Cell, key: str) -> Any:
 
 
 def overrides_in_words(cell: Cell) -> str:
-    """`node2: 0.2 cores` or `node2: 125mbit`."""
+    """`node2 0.2 cores` or `node2 125mbit`."""
     parts = []
     for node, own in cell.spec.overrides.items():
         what = [f"{own.cpus:g} cores"] if own.cpus else []
         what += [format_rate(own.link.rate)] if own.link and own.link.rate else []
         parts.append(f"{node} {' and '.join(what)}")
     return ", ".join(parts)
-
-
-def names(cells: Sequence[Cell]) -> list[str]:
-    """The mode, and whatever else tells these cells apart."""
-    varies = [key for key in varying_keys([cell.first.summary for cell in cells]) if key not in ("mode", "placement")]
-    if len({cell.substrate for cell in cells}) > 1:
-        varies.append("on")
-    if len({cell.label for cell in cells}) == len(cells):
-        varies = []  # the mode alone says it
-    return [", ".join([cell.label, *(words_for(key, value_of(cell, key), varies) for key in varies)]) for cell in cells]
 
 
 def words_for(key: str, value: Any, among: Sequence[str] = ()) -> str:

@@ -1,4 +1,4 @@
-"""Write the report: the page, and beside it a folder with every plot, every table and all figures for scripts."""
+"""Write the report: the page, and beside it a folder with every figure, every table and all numbers for scripts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ import jinja2
 
 from testbed import __version__
 from testbed.report import findings, tables
-from testbed.report import tables as tables_reports
-from testbed.report.figures import (
-    axes,
-    modes,
-    time,
-)
-from testbed.report.figures import (
-    faults as plots_faults,
-)
+from testbed.report.figures import axes, modes, time
+from testbed.report.figures import faults as fault_figures
 from testbed.report.figures.style import Plot, css
 from testbed.report.findings import Verdict, verdict
 from testbed.report.load import Loaded, Skipped, load
@@ -35,13 +28,12 @@ from testbed.spec.errors import UsageError, refuse
 
 PAGE = "report.html"
 FILES = "report"  # the folder beside the page
-WAY_OUT = "Remove it, or give another folder with --out."
-FAULTS = "faults"  # how the files of the section on faults begin
+FAULTS = "faults"  # prefix of the files of the section on faults
 
 
 @dataclass(frozen=True)
 class Part:
-    """A chapter, ready to be printed."""
+    """Everything that is printed of one chapter."""
 
     chapter: Chapter
     slug: str
@@ -52,12 +44,12 @@ class Part:
     tables: list[Table]
     plots: list[Plot]
     published: Published | None
-    shown: str  # which cells the side-by-side plots show, where not all
+    shown: str  # a sentence on which cells the side-by-side figures show; empty if all
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Runs with faults on purpose, ready to be printed: those that failed are in no chapter."""
+    """Everything that is printed of the runs with injected faults. Those that failed are in no chapter."""
 
     finding: str
     table: Table
@@ -75,13 +67,14 @@ class Report:
 
 
 def write(paths: Sequence[Path], out: Path) -> Report:
-    """Read the runs below `paths`, write the report into the folder `out`."""
+    """Read the runs below `paths` and write the report into the folder `out`."""
     files = out / FILES
-    if files.is_symlink() or (files.exists() and not files.is_dir()):  # a stranger's folder may have one
-        raise refuse("report folder", str(files), "is a link or no folder, and nothing is written there", WAY_OUT)
+    if files.is_symlink() or (files.exists() and not files.is_dir()):  # `out` may be a folder from a stranger
+        rule, way_out = "is a link or not a folder", "Remove it, or give another folder with --out."
+        raise refuse("report folder", str(files), rule, way_out)
     loaded = load(paths)
     if not loaded.runs and not loaded.faulted:
-        raise UsageError(_nothing(paths, loaded))
+        raise UsageError(_nothing_to_show(paths, loaded))
     parts = [make_part(chapter) for chapter in chapters(loaded)]
     faults = make_faults(loaded)
     files.mkdir(parents=True, exist_ok=True)
@@ -96,7 +89,7 @@ def write(paths: Sequence[Path], out: Path) -> Report:
     return Report(out / PAGE, parts, faults, loaded.skipped)
 
 
-def _nothing(paths: Sequence[Path], loaded: Loaded) -> str:
+def _nothing_to_show(paths: Sequence[Path], loaded: Loaded) -> str:
     named = ", ".join(map(str, paths))
     if not loaded.skipped:
         return f"{named}: no run folder in it. Make one with `testbed run`."
@@ -122,23 +115,23 @@ def make_part(chapter: Chapter) -> Part:
 
 
 def _tables(chapter: Chapter) -> list[Table]:
-    """The most asked-for first; tables that have nothing to say are left out."""
+    """All tables that have rows, in the order of the page."""
     made = [
         tables.modes(chapter),
-        *tables_reports.workers_by_batch(chapter),
+        *tables.workers_by_batch(chapter),
         tables.split(chapter),
         tables.traffic(chapter),
         tables.wire(chapter),
-        tables_reports.epochs(chapter),
-        tables_reports.ranks(chapter),
-        tables_reports.compact(chapter),
+        tables.epochs(chapter),
+        tables.ranks(chapter),
+        tables.compact(chapter),
         tables.network(chapter),
     ]
     return [table for table in made if table]
 
 
-Drawn = Callable[[Chapter, Sequence[Cell], Sequence[str]], Plot | None]
-DETAILED: tuple[Drawn, ...] = (modes.where_time_goes, time.timeline)  # need every phase and buffer
+Drawn = Callable[[Sequence[Cell], Sequence[str]], Plot | None]
+DETAILED: tuple[Drawn, ...] = (modes.where_time_goes, time.timeline)  # need the spans of each step
 SIDE_BY_SIDE: tuple[Drawn, ...] = (
     modes.bytes_per_rank,
     modes.roofline,
@@ -148,11 +141,11 @@ LEARNING: tuple[Drawn, ...] = (time.loss_by_time, time.loss_by_step)
 
 
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
-    """Slow ranks first, then the methods side by side."""
+    """Slow ranks first, then the modes side by side."""
     detailed = focused.only(lambda cell: cell.spec.spans)
-    learning = focused.only(lambda cell: not cell.spec.mode.is_control)  # what a control learns means nothing
+    learning = focused.only(lambda cell: not cell.spec.mode.is_control)  # ranks of a control train different models
     groups = ((DETAILED, detailed), (SIDE_BY_SIDE, focused), (LEARNING, learning))
-    drawn = [draw(chapter, group.cells, group.names) for draws, group in groups if group.cells for draw in draws]
+    drawn = [draw(group.cells, group.names) for draws, group in groups if group.cells for draw in draws]
     return [*modes.slow_ranks(chapter), *(plot for plot in drawn if plot)]
 
 
@@ -160,7 +153,7 @@ def make_faults(loaded: Loaded) -> Faults | None:
     runs = loaded.faulted
     if not runs:
         return None
-    return Faults(findings.faults(runs), tables_reports.faults(runs), plots_faults.draw(runs))
+    return Faults(findings.faults(runs), tables.faults(runs), fault_figures.draw(runs))
 
 
 def slug(text: str) -> str:
@@ -168,7 +161,7 @@ def slug(text: str) -> str:
 
 
 def render(parts: Sequence[Part], faults: Faults | None, loaded: Loaded) -> str:
-    """The page; every value that comes from a run folder is escaped."""
+    """The page as HTML. Every value that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("testbed.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("page.html.j2").render(
@@ -185,7 +178,7 @@ def render(parts: Sequence[Part], faults: Faults | None, loaded: Loaded) -> str:
 
 
 def _environment(parts: Sequence[Part]) -> dict[str, str]:
-    """What the first run's first rank said of its machine; where runs differ, all they said."""
+    """Versions, kernel and CPU as rank 0 of each run recorded them; where runs differ, up to three values."""
     found: dict[str, dict[str, None]] = {}
     for part in parts:
         for summary in part.chapter.summaries:
@@ -229,7 +222,7 @@ def _left_out(skipped: Sequence[Skipped]) -> str:
 
 
 def _figures(parts: Sequence[Part], loaded: Loaded) -> dict[str, Any]:
-    """summary.json: every cell's figures, for scripts."""
+    """The content of summary.json: all numbers of every cell, for scripts."""
     return {
         "testbed": __version__,
         "experiments": {

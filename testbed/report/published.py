@@ -1,16 +1,16 @@
-"""Published: figures of others beside ours, and whether their shape was reproduced.
+"""Compare our runs with published figures, and check whether the published findings were reproduced.
 
-An experiment file carries `[published]` tables of figures, one per measure, keyed by mode, and `[[published.shape]]`
-claims, each a sentence (`says`) with the rule that checks it on our runs:
+An experiment file has `[published]` tables of figures, one per measure, keyed by mode, and `[[published.shape]]`
+claims: a sentence (`says`) and the rule that checks it on our runs:
 
-    rising = ["gather", "allreduce", "ddp"]         measure = "speed_up": in this order
-    equal = ["allreduce", "ring"]  within = 0.02    measure = "last_loss": the same, within a share of it
-    apart = ["ring", "ring|after"]  by = 0.1        the opposite; `|after` means synchronised after the step
+    rising = ["gather", "allreduce", "ddp"]         measure = "speed_up" rises in this order
+    equal = ["allreduce", "ring"]  within = 0.02    measure = "last_loss" is equal, within a share of it
+    apart = ["ring", "ring|after"]  by = 0.1        it differs by more; `|after`: synchronised after the step
     goes = "up"  mode = "gather"  over = "nodes"  from = 3  to = 4       (or "down", "flat", a list of them)
     below = 1.0  modes = ["gather", "ddp"]          (or `above`)
     busiest = 0  mode = "gather"                    this rank sends most
 
-`where = { placement = "after-step" }` picks runs by any key of the spec. What our runs cannot tell is said to be open.
+`where = { placement = "after-step" }` selects runs by any key of the spec. A claim that our runs cannot decide is open.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from testbed.report.tables import (
     weak_speed_up,
 )
 
-FLAT = 0.05  # a change smaller than this share is none
+FLAT = 0.05  # a change smaller than this share counts as flat
 MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "seconds_per_step": ("s/iter", lambda chapter, cell: cell.seconds.centre),
     "rank0_seconds_per_step": ("s/iter, rank 0", lambda chapter, cell: cell.per_rank("total")[0]),
@@ -58,26 +58,26 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
 
 @dataclass(frozen=True)
 class Claim:
-    """One published finding: reproduced (yes), not (no), or not to be told from these runs (open)."""
+    """One published finding: reproduced ("yes"), not reproduced ("no"), or not decided by these runs ("open")."""
 
     state: str
     text: str
 
     @property
     def word(self) -> str:
-        return {"yes": "Reproduced:", "no": "Not reproduced:", "open": "Cannot tell:"}[self.state]
+        return {"yes": "Reproduced:", "no": "Not reproduced:", "open": "Open:"}[self.state]
 
 
 @dataclass(frozen=True)
 class Published:
-    """The verdict in a sentence, claim by claim, and the figures side by side."""
+    """A sentence for each claim, and the figures side by side."""
 
     sentences: list[Claim]
     table: Table
 
 
 def published(chapter: Chapter) -> Published | None:
-    """None where the experiment carries no figures of others."""
+    """None if the experiment has no published figures."""
     figures = chapter.experiment.published if chapter.experiment else {}
     if not figures:
         return None
@@ -86,12 +86,12 @@ def published(chapter: Chapter) -> Published | None:
     told = [claim for claim in claims if claim.state != "open"]
     good = sum(claim.state == "yes" for claim in told)
     whole = "yes" if told and good == len(told) else "no" if told else "open"
-    heads = [Claim(whole, f"{good} of {len(told)} findings about the shape hold here.")] if told else []
+    heads = [Claim(whole, f"{good} of {len(told)} published findings.")] if told else []
     return Published([*heads, *claims], _table(chapter, figures))
 
 
 def _table(chapter: Chapter, figures: dict[str, Any]) -> Table:
-    """Theirs next to ours, one row per mode and one pair of columns per measure."""
+    """One row per mode, and for each measure a column of published figures and one of ours."""
     measures = [key for key in figures if key in MEASURES and isinstance(figures[key], dict)]
     theirs = {key: _rows(figures[key]) for key in measures}
     modes = list(dict.fromkeys(mode for key in measures for mode in theirs[key]))
@@ -105,14 +105,12 @@ def _table(chapter: Chapter, figures: dict[str, Any]) -> Table:
             row += [_text(theirs[key].get(mode)), _text(ours)]
         rows.append(row)
     where = str(figures.get("source") or "the report")
-    note = (
-        f"Published: {where}. Their machines were others, so seconds differ; order, ratios and bottleneck should not."
-    )
+    note = f"Published: {where}. On other machines, so seconds differ; order, ratios and bottleneck should be the same."
     return Table("published", "Published and ours", header, rows, note)
 
 
 def _rows(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures by mode as they are; those of a grid, `4 = { 32 = 3.54 }`, by workers and batch per worker."""
+    """Figures by mode; those of a grid, `4 = { 32 = 3.54 }`, by number of workers and batch per worker."""
     rows: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
@@ -123,14 +121,14 @@ def _rows(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_grid(chapter: Chapter, name: str) -> Cell | None:
-    """The cell of `4 workers, batch 32`."""
+    """The cell that is named `4 workers, batch 32`."""
     named = {f"{cell.world} workers, batch {cell.spec.local_batch(0)}": cell for cell in chapter.cells}
     return named.get(name)
 
 
 def _judge(chapter: Chapter, claim: dict[str, Any]) -> Claim:
-    """A claim that is misspelt or has no runs is open, with the reason."""
-    says = str(claim.get("says") or "a claim without words")
+    """Check a claim. If it cannot be read, or runs are missing, it is open, with the reason."""
+    says = str(claim.get("says") or "a claim without a sentence")
     for key, rule in RULES.items():
         if key in claim:
             try:
@@ -142,7 +140,7 @@ def _judge(chapter: Chapter, claim: dict[str, Any]) -> Claim:
 
 
 def _values(chapter: Chapter, claim: dict[str, Any], modes: list[str]) -> dict[str, float]:
-    """The measure of each mode that we have."""
+    """The measure of each mode that we have runs of."""
     measure = MEASURES[claim["measure"]][1]
     cells = {mode: _pick(chapter, mode, claim.get("where") or {}) for mode in modes}
     found = {mode: measure(chapter, cell) for mode, cell in cells.items() if cell}
@@ -150,7 +148,7 @@ def _values(chapter: Chapter, claim: dict[str, Any], modes: list[str]) -> dict[s
 
 
 def _pick(chapter: Chapter, mode: str, where: dict[str, Any]) -> Cell | None:
-    """A mode's cell with these values, the one with most nodes; `|after` behind it means after the step."""
+    """The cell of a mode with these values; of several the one with most nodes."""
     mode, _, after = mode.partition("|")
     wanted = {"placement": "after-step" if after else "before-step"} | where
     fits = [c for c in chapter.cells if str(c.spec.mode) == mode and _fits(c, wanted)]
@@ -183,7 +181,7 @@ def _apart(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
 
 
 def _gap(chapter: Chapter, claim: dict[str, Any], key: str, holds: Callable[[float], bool]) -> tuple[str, str]:
-    """The widest distance between any two, as a share of the larger; `|after` behind a mode means after the step."""
+    """The largest difference between any two modes, as a share of the largest value."""
     names = [str(name) for name in claim[key]]
     measure = MEASURES[claim["measure"]][1]
     values = []
@@ -199,7 +197,7 @@ def _gap(chapter: Chapter, claim: dict[str, Any], key: str, holds: Callable[[flo
 
 
 def _goes(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
-    """Up, down or flat between two values of a key."""
+    """Whether the measure goes up, down or stays flat between two values of a key."""
     measure, over = MEASURES[claim["measure"]][1], str(claim["over"])
     ends = []
     for value in (claim["from"], claim["to"]):
@@ -248,7 +246,7 @@ RULES = {
 
 
 def _epoch_loss(cell: Cell, index: int) -> float | None:
-    """Training loss of an epoch, mean over ranks; of a step where no epoch was finished."""
+    """Training loss of an epoch, mean over ranks; of a step if no epoch was finished."""
     evals = [rank.evals for rank in cell.first.ranks]
     if all(len(each) > 1 for each in evals):
         return _mean([each[index].train_loss for each in evals])
@@ -262,7 +260,7 @@ def _train_accuracy(cell: Cell) -> float | None:
 
 
 def _profiled(cell: Cell, key: str) -> float | None:
-    """Of torch.profiler, mean over ranks, as R0 gives it; None where it was off (`--profile`)."""
+    """A share that torch.profiler measured, mean over ranks, as in R0; None if it was off (`--profile`)."""
     return _percent(_mean([rank.profile[key] for rank in cell.first.ranks if key in rank.profile]))
 
 

@@ -1,4 +1,4 @@
-"""Statistics of step times: centre, mean, p95, n, and a 95 % bootstrap interval of the centre."""
+"""Statistics of step times: centre, mean, p95, n, a 95 % bootstrap interval of the centre; and how seconds print."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 1000
-LONG = 10_000  # steps; from there on draws are made one by one, for the sake of memory
-SEED = 20240511  # of the resampling: the same folders always give the same report
+MAX_AT_ONCE = 10_000  # steps; of longer runs the draws are made one by one, to save memory
+SEED = 20240511  # of the resampling, so that the same folders always give the same report
 
 Samples = Sequence[NDArray[np.float64]]  # one array per repeat
 
 
 @dataclass(frozen=True)
 class Stat:
-    """`centre` is the median; where only some steps synchronise it is the mean. `low`, `high` bound it, 95 %."""
+    """`centre` is the median, or the mean for every:K. `low` and `high` are its 95 % interval."""
 
     centre: float
     mean: float
@@ -30,7 +30,7 @@ class Stat:
 
 
 def describe(samples: Samples, by_mean: bool = False) -> Stat:
-    """Repeats are pooled for the figures; the interval knows that steps of one run resemble each other."""
+    """Pool the repeats; the interval takes into account that steps of one run resemble each other."""
     pooled = np.concatenate(list(samples))
     centre = np.mean if by_mean else np.median
     low, high = interval(resample(samples, by_mean))
@@ -51,10 +51,10 @@ def interval(draws: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def resample(samples: Samples, by_mean: bool = False, seed: int = SEED) -> NDArray[np.float64]:
-    """RESAMPLES bootstrap draws of the centre: of one run its steps, of several first the runs, then their steps."""
+    """Bootstrap draws of the centre: of one run draw its steps, of several draw runs first, then their steps."""
     random = np.random.default_rng(seed)
     centre: Callable[..., NDArray[np.float64]] = np.mean if by_mean else np.median
-    if len(samples) == 1 and len(samples[0]) <= LONG:
+    if len(samples) == 1 and len(samples[0]) <= MAX_AT_ONCE:
         (only,) = samples
         return np.asarray(centre(only[random.integers(len(only), size=(RESAMPLES, len(only)))], axis=1))
     draws = np.empty(RESAMPLES)
@@ -73,7 +73,7 @@ def ratio(over: Samples, under: Samples, by_mean: bool = False) -> tuple[float, 
 
 
 def finite(value: Any) -> Any:
-    """The same with null for what JSON has no number for: a loss that diverged, a ratio without an end."""
+    """The same value with None for nan and infinity, which JSON cannot write."""
     if isinstance(value, dict):
         return {str(key): finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,8 @@
-"""Tables of the report; each is a header and rows of text, so that the page, Markdown and CSV print the same."""
+"""Tables of the report. A table is a header and rows of text, so that the page, Markdown and CSV print the same.
+
+First the tables of every report (modes, split, bytes, wire, network), then those in the shape of the course reports:
+per rank (R0), workers by batch (R2), epochs (R3), one column per mode (R4); and faults.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,26 @@ from dataclasses import dataclass, field
 
 from testbed.report import findings, theory
 from testbed.report.load import Rank
-from testbed.report.model import Cell, Chapter, keys, names, sent_over_theory, value_of
+from testbed.report.model import Cell, Chapter, names, value_of
 from testbed.results.faults import HEADER, FaultedRun
 from testbed.results.table import format_table, short_key
 from testbed.spec.datasets import dataset_info
 
 DASH = "-"
+PAYLOADS = ("gradients", "parameters", "buffers", "metrics")
+MAX_EPOCHS = 12  # rows of the table per epoch
 
 
 @dataclass(frozen=True)
 class Table:
-    """`name` is its file's; `note` says how to read it."""
+    """`name` is the name of its file; `note` says how to read it."""
 
     name: str
     title: str
     header: list[str]
     rows: list[list[str]]
     note: str = ""
-    folded: bool = False  # shown on demand
+    folded: bool = False  # the page shows it after a click
 
     def markdown(self) -> str:
         note = f"\n\n{self.note}" if self.note else ""
@@ -35,16 +41,21 @@ class Table:
         return f"### {self.title}\n\n{format_table(self.header, rows)}{note}\n"
 
     def csv(self) -> str:
-        """A cell that a spreadsheet would take for a formula is written as text."""
+        """A cell that a spreadsheet would run as a formula is written as text."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerows([[_plain(cell) for cell in row] for row in [self.header, *self.rows]])
+        writer.writerows([[_no_formula(cell) for cell in row] for row in [self.header, *self.rows]])
         return out.getvalue()
+
+
+def _no_formula(cell: str) -> str:
+    risky = cell[:1] in "=+@" or (cell[:1] == "-" and cell != DASH and not cell[1:2].isdigit())
+    return f"'{cell}" if risky else cell
 
 
 @dataclass
 class Columns:
-    """A table in the making: mode, what varies, and then what each row says."""
+    """Builds a table with one row per cell: its mode, what varies, then the given columns."""
 
     chapter: Chapter
     rest: Sequence[str]
@@ -52,11 +63,11 @@ class Columns:
 
     @property
     def header(self) -> list[str]:
-        varies = keys(self.chapter)
+        varies = self.chapter.keys
         return ["mode", *(short_key(key, varies).replace("_", " ") for key in varies), *self.rest]
 
     def add(self, cell: Cell, *values: str) -> None:
-        varies = [value_of(cell, key) for key in keys(self.chapter)]
+        varies = [value_of(cell, key) for key in self.chapter.keys]
         self.rows.append([cell.label, *(DASH if v is None else str(v) for v in varies), *values])
 
 
@@ -68,18 +79,13 @@ def share(value: float | None) -> str:
     return DASH if value is None else f"{100 * value:.1f} %"
 
 
-def _plain(cell: str) -> str:
-    risky = cell[:1] in "=+@" or (cell[:1] == "-" and cell != DASH and not cell[1:2].isdigit())
-    return f"'{cell}" if risky else cell
-
-
 def modes(chapter: Chapter) -> Table:
-    """Seconds per step with their interval, speed-up, and what was learnt."""
+    """Seconds per step with their interval, speed-up, test loss and accuracy."""
     rest = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", "images/s", "test loss", "accuracy", "replicas")
     made = Columns(chapter, rest)
     for cell in chapter.cells:
         s, run = cell.seconds, cell.first.summary
-        learnt = [] if cell.spec.mode.is_control else cell.runs  # what a control learns means nothing
+        learnt = [] if cell.spec.mode.is_control else cell.runs  # ranks of a control run train different models
         losses = [r.summary.test_loss for r in learnt if r.summary.test_loss is not None]
         right = [r.summary.test_accuracy for r in learnt if r.summary.test_accuracy is not None]
         agree = DASH if cell.spec.mode.silent else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
@@ -100,8 +106,11 @@ def modes(chapter: Chapter) -> Table:
 
 
 def split(chapter: Chapter) -> Table:
-    """Where the step goes, and for whom one waits."""
-    rest = ("step", "compute", "exposed", "rest", "hidden", "hidden share", "waiting", "transfer", "last to join")
+    """The parts of a step, and the rank that the others wait for."""
+    rest = (
+        *("step", "compute", "copies", "exposed", "rest", "hidden", "hidden share"),
+        *("waiting", "transfer", "last to join"),
+    )
     made = Columns(chapter, rest)
     for cell in chapter.cells:
         s, w = cell.split, cell.waiting
@@ -111,7 +120,7 @@ def split(chapter: Chapter) -> Table:
         made.add(
             cell,
             number(s.step),
-            *(number(v) if cell.spec.spans else DASH for v in (s.compute, s.exposed, s.rest, s.hidden)),
+            *(number(v) if cell.spec.spans else DASH for v in (s.compute, s.copies, s.exposed, s.rest, s.hidden)),
             share(s.hidden_share),
             DASH if silent else number(statistics.fmean(w.waiting)),
             DASH if silent else number(statistics.fmean(w.transfer)),
@@ -121,7 +130,7 @@ def split(chapter: Chapter) -> Table:
 
 
 def traffic(chapter: Chapter) -> Table | None:
-    """Bytes the kernel counted against bytes that theory needs, and what else travelled."""
+    """Bytes that the kernel counted against the payload of theory, and what else was sent."""
     rest = (
         "sent, rank 0",
         "theory",
@@ -130,7 +139,7 @@ def traffic(chapter: Chapter) -> Table | None:
         "sent / theory",
         "received, rank 0",
         "received, others",
-        *KINDS,
+        *PAYLOADS,
         "headers and control",
         "before step 1",
     )
@@ -143,40 +152,37 @@ def traffic(chapter: Chapter) -> Table | None:
             _mb(needed[0]),
             _mb(_mean(sent[1:])),
             _mb(_mean(needed[1:])),
-            number(sent_over_theory(cell), ".3f"),
+            number(cell.sent_over_theory(), ".3f"),
             _mb(received[0] if received else None),
             _mb(_mean(received[1:])),
-            *kinds(cell),
+            *payload_shares(cell),
         )
     return Table("bytes", "Bytes against theory", made.header, made.rows, findings.TRAFFIC) if made.rows else None
 
 
-KINDS = ("gradients", "parameters", "buffers", "metrics")
-
-
-def kinds(cell: Cell) -> list[str]:
-    """Shares of what the last attempt sent since its first step began, by kind; what is left; MB a rank before it."""
+def payload_shares(cell: Cell) -> list[str]:
+    """Shares of the bytes that the last attempt sent from its first step on, by kind; the remainder; MB before it."""
     ends = [rank.end for rank in cell.first.ranks if rank.end]
     before = [end.before or 0 for end in ends]
     whole = sum(end.sent or 0 for end in ends) - sum(before)
-    sums = [sum(end.payload.get(kind, 0) for end in ends) for kind in KINDS]
+    sums = [sum(end.payload.get(kind, 0) for end in ends) for kind in PAYLOADS]
     if whole <= 0 or not any(sums):
-        return [DASH] * (len(KINDS) + 2)
+        return [DASH] * (len(PAYLOADS) + 2)
     shares = [_small(value / whole) for value in [*sums, max(0.0, whole - sum(sums))]]
     return [*shares, _mb(statistics.fmean(before))]
 
 
 def wire(chapter: Chapter) -> Table | None:
-    """Measured time over the lower bound, and the bandwidths people quote."""
+    """Time of communication over its lower bound, and the usual bandwidth figures."""
     rest = (
         "bound",
-        "least s",
+        "bound s",
         "measured s",
         "ratio",
         "R2's log2(N) S/B",
         "algorithm MB/s",
         "bus MB/s",
-        "used of the link",
+        "link utilisation",
     )
     made = Columns(chapter, rest)
     for cell in (cell for cell in chapter.cells if cell.split.busy > 0):
@@ -198,9 +204,9 @@ def wire(chapter: Chapter) -> Table | None:
 
 
 def utilisation(cell: Cell) -> float | None:
-    """Of the busiest rank's link, for its rate, while anything was being communicated.
+    """Utilisation of the busiest rank's link during communication.
 
-    A rank whose rate nobody measured is held against the fastest link.
+    For a rank without a measured rate the fastest measured link is taken.
     """
     network, busy = cell.first.network, cell.split.busy
     fastest = max(network.measured.values(), default=0.0)
@@ -214,21 +220,21 @@ def utilisation(cell: Cell) -> float | None:
 
 
 def network(chapter: Chapter) -> Table | None:
-    """Rates requested and measured, of every run that was measured."""
+    """Requested and measured rates of the first run of each cell."""
     made = Columns(chapter, ("requested Mbit/s", "slowest measured", "fastest measured", "worst error", "links"))
     for cell in chapter.cells:
-        for run in cell.runs[:1]:
-            measured, requested = list(run.network.measured.values()), list(run.network.requested.values())
-            if measured:
-                rates = sorted({round(rate * 8e-6, 3) for rate in requested})
-                made.add(
-                    cell,
-                    " and ".join(f"{rate:g}" for rate in rates) or "nothing",
-                    number(min(measured) * 8e-6, ".1f"),
-                    number(max(measured) * 8e-6, ".1f"),
-                    DASH if run.network.worst_error is None else f"{100 * run.network.worst_error:+.2f} %",
-                    str(len(measured)),
-                )
+        found = cell.first.network
+        measured = list(found.measured.values())
+        if measured:
+            rates = sorted({round(rate * 8e-6, 3) for rate in found.requested.values()})
+            made.add(
+                cell,
+                " and ".join(f"{rate:g}" for rate in rates) or "nothing",
+                number(min(measured) * 8e-6, ".1f"),
+                number(max(measured) * 8e-6, ".1f"),
+                DASH if found.worst_error is None else f"{100 * found.worst_error:+.2f} %",
+                str(len(measured)),
+            )
     return (
         Table("network", "The network, requested and measured", made.header, made.rows, findings.NETWORK, folded=True)
         if made.rows
@@ -249,13 +255,8 @@ def _small(value: float) -> str:
     return f"{100 * value:.2f} %" if value >= 0.0001 or value <= 0 else "< 0.01 %"
 
 
-# Tables in the shape of the course reports: per rank (R0), workers x batch (R2), epochs (R3), compact (R4).
-
-MOST_EPOCHS = 12  # rows of the table per epoch
-
-
 def ranks(chapter: Chapter) -> Table:
-    """R0: every rank's losses, accuracy and time."""
+    """As R0: losses, accuracy and times of every rank."""
     profiled = any(rank.profile for cell in chapter.cells for rank in cell.first.ranks)
     shares = ("profiler: compute", "communication", "other") if profiled else ()
     rest = ("rank", "loss at 20", "loss at 40", "mean loss", "train accuracy", "test accuracy", "correct", "s/iter")
@@ -279,7 +280,7 @@ def ranks(chapter: Chapter) -> Table:
                 number(cell.waiting.waiting[rank.number]) if cell.waiting.exchanges else DASH,
                 *profile,
             )
-    return Table("ranks", "Every rank", made.header, made.rows, findings.RANKS, folded=True)
+    return Table("ranks", "All ranks", made.header, made.rows, findings.RANKS, folded=True)
 
 
 def _loss_at(rank: Rank, step: int) -> str:
@@ -288,7 +289,7 @@ def _loss_at(rank: Rank, step: int) -> str:
 
 
 def workers_by_batch(chapter: Chapter) -> list[Table]:
-    """R2: time and speed-up, compute and communication, bandwidth; workers down, batch per worker across."""
+    """As R2: time and speed-up, compute and communication, bandwidth; rows are workers, columns are batches."""
     cells = [cell for cell in chapter.cells if not cell.spec.mode.is_control]
     batches = sorted({cell.spec.local_batch(0) for cell in cells})
     workers = sorted({cell.world for cell in cells})
@@ -325,14 +326,14 @@ def workers_by_batch(chapter: Chapter) -> list[Table]:
 
 
 def weak_speed_up(chapter: Chapter, cell: Cell) -> float | None:
-    """By images per second, over one worker with the same batch per worker."""
+    """Speed-up by images per second, over one worker with the same batch per worker."""
     alike = (c for c in chapter.cells if c.world == 1 and c.spec.local_batch(0) == cell.spec.local_batch(0))
     single = next((c for c in alike if c.substrate == cell.substrate), None)
     return cell.images_per_second / single.images_per_second if single else None
 
 
 def bandwidth_used(cell: Cell) -> float | None:
-    """MB/s that all ranks together sent while anything was being communicated."""
+    """MB/s that all ranks together sent during communication."""
     sent = sum(float(value or 0) for value in cell.sent())
     return sent / cell.split.busy / 1e6 if cell.split.busy and sent else None
 
@@ -346,12 +347,12 @@ def epoch_seconds(cell: Cell) -> float:
 
 
 def epochs(chapter: Chapter) -> Table | None:
-    """R3: loss and accuracy per epoch, mean over ranks, and each mode's training time."""
+    """As R3: loss and accuracy per epoch, mean over ranks, and the training time of each mode."""
     cells = [cell for cell in chapter.cells if len({e.epoch for e in cell.first.ranks[0].evals}) > 1]
     if not cells:
         return None
     last = min(len(cell.first.ranks[0].evals) for cell in cells)
-    chosen = sorted({round(k * (last - 1) / (min(MOST_EPOCHS, last) - 1)) for k in range(min(MOST_EPOCHS, last))})
+    chosen = sorted({round(k * (last - 1) / (min(MAX_EPOCHS, last) - 1)) for k in range(min(MAX_EPOCHS, last))})
     header = ["epoch", *(f"{name}: {what}" for name in names(cells) for what in ("loss", "accuracy"))]
     rows = []
     for index in chosen:
@@ -370,7 +371,7 @@ def epochs(chapter: Chapter) -> Table | None:
 
 
 def compact(chapter: Chapter) -> Table | None:
-    """R4: one column per mode."""
+    """As R4: one column per mode."""
     if len(chapter.cells) < 2 or len(chapter.cells) > 8:
         return None
     cells = chapter.cells
@@ -380,9 +381,9 @@ def compact(chapter: Chapter) -> Table | None:
         ["loss", *(number(float(cell.losses()[-1]) if len(cell.losses()) else None) for cell in cells)],
         ["speed-up", *(number(chapter.speed_up(cell), ".2f") for cell in cells)],
     ]
-    return Table("compact", "In short", ["", *names(cells)], rows, "Loss is of the last step.", folded=True)
+    return Table("compact", "Summary", ["", *names(cells)], rows, "Loss is of the last step.", folded=True)
 
 
 def faults(runs: Sequence[FaultedRun]) -> Table:
-    """What was done on purpose, who noticed, and what became of it."""
-    return Table("faults", "Faults on purpose", list(HEADER), [list(run.row) for run in runs], findings.FAULTS)
+    """The injected faults, who noticed them, and how the run ended."""
+    return Table("faults", "Injected faults", list(HEADER), [list(run.row) for run in runs], findings.FAULTS)

@@ -1,10 +1,11 @@
-"""Trace: all ranks of one run on one clock, as Chrome and Perfetto read it (open it at ui.perfetto.dev).
+"""Write a trace of one run: all ranks on one clock, in the format of Chrome and Perfetto (ui.perfetto.dev).
 
-A process is a rank. Its thread 0 is the training loop (each step, its phases inside it), thread 1 the times at which
-the loop was blocked, and from thread 2 on the buffers on their way: two that overlap never share a thread, because
-spans of one thread must nest. A buffer whose way a step's end cut in two has two spans: `bucket 3 gather` in the step
-that sent it off, `bucket 3 gather (cont.)` in the next. Faults on purpose are a process after the ranks, a thread for
-each rank they were done to; that a rank lost another is a mark on its loop. A run that failed has a trace, too.
+Each rank is a process. Thread 0 is the training loop (steps, with their phases inside), thread 1 shows when the loop
+was blocked, thread 2 when it copied gradients. The threads after that are buffers on the wire: buffers that overlap
+are on different threads, because spans of one thread must nest. A buffer that was on the wire when a step ended has
+two spans: `bucket 3 gather` in that step, `bucket 3 gather (cont.)` in the next. Injected faults are a process after
+the ranks, with a thread for each rank concerned. A rank that lost another has a mark on its loop. Failed runs have a
+trace as well.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from testbed.results.faults import FaultedRun, read_faulted
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.errors import UsageError
 
-LOOP, BLOCKED, WIRE = 0, 1, 2
+LOOP, BLOCKED, COPIES, WIRE = 0, 1, 2, 3  # thread numbers
 TRACE = "trace.json"
 Event = dict[str, Any]
 
 
 def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
-    """Merge the ranks of the run folder `path`; returns the file and its number of spans."""
+    """Merge the ranks of the run folder `path`. Return the file and its number of spans."""
     try:
         run = read_run(RunFolder(path), whole=False)
         history = read_faulted(run.folder)
@@ -40,7 +41,7 @@ def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
 
 
 def trace(run: Run, history: FaultedRun | None = None) -> Event:
-    """The document: events in microseconds since the first step of any rank began, or the first fault was done."""
+    """The trace; times are microseconds since the first step of any rank, or the first fault if that was earlier."""
     history = history if history and history.one_clock else None
     begins = [
         float(rank.steps.at[0]) - run.network.offsets.get(rank.number, 0.0) for rank in run.ranks if len(rank.steps.at)
@@ -53,9 +54,9 @@ def trace(run: Run, history: FaultedRun | None = None) -> Event:
 
 
 def _faults(history: FaultedRun, zero: float) -> Iterator[Event]:
-    """What lasts is a span, what does not is a mark; so is what ranks saw of it."""
+    """A fault with a duration is a span, one without is a mark; so is a rank that noticed it."""
     process = history.spec.world
-    yield _meta(process, 0, "process_name", {"name": "faults on purpose"})
+    yield _meta(process, 0, "process_name", {"name": "injected faults"})
     yield _meta(process, 0, "process_sort_index", {"sort_index": process})
     for rank in sorted({episode.rank for episode in history.episodes}):
         yield _meta(process, rank, "thread_name", {"name": f"rank {rank}"})
@@ -70,8 +71,8 @@ def _faults(history: FaultedRun, zero: float) -> Iterator[Event]:
 
 def _rank(rank: Rank, run: Run, zero: float) -> Iterator[Event]:
     shift = -zero - run.network.offsets.get(rank.number, 0.0)
-    names = {LOOP: "training loop", BLOCKED: "blocked by communication"}
-    lanes: list[float] = []  # when each of the wire's threads is free again
+    names = {LOOP: "training loop", BLOCKED: "blocked by communication", COPIES: "copying gradients"}
+    lanes: list[float] = []  # when each thread of buffers is free again
     spans: list[Event] = []
     for k in range(len(rank.steps.step)):
         spans += _step(rank.steps, k, rank.number, float(rank.steps.at[k]) + shift, lanes)
@@ -85,7 +86,7 @@ def _rank(rank: Rank, run: Run, zero: float) -> Iterator[Event]:
 
 
 def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> Iterator[Event]:
-    """One step's spans; whatever rounding pushed past the step's end is cut there."""
+    """The spans of one step; they are cut at its end, which rounding may exceed."""
     end = begin + float(steps.total[k])
 
     def span(name: str, offset: float, seconds: float, thread: int, **args: Any) -> Event:
@@ -97,6 +98,8 @@ def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> 
         yield span(name, offset, seconds, LOOP)
     for offset, seconds in steps.stalls[k]:
         yield span("blocked", offset, seconds, BLOCKED)
+    for offset, seconds in steps.copying[k]:
+        yield span("copies", offset, seconds, COPIES)
     for comm in sorted(steps.comm[k], key=lambda each: each.offset):
         lane = _free_lane(lanes, begin + comm.offset, begin + comm.offset + comm.seconds)
         yield span(
@@ -105,7 +108,7 @@ def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> 
 
 
 def _free_lane(lanes: list[float], begin: float, end: float) -> int:
-    """The first thread on which nothing is under way."""
+    """The first thread that is free at `begin`."""
     lane = next((n for n, free in enumerate(lanes) if free <= begin + 1e-7), len(lanes))
     if lane == len(lanes):
         lanes.append(0.0)
@@ -125,7 +128,7 @@ def _span(name: str, process: int, thread: int, begin: float, end: float, **args
 
 
 def _mark(name: str, process: int, thread: int, at: float, scope: str) -> Event:
-    """An instant; scope `g` is drawn over all processes, `p` over its own."""
+    """An instant; with scope `g` it is drawn over all processes, with `p` over its own."""
     return {"name": name, "ph": "i", "s": scope, "pid": process, "tid": thread, "ts": round(at * 1e6, 3)}
 
 
@@ -134,5 +137,5 @@ def _meta(rank: int, thread: int, name: str, args: dict[str, Any]) -> Event:
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows no nan."""
+    """None for nan and infinity, which JSON cannot write."""
     return value if value - value == 0 else None

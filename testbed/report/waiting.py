@@ -1,14 +1,14 @@
-"""Waiting: how much of communication is transfer and how much is waiting for the slowest rank; and why it is slowest.
+"""Split communication into waiting for the last rank and transfer; find stragglers and why they are slow.
 
-For each buffer of each step all ranks have a flight. From its own begin to the latest begin over all ranks a rank
-waits (at most until its own flight ends); after that bytes move. On hosts each rank's clock is first set to rank 0's.
+An exchange is the transfer of one buffer in one step, on all ranks. A rank waits from its own begin until the last rank
+begins (at most until its own end); the rest is transfer. On hosts all times are first converted to rank 0's clock.
 
-A rank is a straggler, and the cause is
-    its CPU   when its compute per image is at least SLOW_CPU times the median of the other ranks, over all and in
-              MOSTLY of the steps, so that one hiccup names nobody; or
-    its link  when the rate of its node (receipt, or what was asked where there is none) is at most SLOW_LINK of the
-              median of the other nodes, and at that rate the bytes need at least MATTERS of the time that
-              communication takes (on loopback they do not, whatever the probe found).
+A rank is a straggler because of
+    its CPU   if its compute per image is at least SLOW_CPU times the median of the other ranks, overall and in at
+              least CPU_STEPS of the steps, so that a single slow step does not count; or
+    its link  if the rate of its node (measured, or requested where there is no receipt) is at most SLOW_LINK of the
+              median of the other nodes, and its bytes need at least LINK_MATTERS of the time of communication at that
+              rate (on loopback they do not, whatever the probe measured).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from testbed.report.stats import seconds
 from testbed.spec.units import Interval, length
 
 SLOW_CPU = 1.25
-MOSTLY = 0.75
+CPU_STEPS = 0.75
 SLOW_LINK = 0.8
-MATTERS = 0.2
-ROUNDED = 1e-5  # seconds; records keep microseconds
+LINK_MATTERS = 0.2
+ROUNDING_S = 1e-5  # records keep microseconds
 
 
 @dataclass(frozen=True)
-class Flight:
-    """One buffer's way, begun in a step and perhaps ended in the next; seconds on rank 0's clock."""
+class Transfer:
+    """One buffer on one rank, begun in `step` and perhaps ended in the next; seconds on rank 0's clock."""
 
     step: int
     begin: float
@@ -43,23 +43,23 @@ class Flight:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of one run, seconds per step."""
+    """Of one run; seconds per step."""
 
-    waiting: list[float]  # per rank: before the last rank joined
+    waiting: list[float]  # per rank: until the last rank began
     transfer: list[float]  # per rank: the rest of its communication
-    last: list[float]  # per rank: share of all exchanges that it was the last to join
-    held_up: list[float]  # per rank: by how much it was later than the next to last
+    last: list[float]  # per rank: share of all exchanges in which it began last
+    delay: list[float]  # per rank: by how much it began later than the last but one
     exchanges: int
 
     @property
     def slowest(self) -> int | None:
-        """The rank that the others wait for most."""
-        return max(range(len(self.held_up)), key=lambda rank: self.held_up[rank]) if self.exchanges else None
+        """The rank that the others wait for most; None without any exchange."""
+        return max(range(len(self.delay)), key=lambda rank: self.delay[rank]) if self.exchanges else None
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that slows the others, and by which rule it was found."""
+    """A rank that slows the others, and the cause."""
 
     rank: int
     cause: str  # "CPU" or "link"
@@ -68,20 +68,20 @@ class Straggler:
 
 
 def waiting(run: Run) -> Waiting:
-    """Lay all ranks' flights over one another, buffer by buffer."""
+    """Compare the transfers of all ranks, buffer by buffer."""
     ranks = range(len(run.ranks))
     waits: list[list[Interval]] = [[] for _ in ranks]
-    late: dict[tuple[int, int], float] = {}  # (step, rank that was last) -> by how much, at most
+    late: dict[tuple[int, int], float] = {}  # (step, rank that began last) -> largest delay in that step
     lasts: Counter[int] = Counter()
     for exchange in _exchanges(run):
-        begins = [flight.begin for flight in exchange]
+        begins = [transfer.begin for transfer in exchange]
         latest = max(begins)
         slowest = begins.index(latest)
         lasts[slowest] += 1
         key = (exchange[0].step, slowest)
         late[key] = max(late.get(key, 0.0), latest - sorted(begins)[-2])
-        for rank, flight in enumerate(exchange):
-            waits[rank].append((flight.begin, min(latest, flight.end)))
+        for rank, transfer in enumerate(exchange):
+            waits[rank].append((transfer.begin, min(latest, transfer.end)))
     steps, exchanges = len(run.kept[0].total), sum(lasts.values())
     mean = [length(each) / steps for each in waits]
     busy = [float(each.busy.mean()) for each in run.kept]
@@ -89,46 +89,46 @@ def waiting(run: Run) -> Waiting:
         waiting=mean,
         transfer=[max(0.0, b - w) for b, w in zip(busy, mean, strict=True)],
         last=[lasts[rank] / exchanges if exchanges else 0.0 for rank in ranks],
-        held_up=[sum(seconds for (_, last), seconds in late.items() if last == rank) / steps for rank in ranks],
+        delay=[sum(seconds for (_, last), seconds in late.items() if last == rank) / steps for rank in ranks],
         exchanges=exchanges,
     )
 
 
-def _exchanges(run: Run) -> Iterator[list[Flight]]:
-    """Each buffer's flight on all ranks, where rank 0 began it in a step that counts.
+def _exchanges(run: Run) -> Iterator[list[Transfer]]:
+    """One list per exchange: the transfer of each rank, where rank 0 began it in a step that counts.
 
-    The n-th flight of a name in the whole run is the n-th on every rank; that of a step need not be, because one rank
-    may begin before the end of its step what another begins after. A name that ranks have seen unequally often is out.
+    The n-th transfer of a name in the run is the n-th on every rank. Steps are not compared, because one rank may begin
+    a transfer before the end of its step and another after it. Names that occur unequally often are left out.
     """
-    ranks = [_flights(run, rank) for rank in range(len(run.ranks))]
+    ranks = [_transfers(run, rank) for rank in range(len(run.ranks))]
     first, last = int(run.kept[0].step[0]), run.kept[0].last
     for name, own in ranks[0].items():
-        others = [flights.get(name, []) for flights in ranks[1:]]
+        others = [transfers.get(name, []) for transfers in ranks[1:]]
         if others and all(len(each) == len(own) for each in others):
             found = zip(own, *others, strict=True)
             yield from (list(each) for each in found if first <= each[0].step <= last)
 
 
-def _flights(run: Run, rank: int) -> dict[str, list[Flight]]:
-    """A rank's flights by name, on rank 0's clock; one that a step's end cut in two is whole again.
+def _transfers(run: Run, rank: int) -> dict[str, list[Transfer]]:
+    """A rank's transfers by name, on rank 0's clock. The two parts of one that crossed the end of a step are joined.
 
-    What began between two steps is marked as a rest too, but of no flight that was cut: it is one of its own.
+    A transfer that began between two steps is marked as continued, too, but nothing precedes it: it stands alone.
     """
-    steps, found, cut = run.ranks[rank].steps, dict[str, list[Flight]](), set[str]()
+    steps, found, cut = run.ranks[rank].steps, dict[str, list[Transfer]](), set[str]()
     for index, comms in enumerate(steps.comm):
         zero = float(steps.at[index]) - run.network.offsets.get(rank, 0.0)
         for each in sorted(comms, key=lambda comm: comm.offset):
-            begin, flights = zero + each.offset, found.setdefault(each.buffer, [])
+            begin, transfers = zero + each.offset, found.setdefault(each.buffer, [])
             if each.continued and each.buffer in cut:
-                flights[-1] = replace(flights[-1], end=begin + each.seconds)
+                transfers[-1] = replace(transfers[-1], end=begin + each.seconds)
             else:
-                flights.append(Flight(int(steps.step[index]), begin, begin + each.seconds))
-        cut = {each.buffer for each in comms if each.offset + each.seconds > float(steps.total[index]) - ROUNDED}
+                transfers.append(Transfer(int(steps.step[index]), begin, begin + each.seconds))
+        cut = {each.buffer for each in comms if each.offset + each.seconds > float(steps.total[index]) - ROUNDING_S}
     return found
 
 
 def stragglers(run: Run) -> list[Straggler]:
-    """Ranks that the rules above name, the worst first."""
+    """Stragglers by the rules above, the slowest first."""
     if run.spec.world < 2:
         return []
     found = [*_slow_cpus(run), *_slow_links(run)]
@@ -142,11 +142,11 @@ def _slow_cpus(run: Run) -> list[Straggler]:
         others = np.delete(compute, rank, axis=0)
         usual = float(np.median(np.median(others, axis=1)))
         slower = own >= SLOW_CPU * np.median(others, axis=0)
-        if usual > 0 and float(np.median(own)) >= SLOW_CPU * usual and slower.mean() >= MOSTLY:
+        if usual > 0 and float(np.median(own)) >= SLOW_CPU * usual and slower.mean() >= CPU_STEPS:
             images, mine = run.spec.local_batch(rank), float(np.median(own))
             sentence = (
                 f"rank {rank} is slow to compute: {seconds(mine * images)} a step where the others need "
-                f"{seconds(usual * images)}, so everybody waits for its CPU"
+                f"{seconds(usual * images)}, so all others wait for its CPU"
             )
             found.append(Straggler(rank, "CPU", mine / usual, sentence))
     return found
@@ -163,22 +163,22 @@ def _slow_links(run: Run) -> list[Straggler]:
         if own <= SLOW_LINK * usual and _matters(run, own):
             sentence = (
                 f"rank {rank} has a slow link: {own * 8e-6:.0f} Mbit/s of payload where the others have "
-                f"{usual * 8e-6:.0f}, and every exchange runs at its pace"
+                f"{usual * 8e-6:.0f}, and it limits every exchange"
             )
             found.append(Straggler(rank, "link", usual / own, sentence))
     return found
 
 
 def _matters(run: Run, rate: float) -> bool:
-    """True where a link of this rate can explain the time that communication takes."""
+    """True if a link of this rate can explain the time of communication."""
     least = theory.bound(run.spec.mode, run.spec.world, run.buffers[1], rate, 0.0, 1)
     syncs = theory.syncs_per_step(run.spec.mode, int(run.kept[0].step[0]), run.kept[0].last)
     busy = statistics.fmean(float(steps.busy.mean()) for steps in run.kept)
-    return least is None or least * syncs >= MATTERS * busy
+    return least is None or least * syncs >= LINK_MATTERS * busy
 
 
 def _rate(run: Run, rank: int) -> float | None:
-    """A node's rate in byte/s: measured, else asked. Between two nodes only what was asked can tell them apart."""
+    """A node's rate in byte/s: measured, else requested. Two nodes share their only link, so there requested."""
     link = run.spec.link_of(rank)
-    asked = link.rate / 8 if link.rate else None
-    return (run.network.node(rank) if run.spec.world > 2 else None) or asked
+    requested = link.rate / 8 if link.rate else None
+    return (run.network.node(rank) if run.spec.world > 2 else None) or requested

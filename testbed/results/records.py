@@ -67,14 +67,18 @@ class Step:
     images: Count
     sent: Count | None  # bytes since the start, None where nothing counts them
     received: Count | None
-    cpu: float | None = None  # processor time of the loop's own thread in data, forward, backward and update
+    cpu: float | None = None  # processor time of the loop's own thread in data, forward and backward
     attempt: Count | None = None  # number of the earlier attempt that did this step; None: the attempt of this file
     blocked: float = 0.0  # the loop waited for communication: exposed
     busy: float = 0.0  # at least one buffer was in flight
     hidden: float = 0.0
+    copies: float = 0.0  # the loop copied gradients to or from what is sent, or ran the mode's hooks; not blocked
+    copies_cpu: float = 0.0  # the part of `cpu` that was copies
+    kernel: float = 0.0  # the part of `cpu` in kernel mode: page faults, and interrupts that came while it ran
     phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, offset, seconds
     comm: list[tuple[str, float, float, Count]] = field(default_factory=list)  # name, offset, seconds, bytes
     stalls: list[tuple[float, float]] = field(default_factory=list)  # offset, seconds
+    copying: list[tuple[float, float]] = field(default_factory=list)  # offset, seconds; may overlap stalls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,10 @@ from testbed.spec.units import length
 
 GRADIENT = 36_924_456  # VGG-11
 EFFICIENCY = 1448 / 1514  # payload per byte on the wire
-UNRECORDED: dict[str, Any] = {"blocked": 0.0, "busy": 0.0, "hidden": 0.0, "phases": [], "comm": [], "stalls": []}
+UNRECORDED: dict[str, Any] = {
+    **dict.fromkeys(("blocked", "busy", "hidden", "copies", "copies_cpu", "kernel"), 0.0),
+    **{"phases": [], "comm": [], "stalls": [], "copying": []},
+}
 UPDATE = 0.02  # seconds
 CARRIED = 0.004  # seconds that pipeline's last buffer is still on its way in the next step
 ENCODED = {"fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 0.02, "powersgd": 0.05}  # of a gradient
@@ -31,6 +34,7 @@ class Made:
 
     compute: float = 1.0  # seconds of one rank's forward, backward and update
     cpu: float = 0.9  # of compute, processor time of the loop
+    copies: float = 0.0  # seconds of each step in which backward copies gradients; a mode that sends nothing has none
     buckets: int = 4
     slow_cpu: dict[int, float] = field(default_factory=dict)  # rank -> factor on compute
     slow_link: dict[int, float] = field(default_factory=dict)  # rank -> factor on its rate
@@ -145,9 +149,12 @@ class _Clock:
     def _rank_step(self, step: int, rank: int, compute: float, slowest: float, wire: float) -> None:
         """Data 2 %, forward 31 %, backward 67 % of compute; then wait for the slowest and send."""
         update, overlap = UPDATE, overlaps(self.spec)
-        data, forward, backward = 0.02 * compute, 0.31 * compute, 0.67 * compute
+        copies = 0.0 if self.spec.mode.silent else self.made.copies
+        work, compute = compute, compute + copies
+        data, forward, backward = 0.02 * work, 0.31 * work, 0.67 * work + copies
         begin_comm = data + forward + (0.5 * backward if overlap else backward)
-        latest = slowest * (0.02 + 0.31 + (0.5 if overlap else 1.0) * 0.67)
+        half = 0.5 if overlap else 1.0
+        latest = slowest * (0.02 + 0.31 + half * 0.67) + half * copies
         end_comm = max(latest + wire, begin_comm) if wire else begin_comm
         if overlap and wire:
             end_comm = max(end_comm, compute)
@@ -171,8 +178,10 @@ class _Clock:
                 **{"backward": backward + in_backward, "sync": sync, "update": update, "total": total},
                 **{"loss": 2.3 - self.made.loss_rate * step, "images": self.spec.local_batch(rank)},
                 **{"sent": round(self.sent[rank]), "received": round(self.sent[rank]), "cpu": self.made.cpu * compute},
+                **{"copies": copies, "copies_cpu": self.made.cpu * copies, "kernel": 0.0},
                 **{"blocked": blocked, "busy": busy, "hidden": max(0.0, busy - blocked)},
                 **{"phases": phases, "comm": comm, "stalls": stalls},
+                **{"copying": [[compute - copies, copies]] if copies else []},
                 **({} if self.spec.spans else UNRECORDED),
             }
         )

@@ -1,6 +1,7 @@
 """Buckets: groups of parameters that are sent as one unit, the flat buffers they lie in, and when they are ready.
 
-Gradients (or parameters) are views of the buffers, so nothing is copied before it is sent.
+Gradients (or parameters) are views of the buffers. Backward adds each gradient to its view, which takes as long as a
+copy: `time_copies` records it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from testbed.rank.recorder import Timeline
 from testbed.spec.mode import SyncMode
 
 
@@ -82,6 +84,25 @@ def split(buffer: Tensor, count: int) -> list[Tensor]:
     """
     bounds = [len(buffer) * k // count for k in range(count + 1)]
     return [buffer[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def time_copies(parameters: Iterable[Parameter], timeline: Timeline) -> None:
+    """Record how long backward takes to add each gradient to the buffer that it is sent from.
+
+    A parameter's hook is called before its gradient is added to `.grad`, its post-accumulate hook after.
+    """
+    since = timeline.now()
+
+    def before(gradient: Tensor) -> None:
+        nonlocal since
+        since = timeline.now()
+
+    def after(parameter: Tensor) -> None:
+        timeline.copied(since)
+
+    for parameter in parameters:
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)
 
 
 class Readiness:

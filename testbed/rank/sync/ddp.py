@@ -3,6 +3,7 @@
 DDP compares the hook's annotations with types, so this module must not import `annotations` from `__future__`.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from testbed.rank.sync.buckets import trained
 from testbed.rank.sync.synchronizer import BaseSynchronizer, Update
 from testbed.spec.errors import refuse
 from testbed.spec.mode import REFERENCE
@@ -41,7 +43,8 @@ class DDP(BaseSynchronizer):
     """torch's own schedule. BatchNorm buffers follow the run's own setting, as in every mode.
 
     Backward ends when the last bucket is averaged. DDP calls the hook for that bucket when the last gradient is
-    complete, so from that call to the end of backward the loop computes nothing: it is blocked.
+    complete, so from that call to the end of backward the loop computes nothing: it is blocked, and then it copies the
+    last bucket back into the gradients.
     """
 
     needs_warmup_step = True  # the first backward decides which gradients share a bucket, and so the order of sums
@@ -51,7 +54,8 @@ class DDP(BaseSynchronizer):
         megabytes = self.mode.bucket / 2**20 if self.mode.bucket else None
         self.module = Wrapped(model, bucket_cap_mb=megabytes, broadcast_buffers=False)
         self.module.mode = str(self.mode)
-        self.last_call: float | None = None
+        self.all_sent = False  # True from the call of the last bucket's hook until its last gradient is copied
+        self.last_comm_end = 0.0  # on the timeline's clock
         if self.mode.codec == "powersgd":
             self.power = _power_state(int(self.mode.codec_number or 0))
             self.module.register_comm_hook(None, self._timed_power)
@@ -59,15 +63,49 @@ class DDP(BaseSynchronizer):
             self.module.register_comm_hook(None, self._timed_rounding)
         elif self.timeline.detailed:
             self.module.register_comm_hook(None, self._timed_all_reduce)
+        if self.timeline.detailed:
+            self._time_copies(trained(model))
         return self.module
 
     def accumulating(self) -> AbstractContextManager[object]:
         return self.module.no_sync()
 
     def step(self) -> None:
-        if self.last_call is not None:
-            self.timeline.was_blocked(since=self.last_call)
         self.update_parameters()
+
+    def _time_copies(self, parameters: Iterable[Parameter]) -> None:
+        """Record how long DDP takes to copy each gradient into its bucket and to call the hook of a full bucket.
+
+        DDP does both in a hook of the node that accumulates the gradient. The post-accumulate hook is called before
+        that one. Hooks of one node are called in the order of their registration, so ours is called after it.
+        """
+        since = self.timeline.now()
+
+        def before(parameter: Tensor) -> None:
+            nonlocal since
+            since = self.timeline.now()
+
+        def after(*gradients: object) -> None:
+            self.timeline.copied(since)
+            if self.all_sent:
+                self.all_sent, self.waiting_since = False, self.timeline.now()
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(before)
+            accumulate = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            accumulate.register_hook(after)  # type: ignore[union-attr]
+
+    def _end_of_backward(self) -> None:
+        """Called after DDP's own callback, which waits for each bucket and copies it back into the gradients.
+
+        With several buckets it copies one while others are still in flight; that counts as blocked. After the last
+        bucket there is only copying.
+        """
+        since, used = self.waiting_since
+        averaged = max(since, self.last_comm_end)
+        self.timeline.was_blocked(since, until=averaged)
+        self.timeline.copied((averaged, used))
 
     def _timed_all_reduce(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         """What DDP does without a hook, bit for bit: scale, then sum."""
@@ -75,7 +113,7 @@ class DDP(BaseSynchronizer):
         token = self._begin_comm(bucket, buffer.nbytes)
 
         def finish(future: Future[list[Tensor]]) -> Tensor:
-            self.timeline.end_comm(token)
+            self._record_end(token)
             return future.value()[0]
 
         reduced: Future[Tensor] = dist.all_reduce(buffer, async_op=True).get_future().then(finish)
@@ -98,7 +136,6 @@ class DDP(BaseSynchronizer):
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
         before, uncompressed = self.power.total_numel_after_compression, self.power.iter < POWERSGD_FROM_STEP
-        self.last_call = self.timeline.clock()
         future = powerSGD_hook(self.power, bucket)
         buffer, numbers = bucket.buffer(), self.power.total_numel_after_compression - before
         token = self._begin_comm(bucket, buffer.element_size() * (buffer.numel() if uncompressed else numbers))
@@ -109,12 +146,16 @@ class DDP(BaseSynchronizer):
 
     def _begin_comm(self, bucket: dist.GradBucket, size: int) -> int:
         self.group.count(2 * (self.group.size - 1) * size // self.group.size)
-        self.last_call = self.timeline.clock()
+        self.all_sent = bucket.is_last()
         return self.timeline.begin_comm(f"bucket {bucket.index()}", size)
 
     def _end_comm(self, token: int, future: Future[Tensor]) -> Tensor:
-        self.timeline.end_comm(token)
+        self._record_end(token)
         return future.value()
+
+    def _record_end(self, token: int) -> None:
+        self.timeline.end_comm(token)
+        self.last_comm_end = self.timeline.clock()
 
     def state(self) -> dict[str, Tensor]:
         """What PowerSGD keeps from one step to the next."""

@@ -75,7 +75,7 @@ class Pipeline(BaseSynchronizer):
         self.readiness = Readiness([bucket.parameters for bucket in self.buckets], self._launch)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
-        self.forward = ForwardWaits(model, self.buckets, self._wait_for)
+        self.forward = ForwardWaits(model, self.buckets, self._wait_before_forward)
         self.clipping = Clipping(self.group, update, len(self.buckets)) if update.clips else None
         use_sched_batch_in_gloo()
         self.sender = Sender(self.group, self._fail)
@@ -86,6 +86,7 @@ class Pipeline(BaseSynchronizer):
 
     def zero(self) -> None:
         """Begin a step: post its receives. Gradients need no clearing, because the hook of backward removes them."""
+        since = self.timeline.now()
         self.readiness.start()
         self.receives = [Receives(bucket) for bucket in self.buckets]
         for receives in self.receives:
@@ -95,6 +96,7 @@ class Pipeline(BaseSynchronizer):
             for number, round_ in enumerate(self.plan.gather):
                 shards = [bucket.values[hop.shard] for hop in round_.receives]
                 receives.gather.append(self._receive(round_, shards, bucket.tag(1, number)))
+        self.timeline.copied(since)
 
     def accumulating(self) -> AbstractContextManager[object]:
         return self.readiness.pause()
@@ -129,8 +131,9 @@ class Pipeline(BaseSynchronizer):
     def _take_gradient(self, parameter: Parameter) -> None:
         """Copy a complete gradient to the buffer that it is sent from."""
         if not self.readiness.paused:
-            self._copy_gradient(parameter)
-            self.readiness.ready(parameter)
+            with self.timeline.copying():
+                self._copy_gradient(parameter)
+                self.readiness.ready(parameter)
 
     def _copy_gradient(self, parameter: Parameter) -> None:
         assert parameter.grad is not None
@@ -193,6 +196,13 @@ class Pipeline(BaseSynchronizer):
         return [self.group.receive(shard, hop.peer, tag) for hop, shard in hops]
 
     # Waits and failures
+
+    def _wait_before_forward(self, buckets: list[Bucket]) -> None:
+        """The hook of a layer's forward: block the loop until the layer's buckets are complete."""
+        since = self.timeline.now()
+        self._wait_for(buckets)
+        if buckets:
+            self.timeline.copied(since)
 
     def _wait_for(self, buckets: list[Bucket]) -> None:
         """Block the loop until these buckets are complete; raise RankFailed after the deadline."""

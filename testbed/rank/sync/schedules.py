@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from testbed.rank.group import Group
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import Mean, broadcast_, collect_, find_mean
-from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets
+from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets, time_copies, trained
 from testbed.rank.sync.codecs import BufferInfo, make_coder
 from testbed.rank.sync.ddp import DDP
 from testbed.rank.sync.pipeline import Pipeline
@@ -47,7 +47,13 @@ class Averager(BaseSynchronizer):
             for number, bucket in enumerate(self.buckets)
         ]
         self.coders = [make_coder(self.mode, self.mean_, info) for info in infos]
+        if self.timeline.detailed:
+            time_copies(trained(model), self.timeline)
         return super().attach(model, update)
+
+    def zero(self) -> None:
+        with self.timeline.copying():
+            super().zero()
 
     def average(self, buffers: Iterable[Tensor]) -> None:
         """Replace these buffers, one per bucket, by their means over all ranks."""
@@ -90,7 +96,7 @@ class Overlap(Averager):
         self.readiness = Readiness(self.buckets, self._launch)
         for bucket in self.buckets:
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(self.readiness.ready)
+                parameter.register_post_accumulate_grad_hook(self._ready)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="overlap")
         self.works: list[Future[None]] = []
         return module
@@ -112,6 +118,11 @@ class Overlap(Averager):
 
     def close(self) -> None:
         self.worker.shutdown()
+
+    def _ready(self, parameter: Parameter) -> None:
+        """The hook of backward: a gradient is complete."""
+        with self.timeline.copying():
+            self.readiness.ready(parameter)
 
     def _launch(self, number: int) -> None:
         token = self.timeline.begin_comm(f"bucket {number}", self.coders[number].size)
@@ -167,7 +178,13 @@ class Server(BaseSynchronizer):
         buckets = make_buckets(list(model.parameters()), self.mode)
         self.parameters = flat_parameters(buckets)
         self.gradients = flat_gradients(buckets)
+        if self.timeline.detailed:
+            time_copies(trained(model), self.timeline)
         return super().attach(model, update)
+
+    def zero(self) -> None:
+        with self.timeline.copying():
+            super().zero()
 
     def step(self) -> None:
         with self.timeline.blocked():

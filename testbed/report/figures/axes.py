@@ -1,4 +1,4 @@
-"""Plots along a swept quantity: nodes, bandwidth, bucket size, skipped synchronisation, batch, and place."""
+"""Figures along a swept quantity: nodes, batch, bandwidth, bucket size, steps between synchronisations, substrate."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from testbed.report import findings, model, stats
-from testbed.report.figures.modes import legend_above, rows
-from testbed.report.figures.style import (
-    COLOURS,
-    DASHES,
-    MARKERS,
-    Canvas,
-    Plot,
-    canvas,
-    colour,
-    plot,
-)
+from testbed.report.figures.modes import rows_of
+from testbed.report.figures.style import COLOURS, DASHES, MARKERS, Canvas, Plot, canvas, colour, legend_above, plot
 from testbed.report.model import Cell, Chapter, Curve
 from testbed.spec.units import format_rate, format_size
 
@@ -31,7 +22,7 @@ def seconds(cell: Cell) -> float:
 
 
 def draw_curves(made: Canvas, curves: dict[str, Curve], value: Value, bars: bool = True) -> None:
-    """One line with markers per family; whiskers are the 95 % interval of the seconds."""
+    """One line with markers per curve; whiskers are the 95 % interval of the seconds."""
     seen: dict[str, int] = {}
     for name, curve in curves.items():
         kind = next((cell.spec.mode.algorithm for _, cell in curve if cell.spec.mode.distributed), "single")
@@ -56,7 +47,7 @@ def draw_curves(made: Canvas, curves: dict[str, Curve], value: Value, bars: bool
 
 
 def nodes(chapter: Chapter) -> list[Plot]:
-    """Seconds per step against the number of nodes, and what share of the added nodes pays."""
+    """Seconds per step and efficiency against the number of nodes, with the same batch over all ranks."""
     fixed = {
         name: curve
         for name, curve in model.curves(chapter, model.NODES).items()
@@ -75,7 +66,7 @@ def nodes(chapter: Chapter) -> list[Plot]:
             made,
             "nodes",
             findings.nodes(found),
-            "The batch is the same for every number of nodes: strong scaling.",
+            "Strong scaling: the batch over all ranks is the same for every number of nodes.",
         )
     ]
     efficient = {name: curve for name, curve in found.items() if curve[0][0] == 1.0}
@@ -91,14 +82,14 @@ def nodes(chapter: Chapter) -> list[Plot]:
                 made,
                 "efficiency",
                 findings.efficiency(chapter, efficient),
-                "100 %: N nodes are N times as fast as one.",
+                "At 100 % N nodes are N times as fast as one.",
             )
         )
     return drawn
 
 
 def weak(chapter: Chapter) -> list[Plot]:
-    """Images per second against nodes with the same batch on each: only where the batch varies, too."""
+    """Images per second against the number of nodes, with the same batch per rank."""
     if len({cell.spec.global_batch for cell in chapter.cells}) < 2:
         return []
     found = {}
@@ -125,7 +116,7 @@ def weak(chapter: Chapter) -> list[Plot]:
             made,
             "weak-scaling",
             findings.weak(found),
-            "The batch per rank stays, the whole batch grows: weak scaling.",
+            "Weak scaling: the batch per rank is the same, the batch over all ranks grows.",
         )
     ]
 
@@ -144,7 +135,7 @@ def _log_ticks(made: Canvas, curves: dict[str, Curve], spell: Callable[[int], st
 
 
 def bandwidth(chapter: Chapter) -> list[Plot]:
-    """Seconds per step against the links' rate, one node's time as a level, and the rates at which curves cross."""
+    """Seconds per step against the rate of the links, with the time of one node and the crossings of the curves."""
     found = model.curves(chapter, model.RATE)
     if not found:
         return []
@@ -169,24 +160,24 @@ def bandwidth(chapter: Chapter) -> list[Plot]:
             color=COLOURS["ink"][0],
             linestyle="none",
         )
-        made.tip(spot, f"at {findings.rate(each.at)} {each.right} overtakes {each.left}")
+        made.tip(spot, f"at {findings.rough_rate(each.at)} {each.right} overtakes {each.left}")
     made.axes.set_yscale("log")
     _plain_seconds(made)
     _log_ticks(made, found, format_rate)
-    made.axes.set_xlabel("rate of every link, each way (○: two meet)")
+    made.axes.set_xlabel("rate of every link, each way (○: crossing)")
     made.axes.set_ylabel("seconds per step")
     return [plot(made, "bandwidth", findings.bandwidth(found, met, single), "Both axes are logarithmic.")]
 
 
 def _level(made: Canvas, seconds: float, name: str, tint: str) -> None:
-    """A dashed line across, with its name at the right end."""
+    """A dashed horizontal line with its name at the right end."""
     made.axes.axhline(seconds, color=tint, linestyle=(0, (4, 3)), linewidth=1.4)
     across = made.axes.get_yaxis_transform()
     made.axes.text(1.0, seconds, name, transform=across, ha="right", va="bottom", fontsize=9, color=tint)
 
 
 def _plain_seconds(made: Canvas) -> None:
-    """Ticks of a logarithmic axis in digits."""
+    """Ticks 1, 2, 5 of a logarithmic axis, written as decimal numbers."""
     low, high = made.axes.get_ylim()
     ticks = [m * 10.0**e for e in range(-4, 5) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
     made.axes.yaxis.set_major_locator(FixedLocator(ticks))
@@ -195,7 +186,7 @@ def _plain_seconds(made: Canvas) -> None:
 
 
 def buckets(chapter: Chapter) -> list[Plot]:
-    """Seconds per step against the size of a bucket; methods without buckets are levels."""
+    """Seconds per step against the bucket size; modes without buckets are horizontal lines."""
     found = model.curves(chapter, model.BUCKET)
     if not found:
         return []
@@ -209,11 +200,11 @@ def buckets(chapter: Chapter) -> list[Plot]:
     made.axes.set_ylim(0, None)
     made.axes.set_xlabel("bucket size")
     made.axes.set_ylabel("seconds per step")
-    return [plot(made, "buckets", findings.buckets(found, levels), "Dashed: methods that cut the gradient otherwise.")]
+    return [plot(made, "buckets", findings.buckets(found, levels), "Dashed: modes without a bucket size.")]
 
 
 def skipping(chapter: Chapter) -> list[Plot]:
-    """Seconds per step and accuracy against how many steps are taken alone."""
+    """Seconds per step and accuracy against the number of steps between synchronisations."""
     found = model.curves(chapter, model.EVERY)
     if not found:
         return []
@@ -239,8 +230,8 @@ def accuracy(cell: Cell) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def places(chapter: Chapter) -> list[Plot]:
-    """The same spec at two places, side by side."""
+def substrates(chapter: Chapter) -> list[Plot]:
+    """The same spec on several substrates."""
     if len(chapter.substrates) < 2:
         return []
     by_spec: dict[str, dict[str, Cell]] = {}
@@ -250,33 +241,32 @@ def places(chapter: Chapter) -> list[Plot]:
     if not both:
         return []
     firsts = [next(iter(cells.values())) for cells in both]
-    made = rows(firsts, [cell.label for cell in firsts], 0.5)
+    made = rows_of(firsts, [cell.label for cell in firsts], 0.5)
     tints = dict(zip(chapter.substrates, np.linspace(0.95, 0.45, len(chapter.substrates)), strict=True))
     height = 0.76 / len(chapter.substrates)
     for y, cells in enumerate(both):
-        for number, (place, cell) in enumerate(cells.items()):
+        for number, (substrate, cell) in enumerate(cells.items()):
             at = y - 0.38 + height * (number + 0.5)
             bar = made.axes.barh(
                 at,
                 cell.seconds.centre,
                 height * 0.86,
                 color=colour(cell.spec.mode.algorithm),
-                alpha=float(tints[place]),
+                alpha=float(tints[substrate]),
             )[0]
-            made.tip(bar, f"{cell.label} on {place}: {cell.seconds.centre:.3f} s")
-            made.axes.text(
-                cell.seconds.centre, at, f" {stats.seconds(cell.seconds.centre)}, {place}", va="center", fontsize=8.8
-            )
+            made.tip(bar, f"{cell.label} on {substrate}: {cell.seconds.centre:.3f} s")
+            text = f" {stats.seconds(cell.seconds.centre)}, {substrate}"
+            made.axes.text(cell.seconds.centre, at, text, va="center", fontsize=8.8)
     made.axes.set_xlim(0, 1.3 * max(c.seconds.centre for cells in both for c in cells.values()))
     made.axes.set_xlabel("seconds per step")
     return [
         plot(
             made,
-            "places",
-            findings.places(both),
-            "The same spec, the same image of the code, another way to make nodes.",
+            "substrates",
+            findings.substrates(both),
+            "The same spec and the same code on different substrates.",
         )
     ]
 
 
-ALONG: Sequence[Callable[[Chapter], list[Plot]]] = (nodes, weak, bandwidth, buckets, skipping, places)
+ALONG: Sequence[Callable[[Chapter], list[Plot]]] = (nodes, weak, bandwidth, buckets, skipping, substrates)

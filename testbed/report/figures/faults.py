@@ -1,4 +1,4 @@
-"""Plots of runs with faults: what one did to every rank on one clock, and how fast all of them were noticed."""
+"""Figures of runs with injected faults: how fast each was noticed, and what it did to every rank, on one clock."""
 
 from __future__ import annotations
 
@@ -7,37 +7,31 @@ from collections.abc import Sequence
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from testbed.report.figures.modes import legend_below, strips
-from testbed.report.figures.style import (
-    COLOURS,
-    Plot,
-    colour,
-    plot,
-)
+from testbed.report.figures.style import COLOURS, Plot, colour, legend_below, plot, strips
 from testbed.results.faults import FaultedRun
 
-MOST = 6  # runs that are drawn one by one
-BEFORE, AFTER = 4.0, 2.0  # seconds that are shown before the fault and after the last end
+MAX_RUNS = 6  # runs that get a figure of their own
+BEFORE_S, AFTER_S = 4.0, 2.0  # shown before the fault and after the last rank ended
 STEP, FAULT, INK = COLOURS["backward"][0], COLOURS["exposed"][0], COLOURS["ink"][0]
 NOTE = (
-    "Bars are steps. The dashed line is the moment of the fault, red on a rank's row is how long it lasted. A diamond"
-    " is a rank that ended because it had lost another, a cross any other end with an error."
+    "Bars are steps. The dashed line is the time of the fault, the red bar its duration. A diamond is a rank that ended"
+    " because it lost another, a cross is any other end with an error."
 )
 
 
 def draw(runs: Sequence[FaultedRun]) -> list[Plot]:
-    """One plot of all, where there are several; then one of each kind of fault."""
+    """One figure of all runs if several were noticed; then one run of each kind of fault."""
     timed = [run for run in runs if run.one_clock and run.episodes]
     noticed = [run for run in timed if run.history.last_notice_s is not None]
     kinds: dict[str, FaultedRun] = {}
     for run in timed:
         kinds.setdefault(f"{run.episodes[0].fault.split(':')[0]} {run.row[-1]}", run)
-    alone = [_run(run, f"fault-{number}") for number, run in enumerate(list(kinds.values())[:MOST], start=1)]
+    alone = [_run(run, f"fault-{number}") for number, run in enumerate(list(kinds.values())[:MAX_RUNS], start=1)]
     return [*([_noticed(noticed)] if len(noticed) > 1 else []), *alone]
 
 
 def _noticed(runs: Sequence[FaultedRun]) -> Plot:
-    """A row for each fault, a dot for each mode: seconds until the last of the others knew."""
+    """A row per fault, a dot per mode: seconds until the last of the other ranks noticed."""
     faults = list(dict.fromkeys(run.row[1] for run in runs))
     made = strips(faults, 0.42, 1.5)
     modes = list(dict.fromkeys(str(run.spec.mode) for run in runs))
@@ -47,25 +41,28 @@ def _noticed(runs: Sequence[FaultedRun]) -> Plot:
         tint = colour(run.spec.mode.algorithm)
         fill = tint if run.history.named_right else COLOURS["card"][0]
         (dot,) = made.axes.plot([x], [y], "o", markersize=6, markeredgecolor=tint, markerfacecolor=fill)
-        right = {True: "named right", False: "named wrong", None: "nobody named"}[run.history.named_right]
-        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others knew after {x:.2f} s, {right}")
+        right = {True: "named the right rank", False: "named another rank", None: "named no rank"}[
+            run.history.named_right
+        ]
+        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others noticed after {x:.2f} s, {right}")
     made.axes.set_xlim(0, None)
-    made.axes.set_xlabel("seconds from the fault until the last of the others knew")
+    made.axes.set_xlabel("seconds from the fault until the last other rank noticed")
     tints = {mode: colour(mode.split("/")[0]) for mode in modes}
     legend_below(made, [Patch(facecolor=tint, label=mode) for mode, tint in tints.items()])
     good = sum(run.history.named_right is True for run in runs)
     slowest = max(run.history.last_notice_s or 0.0 for run in runs)
-    finding = f"All others knew within {slowest:.1f} s, and named the right rank in {good} of {len(runs)} runs"
-    return plot(made, "faults-noticed", finding, "A hollow dot: another rank was named, or none.")
+    finding = f"All other ranks noticed within {slowest:.1f} s and named the right one in {good} of {len(runs)} runs"
+    return plot(made, "faults-noticed", finding, "Hollow dot: another rank was named, or none.")
 
 
 def _run(run: FaultedRun, name: str) -> Plot:
+    """Steps, fault and ends of every rank of one run."""
     zero = run.episodes[0].begin
     made = strips([f"rank {rank}" for rank in range(run.spec.world)], 0.36, 1.5)
     ends = [at - zero for _, at, _ in run.ended] + [end - zero for steps in run.steps for _, end in steps]
     last = max([*ends, 0.5])
     for rank, steps in enumerate(run.steps):
-        bars = [(begin - zero, end - begin) for begin, end in steps if end - zero >= -BEFORE]
+        bars = [(begin - zero, end - begin) for begin, end in steps if end - zero >= -BEFORE_S]
         made.axes.broken_barh(bars, (rank - 0.3, 0.6), facecolor=STEP, edgecolor=COLOURS["card"][0], linewidth=0.3)
     for episode in run.episodes:
         made.axes.axvline(episode.begin - zero, color=FAULT, linestyle="--", linewidth=1.4)
@@ -79,7 +76,7 @@ def _run(run: FaultedRun, name: str) -> Plot:
         if code not in (0, 6):
             made.axes.plot([at - zero], [rank], "X", color=FAULT, markersize=9)
     first = min((begin for steps in run.steps for begin, _ in steps), default=zero) - zero
-    made.axes.set_xlim(max(first, -BEFORE), last + min(AFTER, 0.05 * (last + BEFORE)))
+    made.axes.set_xlim(max(first, -BEFORE_S), last + min(AFTER_S, 0.05 * (last + BEFORE_S)))
     made.axes.set_xlabel("seconds since the fault")
     keys = [
         Patch(facecolor=STEP, label="steps"),
@@ -94,10 +91,10 @@ def _run(run: FaultedRun, name: str) -> Plot:
 def _finding(run: FaultedRun) -> str:
     mode, fault = run.spec.mode, run.row[1]
     if run.row[-1] == "went on":
-        return f"{fault} under {mode}: the others wait, and the run goes on"
+        return f"{fault} with {mode}: the other ranks wait, and the run goes on"
     if run.row[-1] == "restarted":
-        return f"{fault} under {mode}: all ranks start again from the last checkpoint, and finish"
+        return f"{fault} with {mode}: all ranks restart from the last checkpoint and finish"
     if run.history.last_notice_s is None:
-        return f"{fault} under {mode}: the run ends"
-    named = "and name it" if run.history.named_right else "and blame another"
-    return f"{fault} under {mode}: all others know after {run.history.last_notice_s:.2f} s {named}"
+        return f"{fault} with {mode}: the run ends"
+    named = "and name it" if run.history.named_right else "and name another rank"
+    return f"{fault} with {mode}: all other ranks notice after {run.history.last_notice_s:.2f} s {named}"

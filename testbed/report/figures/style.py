@@ -1,7 +1,7 @@
-"""How plots look: one colour per method everywhere, safe for colour-blind eyes, light and dark from one drawing.
+"""What all figures have in common: colours, sizes, rows, legends, and how a drawing becomes SVG and PNG.
 
-A plot is drawn once with the light colours. The page's copy names CSS variables instead, so that it turns dark with the
-page; the exported SVG and PNG keep the light ones.
+An algorithm has the same colour in every figure. A figure is drawn once with the light colours. Its copy on the page
+uses CSS variables instead, so that it follows the page's dark theme; exported SVG and PNG files keep the light colours.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import html
 import io
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -34,6 +36,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "forward": ("#bccbe0", "#7f9cc4"),
     "backward": ("#93abcb", "#5c7dae"),
     "update": ("#5f7da8", "#3f5d8a"),
+    "copies": ("#7a5c9e", "#b198d8"),
     "rest": ("#b9bfc8", "#5d6775"),
     "bound": ("#39434f", "#c9d1db"),
     "own": OWN.colour,
@@ -41,8 +44,9 @@ COLOURS: dict[str, tuple[str, str]] = {
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
-WIDTH = 5.4  # inches; all plots are as wide, so that their text is of one size on the page
-TITLE = 0.52  # inches above the plot for the finding; cut off on the page, which prints it itself
+WIDTH = 5.4  # inches; the same for all figures, so that their text has one size on the page
+TITLE = 0.52  # inches above the axes for the finding; cut off on the page, which prints the finding itself
+ROW = 0.42  # inches per bar
 
 plt.rcParams.update(
     {
@@ -71,7 +75,7 @@ plt.rcParams.update(
         "hatch.color": COLOURS["exposed"][0],
         "hatch.linewidth": 1.4,
         "svg.fonttype": "none",
-        "text.parse_math": False,  # dollars in a stranger's words are dollars
+        "text.parse_math": False,  # run folders come from strangers: a dollar sign must not start a formula
         "path.simplify": True,
     }
 )
@@ -79,7 +83,7 @@ plt.rcParams.update(
 
 @dataclass(frozen=True)
 class Plot:
-    """One drawn plot: its file name, the finding that is its title, what to know when reading it, and the drawings."""
+    """One figure: the name of its files, the finding that is its title, a note on how to read it, and the drawings."""
 
     name: str
     finding: str
@@ -95,14 +99,14 @@ class Plot:
 
 @dataclass
 class Canvas:
-    """A figure with one axes under room for the title; `tips` are what the pointer shows over a part."""
+    """A figure with one axes below the room for the title. `tips` are the texts that the pointer shows over a part."""
 
     figure: Figure
     axes: Axes
     tips: dict[str, str] = field(default_factory=dict)
 
     def tip(self, artist: Any, text: str) -> None:
-        """Show `text` where the pointer rests on an artist."""
+        """Show `text` while the pointer is over an artist."""
         key = f"tip{len(self.tips)}"
         artist.set_gid(key)
         self.tips[key] = text
@@ -111,7 +115,7 @@ class Canvas:
 def canvas(
     height: float = 3.5, left: float = 0.7, bottom: float = 0.62, right: float = 0.15, top: float = 0.12
 ) -> Canvas:
-    """An empty plot; margins in inches."""
+    """An empty figure; margins in inches."""
     whole = height + TITLE
     figure = Figure(figsize=(WIDTH, whole))
     place = (left / WIDTH, bottom / whole, 1 - (left + right) / WIDTH, 1 - (bottom + top + TITLE) / whole)
@@ -119,12 +123,55 @@ def canvas(
 
 
 def colour(algorithm: str) -> str:
-    """A method's colour, the same in every plot."""
+    """The colour of an algorithm, the same in every figure."""
     return COLOURS.get(algorithm, COLOURS["own"])[0]
 
 
+def rows(algorithms: Sequence[str], names: Sequence[str], per_row: float = ROW, extra: float = 1.25) -> Canvas:
+    """Horizontal rows whose names have the colours of these algorithms."""
+    made = strips(names, per_row, extra)
+    for tick, algorithm in zip(made.axes.get_yticklabels(), algorithms, strict=True):
+        tick.set_color(colour(algorithm))
+        tick.set_fontweight("bold")
+    return made
+
+
+def strips(names: Sequence[str], per_row: float, extra: float) -> Canvas:
+    """Horizontal rows, the first on top, with their names at the left."""
+    longest = max(len(name) for name in names)
+    small = longest > 26
+    left = 0.25 + (0.072 if small else 0.09) * longest
+    made = canvas(extra + per_row * len(names), left=min(left, 2.6))
+    made.axes.set_yticks(range(len(names)), names, fontsize=8 if small else 10)
+    made.axes.set_ylim(len(names) - 0.45, -0.55)
+    made.axes.tick_params(axis="y", length=0)
+    made.axes.grid(axis="y", visible=False)
+    made.axes.spines["left"].set_visible(False)
+    return made
+
+
+def legend_below(made: Canvas, keys: Sequence[Artist]) -> None:
+    """A legend below the axes, which get smaller."""
+    columns = 2 if sum(len(str(key.get_label())) + 6 for key in keys) > 95 else 3
+    style = {"ncols": columns, "columnspacing": 1.2, "handlelength": 1.4, "labelspacing": 0.3}
+    made.figure.legend(handles=list(keys), loc="lower left", bbox_to_anchor=(0.0, -0.01), **style)
+    box, lift = made.axes.get_position(), (0.14 + 0.19 * -(-len(keys) // columns)) / made.figure.get_size_inches()[1]
+    made.axes.set_position((box.x0, box.y0 + lift, box.width, box.height - lift))
+
+
+def legend_above(made: Canvas) -> None:
+    """A legend above the axes, which get smaller."""
+    names = made.axes.get_legend_handles_labels()[1]
+    columns = max(1, min(len(names), int(58 / (max(map(len, names)) + 7))))
+    lines = -(-len(names) // columns)
+    box, drop = made.axes.get_position(), 0.2 * lines / made.figure.get_size_inches()[1]
+    made.axes.set_position((box.x0, box.y0, box.width, box.height - drop))
+    style = {"ncols": columns, "columnspacing": 1.3, "handlelength": 2.0, "borderaxespad": 0.2}
+    made.axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), **style)
+
+
 def plot(made: Canvas, name: str, finding: str, note: str = "") -> Plot:
-    """Save a canvas; `name` salts the ids so that no two plots of a page share one."""
+    """Save a canvas. `name` is a prefix of its ids, so that no two figures of a page share one."""
     size = made.figure.get_size_inches()
     title = "\n".join(textwrap.wrap(finding, 64)[:2])
     made.figure.text(0.012, 1 - 0.09 / size[1], title, fontsize=10.2, fontweight="bold", va="top", gid="title")
@@ -144,14 +191,16 @@ def _with_tips(svg: str, tips: dict[str, str]) -> str:
 
 
 def _inline(svg: str, name: str, finding: str, height: float) -> str:
-    """For the page: no XML prologue, no title, no fixed size, CSS variables for colours, ids of its own."""
+    """The copy for the page: no XML prologue, no title, no fixed size, CSS variables for colours, unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r'<g id="title">.*?</g>', "", svg, flags=re.S)
     box = f'viewBox="0 {TITLE * 72:g} {WIDTH * 72:g} {(height - TITLE) * 72:g}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
     opening += f'aria-label="{html.escape(finding)}">'
-    svg = re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)  # no template: a stranger's \042 would be a quote
+    svg = re.sub(
+        r"<svg[^>]*>", lambda _: opening, svg, count=1
+    )  # a function, not a template: a finding may contain a backslash
     prefix = re.sub(r"[^a-z0-9]+", "-", name.lower())
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     names = {light: key for key, (light, _) in COLOURS.items()}

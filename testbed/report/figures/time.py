@@ -1,4 +1,4 @@
-"""Plots over time: one step as a strip, loss against iteration and against seconds, seconds against iteration."""
+"""Figures over time: one step as a strip, loss against iteration and against seconds, seconds against iteration."""
 
 from __future__ import annotations
 
@@ -8,33 +8,26 @@ import numpy as np
 from matplotlib.patches import Patch
 
 from testbed.report import findings
-from testbed.report.figures.modes import legend_above, legend_below, rows
-from testbed.report.figures.style import (
-    COLOURS,
-    DASHES,
-    Canvas,
-    Plot,
-    canvas,
-    colour,
-    plot,
-)
+from testbed.report.figures.modes import rows_of
+from testbed.report.figures.style import COLOURS, DASHES, Canvas, Plot, canvas, colour, legend_above, legend_below, plot
 from testbed.report.load import Column
-from testbed.report.model import Cell, Chapter
+from testbed.report.model import Cell
 
 PHASES = ("data", "forward", "backward", "update")
-POINTS = 300  # of one line; longer ones are averaged in blocks
+MAX_POINTS = 300  # of one line; longer ones are averaged in blocks
 
 
-def timeline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """One ordinary step of rank 0 for every method: above what the loop did, below what was on the wire."""
-    made = rows(cells, names, 0.56, 1.5)
-    exposed = COLOURS["exposed"][0]
+def timeline(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+    """The step of rank 0 nearest to the median, for every mode: the loop above, the buffers on the wire below."""
+    made = rows_of(cells, names, 0.56, 1.5)
+    copies, exposed = COLOURS["copies"][0], COLOURS["exposed"][0]
     for y, cell in enumerate(cells):
         steps = cell.steps[0]
         k = int(np.argmin(np.abs(steps.total - np.median(steps.total))))
         for name in PHASES:
             spans = [(o, s) for phase, o, s in steps.phases[k] if phase == name]
             made.axes.broken_barh(spans, (y - 0.36, 0.36), facecolor=COLOURS[name][0])
+        made.axes.broken_barh(steps.copying[k], (y - 0.36, 0.36), facecolor=copies)
         made.axes.broken_barh(steps.stalls[k], (y - 0.36, 0.36), facecolor=exposed)
         tint = colour(cell.spec.mode.algorithm)
         comm = [(c.offset, c.seconds) for c in steps.comm[k]]
@@ -43,6 +36,7 @@ def timeline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> P
     made.axes.set_xlabel("seconds since the step began (rank 0)")
     keys = [Patch(facecolor=COLOURS[name][0], label=name) for name in PHASES]
     keys += [
+        Patch(facecolor=copies, label="copies"),
         Patch(facecolor=exposed, label="blocked"),
         Patch(facecolor=COLOURS["muted"][0], label="buffers on the wire"),
     ]
@@ -51,7 +45,7 @@ def timeline(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> P
 
 
 def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequence[Cell], names: Sequence[str]) -> None:
-    """One line per cell; the first is the widest, so that lines that lie on each other are all seen."""
+    """One line per cell. The first is the widest, so that lines which cover each other are all visible."""
     seen: dict[str, int] = {}
     for number, ((x, y), cell, name) in enumerate(zip(curves, cells, names, strict=True)):
         kind = cell.spec.mode.algorithm
@@ -65,14 +59,14 @@ def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequenc
 
 
 def thin(values: Column) -> Column:
-    """At most POINTS values, each the mean of its block."""
-    if len(values) <= POINTS:
+    """At most MAX_POINTS values, each the mean of its block."""
+    if len(values) <= MAX_POINTS:
         return values
-    return np.array([block.mean() for block in np.array_split(values, POINTS)])
+    return np.array([block.mean() for block in np.array_split(values, MAX_POINTS)])
 
 
-def loss_by_step(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """Methods that train the same model lie on one line."""
+def loss_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+    """Modes that train the same model have the same line."""
     made = canvas(3.3)
     _lines(made, [(np.arange(1, len(c.losses()) + 1, dtype=np.float64), c.losses()) for c in cells], cells, names)
     made.axes.set_xlabel("iteration")
@@ -86,14 +80,14 @@ def loss_by_step(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) 
 
 
 def seconds_so_far(cell: Cell) -> Column:
-    """When each step of rank 0 ended, since the first began; tests between epochs are in it."""
+    """When each step of rank 0 ended, in seconds since the first began, evaluation between epochs included."""
     steps = cell.first.ranks[0].steps
     ends = steps.at + steps.total - steps.at[0]
     return np.asarray(ends[: len(cell.losses())], dtype=np.float64)
 
 
-def loss_by_time(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """The same losses against the clock: what a user waits for."""
+def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+    """The same losses against the clock."""
     made = canvas(3.3)
     curves = [(seconds_so_far(c), c.losses()[: len(seconds_so_far(c))]) for c in cells]
     _lines(made, curves, cells, names)
@@ -103,11 +97,11 @@ def loss_by_time(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) 
         made,
         "loss-by-time",
         findings.loss_by_time(cells, curves),
-        "Warm-up steps are in it: this is what one waits for.",
+        "With warm-up steps and evaluation: the time that a user waits.",
     )
 
 
-def seconds_by_step(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str]) -> Plot:
+def seconds_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
     """Every step's time, warm-up included."""
     made = canvas(3.3)
     series = [np.mean([r.steps.total[: len(c.losses())] for r in c.first.ranks], axis=0) for c in cells]
@@ -115,6 +109,6 @@ def seconds_by_step(chapter: Chapter, cells: Sequence[Cell], names: Sequence[str
     made.axes.set_ylim(0, None)
     warmup = max(c.spec.warmup for c in cells)
     made.axes.axvspan(0.5, warmup + 0.5, color=COLOURS["grid"][0], alpha=0.55, linewidth=0)
-    made.axes.set_xlabel("iteration (shaded: warm-up, in no figure)" if warmup else "iteration")
+    made.axes.set_xlabel("iteration (shaded: warm-up, not counted)" if warmup else "iteration")
     made.axes.set_ylabel("seconds, mean over ranks")
-    return plot(made, "seconds-by-iteration", findings.seconds_by_step(cells, series), "")
+    return plot(made, "seconds-by-iteration", findings.seconds_by_step(cells), "")

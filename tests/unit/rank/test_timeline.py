@@ -113,3 +113,39 @@ def test_processor_time_is_that_of_computing_and_not_of_waiting() -> None:
     with timeline.phase("backward"):
         time.sleep(0.05)
     assert 0.03 <= timeline.take()["cpu"] < 0.05
+
+
+def test_copies_are_timed_without_what_is_blocked_inside_them(timeline: Timeline, clock: Clock) -> None:
+    timeline.start()
+    with timeline.phase("backward"):
+        clock.now += 1
+        with timeline.copying():
+            clock.now += 2
+            with timeline.blocked():
+                clock.now += 4
+        since = timeline.now()
+        clock.now += 8
+        timeline.copied(since)
+    step = timeline.take()
+    assert (step["backward"], step["copies"], step["blocked"]) == (15, 10, 4)
+    assert step["copying"] == [(1, 6), (7, 8)]
+    timeline.start()
+    assert timeline.take()["copies"] == 0
+
+
+def test_processor_time_of_copies_is_counted_where_that_of_computing_is() -> None:
+    timeline = Timeline()
+    timeline.start()
+
+    def copy_for(seconds: float) -> None:
+        with timeline.copying():
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+
+    copy_for(0.02)  # between phases
+    with timeline.phase("backward"):
+        copy_for(0.03)
+    step = timeline.take()
+    assert 0.03 <= step["copies_cpu"] <= step["cpu"] < 0.05 and step["copies"] >= 0.05
+    assert 0.0 <= step["kernel"] <= step["cpu"]

@@ -1,4 +1,4 @@
-"""compare: the exit code a CI sees, and what a person reads."""
+"""`testbed compare`: its exit code and what it prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def results(folder: Path, compute: float, noise: float = 0.01, seed: int = 1) ->
     return folder
 
 
-def test_the_same_result_is_the_same(tmp_path: Path) -> None:
+def test_equal_results_are_the_same(tmp_path: Path) -> None:
     found = compare(results(tmp_path / "a", 4.0), results(tmp_path / "b", 4.0, seed=2), 0.05)
     assert [change.verdict for change in found.changes] == ["same", "same"] or not found.worse
 
@@ -41,18 +41,18 @@ def test_a_generous_threshold_lets_it_pass(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["compare", str(a), str(b), "--threshold", "0.5"]).exit_code == 0
 
 
-def test_a_difference_that_drowns_in_noise_is_none(tmp_path: Path) -> None:
+def test_a_difference_smaller_than_the_noise_does_not_count(tmp_path: Path) -> None:
     a, b = results(tmp_path / "a", 4.0, noise=0.9), results(tmp_path / "b", 4.2, noise=0.9, seed=9)
     assert compare(a, b, 0.0).worse == []
 
 
-def test_two_single_runs_are_compared_and_their_difference_told(tmp_path: Path) -> None:
+def test_two_single_runs_are_compared_with_their_differences(tmp_path: Path) -> None:
     results(tmp_path, 4.0)
     found = compare(tmp_path / "ring", tmp_path / "ddp", 0.05)
     assert found.differences == ["mode: ring -> ddp"] and found.changes[0].verdict == "faster"
 
 
-def test_a_cell_is_compared_with_the_same_place_where_a_result_has_several(tmp_path: Path) -> None:
+def test_a_cell_is_compared_on_the_same_substrate_if_there_are_several(tmp_path: Path) -> None:
     for side, netns in (("a", 4.0), ("b", 6.0)):
         make_run(tmp_path / side / "ddp", Made(compute=2.0, substrate="compose"), mode="ddp", **LINK)
         make_run(tmp_path / side / "ddp@netns", Made(compute=netns, substrate="netns"), mode="ddp", name="ddp", **LINK)
@@ -60,7 +60,7 @@ def test_a_cell_is_compared_with_the_same_place_where_a_result_has_several(tmp_p
     assert verdicts == {"ddp on compose": False, "ddp on netns": True}
 
 
-def test_a_place_that_only_one_side_has_is_lost_and_not_compared_with_another(tmp_path: Path) -> None:
+def test_a_run_on_a_substrate_that_only_a_has_is_lost(tmp_path: Path) -> None:
     make_run(tmp_path / "a" / "ddp", Made(substrate="compose"), mode="ddp", **LINK)
     for side in ("a", "b"):
         make_run(tmp_path / side / "ddp@netns", Made(substrate="netns"), mode="ddp", name="ddp", **LINK)
@@ -68,10 +68,10 @@ def test_a_place_that_only_one_side_has_is_lost_and_not_compared_with_another(tm
     assert [change.name for change in found.changes] == ["ddp on netns"] and found.lost == ["ddp on compose: not there"]
 
 
-def test_that_a_and_b_were_made_at_different_places_is_said(tmp_path: Path) -> None:
-    for side, place in (("a", "compose"), ("b", "netns")):
+def test_a_change_of_substrate_is_printed(tmp_path: Path) -> None:
+    for side, substrate in (("a", "compose"), ("b", "netns")):
         for mode in ("ring", "ddp"):
-            make_run(tmp_path / side / mode, Made(substrate=place), mode=mode, **LINK)
+            make_run(tmp_path / side / mode, Made(substrate=substrate), mode=mode, **LINK)
     assert compare(tmp_path / "a", tmp_path / "b", 0.05).differences == ["on: compose -> netns"]
     assert "differs: on: compose -> netns" in CliRunner().invoke(app, ["compare", *sides(tmp_path)]).output
     assert compare(tmp_path / "a", tmp_path / "a", 0.05).differences == []
@@ -82,15 +82,13 @@ def sides(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("repeats", "times"), [((1, 2), 1), ((1, 1), 1), ((2, 2), 0)])
-def test_that_one_run_knows_nothing_of_others_is_said_once(
-    tmp_path: Path, repeats: tuple[int, int], times: int
-) -> None:
+def test_the_note_on_single_runs_is_printed_once(tmp_path: Path, repeats: tuple[int, int], times: int) -> None:
     for side, count in zip(("a", "b"), repeats, strict=True):
         for mode in ("ring", "ddp"):
             for number in range(count):
                 make_run(tmp_path / side / f"{mode}-{number}", Made(seed=number), mode=mode, **LINK)
     said = " ".join(CliRunner().invoke(app, ["compare", *sides(tmp_path)]).output.split())
-    assert said.count("knows nothing of how runs differ") == times
+    assert said.count("not the differences between runs") == times
 
 
 def test_results_without_a_common_spec_are_refused(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ def test_a_run_that_b_lost_is_worse_unless_it_may_be_missing(tmp_path: Path, sta
     assert CliRunner().invoke(app, ["compare", str(b), str(a)]).exit_code == 0  # B may have more than A
 
 
-def test_bytes_and_losses_are_told_too(tmp_path: Path) -> None:
+def test_ratios_of_bytes_and_losses_are_printed(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     make_run(a, Made(accuracy=0.5), mode="ring", **LINK)
     make_run(b, Made(accuracy=0.25), mode="ring/fp16", **LINK)
@@ -124,7 +122,7 @@ def test_bytes_and_losses_are_told_too(tmp_path: Path) -> None:
     assert [cell.strip() for cell in row.split("|")[-4:-1]] == ["0.500", "1.800", "2.050"]
 
 
-def test_as_json_it_is_one_document(tmp_path: Path) -> None:
+def test_with_json_the_output_is_one_document(tmp_path: Path) -> None:
     a, b = results(tmp_path / "a", 4.0), results(tmp_path / "b", 5.2)
     document = json.loads(CliRunner().invoke(app, ["compare", str(a), str(b), "--json"]).stdout)
     assert document["worse"] == ["ddp", "ring"] or document["worse"] == ["ring", "ddp"]

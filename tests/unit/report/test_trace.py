@@ -1,4 +1,4 @@
-"""The merged trace obeys the rules of Chrome's trace format; a viewer shows it as it is."""
+"""The trace obeys the rules of Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testbed.report.trace import WIRE, write_trace
+from testbed.report.trace import COPIES, WIRE, write_trace
 from testbed.spec.errors import UsageError
 from tests.support.synthetic import Made, make_run
 
@@ -40,7 +40,7 @@ def _nested(spans: list[Event]) -> None:
         while open_ends and open_ends[-1] <= span["ts"] + ROUNDING:
             open_ends.pop()
         end = span["ts"] + span["dur"]
-        assert not open_ends or end <= open_ends[-1] + ROUNDING, f"{span['name']} sticks out of what it is in"
+        assert not open_ends or end <= open_ends[-1] + ROUNDING, f"{span['name']} ends after the span that contains it"
         open_ends.append(end)
 
 
@@ -53,14 +53,14 @@ def spans_of(folder: Path, made: Made | None = None, **values: Any) -> list[Even
 
 
 @pytest.mark.parametrize("mode", ["single", "none", "gather", "ring", "ddp", "server", PIPELINE])
-def test_every_mode_gives_a_trace_that_obeys_the_rules(tmp_path: Path, mode: str) -> None:
+def test_the_trace_of_every_mode_obeys_the_rules(tmp_path: Path, mode: str) -> None:
     spans = spans_of(tmp_path / "run", mode=mode)
     assert {span["pid"] for span in spans} == set(range(1 if mode == "single" else 4))
     names = {span["name"] for span in spans}
     assert {"step 0", "step 11", "data", "forward", "backward", "sync", "update"} <= names
 
 
-def test_buckets_lie_inside_the_step_they_belong_to(tmp_path: Path) -> None:
+def test_buckets_are_inside_their_step(tmp_path: Path) -> None:
     spans = spans_of(tmp_path / "run", mode="ddp")
     steps = {(s["pid"], s["name"]): s for s in spans if s["name"].startswith("step")}
     buckets = [span for span in spans if span["tid"] >= WIRE]
@@ -71,7 +71,7 @@ def test_buckets_lie_inside_the_step_they_belong_to(tmp_path: Path) -> None:
         assert bucket["ts"] + bucket["dur"] <= step["ts"] + step["dur"] + ROUNDING
 
 
-def test_a_buffer_that_crosses_the_steps_end_says_so(tmp_path: Path) -> None:
+def test_a_buffer_that_crosses_the_end_of_a_step_has_two_spans(tmp_path: Path) -> None:
     spans = [span for span in spans_of(tmp_path / "run", mode=PIPELINE) if span["name"].startswith("bucket 3 gather")]
     of_rank = [span for span in spans if span["pid"] == 1]
     rests = [span for span in of_rank if span["args"]["continued"]]
@@ -79,12 +79,18 @@ def test_a_buffer_that_crosses_the_steps_end_says_so(tmp_path: Path) -> None:
     assert {span["name"] for span in rests} == {"bucket 3 gather (cont.)"} and rests[0]["args"]["step"] == 1
 
 
-def test_clocks_of_hosts_are_laid_on_one(tmp_path: Path) -> None:
+def test_copies_have_a_thread_of_their_own(tmp_path: Path) -> None:
+    spans = spans_of(tmp_path / "run", Made(copies=0.1), mode="ring")
+    copies = [span for span in spans if span["tid"] == COPIES]
+    assert len(copies) == 4 * 12 and {round(span["dur"]) for span in copies} == {100_000}
+
+
+def test_clocks_of_hosts_are_converted_to_one(tmp_path: Path) -> None:
     spans = spans_of(tmp_path / "run", Made(offsets=[0.0, 7.0, -4.0, 1.0], noise=0.0), mode="ring")
     begins = [span["ts"] for span in spans if span["name"] == "step 3"]
     assert max(begins) - min(begins) < 1000  # microseconds
 
 
-def test_what_is_no_run_folder_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="run folder"):
         write_trace(tmp_path)

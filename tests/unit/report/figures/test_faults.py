@@ -1,4 +1,4 @@
-"""Runs with faults on purpose: told of in a section of their own, drawn on one clock, marked in the trace."""
+"""Runs with injected faults: their section of the page, their figures on one clock, their marks in the trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.synthetic import make_faulted, make_run
 FAULT = "kill:rank2@step8"
 
 
-def test_a_failed_run_is_in_no_table_but_its_fault_is_told(tmp_path: Path) -> None:
+def test_a_failed_run_is_in_no_table_but_its_fault_is_listed(tmp_path: Path) -> None:
     make_run(tmp_path / "good", mode="ring")
     make_faulted(tmp_path / "bad", FAULT, mode="ring")
     loaded = load([tmp_path])
@@ -31,12 +31,12 @@ def test_a_failed_run_is_in_no_table_but_its_fault_is_told(tmp_path: Path) -> No
     assert told.row[1:] == (FAULT, "0.30 s", "yes", "6 6 -9 6", "no")
 
 
-def test_the_page_has_a_section_with_a_row_and_a_plot_for_it(tmp_path: Path) -> None:
+def test_the_page_has_a_section_with_a_row_and_a_figure(tmp_path: Path) -> None:
     make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
     made = write([tmp_path / "runs"], tmp_path)
     page = made.page.read_text()
     assert made.parts == [] and 'id="faults-fault-1"' in page and 'id="faults-faults"' in page
-    assert "all others know after 0.30 s and name it" in page
+    assert "all other ranks notice after 0.30 s and name it" in page
     assert FAULT in (tmp_path / "report" / "faults-faults.csv").read_text()
     assert FAULT in (tmp_path / "report" / "report.md").read_text()
 
@@ -46,7 +46,7 @@ AGAIN: list[dict[str, Any]] = [{"event": "again", "at": 8.0}, ITSELF | {"rank": 
 
 
 @pytest.mark.parametrize("more", [[ITSELF], AGAIN], ids=["the rank itself", "another attempt"])
-def test_all_others_know_when_the_last_of_them_does_and_the_table_tells_the_middle_one(
+def test_the_figure_shows_when_the_last_rank_noticed_and_the_table_the_median(
     tmp_path: Path, more: list[dict[str, Any]]
 ) -> None:
     make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
@@ -62,7 +62,7 @@ def test_all_others_know_when_the_last_of_them_does_and_the_table_tells_the_midd
     assert told.history.last_notice_s == pytest.approx(2.5) and told.row[2] == "1.45 s"
     made = write([tmp_path / "runs"], tmp_path).faults
     assert made and "noticed by all others within 2.5 s" in made.finding
-    assert "all others know after 2.50 s" in made.plots[0].finding
+    assert "all other ranks notice after 2.50 s" in made.plots[0].finding
 
 
 WORDS = {
@@ -71,13 +71,13 @@ WORDS = {
     "mathematics": r"$\x$",
     "a script": f"{LIVE}</script>",
     "for a terminal": OBEYED,
-    "half a letter": "\ud800",
-    "without end": "x" * 100_000,
+    "half a surrogate pair": "\ud800",
+    "very long": "x" * 100_000,
 }
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
-def test_a_fault_in_a_strangers_words_is_text_on_the_page(tmp_path: Path, words: str) -> None:
+def test_the_name_of_a_fault_is_escaped_on_the_page(tmp_path: Path, words: str) -> None:
     make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
     path = tmp_path / "runs" / "bad" / "faults.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -85,12 +85,14 @@ def test_a_fault_in_a_strangers_words_is_text_on_the_page(tmp_path: Path, words:
     path.write_text("".join(json.dumps(event) + "\n" for event in told))
     page = write([tmp_path / "runs"], tmp_path).page.read_text()
     (label,) = re.findall(r'aria-label="([^"]*)"', page)
-    assert html.unescape(label).startswith(f"{one_line(words)} {FAULT} (not injected) under ring: all others know")
+    assert html.unescape(label).startswith(
+        f"{one_line(words)} {FAULT} (not injected) with ring: all other ranks notice"
+    )
     assert LIVE not in page and "\x1b" not in page and len(page) < 1 << 20
     assert LIVE not in (tmp_path / "report" / "faults-fault-1.svg").read_text()
 
 
-def test_a_history_that_the_spec_knows_nothing_of_costs_nobody_the_run(tmp_path: Path) -> None:
+def test_a_fault_history_without_faults_in_the_spec_is_ignored(tmp_path: Path) -> None:
     make_run(tmp_path / "one", mode="ring")
     make_faulted(tmp_path / "other", FAULT, mode="ring")
     (tmp_path / "other" / "faults.jsonl").replace(tmp_path / "one" / "faults.jsonl")
@@ -98,7 +100,7 @@ def test_a_history_that_the_spec_knows_nothing_of_costs_nobody_the_run(tmp_path:
     assert len(loaded.runs) == 1 and loaded.faulted == [] and loaded.skipped == []
 
 
-def test_a_run_whose_fault_never_came_due_has_a_row_and_no_plot(tmp_path: Path) -> None:
+def test_a_run_whose_fault_was_not_injected_has_a_row_and_no_figure(tmp_path: Path) -> None:
     make_faulted(tmp_path / "runs" / "late", FAULT, over=1.0, mode="ring")
     path = tmp_path / "runs" / "late" / "faults.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -106,12 +108,12 @@ def test_a_run_whose_fault_never_came_due_has_a_row_and_no_plot(tmp_path: Path) 
     (told,) = load([tmp_path / "runs"]).faulted
     assert told.row[1:] == (f"{FAULT} (not injected)", "-", "-", "0 0 0 0", "-") and told.episodes == []
     made = write([tmp_path / "runs"], tmp_path).faults
-    assert made and made.plots == [] and made.finding == "1 run with faults on purpose; in 1 nothing was injected"
+    assert made and made.plots == [] and made.finding == "1 run with injected faults; in 1 nothing was injected"
     assert "(not injected)" in (tmp_path / "report" / "report.md").read_text()
     assert write_trace(tmp_path / "runs" / "late")[1] > 0
 
 
-def test_what_was_undone_lasts_as_long_as_it_did(tmp_path: Path) -> None:
+def test_a_fault_with_a_duration_has_an_end(tmp_path: Path) -> None:
     make_faulted(tmp_path / "run", "pause:rank1@step3+3s", over=3.0, mode="ring")
     (told,) = load([tmp_path]).faulted
     assert told.row[-1] == "went on"
@@ -119,7 +121,7 @@ def test_what_was_undone_lasts_as_long_as_it_did(tmp_path: Path) -> None:
     assert episode.rank == 1 and episode.end == pytest.approx(episode.begin + 3.0)
 
 
-def test_a_damaged_history_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_a_damaged_history_is_named_and_other_runs_are_shown(tmp_path: Path) -> None:
     make_run(tmp_path / "good", mode="ring")
     make_faulted(tmp_path / "bad", FAULT, mode="ring")
     (tmp_path / "bad" / "faults.jsonl").write_text('{"event": "injected", "rank": "x", "fault": 3, "begun": "?"}\n')
@@ -130,7 +132,7 @@ def test_a_damaged_history_is_named_and_the_rest_is_shown(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "size"), [("faults.jsonl", 16 << 20), ("rank0.jsonl", 128 << 20), ("rank0.attempt1.jsonl", 128 << 20)]
 )
-def test_a_history_without_end_is_named_and_not_read(tmp_path: Path, name: str, size: int) -> None:
+def test_a_too_large_history_is_named_and_not_read(tmp_path: Path, name: str, size: int) -> None:
     make_faulted(tmp_path / "bad", FAULT, mode="ring")
     (tmp_path / "bad" / name).touch()
     os.truncate(tmp_path / "bad" / name, size + 1)
@@ -139,7 +141,7 @@ def test_a_history_without_end_is_named_and_not_read(tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize("name", ["faults.jsonl", "rank0.attempt1.jsonl"])
-def test_a_history_that_lies_elsewhere_is_named_and_not_read(tmp_path: Path, name: str) -> None:
+def test_a_history_that_is_a_link_is_named_and_not_read(tmp_path: Path, name: str) -> None:
     make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
     path, elsewhere = tmp_path / "runs" / "bad" / name, tmp_path / name
     elsewhere.write_text(path.read_text() if path.exists() else "")
@@ -150,7 +152,7 @@ def test_a_history_that_lies_elsewhere_is_named_and_not_read(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize(("fault", "over", "shape"), [(FAULT, None, "i"), ("cut:rank2@step3+2s", 2.0, "X")])
-def test_the_trace_of_a_run_marks_what_was_done_and_who_lost_whom(
+def test_the_trace_marks_the_fault_and_the_ranks_that_noticed(
     tmp_path: Path, fault: str, over: float | None, shape: str
 ) -> None:
     make_faulted(tmp_path / "run", fault, over=over, mode="ddp")
