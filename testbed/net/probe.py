@@ -37,6 +37,7 @@ from testbed.spec.errors import ChannelClosed, ProbeError
 
 if TYPE_CHECKING:
     from testbed.results.receipt import Receipt
+    from testbed.spec.run import RunSpec
 
 MEETING_TIMEOUT_S = 30.0  # how far apart nodes may be, start-up included
 STALL_TIMEOUT_S = 10.0  # without a byte, after which a flow has failed
@@ -209,21 +210,40 @@ def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt
     )
 
 
-def measure(
-    probe: Callable[[], Receipt], announce: Callable[[str], None], retry: bool = True
-) -> tuple[Receipt, list[str]]:
-    """Probe, and once more if the receipt is invalid: a busy machine can spoil one probe.
+@dataclass(frozen=True)
+class NetworkCheck:
+    """What `measure` found out before a run."""
 
-    Returns the receipt that counts, which is the last, and notes about an earlier one. All nodes of a probe get the
-    same receipt, so all of them decide alike.
+    network: str  # one line, for summary.json
+    receipt: Receipt | None = None  # None: nothing was measured
+    notes: Sequence[str] = ()
+
+    @property
+    def invalid(self) -> bool:
+        """True if a requested rate was not measured within the tolerance."""
+        return self.receipt is not None and not self.receipt.valid()
+
+
+def measure(
+    spec: RunSpec, probe: Callable[[], Receipt], announce: Callable[[str], None], retry: bool = True
+) -> NetworkCheck:
+    """Probe the network of a run, and once more if the receipt is invalid: a busy machine can spoil one probe.
+
+    The last receipt counts. All nodes of a probe get the same receipt, so all of them decide alike. Raises
+    NetworkInvalid if the probe could not finish. `announce` gets sentences about the progress.
     """
+    if spec.world == 1:
+        return NetworkCheck("one node, no network")
+    if not spec.probe:
+        return NetworkCheck("not measured (probe = false)", notes=["probe = false: the network was not checked"])
+    announce(f"measuring the network: {spec.world * (spec.world - 1)} links and the fan-in")
     receipt, notes = probe(), []
     if retry and not receipt.valid():
         notes.append(f"first probe: {receipt.sentence()}")
         announce(f"{receipt.sentence()}; measuring once more")
         receipt = probe()
     announce(receipt.sentence())
-    return receipt, notes
+    return NetworkCheck(receipt.sentence(), receipt, notes)
 
 
 @dataclass(frozen=True)

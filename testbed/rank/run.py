@@ -287,25 +287,18 @@ def _log_to(path: Path) -> None:
 
 def _measure(request: Request, run: Run, probe: Callable[[], Receipt]) -> None:
     """Measure all links; rank 0 writes the receipt. A network that is off makes the run invalid, not impossible."""
-    if run.spec.world == 1:
-        run.network = "one node, no network"
-        return
-    if not run.spec.probe:
-        run.network = "not measured (probe = false)"
-        run.notes.append("probe = false: the network was not checked")
-        return
 
     def announce(sentence: str) -> None:
         if request.rank == 0:
             log.info(sentence)
 
-    receipt, notes = measure(probe, announce, retry=not request.not_shaped)
-    run.notes += notes
-    run.network = receipt.sentence()
-    if request.rank == 0:
-        receipt.write(run.folder.receipt)
-    if not request.not_shaped and not receipt.valid():
-        run.invalid = run.network
+    check = measure(run.spec, probe, announce, retry=not request.not_shaped)
+    if check.receipt is not None and request.rank == 0:
+        check.receipt.write(run.folder.receipt)
+    run.notes += check.notes
+    run.network = check.network
+    if check.invalid and not request.not_shaped:
+        run.invalid = check.network
 
 
 def _probe(request: Request, run: Run) -> Receipt:

@@ -21,7 +21,6 @@ from testbed.spec.units import format_rate
 
 MAX_BYTES = 16 << 20  # of a receipt.json; that of 64 nodes has about one million
 TOLERANCE = 0.05  # largest |measured / requested - 1| of a valid receipt
-ONE_NODE = "network: one node, no link to measure"
 
 
 class MeasuredRate(Spec):
@@ -78,7 +77,7 @@ class Receipt(Spec):
     def sentence(self, tolerance: float = TOLERANCE) -> str:
         """Say in one line how large the worst error is, and on which link."""
         if not self.links:
-            return ONE_NODE
+            return "network: one node, no link to measure"
         count = f"{len(self.links)} links and the fan-in"
         if self.worst_error is None:
             slowest = min(self._rates(), key=lambda rate: rate.measured)

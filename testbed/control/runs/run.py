@@ -235,21 +235,14 @@ def _conclude(run: RunContext, notes: RunNotes, status: Status, reason: str) -> 
 
 def _measure(run: RunContext, notes: RunNotes) -> None:
     """Write receipt.json before training. A network that is off makes the run invalid, and it trains all the same."""
-    if run.spec.world == 1:
-        notes.network = "one node, no network"
-        return
-    if not run.spec.probe:
-        notes.network = "not measured (probe = false)"
-        notes.notes.append("probe = false: the network was not checked")
-        return
-    links, plans = run.spec.world * (run.spec.world - 1), node_plans(run.spec)
-    run.progress.stage(f"measuring the network: {links} links and the fan-in")
-    receipt, remarks = measure(lambda: probe(run.substrate, plans, run.progress.link), run.progress.stage)
-    receipt.write(run.folder.receipt)
-    notes.notes += remarks
-    notes.network = receipt.sentence()
-    if not receipt.valid():
-        notes.invalid = notes.network
+    plans = node_plans(run.spec)
+    check = measure(run.spec, lambda: probe(run.substrate, plans, run.progress.link), run.progress.stage)
+    if check.receipt is not None:
+        check.receipt.write(run.folder.receipt)
+    notes.notes += check.notes
+    notes.network = check.network
+    if check.invalid:
+        notes.invalid = check.network
 
 
 ProbeProgress = Callable[[dict[str, Any]], None]

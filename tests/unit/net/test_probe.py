@@ -30,10 +30,14 @@ from testbed.net.probe import (
     window,
 )
 from testbed.net.tcp import burst, efficiency
+from testbed.results.receipt import Receipt
 from testbed.spec.errors import ProbeError
+from testbed.spec.run import RunSpec
 
 LOOPBACK = "127.0.0.1"
 MBIT = 10**6
+BASE: dict[str, Any] = {"mode": "ring", "nodes": 2, "batch": 16}
+SPEC = RunSpec.load(BASE, "test")
 
 
 def free_port() -> int:
@@ -254,6 +258,23 @@ def test_an_invalid_receipt_is_measured_once_more_and_the_last_one_counts(
 ) -> None:
     receipts = [receipt_of(measurement([rate * MBIT] * 2, 2, rate * MBIT), [200 * MBIT] * 2) for rate in rates]
     waiting, said = iter(receipts), list[str]()
-    receipt, told = measure(lambda: next(waiting), said.append, retry=retry)
-    assert receipt is receipts[probes - 1] and len(told) == notes
-    assert said[-1] == receipt.sentence() and len(said) == probes
+    check = measure(SPEC, lambda: next(waiting), said.append, retry=retry)
+    assert check.receipt is receipts[probes - 1] and len(check.notes) == notes
+    assert said[-1] == check.network == check.receipt.sentence() and len(said) == 1 + probes
+    assert check.invalid is (rates[probes - 1] == 150)
+
+
+@pytest.mark.parametrize(
+    ("values", "network", "notes"),
+    [({"mode": "single"}, "one node, no network", 0), ({"probe": False}, "not measured (probe = false)", 1)],
+)
+def test_without_links_or_without_a_probe_nothing_is_measured(values: dict[str, Any], network: str, notes: int) -> None:
+    def fail() -> Receipt:
+        raise AssertionError("probed")
+
+    check = measure(RunSpec.load(BASE | values, "test"), fail, fail_to_announce)
+    assert check.network == network and check.receipt is None and not check.invalid and len(check.notes) == notes
+
+
+def fail_to_announce(sentence: str) -> None:
+    raise AssertionError(sentence)
