@@ -13,16 +13,17 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from testbed.results.folder import write_whole
 from tests.bench import codecs, collectives, containers, exact, instrument, overhead, step
-from tests.bench.figures import MEASURED, limits_met
+from tests.bench.figures import MEASURED, Figure, limits_met
 from tests.support.provenance import ROOT, code_commit, commit_of_all, current
 
-PARTS = {
+PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "loop": overhead.loop,
     "start": overhead.start,
     "collective": collectives.collective,

@@ -7,6 +7,7 @@ never reused.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -85,4 +86,4 @@ def _percent(summary: Summary) -> float:
 
 def allowed_difference(differences: Sequence[float]) -> float:
     """Return one point, or two standard errors of the paired difference if that is more."""
-    return max(1.0, 2 * statistics.stdev(differences) / len(differences) ** 0.5)
+    return max(1.0, 2 * statistics.stdev(differences) / math.sqrt(len(differences)))

@@ -21,20 +21,20 @@ SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "p
 
 @pytest.mark.parametrize(("mode", "rank"), [("ddp", 0), ("ring/bucket:2MiB/pipeline", 2)])
 def test_a_killed_rank_ends_the_run_at_once_and_is_named(mode: str, rank: int) -> None:
-    outcome = faults._fatal(mode, "process", f"kill:rank{rank}@step5", rank, limit=10.0)
+    outcome = faults.fatal_case(mode, "process", f"kill:rank{rank}@step5", rank, limit=10.0)
     assert outcome["ok"] and outcome["named"], outcome
 
 
 def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named() -> None:
-    outcome = faults._fatal("ring", "process", "pause:rank1@step5", 1, limit=faults.DEADLINE + 5)
-    assert outcome["ok"] and outcome["named"] and outcome["seconds"] > faults.DEADLINE - 1, outcome
+    outcome = faults.fatal_case("ring", "process", "pause:rank1@step5", 1, limit=faults.SILENCE_LIMIT_S)
+    assert outcome["ok"] and outcome["named"] and outcome["seconds"] > faults.DEADLINE_S - 1, outcome
 
 
 @pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/pipeline", "ring/every:3"])
 def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
     """Of every:3 the checkpoint that is taken, after step 28, lies in the middle of a period."""
     flags = ["--fault", "kill:rank1@step30", "--retries", "1", "--set", "checkpoint=7"]
-    outcome = faults._same(faults._short(mode, 60, "process"), flags, {})
+    outcome = faults.identical_case(faults.run_flags(mode, 60, "process"), flags, {})
     assert outcome["ok"] and outcome["after"] >= 28, outcome  # a run that began anew would have this hash, too
 
 
@@ -64,7 +64,7 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
 
 @pytest.mark.parametrize(("port", "phase"), [("rendezvous", "train"), ("heartbeat", "meet")])
 def test_garbage_does_not_stop_a_run(port: str, phase: str) -> None:
-    outcome = garbage._disturb(port, phase, seed=0)
+    outcome = garbage.garbage_case(port, phase, seed=0)
     assert outcome["ok"], outcome
 
 

@@ -21,17 +21,19 @@ pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 
 @pytest.mark.parametrize(("mode", "rank"), [("allreduce", 3), ("ring/bucket:2MiB/pipeline", 0)])
 def test_a_rank_that_is_cut_off_is_named_after_the_deadline(mode: str, rank: int) -> None:
-    outcome = faults._fatal(mode, "netns", f"cut:rank{rank}@step5", rank, limit=faults.DEADLINE + 5)
+    outcome = faults.fatal_case(mode, "netns", f"cut:rank{rank}@step5", rank, limit=faults.SILENCE_LIMIT_S)
     assert outcome["ok"] and outcome["named"], outcome
 
 
 def test_a_slow_link_for_a_while_changes_only_times() -> None:
-    outcome = faults._same(faults._short("ring", 60, "netns"), ["--fault", "rate:rank1@step5+3s=10mbit"], {})
+    outcome = faults.identical_case(
+        faults.run_flags("ring", 60, "netns"), ["--fault", "rate:rank1@step5+3s=10mbit"], {}
+    )
     assert outcome["ok"], outcome
 
 
 def test_a_rank_that_reaches_its_memory_limit_is_killed_and_named() -> None:
-    outcome = faults._fatal("ring", "netns", "oom:rank2@step5", 2, limit=10.0)
+    outcome = faults.fatal_case("ring", "netns", "oom:rank2@step5", 2, limit=10.0)
     assert outcome["ok"] and outcome["named"], outcome
 
 

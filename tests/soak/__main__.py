@@ -1,7 +1,9 @@
-"""`make soak`: what must hold when things go wrong, counted. Each part resumes, and keeps its book in results/soak/.
+"""`make soak`: count how often the testbed does what it promises when something fails.
 
-python -m tests.soak                 all parts
-python -m tests.soak kill resume     some of them
+    make soak                      all parts
+    make soak ARGS="kill resume"   some parts
+Outcomes are written to results/soak/PART.json after each case. A soak resumes: cases that are already done at this
+commit are skipped.
 """
 
 from __future__ import annotations
@@ -11,17 +13,13 @@ import importlib
 import sys
 
 from testbed.control.runs.locks import reserve_machine
-from tests.soak.book import Book, Promise
-from tests.soak.faults import followed
-from tests.soak.runs import DEADLINE
+from tests.soak.faults import SILENCE_LIMIT_S, followed_by_plain_run
+from tests.soak.outcomes import Outcomes, Promise
 
-CLEAN = {"left": 0, "tabled": 0}  # after every case: nothing of it is there, and no table shows half a run
-NEXT = {
-    "least": {"started": 1},
-    "most": {"left": 0},
-}  # of cases that are no runs: nothing left, and the next run starts
+CLEAN = {"left": 0, "tabled": 0}  # a case leaves nothing behind, and no table shows an unfinished run
+NEXT_STARTS, NOTHING_LEFT = {"started": 1}, {"left": 0}  # for cases that are not runs themselves
 IN_TIME = "end within 10 s of"
-PARTS = {  # part: (module, function, promise)
+PARTS = {  # part: (module, function, promise). A module is imported when its part runs, because some import torch
     "kill": (
         "faults",
         "kill",
@@ -39,7 +37,7 @@ PARTS = {  # part: (module, function, promise)
             f"20 of 20 {IN_TIME} the fault (deadline + 5), nothing left, the next run starts; named in 19",
             cases=20,
             least={"named": 19, "started": 20},
-            most={"most_seconds": DEADLINE + 5, **CLEAN},
+            most={"most_seconds": SILENCE_LIMIT_S, **CLEAN},
         ),
     ),
     "hiccup": (
@@ -76,16 +74,23 @@ PARTS = {  # part: (module, function, promise)
     "torn": (
         "torn",
         "torn",
-        Promise("50 of 50 loadable after a SIGKILL inside a checkpoint write, nothing complete lost", cases=50, **NEXT),
+        Promise(
+            "50 of 50 loadable after a SIGKILL inside a checkpoint write, nothing complete lost",
+            cases=50,
+            least=NEXT_STARTS,
+            most=NOTHING_LEFT,
+        ),
     ),
     "hostile": (
         "hostile",
         "hostile",
         Promise(
-            "500 of 500 refused with a sentence or run; no traceback, stray file or shell, no word obeyed",
+            "500 of 500 refused with a sentence or run; no traceback, stray file or program, "
+            " no live script or control character in the output",
             cases=500,
             also=("testbed/report",),
-            **NEXT,
+            least=NEXT_STARTS,
+            most=NOTHING_LEFT,
         ),
     ),
     "garbage": (
@@ -94,7 +99,8 @@ PARTS = {  # part: (module, function, promise)
         Promise(
             "6 of 6 runs finish through 200 garbage connections to rendezvous or heartbeat, while ranks meet or train",
             cases=6,
-            **NEXT,
+            least=NEXT_STARTS,
+            most=NOTHING_LEFT,
         ),
     ),
     "short": (
@@ -108,7 +114,7 @@ PARTS = {  # part: (module, function, promise)
 
 
 def main() -> int:
-    """Run the parts; exit code 1 when one misses a limit of its promise."""
+    """Run the parts. Return exit code 1 if one misses a limit of its promise."""
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__, formatter_class=form)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; none means all")
@@ -117,12 +123,13 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     good = True
-    with reserve_machine():  # its runs then share the machine with nobody but each other
+    with reserve_machine():  # no other run starts meanwhile
         for part in options.parts or PARTS:
             module, function, promise = PARTS[part]
-            book = Book(part, promise)
-            book.run(followed(getattr(importlib.import_module(f"tests.soak.{module}"), function)()))
-            good = book.close() and good
+            outcomes = Outcomes(part, promise)
+            cases = getattr(importlib.import_module(f"tests.soak.{module}"), function)()
+            outcomes.run(followed_by_plain_run(cases))
+            good = outcomes.close() and good
     return 0 if good else 1
 
 

@@ -1,4 +1,7 @@
-"""SIGKILL inside a checkpoint write, the writer alone: what was complete before stays loadable."""
+"""SIGKILL during the write of a checkpoint: the last complete checkpoint can still be loaded.
+
+Only the writer runs, in a child process, without a training loop.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,108 +19,114 @@ from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.group import alone
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Timeline
-from testbed.rank.sync.synchronizer import NoSync
+from testbed.rank.sync.synchronizer import NoSync, Synchronizer
 from testbed.rank.train import Tally
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec
-from tests.soak.book import Outcome
-from tests.soak.runs import drop, scratch
+from tests.soak.outcomes import Cases, Outcome
+from tests.soak.runs import make_scratch, remove
 
 
-class Trained:
-    """A model of 8 MB whose parameters all hold the number of the step: half a write would show."""
+class TrainerStub:
+    """What a checkpoint saves of a trainer: 8 MB whose values are all the number of the step, so a torn write shows."""
 
     def __init__(self) -> None:
-        self.model = nn.Linear(1024, 1024)
+        self.model: nn.Module = nn.Linear(1024, 1024)
         self.optimizer = Optimizer(OptimizerSpec(), self.model, 8, 10**6)
-        self.sync = NoSync(SyncMode.parse("single"), alone(), Timeline(detailed=False))
+        self.sync: Synchronizer = NoSync(SyncMode.parse("single"), alone(), Timeline(detailed=False))
         self.sync.attach(self.model, self.optimizer)
         self.seen = Tally()
 
-    def become(self, step: int) -> None:
+    def fill(self, step: int) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(step)
 
 
-def keeper(folder: Path) -> Checkpoints:
+def open_checkpoints(folder: Path) -> Checkpoints:
     spec = RunSpec.load({"mode": "single", "checkpoint": 1, "batch": 8}, "soak")
     return Checkpoints(spec, folder, alone(), resume=True)
 
 
-def torn(count: int = 50) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def torn(count: int = 50) -> Cases:
     for seed in range(count):
-        yield f"kill {seed}", lambda s=seed: _kill_a_writer(s)
+        yield f"kill {seed}", partial(_kill_writer, seed)
 
 
-def _kill_a_writer(seed: int) -> Outcome:
-    """Again until the blow falls between the begin of a write and its end."""
+def _kill_writer(seed: int) -> Outcome:
+    """Kill writers until one dies between the begin and the end of a write."""
     rng = random.Random(f"torn {seed}")
     for tries in range(1, 100):
-        folder = scratch()
+        folder = make_scratch()
         try:
-            written, inside = _strike(folder / "c", rng)
-            if inside:
-                found, right = _load(folder / "c")
-                return {"ok": right and found >= written, "written": written, "loaded": found, "tries": tries}
+            written, in_write = _start_and_kill(folder / "c", rng)
+            if in_write:
+                loaded, intact = _load(folder / "c")
+                return {"ok": intact and loaded >= written, "written": written, "loaded": loaded, "tries": tries}
         finally:
-            drop(folder)
+            remove(folder)
     return {"ok": False, "tries": tries}
 
 
-def _strike(folder: Path, rng: random.Random) -> tuple[int, bool]:
-    """Kill a writer a random part of a write after it began one: the last whole step, and whether it was in a write."""
+def _start_and_kill(folder: Path, rng: random.Random) -> tuple[int, bool]:
+    """Kill a writer at a random moment after a write began.
+
+    Return the last step that was written completely, and whether the kill came during a write.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _write_for_ever(folder, writing)
+        _write_forever(folder, writing)
     os.close(writing)
     marks = [(time.monotonic(), _mark(reading)) for _ in range(2 * rng.randrange(2, 6) + 1)]
     lengths = [end - begin for (begin, _), (end, _) in zip(marks[0::2], marks[1::2], strict=False)]
     time.sleep(rng.uniform(0, 1.1 * max(lengths)))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    words = [mark for _, mark in marks]
-    while word := _mark(reading):
-        words.append(word)
+    seen = [mark for _, mark in marks if mark]
+    while mark := _mark(reading):
+        seen.append(mark)
     os.close(reading)
-    written = max((step for step, ended in words if ended), default=0)
-    return written, not words[-1][1]
+    written = max((step for step, ended in seen if ended), default=0)
+    return written, not seen[-1][1]
 
 
 def _mark(reading: int) -> tuple[int, bool] | None:
-    """(step, whether its write has ended); None at the end."""
+    """Read one message of the writer: the step, and whether its write has ended. None if the writer is gone."""
     data = os.read(reading, 5)
     return (int.from_bytes(data[:4]), bool(data[4])) if data else None
 
 
-def _write_for_ever(folder: Path, writing: int) -> None:
+def _write_forever(folder: Path, writing: int) -> None:
     try:
-        trained, checkpoints = Trained(), keeper(folder)
+        trainer, checkpoints = TrainerStub(), open_checkpoints(folder)
         for step in range(1, 10**6):
-            trained.become(step)
+            trainer.fill(step)
             os.write(writing, step.to_bytes(4) + b"\0")
-            checkpoints.write(trained, step)
+            checkpoints.write(trainer, step)
             os.write(writing, step.to_bytes(4) + b"\1")
     finally:
         os._exit(1)
 
 
 def _load(folder: Path) -> tuple[int, bool]:
-    """In a child, too: torch's own threads would not survive the next fork."""
+    """Load the last checkpoint: its step, and whether all values are right.
+
+    In a child process, because torch's threads do not survive the next fork of this one.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            trained, checkpoints = Trained(), keeper(folder)
-            step = checkpoints.agree(trained)
-            checkpoints.load(trained, step)
-            right = all(bool((p == step).all()) for p in trained.model.parameters())
-            os.write(writing, step.to_bytes(4) + bytes([right]))
+            trainer, checkpoints = TrainerStub(), open_checkpoints(folder)
+            step = checkpoints.agree(trainer)
+            checkpoints.load(trainer, step)
+            intact = all(bool((p == step).all()) for p in trainer.model.parameters())
+            os.write(writing, step.to_bytes(4) + bytes([intact]))
         finally:
             os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)
-    told = os.read(reading, 5)
+    answer = os.read(reading, 5)
     os.close(reading)
-    return int.from_bytes(told[:4]), bool(told[4:] == b"\1")
+    return int.from_bytes(answer[:4]), bool(answer[4:] == b"\1")

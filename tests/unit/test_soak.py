@@ -1,4 +1,4 @@
-"""A sample of the hostile files, and that a soak goes on where it stopped and tells what it missed."""
+"""A sample of the malicious input, and the soak itself: it resumes, and reports every missed limit."""
 
 from __future__ import annotations
 
@@ -11,63 +11,70 @@ from typing import Any
 
 import pytest
 
-from tests.soak import book, faults, hostile, runs
+from tests.soak import faults, hostile, outcomes, runs
 from tests.soak.__main__ import PARTS
-from tests.soak.nasty import LIVE, OBEYED
-from tests.support.provenance import DIRTY
+from tests.soak.hostile import SCRIPT, TERMINAL_CODES
+from tests.soak.outcomes import Outcomes, Promise
+from tests.support.provenance import DIRTY, ROOT
 from tests.support.synthetic import make_run
 
 
 @pytest.mark.parametrize(("name", "case"), [pytest.param(n, c, id=n) for n, c in hostile.hostile(48)])
-def test_a_hostile_file_is_refused_with_a_sentence_or_run(name: str, case: object) -> None:
+def test_malicious_input_is_refused_with_a_sentence_or_works(name: str, case: object) -> None:
     outcome = case()  # type: ignore[operator]
     assert outcome["ok"], outcome
 
 
-PROMISE = book.Promise("all", cases=2, least={"named": 1}, most={"most_seconds": 1.5})
+@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "tests" / "soak").glob("*.py")))
+def test_every_module_can_be_imported(module: str) -> None:
+    """`make test` runs only a sample of the soak, so a name that has moved is found here."""
+    importlib.import_module(f"tests.soak.{module}")
 
 
-def test_a_soak_goes_on_where_it_stopped_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
+PROMISE = Promise("all", cases=2, least={"named": 1}, most={"most_seconds": 1.5})
+
+
+def test_a_soak_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "code_commit", lambda *_: "abc")
     done: list[str] = []
 
     def case(name: str, ok: bool) -> object:
         return lambda: done.append(name) or {"ok": ok, "seconds": 2.0}
 
-    first = book.Book("part", PROMISE, tmp_path)
+    first = Outcomes("part", PROMISE, tmp_path)
     first.run([("a", case("a", True))])  # type: ignore[list-item]
-    again = book.Book("part", PROMISE, tmp_path)
+    again = Outcomes("part", PROMISE, tmp_path)
     again.run([("a", case("a", True)), ("b", case("b", False))])  # type: ignore[list-item]
     assert done == ["a", "b"]
     assert again.counts() == {"ok": 1, "of": 2, "median_seconds": 2.0, "most_seconds": 2.0, "minutes": 0.0}
     assert again.close() is False
-    monkeypatch.setattr(book, "code_commit", lambda *_: "another")
-    assert book.Book("part", PROMISE, tmp_path).cases == {}
+    monkeypatch.setattr(outcomes, "code_commit", lambda *_: "another")
+    assert Outcomes("part", PROMISE, tmp_path).cases == {}
 
 
-def test_cases_of_a_tree_with_changes_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda *_: "abc" + DIRTY)
-    book.Book("part", PROMISE, tmp_path).run([("a", lambda: {"ok": True})])
-    assert book.Book("part", PROMISE, tmp_path).cases == {}
+def test_outcomes_of_uncommitted_changes_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "code_commit", lambda *_: "abc" + DIRTY)
+    Outcomes("part", PROMISE, tmp_path).run([("a", lambda: {"ok": True})])
+    assert Outcomes("part", PROMISE, tmp_path).cases == {}
 
 
-def test_without_an_engine_containers_are_a_miss_that_is_told_and_not_kept(
+def test_without_an_engine_the_container_cases_are_missed_and_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")
+    monkeypatch.setattr(outcomes, "code_commit", lambda *_: "abc")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing.sock")
     _, _, promise = PARTS["containers"]
-    soak = book.Book("containers", promise, tmp_path)
+    soak = Outcomes("containers", promise, tmp_path)
     soak.run(faults.containers())
     assert soak.close() is False
     assert soak.counts()["ok"] == 0
     assert "no Docker engine answers" in capsys.readouterr().out
-    assert book.Book("containers", promise, tmp_path).cases == {}
+    assert Outcomes("containers", promise, tmp_path).cases == {}
 
 
-def test_a_soak_killed_while_it_writes_leaves_the_book_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
-    first = book.Book("part", PROMISE, tmp_path)
+def test_a_soak_killed_during_a_write_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "code_commit", lambda *_: "abc")
+    first = Outcomes("part", PROMISE, tmp_path)
     first.run([("a", lambda: {"ok": True})])
 
     def killed(*_: object) -> None:
@@ -76,14 +83,14 @@ def test_a_soak_killed_while_it_writes_leaves_the_book_before(tmp_path: Path, mo
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         first.run([("b", lambda: {"ok": True})])
-    assert list(book.Book("part", PROMISE, tmp_path).cases) == ["a"]
+    assert list(Outcomes("part", PROMISE, tmp_path).cases) == ["a"]
 
 
-def test_every_limit_that_is_missed_is_said(
+def test_every_missed_limit_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(book, "code_commit", lambda *_: "abc")
-    soak = book.Book("part", PROMISE, tmp_path)
+    monkeypatch.setattr(outcomes, "code_commit", lambda *_: "abc")
+    soak = Outcomes("part", PROMISE, tmp_path)
     soak.run([("a", lambda: {"ok": True, "seconds": 1.0, "named": False})])
     assert soak.close() is False
     assert "MISSED: of 1, promised at least 2" in capsys.readouterr().out
@@ -97,29 +104,29 @@ def test_every_limit_that_is_missed_is_said(
     assert "all: kept" in capsys.readouterr().out
 
 
-def test_a_part_promises_what_its_cases_can_keep() -> None:
-    """Complete means as many as are promised, and what was never counted is no limit that holds."""
+def test_a_part_has_as_many_cases_as_it_promises() -> None:
+    """A count that is absent misses its limit."""
     for part, (module, function, promise) in PARTS.items():
         cases = dict(getattr(importlib.import_module(f"tests.soak.{module}"), function)())
         assert len(cases) == promise.cases, part
-    assert book.Promise("", 0, least={"named": 1}).missed({"of": 0, "ok": 0, "minutes": 0}) != []
-    assert book.Promise("", 0, most={"left": 0}).missed({"of": 0, "ok": 0, "minutes": 0}) != []
+    assert Promise("", 0, least={"named": 1}).missed({"of": 0, "ok": 0, "minutes": 0}) != []
+    assert Promise("", 0, most={"left": 0}).missed({"of": 0, "ok": 0, "minutes": 0}) != []
 
 
-# --- a case that looks well and is not -----------------------------------------------------------------------------
+# --- cases that look well and are not ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("use", "found"),
     [
         (lambda: print("fine\n\tso far"), None),
-        (lambda: print(f"left out: {OBEYED}"), r"printed ['\x07', '\x1b']"),
-        (lambda: Path("report.html").write_text(f"<h1>{LIVE}</script></h1>"), "report.html"),
-        (lambda: Path("plot.svg").write_text(f"<svg>{LIVE}</script></svg>"), "plot.svg"),
+        (lambda: print(f"left out: {TERMINAL_CODES}"), r"printed ['\x07', '\x1b']"),
+        (lambda: Path("report.html").write_text(f"<h1>{SCRIPT}</script></h1>"), "report.html"),
+        (lambda: Path("plot.svg").write_text(f"<svg>{SCRIPT}</script></svg>"), "plot.svg"),
     ],
     ids=["harmless", "printed", "page", "drawing"],
 )
-def test_words_that_a_terminal_or_a_browser_obeys_are_a_miss(
+def test_control_characters_and_live_scripts_in_the_output_are_a_miss(
     monkeypatch: pytest.MonkeyPatch, use: Callable[[], object], found: str | None
 ) -> None:
     monkeypatch.setitem(hostile.KINDS, "given", lambda folder, rng: use)
@@ -128,22 +135,22 @@ def test_words_that_a_terminal_or_a_browser_obeys_are_a_miss(
 
 
 def ended(resumed: int) -> SimpleNamespace:
-    """What `_same` asks of a run that was killed when 30 steps were done, and finished."""
-    told: dict[str, Any] = {"event": lambda kind: {"step": 30}, "left": list, "final_hash": lambda: "abc"}
-    told |= {"started": lambda: True, "tabled": lambda: True, "resumed": lambda: resumed}
-    return SimpleNamespace(code=0, status="ok", said="", **told)
+    """What identical_case reads of a run that was killed after 30 steps and then finished."""
+    methods: dict[str, Any] = {"event": lambda kind: {"step": 30}, "left": list, "final_hash": lambda: "abc"}
+    methods |= {"started": lambda: True, "in_table": lambda: True, "resumed": lambda: resumed}
+    return SimpleNamespace(code=0, status="ok", output="", **methods)
 
 
 @pytest.mark.parametrize(("every", "resumed", "ok"), [(7, 28, True), (7, 0, False), (7, 21, False), (50, 0, True)])
-def test_a_run_that_began_anew_past_a_checkpoint_is_a_miss(
+def test_a_run_that_restarted_before_its_last_checkpoint_is_a_miss(
     monkeypatch: pytest.MonkeyPatch, every: int, resumed: int, ok: bool
 ) -> None:
-    monkeypatch.setattr(faults, "testbed", lambda *_, out: ended(resumed))
-    outcome = faults._same(["base"], ["--set", f"checkpoint={every}"], {})
+    monkeypatch.setattr(faults, "run_testbed", lambda *_, out: ended(resumed))
+    outcome = faults.identical_case(["base"], ["--set", f"checkpoint={every}"], {})
     assert outcome["ok"] is ok and outcome["identical"] and outcome["resumed"] is (resumed > 0)
 
 
-def test_where_a_run_went_on_is_read_from_its_summary(tmp_path: Path) -> None:
+def test_the_step_of_a_resume_is_read_from_the_summary(tmp_path: Path) -> None:
     summary = make_run(tmp_path / "r")
     run = runs.Run(0, "", 0.0, 1, runs.RunFolder(tmp_path / "r"), "ok", [], frozenset(), False)
     assert run.resumed() == 0
@@ -152,8 +159,8 @@ def test_where_a_run_went_on_is_read_from_its_summary(tmp_path: Path) -> None:
     assert run.resumed() == 28
 
 
-def test_every_kill_point_past_a_checkpoint_is_promised_to_resume() -> None:
+def test_the_promise_counts_every_kill_point_after_a_checkpoint() -> None:
     points = [re.search(r"@step(\d+) checkpoint=(\d+)", name) for name, _ in faults.resume()]
-    due = [faults.kept(int(point[2]), int(point[1])) > 0 for point in points if point]
+    due = [faults.certain_checkpoint(int(point[2]), int(point[1])) > 0 for point in points if point]
     _, _, promise = PARTS["resume"]
     assert len(due) == promise.cases and promise.least["resumed"] == sum(due) > promise.cases / 2

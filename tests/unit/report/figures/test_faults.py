@@ -15,7 +15,7 @@ from testbed.report.load import load
 from testbed.report.page import write
 from testbed.report.trace import write_trace
 from testbed.spec.errors import one_line
-from tests.soak.nasty import LIVE, OBEYED, OCTAL
+from tests.soak.hostile import OCTAL_SCRIPT, SCRIPT, TERMINAL_CODES
 from tests.support.synthetic import make_faulted, make_run
 
 FAULT = "kill:rank2@step8"
@@ -66,11 +66,11 @@ def test_the_figure_shows_when_the_last_rank_noticed_and_the_table_the_median(
 
 
 WORDS = {
-    "a template": OCTAL,
+    "a template": OCTAL_SCRIPT,
     "no template": r"\q",
     "mathematics": r"$\x$",
-    "a script": f"{LIVE}</script>",
-    "for a terminal": OBEYED,
+    "a script": f"{SCRIPT}</script>",
+    "for a terminal": TERMINAL_CODES,
     "half a surrogate pair": "\ud800",
     "very long": "x" * 100_000,
 }
@@ -88,8 +88,8 @@ def test_the_name_of_a_fault_is_escaped_on_the_page(tmp_path: Path, words: str) 
     assert html.unescape(label).startswith(
         f"{one_line(words)} {FAULT} (not injected) with ring: all other ranks notice"
     )
-    assert LIVE not in page and "\x1b" not in page and len(page) < 1 << 20
-    assert LIVE not in (tmp_path / "report" / "faults-fault-1.svg").read_text()
+    assert SCRIPT not in page and "\x1b" not in page and len(page) < 1 << 20
+    assert SCRIPT not in (tmp_path / "report" / "faults-fault-1.svg").read_text()
 
 
 def test_a_fault_history_without_faults_in_the_spec_is_ignored(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The book of a soak: one JSON file per part, kept in the repository, so that a soak goes on where it stopped."""
+"""Outcomes of a soak: one JSON file per part in results/soak/, committed with the code, so that a soak can resume."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,44 +14,46 @@ from testbed.results.folder import write_whole
 from tests.support.provenance import ROOT, code_commit, current
 
 FOLDER = ROOT / "results" / "soak"
-
-SOAKED = (
+SOAKED = (  # a change in one of these paths makes all outcomes stale
     "testbed/spec",
     "testbed/results",
     "testbed/net",
     "testbed/rank",
     "testbed/control",
     "tests/soak",
-)  # a change here: all anew
+)
 SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand", "resumed")
-UNAVAILABLE = "unavailable"  # why a case could not be tried here: a miss, and not kept
-MINUTES = 25.0  # that any part may take
+UNAVAILABLE = "unavailable"  # key: why a case could not run on this machine. Such a case is a miss and is not stored
+MAX_MINUTES = 25.0  # of any part
 
-Outcome = dict[str, Any]  # "ok": whether the case was as it must be; the rest explains it
+Outcome = dict[str, Any]  # "ok": whether the case did what it must; the other keys explain it
+Cases = Iterator[tuple[str, Callable[[], Outcome]]]  # name, function that runs the case
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a part must show: so many cases, all of them ok, and limits of its counts."""
+    """What a part must show: a number of cases, all of them ok, and limits on its counts."""
 
     words: str
     cases: int
-    least: Mapping[str, float] = field(default_factory=dict)  # a count that was not kept is missed
+    least: Mapping[str, float] = field(default_factory=dict)  # a count that is absent misses its limit
     most: Mapping[str, float] = field(default_factory=dict)
-    also: tuple[str, ...] = ()  # what this part soaks beside SOAKED
+    also: tuple[str, ...] = ()  # paths beside SOAKED that make this part stale
 
     def missed(self, counts: Mapping[str, Any]) -> list[str]:
-        """One line for each limit that does not hold."""
+        """Return one line for each limit that is missed."""
         least = {"of": self.cases, "ok": self.cases, **self.least}
-        most = {"of": self.cases, "minutes": MINUTES, **self.most}
+        most = {"of": self.cases, "minutes": MAX_MINUTES, **self.most}
         below = [(key, "at least", limit) for key, limit in least.items() if not counts.get(key, -1) >= limit]
         above = [(key, "at most", limit) for key, limit in most.items() if not counts.get(key, limit + 1) <= limit]
         return [f"{key} {counts.get(key, 'unknown')}, promised {how} {limit:g}" for key, how, limit in below + above]
 
 
-class Book:
-    """Cases of one part by their name; those of another commit do not count, nor those of a tree with changes: which
-    changes they were made with nobody knows."""
+class Outcomes:
+    """The outcomes of one part, by the name of the case.
+
+    Stored outcomes of another commit are not used, nor those of a tree with uncommitted changes.
+    """
 
     def __init__(self, part: str, promise: Promise, folder: Path = FOLDER) -> None:
         self.path = folder / f"{part}.json"
@@ -59,12 +61,12 @@ class Book:
         self.head = {"part": part, "promise": promise.words, "commit": code_commit(*SOAKED, *promise.also)}
         self.cases: dict[str, Outcome] = {}
         if self.path.is_file():
-            kept = json.loads(self.path.read_text())
-            cases = kept["cases"] if current(kept["commit"], self.head["commit"]) else {}
+            stored = json.loads(self.path.read_text())
+            cases = stored["cases"] if current(stored["commit"], self.head["commit"]) else {}
             self.cases = {name: outcome for name, outcome in cases.items() if UNAVAILABLE not in outcome}
 
     def run(self, cases: Iterable[tuple[str, Callable[[], Outcome]]]) -> None:
-        """Do what is missing, print a line each, write after each."""
+        """Run the cases that have no outcome yet. Print one line and write the file after each."""
         for name, case in cases:
             if name in self.cases:
                 continue
@@ -78,24 +80,24 @@ class Book:
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         counts = self.counts()
-        whole = {**self.head, **counts, "missed": self.promise.missed(counts), "cases": self.cases}
-        write_whole(self.path, json.dumps(whole, indent=1))
+        content = {**self.head, **counts, "missed": self.promise.missed(counts), "cases": self.cases}
+        write_whole(self.path, json.dumps(content, indent=1))
 
     def counts(self) -> dict[str, Any]:
         ok = sum(outcome["ok"] for outcome in self.cases.values())
         seconds = [outcome["seconds"] for outcome in self.cases.values() if outcome.get("seconds") is not None]
-        found: dict[str, Any] = {"ok": ok, "of": len(self.cases)}
+        counts: dict[str, Any] = {"ok": ok, "of": len(self.cases)}
         if seconds:
-            found |= {"median_seconds": round(statistics.median(seconds), 2), "most_seconds": max(seconds)}
-        found["minutes"] = round(sum(outcome["took"] for outcome in self.cases.values()) / 60, 1)
+            counts |= {"median_seconds": round(statistics.median(seconds), 2), "most_seconds": max(seconds)}
+        counts["minutes"] = round(sum(outcome["took"] for outcome in self.cases.values()) / 60, 1)
         for key in SUMMED:
             values = [outcome[key] for outcome in self.cases.values() if key in outcome]
             if values:
-                found[key] = sum(int(value) for value in values)
-        return found
+                counts[key] = sum(int(value) for value in values)
+        return counts
 
     def close(self) -> bool:
-        """Print the counts and every limit that was missed; True when none was."""
+        """Print the counts and every missed limit. Return True if none is missed."""
         self.write()
         counts = self.counts()
         missed = self.promise.missed(counts)
