@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from testbed.rank.watchdog import KEY
+from testbed.rank.watchdog import STORE_KEY
 from tests.soak.outcomes import Cases, Outcome
 from tests.soak.runs import SMALL, make_scratch, remove, run_testbed
 
@@ -100,4 +100,4 @@ def _heartbeat_port(rendezvous: int) -> int:
     """Read the port from the store; a stranger would find it by a scan."""
     timeout = timedelta(seconds=START_TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", rendezvous, is_master=False, timeout=timeout, wait_for_workers=False)
-    return int(json.loads(store.get(KEY))["port"])
+    return int(json.loads(store.get(STORE_KEY))["port"])
