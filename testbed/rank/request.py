@@ -23,7 +23,7 @@ from typing import Any
 from testbed.results.folder import MAX_SPEC_BYTES, RunFolder, read_bounded
 from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import SpecError, refuse
-from testbed.spec.experiment import run_name, with_settings
+from testbed.spec.experiment import spec_from_flags
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
 
@@ -33,18 +33,8 @@ UNSHAPED = "none"  # a launcher's nodes keep their network as it is
 NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that nothing would apply there
 KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")  # the same as keys of the spec
 DEFAULT_PORT = 29_500  # of the store; the next one is the probe's
-# Variable -> key of the spec. Values are passed as text, and the spec validates them.
-KEYS = {
-    "MODE": "mode",
-    "NODES": "nodes",
-    "RATE": "link.rate",
-    "MODEL": "model",
-    "DATA": "data.name",
-    "BATCH": "batch",
-    "STEPS": "steps",
-    "SEED": "seed",
-    "CONGESTION": "node.congestion",
-}
+# Variables that describe the run; in lower case they are the flags of `testbed run`.
+VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,20 +143,17 @@ def _check_launched(env: Mapping[str, str]) -> None:
 
 
 def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
-    requested = {name: env[name] for name in KEYS if env.get(name) and (name != "RATE" or shaping != "off")}
-    values: dict[str, Any] = {
-        "experiment": LAUNCHED if launched else COMPOSE,
-        "name": run_name(env.get("MODE") or "ring", env.get("NODES") or 4),
-    }
+    flags: dict[str, Any] = {name.lower(): env[name] for name in VARIABLES if env.get(name)}
+    if shaping == "off":
+        flags.pop("rate", None)
     if quota := _number(env, "CPU_QUOTA", 0):
-        values["node"] = {"cpus": quota / CPU_PERIOD_US}
-    values = with_settings(values, [f"{KEYS[name]}={_quoted(text)}" for name, text in requested.items()])
+        flags["node"] = {"cpus": quota / CPU_PERIOD_US}
     settings = _words(env.get("SET", ""))
     for key in map(_key, settings):
         if key in ("node", "nodes", "node.cpus") or re.fullmatch(r"overrides(\.node\d+(\.cpus)?)?", key):
             way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
             raise refuse("SET", key, "running containers cannot change their number or CPU share", way_out)
-    spec = RunSpec.load(with_settings(values, settings, "SET"), where="")
+    spec = spec_from_flags({"experiment": LAUNCHED if launched else COMPOSE} | flags, settings, "SET")
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")
@@ -177,12 +164,6 @@ def _without_shaping(spec: RunSpec) -> RunSpec:
     """The spec without what is not applied."""
     node = spec.node.model_copy(update={"congestion": None})
     return spec.model_copy(update={"link": Link(), "overrides": {}, "node": node})
-
-
-def _quoted(text: str) -> str:
-    """Quote as a TOML string: without quotes, the seed 007 or the mode 1e5 would be read as something else."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 def _words(text: str) -> list[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 from rich.console import Console
@@ -299,23 +299,21 @@ def _print_problems(sentences: Iterable[object]) -> int:
 # One command line of `fab` with several tasks
 
 
-def line_options(argv: Sequence[str]) -> dict[str, str | bool | list[str]]:
-    """Options that hold for all tasks of a `fab` line, wherever they are: inventory, nodes, accept_new, data.
+def line_options(argv: Sequence[str], task: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a task that are given elsewhere on a line of `fab`, which gives an option only to the task before it.
 
-    Fabric gives an option only to the task before it. SpecError if --inventory or --nodes has two values.
+    --inventory, --nodes and --accept-new hold for all tasks; SpecError if one has two values. `deploy` sends the data
+    of the runs on the line if it is given none itself.
     """
-    found: dict[str, str | bool | list[str]] = {}
+    found: dict[str, Any] = {"accept_new": "--accept-new" in argv}
     for name in ("inventory", "nodes"):
         values = list(dict.fromkeys(values_on_line(argv, f"--{name}")))
         if len(values) > 1:
             raise refuse(f"--{name}", values, f"one {name} holds for the whole command line", "Name it once.")
-        if values:
-            found[name] = values[0]
-    if "--accept-new" in argv:
-        found["accept_new"] = True
-    if data := values_on_line(argv, "--data"):
-        found["data"] = data
-    return found
+        found[name] = values[0] if values else None
+    if task == "deploy" and not options["data"]:
+        found["data"] = values_on_line(argv, "--data")
+    return {name: value for name, value in found.items() if name in options}
 
 
 def values_on_line(argv: Sequence[str], flag: str) -> list[str]:

@@ -66,12 +66,17 @@ def test_an_option_is_found_anywhere_on_the_line() -> None:
 
 def test_options_about_the_hosts_hold_for_the_whole_line() -> None:
     argv = ["fab", "doctor", "deploy", "run", "--inventory", "two.toml", "--accept-new", "--data", "synthetic"]
-    assert line_options(argv) == {"inventory": "two.toml", "accept_new": True, "data": ["synthetic"]}
+    own = {"inventory": None, "nodes": None, "accept_new": False, "data": []}
+    hosts = {"inventory": "two.toml", "nodes": None, "accept_new": True}
+    assert line_options(argv, "deploy", own) == hosts | {"data": ["synthetic"]}
+    assert line_options(argv, "deploy", own | {"data": ["mnist"]}) == hosts, "its own data is sent"
+    assert line_options(argv, "run", own) == hosts, "the data of a run is its own"
+    assert line_options(argv, "status", {"inventory": None}) == {"inventory": "two.toml"}
     with pytest.raises(SpecError, match="one inventory holds for the whole command line"):
-        line_options([*argv, "status", "--inventory=other.toml"])
-    assert line_options(["fab", "doctor", "run", "--nodes", "1"]) == {"nodes": "1"}
+        line_options([*argv, "status", "--inventory=other.toml"], "run", own)
+    assert line_options(["fab", "doctor", "run", "--nodes", "1"], "doctor", own)["nodes"] == "1"
     with pytest.raises(SpecError, match="one nodes holds for the whole command line"):
-        line_options(["fab", "run", "--nodes", "1", "--nodes=2"])
+        line_options(["fab", "run", "--nodes", "1", "--nodes=2"], "run", own)
 
 
 def test_the_inventory_is_that_of_the_option_else_of_the_environment(
