@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.net.shaping import congestion, route_congestion, shape
+from testbed.net.shaping import congestion, reshape, route_congestion, routes_congestion, shape
+from testbed.net.tcp import burst
 from testbed.spec.link import Link
 
 
@@ -75,4 +76,27 @@ def test_congestion_control_is_set_per_namespace_or_per_route() -> None:
         "10.77.0.10",
         "congctl",
         "cubic",
+    ]
+
+
+def test_a_rate_changes_without_shrinking_the_bucket() -> None:
+    link = Link(rate=100_000_000)
+    slower = reshape(link, 100_000_000, 10_000_000)
+    assert [command[:6] for command in slower] == [
+        ["tc", "qdisc", "change", "dev", "eth0", "root"],
+        ["tc", "qdisc", "change", "dev", "ifb0", "root"],
+    ]
+    assert all("10mbit" in command and f"{burst(100_000_000)}b" in command for command in slower)
+    assert reshape(Link(), None, 10_000_000) == shape(Link(rate=10_000_000))
+    assert reshape(Link(), None, None) == []
+    assert reshape(Link(), 10_000_000, None)[-1] == ["ip", "link", "del", "ifb0"]
+    delayed = Link(rate=10**8, delay=0.01)
+    assert [command[5:7] for command in reshape(delayed, 10**8, 10**7)] == [["parent", "1:1"], ["root", "tbf"]]
+
+
+def test_congestion_control_is_set_on_all_routes_of_an_interface() -> None:
+    routes = [{"dst": "10.0.0.0/24", "prefsrc": "10.0.0.7", "dev": "eth0"}, {"dst": "10.1.0.0/24"}]
+    assert routes_congestion("reno", routes) == [
+        route_congestion("reno", "10.0.0.0/24", "eth0", "10.0.0.7"),
+        route_congestion("reno", "10.1.0.0/24", "eth0"),
     ]

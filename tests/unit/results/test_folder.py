@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from testbed.results.folder import RunFolder, runs_dir, write_whole
-from testbed.spec.errors import TestbedError, UsageError
+from testbed.results.folder import RunFolder, check_size, fresh_folder, read_bounded, runs_dir, write_whole
+from testbed.spec.errors import SpecError, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 
 SPEC = RunSpec.load({"nodes": 2, "model": "lenet5"}, "here")
@@ -148,3 +149,70 @@ def test_runs_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert runs_dir() == Path("runs")
     monkeypatch.setenv("TESTBED_RUNS", "/elsewhere")
     assert runs_dir() == Path("/elsewhere")
+
+
+def test_a_fresh_folder_is_never_one_that_exists(tmp_path: Path) -> None:
+    found = []
+    for _ in range(3):
+        found.append(fresh_folder(tmp_path, "ring-n4"))
+        found[-1].mkdir()
+    assert len(set(found)) == 3 and all(path.name.startswith("ring-n4-2") for path in found)
+
+
+def test_half_written_files_are_removed_and_others_stay(tmp_path: Path) -> None:
+    for name in (".summary.json.x1.tmp", ".hidden", "rank0.log.tmp", "checkpoints"):
+        (tmp_path / name).mkdir() if name == "checkpoints" else (tmp_path / name).touch()
+    (tmp_path / "checkpoints" / ".rank0.x2.tmp").touch()
+    RunFolder(tmp_path).tidy()
+    assert {path.name for path in tmp_path.rglob("*")} == {".hidden", "rank0.log.tmp", "checkpoints"}
+
+
+def test_a_folder_with_a_link_or_a_pipe_in_it_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "checkpoints").mkdir(parents=True)
+    folder.log(0).touch()
+    folder.check_no_links()
+    for make in (lambda path: path.symlink_to("/etc/passwd"), os.mkfifo):
+        strange = folder.checkpoints / "strange"
+        make(strange)
+        with pytest.raises(SpecError, match=r"strange'?: is a link or no plain file\. Remove it"):
+            folder.check_no_links()
+        strange.unlink()
+
+
+def test_the_folder_itself_may_be_a_link_only_where_that_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    RunFolder(tmp_path / "link").check_no_links(allow_top=True)
+    with pytest.raises(SpecError, match="is a link"):
+        RunFolder(tmp_path / "link").check_no_links()
+    (tmp_path / "real" / "spec.json").symlink_to("/etc/passwd")
+    with pytest.raises(SpecError, match=r"spec\.json'?: is a link"):
+        RunFolder(tmp_path / "link").check_no_links(allow_top=True)
+
+
+def test_only_plain_files_up_to_a_size_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_bounded(path, 5) == b"12345"
+    with pytest.raises(SpecError, match="5 bytes, and at most 4 are read"):
+        read_bounded(path, 4)
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (
+        ("link", "is a link"),
+        ("pipe", "is no plain file"),
+        ("absent", "No such file"),
+        (".", "plain"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            read_bounded(tmp_path / name, 5)
+
+
+def test_the_sizes_of_several_files_count_together(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("rank0.attempt1.jsonl", "rank0.jsonl")]
+    for path in paths:
+        path.write_bytes(b"12345")
+    check_size(paths, 10)
+    with pytest.raises(SpecError, match=r"rank0\.attempt1\.jsonl, rank0\.jsonl has 10 bytes, and at most 9 are read"):
+        check_size(paths, 9)

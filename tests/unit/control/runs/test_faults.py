@@ -12,11 +12,8 @@ from testbed.control.runs.faults import Injector
 from testbed.control.runs.select import check_faults, choose
 from testbed.control.runs.supervisor import RankState, Tail
 from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
-from testbed.net.shaping import reshape, shape
-from testbed.net.tcp import burst
 from testbed.spec.errors import SpecError
 from testbed.spec.fault import Fault
-from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
 
 
@@ -156,16 +153,3 @@ def test_plain_processes_refuse_faults_that_they_cannot_inject(kind: str) -> Non
 def test_plain_processes_accept_faults_that_they_can_inject(fault: str) -> None:
     spec = RunSpec.load({"nodes": 2, "faults": [fault]}, "test")
     check_faults(spec, choose("process", spec))
-
-
-def test_a_rate_changes_without_shrinking_the_bucket() -> None:
-    link = Link(rate=100_000_000)
-    slower = reshape(link, 100_000_000, 10_000_000)
-    assert [command[:6] for command in slower] == [
-        ["tc", "qdisc", "change", "dev", "eth0", "root"],
-        ["tc", "qdisc", "change", "dev", "ifb0", "root"],
-    ]
-    assert all("10mbit" in command and f"{burst(100_000_000)}b" in command for command in slower)
-    assert reshape(Link(), None, 10_000_000) == shape(Link(rate=10_000_000))
-    assert reshape(Link(), None, None) == []
-    assert reshape(Link(), 10_000_000, None)[-1] == ["ip", "link", "del", "ifb0"]
