@@ -37,5 +37,5 @@ def test_a_parameter_unused_in_every_other_step_counts_as_zero_then(ranks: Pools
 @pytest.mark.parametrize(("mode", "attached"), [(PIPELINES[0], os.SCHED_BATCH), ("ring", os.SCHED_OTHER)])
 def test_gloos_thread_has_sched_batch_while_a_pipeline_is_attached(ranks: Pools, mode: str, attached: int) -> None:
     """The thread is found by its name; this test fails if a later torch changes the name."""
-    for answer in ranks(2).run("patience", **case_of(mode)):
+    for answer in ranks(2).run("sched_classes", **case_of(mode)):
         assert answer["classes"] == [[os.SCHED_OTHER], [attached], [os.SCHED_OTHER]]

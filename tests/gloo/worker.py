@@ -110,8 +110,8 @@ def _attach(model: Known, case: Case, group: Group, timeline: Timeline) -> tuple
     return sync, sync.attach(model, optimizer)
 
 
-def patience(case: Case, group: Group) -> Case:
-    """The classes of Gloo's threads before a mode is attached, while it is, and after its end."""
+def sched_classes(case: Case, group: Group) -> Case:
+    """The scheduling classes of Gloo's threads before a mode is attached, while it is, and after it is closed."""
     model = Known(case["shapes"], getattr(torch, case["dtype"]), case["transposed"], case["unused"])
     found = [_gloo_classes()]
     sync, _ = _attach(model, case, group, Timeline())
@@ -142,7 +142,7 @@ def _save(case: Case, rank: int, model: nn.Module) -> None:
     np.savez(Path(case["folder"]) / f"{case['name']}.rank{rank}.npz", **arrays)
 
 
-KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train, "patience": patience}
+KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train, "sched_classes": sched_classes}
 
 
 def answer(text: str, group: Group) -> Case:

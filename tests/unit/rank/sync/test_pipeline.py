@@ -78,7 +78,7 @@ def test_more_buckets_than_threads_are_refused_with_a_size_that_works(length: in
 # --- failures in threads -----------------------------------------------------------------------------------------
 
 
-class Lonely(Group):
+class Disconnected(Group):
     """One rank that loses its connections when the norm is computed."""
 
     def total(self, number: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def test_the_first_error_is_raised_when_the_norm_cannot_be_computed(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread has the error; the broken barrier wakes the others before that thread has reported it."""
-    made = rig(Lonely)
+    made = rig(Disconnected)
     fail = made.pipeline._fail
 
     def late(error: Exception) -> None:
