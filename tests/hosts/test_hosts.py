@@ -99,7 +99,7 @@ def test_each_problem_is_one_line_with_its_fix_and_other_hosts_go_on(nodes: Node
         for task in (["doctor"], ["deploy", "--data", "synthetic"]):
             done = nodes.fab(*task, "--inventory", inventory)
             assert done.returncode == 2, done.stdout + done.stderr
-            lines = [line for line in done.stdout.splitlines() if line.startswith("trouble: ")]
+            lines = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
             by_host = {line.split()[1].rstrip(":"): line for line in lines}
             assert set(by_host) == {"node1", "node2", "node3", "node4", "node5"}, done.stdout
             assert "Is it up" in by_host["node1"] and "ssh-copy-id" in by_host["node2"]

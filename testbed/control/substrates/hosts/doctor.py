@@ -67,7 +67,7 @@ def connection_row(outcome: Outcome[Host]) -> Row:
     if error is not None:
         row.troubles.append(str(error))
     answers = error is None or isinstance(error, KeyUnknown | AuthenticationFailed)
-    row.cells["reachable"] = "yes" if error is None else "not let in" if answers else "no"
+    row.cells["reachable"] = "yes" if error is None else "not accepted" if answers else "no"
     row.cells["key"] = "refused" if isinstance(error, KeyUnknown) else "known" if answers else "-"
     return row
 

@@ -14,9 +14,9 @@ from tests.support.scripted_hosts import ScriptedHost, silent
     ("error", "reachable", "key"),
     [
         (None, "yes", "known"),
-        (KeyUnknown("node0: the key is not known"), "not let in", "refused"),
-        (AuthenticationFailed("node0: user ann"), "not let in", "known"),
-        (HostFailed("node0: no SSH connection; host key, not let in"), "no", "-"),
+        (KeyUnknown("node0: the key is not known"), "not accepted", "refused"),
+        (AuthenticationFailed("node0: user ann"), "not accepted", "known"),
+        (HostFailed("node0: no SSH connection; host key, not accepted"), "no", "-"),
     ],
 )
 def test_the_reason_why_a_host_does_not_answer(error: HostFailed | None, reachable: str, key: str) -> None:
