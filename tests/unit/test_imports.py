@@ -1,4 +1,7 @@
-"""The import rule: code of one room imports only what DESIGN lets it, so that each side can be shipped alone."""
+"""The import rule: imports between the folders of testbed/ point one way.
+
+So the image needs no control/, a machine without torch can plan and report, and spec/ needs nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from testbed.control.substrates.content import copied_paths
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "testbed"
-ENTRYPOINT = "entrypoint"  # docker/entrypoint.py: the first that runs in the image, a room of one module
-ROOMS = {  # room: rooms of ours it may import
+ENTRYPOINT = "entrypoint"  # docker/entrypoint.py, which runs first in the image; treated as a folder
+ALLOWED = {  # folder: folders of testbed/ that it may import
     "spec": {"spec"},
     "results": {"results", "spec"},
     "net": {"net", "spec", "results"},
     "data": {"data", "spec"},
     "rank": {"rank", "spec", "results", "net", "data"},
     ENTRYPOINT: {ENTRYPOINT, "rank", "spec", "results", "net", "data"},
-    "control": {"control", "spec", "results", "net", "data", "report"},  # report only when called
+    "control": {"control", "spec", "results", "net", "data", "report"},  # report only in REPORT_CALLERS
     "report": {"report", "spec", "results"},
 }
 TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"fabric", "paramiko"}, {"matplotlib"}
-BANNED = {  # room: packages it must do without
+BANNED = {  # folder: packages that it must not import
     "spec": TORCH | SCREEN | REMOTE | PLOTS,
     "results": TORCH | SCREEN | REMOTE | PLOTS,
     "net": TORCH | SCREEN | REMOTE | PLOTS,
@@ -37,10 +40,11 @@ BANNED = {  # room: packages it must do without
     "control": TORCH,
     "report": TORCH | REMOTE,
 }
+REPORT_CALLERS = {"api.py", "cli/report.py"}  # in control/; inside functions, because matplotlib is slow to import
 
 
 def imported(source: str, package: str) -> Iterator[str]:
-    """Full names of all modules that the source imports, at any depth and in any function."""
+    """Yield the full names of everything that the source imports, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -50,56 +54,56 @@ def imported(source: str, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def offences(room: str, source: str, package: str) -> list[str]:
-    """Imports that the room is not allowed."""
+def offences(folder: str, source: str, package: str) -> list[str]:
+    """Return the imports that the folder is not allowed."""
     found = []
     for name in imported(source, package):
         first, *rest = name.split(".")
         if first == "testbed":
-            wrong = rest and not rest[0].startswith("__") and rest[0] not in ROOMS[room]
+            wrong = rest and not rest[0].startswith("__") and rest[0] not in ALLOWED[folder]
         else:
-            wrong = first in BANNED[room]
+            wrong = first in BANNED[folder]
         if wrong:
             found.append(name)
     return found
 
 
-def modules(room: str) -> list[Path]:
-    return [ROOT / "docker/entrypoint.py"] if room == ENTRYPOINT else sorted((PACKAGE / room).rglob("*.py"))
+def modules(folder: str) -> list[Path]:
+    return [ROOT / "docker/entrypoint.py"] if folder == ENTRYPOINT else sorted((PACKAGE / folder).rglob("*.py"))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_it_may(room: str) -> None:
-    assert modules(room)
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_a_folder_imports_only_what_it_may(folder: str) -> None:
+    assert modules(folder)
     found = {
         str(path.relative_to(ROOT)): wrong
-        for path in modules(room)
-        if (wrong := offences(room, path.read_text(), ".".join(path.relative_to(ROOT).parent.parts)))
+        for path in modules(folder)
+        if (wrong := offences(folder, path.read_text(), ".".join(path.relative_to(ROOT).parent.parts)))
     }
     assert found == {}
 
 
-def test_no_room_is_without_a_rule() -> None:
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert rooms | {ENTRYPOINT} == set(ROOMS)
+def test_every_folder_has_a_rule() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders | {ENTRYPOINT} == set(ALLOWED)
 
 
-def test_the_image_carries_what_its_code_may_import_and_no_other_room() -> None:
-    there = {Path(name).name for name in copied_paths(ROOT) if (ROOT / name).is_dir()} | {ENTRYPOINT}
-    assert there == {needed for room in there for needed in ROOMS[room]}
+def test_the_image_has_the_folders_that_its_code_may_import_and_no_others() -> None:
+    copied = {Path(name).name for name in copied_paths(ROOT) if (ROOT / name).is_dir()} | {ENTRYPOINT}
+    assert copied == {needed for folder in copied for needed in ALLOWED[folder]}
 
 
-def test_two_modules_of_control_call_the_report_and_no_other() -> None:
+def test_only_the_api_and_the_report_commands_of_control_import_report() -> None:
     callers = {
         str(path.relative_to(PACKAGE / "control"))
         for path in modules("control")
         if any(name.startswith("testbed.report") for name in imported(path.read_text(), "testbed.control"))
     }
-    assert callers == {"api.py", "cli/report.py"}
+    assert callers == REPORT_CALLERS
 
 
-def test_the_package_itself_imports_none_of_its_rooms() -> None:
-    """The API is resolved when it is used; the import for type checkers does not run."""
+def test_the_package_itself_imports_none_of_its_folders() -> None:
+    """The API is imported when it is used."""
     code = "import sys, testbed; print([name for name in sys.modules if name.startswith('testbed.')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -107,12 +111,12 @@ def test_the_package_itself_imports_none_of_its_rooms() -> None:
         testbed.nothing  # noqa: B018
 
 
-def test_rank_and_control_are_strangers() -> None:
-    assert "control" not in ROOMS["rank"] and "rank" not in ROOMS["control"]
+def test_rank_and_control_do_not_import_each_other() -> None:
+    assert "control" not in ALLOWED["rank"] and "rank" not in ALLOWED["control"]
 
 
 @pytest.mark.parametrize(
-    ("room", "source", "offence"),
+    ("folder", "source", "offence"),
     [
         ("spec", "import torch.nn", "torch.nn"),
         ("spec", "from testbed.net import tcp", "testbed.net.tcp"),
@@ -130,26 +134,27 @@ def test_rank_and_control_are_strangers() -> None:
         ("report", "from testbed.net.tcp import burst", "testbed.net.tcp.burst"),
     ],
 )
-def test_the_check_itself_sees_an_offence(room: str, source: str, offence: str) -> None:
-    assert offences(room, source, f"testbed.{room}") == [offence]
+def test_the_check_finds_a_forbidden_import(folder: str, source: str, offence: str) -> None:
+    assert offences(folder, source, f"testbed.{folder}") == [offence]
 
 
-def test_the_check_lets_through_what_is_allowed() -> None:
+def test_the_check_accepts_allowed_imports() -> None:
     source = "import json\nfrom testbed import __version__\nfrom testbed.spec.run import RunSpec\nfrom . import wire"
-    assert all(offences(room, source, f"testbed.{room}") == [] for room in ROOMS)
+    assert all(offences(folder, source, f"testbed.{folder}") == [] for folder in ALLOWED)
 
 
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
         ("testbed.control.cli.main", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
+        ("testbed.control.api", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
         ("testbed.report.page", {"torch", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
         ("testbed.results.conclude", {"torch", "typer", "rich", "fabric", "testbed.net"}),
         ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
         ("testbed.data.fetch", {"torch", "PIL", "rich", "testbed.net", "testbed.rank", "testbed.control"}),
     ],
 )
-def test_a_fresh_interpreter_really_loads_no_stranger(module: str, absent: set[str]) -> None:
+def test_a_fresh_interpreter_does_not_load_what_is_forbidden(module: str, absent: set[str]) -> None:
     code = f"import sys, {module}; print(sorted({absent!r} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
