@@ -75,7 +75,7 @@ def doctor(inventory: InventoryFile = None, nodes: FirstNodes = None, accept_new
     with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes:
         rows = examine(outcomes)
     console.print(format_table(HEADER, [row.line() for row in rows]))
-    raise typer.Exit(_print_problems(trouble for row in rows for trouble in row.troubles))
+    raise typer.Exit(_print_problems(problem for row in rows for problem in row.problems))
 
 
 @app.command()

@@ -34,7 +34,7 @@ class Row:
 
     host: Host
     cells: dict[str, str] = field(default_factory=dict)
-    troubles: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     end: Endpoint | None = None
     image: str | None = None
 
@@ -47,7 +47,7 @@ class Row:
             self.cells[column] = check()
         except TestbedError as error:
             self.cells[column] = "no"
-            self.troubles.append(str(error))
+            self.problems.append(str(error))
 
 
 def examine(outcomes: Sequence[Outcome[Host]]) -> list[Row]:
@@ -65,7 +65,7 @@ def connection_row(outcome: Outcome[Host]) -> Row:
     """A row with the columns `reachable` and `key`."""
     row, error = Row(outcome.host), outcome.error
     if error is not None:
-        row.troubles.append(str(error))
+        row.problems.append(str(error))
     answers = error is None or isinstance(error, KeyUnknown | AuthenticationFailed)
     row.cells["reachable"] = "yes" if error is None else "not accepted" if answers else "no"
     row.cells["key"] = "refused" if isinstance(error, KeyUnknown) else "known" if answers else "-"
@@ -84,7 +84,7 @@ def _clock(row: Row) -> str:
     found = row.host.clock()
     if abs(found.offset) - found.error > MAX_CLOCK_OFFSET_S:
         problem = f"{row.host}: its clock is {found.offset:+.1f} s off ours"
-        row.troubles.append(f"{problem}. Set it there, e.g. timedatectl set-ntp 1")
+        row.problems.append(f"{problem}. Set it there, e.g. timedatectl set-ntp 1")
     return f"{1000 * found.offset:+.0f} ms (±{1000 * found.error:.0f})"
 
 
@@ -99,7 +99,7 @@ def _image(row: Row) -> str:
 def _disk(row: Row) -> str:
     free = free_engine_bytes(row.host)
     if free < MIN_FREE_BYTES and row.image != content_hash():
-        row.troubles.append(f"{row.host}: disk full: {free / 1e9:.1f} GB free. Make room there: docker system prune")
+        row.problems.append(f"{row.host}: disk full: {free / 1e9:.1f} GB free. Make room there: docker system prune")
     return f"{free / 1e9:.1f} GB"
 
 
@@ -141,7 +141,7 @@ def _check_ports(rows: Sequence[Row]) -> None:
     try:
         check_distinct(hosts, ends)
     except TestbedError as error:
-        able[0].troubles.append(str(error))
+        able[0].problems.append(str(error))
         return
     for row, outcome in zip(able, try_reachability(hosts, ends, NODE_PORT), strict=True):
         _fill_ports(row, outcome, able)
@@ -151,13 +151,13 @@ def _fill_ports(row: Row, outcome: Outcome[Reachability], able: Sequence[Row]) -
     answer = outcome.value
     if answer is None:
         row.cells["ports"] = "no"
-        row.troubles.append(str(outcome.error))
+        row.problems.append(str(outcome.error))
     elif answer.busy:
         row.cells["ports"] = f"{NODE_PORT} taken"  # not a problem: a run uses another
     elif answer.missing:
         names = ", ".join(able[other].host.name for other in answer.missing)
         row.cells["ports"] = f"not with {names}"
         problem = f"{row.host}: no connection to and from {names} at port {NODE_PORT}"
-        row.troubles.append(f"{problem}. Is there a firewall between them?")
+        row.problems.append(f"{problem}. Is there a firewall between them?")
     else:
         row.cells["ports"] = f"free, {len(able) - 1} reached"

@@ -21,4 +21,4 @@ from tests.support.scripted_hosts import ScriptedHost, silent
 )
 def test_the_reason_why_a_host_does_not_answer(error: HostFailed | None, reachable: str, key: str) -> None:
     row = connection_row(Outcome(ScriptedHost(silent), error=error))
-    assert (row.cells["reachable"], row.cells["key"], len(row.troubles)) == (reachable, key, error is not None)
+    assert (row.cells["reachable"], row.cells["key"], len(row.problems)) == (reachable, key, error is not None)

@@ -45,9 +45,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_whose_ranks_finished_is_ok_and_is_removed_from_the_hosts(tmp_path: Path) -> None:
     machines = [machine(tmp_path, 0), machine(tmp_path, 1)]
-    (found,), troubles = hosts_runs.find(machines)
+    (found,), problems = hosts_runs.find(machines)
     summary, folder, failures = hosts_runs.collect(found)
-    assert (summary.status, troubles, failures) == ("ok", [], [])
+    assert (summary.status, problems, failures) == ("ok", [], [])
     assert (folder / NOTE).is_file() and not any(each.run_dir.exists() or each.containers for each in machines)
 
 
@@ -104,8 +104,8 @@ def test_a_rank_without_a_container_is_found_by_its_records(tmp_path: Path) -> N
 
 def test_a_host_without_an_engine_does_not_hide_the_others(tmp_path: Path) -> None:
     dead = ScriptedHost(failing(1, "Cannot connect to the Docker daemon"), "node1")
-    found, troubles = hosts_runs.find([machine(tmp_path, 0), dead])
-    assert [each.id for each in found] == [RUN] and "node1: no Docker engine answers" in str(troubles[0])
+    found, problems = hosts_runs.find([machine(tmp_path, 0), dead])
+    assert [each.id for each in found] == [RUN] and "node1: no Docker engine answers" in str(problems[0])
 
 
 def test_runs_of_another_user_of_the_engine_are_neither_listed_nor_removed(tmp_path: Path) -> None:
