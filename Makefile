@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv data run test check docs bench soak fuzz engine wheels image up clean
+.PHONY: help venv data run test check docs picture bench soak fuzz engine wheels image up clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +24,7 @@ venv: $(VENV)/.ready ## the virtual environment, with pinned packages
 data: $(VENV)/.ready ## CIFAR-10, verified by checksum
 	$(BIN)/testbed data get cifar10
 
-run: data ## the main job: five modes and a control run on a four-node network of this machine, a table and a report
+run: data ## the main job: six modes and a control run on a four-node network of this machine, a table and a report
 	@if docker info >/dev/null 2>&1; then PYTHON=$(PYTHON) docker/image.sh || echo "no image: another place is used"; fi
 	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
 
@@ -38,6 +38,9 @@ check: $(VENV)/.ready ## ruff and mypy
 
 docs: $(VENV)/.ready ## the tables in docs/modes.md and the list in .env.example, from the rows in testbed/spec/mode.py
 	$(BIN)/python docs/generate.py
+
+picture: $(VENV)/.ready ## docs/report.png, the picture of a report page (ARGS=FOLDER; needs Chromium)
+	$(BIN)/python docs/picture.py $(or $(ARGS),runs/quick) docs/report.png
 
 bench: data ## the speed this project promises, measured (90 minutes; ARGS=PART for one part; do nothing else meanwhile)
 	$(BIN)/python -m tests.bench $(ARGS)

@@ -1,4 +1,4 @@
-// Click a header to sort by it: numbers as numbers, "-" always last, a second click turns it round.
+// Click a header to sort by its column: numbers as numbers, "-" always last. A second click reverses the order.
 document.querySelectorAll("table.sortable").forEach((table) => {
   const heads = [...table.tHead.rows[0].cells];
   const value = (row, column) => row.cells[column].textContent.trim();

@@ -1,7 +1,9 @@
-"""The report page in a real browser: from disk, without a network, at a desk and on a phone, light and dark."""
+"""The report page in Chromium: from disk, offline, on a desktop and on a phone, light and dark; and its picture."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tests.support.command import chromium
 from tests.support.synthetic import Made, make_faulted, make_run
 
 pytestmark = pytest.mark.browser
-SIZES = {"desk": (1280, 900), "phone": (400, 800)}
+SIZES = {"desktop": (1280, 900), "phone": (400, 800)}
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 
 
@@ -43,38 +45,38 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=[(size, scheme) for size in SIZES for scheme in ("light", "dark")], ids="-".join)
 def page(request: pytest.FixtureRequest, browser: Any, report: Report, tmp_path: Path) -> Iterator[Any]:
-    """The page, opened; whatever it complains of or asks for is collected and must be nothing."""
+    """The opened page. Console messages, errors and requests are collected; there must be none."""
     size, scheme = request.param
     width, height = SIZES[size]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, offline=True)
     opened = context.new_page()
-    complaints: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("request", lambda asked: None if asked.url == report.page.as_uri() else complaints.append(asked.url))
+    problems: list[str] = []
+    opened.on("console", lambda message: problems.append(message.text))
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("request", lambda request: None if request.url == report.page.as_uri() else problems.append(request.url))
     opened.goto(report.page.as_uri())
     yield opened
     opened.screenshot(path=str(tmp_path / f"{size}-{scheme}.png"), full_page=True)
     context.close()
-    assert complaints == []
+    assert problems == []
 
 
-def test_every_plot_is_drawn(page: Any, report: Report) -> None:
-    plots = page.locator("figure svg")
+def test_every_figure_is_drawn(page: Any, report: Report) -> None:
+    figures = page.locator("figure svg")
     assert report.faults and report.faults.plots
-    assert plots.count() == sum(len(part.plots) for part in [*report.parts, report.faults]) > 8
-    for k in range(plots.count()):
-        box = plots.nth(k).bounding_box()
+    assert figures.count() == sum(len(part.plots) for part in [*report.parts, report.faults]) > 8
+    for k in range(figures.count()):
+        box = figures.nth(k).bounding_box()
         assert box["width"] > 250 and box["height"] > 80
-        assert plots.nth(k).locator("path").count() > 5
+        assert figures.nth(k).locator("path").count() > 5
 
 
-def test_the_page_is_as_wide_as_the_window_and_no_wider(page: Any) -> None:
+def test_the_page_is_not_wider_than_the_window(page: Any) -> None:
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= page.viewport_size["width"]
 
 
-def test_a_click_sorts_a_table_by_numbers_and_a_second_turns_it_round(page: Any) -> None:
+def test_a_click_sorts_a_table_by_numbers_and_a_second_reverses_it(page: Any) -> None:
     table = page.locator("#quick-modes")
     button = table.locator("thead button", has_text="s/iter")
 
@@ -94,12 +96,12 @@ def test_a_missing_value_sorts_last_both_ways(page: Any) -> None:
     button = table.locator("thead button", has_text="hidden share")
     for _ in range(2):
         button.click()
-        cells = table.locator("tbody tr td:nth-child(7)").all_inner_texts()
+        cells = table.locator("tbody tr td:nth-child(8)").all_inner_texts()
         assert cells[-1] == "-" and cells.count("-") == 1
 
 
-def test_text_can_be_read_against_its_ground(page: Any) -> None:
-    """WCAG AA: 4.5 to 1 for text, measured as the browser paints it."""
+def test_text_has_enough_contrast(page: Any) -> None:
+    """WCAG AA: 4.5 to 1 for text, by the colours that the browser computes."""
     contrast = """() => {
       const light = (text) => { const v = text.match(/[\\d.]+/g).slice(0, 3).map((c) => { c /= 255;
         return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; });
@@ -115,7 +117,7 @@ def test_text_can_be_read_against_its_ground(page: Any) -> None:
     assert page.evaluate(contrast) == []
 
 
-def test_what_a_stranger_wrote_is_text(page: Any) -> None:
+def test_values_from_a_run_folder_are_text(page: Any) -> None:
     assert page.locator("#left-out b").count() == 0
     assert "<b>rank 2</b> died" in page.locator("#left-out").inner_text()
 
@@ -125,3 +127,10 @@ def test_it_prints_with_every_table_open(page: Any, tmp_path: Path) -> None:
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator("details:not([open])").count() == 0
     assert len(page.pdf(format="A4")) > 20_000
+
+
+def test_the_picture_of_the_page_is_a_small_png(report: Report, tmp_path: Path) -> None:
+    picture = tmp_path / "report.png"
+    command = [sys.executable, "docs/picture.py", str(report.page.parent), str(picture)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and 20_000 < picture.stat().st_size < 200_000
