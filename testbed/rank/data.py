@@ -13,8 +13,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
-from testbed.spec.datasets import DatasetInfo, Shape, array_path, dataset_info, is_complete
-from testbed.spec.errors import Unavailable, refuse
+from testbed.spec.datasets import DatasetInfo, Shape, array_path, dataset_info, require_complete
+from testbed.spec.errors import refuse
 
 # From stored bytes to what a model eats: pad, crop, flip, channels first, normalise. Whole batches at a time.
 
@@ -201,8 +201,7 @@ def open_dataset(
 
 
 def _stored(info: DatasetInfo, root: Path, train: bool) -> Dataset:
-    if not is_complete(info.name, root):
-        raise Unavailable(f"data set {info.name}: not in {root / info.name}. Fetch it first, or use --data synthetic.")
+    require_complete(info.name, root)
     part = "train" if train else "test"
     # A plain array over the mapped file: np.memmap's own indexing is slower.
     images = np.load(array_path(info.name, root, f"{part}_images"), mmap_mode="r").view(np.ndarray)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from testbed.spec.errors import refuse
+from testbed.spec.errors import Unavailable, refuse
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 MARKER = "done.json"
@@ -129,6 +129,13 @@ def is_complete(name: str, root: Path) -> bool:
     """True if the marker has the right digests and the files the right shape; their contents are not read."""
     info = dataset_info(name)
     return info.generated or (_marked(root / name / MARKER) == dict(info.digests) and has_arrays(name, root))
+
+
+def require_complete(name: str, root: Path) -> None:
+    """Raise Unavailable if the data set is not complete under `root`."""
+    if not is_complete(name, root):
+        way_out = f"Get it with `testbed data get {name}`, or use --data synthetic."
+        raise refuse("data", name, f"not in {(root / name).resolve()}", way_out, Unavailable)
 
 
 def _fits(path: Path, shape: tuple[int, ...]) -> bool:

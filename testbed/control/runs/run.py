@@ -27,13 +27,12 @@ from testbed.net.probe import Measurement, longest_probe, measure, receipt_of
 from testbed.results.conclude import Status, Summary, conclude
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import Receipt
-from testbed.spec.datasets import data_dir, dataset_info, is_complete
+from testbed.spec.datasets import data_dir, dataset_info, require_complete
 from testbed.spec.errors import (
     Interrupted,
     NetworkInvalid,
     RankFailed,
     TestbedError,
-    Unavailable,
     UsageError,
     os_failure,
     refuse,
@@ -150,9 +149,7 @@ def _read_summary(folder: RunFolder) -> Summary | None:
 def check_inputs(spec: RunSpec) -> None:
     """Refuse missing data, more images than there are, and a user's method that is not Python."""
     name, info = spec.data.name, dataset_info(spec.data.name)
-    if not is_complete(name, data_dir()):
-        way_out = f"Get it with `testbed data get {name}`, or use --data synthetic."
-        raise Unavailable(f"data {name!r}: not in {(data_dir() / name).resolve()}. {way_out}")
+    require_complete(name, data_dir())
     sizes = (("subset", spec.data.subset, info.train), ("test_subset", spec.data.test_subset, info.test))
     for key, requested, available in sizes:
         if requested is not None and requested > available:

@@ -129,9 +129,9 @@ def test_the_probe_imports_neither_torch_nor_pydantic() -> None:
 def test_a_node_that_leaves_ends_the_probe_for_all_with_its_name() -> None:
     port = free_port()
 
-    def deserter() -> None:
+    def leaves() -> None:
         with meet(1, [LOOPBACK] * 3, port, Peer(LOOPBACK, None)):
-            pass  # says hello and goes
+            pass  # introduces itself and closes the connection
 
     def node(rank: int) -> str:
         with pytest.raises(ProbeError) as caught:
@@ -140,7 +140,7 @@ def test_a_node_that_leaves_ends_the_probe_for_all_with_its_name() -> None:
 
     began = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(deserter)
+        pool.submit(leaves)
         words = [pool.submit(node, rank) for rank in (0, 2)]
         assert "node1 closed the connection" in words[0].result(timeout=30)
         assert "node1 closed the connection" in words[1].result(timeout=30)

@@ -87,7 +87,9 @@ def test_an_impossible_subset_is_refused(subset: int) -> None:
 
 
 def test_a_set_that_was_not_fetched_is_unavailable(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"not in .*cifar10. Fetch it first, or use --data synthetic"):
+    with pytest.raises(
+        Unavailable, match=r"not in .*cifar10. Get it with `testbed data get cifar10`, or use --data synthetic"
+    ):
         open_dataset("cifar10", tmp_path, True)
 
 

@@ -9,8 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testbed.spec.datasets import ARRAYS, CIFAR10, DATASETS, MARKER, MNIST, data_dir, dataset_info, is_complete
-from testbed.spec.errors import SpecError
+from testbed.spec.datasets import (
+    ARRAYS,
+    CIFAR10,
+    DATASETS,
+    MARKER,
+    MNIST,
+    data_dir,
+    dataset_info,
+    is_complete,
+    require_complete,
+)
+from testbed.spec.errors import SpecError, Unavailable
 
 
 def write_zeros(name: str, root: Path) -> Path:
@@ -88,3 +98,11 @@ class TestComplete:
     def test_no_array_at_all(self, tmp_path: Path, content: bytes) -> None:
         (write_zeros("mnist", tmp_path) / "test_labels.npy").write_bytes(content)
         assert not is_complete("mnist", tmp_path)
+
+
+def test_a_data_set_that_is_not_there_is_refused_with_its_folder_and_the_way_out(tmp_path: Path) -> None:
+    require_complete("synthetic", tmp_path)
+    with pytest.raises(
+        Unavailable, match=rf"^data 'mnist': not in {tmp_path}/mnist\. Get it with `testbed data get mnist`"
+    ):
+        require_complete("mnist", tmp_path)

@@ -37,7 +37,7 @@ from testbed.control.substrates.hosts.node import (
     image_content,
 )
 from testbed.control.substrates.hosts.ssh import Host
-from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, array_path, data_dir, dataset_info, is_complete
+from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, array_path, data_dir, dataset_info, require_complete
 from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, Unavailable
 
 BLOCK_BYTES = 8 << 20  # compressed as one gzip member
@@ -90,10 +90,7 @@ def deploy(outcomes: Sequence[Outcome[Host]], data: Sequence[str], bars: Bars) -
 def check_data(names: Sequence[str]) -> None:
     """Raise Unavailable if a data set is not complete here."""
     for name in names:
-        dataset_info(name)
-        if not is_complete(name, data_dir()):
-            fix = f"Get it with `testbed data get {name}`, or use --data synthetic."
-            raise Unavailable(f"data {name!r}: not in {(data_dir() / name).resolve()}. {fix}")
+        require_complete(name, data_dir())
 
 
 def sendable(name: str) -> list[str]:
