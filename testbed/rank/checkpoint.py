@@ -1,12 +1,12 @@
-"""Checkpoints: all that a rank needs to go on as if nothing had happened, as safetensors and JSON. No pickle.
+"""Checkpoints: the whole state of a rank, as safetensors and JSON. No pickle.
 
-    checkpoints/rank0-step10.safetensors   parameters, buffers, optimizer state, what the mode holds, random states
+    checkpoints/rank0-step10.safetensors   parameters, buffers, optimizer state, state of the mode, random generators
     checkpoints/rank0-step10.json          written last: step, checksum of the tensors, sums of the epoch so far
 
-Each rank writes its own pair, whole or not at all, and keeps the last two: ranks may be one checkpoint apart when they
-are killed, and then the last step that all of them have is taken. With every:K they may be K steps apart, and as many
-more are kept as lie in K steps. The position in the data needs no state: batches follow from seed, rank and epoch, and
-those of the epoch that were seen are drawn again.
+Each rank writes its own pair of files, each through a temporary name, and keeps the last two: when ranks are killed,
+they may be one checkpoint apart, and a resumed run takes the last step that all of them have. With every:K ranks may be
+K steps apart, so more checkpoints are kept. The position in the data is not stored: batches follow from seed, rank and
+epoch, and a resumed run draws the batches of the epoch again.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:  # train imports this module
     from testbed.rank.train import Tally
 
 log = logging.getLogger(__name__)
-KEPT = 2  # at least
-MAX_FACTS = 1 << 20  # bytes of the JSON
-MAX_RATIO = 16  # tensors of a checkpoint at most so many times the parameters, and MAX_SMALL
-MAX_SMALL = 64 << 20  # bytes
+MIN_KEPT = 2  # checkpoints per rank
+MAX_JSON_BYTES = 1 << 20
+MAX_RATIO = 16  # a tensor file has at most MAX_SMALL_BYTES + MAX_RATIO times the bytes of the parameters
+MAX_SMALL_BYTES = 64 << 20
 _NAME = re.compile(r"rank(\d{1,4})-step(\d{1,9})\.json", re.ASCII)
 
 
 class Trained(Protocol):
-    """What a checkpoint is made of; the trainer has it."""
+    """The state that a checkpoint holds; the Trainer has these attributes."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -57,35 +57,35 @@ class Trained(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The JSON beside the tensors."""
+    """The JSON file beside the tensors."""
 
     rank: int
     world: int
     step: int
     sha256: str  # of the file of tensors
-    parameters: str  # hash, to be compared with the other ranks'
+    parameters: str  # hash, compared with those of the other ranks
     seen: tuple[float, int, int]  # loss, correct, images of the epoch so far
     python: list[Any]  # state of `random`
     schema: int = SCHEMA
 
 
 class Checkpoints:
-    """Of one rank, in one folder; `resume` says whether this run is to go on from them."""
+    """The checkpoints of one rank. `resume`: this run continues from them."""
 
     def __init__(self, spec: RunSpec, folder: Path, group: Group, resume: bool = False) -> None:
         self.every, self.group, self.resume = spec.checkpoint, group, resume
         self.must_agree = spec.replicas_must_agree and spec.mode.synchronous
         self.folder = folder
-        apart = spec.mode.every if spec.mode.every > 1 else 0  # steps between ranks that do not meet in each
-        self.kept = KEPT + math.ceil(apart / (spec.checkpoint or 1))
+        apart = spec.mode.every if spec.mode.every > 1 else 0  # steps that ranks may be apart
+        self.kept = MIN_KEPT + math.ceil(apart / (spec.checkpoint or 1))
 
     def maybe(self, trained: Trained, step: int, last: bool) -> None:
-        """Write one when it is time; after the last step there is nothing to come back to."""
+        """Write a checkpoint if one is due. After the last step none is needed."""
         if self.every and step % self.every == 0 and not last:
             self.write(trained, step)
 
     def write(self, trained: Trained, step: int) -> None:
-        """Tensors first, then the JSON that makes them count, then the oldest go."""
+        """Write the tensors, then the JSON that makes them valid, then delete old checkpoints."""
         from safetensors.torch import save
 
         self.folder.mkdir(exist_ok=True)
@@ -102,43 +102,43 @@ class Checkpoints:
             python=_as_lists(random.getstate()),
         )
         write_whole(self._facts(step), json.dumps(asdict(facts)), durable=True)
-        # What a run that began anew finds of later steps is of no use, and must not cost it what it writes.
+        # Only earlier steps count: a run that started again may find useless checkpoints of later steps.
         for old in sorted(other for other in self._steps() if other <= step)[: -self.kept]:
             self._facts(old).unlink(missing_ok=True)
             self._tensors(old).unlink(missing_ok=True)
 
     def agree(self, trained: Trained) -> int:
-        """The last step of which all ranks have a whole checkpoint; 0: start from the beginning."""
+        """Return the last step of which all ranks have a valid checkpoint; 0: start from the beginning."""
         if not self.resume:
             return 0
-        own = {step: facts.parameters for step, facts in self._whole(trained)}
-        told = [json.loads(text) for text in self.group.tell_all("checkpoints", json.dumps(own))]
+        own = {step: facts.parameters for step, facts in self._valid(trained)}
+        found = [json.loads(text) for text in self.group.all_gather_text("checkpoints", json.dumps(own))]
         for step in sorted(own, reverse=True):
-            hashes = [other.get(str(step)) for other in told]
+            hashes = [other.get(str(step)) for other in found]
             if None not in hashes and (len(set(hashes)) == 1 or not self.must_agree):
                 return step
-        if any(told):
-            have = "; ".join(f"rank {rank}: {', '.join(steps) or 'none'}" for rank, steps in enumerate(told))
-            log.info("no checkpoint is common to all ranks (of steps: %s), so from the beginning", have)
+        if any(found):
+            have = "; ".join(f"rank {rank}: {', '.join(steps) or 'none'}" for rank, steps in enumerate(found))
+            log.info("no checkpoint is common to all ranks (of steps: %s), starting from the beginning", have)
         return 0
 
     def load(self, trained: Trained, step: int) -> None:
-        """Put everything back in place."""
+        """Restore the state of `step`. Raises SpecError if the checkpoint does not fit."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
         path, facts = self._tensors(step), self._read(step)
         data = self._checked(facts, trained)
         try:
-            spread(load(data), trained)
+            restore(load(data), trained)
             random.setstate(_as_tuples(facts.python))
         except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, SafetensorError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise SpecError(f"{path}: does not fit this run ({reason}). Remove it, or start anew.") from None
+            raise SpecError(f"{path}: does not fit this run ({reason}). Remove it, or start again.") from None
         trained.seen.loss, trained.seen.correct, trained.seen.images = facts.seen
 
-    def _whole(self, trained: Trained) -> Iterator[tuple[int, Facts]]:
-        """Checkpoints that are all there; a damaged one is as good as none."""
+    def _valid(self, trained: Trained) -> Iterator[tuple[int, Facts]]:
+        """All valid checkpoints, in order of their steps. A damaged one is left out."""
         for step in sorted(self._steps()):
             with contextlib.suppress(SpecError):
                 facts = self._read(step)
@@ -146,18 +146,18 @@ class Checkpoints:
                 yield step, facts
 
     def _checked(self, facts: Facts, trained: Trained) -> bytes:
-        """The tensors as they were written; a file that is larger than any of this model's can be is not read."""
+        """Return the tensor file if its checksum is right. A file that is too large for this model is not read."""
         path = self._tensors(facts.step)
         parameters = sum(p.numel() * p.element_size() for p in trained.model.parameters())
-        data = read_bounded(path, MAX_SMALL + MAX_RATIO * parameters)
+        data = read_bounded(path, MAX_SMALL_BYTES + MAX_RATIO * parameters)
         if hashlib.sha256(data).hexdigest() != facts.sha256:
-            raise SpecError(f"{path}: is not what its checksum says. Remove it, and an earlier one is taken.")
+            raise SpecError(f"{path}: its checksum is wrong. Remove it, and an earlier one is used.")
         return data
 
     def _read(self, step: int) -> Facts:
         path = self._facts(step)
         try:
-            values = json.loads(read_bounded(path, MAX_FACTS))
+            values = json.loads(read_bounded(path, MAX_JSON_BYTES))
             facts = Facts(**values)
             right = (facts.rank, facts.world, facts.step, facts.schema)
             loss, correct, images = facts.seen
@@ -180,7 +180,7 @@ class Checkpoints:
 
 
 def collect(trained: Trained) -> dict[str, Tensor]:
-    """Everything as named tensors, copied; what is still under way is finished first."""
+    """Return the whole state as named tensors, copied. Communication in flight is finished first."""
     trained.sync.flush()
     found = {f"sync.{key}": value for key, value in trained.sync.state().items()}
     found |= {f"model.{key}": value for key, value in trained.model.state_dict().items()}
@@ -189,8 +189,8 @@ def collect(trained: Trained) -> dict[str, Tensor]:
     return {key: value.detach().clone().contiguous() for key, value in found.items()}
 
 
-def spread(tensors: dict[str, Tensor], trained: Trained) -> None:
-    """The other way; a name or shape that does not fit raises."""
+def restore(tensors: dict[str, Tensor], trained: Trained) -> None:
+    """Restore what `collect` returned. Raises if a name or a shape does not fit."""
     parts: dict[str, dict[str, Tensor]] = {"sync": {}, "model": {}, "optimizer": {}, "random": {}}
     for name, tensor in tensors.items():
         part, _, key = name.partition(".")
@@ -204,7 +204,7 @@ def spread(tensors: dict[str, Tensor], trained: Trained) -> None:
 
 
 def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """In place: parameters may be views of a mode's buffers."""
+    """Copy in place, because parameters may be views of a mode's buffers."""
     own = model.state_dict()
     if own.keys() != tensors.keys():
         raise ValueError(f"other tensors than the model's: {sorted(own.keys() ^ tensors.keys())[:3]}")

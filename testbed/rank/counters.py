@@ -1,7 +1,7 @@
-"""Bytes this rank has sent and received, counted by the kernel.
+"""Bytes that this rank has sent and received, counted by the kernel.
 
-On a node with its own interface: that interface's counters. Where the kernel hands it segments to cut up (GSO) it
-counts their headers once, so this is payload and less than 1 % more; on the wire there are 4.6 % more.
+On a node with its own interface: the counters of that interface. With segmentation offload (GSO) the kernel counts the
+headers of a large segment once, so this is the payload plus less than 1 %; on the wire it is 4.6 % more.
 On loopback, which all ranks share: the counters of this process's own TCP sockets, payload only.
 """
 
@@ -15,7 +15,7 @@ from testbed.net.tcp import byte_counts, tcp_sockets
 
 
 class Counter(Protocol):
-    """Cumulative (sent, received) in bytes; (None, None) where nothing counts."""
+    """Cumulative (sent, received) in bytes; (None, None) if nothing counts them."""
 
     name: str
 
@@ -23,7 +23,7 @@ class Counter(Protocol):
 
 
 class InterfaceCounter:
-    """The whole interface, which in a namespace or container belongs to one rank."""
+    """All traffic of an interface. In a namespace or container it belongs to one rank."""
 
     def __init__(self, interface: str) -> None:
         self.interface = interface
@@ -39,7 +39,7 @@ class InterfaceCounter:
 
 
 class SocketCounter:
-    """All TCP sockets this process holds open. Sockets closed in between are missed; Gloo keeps its own open."""
+    """All open TCP sockets of this process. Closed sockets are not counted; Gloo keeps its own open."""
 
     name = "tcp sockets"
 
@@ -62,7 +62,7 @@ class NoCounter:
 
 
 def open_counter(interface: str) -> Counter:
-    """The best counter there is for a rank that talks through `interface`."""
+    """The best available counter for a rank that uses this interface."""
     if not Path("/proc/self/net/dev").exists():
         return NoCounter()
     return SocketCounter() if interface == "lo" else InterfaceCounter(interface)

@@ -1,4 +1,4 @@
-"""Group: the ranks of one run and the only way they talk: Gloo over TCP, every wait with a deadline."""
+"""Group: communication between the ranks of one run. Gloo over TCP; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from torch import Tensor
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
 from testbed.spec.errors import PeerLost, TestbedError, Unavailable
 
-PATIENCE = 10  # deadlines that a rank which lives may be late for a test or a comparison
+LATE_DEADLINES = 10  # a test or a comparison may take one rank this many deadlines longer than another
+BACKLOG = 128
 
 
-class Nothing:
-    """The work of an empty message: sizes are known on both ends, so nothing needs to travel."""
+class NoWork:
+    """The work of an empty tensor. Both ends know its size, so nothing is sent."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
 
 
-Work = dist.Work | Nothing
-TOTAL_TAG = 2**31 - 1  # no buffer has it
+Work = dist.Work | NoWork
+TOTAL_TAG = 2**31 - 1  # a tag that no buffer uses
 
 
 class Group:
-    """Point-to-point and collective calls on one process group; a fake of it needs these methods only."""
+    """Point-to-point and collective calls on one process group. A fake needs only these methods."""
 
     def __init__(
         self, rank: int, size: int, store: dist.Store, deadline: float, heartbeat: Heartbeat | None = None
@@ -43,12 +44,12 @@ class Group:
         self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)
         self.payload: Counter[str] = Counter()  # bytes sent, by kind
-        self.kind = "gradients"  # of what is sent now
+        self.kind = "gradients"  # what the next bytes are counted as
         self._counting = threading.Lock()
 
     @contextmanager
-    def carrying(self, kind: str) -> Iterator[None]:
-        """What is sent inside counts as this kind."""
+    def payload_kind(self, kind: str) -> Iterator[None]:
+        """Count bytes that are sent inside as this kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -56,7 +57,7 @@ class Group:
             self.kind = before
 
     def set_deadline(self, seconds: float) -> None:
-        """For every wait from here on, those inside Gloo's own collectives included."""
+        """Set the deadline of all later waits, also of those inside Gloo's own collectives."""
         self.deadline = timedelta(seconds=seconds)
         if dist.is_initialized():
             dist.distributed_c10d._set_pg_timeout(self.deadline)
@@ -64,26 +65,26 @@ class Group:
             self.heartbeat.deadline = seconds
 
     def at(self, step: int, phase: str) -> None:
-        """Tell the others, by the heartbeat, what this rank is about to do; `sync` means that it waits for them."""
+        """Set what this rank's heartbeats say that it does; `sync` means that it waits for the others."""
         if self.heartbeat:
             self.heartbeat.at(step, phase)
 
     def count(self, size: int, kind: str | None = None) -> None:
-        """So many bytes leave from here."""
+        """Count `size` bytes as sent by this rank."""
         with self._counting:
             self.payload[kind or self.kind] += size
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, kind: str | None = None) -> Work:
         """Start to send a contiguous tensor; it must not change before the wait."""
         self.count(tensor.nbytes, kind)
-        return dist.isend(tensor, dst=to, tag=tag) or Nothing() if tensor.numel() else Nothing()
+        return dist.isend(tensor, dst=to, tag=tag) or NoWork() if tensor.numel() else NoWork()
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work:
         """Start to receive into a contiguous tensor."""
-        return dist.irecv(tensor, src=source, tag=tag) or Nothing() if tensor.numel() else Nothing()
+        return dist.irecv(tensor, src=source, tag=tag) or NoWork() if tensor.numel() else NoWork()
 
     def wait(self, *works: Work) -> None:
-        """Finish what was started; a peer that is gone or silent raises."""
+        """Wait until all are finished. Raises RuntimeError if a peer is gone or silent for longer than the deadline."""
         for work in works:
             work.wait(self.deadline)
 
@@ -93,29 +94,29 @@ class Group:
         self.wait(self.send(out, peer), incoming)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """torch's own sum over all ranks, in place."""
+        """Sum over all ranks in place, by torch's own all_reduce."""
         self.count_all_reduce(tensor)
         dist.all_reduce(tensor)
 
     def count_all_reduce(self, tensor: Tensor) -> None:
-        """What a ring sends from here for one all_reduce of `tensor`."""
+        """Count the bytes that a ring sends from this rank for one all_reduce of `tensor`."""
         self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
 
     def total(self, number: Tensor) -> Tensor:
-        """The sum of one number over all ranks, added in rank order everywhere; from one thread at a time."""
+        """The sum of one number over all ranks, added in rank order on every rank. Only one thread may call this."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         parts = {rank: torch.empty_like(number) for rank in peers} | {self.rank: number}
         coming = [self.receive(parts[rank], rank, TOTAL_TAG) for rank in peers]
         self.wait(*[self.send(number, rank, TOTAL_TAG) for rank in peers], *coming)
         return torch.stack([parts[rank] for rank in range(self.size)]).sum()
 
-    def tell_all(self, key: str, value: str) -> list[str]:
-        """Everybody's value of `key`, in rank order, by the store: control messages stay off the data path."""
+    def all_gather_text(self, key: str, value: str) -> list[str]:
+        """Return all ranks' values of `key` in rank order. They go through the store, not through Gloo."""
         self.at(self.heartbeat.step if self.heartbeat else 0, "sync")
         self.store.set(f"{key}/{self.rank}", value)
         self.count(len(value) if self.size > 1 else 0, "metrics")
         keys = [f"{key}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, PATIENCE * self.deadline)
+        self.store.wait(keys, LATE_DEADLINES * self.deadline)
         return [self.store.get(k).decode() for k in keys]
 
 
@@ -152,8 +153,8 @@ def connect(
 
 
 def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.TCPStore:
-    """Rank 0 opens the store at address:port, the others connect to it; where torchrun has opened one, all do."""
-    ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun's agent listens there already
+    """Rank 0 opens the store at address:port, the others connect to it. If torchrun has opened one, all connect."""
+    ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent listens there already
     listener = _listen(address, port) if rank == 0 and ours else None
     try:
         return dist.TCPStore(
@@ -165,8 +166,8 @@ def open_store(rank: int, size: int, address: str, port: int, deadline: float) -
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,
         )
-    except RuntimeError as error:  # DistStoreError and its kin
-        message = f"rank 0 (node0) was not met by rank {rank} at {address}:{port} within {deadline:g} s: {error}"
+    except RuntimeError as error:  # DistStoreError and others
+        message = f"rank {rank} could not reach rank 0 (node0) at {address}:{port} within {deadline:g} s: {error}"
         raise PeerLost(message, failed_rank=0) from None
 
 
@@ -185,7 +186,7 @@ def make_group(heartbeat: Heartbeat, deadline: float) -> Group:
 
 
 def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None:
-    """Until every rank is here; those that are not are named."""
+    """Wait until every rank is here. Raises PeerLost that names those that are missing."""
     keys = [f"here/{other}" for other in range(size)]
     store.set(keys[rank], "1")
     try:
@@ -199,12 +200,12 @@ def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None
 
 
 def alone() -> Group:
-    """The group of a single rank: same calls, nobody to wait for."""
+    """The group of a single rank: the same calls, without communication."""
     return Group(0, 1, dist.HashStore(), 1.0)
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Our own listening socket, on the cluster's address alone: by itself the store would listen on all of them."""
+    """A listening socket on this address only: the store itself would listen on all addresses of the machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -214,17 +215,17 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.close()
         way_out = "Set another with --set port=N."
         raise Unavailable(f"port {port} on {address}: cannot listen ({error.strerror}). {way_out}") from None
-    listener.listen(128)
+    listener.listen(BACKLOG)
     return listener
 
 
 def leave(group: Group) -> None:
-    """Say that this rank is done; rank 0 goes last, because the store lives in it."""
+    """Leave the group. Rank 0 leaves last, because its process hosts the store."""
     if group.size == 1:
         return
     group.store.set(f"done/{group.rank}", "1")
     if group.rank == 0:
-        group.store.wait([f"done/{rank}" for rank in range(group.size)], PATIENCE * group.deadline)
+        group.store.wait([f"done/{rank}" for rank in range(group.size)], LATE_DEADLINES * group.deadline)
     if group.heartbeat:
         group.heartbeat.leave()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Models by name: the reports' own, and any classification model of torchvision."""
+"""Models by name: those of the reports, and every classification model of torchvision."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from torch import nn
 
 from testbed.spec.errors import SpecError
 
-# torchvision, imported so that a CUDA build works beside a CPU torch.
-#
-# Such a build's compiled operators do not load, and the import dies over the schema of two of them. We use neither:
-# declaring the schemas is enough for datasets, transforms and models.
-
+# A CUDA build of torchvision beside a CPU build of torch: its compiled operators do not load, and the import fails
+# because the schemas of two of them are missing. No model uses them, so it is enough to declare the schemas.
 try:
     from torchvision import models
 except RuntimeError:
@@ -19,9 +16,6 @@ except RuntimeError:
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from torchvision import models
-
-__all__ = ["models"]
-
 
 VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # widths, M: max-pool 2
 
@@ -51,8 +45,6 @@ def lenet5(classes: int, channels: int) -> nn.Module:
 
 def resnet18(classes: int, channels: int) -> nn.Module:
     """torchvision's ResNet-18 with the CIFAR stem: a 3 x 3 convolution, no pooling before the first block."""
-    pass
-
     model: nn.Module = models.resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
@@ -63,34 +55,32 @@ OWN = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}
 
 
 def usual_shape(name: str) -> tuple[int, int, int]:
-    """Channels, height and width of the images a model was made for."""
+    """Channels, height and width of the images that a model is made for."""
     return (1, 32, 32) if name == "lenet5" else (3, 32, 32)
 
 
 def build_model(name: str, classes: int, channels: int, dtype: torch.dtype) -> nn.Module:
-    """The model with weights drawn from torch's global generator, which the caller has seeded."""
+    """Build a model. Its weights come from torch's global generator, which the caller has seeded."""
     make = OWN.get(name)
     model = make(classes, channels) if make else _from_torchvision(name, classes, channels)
     return model.to(dtype)
 
 
 def _from_torchvision(name: str, classes: int, channels: int) -> nn.Module:
-    pass
-
     names = models.list_models(module=models)
     if name not in names:
         raise SpecError(f"model {name!r}: unknown. Use one of {', '.join(OWN)}, or of torchvision: {', '.join(names)}.")
     if channels != 3:
         raise SpecError(f"model {name!r}: takes 3 channels, the data has {channels}. Use lenet5 or vgg11.")
-    # Two models have auxiliary outputs, for which the loop has no use.
+    # Two models have auxiliary outputs, which the training loop does not use.
     options = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
-    _try(name, model, usual_shape(name))
+    _check_shape(name, model, usual_shape(name))
     return model
 
 
-def _try(name: str, model: nn.Module, shape: tuple[int, int, int]) -> None:
-    """One forward pass: some models want larger images than 32 x 32."""
+def _check_shape(name: str, model: nn.Module, shape: tuple[int, int, int]) -> None:
+    """Try one forward pass: some models need larger images than 32 x 32. Raises SpecError."""
     model.eval()
     try:
         with torch.no_grad():
@@ -104,7 +94,7 @@ def _try(name: str, model: nn.Module, shape: tuple[int, int, int]) -> None:
 
 
 def untrack_statistics(model: nn.Module) -> None:
-    """Make every BatchNorm use the batch's own statistics, in tests too."""
+    """Make every BatchNorm layer use the statistics of the batch, also in evaluation."""
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.track_running_stats = False

@@ -1,4 +1,4 @@
-"""Appetite: where a run asks for the fault `oom`, a rank that gets SIGUSR1 grows until its memory limit ends it."""
+"""The fault `oom`: a rank that gets SIGUSR1 allocates memory until its limit ends it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from types import FrameType
 
 from testbed.spec.run import RunSpec
 
-BITE = 8 << 20  # bytes
-MOST = 128  # bites: a limit that is missing must not cost the whole machine
-_eaten: list[bytes] = []
+BLOCK_BYTES = 8 << 20
+MAX_BLOCKS = 128  # a missing memory limit must not cost the whole machine
+_blocks: list[bytes] = []
 
 
-def wake(spec: RunSpec) -> None:
-    """Listen for the signal, in runs that asked for it only."""
+def install_oom_handler(spec: RunSpec) -> None:
+    """Handle SIGUSR1, but only in runs whose spec contains the fault."""
     if any(fault.kind == "oom" for fault in spec.faults):
-        signal.signal(signal.SIGUSR1, _eat)
+        signal.signal(signal.SIGUSR1, _allocate)
 
 
-def _eat(signum: int, frame: FrameType | None) -> None:
-    for _ in range(MOST):
-        _eaten.append(b"\1" * BITE)  # written to, so that the pages are really there
-    raise MemoryError(f"took {MOST * BITE >> 20} MiB and met no memory limit")
+def _allocate(signum: int, frame: FrameType | None) -> None:
+    for _ in range(MAX_BLOCKS):
+        _blocks.append(b"\1" * BLOCK_BYTES)  # written to, so that the kernel really provides the pages
+    raise MemoryError(f"allocated {MAX_BLOCKS * BLOCK_BYTES >> 20} MiB without reaching a memory limit")

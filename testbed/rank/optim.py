@@ -1,4 +1,4 @@
-"""The optimizer's step as the run asks for it: learning rate of the step, clipping, update."""
+"""The optimizer's step: learning rate of the step, clipping, update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testbed.spec.run import OptimizerSpec
 
 
 def lr_at(step: int, spec: OptimizerSpec, batch: int, total: int) -> float:
-    """Learning rate of step 0, 1, ...; scaled with the global batch, warmed up, then scheduled."""
+    """Learning rate of a step (from 0): scaled with the global batch, warmed up, then scheduled."""
     lr = spec.lr * (batch / spec.base_batch if spec.base_batch else 1.0)
     if step < spec.warmup:
         return lr * (step + 1) / spec.warmup
@@ -38,10 +38,11 @@ def _build(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.O
     return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
 
 
-def _leave_compiler_alone() -> None:
-    """torch's optimizers import its compiler, a second of every rank's start, only to say that they do not use it.
+def _avoid_compiler_import() -> None:
+    """Keep torch's optimizers from importing torch's compiler, which takes a second at the start of every rank.
 
-    Each method so marked keeps the answer in an attribute of the plain function; with it set, nobody asks again.
+    They import it only to mark methods as not compiled. The mark is an attribute of the plain function; if it is set,
+    torch does not import the compiler.
     """
     for method in vars(torch.optim.Optimizer).values():
         plain = getattr(method, "__wrapped__", None)
@@ -50,7 +51,7 @@ def _leave_compiler_alone() -> None:
 
 
 class Part:
-    """Parameters that are updated together, with an optimizer to themselves."""
+    """Parameters that are updated together by one torch optimizer."""
 
     def __init__(self, spec: OptimizerSpec, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -59,43 +60,43 @@ class Part:
 
 
 class Optimizer:
-    """What a synchronizer steps; it knows nothing of other ranks."""
+    """The optimizer that a synchronizer calls. It does not communicate."""
 
     def __init__(self, spec: OptimizerSpec, model: nn.Module, batch: int, total: int) -> None:
         self.spec = spec
         self.batch = batch
         self.total = total
-        _leave_compiler_alone()
+        _avoid_compiler_import()
         self.parts = [Part(spec, [p for p in model.parameters() if p.requires_grad])]
-        self._plain_step = inspect.unwrap(type(self.parts[0].inner).step)  # the wrappers ask for the compiler, too
+        self._plain_step = inspect.unwrap(type(self.parts[0].inner).step)  # the wrappers import the compiler, too
 
     def state(self) -> dict[str, Tensor]:
-        """What the update rule remembers of each parameter, or own part of one, by its number; and the steps done."""
+        """The optimizer state of each parameter or shard, by its number, and the number of steps done."""
         found = {"done": torch.tensor(self.parts[0].done)}
-        for number, (part, parameter) in enumerate(self._everything()):
+        for number, (part, parameter) in enumerate(self._all_parameters()):
             values = part.inner.state.get(parameter, {})
             found |= {f"{number}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The other way; a tensor that fits no parameter raises."""
+        """Restore what `state` returned. Raises ValueError if a tensor does not fit its parameter."""
         for part in self.parts:
             part.done = int(state["done"])
             part.inner.state.clear()
-        everything = self._everything()
+        parameters = self._all_parameters()
         for name, value in state.items():
             number, _, key = name.partition(".")
             if key:
-                part, parameter = everything[int(number)]
+                part, parameter = parameters[int(number)]
                 if value.numel() > 1 and value.shape != parameter.shape:
                     raise ValueError(f"optimizer {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
                 part.inner.state[parameter][key] = value.clone()
 
-    def _everything(self) -> list[tuple[Part, nn.Parameter]]:
+    def _all_parameters(self) -> list[tuple[Part, nn.Parameter]]:
         return [(part, parameter) for part in self.parts for parameter in part.parameters]
 
     def zero(self, keep: bool) -> None:
-        """Clear gradients; `keep` zeroes them in place, for they are views of a mode's buffers."""
+        """Clear gradients. `keep`: in place, because they are views of a mode's buffers."""
         for part in self.parts:
             part.inner.zero_grad(set_to_none=not keep)
 
@@ -104,9 +105,9 @@ class Optimizer:
         return self.spec.clip is not None
 
     def clip_coefficient(self, norm: float) -> float:
-        """What a gradient of this norm is multiplied by; torch's own formula."""
+        """The factor for a gradient of this norm, by torch's own formula."""
         ratio = (self.spec.clip or math.inf) / (norm + 1e-6)
-        return 1.0 if ratio > 1.0 else ratio  # a norm that is no number stays one
+        return 1.0 if ratio > 1.0 else ratio  # NaN stays NaN
 
     def step(self) -> None:
         """Set the learning rate, clip, update."""
@@ -115,11 +116,11 @@ class Optimizer:
         self._step(self.parts[0])
 
     def own_shards(self, shards: list[Tensor]) -> None:
-        """From now on it is these parts of the parameters that are updated, each when its gradient is there."""
+        """Update these shards of the parameters from now on, each by `step_shard` when its gradient is there."""
         self.parts = [Part(self.spec, [nn.Parameter(values)]) for values in shards]
 
     def step_shard(self, number: int, gradient: Tensor) -> None:
-        """Update one part. Threads may update different parts at the same time."""
+        """Update one shard. Threads may update different shards at the same time."""
         self.parts[number].parameters[0].grad = gradient
         self._step(self.parts[number])
 

@@ -1,9 +1,9 @@
-"""torch.profiler over a few steps, on request: a Chrome trace of this rank, and how the time divides up.
+"""torch.profiler over a few steps, if the spec says so: a Chrome trace of this rank, and shares of its time.
 
-compute        an operator ran (and the loop was not waiting for others)
-communication  the loop waited for others, or Gloo was at work, and no operator ran
-other          the rest: Python, and waiting for the processor
-overlap        Gloo was at work while an operator ran; it is part of compute
+compute        an operator ran, and the loop did not wait for other ranks
+communication  the loop waited for other ranks, or Gloo was active, and no operator ran
+other          the rest: Python, and waiting for a processor
+overlap        Gloo was active while an operator ran; part of compute
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from testbed.spec.units import Interval, length
 
-STEPS = 3  # that are profiled, after warm-up
-WAITING = "communication"  # the name of our own marks
+STEPS = 3  # profiled steps, after warm-up
+WAITING = "communication"  # the name of our own marks in the trace
 
 
 class Profiler:
@@ -46,12 +46,12 @@ class Profiler:
             self.running = None
 
     def mark(self) -> AbstractContextManager[Any]:
-        """Around what the loop waits for."""
+        """Mark a wait of the loop in the trace."""
         return record_function(WAITING) if self.running is not None else nullcontext()
 
 
 def divide(events: Iterable[Any]) -> dict[str, float]:
-    """Shares of the profiled time; events have a name and a time_range with start and end."""
+    """Shares of the profiled time. Events have a name and a time_range with start and end."""
     spans = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
     if not spans:
         return {}
@@ -69,5 +69,5 @@ def divide(events: Iterable[Any]) -> dict[str, float]:
 
 
 def _without(intervals: list[Interval], taken: list[Interval]) -> float:
-    """How much of `intervals` lies outside `taken`."""
+    """Length of the part of `intervals` that is outside `taken`."""
     return length([*intervals, *taken]) - length(taken)

@@ -1,4 +1,4 @@
-"""Replicas agree: hash the parameters, compare through the store, and treat BatchNorm's buffers as the run asks."""
+"""Equal replicas: compare parameter hashes of all ranks, and share BatchNorm statistics as the spec says."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from testbed.results.records import Hash
 from testbed.spec.errors import ReplicasDiffer
 
 SAME_START = "Nothing was sent yet: give all nodes the same image, or the same versions of testbed and torch."
-MEND = "The mode does not keep replicas equal. If it is your own, mend its mean_ (docs/modes.md); else use another."
+WRONG_MODE = "The mode does not keep replicas equal. If it is your own, fix its mean_ (docs/modes.md)."
 
 
 def parameter_hash(model: nn.Module) -> str:
-    """SHA-256 over the bytes of all parameters, in order."""
+    """SHA-256 of the bytes of all parameters, in order."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().contiguous().numpy().tobytes())
@@ -25,31 +25,31 @@ def parameter_hash(model: nn.Module) -> str:
 
 
 def compare(model: nn.Module, group: Group, step: int, must_agree: bool) -> Hash:
-    """Everybody's hash against everybody's; a difference raises where there must be none."""
+    """Compare the hashes of all ranks. Raises ReplicasDiffer if they must agree and do not."""
     own = parameter_hash(model)
-    hashes = group.tell_all(f"hash/{step}", own)
+    hashes = group.all_gather_text(f"hash/{step}", own)
     agree = len(set(hashes)) == 1
     if must_agree and not agree:
         short = ", ".join(f"rank {rank} {value[:12]}" for rank, value in enumerate(hashes))
-        raise ReplicasDiffer(f"parameters differ before step {step}: {short}. {MEND if step else SAME_START}")
+        raise ReplicasDiffer(f"parameters differ before step {step}: {short}. {WRONG_MODE if step else SAME_START}")
     return Hash(step=step, parameters=own, agree=agree)
 
 
 def share_statistics(model: nn.Module, group: Group, how: str) -> None:
-    """Give all ranks the BatchNorm statistics of rank 0 (`broadcast`) or of the mean (`average`); `local` leaves them.
+    """Give all ranks the BatchNorm statistics of rank 0 (`broadcast`) or their mean (`average`).
 
-    Training never reads them, so doing it when somebody is about to look gives what doing it in every step would:
-    a running average of averages is the average of running averages.
+    Training does not read them, so it is enough to do this before a test. The result is the same as doing it in every
+    step: a running average of averages is the average of running averages.
     """
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     if group.size == 1 or not buffers or how not in ("broadcast", "average"):
         return
     flat = torch.cat([b.reshape(-1) for b in buffers])
-    with group.carrying("buffers"):
+    with group.payload_kind("buffers"):
         (broadcast_ if how == "broadcast" else allreduce_mean_)(flat, group)
     _unpack(flat, buffers)
 
 
 def _unpack(flat: Tensor, buffers: list[Tensor]) -> None:
-    for piece, buffer in zip(flat.split([b.numel() for b in buffers]), buffers, strict=True):
-        buffer.copy_(piece.view_as(buffer))
+    for values, buffer in zip(flat.split([b.numel() for b in buffers]), buffers, strict=True):
+        buffer.copy_(values.view_as(buffer))

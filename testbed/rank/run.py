@@ -29,10 +29,11 @@ from typing import Any
 import torch
 
 from testbed.net.probe import measure, probe_node, receipt_of
-from testbed.rank import oom, watchdog
+from testbed.rank import watchdog
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import open_counter
 from testbed.rank.group import alone, connect, leave, make_group
+from testbed.rank.oom import install_oom_handler
 from testbed.rank.recorder import Recorder
 from testbed.rank.request import Request
 from testbed.rank.train import Trainer
@@ -140,7 +141,7 @@ def _train(request: Request, run: Run, guard: Watchdog) -> None:
     assert guard.recorder is not None
     keeps = spec.checkpoint or request.resume
     checkpoints = Checkpoints(spec, run.folder.checkpoints, group, request.resume) if keeps else None
-    oom.wake(spec)
+    install_oom_handler(spec)
     Trainer(spec, group, guard.recorder, open_counter(interface), checkpoints).run()
     leave(group)
 

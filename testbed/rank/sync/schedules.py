@@ -164,7 +164,7 @@ class ParameterMean(Averager):
 
     def _average_parameters(self) -> None:
         if self.drifted:
-            with self.group.carrying("parameters"):
+            with self.group.payload_kind("parameters"):
                 self.average(self.parameters)
             self.drifted = False
 
@@ -194,7 +194,7 @@ class Server(BaseSynchronizer):
                 buffer.div_(self.group.size)
         if self.group.rank == 0:
             self.update_parameters()
-        with self.timeline.blocked(), self.group.carrying("parameters"):
+        with self.timeline.blocked(), self.group.payload_kind("parameters"):
             for number, buffer in enumerate(self.parameters):
                 with self.timeline.comm(f"bucket {number} down", buffer.nbytes):
                     broadcast_(buffer, self.group)

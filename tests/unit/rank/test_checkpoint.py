@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import time
 from pathlib import Path
@@ -44,13 +45,13 @@ class Trained:
         return loss.item()
 
 
-def keeper(folder: Path, every: int = 1) -> Checkpoints:
+def checkpoints_in(folder: Path, every: int = 1) -> Checkpoints:
     return Checkpoints(RunSpec.load({"mode": "single", "checkpoint": every}, "test"), folder, alone(), resume=True)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
 def test_a_restored_run_goes_on_as_the_undisturbed_one(tmp_path: Path, name: str) -> None:
-    trained, keeps = Trained(1, name), keeper(tmp_path / "c")
+    trained, keeps = Trained(1, name), checkpoints_in(tmp_path / "c")
     for _ in range(3):
         trained.step()
     keeps.write(trained, 3)
@@ -68,7 +69,7 @@ def test_a_restored_run_goes_on_as_the_undisturbed_one(tmp_path: Path, name: str
 
 
 def test_one_is_written_every_so_many_steps_and_the_last_two_are_kept(tmp_path: Path) -> None:
-    trained, keeps = Trained(1), keeper(tmp_path / "c", every=5)
+    trained, keeps = Trained(1), checkpoints_in(tmp_path / "c", every=5)
     for step in range(1, 31):
         keeps.maybe(trained, step, last=step == 30)
     names = sorted(path.name for path in (tmp_path / "c").iterdir())
@@ -89,7 +90,7 @@ def test_where_ranks_meet_seldom_as_many_more_are_kept_as_the_slowest_may_be_beh
 
 
 def test_what_a_run_that_began_anew_writes_is_not_thrown_away_for_what_an_old_one_left(tmp_path: Path) -> None:
-    trained, keeps = Trained(1), keeper(tmp_path)
+    trained, keeps = Trained(1), checkpoints_in(tmp_path)
     for step in (20, 30, 10):
         keeps.write(trained, step)
     assert (tmp_path / "rank0-step10.json").exists()
@@ -102,29 +103,31 @@ class TwoRanks(Group):
         super().__init__(0, 1, alone().store, 1.0)
         self.other = json.dumps(other)
 
-    def tell_all(self, key: str, value: str) -> list[str]:
+    def all_gather_text(self, key: str, value: str) -> list[str]:
         return [value, self.other]
 
 
 def test_checkpoints_of_which_none_is_common_to_all_ranks_are_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained, keeps = Trained(1), keeper(tmp_path)
+    caplog.set_level(logging.INFO)
+    trained, keeps = Trained(1), checkpoints_in(tmp_path)
     keeps.write(trained, 20)
     keeps.write(trained, 30)
     for other, has in (({10: "x"}, "10"), ({}, "none"), ({20: "another", 30: "hash"}, "20, 30")):
         keeps.group = TwoRanks(other)
         keeps.must_agree = True
         assert keeps.agree(trained) == 0
-        said = capsys.readouterr().out
+        said = caplog.text
+        caplog.clear()
         assert "no checkpoint is common to all ranks" in said and f"rank 0: 20, 30; rank 1: {has})" in said
-    assert keeper(tmp_path / "none").agree(trained) == 0
-    assert capsys.readouterr().out == ""  # there are none: nothing to be told
+    assert checkpoints_in(tmp_path / "none").agree(trained) == 0
+    assert caplog.text == ""  # there are none, so there is nothing to say
 
 
 @pytest.mark.parametrize("damage", ["tensors missing", "tensors cut", "facts missing", "facts cut", "of another rank"])
 def test_a_torn_checkpoint_is_as_good_as_none_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
-    trained, keeps = Trained(1), keeper(tmp_path)
+    trained, keeps = Trained(1), checkpoints_in(tmp_path)
     keeps.write(trained, 1)
     keeps.write(trained, 2)
     what = tmp_path / ("rank0-step2.safetensors" if "tensors" in damage else "rank0-step2.json")
@@ -138,7 +141,7 @@ def test_a_torn_checkpoint_is_as_good_as_none_and_the_one_before_is_taken(tmp_pa
 
 
 def test_without_any_checkpoint_a_run_starts_at_the_beginning(tmp_path: Path) -> None:
-    assert keeper(tmp_path / "none").agree(Trained(1)) == 0
+    assert checkpoints_in(tmp_path / "none").agree(Trained(1)) == 0
 
 
 def forge(folder: Path, tensors: bytes) -> None:
@@ -151,7 +154,7 @@ def forge(folder: Path, tensors: bytes) -> None:
 def test_a_forged_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
     from safetensors.torch import save
 
-    trained, keeps = Trained(1), keeper(tmp_path)
+    trained, keeps = Trained(1), checkpoints_in(tmp_path)
     keeps.write(trained, 1)
     before = [p.clone() for p in trained.model.parameters()]
     for tensors in (save({"model.0.weight": torch.zeros(9, 9)}), save({"x": torch.zeros(1)}), b"\x80\x04pickle", b""):
@@ -162,7 +165,7 @@ def test_a_forged_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_link_out_of_the_folder_and_a_huge_file_are_not_read(tmp_path: Path) -> None:
-    trained, keeps = Trained(1), keeper(tmp_path / "c")
+    trained, keeps = Trained(1), checkpoints_in(tmp_path / "c")
     keeps.write(trained, 1)
     tensors = tmp_path / "c" / "rank0-step1.safetensors"
     (tmp_path / "elsewhere").write_bytes(tensors.read_bytes())
@@ -181,7 +184,7 @@ def test_whether_a_checkpoint_is_whole_is_asked_of_no_link_and_no_huge_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terabytes without a byte on the disk would keep a rank hashing past every deadline."""
-    trained, keeps = Trained(1), keeper(tmp_path / "c")
+    trained, keeps = Trained(1), checkpoints_in(tmp_path / "c")
     keeps.write(trained, 1)
     keeps.write(trained, 2)
     tensors = tmp_path / "c" / "rank0-step2.safetensors"
@@ -198,6 +201,6 @@ def test_whether_a_checkpoint_is_whole_is_asked_of_no_link_and_no_huge_file(
     tensors.unlink()
     tensors.write_bytes(good)
     assert keeps.agree(trained) == 2
-    monkeypatch.setattr(checkpoint, "MAX_SMALL", 0)
+    monkeypatch.setattr(checkpoint, "MAX_SMALL_BYTES", 0)
     monkeypatch.setattr(checkpoint, "MAX_RATIO", 1)
     assert keeps.agree(trained) == 0

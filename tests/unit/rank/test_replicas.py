@@ -13,7 +13,7 @@ from testbed.spec.errors import ReplicasDiffer
 class Apart(Group):
     """A group whose other rank has another model."""
 
-    def tell_all(self, key: str, text: str) -> list[str]:
+    def all_gather_text(self, key: str, text: str) -> list[str]:
         return [text, "f" * 64]
 
 
@@ -22,7 +22,7 @@ def apart() -> Group:
     return Apart(0, 2, alone().store, 1.0)
 
 
-@pytest.mark.parametrize(("step", "way_out"), [(0, "the same image"), (8, r"mend its mean_ \(docs/modes\.md\)")])
+@pytest.mark.parametrize(("step", "way_out"), [(0, "the same image"), (8, r"fix its mean_ \(docs/modes\.md\)")])
 def test_a_difference_names_the_ranks_hashes_and_what_to_do(apart: Group, step: int, way_out: str) -> None:
     with pytest.raises(ReplicasDiffer, match=rf"before step {step}: rank 0 \w{{12}}, rank 1 f{{12}}\. .*{way_out}"):
         compare(nn.Linear(1, 1), apart, step, must_agree=True)
