@@ -147,6 +147,11 @@ class Steps:
         return whole - self._inside(COMPUTING, self.stalls) - self._copied_inside(COMPUTING)
 
     @property
+    def work(self) -> Column:
+        """Processor time of computing, without update, copies, page faults and interrupts; nan if not recorded."""
+        return self.cpu - self.copies_cpu - self.kernel
+
+    @property
     def rest(self) -> Column:
         """Seconds that are neither computing, copying nor waiting."""
         between = self.total - (self.data + self.forward + self.backward + self.sync)

@@ -48,19 +48,12 @@ class Split:
     hidden: float
     busy: float
     rest: float
-    cpu: float  # processor time of the loop in data, forward and backward; nan where it was not recorded
-    copies_cpu: float  # the part of `cpu` that was copies
-    kernel: float  # the part of `cpu` in kernel mode
+    work: float  # processor time of computing alone; nan where it was not recorded
 
     @property
     def hidden_share(self) -> float | None:
         """The share of communication that went on while the loop computed."""
         return self.hidden / self.busy if self.busy > 0 else None
-
-    @property
-    def work(self) -> float:
-        """Processor time of computing alone: without copies, page faults and interrupts."""
-        return self.cpu - self.copies_cpu - self.kernel
 
     @property
     def overlap(self) -> float:
@@ -142,7 +135,7 @@ class Cell:
             return statistics.fmean(float(getattr(s, column).mean()) for run in self.runs for s in run.kept)
 
         columns = {"step": "total", "exposed": "blocked"}
-        names = ("step", "compute", "copies", "exposed", "hidden", "busy", "rest", "cpu", "copies_cpu", "kernel")
+        names = ("step", "compute", "copies", "exposed", "hidden", "busy", "rest", "work")
         return Split(**{name: mean(columns.get(name, name)) for name in names})
 
     def per_rank(self, column: str) -> list[float]:

@@ -57,7 +57,7 @@ def control() -> Iterator[Figure]:
             trained = train(substrate, folder, [case(mode, 8) for mode in modes])
         where = f"{RATE}, {f'{cpus} cores a rank' if cpus else 'no quota'}"
         for mode in (DDP, PIPELINE):
-            for column, what in (("cpu", "processor time of the loop"), ("compute", "compute by the clock")):
+            for column, what in (("work", "processor time of computing"), ("compute", "compute by the clock")):
                 times = {name: _column(trained, modes, name, column) for name in (mode, CONTROL)}
                 yield Figure(
                     name=f"{what}, {mode} / control, {where}",
@@ -71,14 +71,14 @@ def control() -> Iterator[Figure]:
 
 def _sums(trained: list[TrainedCase], modes: list[str], mode: str, where: str) -> Iterator[Figure]:
     """Do times that are measured in different places add up?"""
-    names = ("compute", "blocked", "rest", "total", "hidden", "busy")
-    mean = {name: statistics.fmean(_column(trained, modes, mode, name)) for name in names}
+    parts = ("compute", "copies", "blocked", "rest")
+    mean = {name: statistics.fmean(_column(trained, modes, mode, name)) for name in (*parts, "total", "hidden", "busy")}
     yield Figure(
-        name=f"compute + exposed + rest / step, {mode}, {where}",
-        value=(mean["compute"] + mean["blocked"] + mean["rest"]) / mean["total"],
+        name=f"compute + copies + exposed + rest / step, {mode}, {where}",
+        value=sum(mean[name] for name in parts) / mean["total"],
         low=1 - MAX_SUM_ERROR,
         high=1 + MAX_SUM_ERROR,
-        detail=f"{mean['compute']:.3f} + {mean['blocked']:.3f} + {mean['rest']:.3f}, {mean['total']:.3f} s",
+        detail=f"{' + '.join(f'{mean[name]:.3f}' for name in parts)}, {mean['total']:.3f} s",
     )
     yield Figure(
         name=f"exposed + hidden / communication, {mode}, {where}",

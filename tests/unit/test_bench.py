@@ -143,7 +143,7 @@ def test_a_missing_accuracy_is_refused_and_not_taken_for_0() -> None:
 
 def steps_of(mode: str) -> SimpleNamespace:
     """One step whose columns are all 1 s; the pipeline's compute is longer by the clock."""
-    columns = dict.fromkeys(("cpu", "blocked", "rest", "total", "hidden", "busy"), 1.0)
+    columns = dict.fromkeys(("work", "copies", "blocked", "rest", "total", "hidden", "busy"), 1.0)
     columns["compute"] = 1.14 if mode == PIPELINE else 1.0
     return SimpleNamespace(**{name: np.array([value]) for name, value in columns.items()})
 
