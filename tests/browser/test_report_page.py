@@ -12,7 +12,7 @@ import pytest
 
 from testbed.report.page import Report, write
 from tests.support.command import chromium
-from tests.support.synthetic import Made, make_faulted, make_run
+from tests.support.synthetic import Conditions, make_faulted, make_run
 
 pytestmark = pytest.mark.browser
 SIZES = {"desktop": (1280, 900), "phone": (400, 800)}
@@ -23,10 +23,16 @@ LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("quick")
     for seed, mode in enumerate(("single", "gather", "allreduce", "ring", "ddp")):
-        make_run(folder / mode, Made(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
+        make_run(folder / mode, Conditions(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
     for nodes in (2, 3):
         make_run(
-            folder / f"ddp-{nodes}", Made(compute=1.6), mode="ddp", nodes=nodes, batch=48, experiment="nodes", **LINK
+            folder / f"ddp-{nodes}",
+            Conditions(compute=1.6),
+            mode="ddp",
+            nodes=nodes,
+            batch=48,
+            experiment="nodes",
+            **LINK,
         )
     make_run(folder / "dead", mode="tree", experiment="quick", status="failed", reason="<b>rank 2</b> died", **LINK)
     make_faulted(folder / "killed", "kill:rank2@step8", mode="ring", experiment="quick", **LINK)

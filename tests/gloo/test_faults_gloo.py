@@ -76,13 +76,13 @@ def test_a_writer_killed_inside_a_write_leaves_what_was_complete() -> None:
 
 def test_ranks_listen_on_the_clusters_address_alone(tmp_path: Path) -> None:
     """Every listening socket of a rank, whoever opened it: store, heartbeat, Gloo."""
-    from tests.support.command import ranks_of, start_command, wait_for_steps
+    from tests.support.command import rank_pids, start_command, wait_for_steps
 
     flags = [*SMALL, "--nodes", "2", "--steps", "100000", "--out", "r"]
     process = start_command("run", *flags, cwd=tmp_path)
     try:
         wait_for_steps(tmp_path / "r", 0, 2)
-        found = [address for pid in ranks_of(tmp_path / "r") for address in listening(pid)]
+        found = [address for pid in rank_pids(tmp_path / "r") for address in listening(pid)]
     finally:
         process.terminate()
         process.communicate(timeout=30)

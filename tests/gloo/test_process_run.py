@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import ranks_of, run_command, start_command, wait_for_steps
+from tests.support.command import rank_pids, run_command, start_command, wait_for_steps
 
 pytestmark = pytest.mark.gloo
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "process"]
@@ -78,21 +78,21 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_measured(tmp_path):
     assert process.returncode == 130 and str(folder) in err and "Traceback" not in err
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted" and len(summary["losses"]) >= 5
-    assert ranks_of(folder) == []
+    assert rank_pids(folder) == []
 
 
 def pid_of(folder: Path, rank: int) -> int:
     mark = f"\0RANK={rank}\0".encode()
-    (pid,) = [pid for pid in ranks_of(folder) if mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+    (pid,) = [pid for pid in rank_pids(folder) if mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
     return pid
 
 
 def until_left(folder: Path, pids: list[int], seconds: float) -> None:
     """Until no other ranks than these are there."""
     end = time.monotonic() + seconds
-    while ranks_of(folder) != pids and time.monotonic() < end:
+    while rank_pids(folder) != pids and time.monotonic() < end:
         time.sleep(0.1)
-    assert ranks_of(folder) == pids
+    assert rank_pids(folder) == pids
 
 
 def test_a_killed_rank_is_named(tmp_path):
@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named(tmp_path):
     assert process.returncode == 3
     assert "rank 1 (node1) was killed by SIGKILL" in err, err
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
-    assert ranks_of(folder) == []
+    assert rank_pids(folder) == []
 
 
 def test_ranks_die_with_a_killed_controller(tmp_path):
@@ -130,7 +130,7 @@ def test_ranks_die_with_a_killed_controller_even_while_they_wait_for_a_frozen_on
         os.kill(frozen, signal.SIGCONT)  # while it is stopped, its SIGTERM waits, too
         until_left(folder, [], 10)
     finally:
-        for pid in ranks_of(folder):
+        for pid in rank_pids(folder):
             os.kill(pid, signal.SIGKILL)
     last = json.loads((folder / "rank0.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], last["code"]) == ("error", 130) and "SIGTERM" in last["message"]

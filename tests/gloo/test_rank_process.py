@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_run_leaves_its_records_and_ends_with_0(tmp_path: Path) -> None:
     folder = make(tmp_path, nodes=2, mode="ring")
     with RankRun(folder.path, 2) as run:
-        assert run.wait(PATIENCE) == [0, 0], run.said(0) + run.said(1)
+        assert run.wait(PATIENCE) == [0, 0], run.log_of(0) + run.log_of(1)
     for rank in range(2):
         kinds = [record.kind for record in read(folder.records(rank))]
         assert kinds == ["start", "hash", *["step"] * 4, "hash", "eval", "end"]
@@ -69,7 +69,7 @@ def test_a_users_own_method_trains_from_its_file(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TESTBED_METHODS", str(tmp_path))
     folder = make(tmp_path, nodes=2, mode="by-hand")
     with RankRun(folder.path, 2) as run:
-        assert run.wait(PATIENCE) == [0, 0], run.said(0)
+        assert run.wait(PATIENCE) == [0, 0], run.log_of(0)
     assert [record.agree for record in read(folder.records(1)) if record.kind == "hash"] == [True, True]
 
 
@@ -84,12 +84,12 @@ def test_when_a_rank_is_killed_the_others_end_with_6_in_time(tmp_path: Path, mod
         wait_until(lambda: steps_done(folder, victim) >= 3)
         run.processes[victim].send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        assert run.wait(60.0, others) == [6, 6], run.said(others[0])
+        assert run.wait(60.0, others) == [6, 6], run.log_of(others[0])
         assert time.monotonic() - killed < 40.0
     for rank in others:
         last = vars(list(read(folder.records(rank)))[-1])
         assert (last["kind"], last["code"]) == ("error", 6)
-        assert last["message"] in run.said(rank)
+        assert last["message"] in run.log_of(rank)
 
 
 def test_when_a_rank_freezes_the_others_end_with_6_after_the_deadline(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_when_a_rank_freezes_the_others_end_with_6_after_the_deadline(tmp_path: 
         wait_until(lambda: steps_done(folder, 1) >= 3)
         run.processes[1].send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
-        assert run.wait(60.0, [0]) == [6], run.said(0)
+        assert run.wait(60.0, [0]) == [6], run.log_of(0)
         assert time.monotonic() - stopped < 35.0
 
 
@@ -111,7 +111,7 @@ def test_a_rank_that_never_comes_is_named_by_all_who_waited(tmp_path: Path) -> N
         wait_until(lambda: listens(port))
         for late in run.processes[1:]:
             late.send_signal(signal.SIGCONT)
-        assert run.wait(PATIENCE) == [6, 6, 6], [run.said(rank) for rank in range(3)]
+        assert run.wait(PATIENCE) == [6, 6, 6], [run.log_of(rank) for rank in range(3)]
     errors = [vars(list(read(folder.records(rank)))[-1]) for rank in range(3)]
     assert [error["failed_rank"] for error in errors] == [3, 3, 3], errors
     assert all("rank 3 (node3) did not come" in error["message"] for error in errors), errors
@@ -137,10 +137,10 @@ def test_a_rank_that_is_stopped_keeps_what_it_measured_and_ends_with_130(tmp_pat
 
 def assert_refused(run: RankRun, *words: str) -> None:
     with run:
-        assert run.wait(PATIENCE)[0] == 2, run.said(0)
-    assert len(run.said(0).strip().splitlines()) == 1, run.said(0)
+        assert run.wait(PATIENCE)[0] == 2, run.log_of(0)
+    assert len(run.log_of(0).strip().splitlines()) == 1, run.log_of(0)
     for word in words:
-        assert word in run.said(0)
+        assert word in run.log_of(0)
 
 
 def test_a_spec_of_another_schema_is_refused_by_number(tmp_path: Path) -> None:

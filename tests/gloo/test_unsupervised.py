@@ -84,7 +84,7 @@ def left_by(folder: Path) -> dict[str, Any]:
 
 def test_launched_ranks_leave_the_same_files_with_the_same_keys_as_a_controller(tmp_path: Path) -> None:
     with launched(tmp_path, 2) as run:
-        assert run.wait(TIMEOUT_S) == [0, 0], run.said(0) + run.said(1)
+        assert run.wait(TIMEOUT_S) == [0, 0], run.log_of(0) + run.log_of(1)
     flags = ["--mode", "ring", "--nodes", "2", "--model", "lenet5", "--data", "synthetic", "--batch", "24"]
     settings = [word for setting in SUBSET.split() for word in ("--set", setting)]
     done = run_command("run", *flags, "--steps", "4", *settings, "--on", "process", "--out", "r", cwd=tmp_path)
@@ -97,11 +97,11 @@ def test_launched_ranks_leave_the_same_files_with_the_same_keys_as_a_controller(
 
 def test_rank_0_prints_the_table_and_its_log_has_it_too(tmp_path: Path) -> None:
     with launched(tmp_path, 2, MODE="none") as run:
-        assert run.wait(TIMEOUT_S) == [0, 0], run.said(0)
-    folder, said = only_folder(tmp_path), run.said(0)
-    assert "| none |" in said and "note: none: " in said, said  # the footnote on the control
-    assert f"everything is in runs/launched/{folder.path.name}" in said
-    assert folder.log(0).read_text() == said
+        assert run.wait(TIMEOUT_S) == [0, 0], run.log_of(0)
+    folder, log = only_folder(tmp_path), run.log_of(0)
+    assert "| none |" in log and "note: none: " in log, log  # the footnote on the control
+    assert f"everything is in runs/launched/{folder.path.name}" in log
+    assert folder.log(0).read_text() == log
     assert "step 1/4 loss" in folder.log(1).read_text()
     assert summary_of(folder)["substrate"] == "launched" and folder.substrate.read_text().strip() == "launched"
 
@@ -109,7 +109,7 @@ def test_rank_0_prints_the_table_and_its_log_has_it_too(tmp_path: Path) -> None:
 def test_nodes_without_a_shared_disk_keep_their_own_files(tmp_path: Path) -> None:
     elsewhere = tmp_path / "other" / "runs"
     with launched(tmp_path, 2, own={1: {"TESTBED_RUNS": str(elsewhere)}}) as run:
-        assert run.wait(TIMEOUT_S) == [0, 0], run.said(0) + run.said(1)
+        assert run.wait(TIMEOUT_S) == [0, 0], run.log_of(0) + run.log_of(1)
     folder = only_folder(tmp_path)
     other = RunFolder(elsewhere / "launched" / folder.path.name)
     assert not folder.records(1).exists() and other.records(1).exists() and other.log(1).exists()
@@ -119,17 +119,17 @@ def test_nodes_without_a_shared_disk_keep_their_own_files(tmp_path: Path) -> Non
 def test_in_mode_single_the_other_ranks_wait_for_rank_0(tmp_path: Path) -> None:
     with launched(tmp_path, 4, MODE="single", STEPS="30") as run:
         wait_for_steps(tmp_path, 0, 1)
-        wait_until(lambda: all("has nothing to do" in run.said(rank) for rank in (1, 2, 3)))
+        wait_until(lambda: all("has nothing to do" in run.log_of(rank) for rank in (1, 2, 3)))
         assert [process.poll() for process in run.processes] == [None] * 4
         run.processes[3].send_signal(signal.SIGKILL)  # a rank that does not train may end
-        assert run.wait(TIMEOUT_S) == [0, 0, 0, -signal.SIGKILL], run.said(0)
+        assert run.wait(TIMEOUT_S) == [0, 0, 0, -signal.SIGKILL], run.log_of(0)
     folder = only_folder(tmp_path)
     assert summary_of(folder)["status"] == "ok" and not folder.records(1).exists()
 
 
 def test_a_single_node_needs_no_meeting(tmp_path: Path) -> None:
     with launched(tmp_path, 1, MODE="single") as run:
-        assert run.wait(TIMEOUT_S) == [0], run.said(0)
+        assert run.wait(TIMEOUT_S) == [0], run.log_of(0)
     assert summary_of(only_folder(tmp_path))["network"] == "one node, no network"
 
 
@@ -160,16 +160,16 @@ def test_a_rank_parses_its_spec_once(tmp_path: Path) -> None:
 
 def test_a_rank_with_another_request_is_named_with_the_key_and_nothing_is_made(tmp_path: Path) -> None:
     with launched(tmp_path, 3, own={2: {"BATCH": "48"}}) as run:
-        assert run.wait(TIMEOUT_S) == [SpecError.exit_code] * 3, [run.said(rank) for rank in range(3)]
+        assert run.wait(TIMEOUT_S) == [SpecError.exit_code] * 3, [run.log_of(rank) for rank in range(3)]
     for rank in range(3):
-        assert "batch 48 on rank 2, 24 on rank 0: all ranks must get the same request" in run.said(rank)
+        assert "batch 48 on rank 2, 24 on rank 0: all ranks must get the same request" in run.log_of(rank)
     assert not (tmp_path / "runs" / "launched").exists()
 
 
 def test_a_rank_that_wants_to_train_where_rank_0_trains_alone_is_refused(tmp_path: Path) -> None:
     with launched(tmp_path, 2, MODE="single", own={1: {"MODE": "ring"}}) as run:
-        assert run.wait(TIMEOUT_S) == [0, SpecError.exit_code], [run.said(rank) for rank in range(2)]
-    assert "on rank 1" in run.said(1) and "all ranks must get the same request" in run.said(1)
+        assert run.wait(TIMEOUT_S) == [0, SpecError.exit_code], [run.log_of(rank) for rank in range(2)]
+    assert "on rank 1" in run.log_of(1) and "all ranks must get the same request" in run.log_of(1)
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_a_killed_rank_is_named_and_the_others_end_with_6(tmp_path: Path, victim
         wait_for_steps(tmp_path, victim, 3)
         run.processes[victim].send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        assert run.wait(60.0, others) == [PeerLost.exit_code] * 2, run.said(others[0])
+        assert run.wait(60.0, others) == [PeerLost.exit_code] * 2, run.log_of(others[0])
         assert time.monotonic() - killed < 15.0
     folder = only_folder(tmp_path)
     for rank in others:
@@ -194,7 +194,7 @@ def test_a_killed_rank_is_named_and_the_others_end_with_6(tmp_path: Path, victim
         summary = summary_of(folder)
         assert summary["status"] == "failed"
         assert summary["reason"].startswith("rank 2 (node2) is silent since step ")
-        assert "rank 0, rank 1 lost it" in summary["reason"] and summary["reason"] in run.said(0)
+        assert "rank 0, rank 1 lost it" in summary["reason"] and summary["reason"] in run.log_of(0)
 
 
 def test_a_frozen_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_frozen_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
         wait_for_steps(tmp_path, 1, 3)
         run.processes[1].send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
-        assert run.wait(60.0, [0, 2]) == [PeerLost.exit_code] * 2, run.said(0)
+        assert run.wait(60.0, [0, 2]) == [PeerLost.exit_code] * 2, run.log_of(0)
         assert 4.0 < time.monotonic() - stopped < 25.0
     reason = summary_of(only_folder(tmp_path))["reason"]
     assert reason.startswith("rank 1 (node1) is silent since step ") and "frozen or cut off" in reason
@@ -213,7 +213,7 @@ def test_ctrl_c_leaves_an_interrupted_run_with_whole_files(tmp_path: Path) -> No
         wait_for_steps(tmp_path, 1, 3)
         for process in run.processes:
             process.send_signal(signal.SIGINT)
-        assert run.wait(30.0) == [130, 130], run.said(0)
+        assert run.wait(30.0) == [130, 130], run.log_of(0)
     folder = only_folder(tmp_path)
     assert summary_of(folder)["status"] == "interrupted"
     assert [list(read(folder.records(rank)))[-1].kind for rank in range(2)] == ["error", "error"]
@@ -225,8 +225,8 @@ def test_a_rank_that_fails_by_itself_is_the_root_cause(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("")
     with launched(tmp_path, 2, own={1: {"TESTBED_RUNS": str(blocked)}}) as run:
-        assert run.wait(TIMEOUT_S) == [PeerLost.exit_code, TestbedError.exit_code], run.said(0)
-    assert "Not a directory" in run.said(1) and "Traceback" not in run.said(1)
+        assert run.wait(TIMEOUT_S) == [PeerLost.exit_code, TestbedError.exit_code], run.log_of(0)
+    assert "Not a directory" in run.log_of(1) and "Traceback" not in run.log_of(1)
     assert "rank 1 (node1) failed: " in summary_of(only_folder(tmp_path))["reason"]
 
 
@@ -236,5 +236,5 @@ def test_a_summary_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) 
         folder = only_folder(tmp_path)
         folder.summary.mkdir()
         codes = run.wait(TIMEOUT_S)
-    assert codes == [TestbedError.exit_code, 0], run.said(0)
-    assert "summary.json" in run.said(0) and "Is a directory" in run.said(0) and "Traceback" not in run.said(0)
+    assert codes == [TestbedError.exit_code, 0], run.log_of(0)
+    assert "summary.json" in run.log_of(0) and "Is a directory" in run.log_of(0) and "Traceback" not in run.log_of(0)

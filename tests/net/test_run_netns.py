@@ -15,7 +15,7 @@ from testbed.control.machine.cgroups import find_hierarchy
 from testbed.control.runs.select import node_plans
 from testbed.results.receipt import Receipt
 from testbed.spec.run import SCHEMA, RunSpec
-from tests.support.command import ranks_of, run_command, start_command, wait_for_steps
+from tests.support.command import rank_pids, run_command, start_command, wait_for_steps
 
 pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 
@@ -130,6 +130,6 @@ def test_clean_removes_everything_of_a_killed_controller(tmp_path: Path) -> None
     assert cleaned.returncode == 0, cleaned.stderr
     assert namespaces, "the controller left nothing to clean, so this shows nothing"
     found = {"namespaces": namespaces_of, "cgroups": groups_of, "processes": processes_of}
-    left = {what: find(process.pid) for what, find in found.items()} | {"ranks": ranks_of(folder)}
+    left = {what: find(process.pid) for what, find in found.items()} | {"ranks": rank_pids(folder)}
     assert not any(left.values()), left
     assert not (folder / "summary.json").exists()  # a sweep runs it again

@@ -34,7 +34,7 @@ from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
 from tests.soak.outcomes import Cases, Outcome
 from tests.soak.runs import make_scratch, remove
-from tests.support.fake_substrate import GOOD, FakeRuns, well
+from tests.support.fake_substrate import GOOD, FakeRuns, succeeds
 
 TIMEOUT_S = 60.0  # for one case
 MAX_MEMORY_BYTES = 1 << 30  # beyond what the process has when the case begins
@@ -387,7 +387,7 @@ def _finished_run(folder: Path) -> RunFolder:
     run = RunFolder(folder / "ring")
     run.create(spec)
     for rank in range(spec.world):
-        well(run, rank)
+        succeeds(run, rank)
         run.shares(rank).write_text(json.dumps({"forward": 0.2, "backward": 0.5, "sync": 0.3}))
     GOOD.write(run.receipt)
     events = [{"event": "injected", "at": 1.0, "begun": 1.0, "fault": FAULT, "rank": 1, "step": 2}]

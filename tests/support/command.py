@@ -1,4 +1,4 @@
-"""The `testbed` command as a user types it, and its rank processes as the system sees them."""
+"""The `testbed` command as a user types it, its rank processes, and the browser."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ COMMAND = [sys.executable, "-m", "testbed.control"]
 
 
 def run_command(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """To its end."""
+    """Run `testbed ...` and wait until it has ended."""
     return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
 def start_command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    """To be interrupted."""
+    """Start `testbed ...` and return while it runs."""
     pipe = subprocess.PIPE
     return subprocess.Popen([*COMMAND, *arguments], cwd=cwd, stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_for_steps(folder: Path, rank: int, steps: int, seconds: float = 120) -> None:
-    """Until a rank has recorded so many steps."""
+    """Wait until a rank has recorded so many steps; fail after `seconds`."""
     end = time.monotonic() + seconds
     path = folder / f"rank{rank}.jsonl"
     while time.monotonic() < end:
         if path.exists() and path.read_text().count('"kind":"step"') >= steps:
             return
         time.sleep(0.05)
-    raise AssertionError(f"rank {rank} made no {steps} steps within {seconds} s")
+    raise AssertionError(f"rank {rank} did not record {steps} steps within {seconds} s")
 
 
-def ranks_of(folder: Path) -> list[int]:
-    """Processes whose command line names this run folder as a rank's."""
+def rank_pids(folder: Path) -> list[int]:
+    """Return the rank processes whose command line contains this run folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -47,5 +47,5 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 def chromium() -> str | None:
-    """Where the browser is."""
+    """Return the path of the browser, or None."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

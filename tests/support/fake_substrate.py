@@ -1,4 +1,4 @@
-"""The substrate `fake`: runs without ranks and without a network, for tests of what is above the substrates."""
+"""The substrate `fake`: runs without processes and without a network, for tests of the code above the substrates."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from testbed.spec.run import RunSpec
 
 RATE = 200_000_000
 PROBE = "testbed.net.probe"
-Play = Callable[[RunFolder, int], int | None]  # a rank's life: write records, give the exit code
+RankScript = Callable[[RunFolder, int], int | None]  # what a rank does: write records, return the exit code
 
 
 def measured(rate: float, nodes: int = 2) -> Measurement:
-    """What a probe prints if every link carries `rate` bit/s on the wire."""
+    """Return what a probe prints if every link carries `rate` bit/s on the wire."""
     size = round(rate * efficiency(1500) / 8)
     pairs = [(src, dst) for src in range(nodes) for dst in range(nodes) if src != dst]
     flows = [Flow(src, dst, size, 1.0) for src, dst in [*pairs, (None, 0)]]
@@ -51,8 +51,8 @@ def write(folder: RunFolder, rank: int, *records: Record) -> None:
     folder.records(rank).write_text("".join(encode(record) + "\n" for record in records))
 
 
-def well(folder: RunFolder, rank: int) -> int:
-    """A rank that trains all its steps and ends."""
+def succeeds(folder: RunFolder, rank: int) -> int:
+    """A rank that trains all its steps."""
     spec = folder.read_spec()
     size = {"parameters": 10, "gradient_bytes": 40, "tensors": 2}
     start = Start(rank=rank, world=spec.world, unix=0.0, deadline=60.0, counter="interface eth0", **size)
@@ -66,7 +66,7 @@ def well(folder: RunFolder, rank: int) -> int:
     return 0
 
 
-def ends_with(code: int, message: str) -> Play:
+def fails_with(code: int, message: str) -> RankScript:
     """A rank that fails before its first step."""
 
     def play(folder: RunFolder, rank: int) -> int:
@@ -76,10 +76,10 @@ def ends_with(code: int, message: str) -> Play:
     return play
 
 
-def ends_well_while_waiting(
+def finishes_while_waiting(
     folder: RunFolder, **facts: str
 ) -> Callable[[SubstrateChoice], AbstractContextManager[None]]:
-    """Instead of machine_lock: the process that holds the lock ends this run, which had failed, well."""
+    """In place of machine_lock: while we wait, the holder of the lock finishes this run, which had failed."""
 
     @contextmanager
     def lock(_: SubstrateChoice) -> Iterator[None]:
@@ -93,11 +93,11 @@ def ends_well_while_waiting(
 class FakeRuns:
     """The substrate `fake`. `play` is what its ranks do; `receipts` is what its probes measure, in turn.
 
-    Probes are played too: node 0 prints the result that gives the receipt, or raises or fails as told.
+    Node 0 plays the probe: it prints the result that gives the receipt, fails, or raises.
     """
 
     def __init__(self) -> None:
-        self.play: Play = well
+        self.play: RankScript = succeeds
         self.receipts: Iterator[Receipt | type[BaseException]] = iter(())
         self.made: list[FakeSubstrate] = []
         self.checks: list[Sequence[NodePlan]] = []  # plans that were checked
@@ -112,7 +112,7 @@ class FakeRuns:
             self.made[-1].name = name
             return self.made[-1]
 
-        return SubstrateType(name=name, description="nothing at all", make=make, check=self.checks.append, **facts)
+        return SubstrateType(name=name, description="no nodes at all", make=make, check=self.checks.append, **facts)
 
     @property
     def calls(self) -> list[object]:

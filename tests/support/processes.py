@@ -1,4 +1,4 @@
-"""Processes of this machine, for tests: their state, and waiting for a condition."""
+"""The state of a process, and waiting for a condition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for a condition; fail after `seconds`."""
+    """Wait until the condition is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s"
@@ -16,7 +16,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def state(pid: int) -> str:
-    """R, S, T ... of a process; '' when it is gone."""
+    """Return the state of a process (R, S, T ...), or '' if it no longer exists."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

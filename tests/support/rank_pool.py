@@ -1,7 +1,7 @@
-"""RankPool: N real processes in one Gloo group on loopback that do one case after another.
+"""RankPool: N real processes in one Gloo group on loopback that run one case after another.
 
-Importing torch takes seconds a process, so a pool is started once and asked often. A case is one line of JSON to
-every rank's stdin; its answer is one line back and, for arrays, an .npz file. Every wait has a deadline.
+A process needs seconds to import torch, so a pool is started once and used for many cases. A case is one line of JSON
+on the stdin of every rank; its answer is one line on stdout and, for arrays, an .npz file. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parents[1] / "gloo" / "worker.py"
-START_SECONDS = 200.0  # torch imports on a busy machine
+START_TIMEOUT_S = 200.0  # long enough to import torch on a busy machine
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on just now."""
+    """Return a port of loopback that is not in use now."""
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         return int(trial.getsockname()[1])
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """torchrun's variables for a rank on loopback."""
+    """Return the environment of a rank on loopback, with torchrun's variables."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -46,7 +46,7 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 class RankPool:
-    """A case that fails on any rank breaks the pool: its group may be half-way through a message."""
+    """A case that fails on any rank breaks the pool, because its group may be in the middle of a message."""
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
@@ -55,10 +55,10 @@ class RankPool:
         self._numbers = itertools.count()
         port = free_port()
         self._workers = [_Worker(rank, size, port, folder) for rank in range(size)]
-        self._answers(time.monotonic() + START_SECONDS)
+        self._answers(time.monotonic() + START_TIMEOUT_S)
 
     def run(self, kind: str, timeout: float = 150.0, **case: Any) -> list[dict[str, Any]]:
-        """Do one case on all ranks; their answers in rank order."""
+        """Run one case on all ranks. Return their answers in rank order."""
         name = f"{next(self._numbers):03d}-{kind}"
         for worker in self._workers:
             worker.send({"kind": kind, "name": name, "folder": str(self.folder), **case})
@@ -78,7 +78,7 @@ class RankPool:
 
 
 class _Worker:
-    """One process of a pool and the thread that reads its answers."""
+    """One process of a pool, and the thread that reads its answers."""
 
     def __init__(self, rank: int, size: int, port: int, folder: Path) -> None:
         self._log = folder / f"worker{rank}.log"
@@ -110,8 +110,8 @@ class _Worker:
         try:
             line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
         except queue.Empty:
-            return {"error": f"no answer in time; its log ends with:\n{self._tail()}"}
-        return json.loads(line) if line else {"error": f"it ended; its log ends with:\n{self._tail()}"}
+            return {"error": f"no answer before the deadline; the log ends with:\n{self._tail()}"}
+        return json.loads(line) if line else {"error": f"the process ended; the log ends with:\n{self._tail()}"}
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-2000:]
@@ -163,10 +163,10 @@ class RankRun:
             process.wait(10)
 
     def wait(self, timeout: float, ranks: Sequence[int] | None = None) -> list[int]:
-        """Exit codes of these ranks (all by default); a rank that still runs at the end of `timeout` is an error."""
+        """Return the exit codes of these ranks (default: all). Raises if one still runs after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         chosen = range(len(self.processes)) if ranks is None else ranks
         return [self.processes[rank].wait(max(0.1, deadline - time.monotonic())) for rank in chosen]
 
-    def said(self, rank: int) -> str:
+    def log_of(self, rank: int) -> str:
         return self.logs[rank].read_text(errors="replace")

@@ -1,6 +1,6 @@
-"""Run folders made up from arithmetic: what a rank would have written, with answers that are known beforehand.
+"""Synthetic run folders: records computed from a few numbers, so that tests know what the report must say.
 
-A step computes for `compute` seconds, then (or meanwhile) sends its buffers; times carry a little seeded noise.
+A step computes for `compute` seconds and sends its buffers after that or meanwhile. Times have a little seeded noise.
 """
 
 from __future__ import annotations
@@ -17,108 +17,110 @@ from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.run import SCHEMA, RunSpec
 from testbed.spec.units import length
 
-GRADIENT = 36_924_456  # VGG-11
+GRADIENT_BYTES = 36_924_456  # VGG-11
 EFFICIENCY = 1448 / 1514  # payload per byte on the wire
 UNRECORDED: dict[str, Any] = {
     **dict.fromkeys(("blocked", "busy", "hidden", "copies", "copies_cpu", "kernel"), 0.0),
     **{"phases": [], "comm": [], "stalls": [], "copying": []},
 }
-UPDATE = 0.02  # seconds
-CARRIED = 0.004  # seconds that pipeline's last buffer is still on its way in the next step
-ENCODED = {"fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 0.02, "powersgd": 0.05}  # of a gradient
+UPDATE_S = 0.02
+CARRIED_S = 0.004  # how long the last buffer of `pipeline` is still sent in the next step
+CODEC_SHARE = {"fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 0.02, "powersgd": 0.05}  # of the gradient's bytes
 
 
 @dataclass
-class Made:
-    """What a synthetic run is told beyond its spec."""
+class Conditions:
+    """How fast the nodes and links of a synthetic run are, and what it learns."""
 
     compute: float = 1.0  # seconds of one rank's forward, backward and update
-    cpu: float = 0.9  # of compute, processor time of the loop
-    copies: float = 0.0  # seconds of each step in which backward copies gradients; a mode that sends nothing has none
+    cpu: float = 0.9  # the loop's processor time as a share of compute
+    copies: float = 0.0  # seconds in each step in which backward copies gradients, if the mode sends any
     buckets: int = 4
     slow_cpu: dict[int, float] = field(default_factory=dict)  # rank -> factor on compute
     slow_link: dict[int, float] = field(default_factory=dict)  # rank -> factor on its rate
     noise: float = 0.01
     seed: int = 1
-    overhead: float = 1.02  # communication against its lower bound
+    overhead: float = 1.02  # communication time over its lower bound
     substrate: str = "netns"
     accuracy: float = 0.5
-    offsets: list[float] | None = None  # of the ranks' clocks, as on hosts
+    offsets: list[float] | None = None  # seconds between the ranks' clocks, as on hosts
     loss_rate: float = 0.05
-    loss: float | None = None  # of the test; None: as the accuracy says
+    loss: float | None = None  # of the test; None: computed from the accuracy
 
 
-def make_run(folder: Path, made: Made | None = None, status: str = "ok", reason: str = "", **values: Any) -> Summary:
-    """A finished run folder for a spec of these values."""
-    made = made or Made()
+def make_run(
+    folder: Path, conditions: Conditions | None = None, status: str = "ok", reason: str = "", **values: Any
+) -> Summary:
+    """Create the folder of a finished run. `values` are those of its spec."""
+    conditions = conditions or Conditions()
     defaults = {"name": folder.name, "data": {"name": "cifar10"}, "batch": 64, "steps": 12, "nodes": 4}
     spec = RunSpec.load(defaults | values, "synthetic")
     run = RunFolder(folder)
     run.create(spec)
-    begun = _Clock(spec, made)
+    clock = _Clock(spec, conditions)
     for rank in range(spec.world):
         lines = [
             _start(rank, spec),
             _hash(0),
-            *begun.steps(rank),
+            *clock.steps(rank),
             _hash(spec.steps or 0),
-            _eval(made, spec),
-            begun.end(rank),
+            _eval(conditions, spec),
+            clock.end(rank),
         ]
         run.records(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
     if spec.world > 1 and spec.link.rate:
-        write_whole(run.receipt, json.dumps(_receipt(spec, made)))
-    network = "network: made up" if spec.world > 1 else "one node, no network"
-    facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": made.substrate, "network": network}
+        write_whole(run.receipt, json.dumps(_receipt(spec, conditions)))
+    network = "network: synthetic" if spec.world > 1 else "one node, no network"
+    facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": conditions.substrate, "network": network}
     summary = summarise(run, spec, **facts)
     write_whole(run.summary, summary.model_dump_json(by_alias=True))
     return summary
 
 
 def make_faulted(folder: Path, fault: str, over: float | None = None, **values: Any) -> None:
-    """A run to which something was done: it ended by it after 0.3 s, or, with `over`, went on after so many seconds."""
+    """Create a run with a fault in step 3: it failed 0.3 s later or, with `over`, continued after so many seconds."""
     status, reason = ("ok", "") if over else ("failed", "rank 2 was killed")
     make_run(folder, status=status, reason=reason, faults=[fault], **values)
-    run, guilty = RunFolder(folder), int(fault.split("rank")[1][0])
-    begun = json.loads(run.records(0).read_text().splitlines()[5])["at"]
-    events: list[dict[str, Any]] = [{"event": "injected", "fault": fault, "rank": guilty, "step": 3, "begun": begun}]
-    others = [rank for rank in range(4) if rank != guilty and not over]
-    events += [{"event": "over", "fault": fault, "rank": guilty, "at": begun + over}] if over else []
-    events += [{"event": "saw", "rank": rank, "failed_rank": guilty, "at": begun + 0.3, "code": 6} for rank in others]
-    codes = [0 if over else -9 if rank == guilty else 6 for rank in range(4)]
-    events += [{"event": "ended", "rank": rank, "code": code, "at": begun + 0.4} for rank, code in enumerate(codes)]
-    run.faults.write_text("".join(json.dumps({"at": begun, **event}) + "\n" for event in events))
+    run, failed_rank = RunFolder(folder), int(fault.split("rank")[1][0])
+    at = json.loads(run.records(0).read_text().splitlines()[5])["at"]
+    events: list[dict[str, Any]] = [{"event": "injected", "fault": fault, "rank": failed_rank, "step": 3, "begun": at}]
+    others = [rank for rank in range(4) if rank != failed_rank and not over]
+    events += [{"event": "over", "fault": fault, "rank": failed_rank, "at": at + over}] if over else []
+    events += [{"event": "saw", "rank": rank, "failed_rank": failed_rank, "at": at + 0.3, "code": 6} for rank in others]
+    codes = [0 if over else -9 if rank == failed_rank else 6 for rank in range(4)]
+    events += [{"event": "ended", "rank": rank, "code": code, "at": at + 0.4} for rank, code in enumerate(codes)]
+    run.faults.write_text("".join(json.dumps({"at": at, **event}) + "\n" for event in events))
 
 
 def size_of(spec: RunSpec) -> int:
-    """S: what travels in place of the gradient."""
-    return round(GRADIENT * ENCODED[spec.mode.codec]) if spec.mode.codec else GRADIENT
+    """Return S: the bytes that are sent in place of the gradient."""
+    return round(GRADIENT_BYTES * CODEC_SHARE[spec.mode.codec]) if spec.mode.codec else GRADIENT_BYTES
 
 
 def overlaps(spec: RunSpec) -> bool:
     return spec.mode.algorithm == "ddp" or spec.mode.schedule != "after"
 
 
-def ways(spec: RunSpec) -> tuple[str, ...]:
-    """How the names of buffers end, one for each way they go; as testbed.rank.sync names them."""
+def directions(spec: RunSpec) -> tuple[str, ...]:
+    """Return the suffixes of buffer names, one per direction, as testbed.rank.sync names them."""
     if spec.mode.schedule == "pipeline":
         return (" reduce", " gather")
     return (" up", " down") if spec.mode.algorithm == "server" else ("",)
 
 
 class _Clock:
-    """Ranks that march together: each step's communication ends at the same moment on all."""
+    """Computes the steps of all ranks. The communication of a step ends at the same moment on all of them."""
 
-    def __init__(self, spec: RunSpec, made: Made) -> None:
-        self.spec, self.made = spec, made
-        self.random = random.Random(made.seed)
+    def __init__(self, spec: RunSpec, conditions: Conditions) -> None:
+        self.spec, self.conditions = spec, conditions
+        self.random = random.Random(conditions.seed)
         self.now = 1000.0
-        slow = min(made.slow_link.values(), default=1.0)
+        slow = min(conditions.slow_link.values(), default=1.0)
         rate = (spec.link.rate or 10**10) / 8 * EFFICIENCY * slow
         once = theory.bound(spec.mode, spec.world, size_of(spec), rate, 0.0, 1) or 0.0
-        self.wire = once * made.overhead
-        count = 1 if spec.mode.silent else made.buckets
-        self.names = [f"bucket {k}{way}" for way in ways(spec) for k in range(count)]
+        self.wire = once * conditions.overhead
+        count = 1 if spec.mode.silent else conditions.buckets
+        self.names = [f"bucket {k}{direction}" for direction in directions(spec) for k in range(count)]
         self.size = size_of(spec) // count
         self.rows: list[list[dict[str, Any]]] = [[] for _ in range(spec.world)]
         self.sent = [0.0] * spec.world
@@ -126,30 +128,30 @@ class _Clock:
             self._step(step)
 
     def _step(self, step: int) -> None:
-        spec, made = self.spec, self.made
-        jitter = [1 + made.noise * self.random.uniform(-1, 1) for _ in range(spec.world)]
-        share = made.compute / spec.world if spec.batch else made.compute
-        compute = [share * made.slow_cpu.get(r, 1.0) * jitter[r] for r in range(spec.world)]
+        spec, conditions = self.spec, self.conditions
+        jitter = [1 + conditions.noise * self.random.uniform(-1, 1) for _ in range(spec.world)]
+        share = conditions.compute / spec.world if spec.batch else conditions.compute
+        compute = [share * conditions.slow_cpu.get(r, 1.0) * jitter[r] for r in range(spec.world)]
         due = spec.mode.every == 1 or (step + 1) % spec.mode.every == 0
-        wire = self.wire * (1 + made.noise * self.random.uniform(0, 1)) if due else 0.0
+        wire = self.wire * (1 + conditions.noise * self.random.uniform(0, 1)) if due else 0.0
         slowest = max(compute) if wire else 0.0
         for rank in range(spec.world):
             self._rank_step(step, rank, compute[rank], slowest, wire)
         self.now += max(rows[-1]["total"] for rows in self.rows) + 0.001
 
     def _comm(self, step: int, begin: float, end: float, total: float) -> list[list[Any]]:
-        """One buffer after the other; the last of pipeline is still on its way when the step ends."""
+        """Buffers are sent one after the other. The last one of `pipeline` is still being sent when the step ends."""
         each = (end - begin) / len(self.names)
         comm = [[name, begin + each * k, each, self.size] for k, name in enumerate(self.names)]
         if self.spec.mode.schedule == "pipeline":
             comm[-1][2] = total - comm[-1][1]
-            comm = [*([[f"{self.names[-1]} (cont.)", 0.0, CARRIED, self.size]] if step else []), *comm]
+            comm = [*([[f"{self.names[-1]} (cont.)", 0.0, CARRIED_S, self.size]] if step else []), *comm]
         return comm
 
     def _rank_step(self, step: int, rank: int, compute: float, slowest: float, wire: float) -> None:
-        """Data 2 %, forward 31 %, backward 67 % of compute; then wait for the slowest and send."""
-        update, overlap = UPDATE, overlaps(self.spec)
-        copies = 0.0 if self.spec.mode.silent else self.made.copies
+        """Compute is 2 % data, 31 % forward and 67 % backward. Then the rank waits for the slowest one and sends."""
+        update, overlap = UPDATE_S, overlaps(self.spec)
+        copies = 0.0 if self.spec.mode.silent else self.conditions.copies
         work, compute = compute, compute + copies
         data, forward, backward = 0.02 * work, 0.31 * work, 0.67 * work + copies
         begin_comm = data + forward + (0.5 * backward if overlap else backward)
@@ -168,7 +170,7 @@ class _Clock:
         share = theory.sent_share(self.spec.mode, self.spec.world, rank) or 0.0
         if wire:
             self.sent[rank] += share * size_of(self.spec) / EFFICIENCY
-        offset = self.made.offsets[rank] if self.made.offsets else 0.0
+        offset = self.conditions.offsets[rank] if self.conditions.offsets else 0.0
         total = at_sync + sync + 0.001
         comm = self._comm(step, begin_comm, end_comm, total) if wire else []
         busy = length([(offset, offset + seconds) for _, offset, seconds, _ in comm])
@@ -176,9 +178,13 @@ class _Clock:
             {
                 **{"kind": "step", "step": step, "epoch": 0, "at": self.now + offset, "data": data, "forward": forward},
                 **{"backward": backward + in_backward, "sync": sync, "update": update, "total": total},
-                **{"loss": 2.3 - self.made.loss_rate * step, "images": self.spec.local_batch(rank)},
-                **{"sent": round(self.sent[rank]), "received": round(self.sent[rank]), "cpu": self.made.cpu * compute},
-                **{"copies": copies, "copies_cpu": self.made.cpu * copies, "kernel": 0.0},
+                **{"loss": 2.3 - self.conditions.loss_rate * step, "images": self.spec.local_batch(rank)},
+                **{
+                    "sent": round(self.sent[rank]),
+                    "received": round(self.sent[rank]),
+                    "cpu": self.conditions.cpu * compute,
+                },
+                **{"copies": copies, "copies_cpu": self.conditions.cpu * copies, "kernel": 0.0},
                 **{"blocked": blocked, "busy": busy, "hidden": max(0.0, busy - blocked)},
                 **{"phases": phases, "comm": comm, "stalls": stalls},
                 **{"copying": [[compute - copies, copies]] if copies else []},
@@ -190,9 +196,9 @@ class _Clock:
         return self.rows[rank]
 
     def end(self, rank: int) -> dict[str, Any]:
-        back = 0.5 if len(ways(self.spec)) > 1 else 0.0  # the way back is parameters'
-        paid = self.sent[rank] * EFFICIENCY
-        payload = {"gradients": round(paid * (1 - back)), "parameters": round(paid * back)}
+        back = 0.5 if len(directions(self.spec)) > 1 else 0.0  # the second direction carries parameters
+        payload_bytes = self.sent[rank] * EFFICIENCY
+        payload = {"gradients": round(payload_bytes * (1 - back)), "parameters": round(payload_bytes * back)}
         payload |= {"buffers": 5000, "metrics": 200}
         sent = round(self.sent[rank])
         seconds = self.now - 1000.0
@@ -208,8 +214,8 @@ class _Clock:
 
 
 def _start(rank: int, spec: RunSpec) -> dict[str, Any]:
-    facts = {"parameters": GRADIENT // 4, "gradient_bytes": GRADIENT, "tensors": 34, "deadline": 60.0}
-    environment = {"testbed": "0.1.0", "torch": "2.13.0", "kernel": "6.1", "cpu": "made up", "cores": 2, "load": 0.1}
+    facts = {"parameters": GRADIENT_BYTES // 4, "gradient_bytes": GRADIENT_BYTES, "tensors": 34, "deadline": 60.0}
+    environment = {"testbed": "0.1.0", "torch": "2.13.0", "kernel": "6.1", "cpu": "synthetic", "cores": 2, "load": 0.1}
     return {
         **{"kind": "start", "rank": rank, "world": spec.world, "unix": 0.0, "counter": "interface eth0"},
         **{"environment": environment, "schema": SCHEMA},
@@ -221,19 +227,19 @@ def _hash(step: int) -> dict[str, Any]:
     return {"kind": "hash", "step": step, "parameters": "abc", "agree": True}
 
 
-def _eval(made: Made, spec: RunSpec) -> dict[str, Any]:
-    loss = 2.3 - made.accuracy if made.loss is None else made.loss
-    facts = {"loss": loss, "correct": round(1000 * made.accuracy), "images": 1000}
+def _eval(conditions: Conditions, spec: RunSpec) -> dict[str, Any]:
+    loss = 2.3 - conditions.accuracy if conditions.loss is None else conditions.loss
+    facts = {"loss": loss, "correct": round(1000 * conditions.accuracy), "images": 1000}
     where = {"kind": "eval", "step": spec.steps, "epoch": 0, "scope": "all ranks"}
-    return {**where, **facts, "train_loss": 2.3 - made.accuracy, "train_accuracy": made.accuracy}
+    return {**where, **facts, "train_loss": 2.3 - conditions.accuracy, "train_accuracy": conditions.accuracy}
 
 
-def _receipt(spec: RunSpec, made: Made) -> dict[str, Any]:
-    """Every link as requested."""
+def _receipt(spec: RunSpec, conditions: Conditions) -> dict[str, Any]:
+    """A receipt in which every link has the requested rate."""
     rate = float(spec.link.rate or 0)
 
     def link(src: int, dst: int) -> dict[str, Any]:
-        requested = round(rate * min(made.slow_link.get(src, 1.0), made.slow_link.get(dst, 1.0)))
+        requested = round(rate * min(conditions.slow_link.get(src, 1.0), conditions.slow_link.get(dst, 1.0)))
         return {
             "src": src,
             "dst": dst,
@@ -251,7 +257,7 @@ def _receipt(spec: RunSpec, made: Made) -> dict[str, Any]:
         "measured": rate,
         "error": 0.0,
     }
-    clock = {"clock": [{"offset": each, "error": 0.0005} for each in made.offsets or []]}
+    clock = {"clock": [{"offset": each, "error": 0.0005} for each in conditions.offsets or []]}
     return {
         "schema": SCHEMA,
         "links": links,

@@ -16,7 +16,7 @@ from testbed.results.folder import RunFolder
 from testbed.spec.errors import RankFailed, SpecError, TestbedError, UsageError
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.run import RunSpec
-from tests.support.fake_substrate import BAD, GOOD, FakeRuns, ends_with, well
+from tests.support.fake_substrate import BAD, GOOD, FakeRuns, fails_with, succeeds
 
 SMALL: dict[str, Any] = {"nodes": 2, "model": "lenet5", "data": "synthetic", "batch": 8, "steps": 6, "rate": "200mbit"}
 EXPERIMENT = {
@@ -81,13 +81,13 @@ def test_what_cannot_be_run_is_refused_before_anything_is_created(
 
 
 def test_a_run_that_fails_raises_and_its_folder_can_be_loaded(fake: FakeRuns) -> None:
-    fake.play = ends_with(3, "boom")
+    fake.play = fails_with(3, "boom")
     with pytest.raises(RankFailed, match="boom"):
         run(fake, out="r")
     failed = testbed.load("r")
     assert isinstance(failed, Run) and failed.summary.status == "failed"
     assert "boom" in failed._repr_html_()
-    fake.play = well
+    fake.play = succeeds
     assert api.resume("r", on=fake.type, quiet=True).summary.status == "ok"
 
 
@@ -112,7 +112,7 @@ def test_a_sweep_returns_all_runs_and_finished_ones_are_not_run_again(fake: Fake
 def test_a_run_that_fails_does_not_end_a_sweep(fake: FakeRuns) -> None:
     def fail_in_ring(folder: RunFolder, rank: int) -> int | None:
         failed = str(folder.read_spec().mode) == "ring"
-        return (ends_with(1, "no luck") if failed else well)(folder, rank)
+        return (fails_with(1, "no luck") if failed else succeeds)(folder, rank)
 
     fake.play = fail_in_ring
     runs = testbed.sweep(EXPERIMENT, on=fake.type, quiet=True, settings=["probe=false"])
@@ -163,7 +163,7 @@ def test_for_one_run_the_spec_is_parsed_once_and_the_substrate_checked_once(
     def play(folder: RunFolder, rank: int) -> int:
         """The ranks parse the spec, too; that is not counted."""
         before = list(parsed)
-        code = well(folder, rank)
+        code = succeeds(folder, rank)
         parsed[:] = before
         return code
 

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from testbed.control.cli.main import app
 from testbed.report.compare import compare
 from testbed.spec.errors import UsageError
-from tests.support.synthetic import Made, make_run
+from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
 
 
 def results(folder: Path, compute: float, noise: float = 0.01, seed: int = 1) -> Path:
     for mode in ("ring", "ddp"):
-        make_run(folder / mode, Made(compute=compute, noise=noise, seed=seed), mode=mode, **LINK)
+        make_run(folder / mode, Conditions(compute=compute, noise=noise, seed=seed), mode=mode, **LINK)
     return folder
 
 
@@ -54,16 +54,18 @@ def test_two_single_runs_are_compared_with_their_differences(tmp_path: Path) -> 
 
 def test_a_cell_is_compared_on_the_same_substrate_if_there_are_several(tmp_path: Path) -> None:
     for side, netns in (("a", 4.0), ("b", 6.0)):
-        make_run(tmp_path / side / "ddp", Made(compute=2.0, substrate="compose"), mode="ddp", **LINK)
-        make_run(tmp_path / side / "ddp@netns", Made(compute=netns, substrate="netns"), mode="ddp", name="ddp", **LINK)
+        make_run(tmp_path / side / "ddp", Conditions(compute=2.0, substrate="compose"), mode="ddp", **LINK)
+        make_run(
+            tmp_path / side / "ddp@netns", Conditions(compute=netns, substrate="netns"), mode="ddp", name="ddp", **LINK
+        )
     verdicts = {change.name: change.worse for change in compare(tmp_path / "a", tmp_path / "b", 0.05).changes}
     assert verdicts == {"ddp on compose": False, "ddp on netns": True}
 
 
 def test_a_run_on_a_substrate_that_only_a_has_is_lost(tmp_path: Path) -> None:
-    make_run(tmp_path / "a" / "ddp", Made(substrate="compose"), mode="ddp", **LINK)
+    make_run(tmp_path / "a" / "ddp", Conditions(substrate="compose"), mode="ddp", **LINK)
     for side in ("a", "b"):
-        make_run(tmp_path / side / "ddp@netns", Made(substrate="netns"), mode="ddp", name="ddp", **LINK)
+        make_run(tmp_path / side / "ddp@netns", Conditions(substrate="netns"), mode="ddp", name="ddp", **LINK)
     found = compare(tmp_path / "a", tmp_path / "b", 0.05)
     assert [change.name for change in found.changes] == ["ddp on netns"] and found.lost == ["ddp on compose: not there"]
 
@@ -71,7 +73,7 @@ def test_a_run_on_a_substrate_that_only_a_has_is_lost(tmp_path: Path) -> None:
 def test_a_change_of_substrate_is_printed(tmp_path: Path) -> None:
     for side, substrate in (("a", "compose"), ("b", "netns")):
         for mode in ("ring", "ddp"):
-            make_run(tmp_path / side / mode, Made(substrate=substrate), mode=mode, **LINK)
+            make_run(tmp_path / side / mode, Conditions(substrate=substrate), mode=mode, **LINK)
     assert compare(tmp_path / "a", tmp_path / "b", 0.05).differences == ["on: compose -> netns"]
     assert "differs: on: compose -> netns" in CliRunner().invoke(app, ["compare", *sides(tmp_path)]).output
     assert compare(tmp_path / "a", tmp_path / "a", 0.05).differences == []
@@ -86,7 +88,7 @@ def test_the_note_on_single_runs_is_printed_once(tmp_path: Path, repeats: tuple[
     for side, count in zip(("a", "b"), repeats, strict=True):
         for mode in ("ring", "ddp"):
             for number in range(count):
-                make_run(tmp_path / side / f"{mode}-{number}", Made(seed=number), mode=mode, **LINK)
+                make_run(tmp_path / side / f"{mode}-{number}", Conditions(seed=number), mode=mode, **LINK)
     said = " ".join(CliRunner().invoke(app, ["compare", *sides(tmp_path)]).output.split())
     assert said.count("not the differences between runs") == times
 
@@ -115,8 +117,8 @@ def test_a_run_that_b_lost_is_worse_unless_it_may_be_missing(tmp_path: Path, sta
 
 def test_ratios_of_bytes_and_losses_are_printed(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    make_run(a, Made(accuracy=0.5), mode="ring", **LINK)
-    make_run(b, Made(accuracy=0.25), mode="ring/fp16", **LINK)
+    make_run(a, Conditions(accuracy=0.5), mode="ring", **LINK)
+    make_run(b, Conditions(accuracy=0.25), mode="ring/fp16", **LINK)
     lines = CliRunner().invoke(app, ["compare", str(a), str(b)]).output.splitlines()
     (row,) = [line for line in lines if line.startswith("| a -> b")]
     assert [cell.strip() for cell in row.split("|")[-4:-1]] == ["0.500", "1.800", "2.050"]

@@ -11,7 +11,7 @@ import pytest
 
 from testbed.report.findings import Check
 from testbed.report.page import Part, write
-from tests.support.synthetic import Made, make_run
+from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 MODES = ("single", "none", "gather", "allreduce", "ring", "ddp")
@@ -36,7 +36,7 @@ def check_of(folder: Path, name: str) -> Check:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Part:
     folder = tmp_path_factory.mktemp("quick")
     for seed, mode in enumerate(MODES):
-        make_run(folder / mode, Made(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
+        make_run(folder / mode, Conditions(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
     return part_of(folder)
 
 
@@ -72,22 +72,22 @@ def test_a_step_that_is_mostly_rest_fails_the_check_of_times(tmp_path: Path) -> 
 
 
 def test_the_control_is_compared_only_with_runs_that_compute_alike(tmp_path: Path) -> None:
-    make_run(tmp_path / "none", Made(compute=2.0), mode="none", experiment="quick", **LINK)
+    make_run(tmp_path / "none", Conditions(compute=2.0), mode="none", experiment="quick", **LINK)
     others: dict[str, tuple[float, dict[str, Any]]] = {
         "alike": (2.0, {"link": {"rate": "200mbit"}}),
         "quota": (9.0, {"node": {"cpus": 0.1}}),
         "model": (5.0, {"model": "resnet18"}),
     }
     for name, (compute, more) in others.items():
-        make_run(tmp_path / name, Made(compute=compute), mode="ring", experiment="quick", **LINK | more)
+        make_run(tmp_path / name, Conditions(compute=compute), mode="ring", experiment="quick", **LINK | more)
     assert check_of(tmp_path, "Control").ok
 
 
 @pytest.mark.parametrize(("cpu", "ok"), [(0.6, True), (0.9, False)])
 def test_the_control_check_is_of_processor_time_and_not_of_the_clock(tmp_path: Path, cpu: float, ok: bool) -> None:
     """3 s with 60 % of a processor are the work of 2 s with 90 %: the rest of the processor moved bytes."""
-    make_run(tmp_path / "none", Made(compute=2.0, cpu=0.9), mode="none", **LINK)
-    make_run(tmp_path / "ring", Made(compute=3.0, cpu=cpu), mode="ring", **LINK)
+    make_run(tmp_path / "none", Conditions(compute=2.0, cpu=0.9), mode="none", **LINK)
+    make_run(tmp_path / "ring", Conditions(compute=3.0, cpu=cpu), mode="ring", **LINK)
     control = check_of(tmp_path, "Control")
     assert control.ok is ok and re.search(r"By the clock it is at most (4[5-9]|5\d) % off", control.text)
 
@@ -97,8 +97,8 @@ def test_copies_are_no_difference_to_the_control_if_they_are_recorded_as_copies(
     tmp_path: Path, recorded: bool, ok: bool
 ) -> None:
     """Half as much again in every step: 0.2 s of copies beside 0.4 s of compute a rank, or 0.6 s of compute."""
-    make_run(tmp_path / "none", Made(compute=1.6), mode="none", **LINK)
-    made = Made(compute=1.6, copies=0.2) if recorded else Made(compute=2.4)
+    make_run(tmp_path / "none", Conditions(compute=1.6), mode="none", **LINK)
+    made = Conditions(compute=1.6, copies=0.2) if recorded else Conditions(compute=2.4)
     make_run(tmp_path / "ring", made, mode="ring", **LINK)
     control = check_of(tmp_path, "Control")
     assert control.ok is ok, control.text
@@ -114,16 +114,16 @@ def test_only_a_mode_that_sends_while_it_computes_may_need_more_than_a_tenth(
     tmp_path: Path, mode: str, more: float, ok: bool
 ) -> None:
     """These ddp runs send during half of backward, so the limit is about 15 %; ring sends after it: 10 %."""
-    make_run(tmp_path / "none", Made(compute=6.0, noise=0.0), mode="none", **LINK)
-    make_run(tmp_path / mode, Made(compute=6.0 * more, noise=0.0), mode=mode, **LINK)
+    make_run(tmp_path / "none", Conditions(compute=6.0, noise=0.0), mode="none", **LINK)
+    make_run(tmp_path / mode, Conditions(compute=6.0 * more, noise=0.0), mode=mode, **LINK)
     control = check_of(tmp_path, "Control")
     assert control.ok is ok, control.text
 
 
 def test_interrupts_and_page_faults_are_no_difference_to_the_control(tmp_path: Path) -> None:
     """Of 1.3 times the processor time 0.3 was in kernel mode."""
-    make_run(tmp_path / "none", Made(compute=2.0, noise=0.0), mode="none", **LINK)
-    make_run(tmp_path / "ring", Made(compute=2.6, noise=0.0), mode="ring", **LINK)
+    make_run(tmp_path / "none", Conditions(compute=2.0, noise=0.0), mode="none", **LINK)
+    make_run(tmp_path / "ring", Conditions(compute=2.6, noise=0.0), mode="ring", **LINK)
     assert check_of(tmp_path, "Control").ok is False
     for path in (tmp_path / "ring").glob("rank*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -133,29 +133,31 @@ def test_interrupts_and_page_faults_are_no_difference_to_the_control(tmp_path: P
 
 
 def test_which_modes_get_faster_with_every_node(tmp_path: Path) -> None:
-    make_run(tmp_path / "single", Made(compute=3.6), mode="single", batch=48, **LINK)
+    make_run(tmp_path / "single", Conditions(compute=3.6), mode="single", batch=48, **LINK)
     for mode in ("gather", "ddp"):
         for nodes in (2, 3, 4):
-            make_run(tmp_path / f"{mode}-{nodes}", Made(compute=3.6), mode=mode, nodes=nodes, batch=48, **LINK)
+            make_run(tmp_path / f"{mode}-{nodes}", Conditions(compute=3.6), mode=mode, nodes=nodes, batch=48, **LINK)
     said = findings(part_of(tmp_path))
     assert "ddp gets faster with every node" in said["nodes"] and "gather gets slower from" in said["nodes"]
     assert said["efficiency"].startswith("At 4 nodes ddp has an efficiency of")
 
 
 def test_the_rate_from_which_on_a_mode_beats_one_node(tmp_path: Path) -> None:
-    make_run(tmp_path / "single", Made(compute=4.0), mode="single")
+    make_run(tmp_path / "single", Conditions(compute=4.0), mode="single")
     for mode in ("gather", "ddp"):
         for rate in ("10mbit", "100mbit", "1gbit"):
-            make_run(tmp_path / f"{mode}-{rate}", Made(compute=4.0), mode=mode, link={"rate": rate})
+            make_run(tmp_path / f"{mode}-{rate}", Conditions(compute=4.0), mode=mode, link={"rate": rate})
     said = findings(part_of(tmp_path))["bandwidth"]
     assert said.startswith("ddp beats one node from ") and "gather from " in said
 
 
 def test_bucket_sizes_and_every_k_have_their_figures(tmp_path: Path) -> None:
     for size, buckets in (("1MiB", 36), ("25MiB", 2)):
-        make_run(tmp_path / size, Made(buckets=buckets), mode=f"ddp/bucket:{size}", **LINK)
+        make_run(tmp_path / size, Conditions(buckets=buckets), mode=f"ddp/bucket:{size}", **LINK)
     for every in (2, 8):
-        make_run(tmp_path / f"e{every}", Made(accuracy=0.9 - every / 100), mode=f"ring/every:{every}", steps=18, **LINK)
+        make_run(
+            tmp_path / f"e{every}", Conditions(accuracy=0.9 - every / 100), mode=f"ring/every:{every}", steps=18, **LINK
+        )
     said = findings(part_of(tmp_path))
     assert {"buckets", "skipping-speed", "skipping-accuracy"} <= set(said)
     assert "every:8 costs ring 6.0 points" in said["skipping-accuracy"]
@@ -166,8 +168,8 @@ def test_bucket_sizes_and_every_k_have_their_figures(tmp_path: Path) -> None:
     [("ddp", "the same loss for 5 steps; then rounding"), ("ring/fp16", "do not train the same model")],
 )
 def test_exact_modes_differ_by_rounding_and_others_train_another_model(tmp_path: Path, other: str, said: str) -> None:
-    make_run(tmp_path / "runs" / "ring", Made(loss_rate=0.05), mode="ring")
-    make_run(tmp_path / "runs" / "other", Made(loss_rate=0.06), mode=other)
+    make_run(tmp_path / "runs" / "ring", Conditions(loss_rate=0.05), mode="ring")
+    make_run(tmp_path / "runs" / "other", Conditions(loss_rate=0.06), mode=other)
     (part,) = write([tmp_path / "runs"], tmp_path).parts
     assert said in next(plot.finding for plot in part.plots if plot.name == "loss-by-iteration")
 
@@ -175,7 +177,7 @@ def test_exact_modes_differ_by_rounding_and_others_train_another_model(tmp_path:
 def test_the_same_spec_on_two_substrates_is_compared(tmp_path: Path) -> None:
     for substrate in ("netns", "compose"):
         for mode in ("ring", "ddp"):
-            make_run(tmp_path / f"{substrate}-{mode}", Made(substrate=substrate, noise=0.0), mode=mode, **LINK)
+            make_run(tmp_path / f"{substrate}-{mode}", Conditions(substrate=substrate, noise=0.0), mode=mode, **LINK)
     part = part_of(tmp_path)
     assert findings(part)["substrates"].startswith("compose and netns agree within 0.1 %")
     assert "on" in part.tables[0].header
@@ -183,6 +185,6 @@ def test_the_same_spec_on_two_substrates_is_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("slow", "cause"), [({"slow_cpu": {2: 2.0}}, "CPU"), ({"slow_link": {2: 0.25}}, "link")])
 def test_a_straggler_is_named_with_its_cause(tmp_path: Path, slow: dict[str, Any], cause: str) -> None:
-    make_run(tmp_path / "ring", Made(compute=2.0, **slow), mode="ring", **LINK)
+    make_run(tmp_path / "ring", Conditions(compute=2.0, **slow), mode="ring", **LINK)
     why = " ".join(part_of(tmp_path).verdict.why)
     assert f"Straggler ({cause}): rank 2" in why

@@ -9,13 +9,13 @@ import pytest
 
 from testbed.report.load import load
 from testbed.report.model import Cell, chapters, crossings
-from tests.support.synthetic import Made, make_run, size_of
+from tests.support.synthetic import Conditions, make_run, size_of
 
 MODES = ["single", "none", "gather", "allreduce", "ring", "ddp", "server", "ddp/fp16", "direct/topk:0.01"]
 MODES += ["ring/bucket:2MiB/overlap", "ring/bucket:2MiB/pipeline", "direct/bucket:2MiB/overlap/int8"]
 
 
-def cell_of(folder: Path, made: Made | None = None, **values: Any) -> Cell:
+def cell_of(folder: Path, made: Conditions | None = None, **values: Any) -> Cell:
     make_run(folder, made, **values)
     return chapters(load([folder]))[0].cells[0]
 
@@ -23,7 +23,7 @@ def cell_of(folder: Path, made: Made | None = None, **values: Any) -> Cell:
 @pytest.mark.parametrize("copies", [0.0, 0.05])
 @pytest.mark.parametrize("mode", MODES)
 def test_parts_add_up_in_every_mode(tmp_path: Path, mode: str, copies: float) -> None:
-    cell = cell_of(tmp_path / "run", Made(copies=copies), mode=mode, link={"rate": "500mbit"})
+    cell = cell_of(tmp_path / "run", Conditions(copies=copies), mode=mode, link={"rate": "500mbit"})
     assert cell.split.step_gap < 0.001 and cell.split.busy_gap < 0.001
     assert cell.split.copies == pytest.approx(0.0 if cell.spec.mode.silent else copies)
 
@@ -31,7 +31,7 @@ def test_parts_add_up_in_every_mode(tmp_path: Path, mode: str, copies: float) ->
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("single", "none")])
 def test_every_buffer_counts_once_in_s(tmp_path: Path, mode: str) -> None:
     """If the second half of a synchronisation counted as well, S would double, and bytes over theory would halve."""
-    cell = cell_of(tmp_path / "run", Made(buckets=4), mode=mode, link={"rate": "500mbit"})
+    cell = cell_of(tmp_path / "run", Conditions(buckets=4), mode=mode, link={"rate": "500mbit"})
     count, size = cell.buffers
     assert count == 4 and size == pytest.approx(size_of(cell.spec), abs=4)
     ratio = cell.sent_over_theory()
@@ -52,7 +52,7 @@ def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
 
 def test_repeats_are_pooled(tmp_path: Path) -> None:
     for repeat in range(3):
-        make_run(tmp_path / f"ring-r{repeat}", Made(seed=repeat), mode="ring")
+        make_run(tmp_path / f"ring-r{repeat}", Conditions(seed=repeat), mode="ring")
     (chapter,) = chapters(load([tmp_path]))
     (cell,) = chapter.cells
     assert (len(cell.runs), cell.seconds.n) == (3, 30)
@@ -61,7 +61,7 @@ def test_repeats_are_pooled(tmp_path: Path) -> None:
 def test_runs_of_another_mode_substrate_or_spans_are_not_repeats(tmp_path: Path) -> None:
     make_run(tmp_path / "a", mode="ring")
     make_run(tmp_path / "b", mode="ddp")
-    make_run(tmp_path / "c", Made(substrate="compose"), mode="ring")
+    make_run(tmp_path / "c", Conditions(substrate="compose"), mode="ring")
     make_run(tmp_path / "d", mode="ring", spans=False)
     assert len(chapters(load([tmp_path]))[0].cells) == 4
 

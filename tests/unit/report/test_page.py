@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from testbed.control.cli.main import app
 from testbed.report.page import Report, write
 from testbed.spec.errors import UsageError
-from tests.support.synthetic import Made, make_run
+from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 MODES = ("single", "none", "gather", "allreduce", "ring", "ddp")
@@ -22,7 +22,7 @@ MODES = ("single", "none", "gather", "allreduce", "ring", "ddp")
 
 def quick(folder: Path) -> Path:
     for seed, mode in enumerate(MODES):
-        make_run(folder / mode, Made(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
+        make_run(folder / mode, Conditions(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
     return folder
 
 
@@ -52,7 +52,7 @@ def test_every_figure_and_table_is_also_a_file(made: tuple[Report, str]) -> None
 
 
 def test_summary_json_is_valid_json_even_if_the_loss_diverged(tmp_path: Path) -> None:
-    make_run(tmp_path / "one", Made(loss=float("nan")), mode="ring", **LINK)
+    make_run(tmp_path / "one", Conditions(loss=float("nan")), mode="ring", **LINK)
     text = (write([tmp_path], tmp_path).page.parent / "report" / "summary.json").read_text()
     figures = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert figures["experiments"]["adhoc"][0]["test_loss"] is None
@@ -160,7 +160,7 @@ def test_two_hundred_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
     for number in range(200):
         mode = MODES[2 + number % 4]
         rate = f"{100 + 10 * (number // 4)}mbit"
-        make_run(tmp_path / f"run{number}", Made(seed=number), mode=mode, experiment="many", link={"rate": rate})
+        make_run(tmp_path / f"run{number}", Conditions(seed=number), mode=mode, experiment="many", link={"rate": rate})
     begun = time.process_time()
     report = write([tmp_path], tmp_path)
     taken = time.process_time() - begun

@@ -13,7 +13,7 @@ from testbed.report.model import chapters
 from testbed.report.published import MEASURES, RULES, Published, published
 from testbed.results.folder import RunFolder
 from testbed.spec.experiment import Experiment
-from tests.support.synthetic import Made, make_run
+from tests.support.synthetic import Conditions, make_run
 
 FILES = sorted((Path(__file__).parents[3] / "experiments").glob("*.toml"))
 EXPERIMENTS = [path for path in FILES if path.name != "tuned.toml"]  # which `testbed tune` leaves there
@@ -23,9 +23,9 @@ LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
 def with_published(folder: Path, shape: list[dict[str, Any]]) -> Published:
     figures = {"seconds_per_step": {"single": 1.9, "gather": 1.3, "ddp": 0.7}, "shape": shape}
     experiment = {"name": "adhoc", "title": "t", "published": figures}
-    make_run(folder / "single", Made(compute=1.6), mode="single", **LINK)
+    make_run(folder / "single", Conditions(compute=1.6), mode="single", **LINK)
     for mode in ("gather", "ring", "ddp"):
-        make_run(folder / mode, Made(compute=1.6), mode=mode, **LINK)
+        make_run(folder / mode, Conditions(compute=1.6), mode=mode, **LINK)
     (folder / "experiment.json").write_text(json.dumps(experiment))
     found = published(chapters(load([folder]))[0])
     assert found is not None

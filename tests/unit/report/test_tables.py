@@ -12,7 +12,7 @@ from testbed.report.load import load
 from testbed.report.model import Cell, chapters
 from testbed.report.page import write
 from testbed.report.tables import Table, payload_shares, utilisation
-from tests.support.synthetic import Made, make_run
+from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 
@@ -23,7 +23,7 @@ def cell_of(folder: Path) -> Cell:
 
 def test_the_split_of_a_step_shows_copies(tmp_path: Path) -> None:
     for mode in ("none", "ring"):
-        make_run(tmp_path / mode, Made(copies=0.125), mode=mode, **LINK)
+        make_run(tmp_path / mode, Conditions(copies=0.125), mode=mode, **LINK)
     split = next(table for table in write([tmp_path], tmp_path).parts[0].tables if table.name == "split")
     rows = {row[0]: dict(zip(split.header, row, strict=True)) for row in split.rows}
     assert (rows["none"]["copies"], rows["ring"]["copies"]) == ("0.000", "0.125")
@@ -43,8 +43,8 @@ def test_received_bytes_are_in_the_table_and_in_summary_json(tmp_path: Path) -> 
 
 def test_utilisation_of_a_slow_link_is_by_its_own_rate(tmp_path: Path) -> None:
     """A ring sends as much over the slow link as over the others, and waits for it."""
-    make_run(tmp_path / "ring", Made(slow_link={2: 0.25}, noise=0.0), mode="ring", **LINK)
-    make_run(tmp_path / "equal" / "ring", Made(noise=0.0), mode="ring", **LINK)
+    make_run(tmp_path / "ring", Conditions(slow_link={2: 0.25}, noise=0.0), mode="ring", **LINK)
+    make_run(tmp_path / "equal" / "ring", Conditions(noise=0.0), mode="ring", **LINK)
     slow, equal = (cell_of(tmp_path / name) for name in ("ring", "equal"))
     assert utilisation(slow) == pytest.approx(utilisation(equal), rel=0.01)
 
@@ -78,9 +78,9 @@ def test_payload_shares_of_a_restarted_run_are_of_its_last_attempt(tmp_path: Pat
 def test_workers_by_batch_has_three_tables(tmp_path: Path) -> None:
     for batch in (32, 128):
         values = {"batch": None, "batch_per_rank": batch, **LINK}
-        make_run(tmp_path / f"single-{batch}", Made(compute=batch / 32), mode="single", **values)
+        make_run(tmp_path / f"single-{batch}", Conditions(compute=batch / 32), mode="single", **values)
         for nodes in (2, 4):
-            made = Made(compute=batch / 32)
+            made = Conditions(compute=batch / 32)
             make_run(tmp_path / f"ddp-{batch}-{nodes}", made, mode="ddp", nodes=nodes, **values)
     tables = {table.name: table for table in write([tmp_path], tmp_path).parts[0].tables}
     assert {"workers-time", "workers-split", "workers-bandwidth"} <= set(tables)

@@ -10,7 +10,7 @@ import pytest
 
 from testbed.report.trace import COPIES, WIRE, write_trace
 from testbed.spec.errors import UsageError
-from tests.support.synthetic import Made, make_run
+from tests.support.synthetic import Conditions, make_run
 
 Event = dict[str, Any]
 PIPELINE = "ring/bucket:2MiB/pipeline"
@@ -44,7 +44,7 @@ def _nested(spans: list[Event]) -> None:
         open_ends.append(end)
 
 
-def spans_of(folder: Path, made: Made | None = None, **values: Any) -> list[Event]:
+def spans_of(folder: Path, made: Conditions | None = None, **values: Any) -> list[Event]:
     make_run(folder, made, link={"rate": "500mbit"}, **values)
     path, count = write_trace(folder)
     spans = check(json.loads(path.read_text()))
@@ -80,13 +80,13 @@ def test_a_buffer_that_crosses_the_end_of_a_step_has_two_spans(tmp_path: Path) -
 
 
 def test_copies_have_a_thread_of_their_own(tmp_path: Path) -> None:
-    spans = spans_of(tmp_path / "run", Made(copies=0.1), mode="ring")
+    spans = spans_of(tmp_path / "run", Conditions(copies=0.1), mode="ring")
     copies = [span for span in spans if span["tid"] == COPIES]
     assert len(copies) == 4 * 12 and {round(span["dur"]) for span in copies} == {100_000}
 
 
 def test_clocks_of_hosts_are_converted_to_one(tmp_path: Path) -> None:
-    spans = spans_of(tmp_path / "run", Made(offsets=[0.0, 7.0, -4.0, 1.0], noise=0.0), mode="ring")
+    spans = spans_of(tmp_path / "run", Conditions(offsets=[0.0, 7.0, -4.0, 1.0], noise=0.0), mode="ring")
     begins = [span["ts"] for span in spans if span["name"] == "step 3"]
     assert max(begins) - min(begins) < 1000  # microseconds
 

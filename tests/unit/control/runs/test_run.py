@@ -32,10 +32,10 @@ from tests.support.fake_substrate import (
     PROBE,
     WORSE,
     FakeRuns,
-    Play,
-    ends_well_while_waiting,
-    ends_with,
-    well,
+    RankScript,
+    fails_with,
+    finishes_while_waiting,
+    succeeds,
 )
 
 
@@ -193,7 +193,7 @@ def test_a_probe_that_fails_fails_the_run(fake: FakeRuns, folder: RunFolder) -> 
 
 def test_a_ranks_refusal_is_raised_as_a_usage_error(fake: FakeRuns, folder: RunFolder) -> None:
     fake.receipts = iter([GOOD])
-    fake.play = ends_with(2, "model 'vgg99': unknown. Use vgg11.")
+    fake.play = fails_with(2, "model 'vgg99': unknown. Use vgg11.")
     with pytest.raises(UsageError, match=r"^model 'vgg99': unknown\. Use vgg11\.$") as refusal:
         run(fake, folder)
     assert refusal.value.exit_code == 2
@@ -202,7 +202,7 @@ def test_a_ranks_refusal_is_raised_as_a_usage_error(fake: FakeRuns, folder: RunF
 
 def test_a_rank_that_broke_is_named_and_the_others_are_stopped(fake: FakeRuns, folder: RunFolder) -> None:
     def play(where: RunFolder, rank: int) -> int | None:
-        well(where, rank)
+        succeeds(where, rank)
         return -signal.SIGKILL if rank == 1 else None  # rank 0 does not end
 
     fake.receipts, fake.play = iter([GOOD]), play
@@ -212,7 +212,7 @@ def test_a_rank_that_broke_is_named_and_the_others_are_stopped(fake: FakeRuns, f
     assert summary.status == "failed" and "rank 1" in summary.reason and fake.calls[-2:] == ["stop", "exit"]
 
 
-def unwritable(path: Path, play: Play = well) -> Play:
+def unwritable(path: Path, play: RankScript = succeeds) -> RankScript:
     """Ranks that play, and a folder where a file must be written: the write fails as on a broken disk."""
 
     def playing(where: RunFolder, rank: int) -> int | None:
@@ -236,7 +236,7 @@ def test_a_file_that_cannot_be_written_stops_everything_and_is_one_sentence(fake
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_which_rank_failed(fake: FakeRuns, folder: RunFolder) -> None:
-    fake.receipts, fake.play = iter([GOOD]), unwritable(folder.summary, ends_with(3, "boom"))
+    fake.receipts, fake.play = iter([GOOD]), unwritable(folder.summary, fails_with(3, "boom"))
     with pytest.raises(RankFailed, match=r"rank 0 \(node0\) ended with code 3 .*boom"):
         run(fake, folder)
     assert folder.summary.is_dir()
@@ -274,13 +274,13 @@ def test_a_fault_that_was_never_due_is_in_a_note_and_in_its_row(fake: FakeRuns, 
 def test_a_resumed_run_says_after_which_step(fake: FakeRuns, folder: RunFolder) -> None:
     def play(where: RunFolder, rank: int) -> int:
         where.set_records_aside(rank)
-        well(where, rank)
+        succeeds(where, rank)
         lines = where.records(rank).read_text().splitlines()
         marked = [line.replace('"attempt":null', '"attempt":1') for line in lines[:5]]  # the start, and four steps
         where.records(rank).write_text("\n".join([*marked, *lines[5:]]) + "\n")
         return 0
 
-    fake.play = ends_with(3, "boom")
+    fake.play = fails_with(3, "boom")
     with pytest.raises(RankFailed):
         run(fake, folder, probe=False)
     fake.play = play
@@ -311,11 +311,11 @@ def test_more_images_than_there_are_is_refused_before_anything_exists(
 
 def test_the_summary_of_a_resumed_run_has_the_spec_of_its_folder(fake: FakeRuns, folder: RunFolder) -> None:
     """Its faults are not injected again, but stay in the spec: the report refuses a run whose two specs differ."""
-    fake.play = ends_with(3, "boom")
+    fake.play = fails_with(3, "boom")
     with pytest.raises(RankFailed):
         run(fake, folder, probe=False, faults=["kill:rank1@step2"], retries=0)
     before = folder.faults.read_text()
-    fake.play = well
+    fake.play = succeeds
     summary = resume(fake, folder, retries=1)
     assert summary.status == "ok"
     assert summary.spec == folder.read_spec()
@@ -323,7 +323,7 @@ def test_the_summary_of_a_resumed_run_has_the_spec_of_its_folder(fake: FakeRuns,
 
 
 def test_a_run_is_resumed_only_on_the_substrate_it_began_on(fake: FakeRuns, folder: RunFolder) -> None:
-    fake.receipts, fake.play = iter([GOOD]), ends_with(1, "out of luck")
+    fake.receipts, fake.play = iter([GOOD]), fails_with(1, "out of luck")
     with pytest.raises(TestbedError):
         run(fake, folder)
     with pytest.raises(SpecError, match=r"began on fake; .* the substrate it began on, not on other\. Use --on fake"):
@@ -349,11 +349,11 @@ def test_without_substrate_txt_the_summary_names_the_substrate(fake: FakeRuns, f
 
 
 def test_a_run_that_another_process_finished_while_we_waited_is_not_resumed(fake: FakeRuns, folder: RunFolder) -> None:
-    fake.play = ends_with(3, "boom")
+    fake.play = fails_with(3, "boom")
     with pytest.raises(RankFailed):
         run(fake, folder, probe=False)
-    fake.play = well
-    lock = ends_well_while_waiting(folder)
+    fake.play = succeeds
+    lock = finishes_while_waiting(folder)
     with pytest.raises(UsageError, match=r"r: is finished, so there is nothing to resume"):
         resume_run(folder.read_spec(), fake.choice, folder, Silent(), 0, lock)
     assert Summary.read(folder).status == "ok"

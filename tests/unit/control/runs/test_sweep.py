@@ -19,7 +19,7 @@ from testbed.results.folder import RunFolder
 from testbed.spec.errors import RankFailed, SpecError
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-from tests.support.fake_substrate import BAD, GOOD, FakeRuns, ends_well_while_waiting, ends_with, well
+from tests.support.fake_substrate import BAD, GOOD, FakeRuns, fails_with, finishes_while_waiting, succeeds
 
 FILE = """
 title = "three modes"
@@ -63,7 +63,7 @@ def command(fake: FakeRuns, file: Path, *arguments: str) -> Any:
 def fails_in(mode: str) -> object:
     def play(folder: RunFolder, rank: int) -> int | None:
         failed = str(folder.read_spec().mode) == mode
-        return (ends_with(1, "no luck") if failed else well)(folder, rank)
+        return (fails_with(1, "no luck") if failed else succeeds)(folder, rank)
 
     return play
 
@@ -86,7 +86,7 @@ def test_the_command_ends_with_the_first_errors_code_and_prints_the_table_first(
 def test_a_sweep_runs_again_only_what_did_not_end_well(fake: FakeRuns, file: Path) -> None:
     fake.play = fails_in("ring")
     run_all(specs(file), fake.choice, Path("runs"), Silent())
-    fake.play, before = well, len(fake.made)
+    fake.play, before = succeeds, len(fake.made)
     summaries, errors = run_all(specs(file), fake.choice, Path("runs"), Silent())
     assert [s.status for s in summaries] == ["ok", "ok", "ok"] and errors == []
     assert len(fake.made) - before == 1
@@ -153,7 +153,7 @@ def test_what_another_substrate_finished_stays(fake: FakeRuns, file: Path) -> No
 def test_a_run_that_failed_on_another_substrate_is_set_aside(fake: FakeRuns, file: Path) -> None:
     fake.play = fails_in("ring")
     run_all(specs(file), fake.choice, Path("runs"), Silent())
-    fake.play = well
+    fake.play = succeeds
     run_all(specs(file), other(fake), Path("runs"), Silent())
     assert Summary.read(RunFolder(Path("runs/three/ring"))).status == "ok"
     assert not Path("runs/three/ring@other").exists() and Path("runs/three/tree@other").exists()
@@ -191,13 +191,13 @@ def failed_ring(fake: FakeRuns, file: Path) -> tuple[RunSpec, RunFolder]:
     _, ring, _ = specs(file)
     fake.play = fails_in("ring")
     run_all([ring], fake.choice, Path("runs"), Silent())
-    fake.play = well
+    fake.play = succeeds
     return ring, RunFolder(Path("runs/three/ring"))
 
 
 def test_a_run_that_another_process_finished_while_we_waited_is_not_set_aside(fake: FakeRuns, file: Path) -> None:
     ring, folder = failed_ring(fake, file)
-    lock = ends_well_while_waiting(folder)
+    lock = finishes_while_waiting(folder)
     (summary,), errors = run_all([ring], fake.choice, Path("runs"), Silent(), lock=lock)
     assert summary == Summary.read(folder) and summary.status == "ok" and errors == []
     assert len(fake.made) == 1 and [path.name for path in Path("runs/three").iterdir()] == ["ring"]
@@ -205,7 +205,7 @@ def test_a_run_that_another_process_finished_while_we_waited_is_not_set_aside(fa
 
 def test_a_run_that_another_substrate_finished_while_we_waited_stays(fake: FakeRuns, file: Path) -> None:
     ring, folder = failed_ring(fake, file)
-    lock = ends_well_while_waiting(folder, substrate="other")
+    lock = finishes_while_waiting(folder, substrate="other")
     run_all([ring], fake.choice, Path("runs"), Silent(), lock=lock)
     assert Summary.read(folder).substrate == "other"
     assert sorted(path.name for path in Path("runs/three").iterdir()) == ["ring", "ring@fake"]

@@ -29,7 +29,7 @@ from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedE
 from testbed.spec.experiment import Experiment
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
-from tests.support.fake_substrate import BAD, GOOD, FakeRuns, ends_with, write
+from tests.support.fake_substrate import BAD, GOOD, FakeRuns, fails_with, write
 
 GRADIENT = 36_924_456  # VGG-11's
 
@@ -265,7 +265,7 @@ def test_a_candidate_that_breaks_later_wins_nothing_by_its_earlier_times(speeds:
 
 
 def test_when_the_last_timed_candidate_fails_the_search_ends(tmp_path: Path, fake: FakeRuns) -> None:
-    fake.play = ends_with(3, "it broke")
+    fake.play = fails_with(3, "it broke")
     spec = RunSpec.load({"data": {"name": "synthetic"}, "nodes": 2, "probe": False}, "test")
     found = Search(spec, tmp_path / "tune", race=Race({"ring": [1.0]}))
     with pytest.raises(TestbedError, match=r"nothing to tune: ring failed: rank 0 .*it broke"):
