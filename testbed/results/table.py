@@ -41,7 +41,7 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Plain aligned text that is Markdown as well: it fits a log, a README and a script's split on '|'."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    widths = [max(2, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         first, *rest = zip(cells, widths, strict=True)

@@ -96,6 +96,10 @@ def test_a_row_says_when_synchronising_came_after_the_step() -> None:
     assert column([made("ring", 1.0, placement="after-step")], "mode") == ["ring (after step)"]
 
 
+def test_a_column_of_one_character_is_markdown() -> None:
+    assert format_table(["mode", "n"], [["ring", "8"]]).splitlines()[1] == "| ---- | -: |"
+
+
 def test_the_text_is_aligned_and_markdown() -> None:
     lines = format_table(*table([made("single", 2.0), made("ring/bucket:5MiB", 1.0)])).splitlines()
     assert len({len(line) for line in lines}) == 1
