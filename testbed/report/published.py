@@ -86,7 +86,7 @@ def published(chapter: Chapter) -> Published | None:
     told = [claim for claim in claims if claim.state != "open"]
     good = sum(claim.state == "yes" for claim in told)
     whole = "yes" if told and good == len(told) else "no" if told else "open"
-    heads = [Claim(whole, f"{good} of {len(told)} published findings.")] if told else []
+    heads = [Claim(whole, f"{good} of {len(told)} published findings hold here.")] if told else []
     return Published([*heads, *claims], _table(chapter, figures))
 
 

@@ -122,12 +122,14 @@ def weak(chapter: Chapter) -> list[Plot]:
 
 
 def _whole_numbers(made: Canvas, curves: dict[str, Curve]) -> None:
+    """An axis of nodes with a tick at each value that occurs."""
     made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
     made.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     made.axes.set_xlabel("nodes")
 
 
 def _log_ticks(made: Canvas, curves: dict[str, Curve], spell: Callable[[int], str]) -> None:
+    """A logarithmic axis with a tick at each value that occurs."""
     made.axes.set_xscale("log")
     made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
     made.axes.xaxis.set_minor_locator(NullLocator())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.patches import Patch
 
 from testbed.report import findings, stats
-from testbed.report.figures.style import COLOURS, Canvas, Plot, colour, legend_below, plot, rows
+from testbed.report.figures.style import COLOURS, ROW, Canvas, Plot, colour, legend_below, plot, rows
 from testbed.report.model import Cell, Chapter
 
 COMPUTE, COPIES, EXPOSED, REST, WAITING, BOUND, INK = (
@@ -15,10 +15,9 @@ COMPUTE, COPIES, EXPOSED, REST, WAITING, BOUND, INK = (
 )
 
 
-def rows_of(cells: Sequence[Cell], names: Sequence[str], per_row: float | None = None, extra: float = 1.25) -> Canvas:
+def rows_of(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW, extra: float = 1.25) -> Canvas:
     """One row per cell, its name in the colour of its algorithm."""
-    algorithms = [cell.spec.mode.algorithm for cell in cells]
-    return rows(algorithms, names, extra=extra) if per_row is None else rows(algorithms, names, per_row, extra)
+    return rows([cell.spec.mode.algorithm for cell in cells], names, per_row, extra)
 
 
 def where_time_goes(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
