@@ -1,4 +1,4 @@
-"""Two workers: one test alone, or several beside each other."""
+"""take_turn: one test alone, or several in parallel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.turns import take_turn
 
 @pytest.fixture(autouse=True)
 def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # this very test may hold the real ones
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # this test itself may hold the real lock files
 
 
 def start(alone: bool, entered: threading.Event, leave: threading.Event) -> threading.Thread:
@@ -26,14 +26,14 @@ def start(alone: bool, entered: threading.Event, leave: threading.Event) -> thre
     return thread
 
 
-def test_who_wants_to_be_alone_waits_and_nobody_slips_in_before() -> None:
+def test_a_test_that_runs_alone_waits_and_later_tests_wait_for_it() -> None:
     entered, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
     threads = [start(False, entered[0], leave[0])]
     assert entered[0].wait(10)
     threads.append(start(True, entered[1], leave[1]))
-    assert not entered[1].wait(0.2), "somebody is inside"
+    assert not entered[1].wait(0.2), "another test is running"
     threads.append(start(False, entered[2], leave[2]))
-    assert not entered[2].wait(0.2), "somebody waits to be alone"
+    assert not entered[2].wait(0.2), "a test waits to run alone"
     leave[0].set()
     assert entered[1].wait(10) and not entered[2].is_set()
     leave[1].set()
@@ -43,7 +43,7 @@ def test_who_wants_to_be_alone_waits_and_nobody_slips_in_before() -> None:
         thread.join(10)
 
 
-def test_others_run_beside_each_other() -> None:
+def test_other_tests_run_in_parallel() -> None:
     entered, leave = [threading.Event() for _ in range(2)], threading.Event()
     threads = [start(False, each, leave) for each in entered]
     assert all(each.wait(10) for each in entered)
