@@ -32,7 +32,7 @@ def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named() -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/pipeline", "ring/every:3"])
 def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
-    """Of every:3 the checkpoint that is taken, after step 28, lies in the middle of a period."""
+    """With every:3 the checkpoint after step 28 is inside a period."""
     flags = ["--fault", "kill:rank1@step30", "--retries", "1", "--set", "checkpoint=7"]
     outcome = faults.identical_case(faults.run_flags(mode, 60, "process"), flags, {})
     assert outcome["ok"] and outcome["after"] >= 28, outcome  # a run that began anew would have this hash, too
@@ -63,19 +63,19 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
 
 
 @pytest.mark.parametrize(("port", "phase"), [("rendezvous", "train"), ("heartbeat", "meet")])
-def test_garbage_does_not_stop_a_run(port: str, phase: str) -> None:
+def test_random_bytes_on_a_port_do_not_stop_a_run(port: str, phase: str) -> None:
     outcome = garbage.garbage_case(port, phase, seed=0)
     assert outcome["ok"], outcome
 
 
-def test_a_writer_killed_inside_a_write_leaves_what_was_complete() -> None:
+def test_a_writer_killed_inside_a_write_leaves_the_last_complete_files() -> None:
     for _, case in torn.torn(3):
         outcome = case()
         assert outcome["ok"], outcome
 
 
 def test_ranks_listen_on_the_clusters_address_alone(tmp_path: Path) -> None:
-    """Every listening socket of a rank, whoever opened it: store, heartbeat, Gloo."""
+    """All listening sockets of a rank: store, heartbeat, Gloo."""
     from tests.support.command import rank_pids, start_command, wait_for_steps
 
     flags = [*SMALL, "--nodes", "2", "--steps", "100000", "--out", "r"]

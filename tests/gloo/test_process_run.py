@@ -88,7 +88,7 @@ def pid_of(folder: Path, rank: int) -> int:
 
 
 def until_left(folder: Path, pids: list[int], seconds: float) -> None:
-    """Until no other ranks than these are there."""
+    """Wait until only these ranks are left."""
     end = time.monotonic() + seconds
     while rank_pids(folder) != pids and time.monotonic() < end:
         time.sleep(0.1)
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_named(tmp_path):
     assert rank_pids(folder) == []
 
 
-def test_ranks_die_with_a_killed_controller(tmp_path):
+def test_ranks_end_with_a_killed_controller(tmp_path):
     folder = tmp_path / "r"
     process = start_command("run", "--nodes", "2", *LONG, "--out", str(folder), cwd=tmp_path)
     wait_for_steps(folder, 0, 3)
@@ -116,7 +116,7 @@ def test_ranks_die_with_a_killed_controller(tmp_path):
     until_left(folder, [], 20)
 
 
-def test_ranks_die_with_a_killed_controller_even_while_they_wait_for_a_frozen_one(tmp_path):
+def test_ranks_end_with_a_killed_controller_even_while_they_wait_for_a_frozen_one(tmp_path):
     folder = tmp_path / "r"
     process = start_command("run", "--nodes", "3", *LONG, "--out", str(folder), cwd=tmp_path)
     wait_for_steps(folder, 0, 3)

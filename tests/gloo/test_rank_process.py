@@ -103,7 +103,7 @@ def test_when_a_rank_freezes_the_others_end_with_6_after_the_deadline(tmp_path: 
 
 
 def test_a_rank_that_never_comes_is_named_by_all_who_waited(tmp_path: Path) -> None:
-    """Rank 0 gives up first, and takes the store along: the others must not take it for the one that was lost."""
+    """Rank 0 ends first, and the store with it. The others must still name rank 3, not rank 0."""
     folder, port = make(tmp_path, nodes=4, mode="ring", start_deadline=40.0), free_port()
     with RankRun(folder.path, 3, WORLD_SIZE="4", MASTER_PORT=str(port)) as run:
         for late in run.processes[1:]:
@@ -156,7 +156,7 @@ def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "two"), ("RANK", "2"), ("MASTER_PORT", "http")])
-def test_a_variable_that_makes_no_sense_is_refused(tmp_path: Path, variable: str, value: str) -> None:
+def test_a_variable_that_is_no_number_is_refused(tmp_path: Path, variable: str, value: str) -> None:
     folder = make(tmp_path, nodes=2)
     assert_refused(RankRun(folder.path, 1, WORLD_SIZE="2", **{variable: value}), variable, value)
 

@@ -41,8 +41,8 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_parts_of_a_real_step_add_up(cells: dict[str, Cell], mode: str) -> None:
-    """Step by step, and then the median: on a busy machine the parts' own medians come from different steps."""
+def test_phases_of_a_real_step_add_up(cells: dict[str, Cell], mode: str) -> None:
+    """The median of each step's sum: on a busy machine the medians of the phases come from different steps."""
     for steps in cells[mode].steps:
         gap = np.median(np.abs(steps.compute + steps.copies + steps.blocked + steps.rest - steps.total) / steps.total)
         assert gap <= WITHIN, gap
@@ -50,10 +50,10 @@ def test_parts_of_a_real_step_add_up(cells: dict[str, Cell], mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_blocks_and_what_is_hidden_is_all_that_travels(cells: dict[str, Cell], mode: str) -> None:
-    """How closely is a figure of the report on a quiet machine; on any machine nothing may be missing."""
+def test_blocked_and_hidden_time_add_up_to_busy_time(cells: dict[str, Cell], mode: str) -> None:
+    """An inequality, not an equation: how well they add up depends on how busy the machine is."""
     for steps in cells[mode].steps:
-        assert np.all(steps.busy <= steps.blocked + steps.hidden + MICRO), "something travelled unseen"
+        assert np.all(steps.busy <= steps.blocked + steps.hidden + MICRO), "a transfer was not recorded"
         assert np.all(steps.hidden <= steps.busy + MICRO)
 
 

@@ -48,7 +48,7 @@ Train = Callable[..., TrainedRun]
 
 @pytest.fixture(scope="module")
 def train(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """`train(mode="ring")` trains LeNet-5 on four real ranks, changes laid over that; equal calls train once."""
+    """`train(mode="ring")` trains LeNet-5 on four real ranks with these changes; equal calls train once."""
 
     @functools.cache
     def cached(text: str) -> TrainedRun:
@@ -112,14 +112,14 @@ def test_the_sample_is_of_all_exact_modes() -> None:
     assert set(EXACT) < set(exact_modes()) and REFERENCE in exact_modes()
 
 
-def test_what_is_no_number_is_the_worst_difference() -> None:
+def test_nan_is_the_largest_difference() -> None:
     assert worst({"a": 1.0, "b": float("nan"), "c": 2.0})[0] == "b"
     assert worst({"a": 1.0, "c": 2.0}) == ("c", 2.0)
 
 
 @pytest.mark.parametrize("mode", ["ring/bucket:64KiB/pipeline", "allreduce/bucket:64KiB/overlap", "ddp", "ring"])
 def test_what_is_busy_is_exposed_or_hidden(train: Train, mode: str) -> None:
-    """How closely they add up is a figure of a quiet machine; that nothing is left out holds on any."""
+    """An inequality, not an equation: how well they add up depends on how busy the machine is."""
     for steps in train(mode=mode).of_kind("step"):
         for step in steps[2:]:
             assert 0 < step["busy"] <= step["blocked"] + step["hidden"] + 1e-5
@@ -131,7 +131,7 @@ def test_what_is_busy_is_exposed_or_hidden(train: Train, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ring/bucket:64KiB/pipeline", "ddp", "ring"])
-def test_what_is_recorded_changes_nothing_that_is_trained(train: Train, mode: str) -> None:
+def test_recording_does_not_change_the_training(train: Train, mode: str) -> None:
     assert train(mode=mode, spans=False).hashes == train(mode=mode).hashes
 
 
@@ -150,7 +150,7 @@ def test_payload_by_kind_is_what_theory_says(train: Train) -> None:
 
 @pytest.mark.parametrize("mode", ["ring", *PIPELINES])
 def test_the_kernel_counts_what_was_sent_from_the_first_step_to_the_end(train: Train, mode: str) -> None:
-    """Nothing that was sent before, and all that a pipeline still had on its way when the last step ended."""
+    """Without what was sent before the first step, with what was in flight at the end of the last."""
     for (end,) in train(mode=mode).of_kind("end"):
         assert end["sent"] - end["before"] == pytest.approx(sum(end["payload"].values()), rel=0.03)
 
@@ -240,7 +240,7 @@ def test_every_k_averages_as_often_as_it_says(train: Train, mode: str, gradients
         assert 20 * sent["parameters"] == parameters * twenty > 0
 
 
-def test_every_three_drifts_and_comes_together_at_the_end(train: Train) -> None:
+def test_every_three_differs_between_ranks_and_agrees_at_the_end(train: Train) -> None:
     run = train(mode="ring/every:3")  # 20 steps: the last round has only two
     assert len(set(run.hashes)) == 1
     assert run.summary.replicas_agree is True
@@ -248,7 +248,7 @@ def test_every_three_drifts_and_comes_together_at_the_end(train: Train) -> None:
 
 
 def test_every_three_is_tested_only_at_the_end_of_its_epochs(train: Train) -> None:
-    """Two epochs of four steps: at the end of the first, replicas have drifted for a step and are left alone."""
+    """Two epochs of four steps: at the end of the first the replicas differ, so they are not tested."""
     two = {"data": {"subset": 96}, "steps": None, "epochs": 2}
     run = train(mode="ring/every:3", **two)
     assert len(run.summary.losses) == 8

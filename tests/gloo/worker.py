@@ -33,7 +33,7 @@ Case = dict[str, Any]
 
 
 class Known(nn.Module):
-    """A model whose gradient is whatever it is given: the loss is the sum of parameter x wanted gradient.
+    """A model whose gradient is its input: the loss is the sum of parameter x wanted gradient.
 
     Parameters start at zero, so one SGD step with a learning rate of 1 leaves minus the mean gradient, exactly.
     `transposed` ones give backward a gradient that is not contiguous; `unused` ones take no part in the loss. In the
@@ -125,7 +125,7 @@ def _gloo_classes() -> list[int]:
 
 
 def train(case: Case, group: Group) -> Case:
-    """A whole training run by the real loop; records lie in `run`, parameters and buffers in the .npz file."""
+    """A whole training run with the real loop. Records go to `run`, parameters and buffers to the .npz file."""
     spec = RunSpec.load(case["spec"], "case")
     own = alone() if spec.world == 1 else group
     if group.rank >= spec.world:
@@ -146,7 +146,7 @@ KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train,
 
 
 def answer(text: str, group: Group) -> Case:
-    """Do one case under its own names in the store, so that no two cases read each other's messages."""
+    """Run one case with its own prefix in the store, so that cases do not read each other's values."""
     case = json.loads(text)
     store = dist.PrefixStore(case["name"], group.store)
     own = Group(group.rank, group.size, store, case.get("deadline", DEADLINE))

@@ -50,7 +50,7 @@ def checkpoints_in(folder: Path, every: int = 1) -> Checkpoints:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
-def test_a_restored_run_goes_on_as_the_undisturbed_one(tmp_path: Path, name: str) -> None:
+def test_a_restored_run_continues_like_an_undisturbed_one(tmp_path: Path, name: str) -> None:
     trained, keeps = Trained(1, name), checkpoints_in(tmp_path / "c")
     for _ in range(3):
         trained.step()
@@ -68,7 +68,7 @@ def test_a_restored_run_goes_on_as_the_undisturbed_one(tmp_path: Path, name: str
     assert all(torch.equal(left[key], right[key]) for key in right)
 
 
-def test_one_is_written_every_so_many_steps_and_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_every_k_steps_and_the_last_two_are_kept(tmp_path: Path) -> None:
     trained, keeps = Trained(1), checkpoints_in(tmp_path / "c", every=5)
     for step in range(1, 31):
         keeps.maybe(trained, step, last=step == 30)
@@ -77,9 +77,7 @@ def test_one_is_written_every_so_many_steps_and_the_last_two_are_kept(tmp_path: 
 
 
 @pytest.mark.parametrize(("mode", "every", "kept"), [("ring", 2, 2), ("ring/every:8", 2, 6), ("ring/every:3", 5, 3)])
-def test_where_ranks_meet_seldom_as_many_more_are_kept_as_the_slowest_may_be_behind(
-    tmp_path: Path, mode: str, every: int, kept: int
-) -> None:
+def test_with_every_k_more_checkpoints_are_kept(tmp_path: Path, mode: str, every: int, kept: int) -> None:
     spec = RunSpec.load({"mode": mode, "nodes": 2, "batch": 4, "checkpoint": every}, "test")
     trained, keeps = Trained(1), Checkpoints(spec, tmp_path / "c", alone())
     for step in range(1, 41):
@@ -89,7 +87,7 @@ def test_where_ranks_meet_seldom_as_many_more_are_kept_as_the_slowest_may_be_beh
     assert {path.name for path in (tmp_path / "c").iterdir()} == names
 
 
-def test_what_a_run_that_began_anew_writes_is_not_thrown_away_for_what_an_old_one_left(tmp_path: Path) -> None:
+def test_new_checkpoints_are_kept_beside_those_of_an_older_run_with_later_steps(tmp_path: Path) -> None:
     trained, keeps = Trained(1), checkpoints_in(tmp_path)
     for step in (20, 30, 10):
         keeps.write(trained, step)
@@ -107,9 +105,7 @@ class TwoRanks(Group):
         return [value, self.other]
 
 
-def test_checkpoints_of_which_none_is_common_to_all_ranks_are_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoints_without_a_common_step_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     trained, keeps = Trained(1), checkpoints_in(tmp_path)
     keeps.write(trained, 20)
@@ -126,7 +122,7 @@ def test_checkpoints_of_which_none_is_common_to_all_ranks_are_told_of(
 
 
 @pytest.mark.parametrize("damage", ["tensors missing", "tensors cut", "facts missing", "facts cut", "of another rank"])
-def test_a_torn_checkpoint_is_as_good_as_none_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_ignored_and_the_previous_one_is_used(tmp_path: Path, damage: str) -> None:
     trained, keeps = Trained(1), checkpoints_in(tmp_path)
     keeps.write(trained, 1)
     keeps.write(trained, 2)
@@ -145,7 +141,7 @@ def test_without_any_checkpoint_a_run_starts_at_the_beginning(tmp_path: Path) ->
 
 
 def forge(folder: Path, tensors: bytes) -> None:
-    """Other tensors under a checksum that fits them."""
+    """Other tensors with a correct checksum."""
     (folder / "rank0-step1.safetensors").write_bytes(tensors)
     facts = folder / "rank0-step1.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"sha256": hashlib.sha256(tensors).hexdigest()}))
@@ -180,10 +176,8 @@ def test_a_link_out_of_the_folder_and_a_huge_file_are_not_read(tmp_path: Path) -
         keeps.load(trained, 1)
 
 
-def test_whether_a_checkpoint_is_whole_is_asked_of_no_link_and_no_huge_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Terabytes without a byte on the disk would keep a rank hashing past every deadline."""
+def test_links_and_huge_files_are_no_valid_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of terabytes would keep a rank hashing for longer than any deadline."""
     trained, keeps = Trained(1), checkpoints_in(tmp_path / "c")
     keeps.write(trained, 1)
     keeps.write(trained, 2)

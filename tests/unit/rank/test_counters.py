@@ -26,7 +26,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def push(near: socket.socket, far: socket.socket, count: int) -> None:
-    """Send `count` bytes in pieces that fit the socket's buffer, and receive them."""
+    """Send `count` bytes in blocks that fit the socket's buffer, and receive them."""
     while count:
         piece = min(count, 16_384)
         near.sendall(b"x" * piece)
@@ -51,7 +51,7 @@ def test_counting_neither_closes_nor_leaks_descriptors(pair: tuple[socket.socket
     push(*pair, 1000)
 
 
-def test_other_descriptors_are_not_taken_for_tcp(tmp_path: Path) -> None:
+def test_descriptors_that_are_no_tcp_sockets_are_not_counted(tmp_path: Path) -> None:
     before = SocketCounter().read()
     one, other = socket.socketpair()  # a unix pair
     with one, other, (tmp_path / "file").open("wb") as out:
@@ -69,7 +69,7 @@ def test_an_interfaces_counter_sees_payload_and_headers(pair: tuple[socket.socke
     assert after[1] - received >= BYTES  # type: ignore[operator]
 
 
-def test_an_interface_that_is_not_there_counts_nothing() -> None:
+def test_a_missing_interface_counts_nothing() -> None:
     assert InterfaceCounter("nope0").read() == (None, None)
 
 

@@ -1,4 +1,4 @@
-"""Data sets and batches: what a model is given, and that it is repeatable."""
+"""Data sets, batches and partition: what a model gets, which rank sees which image, and that it is repeatable."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
 from testbed.rank import data
-from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
+from testbed.rank.data import Batches, Dataset, Kind, Partition, open_dataset, test_batches
 from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, dataset_info
 from testbed.spec.errors import SpecError, Unavailable
 
@@ -24,7 +27,7 @@ def small(count: int = 64, train: bool = True) -> Dataset:
 
 
 def write(monkeypatch: pytest.MonkeyPatch, root: Path, name: str) -> None:
-    """A real set's layout with 12 + 8 random images."""
+    """The files of a real data set, with 12 + 8 random images."""
     info = replace(dataset_info(name), train=12, test=8)
     monkeypatch.setitem(DATASETS, name, info)
     (root / name).mkdir()
@@ -59,7 +62,7 @@ def test_synthetic_can_be_learnt_and_train_agrees_with_test() -> None:
     assert (nearest == test.labels).mean() > 0.9
 
 
-def test_synthetic_takes_the_shape_a_model_asks_for() -> None:
+def test_synthetic_images_have_the_requested_shape() -> None:
     dataset = open_dataset("synthetic", NOWHERE, True, 8, shape=(1, 28, 30))
     images, _ = next(test_batches(dataset, 0, 1, split=False))
     assert images.shape == (8, 1, 28, 30)
@@ -86,7 +89,7 @@ def test_an_impossible_subset_is_refused(subset: int) -> None:
         small(subset)
 
 
-def test_a_set_that_was_not_fetched_is_unavailable(tmp_path: Path) -> None:
+def test_a_data_set_that_was_not_fetched_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(
         Unavailable, match=r"not in .*cifar10. Get it with `testbed data get cifar10`, or use --data synthetic"
     ):
@@ -137,7 +140,7 @@ def batches(rank: int = 0, on: bool | None = True, seed: int = 0, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("on", [True, False])
-def test_a_batch_is_what_a_model_eats(dtype: torch.dtype, on: bool) -> None:
+def test_a_batch_has_the_shape_and_type_that_a_model_needs(dtype: torch.dtype, on: bool) -> None:
     made = list(batches(on=on, dtype=dtype).epoch(0))
     assert len(made) == len(batches()) == 4
     for images, labels in made:
@@ -165,7 +168,7 @@ def test_an_epoch_repeats_exactly_and_others_differ() -> None:
         assert not torch.equal(first, torch.cat([images for images, _ in other]))
 
 
-def test_torchs_and_numpys_global_generators_are_left_alone() -> None:
+def test_torchs_and_numpys_global_generators_are_not_used() -> None:
     torch.manual_seed(7)
     np.random.seed(7)
     before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
@@ -174,7 +177,7 @@ def test_torchs_and_numpys_global_generators_are_left_alone() -> None:
     assert numpy_before == np.random.get_state()[1].tolist()  # type: ignore[index]
 
 
-def test_only_cifar_is_augmented_unless_told() -> None:
+def test_by_default_only_cifar_is_augmented() -> None:
     assert {name for name, info in DATASETS.items() if info.augment} == {"cifar10"}
     assert not batches(on=None).augment
     assert batches(on=True).augment
@@ -211,3 +214,107 @@ def test_augmented_images_are_the_same_on_any_number_of_ranks() -> None:
     for step, whole in enumerate(alone):
         for rank in range(4):
             assert torch.equal(shares[rank][step], whole[rank::4])
+
+
+# --- partition --------------------------------------------------------------------------------------------------------
+
+
+def seen(partition: Partition, world: int, epoch: int = 0) -> list[np.ndarray]:
+    """The images of all ranks together, step by step, sorted."""
+    ranks = [partition.indices(rank, world, epoch) for rank in range(world)]
+    return [np.sort(np.concatenate(step)) for step in zip(*ranks, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(quarter=st.integers(1, 150), each=st.integers(1, 20), seed=st.integers(0, 2**31), epoch=st.integers(0, 50))
+def test_step_k_is_the_same_set_of_images_for_1_2_and_4_ranks(quarter: int, each: int, seed: int, epoch: int) -> None:
+    partition = Partition(size=4 * quarter, batch=4 * each, seed=seed)
+    one, two, four = (seen(partition, world, epoch) for world in (1, 2, 4))
+    assert len(one) == len(two) == len(four) == partition.steps(4)
+    for steps in zip(one, two, four, strict=True):
+        np.testing.assert_array_equal(steps[0], steps[1])
+        np.testing.assert_array_equal(steps[0], steps[2])
+
+
+def test_a_size_that_does_not_divide_changes_only_the_last_step() -> None:
+    partition = Partition(size=101, batch=12)
+    one, four = seen(partition, 1), seen(partition, 4)
+    assert len(one) == len(four) == 9
+    np.testing.assert_array_equal(np.concatenate(one[:-1]), np.concatenate(four[:-1]))
+    assert set(one[-1]) < set(four[-1])  # DistributedSampler pads with the epoch's first images
+
+
+@pytest.mark.parametrize(("size", "world", "epoch"), [(100, 4, 0), (101, 4, 3), (50_000, 4, 1), (7, 2, 2)])
+def test_sampler_is_distributed_sampler(size: int, world: int, epoch: int) -> None:
+    partition = Partition(size=size, batch=8 * world, seed=5)
+    for rank in range(world):
+        sampler = DistributedSampler(range(size), world, rank, shuffle=True, seed=5)  # type: ignore[arg-type, var-annotated]
+        sampler.set_epoch(epoch)
+        steps = partition.indices(rank, world, epoch)
+        assert np.concatenate(steps).tolist() == list(sampler)
+        assert {len(step) for step in steps[:-1]} <= {8}
+        assert 1 <= len(steps[-1]) <= 8
+
+
+def test_r0_has_196_steps_an_epoch_and_keeps_the_small_last_one() -> None:
+    partition = Partition(size=50_000, batch=256)
+    steps = partition.indices(3, 4, 0)
+    assert partition.steps(1) == partition.steps(4) == len(steps) == 196
+    assert len(steps[-1]) == 20
+
+
+def test_sampler_has_a_new_order_in_every_epoch_and_for_every_seed() -> None:
+    first = Partition(size=100, batch=100).indices(0, 1, 0)[0]
+    assert not np.array_equal(first, Partition(size=100, batch=100).indices(0, 1, 1)[0])
+    assert not np.array_equal(first, Partition(size=100, batch=100, seed=1).indices(0, 1, 0)[0])
+
+
+def test_fixed_is_r3s_split_the_same_in_every_epoch() -> None:
+    partition = Partition(size=100, batch=100, kind="fixed")
+    for epoch in (0, 7):
+        assert [partition.indices(rank, 4, epoch)[0].tolist() for rank in range(4)] == [
+            list(range(25 * rank, 25 * rank + 25)) for rank in range(4)
+        ]
+
+
+def test_fixed_leaves_out_a_remainder_so_that_all_ranks_have_equally_many_steps() -> None:
+    partition = Partition(size=103, batch=100, kind="fixed")
+    assert [len(partition.indices(rank, 4, 0)) for rank in range(4)] == [1, 1, 1, 1]
+    assert partition.steps(4) == 1
+
+
+@pytest.mark.parametrize("kind", ["sampler", "fixed"])
+def test_uneven_shares_cut_each_global_batch_and_drop_the_incomplete_one(kind: Kind) -> None:
+    partition = Partition(size=107, batch=10, kind=kind, shares=(5, 3, 2), seed=3)
+    ranks = [partition.indices(rank, 3, 1) for rank in range(3)]
+    assert [{len(step) for step in steps} for steps in ranks] == [{5}, {3}, {2}]
+    assert partition.steps(3) == len(ranks[0]) == 10
+    everything = np.concatenate([np.concatenate(steps) for steps in ranks])
+    assert len(set(everything.tolist())) == 100
+
+
+def test_uneven_shares_see_the_global_batches_of_one_rank() -> None:
+    uneven = seen(Partition(size=100, batch=10, shares=(7, 3), seed=3), 2, epoch=4)
+    one = seen(Partition(size=100, batch=10, seed=3), 1, epoch=4)
+    np.testing.assert_array_equal(uneven, one)
+
+
+def test_fixed_uneven_shares_repeat_every_epoch_in_blocks() -> None:
+    partition = Partition(size=20, batch=10, kind="fixed", shares=(7, 3))
+    assert np.concatenate(partition.indices(1, 2, 5)).tolist() == list(range(14, 20))
+
+
+def test_equal_shares_are_the_same_as_none() -> None:
+    plain, shared = Partition(size=103, batch=8), Partition(size=103, batch=8, shares=(4, 4))
+    assert [s.tolist() for s in plain.indices(1, 2, 0)] == [s.tolist() for s in shared.indices(1, 2, 0)]
+
+
+def test_fewer_images_than_one_step_needs_are_refused() -> None:
+    with pytest.raises(SpecError, match="subset 3: at least 4 images are needed for one step"):
+        Partition(size=3, batch=4).steps(4)
+
+
+@pytest.mark.parametrize("shares", [None, (5, 4), (6, 4)])
+def test_values_that_runspec_refuses_fail_an_assertion(shares: tuple[int, ...] | None) -> None:
+    with pytest.raises(AssertionError, match="for 3 ranks"):
+        Partition(size=100, batch=10, shares=shares).indices(0, 3, 0)

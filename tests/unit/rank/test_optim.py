@@ -104,7 +104,7 @@ def test_zeroing_can_keep_the_gradient_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("rmsprop", torch.optim.RMSprop)]
 )
-def test_a_name_is_torchs_own_optimizer_with_the_settings_of_the_spec(name: str, kind: type) -> None:
+def test_each_name_builds_torchs_optimizer_with_the_settings_of_the_spec(name: str, kind: type) -> None:
     _, optimizer = one([1.0, 1.0], name=name, weight_decay=0.25, momentum=0.5)
     assert type(optimizer.parts[0].inner) is kind
     settings = optimizer.parts[0].inner.param_groups[0]

@@ -28,5 +28,5 @@ def test_a_difference_names_the_ranks_hashes_and_what_to_do(apart: Group, step: 
         compare(nn.Linear(1, 1), apart, step, must_agree=True)
 
 
-def test_where_they_may_differ_it_is_written_down(apart: Group) -> None:
+def test_replicas_that_may_differ_are_recorded(apart: Group) -> None:
     assert compare(nn.Linear(1, 1), apart, 8, must_agree=False).agree is False

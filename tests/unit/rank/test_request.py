@@ -14,7 +14,7 @@ from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
 
 
-def test_nothing_asked_is_the_spec_s_own_defaults() -> None:
+def test_without_variables_the_request_is_the_default_spec() -> None:
     request = read_request([], {})
     assert (str(request.spec.mode), request.spec.nodes, request.spec.link, request.rank) == ("ring", 4, Link(), 0)
     assert (request.spec.experiment, request.spec.name) == ("compose", "ring-n4")
@@ -47,7 +47,7 @@ def test_shaping_off_takes_the_rate_out_of_the_spec_and_says_so() -> None:
     assert read_request([], {"RATE": "1gbit", "SHAPING": "egress"}).spec.link.rate == 10**9
 
 
-def test_a_launcher_says_how_many_ranks_there_are_and_leaves_the_network_alone() -> None:
+def test_under_a_launcher_world_size_is_the_number_of_nodes_and_nothing_is_shaped() -> None:
     request = read_request([], {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "h0", "MASTER_PORT": "29999"})
     assert (request.spec.nodes, request.rank, request.master, request.port) == (2, 1, "h0", 29999)
     assert (request.substrate, request.spec.experiment, request.shaping, request.not_shaped) == (
@@ -89,7 +89,7 @@ def test_a_bad_value_is_refused_with_a_sentence(env: dict[str, str], words: str)
 @pytest.mark.parametrize(
     "setting", ["link.rate=50mbit", "overrides.node1.link.rate=50mbit", "node.congestion=reno", "node.cpus=0.4"]
 )
-def test_a_setting_that_nobody_would_apply_under_a_launcher_is_refused(setting: str) -> None:
+def test_a_setting_that_nothing_applies_under_a_launcher_is_refused(setting: str) -> None:
     with pytest.raises(SpecError, match=rf"SET '{setting}': ranks that a launcher starts .*docker compose up"):
         read_request([], {"WORLD_SIZE": "2", "SET": f"warmup=1 {setting}"})
 

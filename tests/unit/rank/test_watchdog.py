@@ -29,7 +29,7 @@ DEADLINE = 30.0  # seconds; what is seen earlier is seen for another reason
 
 @pytest.fixture
 def ring() -> Iterator[Callable[..., list[Heartbeat]]]:
-    """`ring(3)` is three ranks that beat; `.lost` of each is what it ended with."""
+    """`ring(3)` is three ranks that send heartbeats."""
     made: list[Heartbeat] = []
 
     def make(size: int, deadline: float = DEADLINE) -> list[Heartbeat]:
@@ -56,14 +56,14 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 def die(beat: Heartbeat) -> None:
-    """As SIGKILL does: the connections end, nothing is said."""
+    """Like SIGKILL: the connections end without a message."""
     for peer in beat._peers:
         with contextlib.suppress(OSError):
             peer.channel.sock.shutdown(socket.SHUT_RDWR)
 
 
 def freeze(beat: Heartbeat) -> None:
-    """As SIGSTOP does: the connections stay, nothing is said or heard."""
+    """Like SIGSTOP: the connections stay open; nothing is sent or read."""
     beat._send_heartbeat = lambda: None  # type: ignore[method-assign]
     beat._judge = lambda now: None  # type: ignore[method-assign]
     beat._receive = lambda peer: time.sleep(0.01)  # type: ignore[method-assign, assignment, return-value]
@@ -71,7 +71,7 @@ def freeze(beat: Heartbeat) -> None:
 
 @contextlib.contextmanager
 def frozen(beat: Heartbeat) -> Iterator[None]:
-    """As SIGSTOP and SIGCONT do: what comes meanwhile is heard afterwards."""
+    """Like SIGSTOP and SIGCONT: messages that arrive meanwhile are read afterwards."""
     stands, goes_on, beats = threading.Event(), threading.Event(), beat._send_heartbeat
 
     def stand() -> None:
@@ -121,7 +121,7 @@ def test_a_frozen_rank_is_named_after_the_deadline_and_not_before(ring: Callable
     assert "is silent for" in str(zero.verdict)
 
 
-def test_rank_0_that_hears_nobody_is_cut_off_itself(ring: Callable[..., list[Heartbeat]]) -> None:
+def test_rank_0_that_receives_nothing_from_all_others_is_cut_off(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one, two = ring(3, deadline=1.5)
     freeze(one)
     freeze(two)
@@ -129,15 +129,15 @@ def test_rank_0_that_hears_nobody_is_cut_off_itself(ring: Callable[..., list[Hea
     assert "cut off" in str(zero.verdict)
 
 
-def test_who_gives_up_rank_0_alone_was_cut_off_itself(ring: Callable[..., list[Heartbeat]]) -> None:
-    """A cut of about the deadline: the message arrives when the link is back."""
+def test_a_single_rank_that_reports_rank_0_as_lost_was_cut_off(ring: Callable[..., list[Heartbeat]]) -> None:
+    """The link is cut for about the deadline, so that the report arrives when it is back."""
     zero, one, two = ring(3)
     two.report_lost(PeerLost("rank 0 (node0) is silent for 5.0 s: frozen or cut off (seen by rank 2)", 0))
     assert failed_ranks([zero, one]) == [2, 2]
     assert "rank 2 (node2) was cut off" in str(one.verdict)
 
 
-def test_when_most_give_up_rank_0_it_believes_them(ring: Callable[..., list[Heartbeat]]) -> None:
+def test_when_most_ranks_report_rank_0_as_lost_it_accepts(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, *others = ring(4)
     with frozen(zero):
         for beat in others[:2]:
@@ -145,7 +145,7 @@ def test_when_most_give_up_rank_0_it_believes_them(ring: Callable[..., list[Hear
     assert failed_ranks([zero, others[2]]) == [0, 0]
 
 
-def test_of_two_ranks_rank_0_believes_the_other(ring: Callable[..., list[Heartbeat]]) -> None:
+def test_of_two_ranks_rank_0_accepts_the_report_of_the_other(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one = ring(2)
     one.report_lost(PeerLost("rank 0 (node0) is silent (seen by rank 1)", 0))
     assert failed_ranks([zero]) == [0]
@@ -159,8 +159,8 @@ def test_a_verdict_of_the_main_thread_is_told_before_the_rank_leaves(ring: Calla
     assert failed_ranks([one, two]) == [3, 3]
 
 
-def test_a_freeze_of_its_own_gives_nobody_credit(ring: Callable[..., list[Heartbeat]]) -> None:
-    """Freeze, thaw, silence: the silence is seen after the deadline, and not so much later as the freeze was long."""
+def test_after_its_own_freeze_a_rank_still_notices_silence_in_time(ring: Callable[..., list[Heartbeat]]) -> None:
+    """The other rank is named after the deadline, not later by the length of the freeze."""
     zero, one, two = ring(3)
     with frozen(zero):
         time.sleep(3.0)
@@ -178,7 +178,7 @@ def test_a_rank_that_fails_says_why(ring: Callable[..., list[Heartbeat]]) -> Non
     assert "rank 2 (node2) failed: OSError: no space left" in str(one.verdict)
 
 
-def test_leaving_in_good_order_is_no_fault(ring: Callable[..., list[Heartbeat]]) -> None:
+def test_leaving_after_the_end_is_no_failure(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one, two = ring(3)
     two.leave()
     one.leave()
@@ -186,7 +186,7 @@ def test_leaving_in_good_order_is_no_fault(ring: Callable[..., list[Heartbeat]])
     assert zero.verdict is None
 
 
-def test_a_complaint_names_who_was_stopped(ring: Callable[..., list[Heartbeat]]) -> None:
+def test_after_a_failed_wait_a_stopped_rank_is_named(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one, two = ring(3)
     one.leave(STOPPED)
     time.sleep(2 * watchdog.PERIOD_S)
@@ -195,7 +195,7 @@ def test_a_complaint_names_who_was_stopped(ring: Callable[..., list[Heartbeat]])
     assert lost is not None and lost.failed_rank == 1
 
 
-def test_a_complaint_names_the_one_that_is_behind(ring: Callable[..., list[Heartbeat]]) -> None:
+def test_after_a_failed_wait_the_rank_that_is_behind_is_named(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one, two = ring(3)
     zero.at(7, "sync")
     one.at(7, "compute")
@@ -205,7 +205,7 @@ def test_a_complaint_names_the_one_that_is_behind(ring: Callable[..., list[Heart
     assert isinstance(lost, PeerLost) and lost.failed_rank == 1 and "still in step 8" in str(lost)
 
 
-def test_strangers_are_heard_by_nobody(ring: Callable[..., list[Heartbeat]]) -> None:
+def test_connections_without_the_token_are_ignored_and_limited(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one = ring(2)
     port, rng = zero._listener.getsockname()[1], random.Random(7)
     with contextlib.ExitStack() as stay:
@@ -222,8 +222,8 @@ def test_strangers_are_heard_by_nobody(ring: Callable[..., list[Heartbeat]]) -> 
     assert failed_ranks([zero]) == [1]
 
 
-def test_strangers_do_not_stop_it(ring: Callable[..., list[Heartbeat]]) -> None:
-    """More of them than are let in, all at once, some with text that is no text."""
+def test_many_connections_with_invalid_text_do_not_stop_the_heartbeat(ring: Callable[..., list[Heartbeat]]) -> None:
+    """More connections than the limit, all at once, some with invalid text."""
     zero, one = ring(2)
     assert zero._listener is not None
     strangers = [socket.create_connection(zero._listener.getsockname()) for _ in range(2 * watchdog.MAX_UNIDENTIFIED)]

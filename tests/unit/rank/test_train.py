@@ -1,4 +1,4 @@
-"""How long a rank waits for others: as asked, else as long as the slowest link may honestly take."""
+"""The training loop: the deadline of a wait, as requested or by the slowest link."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def seconds(size: int = VGG11, **values: Any) -> float:
     return deadline(RunSpec.load({"nodes": 4} | values, "test"), size)
 
 
-def test_what_was_asked_is_what_is_waited() -> None:
+def test_the_requested_deadline_is_used() -> None:
     assert seconds(deadline=7.5, link={"rate": "1mbit"}) == 7.5
 
 
-def test_an_unshaped_network_gets_the_least() -> None:
+def test_an_unshaped_network_has_the_shortest_deadline() -> None:
     assert seconds() == STEP_DEADLINE_S
 
 
-def test_a_slow_link_gets_twice_the_time_that_all_gradients_take_on_it() -> None:
+def test_a_slow_link_adds_twice_the_time_of_all_gradients() -> None:
     assert seconds(link={"rate": "10mbit"}) == pytest.approx(STEP_DEADLINE_S + 2 * 4 * VGG11 * 8 / 10e6)
 
 
@@ -43,12 +43,12 @@ def test_the_slowest_node_decides() -> None:
     assert seconds(link={"rate": "10mbit"}, overrides=every) == seconds(link={"rate": "1gbit"})  # nobody has the first
 
 
-def test_ranks_that_meet_seldom_may_be_later() -> None:
+def test_with_every_k_the_deadline_is_k_times_as_long() -> None:
     assert seconds(mode="ring/every:4") == 4 * STEP_DEADLINE_S
     assert seconds(mode="ring/every:1000") == 30 * STEP_DEADLINE_S
 
 
-def test_a_link_that_a_fault_makes_slower_decides_too() -> None:
+def test_a_slower_link_of_a_fault_counts_too() -> None:
     drop = ["kill:rank1@step9", "rate:rank2@step8=10mbit"]
     assert seconds(link={"rate": "1gbit"}, faults=drop) == seconds(link={"rate": "10mbit"})
     assert seconds(link={"rate": "1mbit"}, faults=drop) == seconds(link={"rate": "1mbit"})
