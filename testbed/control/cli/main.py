@@ -163,9 +163,9 @@ def tune(
         accept_new=accept_new,
         allow_concurrent=share,
     )
+    search = new_search(spec, out)
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"on {choice.name}: {choice.reason}")
-    search = new_search(spec, out)
     try:
         tune_modes(search, choice, progress, 60 * minutes)
     finally:  # also when it was interrupted: print what was found
@@ -179,7 +179,7 @@ def tune(
 
 
 def _substrate(context: typer.Context, on: str) -> str | SubstrateType:
-    """Substrates that the caller of the app passes as `obj` go by their name, as the built-in ones do."""
+    """The substrate of that name among those that the caller of `app` passes as `obj`, else the name itself."""
     known: dict[str, SubstrateType] = context.obj or {}
     return known.get(on, on)
 

@@ -130,9 +130,9 @@ def finish_sweep(runs: Runs, as_json: bool) -> int:
     print_results(runs.summaries, runs.folder, as_json)
     if not as_json:
         _print_faults(runs)
-    told = _write_report(runs)
+    line = _write_report(runs)
     if not as_json:
-        console.print(told)
+        console.print(line)
     if runs.errors:
         raise runs.errors[0]
     return exit_code(runs.summaries)

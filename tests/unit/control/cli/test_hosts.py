@@ -133,7 +133,7 @@ def test_data_that_is_not_here_is_not_sent(file: Path, tmp_path: Path, monkeypat
     assert "data cifar10 is not here, so it is not sent" in result.stdout
 
 
-def test_a_run_on_hosts_has_no_rate_and_the_inventorys_shares() -> None:
+def test_a_run_on_hosts_has_no_rate_and_the_cpu_quotas_of_the_inventory() -> None:
     inventory = Inventory.load(
         {"nodes": [{"name": "a", "address": "h1", "cpus": 2}, {"name": "b", "address": "h2", "cpus": 4}]}, ""
     )
@@ -147,7 +147,7 @@ def test_a_run_on_hosts_has_no_rate_and_the_inventorys_shares() -> None:
         choose_hosts(inventory, RunSpec.load({"nodes": 4}, ""))
 
 
-def test_the_slow_node_of_an_experiment_is_slow_on_hosts_too_and_a_link_that_is_not_is_noted(tmp_path: Path) -> None:
+def test_a_cpu_quota_of_an_experiment_is_applied_on_hosts_and_a_link_is_noted_as_not_applied(tmp_path: Path) -> None:
     cells = [run for run in Experiment.read(ROOT / "experiments/straggler.toml").runs() if str(run.mode) == "ring"]
     inventory = Inventory.load({"nodes": [{"name": f"h{k}", "address": f"h{k}", "cpus": 2} for k in range(4)]}, "")
     hosts = choose_hosts(inventory, cells[0])
@@ -159,7 +159,7 @@ def test_the_slow_node_of_an_experiment_is_slow_on_hosts_too_and_a_link_that_is_
     assert '{"rate":"125mbit"} of node2 not applied' in notes[2][0] and "--on compose or netns" in notes[2][0]
 
 
-def test_a_share_of_one_node_goes_over_the_inventorys() -> None:
+def test_a_cpu_quota_of_one_node_overrides_the_inventory() -> None:
     inventory = Inventory.load({"nodes": [{"name": f"h{k}", "address": f"h{k}", "cpus": 2} for k in range(2)]}, "")
     spec = RunSpec.load({"nodes": 2, "overrides": {"node1": {"cpus": 0.5}}}, "")
     assert [plan.cpus for plan in node_plans(choose_hosts(inventory, spec).drop_unsupported(spec))] == [2.0, 0.5]

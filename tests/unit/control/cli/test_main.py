@@ -137,7 +137,7 @@ def test_modes_list_every_k_where_it_can_follow():
     assert [line.split()[0] for line in lines if line.startswith("/every")] == ["/every:4", "/every:4@100"]
 
 
-def test_modes_for_people_says_each_codec_once_and_who_takes_it():
+def test_modes_as_text_lists_each_codec_once_with_the_algorithms_that_take_it():
     lines = CliRunner().invoke(main.app, ["modes"]).stdout.splitlines()
     for word, takers in (
         ("/int8", "after direct"),
@@ -148,7 +148,7 @@ def test_modes_for_people_says_each_codec_once_and_who_takes_it():
         assert lines[at + 1].strip().startswith(takers)
 
 
-def test_doctor_says_what_is_here_in_one_line_each():
+def test_doctor_prints_one_finding_per_line():
     result = CliRunner().invoke(main.app, ["doctor", "--json"])
     findings = {row["what"]: row for row in json.loads(result.stdout)}
     assert findings["Python 3.11 or later"]["ok"]
@@ -156,7 +156,7 @@ def test_doctor_says_what_is_here_in_one_line_each():
 
 
 @pytest.mark.parametrize(("image", "instead"), [(True, "in containers"), (False, "plain processes on loopback")])
-def test_doctor_tells_who_is_not_root_what_runs_use_instead(image, instead, monkeypatch):
+def test_doctor_says_which_substrate_is_used_without_root(image, instead, monkeypatch):
     def content() -> str:
         if image:
             return "up to date"

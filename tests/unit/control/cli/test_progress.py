@@ -16,7 +16,7 @@ def record(number: int, sent: int, attempt: int | None = None) -> dict[str, Any]
     return {"step": number, "at": float(number), "total": 1.0, "sent": sent, "received": 0, "attempt": attempt}
 
 
-def test_the_speed_of_a_restarted_run_compares_no_two_attempts_counters() -> None:
+def test_the_speed_of_a_restarted_run_does_not_mix_counters_of_two_attempts() -> None:
     speed = Speed()
     for number in range(4):
         speed.records.append(record(number, 1_000_000 * number, attempt=1))
@@ -28,14 +28,14 @@ def test_the_speed_of_a_restarted_run_compares_no_two_attempts_counters() -> Non
     assert speed.megabytes() == pytest.approx(2.0)
 
 
-def test_a_count_that_only_some_steps_have_is_no_speed() -> None:
+def test_without_counters_in_every_step_there_is_no_speed() -> None:
     speed = Speed()
     speed.records.append(record(0, 0))
     speed.records.append(record(1, 1_000_000) | {"received": None})
     assert speed.megabytes() is None
 
 
-def test_a_strangers_title_is_printed_in_one_line_that_commands_no_terminal() -> None:
+def test_a_title_from_a_file_is_printed_on_one_line_without_control_characters() -> None:
     said = io.StringIO()
     Plain(Console(file=said, soft_wrap=True)).headline(f"Which?\n\x1b]0;owned\x07{'x' * 100_000}")
     (line,) = said.getvalue().splitlines()

@@ -96,7 +96,7 @@ def test_one_node_has_no_network_to_measure(fake: FakeRuns, folder: RunFolder) -
     assert not folder.receipt.exists()
 
 
-def test_a_run_that_is_not_probed_says_so(fake: FakeRuns, folder: RunFolder) -> None:
+def test_a_run_that_is_not_probed_has_a_note(fake: FakeRuns, folder: RunFolder) -> None:
     summary = run(fake, folder, probe=False)
     assert summary.status == "ok" and summary.notes == ["probe = false: the network was not checked"]
 
@@ -200,7 +200,7 @@ def test_a_ranks_refusal_is_raised_as_a_usage_error(fake: FakeRuns, folder: RunF
     assert Summary.read(folder).status == "failed" and fake.calls[-2:] == ["stop", "exit"]
 
 
-def test_a_rank_that_broke_is_named_and_the_others_are_stopped(fake: FakeRuns, folder: RunFolder) -> None:
+def test_a_rank_that_failed_is_named_and_the_others_are_stopped(fake: FakeRuns, folder: RunFolder) -> None:
     def play(where: RunFolder, rank: int) -> int | None:
         succeeds(where, rank)
         return -signal.SIGKILL if rank == 1 else None  # rank 0 does not end
@@ -248,7 +248,7 @@ def test_a_good_run_whose_summary_cannot_be_written_fails(fake: FakeRuns, folder
         run(fake, folder)
 
 
-# --- faults on purpose, and going on -----------------------------------------------------------------------------
+# --- faults and resuming ---------------------------------------------------------------------------------------
 
 
 def test_a_fault_that_a_substrate_cannot_inject_is_refused_before_anything_is_made(
@@ -389,7 +389,7 @@ def test_a_probe_is_one_process_per_node_outside_the_quota() -> None:
     assert receipt.valid() and receipt.worst_error == pytest.approx(0, abs=1e-6) and len(events) == 2
 
 
-def test_a_failed_probe_says_why_in_the_nodes_words() -> None:
+def test_a_failed_probe_quotes_the_error_of_the_node() -> None:
     def fail(node: int, argv: Sequence[str], log: Path) -> int:
         log.write_text(json.dumps({"event": "error", "rank": node, "sentence": "node1 left the probe"}) + "\n")
         return 1
@@ -406,7 +406,7 @@ def test_a_probe_of_plain_processes_is_unshaped() -> None:
     assert receipt.worst_error is None and len(receipt.links) == 2 and receipt.fan_in is not None
 
 
-def test_a_probe_that_failed_names_nodes_as_the_user_does(tmp_path: Path) -> None:
+def test_a_failed_probe_uses_the_node_names_of_the_inventory(tmp_path: Path) -> None:
     logs = [tmp_path / "anna.log", tmp_path / "node0.log"]
     logs[0].write_text(json.dumps({"event": "error", "sentence": "node0: no connection from node1"}) + "\n")
     assert "failed: anna: no connection from node0; did not end on node0. Try" in _probe_error([1, None], logs)

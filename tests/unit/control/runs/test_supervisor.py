@@ -49,7 +49,7 @@ def test_it_returns_when_all_ranks_ended_well(tmp_path):
     supervise([Scripted(0), Scripted(0, polls=3)], RunFolder(tmp_path))
 
 
-def test_a_killed_rank_is_blamed_before_those_that_lost_it(tmp_path):
+def test_a_killed_rank_is_the_root_cause_not_those_that_lost_it(tmp_path):
     folder = RunFolder(tmp_path)
     records(folder, 2, {"kind": "step", "step": 6})
     records(folder, 0, {"kind": "error", "code": 6, "message": "rank 0 lost a peer"})
@@ -106,12 +106,12 @@ def test_of_two_silent_ranks_the_one_that_is_behind_is_the_frozen_one(tmp_path):
         supervise([Scripted(6), Scripted(0, polls=NEVER), Scripted(0, polls=NEVER)], folder)
 
 
-def test_a_rank_that_broke_is_blamed_even_if_another_never_ends(tmp_path):
+def test_a_rank_that_failed_is_the_root_cause_even_if_another_never_ends(tmp_path):
     with pytest.raises(RankFailed, match=r"rank 2 \(node2\) ended with code 1 before its first step.*rank 0 lost it"):
         supervise([Scripted(6), Scripted(0, polls=NEVER), Scripted(1)], RunFolder(tmp_path))
 
 
-def test_a_half_written_line_waits_for_its_end(tmp_path):
+def test_a_half_written_line_is_read_when_it_is_complete(tmp_path):
     path = tmp_path / "rank0.jsonl"
     path.write_text('{"kind":"step","step":0}\n{"kind":"st')
     tail = Tail(path)
@@ -143,7 +143,7 @@ def test_of_two_ranks_that_lost_each_other_both_are_named(tmp_path):
     assert str(told.value) == f"{said} See {folder.log(0)} and {folder.log(1)}"
 
 
-def test_where_a_third_rank_saw_it_the_one_that_most_lost_is_named(tmp_path):
+def test_of_three_ranks_the_one_that_most_report_as_lost_is_named(tmp_path):
     folder = RunFolder(tmp_path)
     for rank, lost in enumerate((1, 0, 1)):
         records(folder, rank, {"kind": "error", "code": 6, "failed_rank": lost, "message": f"no rank {lost}"})

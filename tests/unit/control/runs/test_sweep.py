@@ -68,7 +68,7 @@ def fails_in(mode: str) -> object:
     return play
 
 
-def test_a_sweep_goes_on_past_a_run_that_failed(fake: FakeRuns, file: Path) -> None:
+def test_a_sweep_continues_after_a_run_that_failed(fake: FakeRuns, file: Path) -> None:
     fake.play = fails_in("ring")
     summaries, errors = run_all(specs(file), fake.choice, Path("runs"), Silent())
     assert [s.status for s in summaries] == ["ok", "failed", "ok"]
@@ -166,7 +166,7 @@ def test_a_setting_on_an_axis_is_refused_and_nothing_runs(fake: FakeRuns, file: 
     assert fake.made == [] and not Path("runs").exists()
 
 
-def test_a_setting_beside_the_axes_reaches_every_run(fake: FakeRuns, file: Path) -> None:
+def test_a_setting_that_is_not_an_axis_applies_to_every_run(fake: FakeRuns, file: Path) -> None:
     assert command(fake, file, "--set", "optimizer.lr=0.5").exit_code == 0
     found = [Summary.read(RunFolder(path.parent)) for path in Path("runs/three").glob("*/spec.json")]
     assert [summary.spec.optimizer.lr for summary in found] == [0.5] * 3

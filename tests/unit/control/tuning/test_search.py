@@ -37,7 +37,7 @@ GRADIENT = 36_924_456  # VGG-11's
 # --- the race ----------------------------------------------------------------------------------------------------
 
 
-def test_the_leader_is_the_fastest_and_chances_add_up() -> None:
+def test_the_leader_is_the_fastest_and_probabilities_add_up() -> None:
     race = Race({"a": [1.0, 1.01], "b": [1.2, 1.19], "c": [1.03]})
     probability = race.probability_best()
     assert race.leader() == "a"
@@ -45,7 +45,7 @@ def test_the_leader_is_the_fastest_and_chances_add_up() -> None:
     assert probability["a"] > probability["c"] > probability["b"]
 
 
-def test_one_run_each_is_not_sure_when_they_are_close_and_sure_when_they_are_far() -> None:
+def test_one_run_each_is_enough_if_times_differ_much_and_not_if_they_are_close() -> None:
     assert Race({"a": [1.0], "b": [1.04]}).probability_best()["a"] < SURE
     assert Race({"a": [1.0], "b": [1.5]}).probability_best()["a"] > SURE
 
@@ -55,12 +55,12 @@ def test_two_runs_that_happen_to_agree_are_not_certainty() -> None:
     assert high / low > 1.05
 
 
-def test_equals_are_told_apart_by_the_tolerance_only_after_enough_runs() -> None:
+def test_equal_candidates_are_within_the_tolerance_only_after_enough_runs() -> None:
     few, many = (Race({"a": [0.97, 1.03] * pairs, "b": [0.98, 1.04] * pairs}) for pairs in (1, 20))
     assert few.probability_best()["a"] < SURE < many.probability_best()["a"]
 
 
-def test_the_fastest_are_repeated_whatever_the_chances_say() -> None:
+def test_the_fastest_are_repeated_whatever_the_probabilities_are() -> None:
     race = Race({name: [float(number)] for number, name in enumerate("abcdefgh", start=1)})
     assert race.probability_best()["a"] > SURE and not race.repeated()
     assert race.due() == ["a", "b", "c", "d"]
@@ -72,14 +72,14 @@ def test_the_fastest_are_repeated_whatever_the_chances_say() -> None:
     assert race.due() == []
 
 
-def test_a_machine_that_wavers_is_found_out() -> None:
-    """A lead of 20 % is nothing where runs differ by 30 %, and two or three runs each show that."""
+def test_large_differences_between_runs_lower_the_probability() -> None:
+    """A lead of 20 % is not significant if runs differ by 30 %; two or three runs each show that."""
     steady = Race({"a": [1.0, 1.02, 0.99], "b": [1.2, 1.22, 1.19], "c": [1.4, 1.39]})
     wavering = Race({"a": [1.0, 1.3, 0.8], "b": [1.2, 0.9, 1.5], "c": [1.4, 1.0]})
     assert steady.probability_best()["a"] > SURE > 0.9 > wavering.probability_best()["a"]
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_the_95_percent_interval_contains_the_true_time_in_about_95_percent_of_cases() -> None:
     draw, held = random.Random(2), 0
     for _ in range(300):
         race = Race({name: [draw.lognormvariate(0, 0.03) for _ in range(3)] for name in "abc"})
@@ -110,7 +110,7 @@ def test_codecs_and_other_algorithms_are_tried_where_they_are_legal() -> None:
     assert candidates(SyncMode.parse("ring"), 10)[1:] == ["ring/bucket:4KiB/overlap", "ring/bucket:4KiB/pipeline"]
 
 
-def test_neighbours_are_half_and_twice_the_bucket_while_that_means_something() -> None:
+def test_neighbours_are_half_and_twice_the_bucket_within_the_limits() -> None:
     around = neighbours(SyncMode.parse("ring/bucket:4MiB/pipeline"), GRADIENT)
     assert around == ["ring/bucket:2MiB/pipeline", "ring/bucket:8MiB/pipeline"]
     assert neighbours(SyncMode.parse("ring/bucket:32MiB/overlap"), GRADIENT) == ["ring/bucket:16MiB/overlap"]
@@ -121,7 +121,7 @@ def test_neighbours_are_half_and_twice_the_bucket_while_that_means_something() -
 
 
 @pytest.mark.parametrize("mode", ["ring/bucket:1MiB", "ring/param/overlap", "ring/every:2", "single", "none"])
-def test_a_mode_that_says_what_is_sought_or_has_nothing_to_tune_is_refused(mode: str) -> None:
+def test_a_mode_with_a_schedule_or_with_nothing_to_tune_is_refused(mode: str) -> None:
     with pytest.raises(SpecError, match=r"Use ring|algorithm alone"):
         first_mode(SyncMode.parse(mode))
 
@@ -130,7 +130,7 @@ def test_a_mode_that_says_what_is_sought_or_has_nothing_to_tune_is_refused(mode:
 
 
 class Speeds:
-    """Ranks whose step takes what their mode says, give or take."""
+    """Ranks whose step takes a time that depends on their mode, with 1 % of noise."""
 
     def __init__(self, fake: FakeRuns) -> None:
         self.fake = fake
@@ -186,7 +186,7 @@ def command(fake: FakeRuns, *arguments: str) -> Any:
     return CliRunner().invoke(main.app, ["tune", *flags, *arguments], obj={"fake": fake.type})
 
 
-def test_it_finds_the_fastest_says_how_sure_it_is_and_writes_an_experiment(speeds: Speeds) -> None:
+def test_it_finds_the_fastest_with_its_certainty_and_writes_an_experiment(speeds: Speeds) -> None:
     found = json.loads(command(speeds.fake, "--json").stdout)
     assert found["winner"] == "ring/bucket:2MiB/pipeline"  # a size that the first round did not try
     assert found["sure"] >= SURE and found["ended"] == "sure enough"
@@ -198,7 +198,7 @@ def test_it_finds_the_fastest_says_how_sure_it_is_and_writes_an_experiment(speed
     assert (run.link.rate, run.nodes, run.data.name, run.steps) == (200_000_000, 2, "synthetic", 40)
 
 
-def test_people_see_a_curve_the_winner_and_what_it_is_worth(speeds: Speeds) -> None:
+def test_it_prints_a_curve_the_winner_and_the_factor_to_the_reference(speeds: Speeds) -> None:
     result = command(speeds.fake)
     assert result.exit_code == 0
     rows = [line for line in result.stdout.splitlines() if line.startswith("| ring/bucket")]
@@ -209,7 +209,7 @@ def test_people_see_a_curve_the_winner_and_what_it_is_worth(speeds: Speeds) -> N
     assert "testbed sweep experiments/tuned.toml" in result.stdout
 
 
-def test_an_own_method_whose_name_begins_like_ddps_is_not_the_reference(
+def test_a_users_method_whose_name_begins_with_ddp_is_not_the_reference(
     speeds: Speeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TESTBED_METHODS", str(tmp_path / "methods"))
@@ -221,7 +221,7 @@ def test_an_own_method_whose_name_begins_like_ddps_is_not_the_reference(
     assert "\nddp takes 1.1" in said and "\nddp-x takes" not in said
 
 
-def test_later_rounds_run_only_who_may_still_win(speeds: Speeds) -> None:
+def test_later_rounds_run_only_candidates_that_may_still_win(speeds: Speeds) -> None:
     command(speeds.fake, "--json")
     assert speeds.order[0] == "ring"
     assert speeds.order.count("ring") == speeds.order.count("ddp") == 1, "it was far behind"
@@ -238,7 +238,7 @@ def test_repeats_are_interleaved(speeds: Speeds) -> None:
     assert all(a != b for a, b in itertools.pairwise(speeds.order))
 
 
-def test_time_that_is_up_ends_it_with_what_it_has(speeds: Speeds) -> None:
+def test_when_the_time_is_over_it_ends_with_what_was_found(speeds: Speeds) -> None:
     found = json.loads(command(speeds.fake, "--json", "--minutes", "0").stdout)
     assert found["winner"] == "ring" and "time is up" in found["ended"]
     assert found["untried"] == candidates(SyncMode.parse("ring"), GRADIENT)
@@ -254,7 +254,7 @@ def test_a_candidate_that_fails_is_dropped_by_name_and_the_search_goes_on(speeds
 
 
 @pytest.mark.parametrize("broken", ["ring/bucket:2MiB/pipeline", "ring"])
-def test_a_candidate_that_breaks_later_wins_nothing_by_its_earlier_times(speeds: Speeds, broken: str) -> None:
+def test_a_candidate_that_fails_later_does_not_win_by_its_earlier_times(speeds: Speeds, broken: str) -> None:
     speeds.known[broken] = 1.0
     speeds.broken, speeds.sound = broken, 1
     found = json.loads(command(speeds.fake, "--json").stdout)
@@ -328,5 +328,5 @@ def test_every_setting_reaches_the_file(speeds: Speeds, tmp_path: Path) -> None:
     assert (run.optimizer.lr, run.data.shares) == (0.00001, (3, 5))
 
 
-def test_a_search_knows_its_folder_and_nothing_yet(tmp_path: Path) -> None:
+def test_a_new_search_has_no_times(tmp_path: Path) -> None:
     assert Search(RunSpec(), tmp_path).race.times == {}
