@@ -88,7 +88,7 @@ def _lock_folder(file: Path) -> int:
 @contextmanager
 def machine_lock(choice: SubstrateChoice, folders: Sequence[Path] = LOCK_FOLDERS) -> Iterator[None]:
     """Hold the machine's lock if the nodes of this substrate share its cores; wait for whoever holds it."""
-    if choice.shares_cores:
+    if choice.needs_machine_lock:
         with reserve_machine(folders=folders):
             yield
     else:

@@ -139,8 +139,8 @@ class SubstrateChoice:
         return self.type.name
 
     @property
-    def shares_cores(self) -> bool:
-        """True if the run needs the machine's lock: its nodes use this machine's cores, and nobody allowed sharing."""
+    def needs_machine_lock(self) -> bool:
+        """True if the nodes use the cores of this machine, unless concurrent measurements are allowed."""
         return self.type.is_local() and not self.allow_concurrent
 
     def drop_unsupported(self, spec: RunSpec) -> RunSpec:
