@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# TORCH_INDEX names the index of torch and torchvision, PyTorch's CPU builds by default; see docker/torch.sh.
+# TORCH_INDEX is the index of torch and torchvision; by default PyTorch's index of CPU builds (docker/torch.sh).
 $(VENV)/.ready: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]}: 3.11 or later is needed. Use make PYTHON=python3.11.")'
 	$(PYTHON) -m venv $(VENV)
@@ -19,50 +19,50 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 	$(PIP) install --quiet --no-deps --editable .
 	@touch $@
 
-venv: $(VENV)/.ready ## the virtual environment, with pinned packages
+venv: $(VENV)/.ready ## make the virtual environment, with pinned packages
 
-data: $(VENV)/.ready ## CIFAR-10, verified by checksum
+data: $(VENV)/.ready ## fetch CIFAR-10 and verify its checksums
 	$(BIN)/testbed data get cifar10
 
-run: data ## the main job: six modes and a control run on a four-node network of this machine, a table and a report
-	@if docker info >/dev/null 2>&1; then PYTHON=$(PYTHON) docker/image.sh || echo "no image: another place is used"; fi
+run: data ## run six modes and a control on a network of four nodes on this machine; print a table, write a report
+	@if docker info >/dev/null 2>&1; then PYTHON=$(PYTHON) docker/image.sh || echo "no image: another substrate is used"; fi
 	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
 
-test: $(VENV)/.ready ## all tests that this machine can run (with CI=true: all, or fail; ARGS=-n0: one at a time)
+test: $(VENV)/.ready ## run all tests that this machine can run (CI=true: fail if it cannot run all; ARGS=-n0: one at a time)
 	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
-check: $(VENV)/.ready ## ruff and mypy
+check: $(VENV)/.ready ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(VENV)/.ready ## the tables in docs/modes.md and the list in .env.example, from the rows in testbed/spec/mode.py
+docs: $(VENV)/.ready ## update the tables in docs/modes.md and the list in .env.example from testbed/spec/mode.py
 	$(BIN)/python docs/generate.py
 
-picture: $(VENV)/.ready ## docs/report.png, the picture of a report page (ARGS=FOLDER; needs Chromium)
+picture: $(VENV)/.ready ## make docs/report.png, a picture of a report page (ARGS=FOLDER; needs Chromium)
 	$(BIN)/python docs/picture.py $(or $(ARGS),runs/quick) docs/report.png
 
-bench: data ## the speed this project promises, measured (90 minutes; ARGS=PART for one part; do nothing else meanwhile)
+bench: data ## run the benchmarks (90 minutes on an idle machine; ARGS=PART: one part)
 	$(BIN)/python -m tests.bench $(ARGS)
 
-soak: $(VENV)/.ready ## what must hold when things go wrong, counted; resumes (ARGS="kill resume": some parts)
+soak: $(VENV)/.ready ## inject kills, faults and bad input many times and count failures; resumes (ARGS="kill resume": some parts)
 	$(BIN)/python -m tests.soak $(ARGS)
 
-fuzz: $(VENV)/.ready ## specs, modes, faults and files made up at random, far longer than in make test
+fuzz: $(VENV)/.ready ## try random specs, modes, faults and files, many more than make test
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/unit/spec -q $(ARGS)
 	$(BIN)/python -m tests.soak hostile
 
-engine: ## a Docker engine with Compose where there is none (Debian, root; asks first)
+engine: ## install and start a Docker engine with Compose (Debian, as root; asks first)
 	docker/engine.sh $(ARGS)
 
-wheels: ## the rank side's packages as wheels, for building the image without an index
+wheels: ## download the packages of a rank, to build the image without a package index
 	PYTHON=$(PYTHON) docker/wheels.sh
 
-image: ## the image that every node runs, unless it is up to date
+image: ## build the image of a rank, unless it is up to date
 	PYTHON=$(PYTHON) docker/image.sh
 
-up: image ## docker compose up, with base and image made first: four nodes in containers, no controller
+up: image ## build the image, then docker compose up: four nodes in containers, without a controller
 	docker compose up $(ARGS)
 
-clean: $(VENV)/.ready ## remove what a killed controller left behind; runs/ and data/ stay
+clean: $(VENV)/.ready ## remove the namespaces, cgroups, containers and processes of a killed controller; runs/ and data/ stay
 	$(BIN)/testbed clean

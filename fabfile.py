@@ -1,9 +1,9 @@
-"""Real hosts: the image on each of them, one rank each, the results here.
+"""Tasks for real hosts: send them the image, run one rank on each, and copy the results here.
 
     cp inventory/hosts.example.toml inventory/hosts.toml    # edit it
     fab doctor deploy run --mode ring
-Every task is the command of `testbed hosts` with that name; `fab --list` and `fab --help TASK` explain them.
---inventory, --nodes and --accept-new hold for the whole line, after whichever task they are.
+Each task calls the command of `testbed hosts` with the same name; see `fab --list` and `fab --help TASK`.
+--inventory, --nodes and --accept-new apply to all tasks of the command line, after whichever task they stand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from testbed.spec.errors import TestbedError
 
 
 def make_task(name: str, command: Any) -> Task:
-    """A task with the options of a command. Invoke reads them from the signature of its body."""
+    """Return a task that calls a command of `testbed hosts`. Invoke reads its options from the signature of `body`."""
     options = {option.opts[0].lstrip("-").replace("-", "_"): option for option in command.params}
 
     def body(context: Context, **values: Any) -> None:

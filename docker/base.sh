@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# A base image without an image registry: Debian by debootstrap, imported as testbed-base:bookworm.
+# Make a base image without an image registry: install Debian with debootstrap, import it as testbed-base:bookworm.
 #
 #   docker/base.sh [-y]      make the image, unless it exists; print its name
 #
-# Takes about a minute, once. debootstrap needs root. Asks before it installs debootstrap, unless -y or CI=true.
+# This takes about a minute, once. debootstrap needs root. The script asks before it installs debootstrap, unless -y is
+# given or CI=true.
 set -euo pipefail
 
 release=bookworm
@@ -19,15 +20,15 @@ mirror() { # the machine's own apt source, so that no host name is written here
 install_debootstrap() {
   command -v debootstrap >/dev/null && return
   if [[ ${CI:-} != true && ${yes:-} != 1 ]]; then
-    [[ -t 0 ]] || fail "debootstrap must be installed by apt. Agree with -y."
-    read -rp "Install debootstrap by apt? [y/N] " reply
+    [[ -t 0 ]] || fail "debootstrap is missing. Use -y to install it with apt."
+    read -rp "Install debootstrap with apt? [y/N] " reply
     [[ $reply == [yY]* ]] || fail "nothing was installed."
   fi
   apt-get -qq -o DPkg::Lock::Timeout=120 update
   DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 install -y --no-install-recommends debootstrap >/dev/null
 }
 
-slim() { # remove what the public slim image leaves out, too
+slim() { # remove what the public slim image also leaves out
   rm -rf "$1"/var/cache/apt/* "$1"/var/lib/apt/lists/* "$1"/var/log/* "$1"/usr/share/{doc,man,info,locale,lintian}/*
   printf 'path-exclude /usr/share/%s/*\n' doc man info locale lintian >"$1/etc/dpkg/dpkg.cfg.d/slim"
 }
@@ -37,7 +38,7 @@ case ${1:-} in
   "") ;;
   *) fail "'$1' is unknown. Use docker/base.sh [-y]." ;;
 esac
-docker info >/dev/null 2>&1 || fail "no engine answers. Start one with make engine."
+docker info >/dev/null 2>&1 || fail "no Docker engine answers. Start one with make engine."
 if ! docker image inspect "$image" >/dev/null 2>&1; then
   ((EUID == 0)) || fail "debootstrap needs root. Run it with sudo, once."
   command -v apt-get >/dev/null || fail "this is not Debian. Pull a Debian image and build with BASE=IMAGE."
@@ -46,7 +47,7 @@ if ! docker image inspect "$image" >/dev/null 2>&1; then
   install_debootstrap
   root=$(mktemp -d)
   trap 'rm -rf "$root"' EXIT
-  say "making $image by debootstrap (about a minute)"
+  say "making $image with debootstrap (about a minute)"
   debootstrap --variant=minbase "$release" "$root" "$source" >"$root.log" 2>&1 || { tail -n 5 "$root.log" >&2; fail "debootstrap failed; its log is $root.log."; }
   rm -f "$root.log"
   slim "$root"

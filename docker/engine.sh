@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A Docker engine with Compose v2 and buildx on a Debian machine that has none.
+# Install and start a Docker engine with Compose v2 and buildx on a Debian machine.
 #
 #   docker/engine.sh [-y]    install what is missing, start an engine, wait until it answers
 #   docker/engine.sh stop    stop the engine that this script started
 #
-# Asks before it installs anything, unless -y is given or CI=true.
+# The script asks before it installs anything, unless -y is given or CI=true.
 set -euo pipefail
 
 pid_file=/run/testbed-engine.pid   # of the engine that this script started
@@ -24,14 +24,15 @@ missing() {
   docker compose version >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1 || echo plugins
 }
 
-agree() {
+ask_to_install() {
   [[ ${CI:-} == true || ${yes:-} == 1 ]] && return
-  [[ -t 0 ]] || fail "$* must be installed by apt. Agree with -y."
-  read -rp "Install $* by apt? [y/N] " reply
+  [[ -t 0 ]] || fail "missing: $*. Use -y to install it with apt."
+  read -rp "Install $* with apt? [y/N] " reply
   [[ $reply == [yY]* ]] || fail "nothing was installed."
 }
 
-# Debian 12 has Compose v1 only. The same mirror has the next release; pinned at 100, nothing else is taken from it.
+# Debian 12 has Compose v1 only. The next release on the same mirror has v2. With priority 100, apt takes nothing else
+# from that release.
 add_next_release() {
   local uri
   uri=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | awk '$2 == "bookworm" { print $1; exit }')
@@ -44,23 +45,23 @@ add_next_release() {
 install() {
   local codename from=""
   codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-unknown}")
-  command -v apt-get >/dev/null || fail "this is not Debian. Install Docker with Compose v2 as docker.com says."
+  command -v apt-get >/dev/null || fail "this is not Debian. Install Docker with Compose v2 by the instructions on docker.com."
   [[ $codename != bookworm ]] || { add_next_release; from=/trixie; }
   "${apt[@]}" update
   [[ $* != *engine* ]] || "${apt[@]}" install -y --no-install-recommends docker.io iptables >/dev/null
   [[ $* != *plugins* ]] || "${apt[@]}" install -y --no-install-recommends "docker-compose$from" "docker-buildx$from" >/dev/null
 }
 
-# An engine that was killed leaves pid and socket files, which keep the next one from starting.
+# A killed engine leaves pid and socket files, which prevent the next one from starting.
 remove_stale() {
-  alive /run/docker.pid dockerd && fail "an engine runs (pid $(</run/docker.pid)) but does not answer. Stop it, then try again."
+  alive /run/docker.pid dockerd && fail "a Docker engine runs (pid $(</run/docker.pid)) but does not answer. Stop it, then try again."
   rm -f /run/docker.pid /run/docker.sock
   alive /run/docker/containerd/containerd.pid containerd || rm -rf /run/docker/containerd
 }
 
 start() {
   remove_stale
-  # In a session of its own it survives this shell and does not get its Ctrl-C.
+  # In its own session the engine continues when this shell ends, and Ctrl-C does not reach it.
   setsid dockerd >"$log" 2>&1 </dev/null &
   local pid=$!
   for ((i = 0; i < timeout_s * 5; i++)); do
@@ -94,12 +95,12 @@ esac
 needs=$(missing | xargs)
 if [[ $needs ]]; then
   ((EUID == 0)) || fail "missing: $needs. Only root can install it: run this with sudo."
-  agree "$needs"
+  ask_to_install "$needs"
   install "$needs"
 fi
 if answers; then
-  say "answers ($(docker info --format '{{.ServerVersion}}'))."
+  say "an engine answers (version $(docker info --format '{{.ServerVersion}}'))."
 else
-  ((EUID == 0)) || fail "no engine answers, and only root can start one. Run this with sudo, or join the docker group."
+  ((EUID == 0)) || fail "no Docker engine answers, and only root can start one. Run this with sudo, or join the docker group."
   start
 fi

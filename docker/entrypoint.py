@@ -1,4 +1,4 @@
-"""The first process of a node's container: read the request, shape the network, drop all privileges, become the rank.
+"""The first process of a node's container: read the request, shape the network, drop privileges, execute the rank.
 
 It runs as root with NET_ADMIN (to shape), SETUID, SETGID and SETPCAP (to drop privileges) and CHOWN (to give the run
 folder to the rank). The rank that replaces it has no capability and cannot get one.
@@ -13,7 +13,7 @@ INTERRUPTED = 130  # Interrupted.exit_code, needed before testbed is imported
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 if __name__ == "__main__":  # before the imports, which take a while: process 1 has no default handlers
     for number in SIGNALS:
-        # It may not kill a child of another user, but all processes of the container end with process 1.
+        # This process may not signal a child of another user, but all processes of a container end with process 1.
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
 
 import json  # noqa: E402
@@ -34,13 +34,13 @@ COMMAND_TIMEOUT_S = 20.0  # each of these commands takes milliseconds
 
 
 def main() -> None:
-    """Refuse a bad request before anything is shaped or made; then shape, write spec.json, and become the rank."""
+    """Check the request before anything is changed; then write spec.json, fetch data, shape, and execute the rank."""
     request = request_from_environment(os.environ)
     owner = _owner(runs_dir())
     _check_writable(runs_dir(), owner)
     argv = ["python3", "-m", "testbed.rank", "--spec", str(_write_spec(request))]
-    if request.rank == 0 and not _bring_data(request, owner):
-        reason = f"data {request.spec.data.name} could not be fetched: synthetic images instead"
+    if request.rank == 0 and not _ensure_data(request, owner):
+        reason = f"data {request.spec.data.name} could not be fetched: synthetic images are used"
         print(reason, flush=True)
         argv += ["--synthetic", reason]
     if request.spec.world > 1 and request.shaping in ("both", "egress"):
@@ -49,14 +49,14 @@ def main() -> None:
         _set_congestion(request.spec.node.congestion, request.interface)
     if request.rank == 0 and owner == (0, 0):
         argv += ["--folder", str(_make_folder(request))]
-    # Blocked across the exec: as process 1, the new program would lose signals until it has installed its handlers.
+    # Signals stay blocked across the exec, because process 1 loses signals until it has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     command = [*without_privileges(*(owner if owner[0] else (NOBODY, NOBODY))), *argv]
     os.execvp(command[0], command)
 
 
 def _owner(folder: Path) -> tuple[int, int]:
-    """uid and gid of the folder's owner; (0, 0) if that is root, whatever the group."""
+    """Return uid and gid of the folder's owner; (0, 0) for root, whatever the group. Raises Unavailable."""
     try:
         status = folder.stat()
     except OSError as error:
@@ -71,15 +71,15 @@ def _check_writable(folder: Path, owner: tuple[int, int]) -> None:
 
 
 def _write_spec(request: Request) -> Path:
-    """The spec as a file that the rank reads, so that the variables are read once."""
+    """Write the spec to a file and return its path. The rank reads that file instead of the environment variables."""
     path = Path(tempfile.mkdtemp(prefix="testbed-")) / "spec.json"
     path.parent.chmod(0o755)  # the rank runs as another user
     write_whole(path, request.spec.to_json())
     return path
 
 
-def _bring_data(request: Request, owner: tuple[int, int]) -> bool:
-    """Fetch the data set if it is missing, as the owner of the data folder; False if that failed."""
+def _ensure_data(request: Request, owner: tuple[int, int]) -> bool:
+    """Fetch the data set if it is missing, as the owner of the data folder; return False if that failed."""
     name, root = request.spec.data.name, data_dir()
     if is_complete(name, root):
         return True
@@ -92,7 +92,7 @@ def _bring_data(request: Request, owner: tuple[int, int]) -> bool:
 
 
 def _fetch(name: str) -> None:
-    """Fetch a data set; runs in a process of its own, without privileges."""
+    """Fetch a data set. This runs in a child process without privileges."""
     from testbed.data.fetch import fetch
 
     fetch(name, data_dir(), lambda text: print(text, flush=True))
@@ -115,18 +115,20 @@ def _apply(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     needs = "The container needs NET_ADMIN and the kernel tbf, ifb, u32 and mirred (netem for delay and loss)"
-    way_out = "SHAPING=egress does without ifb, SHAPING=off without all of it"
+    way_out = "SHAPING=egress needs no ifb, SHAPING=off needs none of them"
     raise NetworkInvalid(f"the network cannot be shaped: {shlex.join(command)}: {reason}. {needs}; {way_out}.")
 
 
 def _make_folder(request: Request) -> Path:
-    """Make the run folder where only root may write, and give it to the rank."""
+    """Make the run folder in a folder that only root may write to, and make the rank's user its owner."""
     folder = fresh_folder(runs_dir() / request.spec.experiment, request.spec.name)
     try:
         folder.mkdir(parents=True)
         os.chown(folder, NOBODY, NOBODY)
     except OSError as error:
-        raise Unavailable(f"run folder {folder}: cannot be made ({error.strerror}). Check who owns ./runs.") from None
+        raise Unavailable(
+            f"run folder {folder}: cannot be made ({error.strerror}). Check the owner of ./runs."
+        ) from None
     return folder
 
 

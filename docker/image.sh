@@ -16,7 +16,7 @@ base() { # print the name of the base image: BASE, else the public one, else one
   docker/base.sh
 }
 
-docker info >/dev/null 2>&1 || { say "no engine answers. Start Docker, or install one with make engine."; exit 2; }
+docker info >/dev/null 2>&1 || { say "no Docker engine answers. Start Docker, or install one with make engine."; exit 2; }
 docker compose version >/dev/null 2>&1 || { say "Compose v2 is missing. Install it, or run make engine."; exit 2; }
 hash=$("${PYTHON:-python3}" -m testbed.control.substrates.content)
 made=$(docker image inspect --format '{{index .Config.Labels "testbed.content"}}' "$image" 2>/dev/null || true)
@@ -25,7 +25,7 @@ if [[ $made == "$hash" ]]; then
   exit
 fi
 docker/wheels.sh || say "no wheelhouse; the build uses a package index"
-base_image=$(base) # on a line of its own, because a failure inside an assignment before a command is ignored
+base_image=$(base) # on its own line, because bash ignores a failure inside an assignment before a command
 BASE=$base_image CONTENT_HASH=$hash docker compose build --quiet rank0
 docker image prune --force --filter label=testbed.content >/dev/null # our images that the new one replaced
 say "$image, $(docker image inspect --format '{{.Size}}' "$image" | awk '{ printf "%.0f MB", $1 / 1e6 }'), content $hash"

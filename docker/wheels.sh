@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The wheelhouse: the packages of a rank as wheels for the image's Python, to build the image without a package index.
+# Download the packages of a rank as wheels for the image's Python, to build the image without a package index.
 #
 #   docker/wheels.sh         fill wheels/ (about 250 MB), unless it is up to date
 #

@@ -3,9 +3,9 @@
     run = testbed.run(mode="ring", nodes=4, rate="200mbit")   train once, on the best substrate that is available
     runs = testbed.sweep("experiments/quick.toml")             every cell of an experiment
     runs = testbed.load("runs/quick")                          what earlier runs measured
-docs/api.md describes them. They are loaded when they are first used: ranks import this package without control/.
+docs/api.md describes them. They are imported on first use, because ranks import this package without control/.
 
-Folders; imports point one way, and tests/unit/test_imports.py enforces it:
+Folders. tests/unit/test_imports.py checks which of them may import which:
   spec/     what is requested: modes, links, runs, experiments
   results/  what was measured: records, receipts, summaries, tables
   net/      turns a link into tc argument lists; measures the network
@@ -28,7 +28,7 @@ __all__ = ["Run", "Runs", "__version__", "load", "run", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the API when it is first used."""
+    """Import the API on first use. Raises AttributeError for a name that it does not have."""
     if name in __all__:
         return getattr(importlib.import_module("testbed.control.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
