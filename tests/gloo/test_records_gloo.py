@@ -50,6 +50,13 @@ def test_phases_of_a_real_step_add_up(cells: dict[str, Cell], mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_copies_are_recorded_in_every_mode_that_sends(cells: dict[str, Cell], mode: str) -> None:
+    for steps in cells[mode].steps:
+        assert np.all(steps.copies > 0) if mode != "none" else np.all(steps.copies == 0)
+        assert np.all(steps.copies <= steps.total) and np.all(steps.copies_cpu <= steps.cpu)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_blocked_and_hidden_time_add_up_to_busy_time(cells: dict[str, Cell], mode: str) -> None:
     """An inequality, not an equation: how well they add up depends on how busy the machine is."""
     for steps in cells[mode].steps:

@@ -1,4 +1,4 @@
-"""DDP: its error about missing gradients becomes a refusal with the mode, the rule and the way out."""
+"""DDP: a missing gradient is refused with the mode, the rule and the way out; its copies are timed."""
 
 from __future__ import annotations
 
@@ -67,3 +67,23 @@ def test_an_error_of_the_model_itself_is_not_changed(group: Group) -> None:
     model.broken = True
     with pytest.raises(RuntimeError, match=r"^raised by the model$"):
         module(ONE)
+
+
+def test_copies_into_and_out_of_buckets_are_timed(group: Group) -> None:
+    """DDP copies a gradient and calls the hook of a full bucket between our two hooks: so the call is in a copy."""
+    model, timeline = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 1)), Timeline()
+    sync = build(SyncMode.parse("ddp"), "before-step", group, timeline)
+    module = sync.attach(model, Optimizer(OptimizerSpec(), model, batch=1, total=2))
+    for _ in range(3):
+        timeline.start()
+        sync.zero()
+        loss = module(torch.ones(4, 300)).sum()
+        with timeline.phase("backward"):
+            loss.backward()
+        step = timeline.take()
+        ((_, called, _, _),) = step["comm"]
+        copies = [(begin, begin + seconds) for begin, seconds in step["copying"]]
+        assert len(copies) == 4 + 1  # parameters, and the way back
+        assert sum(begin <= called <= end for begin, end in copies) == 1
+        assert max(end for _, end in copies) == pytest.approx(step["total"], abs=0.01)
+        assert 0 < step["copies"] <= step["backward"] and 0 < step["copies_cpu"] <= step["cpu"]
