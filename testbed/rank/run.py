@@ -131,8 +131,9 @@ def _connect(request: Request, guard: Watchdog) -> Heartbeat:
 def _train(request: Request, run: Run, guard: Watchdog) -> None:
     """Make the process group, train, leave the group."""
     spec, heartbeat = run.spec, guard.heartbeat
-    interface = request.interface or interface_of(heartbeat.address if heartbeat else "") or "lo"
-    os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo takes it from nowhere else
+    interface = request.interface or (interface_of(heartbeat.address) if heartbeat else "lo")
+    if interface:  # else Gloo chooses by the name of the host
+        os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only way to tell Gloo
     if spec.world > 1:
         assert heartbeat is not None
         group = make_group(heartbeat, spec.start_deadline)

@@ -14,7 +14,7 @@ from testbed.report import findings
 from testbed.report.load import Skipped, load
 from testbed.report.model import Cell, chapters, condition
 from testbed.report.stats import ratio
-from testbed.results.table import UNTOLD, flatten
+from testbed.results.table import NO_COLUMN, flatten
 from testbed.spec.errors import UsageError
 
 
@@ -102,7 +102,7 @@ def _on(cell: Cell, several: bool) -> str:
 def differences(a: Cell, b: Cell) -> list[str]:
     """`link.rate: 500mbit -> 200mbit`."""
     left, right = flatten(a.spec), flatten(b.spec)
-    keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in UNTOLD]
+    keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in NO_COLUMN]
     told = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
     return [*told, *_changed_substrate(a.substrate, b.substrate)]
 

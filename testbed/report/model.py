@@ -21,7 +21,7 @@ from testbed.report.stats import Samples, Stat, describe
 from testbed.report.waiting import Straggler, Waiting, stragglers, waiting
 from testbed.results.conclude import Summary
 from testbed.results.table import (
-    UNTOLD,
+    NO_COLUMN,
     baselines,
     flatten,
     label,
@@ -33,7 +33,7 @@ from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
 from testbed.spec.units import format_rate
 
-NO_CONDITION = UNTOLD - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
+NO_CONDITION = NO_COLUMN - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
 MAX_SHOWN = 10  # rows or lines of one figure
 
 

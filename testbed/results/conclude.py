@@ -39,7 +39,7 @@ Status = Literal["ok", "invalid", "failed", "interrupted"]
 class Summary(Spec):
     """summary.json. `status` other than "ok" keeps a run out of tables; `reason` says why."""
 
-    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # a loss that diverged is a result too
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # a loss may be inf or nan
 
     version: int = Field(default=SCHEMA, alias="schema")
     spec: RunSpec
@@ -48,7 +48,7 @@ class Summary(Spec):
     substrate: str = ""
     notes: list[str] = []
     network: str = "not measured"
-    steps: int = 0  # that count, warm-up left out
+    steps: int = 0  # measured steps, without warm-up
     seconds_per_step: float | None = None  # median (every:K: mean) over steps of the mean over ranks
     seconds_spread: tuple[float, float] | None = None  # quartiles of the same
     per_rank_seconds: list[float | None] = []  # mean per rank

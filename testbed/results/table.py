@@ -1,4 +1,7 @@
-"""The table of several runs: one row each, a column for whatever varies, and a caption for what does not."""
+"""The table of several runs: one row per run, a column per key that varies, a caption for all other keys.
+
+`format_results` is the only text of results: the CLI prints it, and so does rank 0 if there is no controller.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ HEADER = (
     "MB sent/step (rank 0, others)",
     "replicas agree",
 )
-# Keys that are no condition of a run, or have their place in the row already.
-UNTOLD = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
-UNTOLD |= {"deadline", "start_deadline", "checkpoint", "retries"}
+# Keys that do not influence the measurement, or that the row shows already: they get no column.
+NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
+NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries"}
 # Keys in which a run may differ from its single-node baseline.
-UNCOMPARED = UNTOLD | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
+NOT_IN_BASELINE = NO_COLUMN | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
 
 
 def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows, in the order given; runs that do not count are left out."""
+    """Header and rows in the order given. Only runs with status "ok" have a row."""
     counted = [s for s in summaries if s.status == "ok"]
     varying = varying_keys(counted)
     rows = [
@@ -40,7 +43,7 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain aligned text that is Markdown as well: it fits a log, a README and a script's split on '|'."""
+    """Aligned text that is also Markdown."""
     widths = [max(2, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -76,36 +79,36 @@ def left_out(summaries: Sequence[Summary]) -> list[str]:
 
 
 def caption(summaries: Sequence[Summary]) -> str:
-    """What all rows have in common, so that the table can be read alone; what varies has a column."""
+    """What all rows have in common; keys that vary have a column."""
     if not summaries:
         return ""
     s, spec, varying = summaries[0], summaries[0].spec, set(varying_keys(summaries))
-    alike = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
+    equal = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     parts = {
         "model": spec.model,
         "data.name": spec.data.name,
         **({"batch": f"batch {spec.batch} over all ranks"} if spec.batch else {}),
         **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
-        "nodes": f"{spec.nodes} {alike}nodes",
+        "nodes": f"{spec.nodes} {equal}nodes",
         "node.cpus": f"{spec.node.cpus:g} cores each" if spec.node.cpus else "no CPU limit",
         "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)} each",
         "link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped",
     }
-    told = ", ".join(text for key, text in parts.items() if key not in varying)
+    common = ", ".join(text for key, text in parts.items() if key not in varying)
     least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
     steps = f"{least} to {most}" if least < most else f"{most}"
     warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
     middle = "median" if all(x.spec.mode.every == 1 for x in summaries) else "median (every:K: mean)"
-    return f"{told}, on {s.substrate}; {middle} of {steps} steps after {warmup}"
+    return f"{common}, on {s.substrate}; {middle} of {steps} steps after {warmup}"
 
 
 def label(spec: RunSpec) -> str:
-    """A run's method in a table: its mode, and R3's mistake where it was made on purpose."""
+    """The mode as a table shows it, with a mark for placement "after-step", the mistake of report R3."""
     return str(spec.mode) if spec.placement == "before-step" else f"{spec.mode} (after step)"
 
 
 def flatten(spec: RunSpec) -> dict[str, Any]:
-    """The spec with dotted keys, values as JSON has them."""
+    """The spec as JSON values by dotted keys."""
 
     def walk(values: dict[str, Any], prefix: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -119,25 +122,26 @@ def flatten(spec: RunSpec) -> dict[str, Any]:
 
 def varying_keys(summaries: Sequence[Summary]) -> list[str]:
     flats = [flatten(s.spec) for s in summaries]
-    keys = [key for key in flats[0] if key not in UNTOLD] if flats else []
+    keys = [key for key in flats[0] if key not in NO_COLUMN] if flats else []
     return [key for key in keys if any(flat.get(key) != flats[0][key] for flat in flats)]
 
 
 def short_key(key: str, among: Sequence[str]) -> str:
-    """`optimizer.lr` -> `lr`, where that says enough."""
+    """`optimizer.lr` -> `lr`, if no other key ends like that."""
     last = key.rpartition(".")[2]
     return last if [other.rpartition(".")[2] for other in among].count(last) == 1 else key
 
 
 def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
-    """For each run the single-node run under the same conditions: all but the network and the number of nodes.
+    """For each run the single-node run with the same conditions, except the network and the number of nodes.
 
-    None for a control run: what does not do the job has no speed-up.
+    None for a control run, which does not synchronise and so has no speed-up.
     """
 
     def conditions(s: Summary) -> str:
         flat = flatten(s.spec)
-        kept = {key: flat[key] for key in flat if key not in UNCOMPARED and not key.startswith(("link.", "overrides"))}
+        network = ("link.", "overrides")
+        kept = {k: v for k, v in flat.items() if k not in NOT_IN_BASELINE and not k.startswith(network)}
         return repr(sorted((kept | {"batch": s.spec.global_batch, "on": s.substrate}).items()))
 
     singles: dict[str, Summary] = {}
@@ -150,15 +154,15 @@ def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
 def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[str, ...]:
     base = single.seconds_per_step if single else None
     agree = "-" if s.spec.mode.silent else {True: "yes", False: "NO", None: "-"}[s.replicas_agree]
-    learnt = not s.spec.mode.is_control
+    trained = not s.spec.mode.is_control
     return (
         label(s.spec),
         *varying,
         _number(s.seconds_per_step, ".3f"),
         f"{s.seconds_spread[0]:.3f}-{s.seconds_spread[1]:.3f}" if s.seconds_spread else "-",
         f"{base / s.seconds_per_step:.2f}" if base and s.seconds_per_step else "-",
-        _number(s.test_loss if learnt else None, ".3f"),
-        "-" if s.test_accuracy is None or not learnt else f"{100 * s.test_accuracy:.1f} %",
+        _number(s.test_loss if trained else None, ".3f"),
+        "-" if s.test_accuracy is None or not trained else f"{100 * s.test_accuracy:.1f} %",
         _traffic(s.sent_per_step),
         agree,
     )
@@ -169,7 +173,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _traffic(sent: list[float | None]) -> str:
-    """Megabytes (10^6) per step: rank 0's, then the mean of the others."""
+    """Megabytes (10^6 bytes) per step of rank 0, then the mean of the others."""
     first, *others = sent or [None]
     known = [s for s in others if s is not None]
     if first is None or not known:

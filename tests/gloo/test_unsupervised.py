@@ -172,6 +172,12 @@ def test_a_rank_that_wants_to_train_where_rank_0_trains_alone_is_refused(tmp_pat
     assert "on rank 1" in run.log_of(1) and "all ranks must get the same request" in run.log_of(1)
 
 
+def test_a_rank_that_wants_to_be_idle_where_rank_0_does_not_is_refused(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, own={1: {"MODE": "single"}}) as run:
+        assert run.wait(TIMEOUT_S) == [SpecError.exit_code] * 2, [run.log_of(rank) for rank in range(2)]
+    assert all("mode 'single' on rank 1, 'ring' on rank 0" in run.log_of(rank) for rank in range(2)), run.log_of(1)
+
+
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
