@@ -220,8 +220,10 @@ def _lead(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> Run:
 
 
 def _values(request: Request) -> dict[str, Any]:
-    """All values of the request that must be equal on all ranks, by their dotted keys."""
-    return flatten(request.spec) | {"SHAPING": request.shaping}
+    """All values of the request that must be equal on all ranks, by their dotted keys. Rank 0 names the run."""
+    values = flatten(request.spec) | {"SHAPING": request.shaping}
+    del values["name"]
+    return values
 
 
 def _difference(values: Mapping[str, Any], rank: int, of_rank_0: Mapping[str, Any]) -> str:
