@@ -42,7 +42,7 @@ def loop() -> Iterator[Figure]:
     out = subprocess.run(
         [sys.executable, "-m", "tests.bench.overhead"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )

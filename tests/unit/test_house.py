@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+UNIT = Path(__file__).parent
 PACKAGE = Path(__file__).parents[2] / "testbed"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_FUNCTION_LINES = 60
@@ -30,3 +31,11 @@ def test_a_module_is_not_empty(path: Path) -> None:
     body = ast.parse(path.read_text(encoding="utf-8")).body
     strings = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
     assert [node for node in body if not isinstance(node, ast.Import | ast.ImportFrom) and node not in strings]
+
+
+def test_unit_tests_mirror_the_package() -> None:
+    """tests/unit/<path>/test_x.py tests testbed/<path>/x.py; tests of the whole project lie directly in tests/unit."""
+    tests = [path.relative_to(UNIT) for path in UNIT.rglob("test_*.py") if path.parent != UNIT]
+    assert tests
+    modules = {test: PACKAGE / test.with_name(test.name.removeprefix("test_")) for test in tests}
+    assert [str(test) for test, module in modules.items() if not module.is_file()] == []
