@@ -44,7 +44,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     pad: int
-    augment: bool  # whether training crops and flips unless told otherwise
+    augment: bool  # whether training crops and flips by default
 
     def __len__(self) -> int:
         return len(self.rows)

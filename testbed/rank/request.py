@@ -1,4 +1,4 @@
-"""Request: what one rank is asked to do, read once from the arguments and the environment.
+"""Request: the part of one rank in a run, read once from the arguments and the environment.
 
 Three callers start `python -m testbed.rank`:
 
@@ -49,7 +49,7 @@ class Request:
     interface: str  # of this node; empty: the one that leads to rank 0
     folder: Path | None = None  # the run folder, if it exists already; None: rank 0 makes it
     resume: bool = False  # continue from the last checkpoint that all ranks have
-    substrate: str = ""  # COMPOSE or LAUNCHED; empty: the controller knows
+    substrate: str = ""  # COMPOSE or LAUNCHED; empty under a controller
     shaping: str = UNSHAPED  # one of SHAPINGS, or UNSHAPED
     synthetic: str = ""  # why synthetic images replace the data set that was requested; rank 0 decides for all
 

@@ -133,7 +133,7 @@ def _train(request: Request, run: Run, guard: Watchdog) -> None:
     spec, heartbeat = run.spec, guard.heartbeat
     interface = request.interface or (interface_of(heartbeat.address) if heartbeat else "lo")
     if interface:  # else Gloo chooses by the name of the host
-        os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only way to tell Gloo
+        os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo reads nothing else
     if spec.world > 1:
         assert heartbeat is not None
         group = make_group(heartbeat, spec.start_deadline)

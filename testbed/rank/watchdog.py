@@ -97,8 +97,8 @@ def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
 #
 #   {"hello": 2, "token": ...}                first message of a rank
 #   {"step": 7, "phase": "sync"}              heartbeat; with "complains" if the main thread's wait failed
-#   {"verdict": 1, "why": ...}                rank 1 failed: everybody ends
-#   {"refused": ...}                          the request is refused: everybody ends
+#   {"verdict": 1, "why": ...}                rank 1 failed: all ranks end
+#   {"refused": ...}                          the request is refused: all ranks end
 #   {"bye": "done", "rank": 2}                this rank ends, and why
 #   {"report": {"code": 6, "message": ...}}   a failed rank's error record, for rank 0's summary
 
@@ -121,7 +121,7 @@ class Peer:
     """The other end of one connection."""
 
     channel: Channel
-    heard: float  # when its last message came
+    last_message: float  # when it came
     rank: int | None = None  # None until its hello
     step: int = 0
     phase: str = "start"
@@ -159,14 +159,14 @@ class Heartbeat:
         self.step, self.phase = 0, "start"  # set by the main thread
         self.address = ""  # of this node, on the way to rank 0
         self.verdict: TestbedError | None = None
-        self.steps: dict[int, int] = {}  # rank 0: the last step that each of the others said it is in
+        self.steps: dict[int, int] = {}  # rank 0: the last step that each of the others reported
         self.reports: dict[int, dict[str, Any]] = {}  # rank 0: error records of the others
-        self._known = threading.Event()  # set once the verdict is known and told
+        self._known = threading.Event()  # set once the verdict was sent to the others
         self._complaint: float | None = None  # when the main thread's wait failed
         self._leaving = threading.Event()
         self._farewell = ""
         self._peers: list[Peer] = []
-        self._gone: dict[int, str] = {}  # ranks that said why they leave
+        self._gone: dict[int, str] = {}  # ranks that left, with their reason
         self._lost_rank_0: dict[int, str] = {}  # rank 0: ranks that report rank 0 as lost, with their reason
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None  # rank 0's
@@ -207,12 +207,12 @@ class Heartbeat:
         return self.wait_for_verdict(VERDICT_TIMEOUT_S)
 
     def report_lost(self, error: TestbedError) -> TestbedError:
-        """Tell all ranks a verdict that the main thread found, and return it; an earlier verdict stands."""
+        """Tell all ranks a verdict that the main thread found, and return it; an earlier verdict is kept."""
         self._decide(error)
         return self.wait_for_verdict(VERDICT_TIMEOUT_S) or error
 
     def wait_for_verdict(self, timeout_s: float) -> TestbedError | None:
-        """Return the verdict if there is one within `timeout_s`. The other ranks have been told by then."""
+        """Return the verdict if there is one within `timeout_s`. It was sent to the other ranks by then."""
         if self.rank >= self.size:  # this rank has no thread that reads
             for peer in list(self._peers):
                 self._receive(peer)
@@ -256,8 +256,8 @@ class Heartbeat:
                     self._keep_report(peer, message)
                 if messages is None or peer.rank in self.reports:
                     open_peers.remove(peer)
-            if all(peer.rank == lost for peer in open_peers):
-                break  # what it sent has been read; a frozen rank sends nothing
+            if all(peer.rank == lost and peer.rank not in self._gone for peer in open_peers):
+                break  # a rank that did not say why it leaves is frozen or cut off, and sends no report
             time.sleep(0.02)
         return self.reports
 
@@ -282,7 +282,7 @@ class Heartbeat:
             now = time.monotonic()
             if now - last > 1.0:  # this process itself was frozen, and could not read
                 for peer in self._peers:
-                    peer.heard = min(peer.heard + now - last, now)  # no credit for peers that were heard again already
+                    peer.last_message = min(peer.last_message + now - last, now)  # not into the future
             last = now
             if now - sent >= PERIOD_S:
                 sent = now
@@ -341,7 +341,7 @@ class Heartbeat:
         return True
 
     def _handle(self, peer: Peer, message: dict[str, Any]) -> None:
-        peer.heard = time.monotonic()
+        peer.last_message = time.monotonic()
         if peer.rank is None or peer.rank >= self.size:  # a rank that does not train has no say
             return
         self._keep_report(peer, message)
@@ -393,17 +393,17 @@ class Heartbeat:
         for peer in [p for p in self._peers if p.rank is None and now - p.since > HELLO_TIMEOUT_S]:
             self._drop(peer)
         ranks = [p for p in self._peers if p.rank is not None and p.rank < self.size and p.rank not in self._gone]
-        silent = [peer for peer in ranks if now - peer.heard > self.deadline]
+        silent = [peer for peer in ranks if now - peer.last_message > self.deadline]
         if not silent and self._complaint is not None and now - self._complaint > VERDICT_TIMEOUT_S / 3:
-            silent = [peer for peer in ranks if now - peer.heard > QUIET_S]
+            silent = [peer for peer in ranks if now - peer.last_message > QUIET_S]
             if not silent and self.rank == 0:
                 return self._judge_running(ranks)
         if silent and len(silent) == len(ranks) > 1:
-            seconds = now - silent[0].heard
-            return self._mark_failed(self.rank, f"heard none of the others for {seconds:.1f} s: it is cut off")
+            seconds = now - silent[0].last_message
+            return self._mark_failed(self.rank, f"received nothing from the others for {seconds:.1f} s: it is cut off")
         if silent:
-            worst = max(silent, key=lambda peer: now - peer.heard)
-            return self._mark_failed(worst.rank, f"is silent for {now - worst.heard:.1f} s: frozen or cut off")
+            worst = max(silent, key=lambda peer: now - peer.last_message)
+            return self._mark_failed(worst.rank, f"is silent for {now - worst.last_message:.1f} s: frozen or cut off")
         return None
 
     def _judge_rank_0(self) -> None:

@@ -271,6 +271,15 @@ def test_rank_0_collects_the_reports_of_the_ranks_that_are_left(ring: Callable[.
     assert len(reports[1]["message"]) <= watchdog.MAX_REASON_CHARS
 
 
+def test_rank_0_waits_for_the_report_of_a_rank_that_said_why_it_fails(ring: Callable[..., list[Heartbeat]]) -> None:
+    zero, one = ring(2)
+    one.leave("OSError: no space")
+    assert failed_ranks([zero]) == [1]
+    late = Error(code=1, message="OSError: no space", at=0.0)
+    threading.Timer(0.4, one.send_report, (late,)).start()
+    assert zero.collect_reports(5.0)[1]["code"] == 1
+
+
 def test_a_refused_request_ends_all_ranks_with_the_same_sentence(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one, two = ring(3)
     zero.report_lost(SpecError("batch 48 on rank 2, 24 on rank 0"))
