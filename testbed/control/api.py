@@ -6,8 +6,8 @@
     run.summary.seconds_per_step
     pandas.DataFrame(run.steps)
 
-The command line calls the same functions. What cannot be run is refused with an exception of testbed.spec.errors,
-before anything is created; a run that fails raises, and its folder says why.
+The command line calls the same functions. A request that cannot be run raises an exception of testbed.spec.errors
+before anything is created. A run that fails also raises one, and the reason is in its summary.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from testbed.report.figures.style import Plot
 
 MAX_DEPTH = 3  # folders below the one that `load` is given
-COLUMNS = (  # of Run.steps, beside `rank`; seconds and bytes
+COLUMNS = (  # of Run.steps, after `rank`; times in seconds, sizes in bytes
     *("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden"),
     *("loss", "images", "sent", "received", "cpu", "attempt"),
 )
@@ -52,7 +52,7 @@ class Run:
     """One run folder: what was requested, what was measured."""
 
     folder: Path
-    ended: Summary | None = field(default=None, repr=False)  # how it ended, if it was run just now
+    ended: Summary | None = field(default=None, repr=False)  # set if this process ran it
 
     @cached_property
     def summary(self) -> Summary:
@@ -84,7 +84,7 @@ class Run:
         return columns
 
     def figure(self, name: str = "step") -> Plot:
-        """A figure of the report; a notebook shows it. Unknown names are refused with those that exist."""
+        """Return a figure of the report, which a notebook displays. Raises SpecError, which lists the known names."""
         return draw_figure([self.folder], name)
 
     def _repr_html_(self) -> str:
@@ -125,7 +125,7 @@ class Runs(Sequence[Run]):
         return [dict(zip(header, row, strict=True)) for row in rows]
 
     def figure(self, name: str = "step") -> Plot:
-        """A figure of the report over all runs."""
+        """Return a figure of the report over all runs. Raises SpecError if they have no such figure."""
         return draw_figure([self.folder], name)
 
     def report(self, out: Path | str | None = None) -> Path:
@@ -154,13 +154,13 @@ def run(
 
     `on`: auto, compose, netns, process or hosts. `out`: the run's folder, which must not exist. `inventory` and
     `accept_new` are for hosts. `allow_concurrent`: do not wait for another measurement on this machine.
-    `settings`: KEY=VALUE, as of --set. Raises a TestbedError if the run is refused, fails or is interrupted.
+    `settings`: KEY=VALUE strings, as for --set. Raises a TestbedError if the run is refused, fails or is interrupted.
     """
     spec, choice = prepare(
         keys, settings, on=on, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent
     )
     folder = RunFolder(Path(out) if out else fresh_folder(runs_dir() / spec.experiment, spec.name))
-    with _shown(quiet, f"on {choice.name}: {choice.reason}") as progress:
+    with _show_progress(quiet, f"on {choice.name}: {choice.reason}") as progress:
         return Run(folder.path, execute(spec, choice, folder, progress))
 
 
@@ -173,7 +173,10 @@ def prepare(
     accept_new: bool,
     allow_concurrent: bool,
 ) -> tuple[RunSpec, SubstrateChoice]:
-    """The spec and the substrate of one run. On hosts the number of nodes is by default that of the inventory."""
+    """Return the spec and the substrate of one run. On hosts, `nodes` is by default the number of hosts.
+
+    Raises SpecError for a bad value, Unavailable if the substrate cannot run it.
+    """
     if on == HOSTS and not isinstance(inventory, Inventory):
         inventory = read_inventory(inventory)
     nodes = len(inventory.nodes) if isinstance(inventory, Inventory) else None
@@ -195,7 +198,7 @@ def resume(
     allow_concurrent: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Continue a run that did not finish from its last checkpoint, on the substrate it began on."""
+    """Continue an unfinished run from its last checkpoint, on the substrate it began on. Raises a TestbedError."""
     if not str(retries).isdecimal() or int(retries) > 100:
         raise refuse("retries", retries, "must be a whole number up to 100", "Write e.g. --retries 2.")
     folder = RunFolder(Path(path))
@@ -205,7 +208,7 @@ def resume(
             on = recorded_substrate(folder) or "auto"
     choice = select(on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
     check_shaping(spec, choice)
-    with _shown(quiet, f"resuming {path}, on {choice.name}: {choice.type.description}") as progress:
+    with _show_progress(quiet, f"resuming {path}, on {choice.name}: {choice.type.description}") as progress:
         return Run(folder.path, resume_run(spec, choice, folder, progress, int(retries)))
 
 
@@ -223,7 +226,7 @@ def sweep(
     """Run every cell of an experiment and return all runs; finished ones are not run again unless `fresh`.
 
     `experiment`: a TOML file, or a mapping with its keys (name, title, base, axes, cells, repeats). A run that fails
-    does not end the sweep; `errors` of the result has what happened.
+    does not end the sweep; its error is in `errors` of the result.
     """
     settings = list(settings)
     found = _experiment(experiment)
@@ -235,7 +238,7 @@ def sweep(
     specs = found.runs()
     choice = select(on, specs, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
     duration = f", {found.takes}" if found.takes else ""
-    with _shown(quiet, f"{found.title} ({len(specs)} runs{duration})") as progress:
+    with _show_progress(quiet, f"{found.title} ({len(specs)} runs{duration})") as progress:
         progress.headline(f"on {choice.name}: {choice.reason}")
         save_experiment(found)
         summaries, errors = run_all(specs, choice, runs_dir(), progress, fresh)
@@ -245,7 +248,7 @@ def sweep(
 
 
 def load(path: Path | str) -> Run | Runs:
-    """A run folder as Run, a folder of runs (such as runs/quick) as Runs. Raises UsageError if there is no run."""
+    """Return a run folder as Run, a folder of runs (e.g. runs/quick) as Runs. Raises UsageError if there is no run."""
     path = Path(path)
     if RunFolder(path).spec.is_file():
         return Run(path)
@@ -256,7 +259,7 @@ def load(path: Path | str) -> Run | Runs:
 
 
 def draw_figure(folders: Sequence[Path], name: str) -> Plot:
-    """The figure of that name; SpecError if these runs have none."""
+    """Return the figure of that name. Raises SpecError if these runs have none."""
     require_extra("figures", "report", "matplotlib", "jinja2")
     from testbed.report.load import load as load_runs
     from testbed.report.model import chapters
@@ -267,13 +270,13 @@ def draw_figure(folders: Sequence[Path], name: str) -> Plot:
     wanted = FIGURES.get(name, name)
     if wanted not in plots:
         short = {full: key for key, full in FIGURES.items()}
-        known = ", ".join(short.get(full, full) for full in plots) or "none; no run ended well"
+        known = ", ".join(short.get(full, full) for full in plots) or "none, because no run succeeded"
         raise refuse("figure", name, "these runs have no such figure", f"Known: {known}.")
     return plots[wanted]
 
 
 def save_experiment(experiment: Experiment) -> None:
-    """Write experiment.json beside the runs: a report made later prints its title and published figures."""
+    """Write experiment.json into the experiment's folder. A report reads its title and published figures from there."""
     folder = runs_dir() / experiment.name
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / EXPERIMENT, experiment.model_dump_json(indent=1))
@@ -288,7 +291,7 @@ def _experiment(source: Experiment | Mapping[str, Any] | Path | str) -> Experime
 
 
 def _run_folders(path: Path, depth: int) -> Iterator[Path]:
-    """Run folders below `path`; hidden ones, which a sweep has set aside, are left out."""
+    """Yield the run folders below `path`, without the hidden ones, which a sweep has set aside."""
     if depth == 0 or not path.is_dir():
         return
     for below in path.iterdir():
@@ -300,7 +303,8 @@ def _run_folders(path: Path, depth: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _shown(quiet: bool, headline: str) -> Iterator[Progress]:
+def _show_progress(quiet: bool, headline: str) -> Iterator[Progress]:
+    """Print the headline, yield the progress display, and close it at the end."""
     progress = open_progress(console, quiet)
     progress.headline(headline)
     try:
@@ -310,7 +314,7 @@ def _shown(quiet: bool, headline: str) -> Iterator[Progress]:
 
 
 def _html(summaries: Sequence[Summary], folder: str) -> str:
-    """The results table for a notebook; runs that do not count are listed below it."""
+    """Return the results table as HTML; runs that are not ok are listed below it."""
 
     def row(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

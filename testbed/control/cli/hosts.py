@@ -1,5 +1,5 @@
-"""`testbed hosts ...`: real hosts by SSH. Every command contacts all hosts of the inventory at once, prints one table
-and one line per problem, and exits with code 2 if there was a problem. The fabfile makes a task of each command.
+"""`testbed hosts ...`: real hosts by SSH. Every command contacts all hosts of the inventory in parallel, prints one
+table and one line per problem, and exits with code 2 if there was a problem. fabfile.py makes a task of each command.
 
 Modules of substrates/hosts are imported inside functions: they need Fabric, which is slow to import.
 """
@@ -31,7 +31,7 @@ from testbed.spec.inventory import DEFAULT, VARIABLE, Inventory, read_inventory
 if TYPE_CHECKING:
     from testbed.control.substrates.hosts.runs import Found, Part
 
-USUAL_DATA = "cifar10"
+DEFAULT_DATA = "cifar10"
 app = typer.Typer(
     no_args_is_help=True,
     help=f"Real hosts by SSH: {DEFAULT}, or ${VARIABLE}, or --inventory. `fab` runs several of these in one line.",
@@ -42,20 +42,20 @@ InventoryFile = Annotated[
 AcceptNew = Annotated[
     bool, typer.Option("--accept-new", help="trust unknown host keys; changed ones are always refused")
 ]
-FirstNodes = Annotated[str | None, typer.Option("--nodes", help="only the first so many hosts of the inventory")]
+FirstNodes = Annotated[str | None, typer.Option("--nodes", help="use only the first N hosts of the inventory")]
 OneRun = Annotated[str | None, typer.Option("--run", help="one run, as `status` names it [default: all]")]
 
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """The hosts of a command."""
+    """The inventory of a command, and whether unknown host keys are trusted."""
 
     inventory: Inventory
     accept_new: bool
 
     @classmethod
     def read(cls, inventory: Path | None, accept_new: bool, nodes: str | None = None) -> Self:
-        """Read the inventory; `nodes` keeps only the first so many hosts."""
+        """Read the inventory; with `nodes`, only that many hosts. Raises SpecError or Unavailable."""
         require_extra("real hosts", "hosts", "fabric", "paramiko")
         found = read_inventory(inventory)
         if nodes is not None:
@@ -83,24 +83,26 @@ def deploy(
     inventory: InventoryFile = None,
     nodes: FirstNodes = None,
     data: Annotated[
-        list[str] | None, typer.Option(help=f"data sets to send [default: {USUAL_DATA}, if it is here]")
+        list[str] | None, typer.Option(help=f"data sets to send [default: {DEFAULT_DATA}, if this machine has it]")
     ] = None,
     accept_new: AcceptNew = False,
 ) -> None:
     """Send the image and the data to the hosts that lack them."""
     hosts = HostsOptions.read(inventory, accept_new, nodes)
-    from testbed.control.substrates.hosts import deploy as sending
+    from testbed.control.substrates.hosts import deploy as deployment
     from testbed.control.substrates.hosts.group import connected
 
     wanted = list(dict.fromkeys(data or ()))
-    if not wanted and is_complete(USUAL_DATA, data_dir()):
-        wanted = [USUAL_DATA]
+    if not wanted and is_complete(DEFAULT_DATA, data_dir()):
+        wanted = [DEFAULT_DATA]
     elif not wanted:
-        console.print(f"data {USUAL_DATA} is not here, so it is not sent; `testbed data get {USUAL_DATA}` fetches it")
-    names = [name for each in wanted for name in sending.sendable(each)]
-    sending.check_data(names)
-    with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes, open_bars(console) as bars:
-        rows = sending.deploy(outcomes, names, bars)
+        console.print(
+            f"data {DEFAULT_DATA} is missing here, so it is not sent; `testbed data get {DEFAULT_DATA}` fetches it"
+        )
+    names = [name for each in wanted for name in deployment.sendable(each)]
+    deployment.check_data(names)
+    with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes, open_transfer_progress(console) as progress:
+        rows = deployment.deploy(outcomes, names, progress)
     header = ("host", "image", *names, "seconds")
     cells = [(r.host, r.image or "-", *(r.data.get(n, "-") for n in names), f"{r.seconds:.1f}") for r in rows]
     console.print(format_table(header, cells))
@@ -112,7 +114,7 @@ def run(
     mode: opt.Mode = "ring",
     nodes: FirstNodes = None,
     model: opt.Model = "vgg11",
-    data: opt.Data = USUAL_DATA,
+    data: opt.Data = DEFAULT_DATA,
     batch: opt.Batch = None,
     batch_per_rank: opt.BatchPerRank = None,
     steps: opt.Steps = None,
@@ -178,10 +180,10 @@ def sweep(
 
 @app.command()
 def status(inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
-    """List our runs on the hosts, finished and unfinished."""
+    """List your runs on the hosts, finished and unfinished."""
     with _runs(HostsOptions.read(inventory, accept_new)) as (runs, problems):
         rows = [_status_row(found.id, part) for found in runs for part in found.parts]
-    console.print(format_table(("run", "rank", "host", "state", "steps", "code"), rows) if rows else "no run of ours")
+    console.print(format_table(("run", "rank", "host", "state", "steps", "code"), rows) if rows else "no runs")
     raise typer.Exit(_print_problems(problems))
 
 
@@ -206,7 +208,7 @@ def logs(
 
         for name, part in ((found.id, part) for found in runs for part in found.parts):
             console.print(f"== {name}, rank {part.rank} on {part.host} ({part.state})")
-            with _collected(problems):
+            with _keep_errors(problems):
                 console.print(last_lines(part, int(lines)), end="")
     raise typer.Exit(_print_problems(problems))
 
@@ -221,7 +223,7 @@ def collect(run: OneRun = None, inventory: InventoryFile = None, accept_new: Acc
         if not runs:
             console.print("nothing to collect")
         for found in runs:
-            with _collected(problems):
+            with _keep_errors(problems):
                 summary, folder, failures = collect_run(found)
                 print_results([summary], folder, as_json=False)
                 summaries.append(summary)
@@ -236,7 +238,7 @@ def stop(run: OneRun = None, inventory: InventoryFile = None, accept_new: Accept
         from testbed.control.substrates.hosts.runs import stop as stop_run
 
         for found in (found for found in runs if found.running):
-            with _collected(problems):
+            with _keep_errors(problems):
                 stop_run(found)
                 console.print(f"stopped {found.id}; `fab collect` copies what it has measured")
     raise typer.Exit(_print_problems(problems))
@@ -250,7 +252,7 @@ def clean(
     inventory: InventoryFile = None,
     accept_new: AcceptNew = False,
 ) -> None:
-    """Remove our containers, files and images from the hosts."""
+    """Remove your testbed containers, files and images from the hosts."""
     hosts = HostsOptions.read(inventory, accept_new)
     from testbed.control.substrates.hosts.deploy import remove_archives
     from testbed.control.substrates.hosts.group import connected, run_on_all
@@ -261,7 +263,7 @@ def clean(
         removed = run_on_all(reached, lambda host: clean_host(host, everything))
     for outcome in removed:
         if outcome.error is None:
-            console.print(f"{outcome.host}: removed {', '.join(outcome.value or ()) or 'nothing, nothing was left'}")
+            console.print(f"{outcome.host}: removed {', '.join(outcome.value or ()) or 'nothing'}")
     remove_archives()
     errors = [outcome.error for outcome in outcomes] + [outcome.error for outcome in removed]
     raise typer.Exit(_print_problems(error for error in errors if error))
@@ -269,7 +271,7 @@ def clean(
 
 @contextmanager
 def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[Found], list[TestbedError]]]:
-    """Our runs on the hosts that answer, and the problems of the others, a list to which the caller may add."""
+    """Yield our runs on the hosts that answer, and the problems of the others, a list to which the caller may add."""
     from testbed.control.substrates.hosts.group import connected
     from testbed.control.substrates.hosts.runs import check_name, find
 
@@ -280,7 +282,7 @@ def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[F
 
 
 @contextmanager
-def _collected(problems: list[TestbedError]) -> Iterator[None]:
+def _keep_errors(problems: list[TestbedError]) -> Iterator[None]:
     """Add an error to the list instead of raising it, so that the other runs are still handled."""
     try:
         yield
@@ -289,7 +291,7 @@ def _collected(problems: list[TestbedError]) -> Iterator[None]:
 
 
 def _print_problems(sentences: Iterable[object]) -> int:
-    """Print one line each; return the exit code."""
+    """Print one line per problem and return the exit code."""
     found = [str(sentence) for sentence in sentences]
     for sentence in found:
         console.print(f"problem: {sentence}")
@@ -300,16 +302,21 @@ def _print_problems(sentences: Iterable[object]) -> int:
 
 
 def line_options(argv: Sequence[str], task: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a task that are given elsewhere on a line of `fab`, which gives an option only to the task before it.
+    """Return the options that a task takes from other tasks of a `fab` command line.
 
-    --inventory, --nodes and --accept-new hold for all tasks; SpecError if one has two values. `deploy` sends the data
-    of the runs on the line if it is given none itself.
+    Invoke passes an option only to the task before it. --inventory, --nodes and --accept-new apply to all tasks;
+    SpecError is raised if one has two values. Without --data of its own, `deploy` sends the data of the other tasks.
     """
     found: dict[str, Any] = {"accept_new": "--accept-new" in argv}
     for name in ("inventory", "nodes"):
         values = list(dict.fromkeys(values_on_line(argv, f"--{name}")))
         if len(values) > 1:
-            raise refuse(f"--{name}", values, f"one {name} holds for the whole command line", "Name it once.")
+            raise refuse(
+                f"--{name}",
+                values,
+                "applies to all tasks of the command line, so it can have one value",
+                "Give it once.",
+            )
         found[name] = values[0] if values else None
     if task == "deploy" and not options["data"]:
         found["data"] = values_on_line(argv, "--data")
@@ -317,16 +324,16 @@ def line_options(argv: Sequence[str], task: str, options: Mapping[str, Any]) -> 
 
 
 def values_on_line(argv: Sequence[str], flag: str) -> list[str]:
-    """Every value that a flag has on a command line."""
+    """Return every value that a flag has on a command line."""
     after = [value for name, value in itertools.pairwise(argv) if name == flag]
     return [*after, *(word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}="))]
 
 
-# Progress of a deploy: a bar per host on a terminal, else a line per transfer
+# Progress of a deploy
 
 
-class Lines:
-    """For logs and pipes."""
+class TransferLines:
+    """Progress of a deploy as lines, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -338,21 +345,21 @@ class Lines:
     def __exit__(self, *exception: object) -> None:
         """Nothing to do."""
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self._console.print(f"  {text}")
 
     def begin(self, host: str, what: str, size: int) -> Callable[[int], None]:
-        """A transfer begins; call the result with the number of bytes that were sent."""
+        """Show that a transfer begins. Return a function to call with the size in bytes of each chunk that was sent."""
         self._begun[host, what] = time.monotonic()
-        self.say(f"{host}: sending {what}, {size / 1e6:.0f} MB")
+        self.message(f"{host}: sending {what}, {size / 1e6:.0f} MB")
         return lambda count: None
 
     def end(self, host: str, what: str) -> None:
-        self.say(f"{host}: {what}, {time.monotonic() - self._begun[host, what]:.1f} s")
+        self.message(f"{host}: {what}, {time.monotonic() - self._begun[host, what]:.1f} s")
 
 
-class Bars(Lines):
-    """Bars that are redrawn in place."""
+class TransferBars(TransferLines):
+    """Progress of a deploy as bars that are redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -381,6 +388,6 @@ class Bars(Lines):
         self._progress.update(self._tasks[host, what], description=f"{host} {what}, done")
 
 
-def open_bars(console: Console) -> Lines:
-    """Bars on a terminal, else lines."""
-    return Bars(console) if console.is_terminal else Lines(console)
+def open_transfer_progress(console: Console) -> TransferLines:
+    """Return bars for a terminal, else lines."""
+    return TransferBars(console) if console.is_terminal else TransferLines(console)

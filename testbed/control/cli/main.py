@@ -32,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # markup would swallow text in brackets, such as [default: 256] and [/CODEC]
+    rich_markup_mode=None,  # markup would remove text in brackets, such as [default: 256] and [/CODEC]
     help="Measure what it costs to keep N copies of a model in step: every sync mode, on a network you choose.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.")
@@ -40,14 +40,24 @@ app.add_typer(data_app, name="data")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(report.app)
 
-Nodes = Annotated[str | None, typer.Option(help="one rank each [default: 4; on hosts the whole inventory]")]
+Nodes = Annotated[
+    str | None, typer.Option(help="number of nodes, one rank each [default: 4; on hosts the whole inventory]")
+]
 On = Annotated[
     str,
     typer.Option("--on", help="substrate: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH)"),
 ]
 Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
-WITH_RESUME = {"resume", "on", "inventory", "accept_new", "share", "retries", "as_json"}  # the rest is in the spec
+WITH_RESUME = {
+    "resume",
+    "on",
+    "inventory",
+    "accept_new",
+    "share",
+    "retries",
+    "as_json",
+}  # other options change the spec
 
 
 @app.command()
@@ -134,7 +144,7 @@ def sweep(
 @app.command()
 def tune(
     context: typer.Context,
-    mode: Annotated[str, typer.Option(help="search its bucket size and schedule: ALGORITHM[/CODEC]")] = "ring",
+    mode: Annotated[str, typer.Option(help="ALGORITHM[/CODEC] whose bucket size and schedule are searched")] = "ring",
     nodes: Nodes = None,
     rate: opt.Rate = None,
     model: opt.Model = "vgg11",
@@ -143,16 +153,18 @@ def tune(
     batch_per_rank: opt.BatchPerRank = None,
     steps: Annotated[str, typer.Option(help="training steps of each run, the first 2 left out")] = "10",
     seed: opt.Seed = "0",
-    minutes: Annotated[float, typer.Option(help="start no run after this")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="start no run after so many minutes")] = 20.0,
     on: On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
     share: Share = False,
     settings: opt.Set = None,
-    out: Annotated[Path, typer.Option(help="the winner as an experiment file")] = Path("experiments/tuned.toml"),
+    out: Annotated[Path, typer.Option(help="experiment file to write, with the winner")] = Path(
+        "experiments/tuned.toml"
+    ),
     as_json: Json = False,
 ) -> None:
-    """Find the fastest bucket size and schedule for this model on this network, by measuring."""
+    """Find the fastest bucket size and schedule for this model on this network, by short runs."""
     flags = {"mode": mode, "nodes": nodes, "rate": rate, "model": model, "data": data, "batch": batch, "seed": seed}
     flags |= {"batch_per_rank": batch_per_rank, "steps": steps}
     spec, choice = api.prepare(
@@ -185,7 +197,7 @@ def _substrate(context: typer.Context, on: str) -> str | SubstrateType:
 
 
 def _check_with_resume(context: typer.Context) -> None:
-    """A run is resumed with the spec it began with; options that would change it are refused."""
+    """Raise SpecError for options that would change the spec: a run is resumed with the spec it began with."""
 
     def typed(name: str) -> bool:
         source = context.get_parameter_source(name)
@@ -216,20 +228,20 @@ def modes(as_json: Json = False) -> None:
     width = max(len(row["mode"]) for row in rows)
     for row in rows:
         console.print(f"{row['mode'].ljust(width)}  {row['does']}")
-    console.print("\nSpelled algorithm[/granularity][/schedule][/codec][/every:K[@M]]; any bucket size works.\n")
+    console.print("\nSyntax: algorithm[/granularity][/schedule][/codec][/every:K[@M]]; any bucket size works.\n")
     for codec in CODECS.values():
         takers = ", ".join(dict.fromkeys(row["mode"].split("/")[0] for row in rows if codec.example in row["codecs"]))
         console.print(f"/{codec.example.ljust(width - 1)}  {codec.does}; bytes: {codec.bytes}")
-        console.print(f"{' ' * width}  after {takers}")
+        console.print(f"{' ' * width}  allowed after {takers}")
     for word, does in EVERY.items():
         console.print(f"/{word.ljust(width - 1)}  {does}")
     others = ", ".join(name for name, algorithm in algorithms().items() if algorithm.every)
-    console.print(f"{' ' * width}  after any mode but {others}, overlap, pipeline and those with a codec")
+    console.print(f"{' ' * width}  allowed after any mode except {others}, overlap, pipeline and modes with a codec")
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine can and cannot do, one line each, with the fix."""
+    """Print what this machine can and cannot do, one line each, with the fix."""
     findings = examine()
     if as_json:
         print(json.dumps([vars(finding) for finding in findings], indent=1))
@@ -244,7 +256,7 @@ def clean(
     everything: Annotated[bool, typer.Option("--all", help="also what a running controller uses")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what a killed controller left: namespaces, cgroups, containers, processes. runs/ and data/ stay."""
+    """Remove namespaces, cgroups, containers and processes of killed controllers. runs/ and data/ stay."""
     removed = [str(each) for each in ownership.remove(everything=everything)]
     kept = [] if everything else [each for each in ownership.find(everything=True) if each.other_host]
     for each in kept:
@@ -252,20 +264,20 @@ def clean(
         print(f"{each} stays: {why}. Remove it with --all.", file=sys.stderr)
     if as_json:
         print(json.dumps(removed, indent=1))
-    for line in [] if as_json else (removed or ["nothing of ours was left"]):
+    for line in [] if as_json else (removed or ["nothing to remove"]):
         console.print(line)
 
 
 @data_app.command("get")
 def data_get(name: Annotated[str, typer.Argument(help="cifar10 or mnist")]) -> None:
-    """Fetch a data set once, verified by checksum."""
+    """Fetch a data set if it is missing, and verify its checksums."""
     path = fetch(name, data_dir(), lambda text: console.print(f"  {text}"))
     console.print(f"{name} is in {path}")
 
 
 @data_app.command("list")
 def data_list(as_json: Json = False) -> None:
-    """List the known data sets, and which are here."""
+    """List the known data sets, and which of them are on this machine."""
     rows = {name: is_complete(name, data_dir()) for name in DATASETS}
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -293,7 +305,7 @@ def main() -> None:
 
 
 def call(name: str, argv: Sequence[str]) -> int:
-    """Run a command line and return its exit code. An error of ours is printed as one sentence after `name`."""
+    """Run a command line and return its exit code. A TestbedError is printed as one sentence after `name`."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

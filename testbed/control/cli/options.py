@@ -13,7 +13,7 @@ from testbed.spec.inventory import DEFAULT, VARIABLE
 
 
 class Screen(Console):
-    """A console that prints text of other people's files (names, reasons, titles) without control characters."""
+    """A console that removes control characters: names, reasons and titles may come from files of other users."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(strip_control_chars(each) if isinstance(each, str) else each for each in objects), **options)
@@ -23,13 +23,13 @@ console = Screen(markup=False, highlight=False, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Mode = Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")]
-Rate = Annotated[str | None, typer.Option(help="of every node's link, each way, e.g. 200mbit [default: unshaped]")]
+Rate = Annotated[str | None, typer.Option(help="rate of every node's link, each way, e.g. 200mbit [default: unshaped]")]
 Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
 Data = Annotated[str, typer.Option(help="cifar10, mnist or synthetic")]
 Batch = Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")]
 BatchPerRank = Annotated[str | None, typer.Option(help="images per step of each rank, instead of --batch")]
 Steps = Annotated[str | None, typer.Option(help="training steps [default: 40]")]
-Seed = Annotated[str, typer.Option(help="of parameters, data order and augmentation")]
+Seed = Annotated[str, typer.Option(help="random seed of parameters, data order and augmentation")]
 Faults = Annotated[list[str] | None, typer.Option(metavar="FAULT", help="inject a fault, e.g. kill:rank2@step10")]
 Retries = Annotated[str, typer.Option(help="restarts from the last checkpoint (--set checkpoint=K)")]
 Set = Annotated[

@@ -15,20 +15,21 @@ from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
 
 EVERY_S = 5.0  # between two lines where the output is not a terminal
-WINDOW = 5  # steps over which speed is averaged
+WINDOW_STEPS = 5  # the speed is averaged over so many steps
 
 
 class Speed:
     """Seconds per iteration and MB/s of one rank over its last steps."""
 
     def __init__(self) -> None:
-        self.records: deque[dict[str, Any]] = deque(maxlen=WINDOW + 1)
+        self.records: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS + 1)
 
-    def seconds(self) -> float:
+    def seconds_per_step(self) -> float:
+        """Return the mean time of a step."""
         return float(sum(r["total"] for r in self.records)) / len(self.records)
 
-    def megabytes(self) -> float | None:
-        """Bytes sent and received per second; None if not counted, or if the counters are of two attempts."""
+    def megabytes_per_s(self) -> float | None:
+        """Return MB sent and received per second; None if not counted, or if the counters are of two attempts."""
         if len(self.records) < 2:
             return None
         first, last = self.records[0], self.records[-1]
@@ -41,7 +42,7 @@ class Speed:
 
 
 class Plain:
-    """Lines for logs and pipes; only rank 0 is shown."""
+    """Progress as lines, for logs and pipes; only rank 0 is shown."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -58,7 +59,7 @@ class Plain:
         self.console.print(f"  {text}")
 
     def link(self, event: dict[str, Any]) -> None:
-        """A round of the probe has ended; printed only if rounds take longer than EVERY_S."""
+        """Handle the end of a round of the probe. It is printed only if the last line is older than EVERY_S."""
         if event["step"] == 1:
             self.printed_at = time.monotonic()
         elif time.monotonic() - self.printed_at >= EVERY_S:
@@ -92,7 +93,7 @@ class Plain:
 
 
 class Terminal(Plain):
-    """A table that is redrawn in place, one line per rank."""
+    """Progress as a table that is redrawn in place, one line per rank."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -129,15 +130,15 @@ class Terminal(Plain):
 
 
 def format_step(record: dict[str, Any], total: int, speed: Speed) -> str:
-    """'step 7/12  loss 2.301  0.912 s/iter  81 MB/s'."""
+    """Return e.g. 'step 7/12  loss 2.3010  0.912 s/iter  81.0 MB/s in and out'."""
     of = f"/{total}" if total else f" (epoch {record['epoch']})"
-    rate = speed.megabytes()
+    rate = speed.megabytes_per_s()
     moved = f"  {rate:.1f} MB/s in and out" if rate is not None else ""
-    return f"step {record['step'] + 1}{of}  loss {record['loss']:.4f}  {speed.seconds():.3f} s/iter{moved}"
+    return f"step {record['step'] + 1}{of}  loss {record['loss']:.4f}  {speed.seconds_per_step():.3f} s/iter{moved}"
 
 
 def open_progress(console: Console, quiet: bool) -> Progress:
-    """Nothing if `quiet`, a live table on a terminal, else lines."""
+    """Return a display that shows nothing if `quiet`, a live table on a terminal, else lines."""
     if quiet:
         return Silent()
     return Terminal(console) if console.is_terminal else Plain(console)

@@ -30,14 +30,14 @@ Folders = Annotated[list[Path], typer.Argument(help="run folders, or folders of 
 @app.command()
 def report(
     runs: Folders,
-    out: Annotated[Path | None, typer.Option(help="folder for report.html [default: beside the runs]")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for report.html [default: the folder of the runs]")] = None,
     as_json: Json = False,
 ) -> None:
     """Write tables, figures and one page about what was measured; folders that cannot be read are listed."""
     require_extra("the report page", "report", "matplotlib", "jinja2")
     from testbed.report.page import write
 
-    made = write(runs, out or _beside(runs))
+    made = write(runs, out or _report_folder(runs))
     if as_json:
         left_out = [{"folder": str(s.path), "reason": s.reason} for s in made.skipped]
         print(json.dumps({"page": str(made.page), "left_out": left_out}, indent=1))
@@ -53,7 +53,7 @@ def report(
 def compare(
     a: Annotated[Path, typer.Argument(help="a run folder, or a folder of runs")],
     b: Annotated[Path, typer.Argument(help="another; runs of equal spec are compared")],
-    threshold: Annotated[float, typer.Option(help="share by which a step of B may be slower")] = 0.05,
+    threshold: Annotated[float, typer.Option(help="fraction by which a step of B may be slower")] = 0.05,
     allow_missing: Annotated[bool, typer.Option("--allow-missing", help="B may lack runs that A has")] = False,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +75,7 @@ def _print_comparison(found: Comparison) -> None:
     for line in found.differences:
         console.print(f"differs: {line}")
     header = ("run", "A s/iter", "B s/iter", "B / A", "95 % interval", "B is", "bytes B / A", "test loss A", "B")
-    console.print(f"\n{format_table(header, [_row(change) for change in found.changes])}\n")
+    console.print(f"\n{format_table(header, [_comparison_row(change) for change in found.changes])}\n")
     for line in [*found.notes, *found.only, *(f"left out: {each.path}: {each.reason}" for each in found.skipped)]:
         console.print(line)
     for line in found.lost:
@@ -84,7 +84,7 @@ def _print_comparison(found: Comparison) -> None:
         console.print(f"worse: {change.name} takes {100 * (change.ratio - 1):.1f} % longer")
 
 
-def _row(c: Change) -> tuple[str, ...]:
+def _comparison_row(c: Change) -> tuple[str, ...]:
     times = (f"{c.before:.3f}", f"{c.after:.3f}", f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}", c.verdict)
     return (c.name, *times, *("-" if value is None else f"{value:.3f}" for value in (c.sent, *c.loss)))
 
@@ -101,15 +101,15 @@ def trace(
     console.print(f"{spans} spans in {path}; open it at https://ui.perfetto.dev or chrome://tracing")
 
 
-def _beside(runs: list[Path]) -> Path:
-    """For one folder: that folder, or the one above a single run. For several: the folder of all runs."""
+def _report_folder(runs: list[Path]) -> Path:
+    """Return where the report goes: the given folder, its parent if it is a single run, runs/ for several folders."""
     if len(runs) > 1:
         return runs_dir()
     return runs[0].parent if RunFolder(runs[0]).spec.exists() else runs[0]
 
 
 def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
-    """The table, notes, runs that are left out of the table and why, the measured network, and the folder."""
+    """Print the table, notes, runs left out of the table and why, the measured network, and the folder."""
     if as_json:
         document = {"folder": str(where), "runs": [json.loads(s.model_dump_json(by_alias=True)) for s in summaries]}
         print(json.dumps(document, indent=1))
@@ -118,7 +118,7 @@ def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
 
 
 def exit_code(summaries: list[Summary]) -> int:
-    """0 if all runs are ok; else that of a failed run, else that of an invalid network."""
+    """Return 0 if all runs are ok; else the code of a failed run if there is one, else that of an invalid network."""
     found = {summary.status for summary in summaries}
     if "failed" in found:
         return RankFailed.exit_code
@@ -139,7 +139,7 @@ def finish_sweep(runs: Runs, as_json: bool) -> int:
 
 
 def _print_faults(runs: Runs) -> None:
-    """Which faults were injected, which ranks noticed, and how the run ended."""
+    """Print which faults were injected, which ranks detected them, and how the runs ended."""
     ended = [(RunFolder(run.folder), run.summary) for run in runs if RunFolder(run.folder).summary.is_file()]
     rows = fault_table([(folder, summary.spec, summary.status) for folder, summary in ended])
     if rows:
@@ -147,7 +147,7 @@ def _print_faults(runs: Runs) -> None:
 
 
 def _write_report(runs: Runs) -> str:
-    """Return a line with the page's path, or with the reason why there is none: the runs count all the same."""
+    """Return a line with the page's path, or with the reason why there is none. The sweep does not fail by it."""
     try:
         return f"report: {runs.report()}"
     except Exception as error:  # also an unexpected one; `testbed report` shows its traceback

@@ -47,10 +47,10 @@ TRANSFER_TIMEOUT_S = 3600.0  # for one host to receive and unpack an archive
 SPACE_FACTOR = 1.3  # free space needed per unpacked byte: an engine unpacks before it renames
 
 
-class Bars(Protocol):
-    """Progress of the transfers, on a terminal or in a log."""
+class TransferProgress(Protocol):
+    """Receives the progress of the transfers, to show it on a terminal or in a log."""
 
-    def say(self, text: str) -> None: ...
+    def message(self, text: str) -> None: ...
     def begin(self, host: str, what: str, size: int) -> Callable[[int], None]: ...
     def end(self, host: str, what: str) -> None: ...
 
@@ -66,18 +66,18 @@ class Delivery:
     error: TestbedError | None = None
 
 
-def deploy(outcomes: Sequence[Outcome[Host]], data: Sequence[str], bars: Bars) -> list[Delivery]:
+def deploy(outcomes: Sequence[Outcome[Host]], data: Sequence[str], progress: TransferProgress) -> list[Delivery]:
     """Send to all connected hosts; each host's row holds its error, if any."""
     check_data(data)
-    archives = Archives(bars)
+    archives = Archives(progress)
     rows = {outcome.host.name: Delivery(outcome.host.name, error=outcome.error) for outcome in outcomes}
 
     def deliver(host: Host) -> None:
         row, begun = rows[host.name], time.monotonic()
         try:
-            row.image = _send_image(host, archives, bars)
+            row.image = _send_image(host, archives, progress)
             for name in data:
-                row.data[name] = _send_data(host, name, archives, bars)
+                row.data[name] = _send_data(host, name, archives, progress)
         except TestbedError as error:
             row.error = error
         row.seconds = time.monotonic() - begun
@@ -98,21 +98,21 @@ def sendable(name: str) -> list[str]:
     return [] if name in DATASETS and dataset_info(name).generated else [name]
 
 
-def _send_image(host: Host, archives: Archives, bars: Bars) -> str:
+def _send_image(host: Host, archives: Archives, progress: TransferProgress) -> str:
     engine_version(host)
     wanted = content_hash()
     if image_content(host) == wanted:
         return "there already"
     archive = archives.image()
     _check_space(host, free_engine_bytes(host), archive, "the image")
-    _send(host, "image", archive, ["docker", "load", "--quiet"], bars)
+    _send(host, "image", archive, ["docker", "load", "--quiet"], progress)
     if image_content(host) != wanted:
         raise HostFailed(f"{host}: the image was sent, but the engine does not show it. Run fab deploy again")
     host.run(prune_images_argv(), QUERY_TIMEOUT_S)
     return "sent"
 
 
-def _send_data(host: Host, name: str, archives: Archives, bars: Bars) -> str:
+def _send_data(host: Host, name: str, archives: Archives, progress: TransferProgress) -> str:
     """Unpack into a second folder, verify there, then rename: a data set on a host is complete or missing."""
     who = account(host)
     target, staged = who.data / name, who.data / f".{name}.partial"
@@ -123,7 +123,7 @@ def _send_data(host: Host, name: str, archives: Archives, bars: Bars) -> str:
     host.run(["rm", "-rf", str(staged)], QUERY_TIMEOUT_S)
     host.run(["mkdir", "-p", str(staged)], QUERY_TIMEOUT_S)
     _check_space(host, free_bytes(host, str(staged)), archive, name)
-    _send(host, name, archive, ["tar", "-xzf", "-", "-C", str(staged)], bars)
+    _send(host, name, archive, ["tar", "-xzf", "-", "-C", str(staged)], progress)
     if _remote_digests(host, who, f".{name}.partial", wanted) != wanted:
         host.run(["rm", "-rf", str(staged)], QUERY_TIMEOUT_S)
         raise HostFailed(f"{host}: data {name} arrived with wrong checksums and was deleted. Run fab deploy again")
@@ -150,8 +150,8 @@ def _check_space(host: Host, free: int, archive: Archive, what: str) -> None:
         raise HostFailed(f"{host}: disk full: {room}. Make room there, e.g. docker system prune")
 
 
-def _send(host: Host, what: str, archive: Archive, argv: Sequence[str], bars: Bars) -> None:
-    advance = bars.begin(host.name, what, archive.path.stat().st_size)
+def _send(host: Host, what: str, archive: Archive, argv: Sequence[str], progress: TransferProgress) -> None:
+    advance = progress.begin(host.name, what, archive.path.stat().st_size)
     try:
         with archive.path.open("rb") as source:
             host.send(argv, source, TRANSFER_TIMEOUT_S, advance)
@@ -160,7 +160,7 @@ def _send(host: Host, what: str, archive: Archive, argv: Sequence[str], bars: Ba
         fix = "disk full. Make room there, e.g. docker system prune" if full else f"{error.output[:200]}. Run it again"
         raise HostFailed(f"{host}: {what} was not accepted: {fix}") from None
     finally:
-        bars.end(host.name, what)
+        progress.end(host.name, what)
 
 
 # --- archives ---
@@ -177,8 +177,8 @@ class Archive:
 class Archives:
     """Makes each archive when the first host needs it, once for all."""
 
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
+    def __init__(self, progress: TransferProgress) -> None:
+        self._progress = progress
         self._lock = Lock()
         self._made: dict[str, Archive] = {}
         self._digests: dict[str, dict[str, str]] = {}
@@ -199,7 +199,7 @@ class Archives:
     def _make_once(self, what: str, pack: Callable[[], Archive]) -> Archive:
         with self._lock:
             if what not in self._made:
-                self._bars.say(f"packing {what} (once for all hosts)")
+                self._progress.message(f"packing {what} (once for all hosts)")
                 self._made[what] = pack()
             return self._made[what]
 

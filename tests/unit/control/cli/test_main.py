@@ -140,9 +140,9 @@ def test_modes_list_every_k_where_it_can_follow():
 def test_modes_as_text_lists_each_codec_once_with_the_algorithms_that_take_it():
     lines = CliRunner().invoke(main.app, ["modes"]).stdout.splitlines()
     for word, takers in (
-        ("/int8", "after direct"),
-        ("/topk:0.01", "after direct"),
-        ("/fp16", "after gather, allreduce"),
+        ("/int8", "allowed after direct"),
+        ("/topk:0.01", "allowed after direct"),
+        ("/fp16", "allowed after gather, allreduce"),
     ):
         (at,) = [number for number, line in enumerate(lines) if line.startswith(f"{word} ")]
         assert lines[at + 1].strip().startswith(takers)

@@ -20,19 +20,19 @@ def test_the_speed_of_a_restarted_run_does_not_mix_counters_of_two_attempts() ->
     speed = Speed()
     for number in range(4):
         speed.records.append(record(number, 1_000_000 * number, attempt=1))
-    assert speed.megabytes() == pytest.approx(1.0)
+    assert speed.megabytes_per_s() == pytest.approx(1.0)
     speed.records.append(record(4, 0))
-    assert speed.megabytes() is None
+    assert speed.megabytes_per_s() is None
     for number in range(5, 10):
         speed.records.append(record(number, 2_000_000 * (number - 4)))
-    assert speed.megabytes() == pytest.approx(2.0)
+    assert speed.megabytes_per_s() == pytest.approx(2.0)
 
 
 def test_without_counters_in_every_step_there_is_no_speed() -> None:
     speed = Speed()
     speed.records.append(record(0, 0))
     speed.records.append(record(1, 1_000_000) | {"received": None})
-    assert speed.megabytes() is None
+    assert speed.megabytes_per_s() is None
 
 
 def test_a_title_from_a_file_is_printed_on_one_line_without_control_characters() -> None:
