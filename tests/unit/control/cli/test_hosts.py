@@ -187,7 +187,7 @@ def test_fab_lists_the_commands_of_testbed_hosts(tmp_path: Path) -> None:
         (["run", "--retries", "many"], "retries"),
         (["run", "--rate", "1gbit"], "measured, never shaped"),
         (["run", "--mode", "rong; touch x"], "rong; touch x"),
-        (["doctor", "--inventory", "other.toml", "run"], "one inventory"),
+        (["doctor", "--inventory", "other.toml", "run"], "applies to all tasks"),
         (["logs", "--lines", "many"], "lines 'many'"),
         (["collect", "--run", "../up"], "--run '../up'"),
     ],
