@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from testbed.results.folder import RunFolder
 from tests.soak import faults, hostile, outcomes, runs
 from tests.soak.__main__ import PARTS
 from tests.soak.hostile import SCRIPT, TERMINAL_CODES
@@ -152,7 +153,7 @@ def test_a_run_that_restarted_before_its_last_checkpoint_is_a_miss(
 
 def test_the_step_of_a_resume_is_read_from_the_summary(tmp_path: Path) -> None:
     summary = make_run(tmp_path / "r")
-    run = runs.Run(0, "", 0.0, 1, runs.RunFolder(tmp_path / "r"), "ok", [], frozenset(), False)
+    run = runs.Run(0, "", 0.0, 1, RunFolder(tmp_path / "r"), "ok", [], frozenset(), False)
     assert run.resumed() == 0
     noted = summary.model_copy(update={"notes": ["an attempt failed", "resumed after step 28: what went before"]})
     run.folder.summary.write_text(noted.model_dump_json(by_alias=True))

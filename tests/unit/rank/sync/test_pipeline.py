@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testbed.rank.group import Group, Nothing, alone
+from testbed.rank.group import Group, NoWork, alone
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import plan_for
@@ -188,7 +188,7 @@ def test_a_backward_longer_than_the_deadline_is_no_failure(rig: Callable[..., Ri
 def test_the_sender_sends_the_most_urgent_shard_first() -> None:
     gate, order = threading.Event(), []
 
-    class Held(Nothing):
+    class Held(NoWork):
         def wait(self, timeout: object) -> bool:
             return gate.wait(5)
 
@@ -220,7 +220,7 @@ def test_a_sender_limits_the_kernels_queue_and_resets_it() -> None:
 def test_a_sender_reports_its_failure() -> None:
     told: list[str] = []
 
-    def broken() -> Nothing:
+    def broken() -> NoWork:
         raise RuntimeError("peer is gone")
 
     sender = Sender(alone(), fail=lambda error: told.append(str(error)))
