@@ -29,6 +29,7 @@ class Cluster:
             path.mkdir()
             os.chown(path, owner, owner)
         shutil.copyfile(ROOT / "compose.yaml", folder / "compose.yaml")
+        self._started: list[subprocess.Popen[str]] = []
 
     def compose(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run `docker compose` to its end."""
@@ -43,7 +44,7 @@ class Cluster:
 
     def start(self, **env: str) -> subprocess.Popen[str]:
         """Start `docker compose up` in a session of its own, for `interrupt`."""
-        return subprocess.Popen(
+        up = subprocess.Popen(
             ["docker", "compose", "--ansi", "never", "up", "--no-build"],
             cwd=self.folder,
             env={**os.environ, **QUICK, **env},
@@ -52,6 +53,8 @@ class Cluster:
             start_new_session=True,
             text=True,
         )
+        self._started.append(up)
+        return up
 
     def interrupt(self, up: subprocess.Popen[str]) -> float:
         """Send SIGINT, as Ctrl-C does; return the seconds until everything has ended."""
@@ -79,7 +82,10 @@ class Cluster:
         return sum(path.read_text().count('"kind":"step"') for path in files if path.exists())
 
     def down(self) -> None:
+        """Remove the project, and wait for every `docker compose up`, which ends with its containers."""
         self.compose("down", "--volumes", "--timeout", "1")
+        for up in self._started:
+            up.wait(60)
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = TIMEOUT_S) -> None:

@@ -138,6 +138,7 @@ class Running:
             wait_for(self._trains, "the ranks to train", seconds=150)
         except BaseException:
             self.fab.kill()
+            self.fab.communicate()
             raise
 
     def _trains(self) -> bool:
