@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from testbed.control.machine.affinity import assign_cores
-from testbed.control.machine.processes import run
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate
-from testbed.control.substrates.docker_cli import info_argv, inspect_argv
 from testbed.control.substrates.engine import check, projects
-from testbed.spec.errors import CommandFailed, Unavailable
+from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
 from tests.support.command import run_command, start_command, wait_for_steps
 
@@ -27,12 +25,8 @@ SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "c
 
 def host_config(substrate: ComposeSubstrate, node: int) -> dict[str, Any]:
     """The engine's settings of a node's container, as they are now."""
-    found: dict[str, Any] = json.loads(run(inspect_argv(substrate._containers[node], "{{json .HostConfig}}"), 30))
+    found: dict[str, Any] = substrate._client.api.inspect_container(substrate._containers[node].id)["HostConfig"]
     return found
-
-
-def engine_info(field: str) -> int:
-    return int(run(info_argv(field), 30))
 
 
 def test_a_shaped_run_leaves_the_same_folder_as_on_other_substrates(tmp_path: Path) -> None:
@@ -65,7 +59,7 @@ def test_a_rank_has_no_privileges_and_its_container_has_the_planned_limits(tmp_p
         time.sleep(0.5)
         killed.signal(signal.SIGKILL)
         assert killed.wait(30) == -signal.SIGKILL
-        limits, cores = host_config(substrate, 0), assign_cores(plans, range(engine_info("NCPU")))[0] or ()
+        limits, cores = host_config(substrate, 0), assign_cores(plans, range(substrate._client.info()["NCPU"]))[0] or ()
         assert (limits["CpuPeriod"], limits["CpuQuota"]) == (10_000, 3_000)
         assert limits["CpusetCpus"] == ",".join(map(str, sorted(cores)))
         assert "rate 50Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"])
@@ -149,7 +143,7 @@ def test_a_paused_container_is_stopped_and_a_refusal_of_the_engine_is_an_error(t
         process = substrate.start(0, ["sleep", "1000"], {}, tmp_path / "log")
         time.sleep(0.5)
         substrate.pause(0)
-        with pytest.raises(CommandFailed, match=r"docker pause .*already paused"):
+        with pytest.raises(TestbedError, match=r"the Docker engine refused: .*already paused"):
             substrate.pause(0)
         substrate.stop()
         assert process.poll() is not None
@@ -174,9 +168,10 @@ def test_a_memory_limit_is_restored_to_that_of_the_compose_file(tmp_path: Path) 
         substrate.unlimit_memory(0)
         assert limits() == given and given[0] == 2 << 30
         substrate.limit_memory(0)
-        substrate._memory[0] = (0, 0)  # as without mem_limit in the Compose file
+        # As without mem_limit in the Compose file.
+        substrate._containers[0].attrs["HostConfig"].update(Memory=0, MemorySwap=0)
         substrate.unlimit_memory(0)
-        assert limits()[0] == engine_info("MemTotal")
+        assert limits()[0] == substrate._client.info()["MemTotal"]
 
 
 def test_a_killed_rank_is_restarted_from_its_checkpoint(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ ALLOWED = {  # folder: folders of testbed/ that it may import
     "control": {"control", "spec", "results", "net", "data", "report"},  # report only in REPORT_CALLERS
     "report": {"report", "spec", "results"},
 }
-TORCH, SCREEN, REMOTE, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"fabric", "paramiko"}, {"matplotlib"}
+TORCH, SCREEN, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"matplotlib"}
+REMOTE = {"docker", "fabric", "paramiko"}
 BANNED = {  # folder: packages that it must not import
     "spec": TORCH | SCREEN | REMOTE | PLOTS,
     "results": TORCH | SCREEN | REMOTE | PLOTS,
@@ -146,10 +147,10 @@ def test_the_check_accepts_allowed_imports() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("testbed.control.cli.main", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
+        ("testbed.control.cli.main", {"torch", "docker", "fabric", "testbed.rank", "matplotlib", "testbed.report"}),
         ("testbed.control.api", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
-        ("testbed.report.page", {"torch", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
-        ("testbed.results.conclude", {"torch", "typer", "rich", "fabric", "testbed.net"}),
+        ("testbed.report.page", {"torch", "docker", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
+        ("testbed.results.conclude", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
         ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
         ("testbed.data.fetch", {"torch", "PIL", "rich", "testbed.net", "testbed.rank", "testbed.control"}),
     ],

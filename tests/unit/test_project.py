@@ -47,10 +47,11 @@ def test_nobody_who_reports_needs_an_engine_or_torch() -> None:
     """Each optional package is in the extras of those who use it, and not in the bare package."""
     where = {
         package: {name for name, needs in EXTRAS.items() if package in map(project, needs)}
-        for package in ("torch", "fabric", "matplotlib", "jinja2")
+        for package in ("torch", "docker", "fabric", "matplotlib", "jinja2")
     }
     assert where == {
         "torch": {"rank"},
+        "docker": {"compose", "hosts"},
         "fabric": {"hosts"},
         "matplotlib": {"report"},
         "jinja2": {"compose", "report"},

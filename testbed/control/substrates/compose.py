@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -30,26 +30,24 @@ from testbed.control.substrates.docker_cli import (
     SERVICE_LABEL,
     exec_argv,
     exit_code,
-    info_argv,
-    inspect_argv,
-    list_argv,
-    memory_argv,
-    parse_memory,
-    set_cores_argv,
-    set_cpus_argv,
-    set_memory_argv,
 )
-from testbed.control.substrates.engine import ENGINE_TIMEOUT_S, render
+from testbed.control.substrates.engine import (
+    ENGINE_TIMEOUT_S,
+    connect,
+    render,
+    used_memory_bytes,
+    wrap_docker_errors,
+)
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
 from testbed.net.shaping import routes_congestion
+from testbed.spec.cpu import CPU_PERIOD_US, quota_and_period
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
 
 SIGNAL_TIMEOUT_S = 30.0
-Run = Callable[[Sequence[str], float], str]
 
 
 class ContainerProcess:
@@ -96,10 +94,7 @@ class ContainerProcess:
 
 
 class ComposeSubstrate:
-    """N containers of one Compose project on a network of their own; leaving the context removes all of them.
-
-    `execute` runs a `docker` command and returns its stdout.
-    """
+    """N containers of one Compose project on a network of their own; leaving the context removes all of them."""
 
     name = "compose"
     shaped = True
@@ -107,26 +102,27 @@ class ComposeSubstrate:
     python = "python3"  # of the image, which has our package on its path
     notes: Sequence[str] = ()
 
-    def __init__(self, plans: Sequence[NodePlan], folder: Path, execute: Run = run) -> None:
+    def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:
         self._plans = tuple(plans)
         self._runs = folder.resolve().parent
-        self._execute = execute
         self._project = f"{ownership.PREFIX}-{ownership.current()}"
         self._links = ShapedLinks(self._plans, self.exec, self._set_congestion)
         self._cores: list[affinity.Cores | None] = []
-        self._containers: list[str] = []  # ids
+        self._client: Any = None  # of the Docker SDK
+        self._containers: list[Any] = []  # of the Docker SDK; their `attrs` are from right after their start
         self._started: list[ContainerProcess] = []
         self._limited: set[int] = set()  # nodes that have their CPU quota
         self._paused: set[int] = set()
         self._gateways: dict[int, str] = {}  # of nodes that are cut off
-        self._memory: dict[int, tuple[int, int]] = {}  # limits of nodes before `limit_memory`: memory, with swap
         self._cleanup = ExitStack()
         self.nodes: Sequence[NodeHandle] = ()
 
     def __enter__(self) -> Self:
         self.notes = ownership.remove_dead_projects(ownership.find_projects())
         with ExitStack() as undo:
-            cores = range(int(self._docker(info_argv("NCPU"))))  # of the engine's machine, not of this one
+            self._client = connect()
+            undo.callback(self._client.close)
+            cores = range(self._info()["NCPU"])  # of the engine's machine, not of this one
             self._cores = affinity.assign_cores(self._plans, cores)
             self._make_containers(undo)
             for node in range(len(self._plans)):
@@ -138,8 +134,9 @@ class ComposeSubstrate:
     def __exit__(self, *exception: object) -> None:
         self._cleanup.close()
 
-    def _docker(self, argv: Sequence[str]) -> str:
-        return self._execute(argv, ENGINE_TIMEOUT_S)
+    def _info(self) -> dict[str, Any]:
+        with wrap_docker_errors():
+            return dict(self._client.info())
 
     def _make_containers(self, undo: ExitStack) -> None:
         self._runs.mkdir(parents=True, exist_ok=True)  # otherwise the engine creates it as root
@@ -149,14 +146,14 @@ class ComposeSubstrate:
         (files / "idle.yaml").write_text(json.dumps(idle(len(self._plans), self._volumes()), indent=1))  # JSON is YAML
         compose = ["docker", "compose", "--project-name", self._project, "--project-directory", str(ROOT)]
         compose += ["--file", str(files / "compose.yaml"), "--file", str(files / "idle.yaml")]
-        undo.callback(self._docker, [*compose, "down", "--timeout", "0", "--volumes"])
-        self._docker([*compose, "up", "--detach", "--no-build", "--quiet-pull"])
+        undo.callback(run, [*compose, "down", "--timeout", "0", "--volumes"], ENGINE_TIMEOUT_S)
+        run([*compose, "up", "--detach", "--no-build", "--quiet-pull"], ENGINE_TIMEOUT_S)
         for node, plan in enumerate(self._plans):
-            labels = f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}=rank{node}"
-            (container,) = self._docker(list_argv(*labels, running=True)).split()
+            labels = [f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}=rank{node}"]
+            with wrap_docker_errors():
+                (container,) = self._client.containers.list(filters={"label": labels})
             self._containers.append(container)
-            networks = self._docker(inspect_argv(container, "{{json .NetworkSettings.Networks}}"))
-            (network,) = json.loads(networks).values()
+            (network,) = container.attrs["NetworkSettings"]["Networks"].values()
             handle = NodeHandle(name=plan.name, address=str(network["IPAddress"]), interface=INTERFACE)
             self.nodes = (*self.nodes, handle)
 
@@ -180,14 +177,14 @@ class ComposeSubstrate:
 
     def exec(self, node: int, argv: Sequence[str], timeout_s: float = ENGINE_TIMEOUT_S) -> str:
         """Run a command to its end in the container as root; return its stdout."""
-        return self._execute(exec_argv(self._containers[node], argv), timeout_s)
+        return run(exec_argv(self._containers[node].id, argv), timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process without any privilege; the first one with `quota` puts the whole container under it."""
         if quota and node not in self._limited:
             self._limit(node)
             self._limited.add(node)
-        process = ContainerProcess(self._containers[node], argv, env, log, rank_uid_gid())
+        process = ContainerProcess(self._containers[node].id, argv, env, log, rank_uid_gid())
         self._started.append(process)
         return process
 
@@ -196,7 +193,11 @@ class ComposeSubstrate:
             self.set_cpus(node, None)
         cores = self._cores[node]
         if cores is not None:
-            self._docker(set_cores_argv(self._containers[node], sorted(cores)))
+            self._update(node, cpuset_cpus=",".join(map(str, sorted(cores))))
+
+    def _update(self, node: int, **limits: int | str) -> None:
+        with wrap_docker_errors():
+            self._containers[node].update(**limits)
 
     def port(self, wanted: int = 0) -> int:
         """A container has its ports to itself."""
@@ -226,17 +227,19 @@ class ComposeSubstrate:
     def kill(self, node: int) -> None:
         """Send SIGKILL to all that was started in the container, as its own user; the idle container stays."""
         user = "{}:{}".format(*rank_uid_gid())
-        self._docker(exec_argv(self._containers[node], ["sh", "-c", "kill -9 -1; true"], user=user))
+        run(exec_argv(self._containers[node].id, ["sh", "-c", "kill -9 -1; true"], user=user), ENGINE_TIMEOUT_S)
 
     def pause(self, node: int) -> None:
         """Freeze the container."""
-        self._docker(["docker", "pause", self._containers[node]])
+        with wrap_docker_errors():
+            self._containers[node].pause()
         self._paused.add(node)
 
     def resume(self, node: int) -> None:
         """Unfreeze the container; ignored if it is not paused, because `stop` resumes before the fault is reverted."""
         if node in self._paused:
-            self._docker(["docker", "unpause", self._containers[node]])
+            with wrap_docker_errors():
+                self._containers[node].unpause()
             self._paused.discard(node)
 
     def cut(self, node: int) -> None:
@@ -260,24 +263,21 @@ class ComposeSubstrate:
 
     def set_cpus(self, node: int, cpus: float | None) -> None:
         """Change the quota of the whole container; None restores the planned quota."""
-        self._docker(set_cpus_argv(self._containers[node], self._plans[node].cpus if cpus is None else cpus))
+        cpus = self._plans[node].cpus if cpus is None else cpus
+        quota, period = (-1, CPU_PERIOD_US) if cpus is None else quota_and_period(cpus)
+        self._update(node, cpu_period=period, cpu_quota=quota)
 
     def limit_memory(self, node: int) -> None:
         """Limit the container to what it uses now and some more."""
-        container = self._containers[node]
-        if node not in self._memory:
-            limits = self._docker(inspect_argv(container, "{{.HostConfig.Memory}} {{.HostConfig.MemorySwap}}"))
-            memory, with_swap = map(int, limits.split())
-            self._memory[node] = memory, with_swap
-        used = parse_memory(self._docker(memory_argv(container)))
-        self._docker(set_memory_argv(container, used + MEMORY_HEADROOM_BYTES))
+        with wrap_docker_errors():
+            limit = used_memory_bytes(self._containers[node]) + MEMORY_HEADROOM_BYTES
+        self._update(node, mem_limit=limit, memswap_limit=limit)
 
     def unlimit_memory(self, node: int) -> None:
-        """Restore the limits from before. `docker update` cannot remove a limit, so none becomes all memory."""
-        if node in self._memory:
-            memory, with_swap = self._memory.pop(node)
-            most = memory or int(self._docker(info_argv("MemTotal")))
-            self._docker(set_memory_argv(self._containers[node], most, with_swap or most))
+        """Restore the limits of the container's start. An update cannot remove a limit, so none becomes all memory."""
+        first = self._containers[node].attrs["HostConfig"]
+        most = first["Memory"] or self._info()["MemTotal"]
+        self._update(node, mem_limit=most, memswap_limit=first["MemorySwap"] or most)
 
 
 def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:

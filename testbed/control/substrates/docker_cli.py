@@ -1,6 +1,7 @@
 """Argument lists for the `docker` command, as data. Nothing here talks to an engine.
 
-machine.processes.run executes them on this machine, hosts.ssh.Host.run on a host of the inventory.
+hosts.ssh.Host.run executes them on a host of the inventory. On this machine machine.processes.run executes those that
+run a process in a container; for everything else engine.py has the Docker SDK.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from testbed.spec.cpu import CPU_PERIOD_US, quota_and_period
+from testbed.spec.cpu import quota_and_period
 from testbed.spec.privileges import NOBODY
 from testbed.spec.units import parse_size
 
@@ -49,16 +50,8 @@ def image_content_argv() -> list[str]:
 def list_argv(*labels: str, columns: str = "{{.ID}}", running: bool = False) -> list[str]:
     """Print a line for each container with all of these labels; stopped ones too, unless `running`."""
     which = [] if running else ["--all"]
-    return ["docker", "ps", *which, "--no-trunc", *_with_labels(labels), "--format", columns]
-
-
-def list_networks_argv(*labels: str, columns: str = "{{.ID}}") -> list[str]:
-    """Print a line for each network with all of these labels."""
-    return ["docker", "network", "ls", "--no-trunc", *_with_labels(labels), "--format", columns]
-
-
-def _with_labels(labels: Sequence[str]) -> list[str]:
-    return [word for label in labels for word in ("--filter", f"label={label}")]
+    filters = [word for label in labels for word in ("--filter", f"label={label}")]
+    return ["docker", "ps", *which, "--no-trunc", *filters, "--format", columns]
 
 
 def inspect_argv(container: str, form: str) -> list[str]:
@@ -86,21 +79,9 @@ def prune_images_argv() -> list[str]:
     return ["docker", "image", "prune", "--force", "--filter", f"label={CONTENT_LABEL}"]
 
 
-def set_cpus_argv(container: str, cpus: float | None) -> list[str]:
-    """Change the CPU quota of a container; None removes it."""
-    quota, period = (-1, CPU_PERIOD_US) if cpus is None else quota_and_period(cpus)
-    return ["docker", "update", "--cpu-period", str(period), "--cpu-quota", str(quota), container]
-
-
-def set_cores_argv(container: str, cores: Sequence[int]) -> list[str]:
-    """Limit a container to some cores."""
-    return ["docker", "update", "--cpuset-cpus", ",".join(map(str, cores)), container]
-
-
-def set_memory_argv(container: str, limit_bytes: int, with_swap_bytes: int | None = None) -> list[str]:
-    """Change the memory limit of a container, and the limit of memory and swap together."""
-    swap = str(limit_bytes if with_swap_bytes is None else with_swap_bytes)
-    return ["docker", "update", "--memory", str(limit_bytes), "--memory-swap", swap, container]
+def set_memory_argv(container: str, limit_bytes: int) -> list[str]:
+    """Limit the memory of a container, and memory and swap together to the same."""
+    return ["docker", "update", "--memory", str(limit_bytes), "--memory-swap", str(limit_bytes), container]
 
 
 def memory_argv(container: str) -> list[str]:

@@ -1,37 +1,41 @@
-"""The Docker engine of this machine: is it there, can it do what is requested, and which projects of ours it has.
+"""The Docker engine of this machine, through its SDK: does it answer, can it do what is requested, what of ours it has.
 
 Also the Compose file: compose.yaml is the rendering of docker/compose.yaml.j2 for four nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from testbed import __version__
 from testbed.control.machine.processes import run
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.content import ROOT, content_hash
 from testbed.control.substrates.docker_cli import (
+    CONTENT_LABEL,
     IMAGE,
     LABEL,
     OWNER_LABEL,
     PROJECT_LABEL,
-    image_content_argv,
-    list_argv,
-    list_networks_argv,
     rehearse_argv,
-    remove_argv,
-    server_version_argv,
 )
 from testbed.control.substrates.links import rehearsals, rehearse
 from testbed.spec.cpu import CPU_PERIOD_US
-from testbed.spec.errors import CommandFailed, Unavailable, refuse, require_extra
+from testbed.spec.errors import CommandFailed, TestbedError, Unavailable, refuse, require_extra
 from testbed.spec.run import SCHEMA
+
+if TYPE_CHECKING:
+    from docker import DockerClient
 
 TEMPLATE = "compose.yaml.j2"
 MAX_NODES = 256
 ENGINE_TIMEOUT_S = 120.0  # creating four containers takes a few seconds
+SOCKET_TIMEOUT_S = 5.0
 RUNNING, NOBODY = "running", "nobody"  # owners of a project that `docker compose up` made
 
 
@@ -47,15 +51,50 @@ def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
     return templates.get_template(TEMPLATE).render(**values)
 
 
+def connect() -> DockerClient:
+    """Return a client of the engine that `docker` commands use; raise Unavailable if no engine answers."""
+    require_extra("substrate compose", "compose", "docker")
+    import docker  # here, because it is slow to import and most commands need no engine
+    from docker.context import ContextAPI
+    from docker.errors import DockerException
+
+    try:
+        check_socket(os.environ.get("DOCKER_HOST") or ContextAPI.kwargs_from_context().get("base_url", ""))
+        return docker.from_env(timeout=ENGINE_TIMEOUT_S, use_ssh_client=True)  # it asks for the engine's API version
+    except (DockerException, OSError) as error:
+        reason = str(error).split("(", 1)[0].strip()
+        way_out = "Start one; `make engine` installs it"
+        raise Unavailable(f"substrate compose: no Docker engine answers ({reason}). {way_out}") from None
+
+
+def check_socket(url: str) -> None:
+    """Raise OSError if nothing listens on a `unix://` socket; the SDK would leave its own socket open."""
+    kind, _, path = url.partition("://")
+    if kind == "unix":
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(SOCKET_TIMEOUT_S)
+            try:
+                connection.connect(path)
+            except OSError as error:
+                raise OSError(f"{path}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def wrap_docker_errors() -> Iterator[None]:
+    """Raise TestbedError for what the SDK raises: a refusal of the engine, a timeout, a lost connection."""
+    from docker.errors import DockerException
+
+    try:
+        yield
+    except (DockerException, OSError) as error:
+        reason = getattr(error, "explanation", None) or error
+        raise TestbedError(f"the Docker engine refused: {str(reason).strip()}") from None
+
+
 def engine_version() -> str:
     """Return the version of the engine that answers; raise Unavailable if none does."""
-    try:
-        return run(server_version_argv(), ENGINE_TIMEOUT_S).strip()
-    except FileNotFoundError:
-        reason = "the command docker is missing"
-    except CommandFailed as error:
-        reason = (error.output or str(error)).partition(". ")[0]
-    raise Unavailable(f"substrate compose: no Docker engine answers ({reason}). Start one; `make engine` installs it")
+    with contextlib.closing(connect()) as client, wrap_docker_errors():
+        return str(client.version()["Version"])
 
 
 def compose_version() -> str:
@@ -68,25 +107,33 @@ def compose_version() -> str:
         ) from None
 
 
-def image_content() -> str:
-    """Return a sentence with the image's content hash; raise Unavailable if it is missing or made from other code."""
+def inspect_image() -> dict[str, Any]:
+    """Return the engine's facts about our image; raise Unavailable if it is missing or made from other code."""
     now = content_hash()
-    engine_version()
-    try:
-        made = run(image_content_argv(), ENGINE_TIMEOUT_S).strip() or "unknown"
-    except CommandFailed:
-        raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
+    with contextlib.closing(connect()) as client, wrap_docker_errors():
+        from docker.errors import ImageNotFound
+
+        try:
+            image = client.images.get(IMAGE)
+        except ImageNotFound:
+            raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
+    made = image.labels.get(CONTENT_LABEL, "unknown")
     if made != now:
         differs = f"was made from other code (content {made}, the code here is {now})"
         raise Unavailable(f"substrate compose: image {IMAGE} {differs}. Build it again with `make image`")
-    return f"up to date, content {made}"
+    return dict(image.attrs)
+
+
+def image_content() -> str:
+    """Return a sentence with the content hash of an image that is up to date; raise what `inspect_image` raises."""
+    return f"up to date, content {inspect_image()['Config']['Labels'][CONTENT_LABEL]}"
 
 
 def check(plans: Sequence[NodePlan]) -> None:
     """Raise Unavailable if engine, Compose or image are missing, or if the engine's kernel cannot shape the links."""
     engine_version()
     compose_version()
-    image_content()
+    inspect_image()
     for commands, feature in rehearsals(plans):
         # The loopback of a container that is thrown away: its kernel is the engine's, wherever the engine runs.
         whole = [["ip", "link", "set", "lo", "up"], *commands]
@@ -103,35 +150,38 @@ def projects() -> dict[str, str]:
     A project that `docker compose up` made has the owner RUNNING while a container of it runs, else NOBODY.
     """
     try:
-        engine_version()
+        client = connect()
     except Unavailable:
         return {}
-    marks = f'{{{{.Label "{PROJECT_LABEL}"}}}}\t{{{{.Label "{OWNER_LABEL}"}}}}'
-    networks = run(list_networks_argv(LABEL, columns=marks), ENGINE_TIMEOUT_S)
-    containers = run(list_argv(LABEL, PROJECT_LABEL, columns=f"{marks}\t{{{{.State}}}}"), ENGINE_TIMEOUT_S)
     found: dict[str, str] = {}
-    for line in networks.splitlines():
-        project, owner = line.split("\t")
-        found[project] = owner or NOBODY
-    for line in containers.splitlines():
-        project, owner, state = line.split("\t")
-        without_owner = RUNNING if state in ("running", "paused") else found.get(project, NOBODY)
-        found[project] = owner or without_owner
+    ours = {"label": [LABEL, PROJECT_LABEL]}
+    with contextlib.closing(client), wrap_docker_errors():
+        for network in client.networks.list(filters=ours):
+            labels = network.attrs["Labels"]
+            found[labels[PROJECT_LABEL]] = labels.get(OWNER_LABEL, NOBODY)
+        for container in client.containers.list(all=True, filters=ours, sparse=True):  # sparse: they are not inspected
+            labels = container.attrs["Labels"]
+            project, runs = labels[PROJECT_LABEL], container.status in ("running", "paused")
+            found[project] = labels.get(OWNER_LABEL, RUNNING if runs else found.get(project, NOBODY))
     return found
 
 
 def remove_project(project: str) -> None:
     """Remove the containers and networks of a project; what is gone already is ignored."""
-    label = f"{PROJECT_LABEL}={project}"
-    for container in run(list_argv(label), ENGINE_TIMEOUT_S).split():
-        _run_unless_gone(remove_argv([container]))
-    for network in run(list_networks_argv(label), ENGINE_TIMEOUT_S).split():
-        _run_unless_gone(["docker", "network", "rm", network])
+    label = {"label": f"{PROJECT_LABEL}={project}"}
+    with contextlib.closing(connect()) as client, wrap_docker_errors():
+        from docker.errors import NotFound
+
+        for container in client.containers.list(all=True, filters=label, sparse=True):
+            with contextlib.suppress(NotFound):
+                container.remove(force=True, v=True)
+        for network in client.networks.list(filters=label):
+            with contextlib.suppress(NotFound):
+                network.remove()
 
 
-def _run_unless_gone(argv: list[str]) -> None:
-    try:
-        run(argv, ENGINE_TIMEOUT_S)
-    except CommandFailed as error:
-        if "no such" not in error.output.lower() and "not found" not in error.output.lower():
-            raise
+def used_memory_bytes(container: Any) -> int:
+    """Return the memory that a container of the SDK uses, without file pages that the kernel can drop."""
+    memory = container.stats(stream=False, one_shot=True)["memory_stats"]
+    droppable = memory["stats"].get("total_inactive_file", memory["stats"].get("inactive_file", 0))  # cgroups v1, v2
+    return int(memory["usage"] - droppable)

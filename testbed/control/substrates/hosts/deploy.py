@@ -22,7 +22,6 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, BinaryIO, Protocol
 
-from testbed.control.machine.processes import run
 from testbed.control.substrates import engine
 from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.docker_cli import IMAGE, prune_images_argv
@@ -217,9 +216,8 @@ def remove_archives() -> None:
 
 def pack_image() -> Archive:
     """Pack the image; raise Unavailable if it was not made from the code as it is now."""
-    engine.image_content()
+    size = int(engine.inspect_image()["Size"])
     path = cache_dir() / f"image-{content_hash()}.tar.gz"
-    size = int(run(["docker", "image", "inspect", "--format", "{{.Size}}", IMAGE], engine.ENGINE_TIMEOUT_S))
     if not path.exists():
         with _write_whole(path, "image-*.gz") as out:
             _save_image(out)

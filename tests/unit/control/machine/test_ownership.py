@@ -17,6 +17,7 @@ from testbed.control.machine import ownership
 from testbed.control.machine.ownership import Leftover
 from testbed.control.substrates import engine
 from tests.support.processes import state, until
+from tests.support.scripted_engine import ScriptedEngine, serve
 
 REALM = ownership.current().rpartition("-")[2]
 DEAD = f"{2**22 + 1}-1-{REALM}"  # no process has that pid
@@ -102,47 +103,39 @@ PROJECTS = {
     "up": engine.RUNNING,
     "down": engine.NOBODY,  # made by `docker compose up` and ended; its logs are the user's
 }
-LISTING = "".join(
-    f"{name}\t{'' if owner in (engine.RUNNING, engine.NOBODY) else owner}\t{'running' if name == 'up' else 'exited'}\n"
-    for name, owner in PROJECTS.items()
-)
 
 
 @pytest.fixture
-def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A program `docker` that has these projects; the file lists the ids that it was told to remove."""
-    log = tmp_path / "removed"
-    log.touch()
-    (tmp_path / "listing").write_text(LISTING)
-    script = f"""#!/bin/sh
-case "$*" in
-  "network ls"*com.docker.compose.project=* | "ps"*com.docker.compose.project=*)
-    for word; do case $word in label=*project=*) echo "id-${{word##*=}}" ;; esac; done ;;
-  "ps"*) grep -vf {log} {tmp_path / "listing"} ;;
-  "rm"*) for id; do :; done; echo "${{id#id-}}" >> {log} ;;
-  "version"*) echo 28 ;;
-esac
-"""
-    (tmp_path / "docker").write_text(script)
-    (tmp_path / "docker").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    yield log
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedEngine]:
+    """An engine with a container and a network of each of these projects."""
+    made = ScriptedEngine()
+    for name, owner in PROJECTS.items():
+        mark = {} if owner in (engine.RUNNING, engine.NOBODY) else {"testbed.owner": owner}
+        labels = {"testbed": "compose", "com.docker.compose.project": name} | mark
+        made.add_container(name, labels, "running" if name == "up" else "exited")
+        made.networks[name] = labels
+    made.networks["network of others"] = {"testbed": "x"}
+    with serve(made, tmp_path / "docker.sock") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        yield made
 
 
-def test_projects_are_listed_with_their_owners(removed: Path) -> None:
+def test_projects_are_listed_with_their_owners(docker: ScriptedEngine) -> None:
     assert engine.projects() == PROJECTS
 
 
-def test_only_projects_whose_controller_is_dead_are_removed_before_a_run(removed: Path) -> None:
+def test_only_projects_whose_controller_is_dead_are_removed_before_a_run(docker: ScriptedEngine) -> None:
     elsewhere, killed = ownership.remove_dead_projects(ownership.find_projects())
-    assert removed.read_text() == "killed\n"
+    assert docker.removed == ["killed"] and "killed" not in docker.networks and "up" in docker.networks
     assert killed.startswith("project killed was removed") and elsewhere.startswith("project elsewhere on this engine")
 
 
-def test_clean_keeps_what_another_host_may_use_and_says_so(removed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_keeps_what_another_host_may_use_and_says_so(
+    docker: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ownership, "FINDERS", (ownership.find_projects,))  # nothing else of this machine
     result = CliRunner().invoke(main.app, ["clean"])
-    assert result.exit_code == 0 and sorted(removed.read_text().split()) == ["down", "killed"]
+    assert result.exit_code == 0 and docker.removed == ["down", "killed"]
     assert result.stdout == "project down\nproject killed\n"
     assert result.stderr.startswith("project elsewhere stays: ") and "--all" in result.stderr
     assert "mine" not in result.output

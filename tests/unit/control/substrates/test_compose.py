@@ -1,84 +1,69 @@
-"""The compose substrate without an engine: which `docker` commands it runs."""
+"""The compose substrate with a scripted engine: what it requests of its containers."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate, idle
-from testbed.spec.errors import CommandFailed, TestbedError
-
-
-class FakeEngine:
-    """One container: only a running one can be paused, only a paused one unpaused."""
-
-    def __init__(self) -> None:
-        self.paused = False
-        self.broken = False
-        self.commands: list[list[str]] = []
-
-    def __call__(self, argv: Sequence[str], timeout_s: float) -> str:
-        self.commands.append(list(argv))
-        match list(argv):
-            case ["docker", "pause", _]:
-                self.paused = True
-            case ["docker", "unpause", _]:
-                if self.broken or not self.paused:
-                    raise CommandFailed("docker unpause", 1, "Container is not paused")
-                self.paused = False
-            case ["docker", "inspect", *_]:
-                return "0 0\n"
-            case ["docker", "stats", *_]:
-                return "100MiB / 2GiB\n"
-            case ["docker", "info", *_]:
-                return "1000000000\n"
-        return ""
+from testbed.control.substrates.engine import connect
+from testbed.spec.errors import TestbedError
+from tests.support.scripted_engine import MEMORY_BYTES, ScriptedEngine, serve
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def substrate(tmp_path: Path, engine: FakeEngine) -> ComposeSubstrate:
-    made = ComposeSubstrate([NodePlan(name="node0", cpus=0.4)], tmp_path / "r", engine)
-    made._containers = ["c0"]
+def engine() -> ScriptedEngine:
+    made = ScriptedEngine()
+    made.add_container("c0", {})
     return made
 
 
-def test_a_paused_container_is_resumed_by_stop_and_only_once(substrate: ComposeSubstrate, engine: FakeEngine) -> None:
+@pytest.fixture
+def substrate(tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[ComposeSubstrate]:
+    made = ComposeSubstrate([NodePlan(name="node0", cpus=0.4)], tmp_path / "r")
+    with serve(engine, tmp_path / "docker.sock") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        with contextlib.closing(connect()) as made._client:
+            made._containers = [made._client.containers.get("c0")]
+            yield made
+
+
+def test_a_paused_container_is_resumed_by_stop_and_only_once(
+    substrate: ComposeSubstrate, engine: ScriptedEngine
+) -> None:
     """With --retries a run stops its ranks, which resumes them, and then reverts the fault."""
     substrate.pause(0)
     substrate.stop()
-    assert not engine.paused
+    assert engine.containers["c0"]["State"] == "running"
     substrate.resume(0)
     substrate.pause(0)
     engine.broken = True
     substrate.stop()
-    with pytest.raises(TestbedError):  # the container is still paused, so the error is not hidden
+    # The container is still paused, so the error is not hidden.
+    with pytest.raises(TestbedError, match="the Docker engine refused: Container c0 is not paused"):
         substrate.resume(0)
 
 
-def test_none_restores_the_planned_quota(substrate: ComposeSubstrate, engine: FakeEngine) -> None:
+def test_none_restores_the_planned_quota(substrate: ComposeSubstrate, engine: ScriptedEngine) -> None:
     substrate.set_cpus(0, 0.1)
     substrate.set_cpus(0, None)
-    quotas = [argv[argv.index("--cpu-quota") + 1] for argv in engine.commands]
-    assert quotas == ["1000", "4000"]
+    substrate.set_cpus(0, 0.05)
+    quotas = [(update["CpuQuota"], update["CpuPeriod"]) for update in engine.updates]
+    assert quotas == [(1000, 10_000), (4000, 10_000), (1000, 20_000)]
 
 
 def test_a_memory_limit_is_the_usage_and_a_headroom_and_is_reverted_to_all_memory_where_there_was_none(
-    substrate: ComposeSubstrate, engine: FakeEngine
+    substrate: ComposeSubstrate, engine: ScriptedEngine
 ) -> None:
     substrate.limit_memory(0)
     substrate.unlimit_memory(0)
-    substrate.unlimit_memory(0)
-    limits = [argv[argv.index("--memory") + 1] for argv in engine.commands if "--memory" in argv]
-    assert limits == [str((100 << 20) + MEMORY_HEADROOM_BYTES), "1000000000"]
+    limits = [(update["Memory"], update["MemorySwap"]) for update in engine.updates]
+    assert limits == [((100 << 20) + MEMORY_HEADROOM_BYTES,) * 2, (MEMORY_BYTES,) * 2]
 
 
 def test_idle_containers_have_the_owners_mark() -> None:

@@ -1,14 +1,21 @@
-"""The Compose file: compose.yaml is up to date, and .env.example lists its variables."""
+"""The Compose file is up to date; an engine or an image that is missing is named with the way out."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from testbed.control.substrates import engine
+from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.engine import render
-from testbed.spec.errors import SpecError
+from testbed.spec.errors import SpecError, TestbedError, Unavailable
+from tests.support.scripted_engine import ScriptedEngine, serve
 
 ROOT = Path(__file__).parents[4]
 
@@ -52,3 +59,61 @@ def test_the_image_has_the_pinned_packages() -> None:
         return {line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")}
 
     assert pins("docker/packages.txt") - pins("requirements.txt") == set()
+
+
+def test_no_engine_is_unavailable_and_has_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing.sock")
+    with pytest.raises(Unavailable, match=r"no Docker engine answers \(.*missing\.sock: No such file.*`make engine`"):
+        engine.engine_version()
+    assert engine.projects() == {}
+
+
+def test_the_engine_is_that_of_the_current_docker_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docker compose` uses it, so both talk to one engine."""
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.delenv("DOCKER_CONTEXT", raising=False)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"currentContext": "other"}')
+    meta = tmp_path / "contexts/meta" / hashlib.sha256(b"other").hexdigest()
+    meta.mkdir(parents=True)
+    endpoint = {"Host": f"unix://{tmp_path}/e.sock", "SkipTLSVerify": False}
+    (meta / "meta.json").write_text(json.dumps({"Name": "other", "Metadata": {}, "Endpoints": {"docker": endpoint}}))
+    with pytest.raises(Unavailable, match=r"e\.sock"):
+        engine.engine_version()
+    with serve(ScriptedEngine(), tmp_path / "e.sock"):
+        assert engine.engine_version() == "28.0"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "image testbed:latest is missing. Build it with"), ("abc", "made from other code (content abc, ")],
+)
+def test_an_image_of_other_code_is_refused(
+    content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted = ScriptedEngine()
+    with serve(scripted, tmp_path / "e.sock") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        scripted.image = None if content is None else {"testbed.content": content}
+        with pytest.raises(Unavailable, match=re.escape(message)):
+            engine.inspect_image()
+        scripted.image = {"testbed.content": content_hash()}
+        assert engine.inspect_image()["Size"] == 7
+        assert engine.image_content() == f"up to date, content {content_hash()}"
+
+
+def test_what_is_gone_already_is_ignored_and_a_refusal_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = ScriptedEngine()
+    scripted.networks["n"] = {"com.docker.compose.project": "p"}
+    with serve(scripted, tmp_path / "e.sock") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        answer = scripted.answer
+        for status in (404, 409):
+
+            def failing(method: str, *rest: Any, status: int = status) -> tuple[int, Any]:
+                return (status, {"message": "in use"}) if method == "DELETE" else answer(method, *rest)
+
+            monkeypatch.setattr(scripted, "answer", failing)
+            refused = pytest.raises(TestbedError, match="the Docker engine refused: in use")
+            with contextlib.nullcontext() if status == 404 else refused:
+                engine.remove_project("p")
