@@ -131,7 +131,7 @@ def test_a_container_that_was_cut_off_gets_its_routes_back(tmp_path: Path) -> No
         assert any("congctl cubic" in route for route in before) and any("default via" in route for route in before)
         substrate.cut(0)
         assert "default" not in substrate.exec(0, ["ip", "route"])
-        substrate.join(0)
+        substrate.reconnect(0)
         after = sorted(substrate.exec(0, ["ip", "route"]).splitlines())
         assert [route.split() for route in after] == [route.split() for route in before]
         substrate.set_rate(0, 10_000_000)

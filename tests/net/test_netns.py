@@ -155,7 +155,7 @@ def test_a_cut_link_carries_nothing_and_is_shaped_after_join() -> None:
     with NetnsSubstrate(requested) as substrate:
         substrate.cut(1)
         assert not reaches(substrate)
-        substrate.join(1)
+        substrate.reconnect(1)
         until(lambda: reaches(substrate))
         receipt = measured(substrate, requested)
     assert_within(receipt)
@@ -244,7 +244,7 @@ def start_controller(folder: Path) -> tuple[subprocess.Popen[str], str]:
     return controller, marks.pop()
 
 
-def of_owner(mark: str) -> list[ownership.Leftover]:
+def of_owner(mark: str) -> list[ownership.OwnedResource]:
     return [each for each in ownership.find(everything=True) if each.owner == mark]
 
 

@@ -18,7 +18,7 @@ Cores = frozenset[int]
 def assign_cores(plans: Sequence[NodePlan], cores: Sequence[int]) -> list[Cores | None]:
     """Return each node's cores if all nodes can get an equal number; else None for all, and the kernel decides.
 
-    With more cores than threads no core is shared, so the kernel also decides then: it knows which cores are fast.
+    With more cores than threads no core is shared. The kernel also decides then, because cores may differ in speed.
     """
     different = {plan.threads for plan in plans}
     threads = different.pop() if len(different) == 1 else None
@@ -31,7 +31,7 @@ def assign_cores(plans: Sequence[NodePlan], cores: Sequence[int]) -> list[Cores 
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""cgroups, version 1 (one hierarchy a controller) and 2 (unified): a node's CPU quota and, for faults, memory limit."""
+"""cgroups, version 1 (a hierarchy per controller) and 2 (unified): CPU quota of a node, and memory limit for faults."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All checks, the basic ones first."""
+    """Run all checks and return the findings, the basic ones first."""
     engine_findings = _engine()
     root = _root(containers=all(finding.ok for finding in engine_findings))
     shaping = _link("shaping both ways (tbf, ifb)", Link(rate=parse_rate("100mbit")), "a kernel with sch_tbf and ifb")
@@ -83,7 +83,7 @@ def _tools() -> list[Finding]:
 
 
 def _link(what: str, link: Link, fix: str) -> Finding:
-    """Shape such a link in a namespace that is thrown away."""
+    """Try to shape such a link in a temporary namespace."""
     try:
         netns.check_network([NodePlan(name="node0", link=link)])
         return Finding(what, True, "works")

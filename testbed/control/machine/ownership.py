@@ -1,8 +1,8 @@
 """Ownership: a mark on everything a controller creates, and what dead controllers left behind, found by that mark.
 
 An owner is `<pid>-<start time>-<realm>`. A pid alone is used again after a while; together with its start time it is
-unique. The realm is one boot of one machine and one pid namespace, which is where the pid refers to that process. An
-engine may serve several machines and containers, so things with the mark of another realm count as in use.
+unique. The realm identifies a boot of a machine and a pid namespace; only there can the pid be looked up. Machines and
+containers may share an engine, so resources with the mark of another realm count as in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMAND_TIMEOUT_S = 20.0
 
 
 def realm(proc: Path = PROC) -> str:
-    """A hash of the boot id and the pid namespace's inode, short because it is part of names."""
+    """Return a hash of the boot id and the pid namespace's inode, shortened because it is part of names."""
     boot, namespace = (proc / "sys/kernel/random/boot_id").read_text(), (proc / "self/ns/pid").stat().st_ino
     return hashlib.sha256(f"{boot.strip()} {namespace}".encode()).hexdigest()[:16]
 
@@ -39,17 +39,17 @@ _own_realm = functools.cache(realm)
 
 
 def current() -> str:
-    """The mark of this process."""
+    """Return the mark of this process."""
     return f"{os.getpid()}-{start_time(os.getpid())}-{_own_realm()}"
 
 
-def owned_name(part: str) -> str:
-    """The name of something that this process creates: `testbed-<owner>-<part>`."""
-    return f"{PREFIX}-{current()}-{part}"
+def owned_name(suffix: str) -> str:
+    """Return a name for a resource that this process creates: `testbed-<owner>-<suffix>`."""
+    return f"{PREFIX}-{current()}-{suffix}"
 
 
 def other_host(owner: str) -> bool:
-    """Return True for a mark of another machine, boot or container: from here nobody can see if that process runs."""
+    """Return True for a mark of another machine, boot or container, where processes cannot be seen from here."""
     match = PATTERN.fullmatch(owner)
     return match is not None and match[3] != _own_realm()
 
@@ -61,7 +61,7 @@ def alive(owner: str) -> bool:
 
 
 def owned_processes() -> dict[int, str]:
-    """Every live process with a mark in its environment, and its owner."""
+    """Return the pids of all live processes with a mark in their environment, and their owners."""
     found = {}
     for pid in all_pids():
         with contextlib.suppress(OSError):
@@ -80,8 +80,8 @@ def remove_namespace(name: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Leftover:
-    """One thing that a controller made; `kind` is process, namespace, cgroup, project (of containers) or folder."""
+class OwnedResource:
+    """A resource that a controller made; `kind` is process, namespace, cgroup, project (of containers) or folder."""
 
     kind: str
     name: str
@@ -125,22 +125,22 @@ class Leftover:
         return killed
 
 
-def find_processes() -> list[Leftover]:
+def find_processes() -> list[OwnedResource]:
     """Live processes with a mark."""
     found = owned_processes().items()
-    return [Leftover("process", str(pid), owner) for pid, owner in found if PATTERN.fullmatch(owner)]
+    return [OwnedResource("process", str(pid), owner) for pid, owner in found if PATTERN.fullmatch(owner)]
 
 
-def find_namespaces() -> list[Leftover]:
+def find_namespaces() -> list[OwnedResource]:
     """Named network namespaces with a mark."""
     names = sorted(entry.name for entry in NETNS.iterdir()) if NETNS.is_dir() else []
-    return [Leftover("namespace", match[0], match[1]) for match in map(OWNED_NAME.fullmatch, names) if match]
+    return [OwnedResource("namespace", match[0], match[1]) for match in map(OWNED_NAME.fullmatch, names) if match]
 
 
-def find_cgroups() -> list[Leftover]:
+def find_cgroups() -> list[OwnedResource]:
     """The cgroups of nodes; the folder of an owner counts if it has no node any more."""
     found = [
-        Leftover("cgroup", str(folder.relative_to(hierarchy.path)), owner)
+        OwnedResource("cgroup", str(folder.relative_to(hierarchy.path)), owner)
         for hierarchy in cgroups.mounted_hierarchies()
         for owner, folders in cgroups.owners(hierarchy).items()
         if PATTERN.fullmatch(owner)
@@ -149,20 +149,20 @@ def find_cgroups() -> list[Leftover]:
     return list(dict.fromkeys(found))
 
 
-def find_projects() -> list[Leftover]:
+def find_projects() -> list[OwnedResource]:
     """Compose projects on the Docker engine."""
-    return [Leftover("project", name, owner) for name, owner in sorted(engine.projects().items())]
+    return [OwnedResource("project", name, owner) for name, owner in sorted(engine.projects().items())]
 
 
-def find_folders() -> list[Leftover]:
+def find_folders() -> list[OwnedResource]:
     """Temporary folders with the compose files of a project."""
     paths = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"))
     matches = [(path, OWNED_NAME.fullmatch(path.name)) for path in paths]
-    return [Leftover("folder", str(path), match[1]) for path, match in matches if match]
+    return [OwnedResource("folder", str(path), match[1]) for path, match in matches if match]
 
 
 # Processes come first because the other things cannot be removed while a process uses them.
-FINDERS: Sequence[Callable[[], list[Leftover]]] = (
+FINDERS: Sequence[Callable[[], list[OwnedResource]]] = (
     find_processes,
     find_namespaces,
     find_cgroups,
@@ -171,22 +171,22 @@ FINDERS: Sequence[Callable[[], list[Leftover]]] = (
 )
 
 
-def find(everything: bool = False) -> list[Leftover]:
+def find(everything: bool = False) -> list[OwnedResource]:
     """List what has no living owner; with `everything` also what is in use."""
     return [each for finder in FINDERS for each in finder() if everything or not each.in_use]
 
 
-def remove(everything: bool = False) -> list[Leftover]:
+def remove(everything: bool = False) -> list[OwnedResource]:
     """Kill and remove what `find` lists; return what was removed, with each killed process as an entry of its own."""
-    removed: list[Leftover] = []
+    removed: list[OwnedResource] = []
     for each in find(everything):
         killed = each.remove()
-        removed += [Leftover("process", str(pid), each.owner) for pid in killed]
+        removed += [OwnedResource("process", str(pid), each.owner) for pid in killed]
         removed += [each] if each.kind != "process" else []
     return list(dict.fromkeys(removed))
 
 
-def remove_dead_projects(projects: Sequence[Leftover]) -> list[str]:
+def remove_dead_projects(projects: Sequence[OwnedResource]) -> list[str]:
     """Remove containers whose controller is dead, because their ranks still use the processor; return notes.
 
     Projects of another host stay, and a note says so. Those that `docker compose up` made also stay: their logs are
@@ -195,8 +195,11 @@ def remove_dead_projects(projects: Sequence[Leftover]) -> list[str]:
     notes = []
     for each in projects:
         if each.other_host:
-            notes.append(f"{each} on this engine is of another machine, container or boot: it may have run beside")
+            other = "belongs to another machine, container or boot"
+            notes.append(f"{each} on this engine {other}: it may have used the CPU during the run")
         elif PATTERN.fullmatch(each.owner) and not each.in_use:
             each.remove()
-            notes.append(f"{each} was removed before: its controller was dead, and its ranks may have trained on")
+            notes.append(
+                f"{each} was removed before the run: its controller was dead, and its ranks still used the CPU"
+            )
     return notes

@@ -50,12 +50,12 @@ def start_time(pid: int, proc: Path = PROC) -> str | None:
 
 
 def all_pids() -> Iterator[int]:
-    """Every pid in /proc."""
+    """Yield every pid in /proc."""
     return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
 
 
 def pids_in_namespace(namespace: str) -> list[int]:
-    """Every live process inside a named network namespace."""
+    """Return the pids of live processes inside a named network namespace."""
     found = []
     with contextlib.suppress(OSError):
         wanted = (NETNS / namespace).stat()
@@ -76,7 +76,7 @@ def send(pids: Sequence[int], signum: int) -> None:
 def kill_until_gone(find_pids: Callable[[], list[int]], timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
     """Send SIGKILL to what `find_pids()` lists until it lists nothing; return the pids.
 
-    It is asked again because a process may have forked before it was killed.
+    `find_pids` is called again because a process may have forked before it was killed.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + timeout_s

@@ -24,7 +24,7 @@ from testbed.spec.fault import LASTING, Fault
 
 
 class Injector:
-    """A RankObserver. Each fault is injected once, however often the ranks are restarted."""
+    """A RankObserver that injects faults. Each fault is injected once, even if the ranks are restarted."""
 
     def __init__(self, faults: Sequence[Fault], substrate: FaultTarget, history: Path) -> None:
         self._waiting = list(faults)
@@ -76,12 +76,12 @@ class Injector:
         self._write("injected", fault=str(fault), rank=fault.rank, step=ranks[fault.rank].last_step + 1, begun=begun)
 
     def _actions(self, rank: int) -> dict[str, Callable[[Fault], None]]:
-        """Fault kind -> what injects it on this rank."""
+        """Return for each kind of fault the function that injects it on this rank."""
         substrate, process = self._substrate, self._processes[rank]
 
         def exhaust_memory(fault: Fault) -> None:
             substrate.limit_memory(rank)
-            process.signal(signal.SIGUSR1)  # the rank allocates until it meets the limit; training alone would not
+            process.signal(signal.SIGUSR1)  # the rank then allocates memory until it reaches the limit
 
         return {
             "kill": lambda fault: substrate.kill(rank),
@@ -98,7 +98,7 @@ class Injector:
         assert fault.rank is not None
         actions: dict[str, Callable[[int], None]] = {
             "pause": self._substrate.resume,
-            "cut": self._substrate.join,
+            "cut": self._substrate.reconnect,
             "rate": lambda node: self._substrate.set_rate(node, None),
             "slow": lambda node: self._substrate.set_cpus(node, None),
             "oom": self._substrate.unlimit_memory,
@@ -109,7 +109,7 @@ class Injector:
     def _write_end(self, rank: int, state: RankState) -> None:
         if state.error and state.code:
             recorded = {key: state.error.get(key) for key in ("failed_rank", "message")}
-            own_time = state.error.get("at") if self._substrate.one_clock else None  # of another machine: no use here
+            own_time = state.error.get("at") if self._substrate.one_clock else None  # clocks of other machines differ
             self._write("saw", at=own_time or state.ended, rank=rank, code=state.code, **recorded)
         self._write("ended", at=state.ended, rank=rank, code=state.code)
 

@@ -3,8 +3,8 @@
 Both are flock(2) on a file, so the kernel frees them when the process ends, however it ends. A lock file that no
 process holds is stale and is taken over.
 `folder_lock` does not wait: it raises Unavailable and names the holder, whose process id is in the file.
-`machine_lock` waits. Its file is empty and opened for reading only, so that a file of one user also locks out the
-others; the holder is found in /proc/locks. (The package filelock truncates the file before it locks it, which erases
+`machine_lock` waits. Its file is empty and opened for reading only, so that users can lock a file of another user; the
+holder is found in /proc/locks. (The package filelock truncates the file before it locks it, which erases
 the name of the holder.)
 """
 
@@ -26,11 +26,13 @@ from testbed.control.machine import ownership
 from testbed.control.runs.select import SubstrateChoice
 from testbed.spec.errors import Interrupted, Unavailable, one_line
 
-SHARE = "TESTBED_SHARE"  # environment variable: if set, nobody waits for the machine. Tests start many runs at once
+SHARE = (
+    "TESTBED_SHARE"  # environment variable: if set, runs do not take the machine's lock. Tests start many runs at once
+)
 LOCK_FOLDERS = (Path("/run/lock"), Path("/tmp"))  # not TMPDIR: all users must use the same file
 LOCK_NAME = "testbed.lock"
 POLL_S = 0.2  # between two tries
-LONGEST_COMMAND = 80  # characters of the holder's command line in a message
+MAX_COMMAND_CHARS = 80  # of the holder's command line in a message
 _held: list[int] = []  # the machine's lock, while this process holds it: a sweep keeps it over all its runs
 
 
@@ -41,7 +43,7 @@ class LockState(Enum):
 
 
 def try_lock(handle: int, file: Path) -> LockState:
-    """Lock what was opened as `file`, without waiting. The lock counts only while the name means this very file."""
+    """Lock the opened `file` without waiting. The lock counts only if the name still refers to the opened file."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -57,7 +59,7 @@ def try_lock(handle: int, file: Path) -> LockState:
 
 @contextmanager
 def folder_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`, a folder that need not exist: a hidden file beside it. Raises Unavailable."""
+    """Hold the lock of a folder, which need not exist: a hidden file next to it. Raises Unavailable."""
     file = path.parent / f".{path.name}.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
     handle = _lock_folder(file)
@@ -66,7 +68,7 @@ def folder_lock(path: Path) -> Iterator[None]:
         os.pwrite(handle, f"{ownership.current()}\n".encode(), 0)
         yield
     finally:
-        file.unlink(missing_ok=True)  # before the lock is freed: nobody locks a file that has lost its name
+        file.unlink(missing_ok=True)  # before the lock is freed, so that no process locks a deleted file
         os.close(handle)
 
 
@@ -87,7 +89,7 @@ def _lock_folder(file: Path) -> int:
 
 @contextmanager
 def machine_lock(choice: SubstrateChoice, folders: Sequence[Path] = LOCK_FOLDERS) -> Iterator[None]:
-    """Hold the machine's lock if the nodes of this substrate share its cores; wait for whoever holds it."""
+    """Hold the machine's lock if the nodes of this substrate share its cores; wait while another process holds it."""
     if choice.needs_machine_lock:
         with reserve_machine(folders=folders):
             yield
@@ -101,7 +103,7 @@ def reserve_machine(file: Path | None = None, folders: Sequence[Path] = LOCK_FOL
     if _held or os.environ.get(SHARE, "0") not in ("", "0"):
         yield
         return
-    file = file or _lock_folder_of(folders) / LOCK_NAME
+    file = file or _folder_for_all_users(folders) / LOCK_NAME
     _held.append(_wait(file))
     try:
         yield
@@ -111,8 +113,8 @@ def reserve_machine(file: Path | None = None, folders: Sequence[Path] = LOCK_FOL
         os.close(_held.pop())
 
 
-def _lock_folder_of(folders: Sequence[Path]) -> Path:
-    """The first folder in which every user may make files: the same one for all users."""
+def _folder_for_all_users(folders: Sequence[Path]) -> Path:
+    """Return the first folder in which all users may create files, so that all take the same. Raises Unavailable."""
     for folder in folders:
         with contextlib.suppress(OSError):
             if folder.stat().st_mode & stat.S_IWOTH:
@@ -122,7 +124,7 @@ def _lock_folder_of(folders: Sequence[Path]) -> Path:
 
 
 def _wait(file: Path) -> int:
-    """Return the locked file. While another process holds it, print which one."""
+    """Return the locked file's handle. Print the process that holds it while waiting. Raises Interrupted."""
     printed = ""
     try:
         while (handle := _try_machine(file)) is None:
@@ -137,7 +139,7 @@ def _wait(file: Path) -> int:
 
 
 def _try_machine(file: Path) -> int | None:
-    """The locked file; None if another process holds it, or removed it between our open and our lock."""
+    """Return the locked file's handle; None if another process holds it, or removed it after our open."""
     handle = _open(file)
     if try_lock(handle, file) is LockState.OURS:
         return handle
@@ -146,7 +148,7 @@ def _try_machine(file: Path) -> int | None:
 
 
 def _open(file: Path) -> int:
-    """Open for reading, without following symlinks; create it if it is missing.
+    """Return a handle for reading, without following symlinks; create the file if it is missing. Raises Unavailable.
 
     O_CREAT is used only for a new file: in a sticky folder the kernel may refuse it on a file of another user.
     """
@@ -169,7 +171,7 @@ def _open(file: Path) -> int:
 
 
 def _holder(file: Path) -> str:
-    """The process that holds the lock, from /proc/locks; processes outside our container are not listed there."""
+    """Return the process that holds the lock, from /proc/locks, which lists no process outside our container."""
     pids: list[int] = []
     with contextlib.suppress(OSError):
         status = file.lstat()
@@ -180,11 +182,11 @@ def _holder(file: Path) -> str:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process, printable and shortened; `testbed` without its interpreter and folder."""
+    """Return the command line of a process, printable and shortened; `testbed` without its interpreter and folder."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return "unknown"
     starts = [k for k, word in enumerate(words[:4]) if Path(word).name in ("testbed", "testbed.control")]
     text = shlex.join(["testbed", *words[starts[0] + 1 :]] if starts else words)
-    return one_line(text)[:LONGEST_COMMAND] or "unknown"
+    return one_line(text)[:MAX_COMMAND_CHARS] or "unknown"

@@ -1,7 +1,7 @@
-"""The life of one run: create the nodes, measure the network, start the ranks, supervise them, write the summary.
+"""One run from start to end: create the nodes, measure the network, start the ranks, supervise them, write the summary.
 
 `execute` runs a spec; `resume_run` continues a run that did not finish. Everything that can be refused is refused
-before the run's folder exists. From then on summary.json says what happened, however the run ends.
+before the run's folder exists. After that, summary.json is written however the run ends.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Lock = Callable[[SubstrateChoice], AbstractContextManager[None]]
 
 @dataclass
 class RunNotes:
-    """What only the controller knows of a run; it becomes part of summary.json."""
+    """What the controller adds to summary.json."""
 
     substrate: str
     notes: list[str] = field(default_factory=list)
     network: str = "not measured"
-    invalid: str = ""  # why the run must not be in tables; empty if it may
+    invalid: str = ""  # why the run is left out of tables; empty if it is not
 
 
 @dataclass
@@ -140,14 +140,14 @@ def _check_unfinished(choice: SubstrateChoice, folder: RunFolder) -> None:
 
 
 def _read_summary(folder: RunFolder) -> Summary | None:
-    """None if there is no summary, or it cannot be read."""
+    """Return the summary; None if there is none, or it cannot be read."""
     with suppress(OSError, UsageError):
         return Summary.read(folder)
     return None
 
 
 def check_inputs(spec: RunSpec) -> None:
-    """Refuse missing data, more images than there are, and a user's method that is not Python."""
+    """Raise UsageError for missing data, for more images than the data set has, or a method that is not Python."""
     name, info = spec.data.name, dataset_info(spec.data.name)
     require_complete(name, data_dir())
     sizes = (("subset", spec.data.subset, info.train), ("test_subset", spec.data.test_subset, info.test))
@@ -165,7 +165,7 @@ def check_inputs(spec: RunSpec) -> None:
 
 @contextmanager
 def _restored_signals() -> Iterator[None]:
-    """Restore the signal handlers at the end: an interrupted run ignores signals while it cleans up.
+    """Restore the signal handlers at the end, because an interrupted run ignores signals while it cleans up.
 
     Only the main thread may set handlers; in another thread nothing is changed.
     """
@@ -200,7 +200,7 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     except (TestbedError, OSError) as error:
         _stop(run.substrate)
         cause = error if isinstance(error, TestbedError) else os_failure(error, run.folder.path)
-        with suppress(TestbedError):  # that the summary cannot be written must not hide the cause
+        with suppress(TestbedError):  # an error of writing the summary must not hide the cause
             _conclude(run, notes, "failed", str(cause))
         raise cause from None
     return _conclude(run, notes, "invalid" if notes.invalid else "ok", notes.invalid)
@@ -231,7 +231,7 @@ def _conclude(run: RunContext, notes: RunNotes, status: Status, reason: str) -> 
 
 
 def _measure(run: RunContext, notes: RunNotes) -> None:
-    """Write receipt.json before training. A network that is off makes the run invalid, and it trains all the same."""
+    """Measure the network and write receipt.json. The run trains even if the network is not as requested."""
     plans = node_plans(run.spec)
     check = measure(run.spec, lambda: probe(run.substrate, plans, run.progress.link), run.progress.stage)
     if check.receipt is not None:
@@ -291,7 +291,7 @@ def _follow_probes(started: Sequence[Process], logs: Sequence[Path], progress: P
 
 
 def _probe_error(codes: Sequence[int | None], logs: Sequence[Path]) -> str:
-    """The error of every node, each once. A probe writes `node0`; the message has the inventory's name instead."""
+    """Return a message with the error of every node, each once, and node names of the inventory instead of `node0`."""
     names = [log.stem for log in logs]
     errors = dict.fromkeys(_last_error(log, names) for code, log in zip(codes, logs, strict=True) if code)
     running = [name for code, name in zip(codes, names, strict=True) if code is None]
@@ -317,7 +317,7 @@ def _measurement(log: Path) -> Measurement:
 def _end_probes(started: Sequence[Process]) -> None:
     for process in started:
         if process.poll() is None:
-            process.signal(signal.SIGKILL)  # a probe leaves nothing that must be finished
+            process.signal(signal.SIGKILL)  # a probe has nothing to clean up
     for process in started:
         with contextlib.suppress(TimeoutError):
             process.wait(PROBE_GRACE_S)
@@ -328,16 +328,16 @@ def _end_probes(started: Sequence[Process]) -> None:
 
 def _train(run: RunContext, notes: RunNotes, resume: bool) -> None:
     """Start the ranks; after a failure start them again from the last checkpoint, at most `retries` times."""
-    for left in range(run.retries, -1, -1):
+    for retry in range(1, run.retries + 2):
         try:
             return _attempt(run, resume)
         except RankFailed as error:
-            if not left:
+            if retry > run.retries:
                 raise
             run.substrate.stop()
             run.injector.revert_all()
             notes.notes.append(f"an attempt failed: {error}")
-            run.progress.stage(f"{error}; all ranks start again, {left} more times at most")
+            run.progress.stage(f"{error}; all ranks start again (retry {retry} of {run.retries})")
             resume = True
     return None
 

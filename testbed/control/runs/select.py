@@ -31,7 +31,7 @@ ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
 
 def node_plans(spec: RunSpec) -> list[NodePlan]:
-    """What is requested of each node that gets a rank."""
+    """Return what is requested of each node that gets a rank."""
     return [
         NodePlan(
             name=f"node{rank}",
@@ -45,7 +45,7 @@ def node_plans(spec: RunSpec) -> list[NodePlan]:
 
 
 def without_shaping(spec: RunSpec) -> RunSpec:
-    """The spec without links, CPU quotas and congestion control: what is not applied must not be in spec.json."""
+    """Return the spec without links, CPU quotas and congestion control: spec.json has only what is applied."""
     node = spec.node.model_copy(update={"cpus": None, "congestion": None})
     return spec.model_copy(update={"link": Link(), "node": node, "overrides": {}})
 
@@ -144,11 +144,11 @@ class SubstrateChoice:
         return self.type.is_local() and not self.allow_concurrent
 
     def drop_unsupported(self, spec: RunSpec) -> RunSpec:
-        """The spec that this substrate really runs."""
+        """Return the spec without what this substrate cannot apply."""
         return self.type.drop_unsupported(spec)
 
     def make(self, spec: RunSpec, folder: Path) -> Substrate:
-        """Check what has not been checked yet, and build the substrate; entering it creates the nodes."""
+        """Check the plans, unless that was done, and return the substrate. Entering it creates the nodes."""
         plans = node_plans(spec)
         if self.checked != plans:
             self.type.check(plans)
@@ -163,7 +163,7 @@ def select(
     accept_new: bool = False,
     allow_concurrent: bool = False,
 ) -> SubstrateChoice:
-    """The substrate for all of `specs`; the one with most ranks decides. `inventory`: read, or its file."""
+    """Return the substrate for all of `specs`; the spec with most ranks decides. `inventory`: read, or its path."""
     largest = max(specs, key=lambda spec: spec.world)
     if on == HOSTS:
         hosts = inventory if isinstance(inventory, Inventory) else read_inventory(inventory)
@@ -219,5 +219,5 @@ def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
         raise Unavailable(f"{links}: {NEVER_SHAPED}. Leave it out, or {ELSEWHERE}.")
     way_out = "Run as root, or start a Docker engine" if choice.automatic else "Use --on netns or compose"
     if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
-        way_out += ", on a kernel with sch_netem (`testbed doctor` says what is missing)"
+        way_out += ", on a kernel with sch_netem (`testbed doctor` shows what is missing)"
     raise Unavailable(f"{links}: cannot be shaped here: {choice.reason}. {way_out}, or leave it out.")

@@ -1,7 +1,7 @@
-"""Supervise the ranks of one run: read their record files and exit codes until all have ended, and say who failed.
+"""Supervise the ranks of one run: read their record files and exit codes until all have ended.
 
-What a rank records (rankN.jsonl) and its exit code is all that is known about it here. When one rank fails, the
-others get a few seconds to record what they saw; then the root cause is raised as an exception.
+The supervisor has two sources per rank: its records (rankN.jsonl) and its exit code. When one rank fails, the others
+get a few seconds to record the error that they saw; then the root cause is raised as an exception.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Timing:
 
 
 class Progress(Protocol):
-    """What a run reports while it goes on. The calls do not fail and do not block."""
+    """Receives the progress of a run. The calls do not fail and do not block."""
 
     def headline(self, text: str) -> None: ...
     def stage(self, text: str) -> None: ...
@@ -66,7 +66,7 @@ class Tail:
             self.inode, self.offset = path.stat().st_ino, path.stat().st_size
 
     def read(self) -> list[dict[str, Any]]:
-        """New JSON objects. Other lines are skipped; a line without its end is kept for the next read."""
+        """Return the new JSON objects. Other lines are skipped; an incomplete last line is left for the next read."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self.inode:
@@ -88,11 +88,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 @dataclass
 class RankState:
-    """What is known of one rank from outside."""
+    """The state of one rank, from its records and its exit code."""
 
     process: Process
     tail: Tail
-    node: str = ""  # its name in the inventory
+    node: str = ""  # the name of its node
     started: float | None = None  # monotonic time at which its start record was read
     last_step: int = -1
     deadline: float = START_DEADLINE_S  # seconds that any one of its waits may take
@@ -124,7 +124,7 @@ class RankState:
 
 
 class RankObserver(Protocol):
-    """Is called at every poll with the state of all ranks; the fault injector is one."""
+    """Receives the state of all ranks at every poll; the fault injector is one."""
 
     def poll(self, ranks: Sequence[RankState]) -> None: ...
 
@@ -155,10 +155,10 @@ def supervise(
 def _poll_until_end(
     ranks: list[RankState], folder: RunFolder, progress: Progress, observer: RankObserver | None, timing: Timing
 ) -> None:
-    moved = time.monotonic()
+    last_change = time.monotonic()
     while True:
         if any([rank.poll(k, progress) for k, rank in enumerate(ranks) if rank.code is None]):
-            moved = time.monotonic()
+            last_change = time.monotonic()
         if observer:
             observer.poll(ranks)
         if any(rank.code not in (None, 0) for rank in ranks):
@@ -172,16 +172,18 @@ def _poll_until_end(
             )
         if all(rank.code == 0 for rank in ranks):
             return
-        stalled = timing.stall_deadlines * max(rank.deadline for rank in ranks)
-        if time.monotonic() - moved > stalled:
+        stall_s = timing.stall_deadlines * max(rank.deadline for rank in ranks)
+        if time.monotonic() - last_change > stall_s:
             slowest = min(range(len(ranks)), key=lambda k: ranks[k].last_step)
-            who = f"rank {slowest} ({ranks[slowest].node})"
-            raise RankFailed(f"{who} is behind, and no rank made progress for {stalled:g} s. See {folder.log(slowest)}")
+            name = f"rank {slowest} ({ranks[slowest].node})"
+            raise RankFailed(
+                f"{name} is behind, and no rank made progress for {stall_s:g} s. See {folder.log(slowest)}"
+            )
         time.sleep(timing.poll_s)
 
 
 def _wait_for_others(ranks: list[RankState], progress: Progress, timing: Timing) -> None:
-    """Let the other ranks record what they saw of the failure. A rank that they report as lost gets less time."""
+    """Wait until the other ranks have recorded the failure and ended; less long for a rank that they report as lost."""
     end = time.monotonic() + timing.grace_s
     while time.monotonic() < end:
         for k, rank in enumerate(ranks):

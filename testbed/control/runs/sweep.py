@@ -17,7 +17,7 @@ from testbed.spec.run import RunSpec
 
 
 def folder_for(spec: RunSpec, choice: SubstrateChoice, root: Path) -> RunFolder:
-    """runs/<experiment>/<run>, or <run>@<substrate> if another substrate has finished the run there."""
+    """Return runs/<experiment>/<run>, or <run>@<substrate> if that folder has a successful run of another substrate."""
     shared = RunFolder(root / spec.experiment / spec.name)
     own = RunFolder(shared.path.with_name(f"{spec.name}@{choice.name}"))
     found = _read_ok(shared)
@@ -25,7 +25,7 @@ def folder_for(spec: RunSpec, choice: SubstrateChoice, root: Path) -> RunFolder:
 
 
 def finished(folder: RunFolder, spec: RunSpec, choice: SubstrateChoice) -> Summary | None:
-    """The summary of a run that ended well, with exactly this spec, on this substrate; else None."""
+    """Return the summary of a successful run with exactly this spec on this substrate; else None."""
     summary = _read_ok(folder)
     same = summary and summary.spec == choice.drop_unsupported(spec) and summary.substrate == choice.name
     return summary if same else None
@@ -47,9 +47,9 @@ def run_all(
     fresh: bool = False,
     lock: Lock = machine_lock,
 ) -> tuple[list[Summary], list[TestbedError]]:
-    """All summaries in the order of `specs`, and the errors of failed runs. Holds the lock of each experiment.
+    """Run all specs. Return their summaries in the same order, and the errors of failed runs.
 
-    `fresh`: run finished cells again. Folders that are replaced are set aside, not deleted.
+    The lock of each experiment is held. `fresh`: run finished cells again. Replaced folders are set aside, not deleted.
     """
     summaries: list[Summary] = []
     errors: list[TestbedError] = []

@@ -77,10 +77,10 @@ class FaultTarget(Protocol):
         ...
 
     def cut(self, node: int) -> None:
-        """Set the node's link down until `join`."""
+        """Set the node's link down until `reconnect`."""
         ...
 
-    def join(self, node: int) -> None:
+    def reconnect(self, node: int) -> None:
         """Set the node's link up again."""
         ...
 

@@ -249,7 +249,7 @@ class ComposeSubstrate:
             self._gateways[node] = gateways[0]
         self.exec(node, ["ip", "link", "set", INTERFACE, "down"])
 
-    def join(self, node: int) -> None:
+    def reconnect(self, node: int) -> None:
         """Set the link up, and restore the routes that the kernel dropped: congestion control and the default route."""
         self.exec(node, ["ip", "link", "set", INTERFACE, "up"])
         self._set_congestion(node)

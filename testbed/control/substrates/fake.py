@@ -93,8 +93,8 @@ class FakeSubstrate:
     def cut(self, node: int) -> None:
         self.calls.append(("cut", node))
 
-    def join(self, node: int) -> None:
-        self.calls.append(("join", node))
+    def reconnect(self, node: int) -> None:
+        self.calls.append(("reconnect", node))
 
     def set_rate(self, node: int, rate: int | None) -> None:
         self.calls.append(("set_rate", node, rate))

@@ -210,7 +210,7 @@ class NetnsSubstrate:
         """Set the switch's port down: the node keeps its address, routes and queues."""
         _ip("-n", self._switch, "link", "set", f"port{node}", "down")
 
-    def join(self, node: int) -> None:
+    def reconnect(self, node: int) -> None:
         """Set the switch's port up."""
         _ip("-n", self._switch, "link", "set", f"port{node}", "up")
 

@@ -178,7 +178,7 @@ class ProcessSubstrate:
         """Unavailable: the loopback has no link per node."""
         raise Unavailable("cutting a link: plain processes share the loopback. Use --on netns (as root)")
 
-    def join(self, node: int) -> None:
+    def reconnect(self, node: int) -> None:
         """Unavailable: the loopback has no link per node."""
         self.cut(node)
 

@@ -20,7 +20,7 @@ from testbed.control.runs.locks import machine_lock
 from testbed.control.runs.run import execute
 from testbed.control.runs.select import SubstrateChoice
 from testbed.control.runs.supervisor import Progress
-from testbed.control.tuning.statistics import OUT, SPREAD, SURE, TOLERANCE, Race
+from testbed.control.tuning.statistics import MIN_PROBABILITY, REQUIRED_CERTAINTY, SPREAD, TOLERANCE, Race
 from testbed.results.folder import RunFolder, runs_dir, write_whole
 from testbed.results.table import format_table
 from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError, refuse
@@ -70,7 +70,7 @@ class Search:
 
 
 def new_search(spec: RunSpec, out: Path) -> Search:
-    """Refuse what cannot be tuned or written; else a search with a folder of its own."""
+    """Return a search with its own folder. Raises UsageError or SpecError for what cannot be tuned or written."""
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}. Make it, or give another file.")
     if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
@@ -82,7 +82,7 @@ def new_search(spec: RunSpec, out: Path) -> Search:
 def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, timeout_s: float) -> None:
     """Run rounds until the leader is certain enough, then write the experiment file.
 
-    Whatever ends it, `search` has what was found.
+    `search` has the results also if this raises or is interrupted.
     """
     with machine_lock(choice):
         begun, start = time.monotonic(), str(first_mode(search.spec.mode))
@@ -95,8 +95,8 @@ def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, time
             names, number = _next_round(search), number + 1
         else:
             rest = " or was dropped" if search.dropped else ""
-            limit = f"each that could be the fastest had {MAX_RUNS} runs{rest}"
-            search.ended = "sure enough" if search.certainty >= SURE else limit
+            limit = f"each candidate that could be the fastest had {MAX_RUNS} runs{rest}"
+            search.ended = "certain enough" if search.certainty >= REQUIRED_CERTAINTY else limit
     write_experiment(search, choice)
 
 
@@ -104,7 +104,7 @@ def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, time
 
 
 def first_mode(mode: SyncMode) -> SyncMode:
-    """The first candidate: one flat buffer after backward. A mode that gives more than that is refused."""
+    """Return the first candidate: one flat buffer after backward. SpecError if `mode` has a bucket or a schedule."""
     if mode.granularity == "bucket" or mode.schedule != "after" or mode.every > 1:
         rule = "granularity and schedule are what `testbed tune` searches"
         raise refuse("mode", str(mode), rule, "Give the algorithm alone, or with a codec: ring, direct/int8.")
@@ -115,7 +115,7 @@ def first_mode(mode: SyncMode) -> SyncMode:
 
 
 def candidates(mode: SyncMode, gradient: int) -> list[str]:
-    """The second round: the reference, and every legal schedule at bucket sizes a factor of four apart."""
+    """Return the second round: the reference, and every legal schedule with bucket sizes a factor of four apart."""
     sizes = [max(MIN_BUCKET_BYTES, _power_of_two_below(gradient // fraction)) for fraction in FIRST_FRACTIONS]
     schedules = [[]] if mode.is_reference else [[name] for name in SCHEDULES if name != "after"]
     words = [(REFERENCE, *_codec(mode))]
@@ -124,7 +124,7 @@ def candidates(mode: SyncMode, gradient: int) -> list[str]:
 
 
 def neighbours(mode: SyncMode, gradient: int) -> list[str]:
-    """The same mode with half and with twice the bucket size, between MIN_BUCKET_BYTES and the whole gradient."""
+    """Return the mode with half and with twice the bucket size, between MIN_BUCKET_BYTES and the whole gradient."""
     if mode.bucket is None:
         return []
     sizes = [size for size in (mode.bucket // 2, mode.bucket * 2) if MIN_BUCKET_BYTES <= size < gradient]
@@ -133,11 +133,12 @@ def neighbours(mode: SyncMode, gradient: int) -> list[str]:
 
 
 def _next_round(search: Search) -> list[str]:
-    """Candidates of the next round; none if the leader is certain enough and has no untried neighbour."""
+    """Return the candidates of the next round; none if the leader is certain enough and has no untried neighbour."""
     race, leader = search.race, search.race.leader()
     untried = [name for name in neighbours(SyncMode.parse(leader), search.gradient) if name not in race.times]
     probability = race.probability_best()
-    doubtful = [] if probability[leader] >= SURE else [n for n in race.times if n == leader or probability[n] >= OUT]
+    possible = [name for name in race.times if name == leader or probability[name] >= MIN_PROBABILITY]
+    doubtful = [] if probability[leader] >= REQUIRED_CERTAINTY else possible
     again = [name for name in dict.fromkeys([*race.due(), *doubtful]) if len(race.times[name]) < MAX_RUNS]
     return [name for name in [*untried, *again] if name not in search.dropped]
 
@@ -174,15 +175,17 @@ def _run_round(
         progress.headline(f"[round {number}, {turn}/{len(names)}] {name}{best}")
         _run_candidate(name, search, choice, progress)
     if not search.race.times:
-        raise TestbedError("nothing to tune: " + "; ".join(f"{n} failed: {why}" for n, why in search.dropped.items()))
+        raise TestbedError(
+            "no candidate could be timed: " + "; ".join(f"{n} failed: {why}" for n, why in search.dropped.items())
+        )
     return True
 
 
 def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress: Progress) -> None:
     """Time one run of a candidate.
 
-    A candidate that fails is dropped together with its earlier times. One whose network is off MAX_TRIES times is
-    dropped and keeps its earlier times. If nothing has been timed yet, the search ends with NetworkInvalid.
+    A candidate that fails is dropped together with its earlier times. If the network is not as requested MAX_TRIES
+    times, the candidate is dropped and keeps its earlier times; NetworkInvalid is raised if nothing was timed yet.
     """
     for _ in range(MAX_TRIES):
         search.runs += 1
@@ -209,7 +212,7 @@ def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress:
 
 
 def trial(spec: RunSpec, mode: str, number: int, experiment: str) -> RunSpec:
-    """The run that times one candidate; it is not evaluated."""
+    """Return the spec of a run that times one candidate, without evaluation."""
     own = {"experiment": experiment, "name": f"{number:03d}-{run_name(mode, spec.nodes)}", "evaluate": "never"}
     return RunSpec.load(spec.model_dump(mode="json", by_alias=True) | own | {"mode": mode}, where="")
 
@@ -247,7 +250,7 @@ def _toml(value: Any) -> str:
 
 
 def curve(search: Search) -> str:
-    """A table with a row for each candidate and a bar as long as its step."""
+    """Return a table with a row per candidate and a bar whose length is the time of a step."""
     race, probability = search.race, search.race.probability_best()
     best, slowest = race.centre(race.leader()), max(race.centre(name) for name in race.times)
     header = ("mode", "s/iter", "95 % interval", "runs", "/ best", "chance", "")
@@ -262,7 +265,7 @@ def curve(search: Search) -> str:
 
 
 def conclusion(search: Search) -> list[str]:
-    """The winner, how certain it is, what was dropped or not tried, and where everything is."""
+    """Return lines about the winner, its certainty, what was dropped or not tried, and the folder."""
     race, leader = search.race, search.race.leader()
     low, high = race.interval(leader)
     won = "best so far" if search.untried else "winner"
@@ -275,7 +278,9 @@ def conclusion(search: Search) -> list[str]:
         if name != leader:
             lines.append(f"{name} takes {race.centre(name) / race.centre(leader):.2f} times as long")
     if not race.repeated():
-        lines.append(f"every candidate ran once only: that runs differ by {_percent(SPREAD)} is assumed, not measured")
+        lines.append(
+            f"every candidate ran only once: a spread of {_percent(SPREAD)} between runs is assumed, not measured"
+        )
     if search.untried:
         lines.append(f"not tried: {', '.join(search.untried)}")
     lines += [f"dropped: {name}: {why}" for name, why in search.dropped.items()]
@@ -284,7 +289,7 @@ def conclusion(search: Search) -> list[str]:
 
 
 def document(search: Search) -> dict[str, Any]:
-    """The result as one JSON document."""
+    """Return the result as one JSON document."""
     race, probability = search.race, search.race.probability_best()
     points = []
     for name in sorted(race.times, key=_order):
@@ -297,11 +302,11 @@ def document(search: Search) -> dict[str, Any]:
 
 
 def _order(name: str) -> tuple[str, str, int]:
-    """Sort by schedule and algorithm, bucket sizes rising."""
+    """Return the sort key of a mode: schedule, algorithm, bucket size."""
     mode = SyncMode.parse(name)
     return "" if mode.is_reference else mode.schedule, mode.algorithm, mode.bucket or 0
 
 
 def _percent(share: float) -> str:
-    """Never 100 %: a few runs prove nothing with certainty."""
+    """Return a probability in percent, at most "> 99 %": a few runs cannot prove certainty."""
     return f"{100 * share:.0f} %" if share < 0.995 else "> 99 %"

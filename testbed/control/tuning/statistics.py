@@ -1,8 +1,8 @@
-"""Race: which of several candidates is the fastest, from a few noisy times of each, and with which probability.
+"""Race: find the fastest of several candidates from a few noisy times of each, and the probability that it is.
 
-Times of one candidate vary by a factor, so logarithms are compared. All candidates are assumed to vary alike, by
-SPREAD before any run is repeated: two runs that happen to agree are not certainty. The fastest candidates are repeated
-in any case (`due`): on a busy machine one run is not enough.
+Times of one candidate vary by a factor, so logarithms are compared. All candidates are assumed to have the same
+standard deviation. The assumed value SPREAD is part of its estimate, so that two runs that happen to agree do not count
+as certain. The fastest candidates always run again (`due`), because on a busy machine one run is not enough.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import statistics
 from dataclasses import dataclass, field
 
 TOLERANCE = 0.02  # candidates that differ by less are equally good
-SURE = 0.95  # required probability that no candidate is faster than the leader by more than the tolerance
-OUT = 0.01  # a candidate with a smaller probability gets no more runs
+REQUIRED_CERTAINTY = 0.95  # required probability that no candidate is faster than the leader by more than the tolerance
+MIN_PROBABILITY = 0.01  # a candidate with a smaller probability to be the fastest gets no more runs
 SPREAD, WEIGHT = 0.03, 4  # assumed standard deviation of a run's logarithm, and its weight in runs
 DRAWS = 4000  # of the Monte Carlo estimate
 
@@ -29,13 +29,15 @@ class Race:
         self.times.setdefault(name, []).append(seconds)
 
     def centre(self, name: str) -> float:
+        """Return the geometric mean of a candidate's times."""
         return math.exp(self._log(name))
 
     def leader(self) -> str:
+        """Return the candidate with the smallest mean."""
         return min(self.times, key=self._log)
 
     def due(self) -> list[str]:
-        """Candidates that must run again so that the spread is measured, not assumed.
+        """Return the candidates that must run again so that the spread is measured, not assumed.
 
         Successive halving: the faster half runs twice, the fastest quarter three times.
         """
@@ -49,14 +51,15 @@ class Race:
         return any(len(times) > 1 for times in self.times.values())
 
     def interval(self, name: str) -> tuple[float, float]:
-        """95 % bounds of a candidate's time."""
+        """Return the 95 % confidence interval of a candidate's time."""
         width = _quantile(self._freedom()) * self._spread() / math.sqrt(len(self.times[name]))
         return self.centre(name) * math.exp(-width), self.centre(name) * math.exp(width)
 
     def probability_best(self) -> dict[str, float]:
-        """The probability of each candidate to be faster than the leader by more than the tolerance, and the fastest.
+        """Return for each candidate the probability that it is the fastest.
 
-        The rest is the leader's. The random generator has a fixed seed: same times, same result.
+        Only a candidate that is faster than the leader by more than the tolerance counts; the leader has the rest. The
+        random generator has a fixed seed: same times, same result.
         """
         draw, freedom, leader = random.Random(0), self._freedom(), self.leader()
         names = list(self.times)
@@ -83,6 +86,6 @@ class Race:
 
 
 def _quantile(freedom: int) -> float:
-    """Student's 97.5 % quantile, by its expansion around the normal's; within 2 % from 4 degrees of freedom on."""
+    """Return Student's 97.5 % quantile, by its expansion around the normal's; within 2 % from 4 degrees of freedom."""
     z = statistics.NormalDist().inv_cdf(0.975)
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

@@ -502,7 +502,7 @@ class HostsSubstrate:
         """Unavailable, like everything that would change what others on the host use."""
         raise Unavailable(f"{UNTOUCHED}. Use --on compose or netns.")
 
-    def join(self, node: int) -> None:
+    def reconnect(self, node: int) -> None:
         self.cut(node)
 
     def set_rate(self, node: int, rate: int | None) -> None:

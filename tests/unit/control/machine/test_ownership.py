@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from testbed.control.cli import main
 from testbed.control.machine import ownership
-from testbed.control.machine.ownership import Leftover
+from testbed.control.machine.ownership import OwnedResource
 from testbed.control.substrates import engine
 from tests.support.processes import state, until
 from tests.support.scripted_engine import ScriptedEngine, serve
@@ -33,7 +33,7 @@ def test_an_owner_is_alive_only_with_the_same_start_time() -> None:
 def test_an_owner_on_another_host_counts_as_alive() -> None:
     """Its pid means another process here, or none. One engine may serve both hosts."""
     assert ownership.other_host(ELSEWHERE) and ownership.alive(ELSEWHERE)
-    assert Leftover("project", "x", ELSEWHERE).in_use
+    assert OwnedResource("project", "x", ELSEWHERE).in_use
     assert not ownership.other_host(ownership.current())
 
 

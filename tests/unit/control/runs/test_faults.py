@@ -53,7 +53,7 @@ def test_a_rank_that_has_not_started_gets_no_fault(tmp_path: Path) -> None:
     ("fault", "does", "undoes"),
     [
         ("pause:rank1@step0+1us", ("pause", 1), ("resume", 1)),
-        ("cut:rank1@step0+1us", ("cut", 1), ("join", 1)),
+        ("cut:rank1@step0+1us", ("cut", 1), ("reconnect", 1)),
         ("rate:rank1@step0+1us=50mbit", ("set_rate", 1, 50_000_000), ("set_rate", 1, None)),
         ("slow:rank1@step0+1us=0.25cpu", ("set_cpus", 1, 0.25), ("set_cpus", 1, None)),
     ],
@@ -72,7 +72,7 @@ def test_a_fault_without_an_end_is_reverted_before_the_next_attempt(tmp_path: Pa
     made.poll(ranks)
     assert substrate.calls == [("cut", 0)]
     made.revert_all()
-    assert substrate.calls == [("cut", 0), ("join", 0)]
+    assert substrate.calls == [("cut", 0), ("reconnect", 0)]
     assert json.loads((tmp_path / "faults.jsonl").read_text().splitlines()[-1])["event"] == "again"
 
 

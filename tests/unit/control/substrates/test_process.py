@@ -77,7 +77,7 @@ def test_notes_say_what_is_not_applied() -> None:
 
 def test_links_quotas_and_memory_limits_are_unavailable() -> None:
     with ProcessSubstrate(PLANS) as substrate:
-        for fault in (substrate.cut, substrate.join, substrate.limit_memory, substrate.unlimit_memory):
+        for fault in (substrate.cut, substrate.reconnect, substrate.limit_memory, substrate.unlimit_memory):
             with pytest.raises(Unavailable, match="--on netns"):
                 fault(0)
         with pytest.raises(Unavailable, match="--on netns"):

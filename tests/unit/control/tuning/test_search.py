@@ -16,7 +16,7 @@ from testbed.control.cli import main
 from testbed.control.runs.supervisor import Silent
 from testbed.control.tuning import search
 from testbed.control.tuning.search import Search, candidates, first_mode, neighbours, new_search
-from testbed.control.tuning.statistics import SURE, Race
+from testbed.control.tuning.statistics import REQUIRED_CERTAINTY, Race
 from testbed.results.folder import RunFolder
 from testbed.results.records import (
     End,
@@ -46,8 +46,8 @@ def test_the_leader_is_the_fastest_and_probabilities_add_up() -> None:
 
 
 def test_one_run_each_is_enough_if_times_differ_much_and_not_if_they_are_close() -> None:
-    assert Race({"a": [1.0], "b": [1.04]}).probability_best()["a"] < SURE
-    assert Race({"a": [1.0], "b": [1.5]}).probability_best()["a"] > SURE
+    assert Race({"a": [1.0], "b": [1.04]}).probability_best()["a"] < REQUIRED_CERTAINTY
+    assert Race({"a": [1.0], "b": [1.5]}).probability_best()["a"] > REQUIRED_CERTAINTY
 
 
 def test_two_runs_that_happen_to_agree_are_not_certainty() -> None:
@@ -57,12 +57,12 @@ def test_two_runs_that_happen_to_agree_are_not_certainty() -> None:
 
 def test_equal_candidates_are_within_the_tolerance_only_after_enough_runs() -> None:
     few, many = (Race({"a": [0.97, 1.03] * pairs, "b": [0.98, 1.04] * pairs}) for pairs in (1, 20))
-    assert few.probability_best()["a"] < SURE < many.probability_best()["a"]
+    assert few.probability_best()["a"] < REQUIRED_CERTAINTY < many.probability_best()["a"]
 
 
 def test_the_fastest_are_repeated_whatever_the_probabilities_are() -> None:
     race = Race({name: [float(number)] for number, name in enumerate("abcdefgh", start=1)})
-    assert race.probability_best()["a"] > SURE and not race.repeated()
+    assert race.probability_best()["a"] > REQUIRED_CERTAINTY and not race.repeated()
     assert race.due() == ["a", "b", "c", "d"]
     for name in "abcd":
         race.add(name, race.centre(name))
@@ -76,7 +76,7 @@ def test_large_differences_between_runs_lower_the_probability() -> None:
     """A lead of 20 % is not significant if runs differ by 30 %; two or three runs each show that."""
     steady = Race({"a": [1.0, 1.02, 0.99], "b": [1.2, 1.22, 1.19], "c": [1.4, 1.39]})
     wavering = Race({"a": [1.0, 1.3, 0.8], "b": [1.2, 0.9, 1.5], "c": [1.4, 1.0]})
-    assert steady.probability_best()["a"] > SURE > 0.9 > wavering.probability_best()["a"]
+    assert steady.probability_best()["a"] > REQUIRED_CERTAINTY > 0.9 > wavering.probability_best()["a"]
 
 
 def test_the_95_percent_interval_contains_the_true_time_in_about_95_percent_of_cases() -> None:
@@ -189,7 +189,7 @@ def command(fake: FakeRuns, *arguments: str) -> Any:
 def test_it_finds_the_fastest_with_its_certainty_and_writes_an_experiment(speeds: Speeds) -> None:
     found = json.loads(command(speeds.fake, "--json").stdout)
     assert found["winner"] == "ring/bucket:2MiB/pipeline"  # a size that the first round did not try
-    assert found["sure"] >= SURE and found["ended"] == "sure enough"
+    assert found["sure"] >= REQUIRED_CERTAINTY and found["ended"] == "certain enough"
     best = next(point for point in found["curve"] if point["mode"] == found["winner"])
     assert best["low"] <= 1.5 <= best["high"]
     experiment = Experiment.read(Path(found["file"]))
@@ -268,7 +268,7 @@ def test_when_the_last_timed_candidate_fails_the_search_ends(tmp_path: Path, fak
     fake.play = fails_with(3, "it broke")
     spec = RunSpec.load({"data": {"name": "synthetic"}, "nodes": 2, "probe": False}, "test")
     found = Search(spec, tmp_path / "tune", race=Race({"ring": [1.0]}))
-    with pytest.raises(TestbedError, match=r"nothing to tune: ring failed: rank 0 .*it broke"):
+    with pytest.raises(TestbedError, match=r"no candidate could be timed: ring failed: rank 0 .*it broke"):
         search._run_round(["ring"], 2, found, fake.choice, Silent(), math.inf)
 
 
@@ -303,7 +303,7 @@ def test_interrupted_it_prints_what_it_has_and_writes_no_file(speeds: Speeds) ->
     result = command(speeds.fake)
     assert isinstance(result.exception, Interrupted)
     assert "best so far: " in result.stdout and "ended: interrupted" in result.stdout
-    assert "every candidate ran once only" in result.stdout
+    assert "every candidate ran only once" in result.stdout
     assert "not tried: ring/bucket:4MiB/overlap, ring/bucket:16MiB/overlap" in result.stdout
     assert not Path("experiments/tuned.toml").exists()
 
