@@ -16,7 +16,7 @@ PLACES = {
     "congestion": ["testbed.net.shaping:congestion"],
     "route_congestion": ["testbed.net.shaping:route_congestion"],
     "compose_file": ["testbed.control.substrates.engine:render", "testbed.control.compose_file:render"],
-    "compose_idle": ["testbed.control.substrates.compose:idle"],
+    "compose_idle": ["testbed.control.substrates.compose:idle_override", "testbed.control.substrates.compose:idle"],
     "owner": ["testbed.control.machine.ownership:current", "testbed.control.substrates.owner:current"],
     "without_privileges": ["testbed.spec.privileges:without_privileges"],
     "command_line": [

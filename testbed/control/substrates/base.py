@@ -13,8 +13,8 @@ from typing import Protocol, Self
 
 from testbed.spec.link import Link
 
-MEMORY_HEADROOM_BYTES = 64 << 20  # what `limit_memory` leaves a rank to grow by
-NODE_PORT = 29_500  # the ranks' port on a node that has its ports to itself
+MEMORY_HEADROOM_BYTES = 64 << 20  # `limit_memory` sets the limit to the memory in use plus this
+NODE_PORT = 29_500  # the ranks' port on a node that shares its ports with no other node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Process(Protocol):
         ...
 
     def forbid_writing(self) -> None:
-        """From now on no file that the process writes can grow, as on a full disk."""
+        """Make every further write of the process fail, as on a full disk."""
         ...
 
 

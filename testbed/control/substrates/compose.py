@@ -2,7 +2,7 @@
 
 With `docker compose up` each container's entrypoint shapes its network and then becomes the rank. Here the controller
 does the same from outside: containers start idle, `docker exec` shapes them as root and starts ranks without any
-privilege. The CPU quota is set with the first rank, so that the probe before it measures the network and not the quota.
+privilege. The CPU quota is set when the first rank starts, because it would slow down the probe.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class ComposeSubstrate:
         files = Path(tempfile.mkdtemp(prefix=f"{self._project}-"))
         undo.callback(shutil.rmtree, files, ignore_errors=True)
         (files / "compose.yaml").write_text(render(len(self._plans)))
-        (files / "idle.yaml").write_text(json.dumps(idle(len(self._plans), self._volumes()), indent=1))  # JSON is YAML
+        (files / "idle.yaml").write_text(
+            json.dumps(idle_override(len(self._plans), self._volumes()), indent=1)
+        )  # JSON is YAML
         compose = ["docker", "compose", "--project-name", self._project, "--project-directory", str(ROOT)]
         compose += ["--file", str(files / "compose.yaml"), "--file", str(files / "idle.yaml")]
         undo.callback(run, [*compose, "down", "--timeout", "0", "--volumes"], ENGINE_TIMEOUT_S)
@@ -165,7 +167,7 @@ class ComposeSubstrate:
         return [f"{self._runs}:/runs", f"{paths[1] if paths[1].is_dir() else self._runs}:/data", *mounts]
 
     def _set_congestion(self, node: int) -> None:
-        """Through the routes, which works in any network and for every name that the kernel has."""
+        """Set it on the routes, which works in any network and for every name that the kernel has."""
         name = self._plans[node].congestion
         if name is not None:
             for command in routes_congestion(name, self._routes(node, "scope", "link"), INTERFACE):
@@ -180,7 +182,7 @@ class ComposeSubstrate:
         return run(exec_argv(self._containers[node].id, argv), timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a process without any privilege; the first one with `quota` puts the whole container under it."""
+        """Start a process without any privilege. The first call with `quota` sets the container's CPU quota."""
         if quota and node not in self._limited:
             self._limit(node)
             self._limited.add(node)
@@ -200,7 +202,7 @@ class ComposeSubstrate:
             self._containers[node].update(**limits)
 
     def port(self, wanted: int = 0) -> int:
-        """A container has its ports to itself."""
+        """Return `wanted` or NODE_PORT, which is always free: a container shares its ports with no other."""
         return wanted or NODE_PORT
 
     def prepare_folder(self, folder: Path) -> None:
@@ -225,7 +227,7 @@ class ComposeSubstrate:
         self._started.clear()
 
     def kill(self, node: int) -> None:
-        """Send SIGKILL to all that was started in the container, as its own user; the idle container stays."""
+        """Send SIGKILL to all processes of the ranks' user in the container. The container stays."""
         user = "{}:{}".format(*rank_uid_gid())
         run(exec_argv(self._containers[node].id, ["sh", "-c", "kill -9 -1; true"], user=user), ENGINE_TIMEOUT_S)
 
@@ -268,22 +270,22 @@ class ComposeSubstrate:
         self._update(node, cpu_period=period, cpu_quota=quota)
 
     def limit_memory(self, node: int) -> None:
-        """Limit the container to what it uses now and some more."""
+        """Limit the container to the memory that it uses now plus MEMORY_HEADROOM_BYTES."""
         with wrap_docker_errors():
             limit = used_memory_bytes(self._containers[node]) + MEMORY_HEADROOM_BYTES
         self._update(node, mem_limit=limit, memswap_limit=limit)
 
     def unlimit_memory(self, node: int) -> None:
-        """Restore the limits of the container's start. An update cannot remove a limit, so none becomes all memory."""
+        """Restore the first limits. An update cannot remove a limit, so "no limit" becomes the machine's memory."""
         first = self._containers[node].attrs["HostConfig"]
         most = first["Memory"] or self._info()["MemTotal"]
         self._update(node, mem_limit=most, memswap_limit=first["MemorySwap"] or most)
 
 
-def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
-    """What differs from compose.yaml under a controller: containers that wait, with its mark and without a quota."""
+def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
+    """Return the override of compose.yaml: idle containers with the owner's label and without a CPU quota."""
     service = {
-        "image": IMAGE,  # the one that was checked, whatever the environment says
+        "image": IMAGE,  # the checked image, also if the variable IMAGE names another
         "entrypoint": ["sleep", "infinity"],
         "stop_signal": "SIGKILL",  # `sleep` as process 1 ignores SIGTERM
         "healthcheck": {"disable": True},
@@ -298,5 +300,5 @@ def idle(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
 
 
 def rank_uid_gid() -> tuple[int, int]:
-    """uid and gid of the ranks: this user's, or nobody's if this user is root."""
+    """Return uid and gid of the ranks: this user's, or nobody's if this user is root."""
     return (os.geteuid(), os.getegid()) if os.geteuid() else (NOBODY, NOBODY)

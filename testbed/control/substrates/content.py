@@ -18,13 +18,13 @@ BUILD_FILES = (".dockerignore", "docker/Dockerfile", "docker/packages.sh", "dock
 
 
 def copied_paths(root: Path) -> list[str]:
-    """The files and folders in the Dockerfile's COPY lines, which are the only list of them."""
+    """Return the files and folders in the Dockerfile's COPY lines, which are the only list of them."""
     lines = re.findall(r"^COPY (.+) \S+$", (root / "docker/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     return [name for line in lines for name in line.split()]
 
 
 def image_files(root: Path) -> Iterator[Path]:
-    """Every file that is copied into the image, sorted; without bytecode and hidden files (.dockerignore)."""
+    """Yield every file that is copied into the image, sorted, without bytecode and hidden files (.dockerignore)."""
     for path in (root / name for name in copied_paths(root)):
         for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
             ignored = any(part.startswith((".", "__pycache__")) for part in each.relative_to(root).parts)
@@ -33,7 +33,10 @@ def image_files(root: Path) -> Iterator[Path]:
 
 
 def content_hash(root: Path = ROOT) -> str:
-    """The first 16 digits of a SHA-256 over names and contents of the image's files and of the files that build it."""
+    """Return 16 hex digits of a SHA-256 over names and contents of the files in the image and of those that build it.
+
+    Raises Unavailable without a clone of the repository.
+    """
     if not (root / "docker/Dockerfile").is_file():
         rule = "has no folder docker/, which the image and the Compose file are made from"
         raise Unavailable(f"{root}: {rule}. Use the `testbed` of a clone of the repository (make venv)")

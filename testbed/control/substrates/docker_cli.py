@@ -1,4 +1,4 @@
-"""Argument lists for the `docker` command, as data. Nothing here talks to an engine.
+"""Argument lists for the `docker` command, as data. Each docstring describes what the command does when it is run.
 
 hosts.ssh.Host.run executes them on a host of the inventory. On this machine machine.processes.run executes those that
 run a process in a container; for everything else engine.py has the Docker SDK.
@@ -23,7 +23,7 @@ from testbed.spec.units import parse_size
 IMAGE = "testbed:latest"
 LABEL = "testbed"  # on every container and network of ours; its value is the substrate
 CONTENT_LABEL = "testbed.content"  # on the image: the hash of what it is made of
-OWNER_LABEL = "testbed.owner"  # on what a controller on the engine's machine made: its mark
+OWNER_LABEL = "testbed.owner"  # on what a controller made on this engine: the mark of machine/ownership.py
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
 HOSTS_LABEL = f"{LABEL}=hosts"  # on every container of ours on a host
 RUN_LABEL, RANK_LABEL, PURPOSE_LABEL = "testbed.run", "testbed.rank", "testbed.purpose"
@@ -90,7 +90,7 @@ def memory_argv(container: str) -> list[str]:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes in use of a line like `12.5MiB / 2GiB`."""
+    """Return the bytes in use from a line like `12.5MiB / 2GiB`."""
     return parse_size(text.split("/")[0].strip())
 
 
@@ -99,7 +99,7 @@ def env_options(env: Mapping[str, str]) -> list[str]:
 
 
 def mount_option(source: PurePosixPath, target: Path | PurePosixPath, read_only: bool = False) -> list[str]:
-    """`--mount` reads its value as CSV, so a path may hold commas, colons and quotes."""
+    """Return a bind mount. Docker reads the value as CSV, so a path may contain commas, colons and quotes."""
     line = io.StringIO()
     fields = ["type=bind", f"source={source}", f"target={target}", *(["readonly"] if read_only else [])]
     csv.writer(line, lineterminator="").writerow(fields)
@@ -107,7 +107,7 @@ def mount_option(source: PurePosixPath, target: Path | PurePosixPath, read_only:
 
 
 def local_user() -> str:
-    """The label of the person at this machine: `name@machine`, the same for every command."""
+    """Return the value of USER_LABEL for the user of this machine: `name@machine`."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # an account without a name
@@ -116,12 +116,12 @@ def local_user() -> str:
 
 
 def owner_options() -> list[str]:
-    """The labels by which a container on a host is found again."""
+    """Return the labels by which our containers on a host are found again."""
     return ["--label", HOSTS_LABEL, "--label", f"{USER_LABEL}={local_user()}"]
 
 
 def unprivileged_options(user: str) -> list[str]:
-    """No capability, no way to get one, a read-only root and the network of the host."""
+    """Return options for a container with the host's network, a read-only root and no capability."""
     limits = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only", "--tmpfs", "/tmp"]
     return ["--network", "host", "--user", user, *limits]
 
@@ -132,10 +132,10 @@ def docker_run_argv(user: str, program: str, *argv: str) -> list[str]:
     return ["docker", "run", "--rm", *options, IMAGE, *argv]
 
 
-def rehearse_argv(script: str) -> list[str]:
+def trial_argv(script: str) -> list[str]:
     """Run a script in a container with a network of its own that it may shape."""
-    alone = ["--network", "none", "--cap-drop", "ALL", "--cap-add", "NET_ADMIN", "--entrypoint", "sh"]
-    return ["docker", "run", "--rm", *alone, IMAGE, "-c", script]
+    options = ["--network", "none", "--cap-drop", "ALL", "--cap-add", "NET_ADMIN", "--entrypoint", "sh"]
+    return ["docker", "run", "--rm", *options, IMAGE, "-c", script]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,5 +169,5 @@ class Container:
 
 
 def exit_code(code: int) -> int:
-    """The exit code of a container or of `docker exec`, as subprocess has it: 128 + n is a death by signal n."""
+    """Convert the exit code of a container or of `docker exec`: 128 + n, ended by signal n, becomes -n."""
     return code if code <= 128 else 128 - code

@@ -1,4 +1,4 @@
-"""The Docker engine of this machine, through its SDK: does it answer, can it do what is requested, what of ours it has.
+"""The Docker engine of this machine, through its SDK: check what it can do; list and remove our Compose projects.
 
 Also the Compose file: compose.yaml is the rendering of docker/compose.yaml.j2 for four nodes.
 """
@@ -22,9 +22,9 @@ from testbed.control.substrates.docker_cli import (
     LABEL,
     OWNER_LABEL,
     PROJECT_LABEL,
-    rehearse_argv,
+    trial_argv,
 )
-from testbed.control.substrates.links import rehearsals, rehearse
+from testbed.control.substrates.links import trials, try_commands
 from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import CommandFailed, TestbedError, Unavailable, refuse, require_extra
 from testbed.spec.run import SCHEMA
@@ -36,7 +36,7 @@ TEMPLATE = "compose.yaml.j2"
 MAX_NODES = 256
 ENGINE_TIMEOUT_S = 120.0  # creating four containers takes a few seconds
 SOCKET_TIMEOUT_S = 5.0
-RUNNING, NOBODY = "running", "nobody"  # owners of a project that `docker compose up` made
+RUNNING, STOPPED = "running", "stopped"  # in place of the owner, for a project that `docker compose up` made
 
 
 def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
@@ -134,20 +134,20 @@ def check(plans: Sequence[NodePlan]) -> None:
     engine_version()
     compose_version()
     inspect_image()
-    for commands, feature in rehearsals(plans):
-        # The loopback of a container that is thrown away: its kernel is the engine's, wherever the engine runs.
+    for commands, feature in trials(plans):
+        # A temporary container shapes its own loopback, because it has the engine's kernel, wherever the engine runs.
         whole = [["ip", "link", "set", "lo", "up"], *commands]
-        rehearse("substrate compose: the engine's kernel", whole, feature, _run_in_container)
+        try_commands("substrate compose: the engine's kernel", whole, feature, _run_in_container)
 
 
 def _run_in_container(script: str) -> None:
-    run(rehearse_argv(script), ENGINE_TIMEOUT_S)
+    run(trial_argv(script), ENGINE_TIMEOUT_S)
 
 
 def projects() -> dict[str, str]:
     """Return our Compose projects with their owners; without an engine an empty dictionary.
 
-    A project that `docker compose up` made has the owner RUNNING while a container of it runs, else NOBODY.
+    A project that `docker compose up` made has the owner RUNNING while a container of it runs, else STOPPED.
     """
     try:
         client = connect()
@@ -158,11 +158,11 @@ def projects() -> dict[str, str]:
     with contextlib.closing(client), wrap_docker_errors():
         for network in client.networks.list(filters=ours):
             labels = network.attrs["Labels"]
-            found[labels[PROJECT_LABEL]] = labels.get(OWNER_LABEL, NOBODY)
+            found[labels[PROJECT_LABEL]] = labels.get(OWNER_LABEL, STOPPED)
         for container in client.containers.list(all=True, filters=ours, sparse=True):  # sparse: they are not inspected
             labels = container.attrs["Labels"]
             project, runs = labels[PROJECT_LABEL], container.status in ("running", "paused")
-            found[project] = labels.get(OWNER_LABEL, RUNNING if runs else found.get(project, NOBODY))
+            found[project] = labels.get(OWNER_LABEL, RUNNING if runs else found.get(project, STOPPED))
     return found
 
 

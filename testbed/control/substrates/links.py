@@ -1,6 +1,6 @@
-"""Links of nodes on this machine, shaped as planned: what the namespaces and the containers share.
+"""Shape the links of nodes on this machine; used by netns.py and compose.py.
 
-net/shaping.py makes the commands; the substrate says how a command is executed on a node.
+net/shaping.py makes the commands; the substrate passes the function that executes a command on a node.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ShapedLinks:
         self._rates[node] = rate
 
 
-def rehearsals(plans: Iterable[NodePlan]) -> Iterator[tuple[list[list[str]], str]]:
-    """For each distinct link the commands that shape the loopback, and the kernel feature that they need."""
+def trials(plans: Iterable[NodePlan]) -> Iterator[tuple[list[list[str]], str]]:
+    """Yield for each distinct link the commands that shape the loopback, and the kernel feature that they need."""
     for link in dict.fromkeys(plan.link for plan in plans if plan.link.shaped):
         if link.rate is not None:
             only_rate = Link(rate=link.rate, queue=link.queue)
@@ -55,13 +55,13 @@ def rehearsals(plans: Iterable[NodePlan]) -> Iterator[tuple[list[list[str]], str
             yield shape(link, "lo"), "delay and loss (netem)"
 
 
-def rehearse(who: str, commands: list[list[str]], feature: str, execute: Callable[[str], object]) -> None:
-    """Run the commands as one shell script by `execute`, in a network that is thrown away; Unavailable if one fails.
+def try_commands(subject: str, commands: list[list[str]], feature: str, execute: Callable[[str], object]) -> None:
+    """Run the commands as one shell script by `execute`, in a temporary network. Raises Unavailable if one fails.
 
-    `who` begins the message, e.g. "substrate netns: this machine's kernel".
+    `subject` begins the message, e.g. "substrate netns: this machine's kernel".
     """
     try:
         execute(" && ".join(shlex.join(command) for command in commands))
     except CommandFailed as error:
         reason = error.output.rpartition(": ")[2].replace("\n", " ").rstrip(".")
-        raise Unavailable(f"{who} lacks {feature}: {reason}. Leave it out, or load the module") from None
+        raise Unavailable(f"{subject} lacks {feature}: {reason}. Leave it out, or load the module") from None

@@ -23,7 +23,7 @@ from testbed.control.machine import affinity, ownership
 from testbed.control.machine.cgroups import Cgroup, find_hierarchy
 from testbed.control.machine.processes import NETNS, kill_until_gone, pids_in_namespace, run, send
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NODE_PORT, NodeHandle, NodePlan, Process
-from testbed.control.substrates.links import INTERFACE, ShapedLinks, rehearsals, rehearse
+from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
 from testbed.net.shaping import congestion, route_congestion
 from testbed.spec.cpu import quota_and_period
@@ -63,8 +63,8 @@ def check_network(plans: Sequence[NodePlan]) -> None:
     ]
     for name in sorted({plan.congestion for plan in plans if plan.congestion}):
         needed.append(([up, route_congestion(name, SUBNET, "lo")], f"congestion control {name} (tcp_{name})"))
-    for commands, feature in [*needed, *rehearsals(plans)]:
-        rehearse("substrate netns: this machine's kernel", commands, feature, _run_in_nameless_namespace)
+    for commands, feature in [*needed, *trials(plans)]:
+        try_commands("substrate netns: this machine's kernel", commands, feature, _run_in_temporary_namespace)
 
 
 def check_count(nodes: int) -> None:
@@ -74,13 +74,13 @@ def check_count(nodes: int) -> None:
         raise Unavailable(f"substrate netns: {nodes} nodes, {room}. Use --nodes {MAX_NODES} or fewer")
 
 
-def _run_in_nameless_namespace(script: str) -> None:
-    """The namespace ends with its only process."""
+def _run_in_temporary_namespace(script: str) -> None:
+    """Run a script in a new network namespace, which the kernel removes when the script ends."""
     run(["unshare", "--net", "sh", "-c", script], COMMAND_TIMEOUT_S)
 
 
 class NetnsSubstrate:
-    """N shaped namespaces with one owner's mark; leaving the context removes all of them."""
+    """One shaped namespace per node, with our owner mark in its name; leaving the context removes all of them."""
 
     name = "netns"
     shaped = True
@@ -154,7 +154,7 @@ class NetnsSubstrate:
         return Cgroup(find_hierarchy(controller=controller), f"{ownership.current()}/{self._plans[node].name}")
 
     def _set_congestion(self, node: int) -> None:
-        """By sysctl if the machine allows the name to everybody, else through the route."""
+        """Set it by sysctl if the machine allows this name to all users, else on the route."""
         name, handle = self._plans[node].congestion, self.nodes[node]
         if name is None:
             return
@@ -179,7 +179,7 @@ class NetnsSubstrate:
         return process
 
     def port(self, wanted: int = 0) -> int:
-        """A node has its ports to itself."""
+        """Return `wanted` or NODE_PORT, which is always free: a node shares its ports with no other."""
         return wanted or NODE_PORT
 
     def prepare_folder(self, folder: Path) -> None:
@@ -225,7 +225,7 @@ class NetnsSubstrate:
         self._groups[node].set_quota(self._plans[node].cpus if cpus is None else cpus)
 
     def limit_memory(self, node: int) -> None:
-        """Limit it by the memory controller: in version 1 with a second cgroup, in version 2 with the node's own."""
+        """Limit the node's memory: cgroups version 1 needs a second cgroup, version 2 uses that of the CPU quota."""
         group = self._groups.get(node)
         if group is None or find_hierarchy(controller="memory").version == 1:
             group = self._late_group(node, "memory")
@@ -233,12 +233,12 @@ class NetnsSubstrate:
         self._memory_groups[node] = group
 
     def unlimit_memory(self, node: int) -> None:
-        """Remove the limit: nodes have none of their own, and in version 2 the next attempt uses the same cgroup."""
+        """Remove the limit. In version 2 the next attempt uses the same cgroup, so the limit must not stay."""
         if node in self._memory_groups:
             self._memory_groups.pop(node).limit_memory(None)
 
     def _late_group(self, node: int, controller: str) -> Cgroup:
-        """A cgroup for the processes that run already."""
+        """Return a cgroup that contains the node's running processes."""
         group = self._group(node, controller)
         if not group.path.exists():
             group.create(controller)

@@ -1,6 +1,6 @@
 """Plain processes on this machine's loopback: works on any machine and shapes nothing.
 
-The first half, starting and stopping processes of this machine, is also used by the namespaces and containers.
+netns.py and compose.py also use the first half, which starts and stops processes on this machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LocalProcess:
             resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (1, 1))
 
     def group(self) -> list[int]:
-        """The live processes of its process group: itself and its children."""
+        """Return the pids of the live processes in its process group: itself and its children."""
         owned = [pid for pid, owner in ownership.owned_processes().items() if owner == ownership.current()]
         return [pid for pid in owned if _group_of(pid) == self.pid]
 
@@ -68,7 +68,10 @@ def _group_of(pid: int) -> int | None:
 
 
 def dies_with_parent() -> list[str]:
-    """The prefix that sends SIGTERM when the *thread* that started the process ends: start from the main thread."""
+    """Return a command prefix that makes the kernel send SIGTERM to the process when its parent ends.
+
+    The parent is the *thread* that starts the process, so processes must be started from the main thread.
+    """
     return ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
 
 
@@ -84,7 +87,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProces
 
 
 def _package_path() -> str:
-    """PYTHONPATH with this package's folder first, so that a child imports the same code, installed or not."""
+    """Return PYTHONPATH with this package's folder first, so that a child imports the same code, installed or not."""
     root = str(Path(testbed.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return root + (os.pathsep + inherited if inherited else "")
@@ -138,14 +141,14 @@ class ProcessSubstrate:
         self.stop()
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a process on this machine; of the quota only the cores are applied."""
+        """Start a process on this machine. With `quota` it is limited to its cores, but gets no CPU quota."""
         with affinity.limited_to(self._cores[node] if quota else None):
             process = spawn([*dies_with_parent(), *argv], env, log)
         self._started.append((node, process))
         return process
 
     def port(self, wanted: int = 0) -> int:
-        """All nodes share the loopback, so the port may be in use: Unavailable."""
+        """Return a free port. Raises Unavailable if `wanted` is in use, because all nodes share the loopback."""
         address = self.nodes[0].address
         try:
             with socket.create_server((address, wanted)) as server:

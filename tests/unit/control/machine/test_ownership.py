@@ -101,7 +101,7 @@ PROJECTS = {
     "killed": DEAD,
     "elsewhere": ELSEWHERE,
     "up": engine.RUNNING,
-    "down": engine.NOBODY,  # made by `docker compose up` and ended; its logs are the user's
+    "down": engine.STOPPED,  # made by `docker compose up` and ended; its logs are the user's
 }
 
 
@@ -110,7 +110,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted
     """An engine with a container and a network of each of these projects."""
     made = ScriptedEngine()
     for name, owner in PROJECTS.items():
-        mark = {} if owner in (engine.RUNNING, engine.NOBODY) else {"testbed.owner": owner}
+        mark = {} if owner in (engine.RUNNING, engine.STOPPED) else {"testbed.owner": owner}
         labels = {"testbed": "compose", "com.docker.compose.project": name} | mark
         made.add_container(name, labels, "running" if name == "up" else "exited")
         made.networks[name] = labels

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodePlan
-from testbed.control.substrates.compose import ComposeSubstrate, idle
+from testbed.control.substrates.compose import ComposeSubstrate, idle_override
 from testbed.control.substrates.engine import connect
 from testbed.spec.errors import TestbedError
 from tests.support.scripted_engine import MEMORY_BYTES, ScriptedEngine, serve
@@ -67,6 +67,6 @@ def test_a_memory_limit_is_the_usage_and_a_headroom_and_is_reverted_to_all_memor
 
 
 def test_idle_containers_have_the_owners_mark() -> None:
-    service = idle(2, ["/a:/a"])["services"]["rank1"]
+    service = idle_override(2, ["/a:/a"])["services"]["rank1"]
     assert service["entrypoint"] == ["sleep", "infinity"]
     assert str(os.getpid()) in service["labels"]["testbed.owner"]

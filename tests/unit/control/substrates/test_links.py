@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.links import ShapedLinks, rehearsals, rehearse
+from testbed.control.substrates.links import ShapedLinks, trials, try_commands
 from testbed.spec.errors import CommandFailed, NetworkInvalid, Unavailable
 from testbed.spec.link import Link
 
@@ -61,17 +61,17 @@ def test_a_command_that_fails_makes_the_network_invalid_and_names_the_node() -> 
         links.shape(0)
 
 
-def test_each_distinct_link_is_rehearsed_once_and_rate_and_delay_apart() -> None:
+def test_each_distinct_link_is_tried_once_and_rate_and_delay_apart() -> None:
     both = Link(rate=10_000_000, delay=0.01)
-    features = [feature for _, feature in rehearsals([NodePlan(name=name, link=both) for name in "ab"])]
+    features = [feature for _, feature in trials([NodePlan(name=name, link=both) for name in "ab"])]
     assert features == ["shaping (tbf, ifb, ingress, u32, mirred)", "delay and loss (netem)"]
-    assert list(rehearsals([NodePlan(name="a")])) == []
+    assert list(trials([NodePlan(name="a")])) == []
 
 
-def test_a_rehearsal_that_fails_names_the_feature_and_the_kernels_reason() -> None:
+def test_a_trial_that_fails_names_the_feature_and_the_kernels_reason() -> None:
     def fail(script: str) -> None:
         assert script == "tc a && tc 'b c'"
         raise CommandFailed("sh: exit code 2", 2, "Error: Specified qdisc kind is unknown.")
 
     with pytest.raises(Unavailable, match=r"^here lacks netem: Specified qdisc kind is unknown\. Leave it out"):
-        rehearse("here", [["tc", "a"], ["tc", "b c"]], "netem", fail)
+        try_commands("here", [["tc", "a"], ["tc", "b c"]], "netem", fail)
