@@ -30,6 +30,7 @@ def cluster(image: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
         made.down()
 
 
+@pytest.mark.quiet  # its network must be valid
 @pytest.mark.parametrize("cluster", [USER, 0], indirect=True, ids=["user", "root"])
 def test_up_trains_on_four_shaped_nodes_and_leaves_a_folder(cluster: Cluster) -> None:
     printed = cluster.up(RATE="100mbit", SET="")

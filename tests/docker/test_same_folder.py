@@ -12,6 +12,7 @@ from tests.docker.cluster import Cluster
 from tests.support.command import run_command
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+BUSY = 5  # exit code if the machine was too busy for the probe, which changes no file and no key
 
 
 def keys_of(value: Any) -> Any:
@@ -47,12 +48,12 @@ def test_a_run_with_and_without_a_controller_leaves_the_same_files_and_keys(imag
     cluster = Cluster(tmp_path / "up")
     try:
         printed = cluster.up(RATE="100mbit", STEPS="5", BATCH="16", SET="")
-        assert set(cluster.codes().values()) == {0}, printed
+        assert set(cluster.codes().values()) <= {0, BUSY}, printed
     finally:
         cluster.down()
     (without,) = cluster.folders()
     flags = ["--nodes", "4", "--rate", "100mbit", "--steps", "5", "--batch", "16", "--model", "lenet5"]
     more = ["--data", "synthetic", "--set", "node.cpus=0.4", "--on", "compose", "--out", "runs/r"]
     done = run_command("run", *flags, *more, cwd=tmp_path)
-    assert done.returncode in (0, 5), done.stderr  # 5: the machine was too busy for the probe
+    assert done.returncode in (0, BUSY), done.stderr
     assert contents(without) == contents(tmp_path / "runs/r")
