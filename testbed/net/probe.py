@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from testbed.net.channel import Channel, listen, new_token
-from testbed.net.tcp import MTU_BYTES, bottleneck, burst, congestion_control, min_round_trip, path_mtu, wire_rate
+from testbed.net.tcp import MTU_BYTES, bottleneck, burst_bytes, congestion_control, min_round_trip, path_mtu, wire_rate
 from testbed.spec.errors import ChannelClosed, ProbeError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _steps_of_round(n: int, number: int) -> list[Pairs]:
 def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
     """The slowest link of a step sets its length: at least 50 bursts are counted."""
     limits = [bottleneck(rates[dst], [rates[src] for src, to in pairs if to == dst]) for _, dst in pairs]
-    burst_s = [burst(rate) * 8 / rate for rate in limits if rate is not None]
+    burst_s = [burst_bytes(rate) * 8 / rate for rate in limits if rate is not None]
     if not burst_s:
         return Pace(UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S, max_slices=MIN_SLICES)
     return Pace(max(SLOW_START_S, SLOW_START_BURSTS * max(burst_s)), max(SLICE_S, SLICE_BURSTS * max(burst_s)))
@@ -373,7 +373,7 @@ def _await(channels: Sequence[Channel], key: str, timeout_s: float) -> list[Any]
     try:
         while True:
             for channel in channels:  # before select: what arrived together with an earlier line wakes no select
-                message = channel.take() if channel not in values else None
+                message = channel.next_message() if channel not in values else None
                 if message is not None:
                     if key not in message:
                         raise ProbeError(str(message.get("fail", f"{channel.name} sent no {key!r}")))
@@ -382,7 +382,7 @@ def _await(channels: Sequence[Channel], key: str, timeout_s: float) -> list[Any]
             if not missing:
                 return [values[channel] for channel in channels]
             for sock in _readable(list(missing), deadline, ", ".join(channel.name for channel in missing.values())):
-                missing[sock].fill()
+                missing[sock].read_once()
     except ChannelClosed as error:
         raise ProbeError(str(error)) from None
 
@@ -403,7 +403,7 @@ def _send_or_explain(channel: Channel, message: dict[str, Any]) -> None:
         reason = str(error)
         with suppress(ChannelClosed, OSError):
             channel.sock.settimeout(0)
-            while (last := channel.take()) is not None or channel.fill():
+            while (last := channel.next_message()) is not None or channel.read_once():
                 if last is not None and "fail" in last:
                     reason = str(last["fail"])
                     break
@@ -482,8 +482,8 @@ def _read_hello(channel: Channel, n: int) -> tuple[int, Peer | None] | None:
     The peer is None if it is none of our nodes.
     """
     try:
-        channel.fill()
-        hello = channel.take()
+        channel.read_once()
+        hello = channel.next_message()
         if hello is None:
             return None
         rank, peer = int(hello["rank"]), Peer(**hello["peer"])

@@ -2,7 +2,7 @@
 
 Each node listens at its own address and connects to all the others until it has succeeded or time is up, and prints
 one JSON object with the outcome. The controller sends this file to every host (control/substrates/hosts/node.py), so
-it uses the standard library only and imports nothing of ours.
+it uses the standard library only and imports nothing of testbed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ HELLO = b"testbed"
 
 
 def reach_all(rank: int, port: int, addresses: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, object]:
-    """Return {"busy": why the port cannot be used, "missing": ranks that were not reached or not heard}.
+    """Return {"busy": why the port cannot be used, "missing": ranks that were not reached}.
 
-    An open port alone proves little, it may be another program's. A rank counts when it also connected to this one
-    and said its number.
+    An open port may be another program's. So a rank counts only if it also connected to this one and sent its number.
     """
     deadline = time.monotonic() + timeout_s
     others = set(range(len(addresses))) - {rank}
@@ -36,12 +35,12 @@ def reach_all(rank: int, port: int, addresses: list[str], timeout_s: float = TIM
         while time.monotonic() < deadline and (reached != others or heard != others):
             heard |= _accept_hellos(server)
             reached |= {
-                other for other in others - reached if _say_hello(addresses[rank], addresses[other], port, rank)
+                other for other in others - reached if _send_hello(addresses[rank], addresses[other], port, rank)
             }
         return {"busy": "", "missing": sorted(others - (reached & heard))}
 
 
-def _say_hello(source: str, address: str, port: int, rank: int) -> bool:
+def _send_hello(source: str, address: str, port: int, rank: int) -> bool:
     try:
         with socket.create_connection((address, port), timeout=1.0, source_address=(source, 0)) as sock:
             sock.sendall(HELLO + f"{rank}\n".encode())
@@ -51,7 +50,7 @@ def _say_hello(source: str, address: str, port: int, rank: int) -> bool:
 
 
 def _accept_hellos(server: socket.socket) -> set[int]:
-    """The ranks that have connected and said their number; other connections are closed."""
+    """The ranks that have connected and sent their number; other connections are closed."""
     heard = set()
     while select.select([server], [], [], 0.1)[0]:
         with server.accept()[0] as sock:

@@ -1,8 +1,8 @@
-"""A Link as tc argument lists. Nothing is run here: tests read the lists without root, every substrate applies them.
+"""A Link as tc argument lists. Nothing is run here: every substrate runs the lists, and tests read them without root.
 
-Both directions of an interface are shaped. What leaves goes through a token bucket (tbf) on the interface; what
-arrives is redirected to an ifb device and leaves that through an equal bucket. If only egress were shaped, three
-senders could fill one receiver at three times its rate, and `gather` would look three times too cheap.
+Both directions of an interface are shaped. Outgoing packets pass a token bucket (tbf) on the interface. Incoming
+packets are redirected to an ifb device and pass an equal bucket there. If only egress were shaped, three senders could
+send to one receiver at three times its rate, and `gather` would look three times too fast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from testbed.net.tcp import ETHERNET_HEADER_BYTES, MTU_BYTES, burst
+from testbed.net.tcp import ETHERNET_HEADER_BYTES, MTU_BYTES, burst_bytes
 from testbed.spec.link import Link
 from testbed.spec.units import format_rate
 
@@ -20,7 +20,7 @@ NETEM_TOP_BITS_PER_S = 10**10  # assumed for a link with a delay and no rate
 
 
 def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True) -> list[list[str]]:
-    """The commands that give `iface` the link; `ingress=False` shapes only what leaves."""
+    """The commands that give `iface` the link; `ingress=False` shapes egress only."""
     commands = [["ip", "link", "set", "dev", iface, "gso_max_size", str(link.segment)]] if link.segment else []
     commands += [_netem(link, iface)] if link.needs_netem else []
     if link.rate is not None:
@@ -36,10 +36,10 @@ def reshape(
     """The commands that change the rate from `before` to `rate` while packets flow; None is no limit.
 
     Everything else is as in `link`. The token bucket never gets smaller than it was: a queued packet that is larger
-    than the bucket would never be sent, and block all behind it.
+    than the bucket would never be sent, and would block all packets behind it.
     """
     if before is not None and rate is not None:
-        size = burst(max(before, rate, link.rate or 0))
+        size = burst_bytes(max(before, rate, link.rate or 0))
         return [_tbf(link, rate, iface, _parent(link), "change", size), _tbf(link, rate, ifb, ["root"], "change", size)]
     if rate is not None:
         return [_tbf(link, rate, iface, _parent(link)), *_redirect(iface, ifb), _tbf(link, rate, ifb, ["root"])]
@@ -58,12 +58,12 @@ def _parent(link: Link) -> list[str]:
 
 
 def _tbf(link: Link, rate: int, dev: str, parent: list[str], verb: str = "add", size: int | None = None) -> list[str]:
-    bucket = ["rate", format_rate(rate), "burst", f"{size or burst(rate)}b", "latency", _us(link.queue)]
+    bucket = ["rate", format_rate(rate), "burst", f"{size or burst_bytes(rate)}b", "latency", _us(link.queue)]
     return ["tc", "qdisc", verb, "dev", dev, *parent, "tbf", *bucket]
 
 
 def _redirect(iface: str, ifb: str) -> list[list[str]]:
-    """Send everything that arrives through the ifb; with u32, because not every kernel has matchall."""
+    """Redirect all incoming packets to the ifb. The filter is u32, because not every kernel has matchall."""
     everything = ["protocol", "all", "u32", "match", "u32", "0", "0"]
     redirect = ["action", "mirred", "egress", "redirect", "dev", ifb]
     return [
@@ -94,20 +94,20 @@ def _us(seconds: float) -> str:
 
 
 def congestion(name: str) -> list[str]:
-    """Set TCP's congestion control for a network namespace; fails if the machine does not allow `name` there."""
+    """The command that sets TCP's congestion control in a network namespace; fails if `name` is not allowed there."""
     return ["sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={name}"]
 
 
 def route_congestion(name: str, subnet: str, iface: str = "eth0", address: str | None = None) -> list[str]:
-    """Set it for all connections to `subnet` instead, which works for every `name` that the kernel has.
+    """The command that sets it for all connections to `subnet`; works for every `name` that the kernel has.
 
-    The list of allowed names (net.ipv4.tcp_allowed_congestion_control) is one for the whole machine, so it is not ours
-    to change.
+    The list of allowed names (net.ipv4.tcp_allowed_congestion_control) is one for the whole machine, so a run does not
+    change it.
     """
     route = ["ip", "route", "replace", subnet, "dev", iface, "scope", "link", "proto", "kernel"]
     return [*route, *(["src", address] if address else []), "congctl", name]
 
 
 def routes_congestion(name: str, routes: Iterable[dict[str, Any]], iface: str = "eth0") -> list[list[str]]:
-    """Set it for all routes of an interface, as `ip -json route show` lists them."""
+    """The commands that set it for all routes of an interface, as `ip -json route show` lists them."""
     return [route_congestion(name, route["dst"], iface, route.get("prefsrc")) for route in routes]

@@ -1,4 +1,4 @@
-"""TCP on Linux: bytes on the wire, token buckets and bottlenecks, and what the kernel knows about a connection.
+"""TCP on Linux: bytes on the wire, token buckets and bottlenecks, and what the kernel reports about a connection.
 
 Used by the probe, the shaping and the ranks. Standard library only: the probe starts before anything heavy is imported.
 """
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 MTU_BYTES = 1500  # of an IP packet
 IP_TCP_HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
 ETHERNET_HEADER_BYTES = 14  # tbf counts them too
-BURST_S = 0.004  # seconds of the rate in a token bucket: enough for late timers, little against what we measure
+BURST_S = 0.004  # seconds of the rate in a token bucket: enough for late timers, little compared with what is measured
 MIN_BURST_BYTES = 16 * 1024  # a smaller bucket holds too few frames to be filled evenly
 
-# Offsets in Linux's struct tcp_info (include/uapi/linux/tcp.h)
+# Offsets in bytes in Linux's struct tcp_info (include/uapi/linux/tcp.h)
 _PATH_MTU = 60  # u32, bytes
 _BYTES_RECEIVED = 128  # u64
 _MIN_RTT = 148  # u32, microseconds
@@ -35,7 +35,7 @@ def wire_rate(goodput: float, mtu: int = MTU_BYTES) -> float:
     return goodput / efficiency(mtu)
 
 
-def burst(rate: int) -> int:
+def burst_bytes(rate: int) -> int:
     """Size of the token bucket in bytes at `rate` bit/s."""
     return max(MIN_BURST_BYTES, math.ceil(rate * BURST_S / 8))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from testbed.spec.units import Interval, length
+from testbed.spec.units import Interval, covered_length
 
 STEPS = 3  # profiled steps, after warm-up
 WAITING = "communication"  # the name of our own marks in the trace
@@ -60,9 +60,9 @@ def divide(events: Iterable[Any]) -> dict[str, float]:
     gloo = [span for name, span in spans if name.startswith("gloo:")]
     operators = [span for name, span in spans if name.startswith(("aten::", "autograd::", "Optimizer."))]
     computing = _without(operators, waiting)
-    both = length(operators) + length([*waiting, *gloo]) - length([*operators, *waiting, *gloo])
-    hidden = both - (length(operators) - computing)
-    communicating = length([*operators, *waiting, *gloo]) - computing
+    both = covered_length(operators) + covered_length([*waiting, *gloo]) - covered_length([*operators, *waiting, *gloo])
+    hidden = both - (covered_length(operators) - computing)
+    communicating = covered_length([*operators, *waiting, *gloo]) - computing
     shares = {"compute": computing, "communication": communicating, "overlap": max(0.0, hidden)}
     shares["other"] = whole - computing - communicating
     return {key: value / whole for key, value in shares.items()} if whole else {}
@@ -70,4 +70,4 @@ def divide(events: Iterable[Any]) -> dict[str, float]:
 
 def _without(intervals: list[Interval], taken: list[Interval]) -> float:
     """Length of the part of `intervals` that is outside `taken`."""
-    return length([*intervals, *taken]) - length(taken)
+    return covered_length([*intervals, *taken]) - covered_length(taken)

@@ -34,7 +34,7 @@ from testbed.results.records import (
     encode,
     read,
 )
-from testbed.spec.units import Interval, length
+from testbed.spec.units import Interval, covered_length
 
 PHASES = ("data", "forward", "backward", "sync", "update")  # `update` is a part of `sync`
 COMPUTING = ("data", "forward", "backward")  # phases whose processor time is recorded
@@ -162,12 +162,12 @@ class Timeline:
         stalls = [(max(a, begun), b) for a, b in self._stalls]
         copies = [(a, b) for a, b in self._copies if a >= begun]
         intervals = [(transfer.begun, end) for transfer, end in transfers]
-        busy = length(intervals)
+        busy = covered_length(intervals)
         return {
-            "blocked": length(stalls),
+            "blocked": covered_length(stalls),
             "busy": busy,
-            "hidden": length([*intervals, *stalls]) - length(stalls),
-            "copies": length([*copies, *stalls]) - length(stalls),
+            "hidden": covered_length([*intervals, *stalls]) - covered_length(stalls),
+            "copies": covered_length([*copies, *stalls]) - covered_length(stalls),
             "copies_cpu": _short(self._copies_cpu),
             "kernel": _short(self._kernel),
             "phases": [(name, _short(a - begun), _short(b - a)) for name, a, b in self._phases],

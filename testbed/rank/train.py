@@ -183,7 +183,7 @@ class Trainer:
 
     def _profiler(self) -> Profiler:
         folder, rank = self.recorder.folder, self.group.rank
-        made = Profiler(self.spec.warmup, self.total - 1, folder.trace(rank), folder.shares(rank))
+        made = Profiler(self.spec.warmup, self.total - 1, folder.trace(rank), folder.profile(rank))
         self.timeline.mark = made.mark
         return made
 

@@ -131,8 +131,8 @@ class Peer:
         """Return the messages that have arrived; None if the connection ended or sent anything else."""
         messages = []
         try:
-            self.channel.fill()
-            while (message := self.channel.take()) is not None:
+            self.channel.read_once()
+            while (message := self.channel.next_message()) is not None:
                 messages.append(message)
         except ChannelClosed:
             return None
@@ -193,7 +193,7 @@ class Heartbeat:
             self.address = connection.getsockname()[0]
             rank_0 = self._add(connection)
             rank_0.rank = 0
-            rank_0.channel.offer({"hello": self.rank, "token": where["token"]})
+            rank_0.channel.try_send({"hello": self.rank, "token": where["token"]})
         if self.rank < self.size:
             self._thread.start()
 
@@ -383,7 +383,7 @@ class Heartbeat:
     def _tell(self, message: dict[str, Any]) -> None:
         for peer in self._peers:
             if peer.rank is not None:
-                peer.channel.offer(message)
+                peer.channel.try_send(message)
 
     # --- which rank failed ---
 

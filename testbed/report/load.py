@@ -44,7 +44,7 @@ from testbed.results.records import CONTINUED, End, Eval, Start, Step, read
 from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-from testbed.spec.units import length
+from testbed.spec.units import covered_length
 
 Column = NDArray[np.float64]
 Span = tuple[float, float]  # offset from the beginning of the step, length; seconds
@@ -178,7 +178,7 @@ class Steps:
 def _overlap(phases: list[tuple[str, float, float]], own: list[Span], names: Sequence[str]) -> float:
     within = [(begin, begin + seconds) for name, begin, seconds in phases if name in names]
     cut = [(max(begin, a), min(end, a + seconds)) for begin, end in within for a, seconds in own]
-    return length([(a, b) for a, b in cut if a < b])
+    return covered_length([(a, b) for a, b in cut if a < b])
 
 
 def _column(records: Sequence[Step], key: str) -> Column:
@@ -330,7 +330,7 @@ def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
 
 
 def _read_profile(folder: RunFolder, rank: int) -> dict[str, float]:
-    path = folder.shares(rank)
+    path = folder.profile(rank)
     if not path.is_file():
         return {}
     values = read_json(path)

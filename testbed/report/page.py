@@ -70,7 +70,7 @@ def write(paths: Sequence[Path], out: Path) -> Report:
     """Read the runs below `paths` and write the report into the folder `out`."""
     files = out / FILES
     if files.is_symlink() or (files.exists() and not files.is_dir()):  # `out` may be a folder from a stranger
-        rule, way_out = "is a link or not a folder", "Remove it, or give another folder with --out."
+        rule, way_out = "is a symlink or not a folder", "Remove it, or give another folder with --out."
         raise refuse("report folder", str(files), rule, way_out)
     loaded = load(paths)
     if not loaded.runs and not loaded.faulted:

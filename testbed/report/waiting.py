@@ -23,7 +23,7 @@ import numpy as np
 from testbed.report import theory
 from testbed.report.load import Run
 from testbed.report.stats import seconds
-from testbed.spec.units import Interval, length
+from testbed.spec.units import Interval, covered_length
 
 SLOW_CPU = 1.25
 CPU_STEPS = 0.75
@@ -83,7 +83,7 @@ def waiting(run: Run) -> Waiting:
         for rank, transfer in enumerate(exchange):
             waits[rank].append((transfer.begin, min(latest, transfer.end)))
     steps, exchanges = len(run.kept[0].total), sum(lasts.values())
-    mean = [length(each) / steps for each in waits]
+    mean = [covered_length(each) / steps for each in waits]
     busy = [float(each.busy.mean()) for each in run.kept]
     return Waiting(
         waiting=mean,

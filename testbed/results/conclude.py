@@ -65,6 +65,7 @@ class Summary(Spec):
 
     @classmethod
     def read(cls, folder: RunFolder) -> Summary:
+        """Read summary.json; SpecError if it is damaged, SchemaError if another version wrote it."""
         try:
             values = json.loads(read_bounded(folder.summary, MAX_SUMMARY_BYTES))
             check_schema(values["schema"], str(folder.summary))
@@ -98,7 +99,7 @@ def conclude(
 
 
 def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
-    """Reduce all ranks' records to a Summary; `facts` are the fields that only the caller knows (status, ...)."""
+    """Reduce all ranks' records to a Summary; `facts` are the fields that the caller sets (status, ...)."""
     try:
         return _summarise(folder, spec, facts)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -213,7 +214,7 @@ def _accuracy(ranks: list[list[Record]]) -> dict[str, Any]:
     }
 
 
-# The root cause of a failed run: which rank failed first, from exit codes and error records.
+# --- the root cause of a failed run: which rank failed first, from exit codes and error records ----------------------
 
 _NODE = re.compile(r"rank (\d{1,4}) \(node\1\)", re.ASCII)
 
@@ -229,14 +230,14 @@ def root_cause(
     """Return the error that names the failed rank. All sequences are in rank order.
 
     A code is None for a rank that has not ended, negative for a signal. `last_steps` are the last recorded steps
-    (-1: none), `nodes` the names that the user knows. The order of the rules: a rank that ended for its own reason;
+    (-1: none), `nodes` the names that messages use. The order of the rules: a rank that ended for its own reason;
     the rank that most of the others report as lost; a rank that has not ended.
     """
     return _RootCause(codes, error_records, last_steps, nodes, folder).find()
 
 
 class _RootCause:
-    """The arguments of `root_cause`, so that its sentences can use all of them."""
+    """The arguments of `root_cause`, which all of its methods use."""
 
     def __init__(
         self,
@@ -254,14 +255,15 @@ class _RootCause:
         ]
 
     def find(self) -> TestbedError:
+        """Apply the rules in their order."""
         reports = Counter(rank for rank in self.reported if rank is not None)
         own_reason = [k for k, code in enumerate(self.codes) if code not in (None, 0, PeerLost.exit_code)]
         if own_reason:
             return self._own_reason(max(own_reason, key=lambda k: (reports[k], -k)))
-        if self.reported == [1, 0]:  # with two ranks there is no third one that saw which end of the link failed
+        if self.reported == [1, 0]:  # with two ranks no third one can tell which end of the link failed
             since = f"since step {min(self.last_steps) + 1}"
             logs = f"{self.folder.log(0)} and {self.folder.log(1)}"
-            return RankFailed(f"{self._who(0)} and {self._who(1)} lost each other {since}. See {logs}")
+            return RankFailed(f"{self._label(0)} and {self._label(1)} lost each other {since}. See {logs}")
         running = [k for k, code in enumerate(self.codes) if code is None]
         if reports:
             most = max(reports.values())
@@ -277,7 +279,7 @@ class _RootCause:
         seen = next((f" ({error['message']})" for error in self._reports_on(rank)), "")
         lost = _names(k for k, code in enumerate(self.codes) if k != rank and code == PeerLost.exit_code)
         since = f"since step {self.last_steps[rank] + 1}"
-        sentence = f"{self._who(rank)} {how} {since}; {lost} lost it{self._with_node_names(seen)}"
+        sentence = f"{self._label(rank)} {how} {since}; {lost} lost it{self._with_node_names(seen)}"
         return RankFailed(f"{sentence}. See {self.folder.log(rank)}")
 
     def _own_reason(self, rank: int) -> TestbedError:
@@ -291,7 +293,7 @@ class _RootCause:
         message = f": {words['message'].rstrip('.')}" if words is not None and quoted else ""
         step = self.last_steps[rank]
         when = f"after step {step + 1}" if step >= 0 else "before its first step"
-        sentence = f"{self._who(rank)} {_how_it_ended(code)} {when}{self._with_node_names(message)}"
+        sentence = f"{self._label(rank)} {_how_it_ended(code)} {when}{self._with_node_names(message)}"
         return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
 
     def _others(self, rank: int) -> str:
@@ -304,14 +306,14 @@ class _RootCause:
     def _reports_on(self, rank: int) -> list[Mapping[str, Any]]:
         return [error for error, lost in zip(self.errors, self.reported, strict=True) if error and lost == rank]
 
-    def _who(self, rank: int) -> str:
+    def _label(self, rank: int) -> str:
         return f"rank {rank} ({self.nodes[rank]})"
 
     def _with_node_names(self, message: str) -> str:
         """Ranks write "rank 1 (node1)"; replace the number of the node by its name in the inventory."""
 
         def name(found: re.Match[str]) -> str:
-            return self._who(int(found[1])) if int(found[1]) < len(self.nodes) else found[0]
+            return self._label(int(found[1])) if int(found[1]) < len(self.nodes) else found[0]
 
         return _NODE.sub(name, message)
 

@@ -1,7 +1,7 @@
-"""Runs with injected faults: what faults.jsonl says was done, which ranks noticed when, and how the run ended.
+"""Runs with injected faults: which faults faults.jsonl records, which ranks noticed them when, how the run ended.
 
 The controller writes faults.jsonl while it injects (control/runs/faults.py). The command line prints `fault_table`; the
-report also draws the times. A run that failed is in no other table. Times are on the monotonic clock of the
+report also draws the times. This is the only table that shows failed runs. Times are on the monotonic clock of the
 controller; on real hosts the nodes have other clocks, so those runs have no times to draw.
 
 Events: injected (a fault), over (a fault that lasts for some time), saw (a rank ended because it lost another),
@@ -33,7 +33,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class FaultHistory:
-    """The events of one run. Where it has several faults, the first is the one that ranks notice."""
+    """The events of one run. If it has several faults, times and names are compared with the first."""
 
     events: list[Event]
 
@@ -43,7 +43,7 @@ class FaultHistory:
 
     @property
     def noticed(self) -> list[Event]:
-        """The ranks that ended because they lost another, and know which."""
+        """Events of ranks that ended because they lost another rank, and that name it."""
         return [event for event in self.events if event["event"] == "saw" and event.get("failed_rank") is not None]
 
     @property
@@ -57,14 +57,14 @@ class FaultHistory:
 
     @property
     def median_notice_s(self) -> float | None:
-        """Seconds from the fault until a rank noticed, the median of those that did."""
+        """Median over the ranks that noticed: seconds from the fault until then."""
         injected = self.injected
         times = [event["at"] - injected[0]["begun"] for event in self.noticed if event["at"]] if injected else []
         return statistics.median(times) if times else None
 
     @property
     def last_notice_s(self) -> float | None:
-        """Seconds from the fault until all other ranks that noticed had done so, in the attempt of the fault."""
+        """Seconds from the fault until the last other rank noticed it, in the same attempt."""
         later = itertools.dropwhile(lambda event: event["event"] != "injected", self.events)
         attempt = FaultHistory(list(itertools.takewhile(lambda event: event["event"] != "again", later)))
         if not attempt.events:
@@ -103,7 +103,7 @@ def fault_table(runs: Sequence[tuple[RunFolder, RunSpec, str | None]]) -> list[t
 
 def _row(history: FaultHistory, spec: RunSpec, status: str | None) -> tuple[str, ...]:
     injected = [one_line(str(event["fault"])) for event in history.injected]
-    missed = (Counter(map(str, spec.schedule())) - Counter(injected)).elements()
+    missed = (Counter(map(str, spec.fault_schedule())) - Counter(injected)).elements()
     retried = any(code != 0 for code in history.codes.values())
     recovered = ("restarted" if retried else "went on") if status == "ok" else "no"
     return (
@@ -135,8 +135,8 @@ class FaultedRun:
     history: FaultHistory
     row: tuple[str, ...]  # of the table
     episodes: list[Episode]
-    noticed: list[tuple[int, float]]  # rank, when it ended because it lost another
-    ended: list[tuple[int, float, int]]  # rank, when, exit code
+    noticed: list[tuple[int, float]]  # rank, time at which it ended because it lost another rank
+    ended: list[tuple[int, float, int]]  # rank, time, exit code
     steps: list[list[Interval]]  # begin and end of every step of each rank, of all attempts
     one_clock: bool  # False on real hosts
 

@@ -1,7 +1,7 @@
 """A run's folder, runs/<experiment>/<run>/: the names of the files in it, and safe reading and writing of files.
 
-Everybody who writes or reads a run uses RunFolder. A folder may come from somebody else, and ranks may write to
-it, so files in it are read without following symlinks and up to a largest size.
+All code that reads or writes a run uses RunFolder. A folder may come from another user, and ranks may write to it.
+So its files are read without following symlinks, and up to a largest size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from testbed.spec.errors import SpecError, UsageError, os_failure, refuse
 from testbed.spec.run import RunSpec
 
-EXPERIMENT = "experiment.json"  # beside the runs of a sweep: the experiment that they belong to
+EXPERIMENT = "experiment.json"  # in the folder of a sweep: the experiment that its runs belong to
 TEMPORARY = ".tmp"  # suffix of a file that is still being written
 
 MAX_SPEC_BYTES = 1 << 20
@@ -34,19 +34,19 @@ MAX_JSON_BYTES = 16 << 20  # any other file; the receipt of 64 nodes has about o
 
 
 def runs_dir() -> Path:
-    """Where all runs go: TESTBED_RUNS, else ./runs."""
+    """The folder of all runs: TESTBED_RUNS, else ./runs."""
     return Path(os.environ.get("TESTBED_RUNS", "runs"))
 
 
 def fresh_folder(parent: Path, name: str) -> Path:
-    """parent/<name>-<time>, with a number at the end if that exists. Nothing is created."""
+    """Return the unused path parent/<name>-<time>, with a number at the end if needed. Nothing is created."""
     base = parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    taken = (base.with_name(f"{base.name}-{number}") for number in range(2, 1000))
-    return base if not base.exists() else next(path for path in taken if not path.exists())
+    numbered = (base.with_name(f"{base.name}-{number}") for number in range(2, 1000))
+    return base if not base.exists() else next(path for path in numbered if not path.exists())
 
 
 class RunFolder:
-    """Paths inside one run's folder; no other module spells them."""
+    """Paths inside one run's folder. No other module contains these names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,8 +67,8 @@ class RunFolder:
         """The trace of torch.profiler, if the run was profiled."""
         return self.path / f"rank{rank}.trace.json"
 
-    def shares(self, rank: int) -> Path:
-        """How the profiled time divides up."""
+    def profile(self, rank: int) -> Path:
+        """The shares of the profiled time: compute, communication, overlap, other."""
         return self.path / f"rank{rank}.profile.json"
 
     def attempts(self, rank: int) -> dict[int, Path]:
@@ -102,22 +102,22 @@ class RunFolder:
         self.summary.unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Remove half-written files of a killed process. Nobody may be writing."""
+        """Remove half-written files of a killed process. Call it only when no process writes to the folder."""
         for half in self.path.rglob(f".*{TEMPORARY}"):
             half.unlink(missing_ok=True)
 
     def set_records_aside(self, rank: int) -> Path | None:
-        """Rename the records of an earlier attempt to rank0.attempt1.jsonl; return None if there are none."""
+        """Rename the records of an earlier attempt to rank0.attempt1.jsonl; return the path, None if there are none."""
         if not self.records(rank).is_file():
             return None
         number = max(self.attempts(rank), default=0) + 1
         return self.records(rank).replace(self.path / f"rank{rank}.attempt{number}.jsonl")
 
     def set_aside(self) -> Path:
-        """Move the whole folder to .superseded/ beside it, where no reader looks; nothing is deleted."""
-        attic = self.path.parent / ".superseded"
-        attic.mkdir(exist_ok=True)
-        names = (attic / f"{self.path.name}~{number}" for number in itertools.count())
+        """Move the whole folder to .superseded/ in its parent, which no command reads, and return the new path."""
+        superseded = self.path.parent / ".superseded"
+        superseded.mkdir(exist_ok=True)
+        names = (superseded / f"{self.path.name}~{number}" for number in itertools.count())
         target = next(name for name in names if not name.exists())
         shutil.move(self.path, target)
         return target
@@ -125,26 +125,27 @@ class RunFolder:
     def read_spec(self) -> RunSpec:
         """Read spec.json; UsageError if this is no run folder or another version wrote it."""
         if not self.spec.exists():
-            raise UsageError(f"{self.spec} cannot be read (it is not there). Is {self.path} a run folder?")
+            raise UsageError(f"{self.spec} cannot be read (no such file). Is {self.path} a run folder?")
         try:
             return RunSpec.from_json(read_bounded(self.spec, MAX_SPEC_BYTES).decode(), str(self.spec))
         except UnicodeDecodeError as error:
             raise UsageError(f"{self.spec}: not JSON ({error.reason}). Write it with `testbed run`.") from None
 
     def read_substrate(self) -> str:
-        """The substrate on which the run began; "" if the folder does not say."""
-        there = os.path.lexists(self.substrate)
-        return read_bounded(self.substrate, MAX_SUBSTRATE_BYTES).decode(errors="replace").strip() if there else ""
+        """The substrate on which the run began; "" if the file is missing."""
+        if not os.path.lexists(self.substrate):
+            return ""
+        return read_bounded(self.substrate, MAX_SUBSTRATE_BYTES).decode(errors="replace").strip()
 
     def check_no_links(self, allow_top: bool = False) -> None:
-        """Raise SpecError if something in the folder is a symlink, pipe or device, which could lead out of it.
+        """Raise SpecError if anything in the folder is a symlink, pipe or device: reading it could leave the folder.
 
         `allow_top`: the folder itself, or one above it, may be a symlink, which the user made.
         """
         top = self.path.resolve() if allow_top else self.path
         for path in [top, *top.rglob("*")]:
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise refuse("run folder", str(path), "is a link or no plain file", "Remove it.")
+                raise refuse("run folder", str(path), "is a symlink or not a regular file", "Remove it.")
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
@@ -179,19 +180,19 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a plain file; SpecError if it is a symlink, no file, missing, or larger than `max_bytes`."""
+    """Return the bytes of a regular file; SpecError if it is missing, a symlink, or larger than `max_bytes`."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise SpecError(f"{path}: is no plain file, and only those are read. Remove it.")
+                raise SpecError(f"{path}: is not a regular file, and only those are read. Remove it.")
             if status.st_size > max_bytes:
                 rule = f"{status.st_size} bytes, and at most {max_bytes} are read"
                 raise SpecError(f"{path}: {rule}. Write a smaller file.")
             return file.read(max_bytes)
     except OSError as error:
-        reason = "is a link" if error.errno == errno.ELOOP else str(error.strerror)
-        raise SpecError(f"{path}: cannot be read ({reason}). Give the path of a plain file.") from None
+        reason = "is a symlink" if error.errno == errno.ELOOP else str(error.strerror)
+        raise SpecError(f"{path}: cannot be read ({reason}). Give the path of a regular file.") from None
 
 
 def read_json(path: Path) -> Any:

@@ -1,25 +1,23 @@
 """receipt.json: what a probe measured on every directed link and on the fan-in, requested against measured.
 
-`net.probe` makes a Receipt, the controller or rank 0 writes it beside the run, and everybody who shows a run reads
-it here. `Network` is the same receipt in the units of the report.
+`net.probe` makes a Receipt; the controller, or rank 0 without one, writes it to the run folder. `Network` is the same
+receipt in the units of the report.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field
 
-from testbed.results.folder import read_bounded, write_whole
+from testbed.results.folder import read_json, write_whole
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 from testbed.spec.units import format_rate
 
-MAX_BYTES = 16 << 20  # of a receipt.json; that of 64 nodes has about one million
 TOLERANCE = 0.05  # largest |measured / requested - 1| of a valid receipt
 
 
@@ -75,7 +73,7 @@ class Receipt(Spec):
         return self.worst_error is None or abs(self.worst_error) <= tolerance
 
     def sentence(self, tolerance: float = TOLERANCE) -> str:
-        """Say in one line how large the worst error is, and on which link."""
+        """Return one line with the worst error and its link."""
         if not self.links:
             return "network: one node, no link to measure"
         count = f"{len(self.links)} links and the fan-in"
@@ -98,7 +96,7 @@ class Receipt(Spec):
     def read(cls, path: Path) -> Self:
         """Read receipt.json; SpecError if it is damaged, SchemaError if another version wrote it."""
         try:
-            values = json.loads(read_bounded(path, MAX_BYTES))
+            values = read_json(path)
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{path}: damaged, not JSON ({error}). Run it again.") from None
         if not isinstance(values, dict):
@@ -162,5 +160,5 @@ class Network:
 
 
 def read_network(path: Path, spec: RunSpec) -> Network:
-    """Read the receipt beside a run; a run without one has a Network without rates."""
+    """Read the receipt of a run; return a Network without rates if there is none."""
     return Network.of(Receipt.read(path), spec) if path.is_file() else Network()

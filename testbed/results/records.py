@@ -1,14 +1,14 @@
 """The lines of rankN.jsonl. A rank appends them; the controller, the report and a resumed rank read them.
 
-start  once      who, where, with which versions
+start  once      rank, size of the model, environment (versions, machine)
 step   per step  seconds of each phase, loss, bytes so far
 eval   per test  loss and correct answers on the test set
 hash   some      hash of the parameters, to prove that replicas agree
 end    once      the last line of a rank that finished
 error  once      the last line of a rank that did not
 
-Every line is checked against its class when it is read, because a run folder may come from somebody else. That
-costs nothing: pydantic parses and checks 20,000 steps with 12 buffers each in half the time of json.loads.
+Every line is checked against its class when it is read, because a run folder may come from another user. The
+check costs no time: pydantic parses and checks 20,000 steps with 12 buffers each in half the time of json.loads.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ CONTINUED = " (cont.)"  # ends the name in `comm` of a buffer that was in flight
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
+    """The first record of a rank."""
+
     kind: Literal["start"] = "start"
     rank: Count
     world: Count
-    unix: float  # wall clock, for people
+    unix: float  # wall clock, for readers of the file
     parameters: Count
     gradient_bytes: Count
     tensors: Count
@@ -83,19 +85,23 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
+    """One test of the model on the test set."""
+
     kind: Literal["eval"] = "eval"
     step: Count
     epoch: Count
     loss: float  # mean over the images below
     correct: Count
     images: Count
-    scope: str  # "all ranks" if summed, "this rank" if each rank tested alone
+    scope: str  # "all ranks" if summed over ranks, "this rank" if each rank tested all images
     train_loss: float  # mean over the epoch so far, this rank
     train_accuracy: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hash:
+    """A comparison of parameter hashes over all ranks."""
+
     kind: Literal["hash"] = "hash"
     step: Count
     parameters: str
@@ -104,6 +110,8 @@ class Hash:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
+    """The last record of a rank that finished."""
+
     kind: Literal["end"] = "end"
     steps: Count
     seconds: float  # training and tests, without start-up
@@ -115,10 +123,12 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
+    """The last record of a rank that failed; `code` is its exit code."""
+
     kind: Literal["error"] = "error"
     code: Code
     message: str
-    failed_rank: Count | None = None  # the rank that was lost, where this one lost a peer and knows which
+    failed_rank: Count | None = None  # the rank that this one lost, if it is known
     at: float | None = None  # monotonic time
 
 
@@ -127,12 +137,12 @@ _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator
 
 
 def encode(record: Record) -> str:
-    """One line, without its newline."""
+    """Return a record as one JSON line, without the newline."""
     return json.dumps(vars(record), separators=(",", ":"))
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file; none if there is no file yet, and not a last line that is half-written.
+    """Yield the records of a file; none if it does not exist yet. An incomplete last line is left out.
 
     Raises SchemaError if another version wrote the file, SpecError if a line is damaged.
     """
@@ -150,7 +160,7 @@ def read(path: Path) -> Iterator[Record]:
 
 
 def _check_start(line: bytes, path: Path) -> None:
-    """Raise SchemaError if this is the start of another schema, whose other keys need not be known."""
+    """Raise SchemaError if this is a start record of another schema, whose keys may differ."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
@@ -160,7 +170,7 @@ def _check_start(line: bytes, path: Path) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that may still be written to, with their numbers; a last line without newline is left out."""
+    """Yield (number, line) of a file that may still be written to; a last line without newline is left out."""
     if not path.is_file():
         return
     with path.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""The base class of all specs: frozen, without unknown keys, and wrong values are refused in one sentence."""
+"""Spec, the base class of all configuration: frozen, no unknown keys, one sentence for each wrong value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Spec(BaseModel):
 
     @classmethod
     def load(cls, values: dict[str, Any], where: str) -> Self:
-        """Validate `values`; SpecError with every wrong value if there are any. `where` names the file in it."""
+        """Validate `values` and return the spec. Raises SpecError with a sentence for each wrong value.
+
+        `where` is the file that the message names.
+        """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -27,15 +30,15 @@ class Spec(BaseModel):
 def _sentence(cls: type[BaseModel], item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key {quote(key)}; known here: {', '.join(_keys_beside(cls, item['loc']))}"
+        return f"unknown key {quote(key)}; known keys: {', '.join(_known_keys(cls, item['loc']))}"
     text: str = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" or not key:
         return text
     return f"{one_line(key)} = {quote(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"
 
 
-def _keys_beside(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    """The keys that are allowed in the table that has the unknown key."""
+def _known_keys(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    """Return the keys that are allowed in the table that contains the unknown key."""
     entry = False  # True if the next part is a key of a dict of specs, or an index of a tuple of them
     for part in loc[:-1]:
         if not entry:

@@ -25,7 +25,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """What is known of a data set before it is fetched."""
+    """The fixed properties of a data set, known before it is fetched."""
 
     name: str
     shape: Shape  # C, H, W as the model gets it
@@ -105,7 +105,7 @@ DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (CIFAR10, MNIST,
 def dataset_info(name: str) -> DatasetInfo:
     """The data set of that name; SpecError if there is none."""
     if name not in DATASETS:
-        raise refuse("data", name, "is no data set known here", f"Use one of {', '.join(DATASETS)}.")
+        raise refuse("data", name, "is not a known data set", f"Use one of {', '.join(DATASETS)}.")
     return DATASETS[name]
 
 
@@ -122,13 +122,13 @@ def array_path(name: str, root: Path, array: str) -> Path:
 def has_arrays(name: str, root: Path) -> bool:
     """True if the four files are there with the right type and shape; their contents are not read."""
     info = dataset_info(name)
-    return all(_fits(array_path(name, root, array), info.array_shape(array)) for array in ARRAYS)
+    return all(_is_uint8_array(array_path(name, root, array), info.array_shape(array)) for array in ARRAYS)
 
 
 def is_complete(name: str, root: Path) -> bool:
-    """True if the marker has the right digests and the files the right shape; their contents are not read."""
+    """True if the marker has the right digests and the files have the right shape; their contents are not read."""
     info = dataset_info(name)
-    return info.generated or (_marked(root / name / MARKER) == dict(info.digests) and has_arrays(name, root))
+    return info.generated or (_digests_in_marker(root / name / MARKER) == dict(info.digests) and has_arrays(name, root))
 
 
 def require_complete(name: str, root: Path) -> None:
@@ -138,7 +138,7 @@ def require_complete(name: str, root: Path) -> None:
         raise refuse("data", name, f"not in {(root / name).resolve()}", way_out, Unavailable)
 
 
-def _fits(path: Path, shape: tuple[int, ...]) -> bool:
+def _is_uint8_array(path: Path, shape: tuple[int, ...]) -> bool:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):  # missing, truncated, or not a .npy file
@@ -146,7 +146,7 @@ def _fits(path: Path, shape: tuple[int, ...]) -> bool:
     return isinstance(array, np.ndarray) and array.shape == shape and array.dtype == np.uint8
 
 
-def _marked(path: Path) -> object:
+def _digests_in_marker(path: Path) -> object:
     try:
         return json.loads(path.read_text())["digests"]
     except (OSError, ValueError, KeyError, TypeError):

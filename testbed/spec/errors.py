@@ -1,6 +1,6 @@
-"""Every failure that a person can meet, the exit code that a script sees, and how a message is written.
+"""All exceptions of the testbed with their exit codes, and functions that format messages.
 
-TestbedError                  1   anything of ours that went wrong
+TestbedError                  1   any failure of the testbed that is none of the others
 ├── UsageError                2   the request cannot be met: the message has the value, the rule and the way out
 │   ├── SpecError                 a value in a mode, spec, experiment or inventory
 │   ├── SchemaError               a file written by another version of the schema
@@ -10,13 +10,13 @@ TestbedError                  1   anything of ours that went wrong
 ├── ReplicasDiffer            4   parameters are not equal on all ranks
 ├── NetworkInvalid            5   shaping failed, or the receipt is off by more than the tolerance
 │   └── ProbeError                the probe of the network could not finish
-├── ChannelClosed             1   a control connection ended, or carried something that is no message
+├── ChannelClosed             1   a control connection ended, or received something that is not a message
 ├── CommandFailed             1   a command failed; the exception has its exit code and output
-├── HostFailed                2   a host could not do its part; the message begins with its name
+├── HostFailed                2   an operation on a host failed; the message begins with its name
 │   ├── KeyUnknown                it answers, but its host key is not the known one
 │   ├── AuthenticationFailed      it answers, but does not accept our user or key
 │   └── HostCommandFailed         a command on it failed (also a CommandFailed)
-├── ConnectionLost            3   an open connection to a host broke; what runs there goes on
+├── ConnectionLost            3   an open connection to a host broke; processes on the host keep running
 └── Interrupted             130   Ctrl-C or SIGTERM; what was measured is kept
 
 All packages raise these. Messages quote files and the output of programs, which are not trusted: control
@@ -47,11 +47,11 @@ class UsageError(TestbedError):
 
 
 class SpecError(UsageError):
-    """A value breaks a rule of the vocabulary."""
+    """A value in a mode, spec, experiment or inventory breaks a rule."""
 
 
 class SchemaError(UsageError):
-    """Another version of the schema wrote a file."""
+    """A file has another schema number than this version reads."""
 
 
 class Unavailable(UsageError):
@@ -91,7 +91,7 @@ class ProbeError(NetworkInvalid):
 
 
 class ChannelClosed(TestbedError):
-    """The other end of a control connection is closed, or sent something that is no message."""
+    """The other end of a control connection is closed, or sent something that is not a message."""
 
 
 class CommandFailed(TestbedError):
@@ -103,7 +103,7 @@ class CommandFailed(TestbedError):
 
 
 class HostFailed(TestbedError):
-    """A host could not do its part; the message begins with its name."""
+    """An operation on a host failed; the message begins with the name of the host."""
 
     exit_code = 2
 
@@ -121,7 +121,7 @@ class HostCommandFailed(HostFailed, CommandFailed):
 
 
 class ConnectionLost(TestbedError):
-    """An open connection to a host broke; what runs on the host goes on."""
+    """An open connection to a host broke; processes on the host keep running."""
 
     exit_code = 3
 
@@ -133,12 +133,12 @@ class Interrupted(TestbedError):
 
 
 def refuse(what: str, value: object, rule: str, way_out: str, kind: type[UsageError] = SpecError) -> UsageError:
-    """The exception for a value that breaks a rule: "mode 'rong': there is no such method. Use ring or tree."."""
+    """Return the exception for a value that breaks a rule: "mode 'rong': unknown algorithm. Use ring or tree."."""
     return kind(f"{what} {quote(value)}: {rule}. {way_out}")
 
 
 def os_failure(error: OSError, where: object) -> TestbedError:
-    """The exception for a full disk, a folder that vanished and the like; `where` if the error names no file."""
+    """Return the exception for a full disk, a removed folder and the like; `where` replaces a missing file name."""
     reason = error.strerror or str(error) or type(error).__name__
     return TestbedError(
         f"{error.filename or where}: {reason}, so nothing was finished. Make room or fix it, then try again."
@@ -160,7 +160,7 @@ def quote(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text of others as a message prints it: one line, without control characters, and cut if it is long."""
+    """Untrusted text as a message prints it: one line, without control characters, and cut if it is long."""
     return _cut(" ".join(strip_control_chars(text).split()))
 
 
@@ -168,7 +168,7 @@ def strip_control_chars(text: str) -> str:
     """Replace non-printable characters except newline and tab by "?"."""
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
 
 def _cut(text: str) -> str:

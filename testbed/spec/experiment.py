@@ -1,4 +1,4 @@
-"""Experiment: a TOML file with a base run and the axes it is swept over, and settings as people type them.
+"""Experiment: a TOML file with a base run and the axes it is swept over, and KEY=VALUE settings.
 
 `testbed sweep` makes its runs from an Experiment, always the same list in the same order. `testbed run` and the
 environment of a container make one run from KEY=VALUE settings. Both merge values by dotted keys: "link.rate".
@@ -21,7 +21,7 @@ from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.run import RunSpec
 
-MAX_FILE_BYTES = 1 << 20  # no person writes a larger experiment file
+MAX_FILE_BYTES = 1 << 20  # far more than an experiment or an inventory needs
 MAX_RUNS = 10_000
 
 
@@ -30,10 +30,10 @@ class Experiment(Spec):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     title: str
-    takes: str = ""  # how long it takes on two cores, for people
+    takes: str = ""  # how long it takes on two cores; shown to the user
     base: dict[str, Any] = {}
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
-    cells: list[dict[str, Any]] = []  # runs beside the product of the axes, such as a baseline without some of them
+    cells: list[dict[str, Any]] = []  # runs in addition to the product of the axes, such as a baseline
     repeats: int = Field(default=1, ge=1, le=1000)
     published: dict[str, Any] = {}  # published figures for the same question, which the report compares with
 
@@ -89,7 +89,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         if size > MAX_FILE_BYTES:
             raise SpecError(f"{path}: {size} bytes, and at most {MAX_FILE_BYTES} are read. Write a smaller file.")
         if not path.is_file():
-            raise SpecError(f"{path}: cannot be read (no plain file). Give the path of a TOML file.")
+            raise SpecError(f"{path}: cannot be read (not a regular file). Give the path of a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None
@@ -98,14 +98,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 # Short names for keys of a spec: flags of `testbed run`, keywords of testbed.run, and in upper case the variables of
-# `docker compose up`. Every other flag is called as its key.
+# `docker compose up`. Every other flag has the name of its key.
 FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestion": "node.congestion"}
 
 
 def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = (), where: str = "--set") -> RunSpec:
-    """One validated spec of flags, which may be text, and KEY=VALUE settings. A flag that is None is left out.
+    """Return the spec that flags, whose values may be text, and KEY=VALUE settings describe. None: flag not given.
 
-    `where` names the settings in a refusal.
+    Raises SpecError. `where` is what its message calls the settings.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     tables = {name: value for name, value in given.items() if isinstance(value, Mapping)}  # e.g. data={"subset": 512}
@@ -116,7 +116,7 @@ def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = (), wher
 
 
 def with_settings(values: dict[str, Any], settings: Iterable[str], where: str = "--set") -> dict[str, Any]:
-    """A copy of `values` with each KEY=VALUE set; `where` names the flag in a refusal."""
+    """A copy of `values` with each KEY=VALUE set; SpecError calls them `where`."""
     values = copy.deepcopy(values)
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -134,10 +134,10 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """A new dict: `below`, replaced by what `above` sets; tables are merged, and keys of `above` may be dotted."""
-    result = {key: merge({}, value) if isinstance(value, dict) else value for key, value in below.items()}
-    for key, value in above.items():
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `base` with `changes` applied; tables are merged, and keys of `changes` may be dotted."""
+    result = {key: merge({}, value) if isinstance(value, dict) else value for key, value in base.items()}
+    for key, value in changes.items():
         if isinstance(value, dict):
             set_key(result, key, merge(_table(result, key), value))
         else:

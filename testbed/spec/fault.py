@@ -9,8 +9,8 @@ slow       another share of the processor                    slow:rank1@step5=0.
 oom        a memory limit that the rank exceeds              oom:rank2@step10
 disk-full  every further write of the rank fails             disk-full:rank1@step8
 
-WHEN is a step that the rank has done (`step10`: after ten) or seconds since it started to train (`20s`).
-`rank?` and `step?` are drawn with the run's seed. A fault prints as it parses.
+WHEN is the number of steps that the rank has completed (`step10`) or the seconds since it started to train (`20s`).
+`rank?` and `step?` are drawn with the run's seed. A printed fault parses back to itself.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Parse one fault; SpecError if it is not of the form."""
+        """Parse one fault; SpecError if it has another form or an unknown kind."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise refuse("fault", text[:80], "is not of the form kind:rankR@WHEN[+DURATION][=VALUE]", _WAY_OUT)
@@ -99,8 +99,8 @@ def _value(kind: str, value: str | None, text: str) -> dict[str, Any]:
     return {"cpus": float(number[1])}
 
 
-def drawn(faults: Sequence[Fault], seed: int, world: int, steps: int | None) -> tuple[Fault, ...]:
-    """Replace every `?` by a number drawn with the run's seed; a drawn step is never 0."""
+def draw_random(faults: Sequence[Fault], seed: int, world: int, steps: int | None) -> tuple[Fault, ...]:
+    """Return the faults with every `?` replaced by a number drawn with the run's seed; a drawn step is never 0."""
     rng = random.Random(f"faults {seed}")
     found = []
     for fault in faults:

@@ -18,7 +18,7 @@ EXAMPLE = Path("inventory/hosts.example.toml")
 
 
 class HostNode(Spec):
-    """One host, which runs one rank; for what is None the user's SSH configuration holds."""
+    """One host, which runs one rank. SSH settings that are None come from the user's SSH configuration."""
 
     name: str = Field(pattern=NAME)
     address: str = Field(pattern=r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$")  # or an SSH alias
@@ -37,6 +37,7 @@ class Inventory(Spec):
 
     @classmethod
     def read(cls, path: Path) -> Inventory:
+        """Read a file; SpecError if it is missing or has a wrong value."""
         if not path.exists() and path == DEFAULT:
             raise SpecError(f"{path}: no such file. Make it from the example: cp {EXAMPLE} {path}, and edit it.")
         return cls.load(read_toml(path), str(path))
@@ -53,7 +54,7 @@ class Inventory(Spec):
         names = [node.name for node in self.nodes]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"nodes {twice}: a name stands for one node. Rename all but one")
+            raise ValueError(f"nodes {twice}: node names must be unique. Rename all but one")
         return self
 
 

@@ -28,7 +28,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.units import format_size, parse_size
 
-# --- rounds: who sends which share of a buffer to whom ---------------------------------------------------------------
+# --- rounds: which rank sends which share of a buffer to which rank --------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,15 +134,15 @@ class Algorithm:
 
     does: str  # one sentence
     colour: tuple[str, str]  # in figures: on a light page, on a dark one
-    rounds: MakeRounds | None = None  # None: nothing travels, or (a user's method) what travels is unknown
-    time: str = "0"  # of the rounds, for people: S bytes on links of B byte/s, N ranks
+    rounds: MakeRounds | None = None  # None: nothing is sent, or (a user's algorithm) it is unknown what
+    time: str = "0"  # of the rounds, as a formula to read: S bytes on links of B byte/s, N ranks
     granularities: tuple[str, ...] = ("param", "bucket", "flat")
     default: str | None = None  # granularity; None: the algorithm decides itself
     rooted: bool = False  # everything passes rank 0's link
     pipelined: bool = False  # after `reduce` rank k has the sum of shard k, so `pipeline` can update it there
-    sends_parameters: bool = False  # half of what travels are parameters
+    sends_parameters: bool = False  # half of the bytes sent are parameters
     direct: bool = False  # payloads go straight to the ranks that need them, so they need not be summable
-    every: str | None = None  # why `every:K` is refused, where it is
+    every_refused: str | None = None  # why `every:K` is refused; None: it is allowed
 
 
 # Colours: Okabe and Ito's hues, darkened or lightened until text in them can be read on the page.
@@ -151,13 +151,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         does="one node, nothing to synchronise",
         colour=("#5b6470", "#a3adba"),
         granularities=(),
-        every="one node has nobody to average with",
+        every_refused="one node has no other node to average with",
     ),
     "none": Algorithm(
         does="N ranks and no synchronisation: the control run, which shows what computing alone costs",
         colour=("#6c737d", "#8f98a4"),
         granularities=(),
-        every="nothing is averaged",
+        every_refused="nothing is averaged",
     ),
     "gather": Algorithm(
         does="gather to rank 0, mean there, scatter back",
@@ -220,7 +220,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default="flat",
         rooted=True,
         sends_parameters=True,
-        every="parameters live on rank 0, so no rank can step alone",
+        every_refused="rank 0 holds the parameters, so no other rank can take a local step",
     ),
     "ddp": Algorithm(
         does="torch's DistributedDataParallel, overlapped with backward: the reference",
@@ -228,12 +228,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         rounds=ring_rounds,
         time="2(N-1)/N S/B",
         granularities=("bucket",),
-        every="DDP averages gradients inside backward; use allreduce/.../every:K",
+        every_refused="DDP averages gradients inside backward; use allreduce/.../every:K",
     ),
 }
-OWN = Algorithm(does="your own", colour=("#3f4a1f", "#b9c67d"), default="flat")  # the row of every user's method
-CONTROL = "none"  # the same ranks without synchronisation: the others are compared with it
-REFERENCE = "ddp"  # what one would use without this tool
+OWN = Algorithm(does="your own", colour=("#3f4a1f", "#b9c67d"), default="flat")  # the row of every user's algorithm
+CONTROL = "none"  # the same ranks without synchronisation; other modes are compared with it
+REFERENCE = "ddp"  # PyTorch's standard way to train on several nodes
 
 SCHEDULES = {
     "after": "synchronise after backward",
@@ -245,14 +245,14 @@ DEFAULT_SCHEDULE = "after"
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """A row of the vocabulary: what travels in place of a gradient; the code is in rank/sync/codecs.py."""
+    """A row of the vocabulary: what is sent in place of a gradient; the code is in rank/sync/codecs.py."""
 
     does: str
     bytes: str  # as a fraction of the gradient's
-    example: str  # a word of it
-    summable: bool  # sums of payloads are payloads, so every algorithm can carry it
-    number: str = ""  # the pattern of its number, where it has one
-    most: float = 0  # the largest number
+    example: str  # one spelling of it, with a number where it needs one
+    summable: bool  # sums of payloads are payloads, so every algorithm can send it
+    number_pattern: str = ""  # regular expression of its number; empty: it takes none
+    max_number: float = 0
     in_ddp: bool = False  # torch has a hook for it
     rounds: MakeRounds | None = None  # None: those of the algorithm
     time: str = ""  # of these rounds, as in an algorithm's row
@@ -280,8 +280,8 @@ CODECS: dict[str, Codec] = {
         bytes="F N",
         example="topk:0.01",
         summable=False,
-        number=r"\d?\.\d{1,6}|\d",
-        most=1,
+        number_pattern=r"\d?\.\d{1,6}|\d",
+        max_number=1,
         rounds=exchange_rounds,
         time="(N-1) S/B",
     ),
@@ -290,8 +290,8 @@ CODECS: dict[str, Codec] = {
         bytes="0.6 % (VGG-11, R = 2)",
         example="powersgd:2",
         summable=True,
-        number=r"\d{1,3}",
-        most=999,
+        number_pattern=r"\d{1,3}",
+        max_number=999,
         in_ddp=True,
     ),
 }
@@ -326,7 +326,7 @@ class SyncMode:
     granularity: str | None = None  # "param", "flat", "bucket", or None: the algorithm's own
     bucket: int | None = None  # bytes, with granularity "bucket"
     schedule: str = DEFAULT_SCHEDULE
-    codec: str | None = None  # None: gradients travel as they are
+    codec: str | None = None  # None: gradients are sent as they are
     codec_number: float | None = None  # F of topk, R of powersgd
     every: int = 1
     every_from: int = 0  # first step that is local
@@ -338,12 +338,12 @@ class SyncMode:
 
     @property
     def rounds(self) -> MakeRounds | None:
-        """What travels when the mode synchronises once; None where nothing does, or where it is unknown."""
+        """What is sent when the mode synchronises once; None if nothing is sent, or if it is unknown."""
         return (CODECS[self.codec].rounds if self.codec else None) or self.row.rounds
 
     @property
     def time(self) -> str:
-        """The time of these rounds as a formula, for people."""
+        """The time of these rounds as a formula to read."""
         return (CODECS[self.codec].time if self.codec else "") or self.row.time
 
     @property
@@ -352,12 +352,12 @@ class SyncMode:
 
     @property
     def is_control(self) -> bool:
-        """True if N ranks train, each for itself: its time counts, its accuracy does not."""
+        """True if N ranks train independently: the run's time is of interest, its accuracy is not."""
         return self.algorithm == CONTROL
 
     @property
     def is_reference(self) -> bool:
-        """True for DDP, which makes, starts and awaits its buckets by itself."""
+        """True for DDP, which makes its buckets, starts them and waits for them itself."""
         return self.algorithm == REFERENCE
 
     @property
@@ -372,8 +372,8 @@ class SyncMode:
 
     @property
     def separable(self) -> bool:
-        """True if the exchange is a step of its own, so that it can come less often (every:K) or after the update."""
-        return self.row.every is None
+        """True if the exchange can be separated from the step: done less often (every:K) or after the update."""
+        return self.row.every_refused is None
 
     @property
     def synchronous(self) -> bool:
@@ -411,7 +411,7 @@ class SyncMode:
 
 
 def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMode:
-    """Give a word to the first remaining axis that knows it; the axes before it are then used up."""
+    """Apply a word to the first remaining axis that accepts it, and remove that axis and those before it."""
     while axes:
         changes = axes.pop(0)(mode, word, text)
         if changes is not None:
@@ -468,30 +468,32 @@ def _read_codec(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     codec = CODECS.get(name)
     if codec is None:
         return None
-    if not codec.number and colon:
+    if not codec.number_pattern and colon:
         raise refuse("mode", text, f"{name} takes no number", f"Write {name}.")
-    if codec.number and (not re.fullmatch(codec.number, digits, re.ASCII) or not 0 < float(digits) <= codec.most):
-        kind = "a fraction" if codec.most == 1 else "a whole number"
-        rule = f"{name} needs {kind} greater than 0 and at most {codec.most:g}"
+    if codec.number_pattern and (
+        not re.fullmatch(codec.number_pattern, digits, re.ASCII) or not 0 < float(digits) <= codec.max_number
+    ):
+        kind = "a fraction" if codec.max_number == 1 else "a whole number"
+        rule = f"{name} needs {kind} greater than 0 and at most {codec.max_number:g}"
         raise refuse("mode", text, rule, f"Write e.g. {codec.example}.")
     why, way_out = _codec_illegal(mode, codec, word)
     if why:
         raise refuse("mode", text, f"{name} {why}", way_out)
-    return {"codec": name, "codec_number": float(digits) if codec.number else None}
+    return {"codec": name, "codec_number": float(digits) if codec.number_pattern else None}
 
 
 def _codec_illegal(mode: SyncMode, codec: Codec, word: str) -> tuple[str, str]:
     """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
     if mode.silent:
-        return f"changes what travels, and in {mode.algorithm} nothing does", "Leave the word out."
+        return f"changes what is sent, and {mode.algorithm} sends nothing", "Leave the word out."
     if mode.is_reference:
-        own = ("is no hook that torch has for DDP", f"Use direct/bucket:5MiB/overlap/{word}.")
+        own = ("has no hook in torch's DDP", f"Use direct/bucket:5MiB/overlap/{word}.")
         return ("", "") if codec.in_ddp else own
     if mode.row.sends_parameters or mode.schedule == "pipeline":
-        half = "half of what travels are parameters, and what they lose is lost for good"
+        half = "half of what is sent are parameters, and a rounding error in them is never corrected"
         return f"is made for gradients: {half}", "Use ring/bucket:2MiB/overlap/fp16."
     if not codec.summable and not mode.row.direct:
-        why = f"cannot be added up on its way, as {mode.algorithm} does: it goes straight to the others"
+        why = f"has payloads that cannot be summed, and {mode.algorithm} sums them: they must go to all ranks directly"
         return why, f"Use direct/{word}."
     return "", ""
 
@@ -500,15 +502,17 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
     match = _EVERY.fullmatch(word)
     if match is None:
         return None
-    if mode.row.every:
-        raise refuse("mode", text, f"{mode.algorithm} takes no every:K: {mode.row.every}", "Leave the word out.")
+    if mode.row.every_refused:
+        raise refuse(
+            "mode", text, f"{mode.algorithm} takes no every:K: {mode.row.every_refused}", "Leave the word out."
+        )
     if mode.schedule != "after":
         raise refuse("mode", text, f"every:K averages after the step, {mode.schedule} during it", "Use one of them.")
     every = int(match[1])
     if every < 1:
         raise refuse("mode", text, "every:K needs K of at least 1", "Write e.g. every:4.")
     if mode.codec and every > 1:
-        rule = f"every:K averages parameters, and what they would lose to {mode.codec} is lost for good"
+        rule = f"every:K averages parameters, and a rounding error of {mode.codec} in them is never corrected"
         raise refuse("mode", text, rule, "Use one of them.")
     return {"every": every, "every_from": int(match[2] or 0) if every > 1 else 0}
 

@@ -10,6 +10,6 @@ NOBODY = 65534  # uid and gid of a rank if root owns the run folder
 
 def without_privileges(uid: int, gid: int) -> list[str]:
     """Run as this user without groups, without capabilities, and without a way to gain them from a set-uid file."""
-    who = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
+    user = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
     sets = ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"]
-    return ["setpriv", *who, *sets, "--no-new-privs", "--"]
+    return ["setpriv", *user, *sets, "--no-new-privs", "--"]

@@ -1,4 +1,4 @@
-"""RunSpec: everything that is requested of one run. spec.json is a RunSpec, and all that a rank is told.
+"""RunSpec: everything that is requested of one run. A rank reads nothing else: spec.json holds it.
 
 The command line, an experiment or the environment of a container make one; every rule that connects several of its
 values is checked here, when it is built.
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SchemaError, SpecError, one_line, refuse
-from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, drawn
+from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
 
@@ -122,13 +122,13 @@ class RunSpec(Spec):
 
     def link_of(self, rank: int) -> Link:
         """The link of a node: its override, else that of all nodes."""
-        return self._own(rank).link or self.link
+        return self._override(rank).link or self.link
 
     def cpus_of(self, rank: int) -> float | None:
         """The CPU share of a node in cores: its override, else that of all nodes."""
-        return self._own(rank).cpus or self.node.cpus
+        return self._override(rank).cpus or self.node.cpus
 
-    def _own(self, rank: int) -> NodeOverride:
+    def _override(self, rank: int) -> NodeOverride:
         return self.overrides.get(f"node{rank}", NodeOverride())
 
     @property
@@ -138,9 +138,9 @@ class RunSpec(Spec):
         requested = {whose: link.model_dump_json(exclude_defaults=True) for whose, link in links.items() if link.shaped}
         return ", ".join(f"link {link}{whose}" for whose, link in requested.items())
 
-    def schedule(self) -> tuple[Fault, ...]:
-        """The faults with every `?` drawn; the same for the same seed."""
-        return drawn(self.faults, self.seed, self.world, self.steps)
+    def fault_schedule(self) -> tuple[Fault, ...]:
+        """The faults with every `?` replaced by a drawn number; the same for the same seed."""
+        return draw_random(self.faults, self.seed, self.world, self.steps)
 
     @property
     def uneven(self) -> bool:
@@ -148,7 +148,7 @@ class RunSpec(Spec):
 
     @property
     def replicas_must_agree(self) -> bool:
-        """False only for runs that show what goes wrong if replicas differ."""
+        """False only for runs whose replicas differ on purpose."""
         return self.placement == "before-step" and not self.mode.is_control
 
     @model_validator(mode="before")
@@ -210,7 +210,7 @@ def _check_nodes(spec: RunSpec) -> None:
 def _check_batch(spec: RunSpec) -> None:
     if spec.batch is not None and spec.batch_per_rank is not None:
         values = f"{spec.batch} and {spec.batch_per_rank}"
-        raise refuse("batch and batch_per_rank", values, "say the same thing twice", "Give one of them.")
+        raise refuse("batch and batch_per_rank", values, "set the same value", "Give one of them.")
     if not spec.uneven and spec.global_batch % spec.world:
         n, lower = spec.world, spec.global_batch - spec.global_batch % spec.world
         nearest = f"{lower} or {lower + n}" if lower else f"{n}"
@@ -224,7 +224,7 @@ def _check_batch(spec: RunSpec) -> None:
             raise refuse(key, parts, f"must divide the {size} images of a rank", "Use a divisor.")
     if spec.micro_batch is not None and spec.accumulate > 1:
         values = f"{spec.micro_batch} and {spec.accumulate}"
-        raise refuse("micro_batch and accumulate", values, "say the same thing twice", "Give one of them.")
+        raise refuse("micro_batch and accumulate", values, "set the same value", "Give one of them.")
 
 
 def _check_shares(spec: RunSpec) -> None:

@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write them, each printed as it parses; and intervals of time."""
+"""Parse and print sizes, rates and durations (5MiB, 200mbit, 20ms); a printed value parses back. Intervals of time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def format_duration(seconds: float) -> str:
 Interval = tuple[float, float]  # begin and end of a time span, in seconds
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def covered_length(intervals: Iterable[Interval]) -> float:
     """Seconds covered by at least one interval."""
     covered, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):

@@ -388,7 +388,7 @@ def _finished_run(folder: Path) -> RunFolder:
     run.create(spec)
     for rank in range(spec.world):
         succeeds(run, rank)
-        run.shares(rank).write_text(json.dumps({"forward": 0.2, "backward": 0.5, "sync": 0.3}))
+        run.profile(rank).write_text(json.dumps({"forward": 0.2, "backward": 0.5, "sync": 0.3}))
     GOOD.write(run.receipt)
     events = [{"event": "injected", "at": 1.0, "begun": 1.0, "fault": FAULT, "rank": 1, "step": 2}]
     events += [{"event": "over", "at": 2.0, "fault": FAULT, "rank": 1}]
@@ -402,7 +402,7 @@ def _finished_run(folder: Path) -> RunFolder:
 def _falsified_run(folder: Path, rng: random.Random) -> RunFolder:
     """A finished run with up to three falsified files and sometimes a symlink."""
     run = _finished_run(folder)
-    files = [run.spec, run.summary, run.receipt, run.faults, run.records(0), run.records(1), run.shares(0)]
+    files = [run.spec, run.summary, run.receipt, run.faults, run.records(0), run.records(1), run.profile(0)]
     for path in rng.sample([*files, folder / EXPERIMENT], rng.randrange(0, 4)):
         data = path.read_bytes()
         falsified = _falsify(data, rng) if rng.random() < 0.6 else mangle(data, rng)
@@ -440,7 +440,7 @@ def _link_outside(run: RunFolder, rng: random.Random) -> None:
     above = run.path.parent
     spots = [above / "report", above / "report.html", run.path / "trace.json", run.path / "report"]
     spots += [above / "report" / name for name in ("report.md", "summary.json", f"{PLOT}.svg", f"{PLOT}.png")]
-    spots += [run.summary, run.receipt, run.faults, run.records(0), run.shares(1), run.spec, above / EXPERIMENT]
+    spots += [run.summary, run.receipt, run.faults, run.records(0), run.profile(1), run.spec, above / EXPERIMENT]
     spots += [run.path / "rank0.attempt1.jsonl", above / "another"]
     spot = rng.choice(spots)
     spot.parent.mkdir(exist_ok=True)

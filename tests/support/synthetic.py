@@ -15,7 +15,7 @@ from testbed.report import theory
 from testbed.results.conclude import Summary, summarise
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.run import SCHEMA, RunSpec
-from testbed.spec.units import length
+from testbed.spec.units import covered_length
 
 GRADIENT_BYTES = 36_924_456  # VGG-11
 EFFICIENCY = 1448 / 1514  # payload per byte on the wire
@@ -173,7 +173,7 @@ class _Clock:
         offset = self.conditions.offsets[rank] if self.conditions.offsets else 0.0
         total = at_sync + sync + 0.001
         comm = self._comm(step, begin_comm, end_comm, total) if wire else []
-        busy = length([(offset, offset + seconds) for _, offset, seconds, _ in comm])
+        busy = covered_length([(offset, offset + seconds) for _, offset, seconds, _ in comm])
         self.rows[rank].append(
             {
                 **{"kind": "step", "step": step, "epoch": 0, "at": self.now + offset, "data": data, "forward": forward},

@@ -235,7 +235,7 @@ def modes(as_json: Json = False) -> None:
         console.print(f"{' ' * width}  allowed after {takers}")
     for word, does in EVERY.items():
         console.print(f"/{word.ljust(width - 1)}  {does}")
-    others = ", ".join(name for name, algorithm in algorithms().items() if algorithm.every)
+    others = ", ".join(name for name, algorithm in algorithms().items() if algorithm.every_refused)
     console.print(f"{' ' * width}  allowed after any mode except {others}, overlap, pipeline and modes with a codec")
 
 

@@ -92,7 +92,7 @@ def execute(
         folder_lock(folder.path),
         choice.make(spec, folder.path) as substrate,
     ):
-        injector = Injector(() if resume else spec.schedule(), substrate, folder.faults)
+        injector = Injector(() if resume else spec.fault_schedule(), substrate, folder.faults)
         substrate.port(spec.port)  # a port that is not free is refused before the folder exists
         if resume:
             _check_unfinished(choice, folder)  # again: the process that held the lock may have finished the run

@@ -26,10 +26,10 @@ def ends() -> Iterator[Ends]:
 def test_a_message_arrives_whole_wherever_it_is_cut(ends: Ends) -> None:
     channel, there = ends
     for part in (b'{"a": ', b"1}", b'\n{"b": 2}\n{"c'):
-        assert channel.take() is None
+        assert channel.next_message() is None
         there.sendall(part)
-        assert channel.fill()
-    assert [channel.take(), channel.take(), channel.take()] == [{"a": 1}, {"b": 2}, None]
+        assert channel.read_once()
+    assert [channel.next_message(), channel.next_message(), channel.next_message()] == [{"a": 1}, {"b": 2}, None]
 
 
 def test_what_is_sent_is_one_line(ends: Ends) -> None:
@@ -42,9 +42,9 @@ def test_what_is_sent_is_one_line(ends: Ends) -> None:
 def test_a_line_that_is_no_object_ends_the_connection(ends: Ends, line: bytes) -> None:
     channel, there = ends
     there.sendall(line)
-    channel.fill()
-    with pytest.raises(ChannelClosed, match="node7 sent a line that is no JSON object"):
-        channel.take()
+    channel.read_once()
+    with pytest.raises(ChannelClosed, match="node7 sent a line that is not a JSON object"):
+        channel.next_message()
 
 
 def test_a_line_without_end_is_refused(ends: Ends) -> None:
@@ -52,7 +52,7 @@ def test_a_line_without_end_is_refused(ends: Ends) -> None:
     there.sendall(b"x" * (MAX_LINE_BYTES + 1))
     with pytest.raises(ChannelClosed, match="more than 4096 bytes"):
         for _ in range(100):
-            channel.fill()
+            channel.read_once()
 
 
 def test_many_short_lines_at_once_are_not_too_long(ends: Ends) -> None:
@@ -62,8 +62,8 @@ def test_many_short_lines_at_once_are_not_too_long(ends: Ends) -> None:
     taken = 0
     with pytest.raises(ChannelClosed, match="node7 closed the connection"):
         while True:
-            channel.fill()
-            while channel.take() is not None:
+            channel.read_once()
+            while channel.next_message() is not None:
                 taken += 1
     assert taken == 1000
 
@@ -71,25 +71,25 @@ def test_many_short_lines_at_once_are_not_too_long(ends: Ends) -> None:
 def test_nothing_has_arrived_on_a_connection_that_does_not_block(ends: Ends) -> None:
     channel, _ = ends
     channel.sock.setblocking(False)
-    assert not channel.fill() and channel.take() is None
+    assert not channel.read_once() and channel.next_message() is None
 
 
 def test_an_offer_that_does_not_fit_is_finished_before_the_next(ends: Ends) -> None:
     channel, there = ends
     channel.sock.setblocking(False)
     for number in range(200):
-        channel.offer({"number": number, "filler": "x" * 100_000})
+        channel.try_send({"number": number, "filler": "x" * 100_000})
     received = Channel(there, "node0")
     there.settimeout(0.2)
     numbers = []
     for last in (False, True):
         with pytest.raises(ChannelClosed, match="timed out"):
             while True:
-                received.fill()
-                while (message := received.take()) is not None:
+                received.read_once()
+                while (message := received.next_message()) is not None:
                     numbers.append(message["number"])
         if not last:
-            channel.offer({"number": -1})  # sends what is left of the earlier one
+            channel.try_send({"number": -1})  # sends what is left of the earlier one
     assert numbers == sorted(numbers) and 0 < len(numbers) < 200 and -1 not in numbers
 
 

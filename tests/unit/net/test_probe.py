@@ -29,7 +29,7 @@ from testbed.net.probe import (
     steady,
     window,
 )
-from testbed.net.tcp import burst, efficiency
+from testbed.net.tcp import burst_bytes, efficiency
 from testbed.results.receipt import Receipt
 from testbed.spec.errors import ProbeError
 from testbed.spec.run import RunSpec
@@ -62,7 +62,7 @@ def test_four_nodes_take_seven_steps_and_one_takes_none() -> None:
 @pytest.mark.parametrize("rate", [10**6, 10**7, 10**8, 10**9])
 def test_at_least_50_bursts_are_counted(rate: int) -> None:
     plan = pace([rate] * 4, [(0, 1), (2, 3)])
-    assert 3 * plan.slice_s >= 50 * burst(rate) * 8 / rate and plan.slow_start_s >= 0.25
+    assert 3 * plan.slice_s >= 50 * burst_bytes(rate) * 8 / rate and plan.slow_start_s >= 0.25
 
 
 def test_four_nodes_at_100_mbit_take_about_4_seconds_and_unshaped_ones_less() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.net.shaping import congestion, reshape, route_congestion, routes_congestion, shape
-from testbed.net.tcp import burst
+from testbed.net.tcp import burst_bytes
 from testbed.spec.link import Link
 
 
@@ -86,7 +86,7 @@ def test_a_rate_changes_without_shrinking_the_bucket() -> None:
         ["tc", "qdisc", "change", "dev", "eth0", "root"],
         ["tc", "qdisc", "change", "dev", "ifb0", "root"],
     ]
-    assert all("10mbit" in command and f"{burst(100_000_000)}b" in command for command in slower)
+    assert all("10mbit" in command and f"{burst_bytes(100_000_000)}b" in command for command in slower)
     assert reshape(Link(), None, 10_000_000) == shape(Link(rate=10_000_000))
     assert reshape(Link(), None, None) == []
     assert reshape(Link(), 10_000_000, None)[-1] == ["ip", "link", "del", "ifb0"]

@@ -11,7 +11,7 @@ import pytest
 
 from testbed.net.tcp import (
     bottleneck,
-    burst,
+    burst_bytes,
     byte_counts,
     congestion_control,
     congestion_in_use,
@@ -63,7 +63,7 @@ def test_all_tcp_sockets_and_no_other_descriptors_are_found(
 
 
 def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
-    assert burst(10**9) == 500_000 and burst(10**7) == 16 * 1024
+    assert burst_bytes(10**9) == 500_000 and burst_bytes(10**7) == 16 * 1024
 
 
 def test_headers_leave_0_956_of_the_wire() -> None:

@@ -167,7 +167,7 @@ def test_a_link_out_of_the_folder_and_a_huge_file_are_not_read(tmp_path: Path) -
     (tmp_path / "elsewhere").write_bytes(tensors.read_bytes())
     tensors.unlink()
     tensors.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SpecError, match="is a link"):
+    with pytest.raises(SpecError, match="is a symlink"):
         keeps.load(trained, 1)
     tensors.unlink()
     with tensors.open("wb") as file:

@@ -19,7 +19,7 @@ from testbed.results.records import (
     read,
 )
 from testbed.spec.errors import SpecError
-from testbed.spec.units import length
+from testbed.spec.units import covered_length
 
 START = Start(rank=0, world=1, unix=0.0, parameters=1, gradient_bytes=4, tensors=1, deadline=1.0, counter="none")
 
@@ -193,8 +193,8 @@ def test_without_details_only_sums_are_kept(clock: Clock) -> None:
 
 
 def test_length_counts_overlaps_once() -> None:
-    assert length([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
-    assert length([]) == 0
+    assert covered_length([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+    assert covered_length([]) == 0
 
 
 def test_processor_time_is_that_of_computing_and_not_of_waiting() -> None:

@@ -76,7 +76,7 @@ def test_a_report_folder_that_is_a_link_is_refused_and_nothing_is_written(tmp_pa
     (tmp_path / "mine").mkdir()
     (tmp_path / "theirs" / "report").symlink_to(tmp_path / "mine")
     done = CliRunner().invoke(app, ["report", str(tmp_path / "theirs")])
-    assert isinstance(done.exception, UsageError) and "is a link" in str(done.exception)
+    assert isinstance(done.exception, UsageError) and "is a symlink" in str(done.exception)
     assert list((tmp_path / "mine").iterdir()) == [] and not (tmp_path / "theirs" / "report.html").exists()
 
 

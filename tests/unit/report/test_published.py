@@ -68,7 +68,7 @@ def test_published_shares_are_compared_with_those_of_the_profiler(tmp_path: Path
     assert ours() == ["ring", "45", "-", "17", "-"]
     for rank in range(4):
         profile = {"compute": 0.5, "communication": 0.1 * rank, "overlap": 0.0, "other": 0.5 - 0.1 * rank}
-        RunFolder(tmp_path / "ring").shares(rank).write_text(json.dumps(profile))
+        RunFolder(tmp_path / "ring").profile(rank).write_text(json.dumps(profile))
     assert ours() == ["ring", "45", "50", "17", "15"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from testbed.report.load import Run, load
 from testbed.report.waiting import stragglers, waiting
 from testbed.results.folder import RunFolder
-from testbed.spec.units import length
+from testbed.spec.units import covered_length
 from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
@@ -136,4 +136,4 @@ def test_clocks_are_converted_to_that_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_overlapping_waits_count_once() -> None:
-    assert length([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == pytest.approx(4.0)
+    assert covered_length([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == pytest.approx(4.0)

@@ -175,7 +175,7 @@ def test_a_folder_with_a_link_or_a_pipe_in_it_is_refused(tmp_path: Path) -> None
     for make in (lambda path: path.symlink_to("/etc/passwd"), os.mkfifo):
         strange = folder.checkpoints / "strange"
         make(strange)
-        with pytest.raises(SpecError, match=r"strange'?: is a link or no plain file\. Remove it"):
+        with pytest.raises(SpecError, match=r"strange'?: is a symlink or not a regular file\. Remove it"):
             folder.check_no_links()
         strange.unlink()
 
@@ -184,10 +184,10 @@ def test_the_folder_itself_may_be_a_link_only_where_that_is_allowed(tmp_path: Pa
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     RunFolder(tmp_path / "link").check_no_links(allow_top=True)
-    with pytest.raises(SpecError, match="is a link"):
+    with pytest.raises(SpecError, match="is a symlink"):
         RunFolder(tmp_path / "link").check_no_links()
     (tmp_path / "real" / "spec.json").symlink_to("/etc/passwd")
-    with pytest.raises(SpecError, match=r"spec\.json'?: is a link"):
+    with pytest.raises(SpecError, match=r"spec\.json'?: is a symlink"):
         RunFolder(tmp_path / "link").check_no_links(allow_top=True)
 
 
@@ -200,8 +200,8 @@ def test_only_plain_files_up_to_a_size_are_read(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     os.mkfifo(tmp_path / "pipe")
     for name, words in (
-        ("link", "is a link"),
-        ("pipe", "is no plain file"),
+        ("link", "is a symlink"),
+        ("pipe", "is not a regular file"),
         ("absent", "No such file"),
         (".", "plain"),
     ):

@@ -110,7 +110,7 @@ def test_the_experiments_of_this_repository_are_readable() -> None:
         ({"axes": {"sped": [1]}}, "unknown key 'sped'"),
         ({"axes": {"model.x": [1]}, "base": {"model": "lenet5"}}, "'model' holds 'lenet5', not a table"),
         ({"repeats": 0}, "repeats = 0"),
-        ({"axis": {}}, "unknown key 'axis'; known here: axes, base,"),
+        ({"axis": {}}, "unknown key 'axis'; known keys: axes, base,"),
         ({"name": "../up"}, "name = '../up'"),
         ({"axes": {"mode": []}}, "axes.mode"),
     ],

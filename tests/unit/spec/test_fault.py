@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
-from testbed.spec.fault import KINDS, LASTING, Fault, drawn
+from testbed.spec.fault import KINDS, LASTING, Fault, draw_random
 from testbed.spec.run import RunSpec
 
 NUMBERS = st.one_of(st.just("?"), st.integers(0, 9999).map(str))
@@ -66,12 +66,12 @@ def test_a_rank_or_step_that_the_run_does_not_have_is_refused() -> None:
 
 def test_what_is_drawn_follows_from_the_seed_and_lies_within_the_run() -> None:
     faults = [Fault.parse("kill:rank?@step?")] * 50
-    first, again, other = (drawn(faults, seed, world=4, steps=20) for seed in (1, 1, 2))
+    first, again, other = (draw_random(faults, seed, world=4, steps=20) for seed in (1, 1, 2))
     assert first == again != other
     assert {fault.rank for fault in first} == {0, 1, 2, 3}
     assert all(fault.step is not None and 1 <= fault.step < 20 for fault in first)
 
 
 def test_what_is_given_is_not_drawn() -> None:
-    (fault,) = RunSpec.load({"faults": ["cut:rank3@20s+5s"]}, "").schedule()
+    (fault,) = RunSpec.load({"faults": ["cut:rank3@20s+5s"]}, "").fault_schedule()
     assert (fault.rank, fault.step, fault.after, fault.lasts) == (3, None, 20.0, 5.0)

@@ -99,12 +99,12 @@ def test_whatever_is_accepted_as_an_address_has_only_plain_characters(text: str)
 
 
 def test_two_nodes_of_one_name_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"nodes \['node0'\]: a name stands for one node. Rename all but one"):
+    with pytest.raises(SpecError, match=r"nodes \['node0'\]: node names must be unique. Rename all but one"):
         Inventory.load({"nodes": [GOOD, GOOD]}, "nodes.toml")
 
 
 def test_no_nodes_and_unknown_keys_are_refused() -> None:
     with pytest.raises(SpecError, match="nodes"):
         Inventory.load({"nodes": []}, "nodes.toml")
-    with pytest.raises(SpecError, match=r"unknown key 'nodes\.0\.pasword'; known here: address, cpus, interface"):
+    with pytest.raises(SpecError, match=r"unknown key 'nodes\.0\.pasword'; known keys: address, cpus, interface"):
         load(pasword="x")

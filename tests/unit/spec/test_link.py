@@ -54,7 +54,7 @@ def test_a_rate_alone_needs_no_netem_but_delay_and_loss_do() -> None:
         ({"delay": 1e-9}, "delay = 1e-09"),
         ({"queue": 0}, "queue = 0"),
         ({"jitter": "1ms"}, "link.jitter = 1ms: varies a delay, and none is set. Set link.delay too"),
-        ({"bandwidth": "1gbit"}, "unknown key 'bandwidth'; known here: delay, jitter, loss, queue, rate"),
+        ({"bandwidth": "1gbit"}, "unknown key 'bandwidth'; known keys: delay, jitter, loss, queue, rate"),
     ],
 )
 def test_a_bad_value_is_refused_with_value_and_rule(values: dict[str, object], sentence: str) -> None:

@@ -67,7 +67,7 @@ REFUSED = {
         "batch 10: must be divisible by the 4 ranks. Use 8 or 12, or --batch-per-rank.",
     ),
     "batch below the ranks": ({"batch": 3, "nodes": 4}, "batch 3: must be divisible by the 4 ranks. Use 4, or"),
-    "batch said twice": ({"batch": 8, "batch_per_rank": 2}, "'8 and 2': say the same thing twice. Give one of them."),
+    "batch said twice": ({"batch": 8, "batch_per_rank": 2}, "'8 and 2': set the same value. Give one of them."),
     "accumulate": (
         {"batch": 8, "nodes": 4, "accumulate": 3},
         "accumulate 3: must divide the 2 images of a rank. Use a divisor.",
@@ -117,19 +117,19 @@ REFUSED = {
     "unknown mode": ({"mode": "star"}, "mode 'star': unknown algorithm 'star'. Known: single,"),
     "illegal cell": ({"mode": "ddp/flat"}, "mode 'ddp/flat': ddp takes bucket only"),
     "rate": ({"link": {"rate": "fast"}}, "rate 'fast': needs a number and one of"),
-    "unknown key": ({"bacth": 8}, "unknown key 'bacth'; known here: accumulate, batch, batch_per_rank,"),
-    "unknown key inside": ({"data": {"nam": "mnist"}}, "unknown key 'data.nam'; known here: augment, name, partition,"),
+    "unknown key": ({"bacth": 8}, "unknown key 'bacth'; known keys: accumulate, batch, batch_per_rank,"),
+    "unknown key inside": ({"data": {"nam": "mnist"}}, "unknown key 'data.nam'; known keys: augment, name, partition,"),
     "unknown key of a node": (
         {"overrides": {"node2": {"rate": "50mbit"}}},
-        "unknown key 'overrides.node2.rate'; known here: cpus, link",
+        "unknown key 'overrides.node2.rate'; known keys: cpus, link",
     ),
     "unknown key of a node's link": (
         {"overrides": {"node2": {"link": {"speed": "50mbit"}}}},
-        "unknown key 'overrides.node2.link.speed'; known here: delay, jitter, loss, queue, rate",
+        "unknown key 'overrides.node2.link.speed'; known keys: delay, jitter, loss, queue, rate",
     ),
     "a key where a node's name must be": (
         {"overrides": {"link": {"rate": "50mbit"}}},
-        "unknown key 'overrides.link.rate'; known here: cpus, link",
+        "unknown key 'overrides.link.rate'; known keys: cpus, link",
     ),
     "unknown data": (
         {"data": {"name": "imagenet"}},

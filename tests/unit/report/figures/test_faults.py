@@ -148,7 +148,7 @@ def test_a_history_that_is_a_link_is_named_and_not_read(tmp_path: Path, name: st
     path.unlink(missing_ok=True)
     path.symlink_to(elsewhere)
     loaded = load([tmp_path / "runs"])
-    assert loaded.faulted == [] and "is a link" in loaded.skipped[0].reason
+    assert loaded.faulted == [] and "is a symlink" in loaded.skipped[0].reason
 
 
 @pytest.mark.parametrize(("fault", "over", "shape"), [(FAULT, None, "i"), ("cut:rank2@step3+2s", 2.0, "X")])
