@@ -3,7 +3,7 @@
 Every node runs one. In rounds 1..N-1 node i sends to node (i + r) % N, so that each directed link is used once; in
 the last round, the fan-in, nodes 1..N-1 all send into node 0. The receiver counts. Each round is cut into steps in
 which no node both sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short
-path) cost up to 15 %, and the link would be blamed for it. Before each step all nodes meet at node 0. Every wait has a
+path) cost up to 15 %, and not because of the link. Before each step all nodes wait for each other. Every wait has a
 deadline, and a node that fails ends the probe on all nodes with a sentence.
 
 The controller starts the probe on every node; ranks without a controller call `probe_node`. Both call `measure`.
@@ -47,7 +47,7 @@ SLICE_S = 0.1  # a flow is counted in slices
 SLOW_START_BURSTS, SLICE_BURSTS = 20, 17  # both take longer on a slow link; three slices hold more than 50 bursts
 UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S = 0.1, 0.067
 MIN_SLICES, MAX_SLICES = 3, 9
-STEADY = 0.01  # relative standard error of the slices' mean at which counting ends
+MAX_STANDARD_ERROR = 0.01  # relative standard error of the slices' mean at which counting ends
 
 IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
 MIN_IN_FLIGHT_BYTES = 4 * 1024  # about three frames
@@ -98,7 +98,7 @@ def _steps_of_round(n: int, number: int) -> list[Pairs]:
 
 
 def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
-    """The slowest link of a step sets its length: at least 50 bursts are counted."""
+    """Return how long a step takes. Its slowest link decides: at least 50 bursts are counted."""
     limits = [bottleneck(rates[dst], [rates[src] for src, to in pairs if to == dst]) for _, dst in pairs]
     burst_s = [burst_bytes(rate) * 8 / rate for rate in limits if rate is not None]
     if not burst_s:
@@ -107,7 +107,7 @@ def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
 
 
 def longest_probe(rates: Sequence[int | None]) -> float:
-    """Seconds after which a probe of these links hangs."""
+    """Seconds after which a probe of these links counts as hung."""
     return 2 * MEETING_TIMEOUT_S + sum(pace(rates, pairs).timeout_s for pairs in schedule(len(rates)))
 
 
@@ -129,12 +129,12 @@ def steady(rates: Sequence[float], max_slices: int) -> bool:
     """Return True if enough slices are counted: their mean is known well, or there are `max_slices`.
 
     On a busy machine a slice may be short of bytes; it stays in the mean, and more slices are counted. The requested
-    rate plays no part: a measurement must not end because its result is the expected one.
+    rate is not used: a measurement must not end because its result is the expected one.
     """
     if len(rates) < MIN_SLICES:
         return False
     error = statistics.stdev(rates) / math.sqrt(len(rates)) / statistics.fmean(rates)
-    return error <= STEADY or len(rates) >= max_slices
+    return error <= MAX_STANDARD_ERROR or len(rates) >= max_slices
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All that a probe measured; the same on every node."""
+    """Everything that a probe measured; the same on every node."""
 
     flows: Sequence[Flow]
     mtu: int  # bytes; the smallest of all paths
@@ -173,7 +173,7 @@ class Measurement:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """From the event `result` that a probe process prints."""
+        """Build it from the event `result` that a probe process prints."""
         return cls(
             flows=[Flow(**flow) for flow in values["flows"]],
             mtu=values["mtu"],
@@ -184,7 +184,7 @@ class Measurement:
 
 
 def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt:
-    """Compare what was measured with the rates that were requested for the nodes' links."""
+    """Return the receipt: the measured rates against the requested rates of the nodes' links."""
     from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Receipt  # pydantic: not for a probe process
 
     def rate(flow: Flow, requested: int | None) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt
 
 @dataclass(frozen=True)
 class NetworkCheck:
-    """What `measure` found out before a run."""
+    """The result of `measure`."""
 
     network: str  # one line, for summary.json
     receipt: Receipt | None = None  # None: nothing was measured
@@ -229,7 +229,7 @@ def measure(
 ) -> NetworkCheck:
     """Probe the network of a run, and once more if the receipt is invalid: a busy machine can spoil one probe.
 
-    The last receipt counts. All nodes of a probe get the same receipt, so all of them decide alike. Raises
+    The last receipt counts. All nodes of a probe get the same receipt, so all of them make the same decision. Raises
     NetworkInvalid if the probe could not finish. `announce` gets sentences about the progress.
     """
     if spec.world == 1:
@@ -293,13 +293,13 @@ class Meeting(ABC):
         """The longest of the shortest round-trip times to the nodes we are connected to, in seconds."""
         return max((min_round_trip(channel.sock) for channel in self._channels), default=0.0)
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send to every node we are connected to."""
+    def send_to_all(self, message: dict[str, Any]) -> None:
+        """Send to every connected node; ProbeError if one of them is gone."""
         for channel in self._channels:
-            _send_or_explain(channel, message)
+            _send_message(channel, message)
 
     def fail(self, error: Exception) -> ProbeError:
-        """Tell the others why this node fails; return what it should raise."""
+        """Send the reason of this node's failure to all connected nodes; return the exception to raise."""
         for channel in self._channels:
             with suppress(ChannelClosed):
                 channel.send({"fail": str(error)})
@@ -310,22 +310,22 @@ class Hub(Meeting):
     """Node 0."""
 
     def wait_for_all(self, number: int, timeout_s: float) -> None:
-        """Wait for all members, then tell them to go."""
+        """Wait until all members are ready, then send them "go"."""
         _await(self._channels, "ready", timeout_s)
-        self.tell({"go": number})
+        self.send_to_all({"go": number})
 
     def clocks(self) -> list[Clock]:
-        """Ask one member after the other, so that no answer waits behind another one."""
-        return [Clock(), *(read_clock(partial(self._ask_clock, channel)) for channel in self._channels)]
+        """Compare one member after the other, so that no reply is delayed by another."""
+        return [Clock(), *(read_clock(partial(self._read_member_clock, channel)) for channel in self._channels)]
 
-    def _ask_clock(self, channel: Channel, number: int) -> float:
-        _send_or_explain(channel, {"tick": number})
+    def _read_member_clock(self, channel: Channel, number: int) -> float:
+        _send_message(channel, {"tick": number})
         return float(_await([channel], "tock", self.timeout_s)[0])
 
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
         """Collect the outcomes and send all of them to every member."""
         outcomes = [outcome, *_await(self._channels, "outcome", self.timeout_s)]
-        self.tell({"outcomes": outcomes})
+        self.send_to_all({"outcomes": outcomes})
         return outcomes
 
 
@@ -333,32 +333,32 @@ class Member(Meeting):
     """All other nodes."""
 
     def wait_for_all(self, number: int, timeout_s: float) -> None:
-        """Say that we are ready, wait until the hub lets us go."""
-        self.tell({"ready": number})
+        """Send "ready" and wait for the hub's "go"."""
+        self.send_to_all({"ready": number})
         _await(self._channels, "go", timeout_s)
 
     def clocks(self) -> list[Clock]:
         """Answer with this node's clock."""
         for _ in range(CLOCK_EXCHANGES):
             _await(self._channels, "tick", self.timeout_s)
-            self.tell({"tock": time.time()})
+            self.send_to_all({"tock": time.time()})
         return []
 
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send ours, receive all."""
-        self.tell({"outcome": outcome})
+        """Send this node's outcome and receive those of all nodes."""
+        self.send_to_all({"outcome": outcome})
         return list(_await(self._channels, "outcomes", self.timeout_s)[0])
 
 
-def read_clock(ask: Callable[[int], float]) -> Clock:
-    """Compare clocks: `ask(number)` returns the other node's time.
+def read_clock(remote_time: Callable[[int], float]) -> Clock:
+    """Return the offset of another node's clock; `remote_time(number)` asks that node for its time.
 
-    Its time is taken for the middle of the exchange, which is wrong by at most half of the exchange.
+    The reply is taken as the time in the middle of the exchange, so the error is at most half of the exchange.
     """
     best: Clock | None = None
     for number in range(CLOCK_EXCHANGES):
         before, begun = time.time(), time.monotonic()
-        there = ask(number)
+        there = remote_time(number)
         half = (time.monotonic() - begun) / 2
         if best is None or half < best.error:
             best = Clock(there - (before + half), half)
@@ -372,7 +372,9 @@ def _await(channels: Sequence[Channel], key: str, timeout_s: float) -> list[Any]
     deadline = time.monotonic() + timeout_s
     try:
         while True:
-            for channel in channels:  # before select: what arrived together with an earlier line wakes no select
+            for (
+                channel
+            ) in channels:  # before select: a line that arrived together with an earlier one makes no socket readable
                 message = channel.next_message() if channel not in values else None
                 if message is not None:
                     if key not in message:
@@ -387,15 +389,15 @@ def _await(channels: Sequence[Channel], key: str, timeout_s: float) -> list[Any]
         raise ProbeError(str(error)) from None
 
 
-def _readable(socks: list[socket.socket], deadline: float, whom: str) -> list[socket.socket]:
+def _readable(socks: list[socket.socket], deadline: float, names: str) -> list[socket.socket]:
     """The sockets with something to read; ProbeError if the deadline passes first."""
     ready = select.select(socks, [], [], max(0.0, deadline - time.monotonic()))[0]
     if not ready:
-        raise ProbeError(f"timeout while waiting for {whom}")
+        raise ProbeError(f"timeout while waiting for {names}")
     return ready
 
 
-def _send_or_explain(channel: Channel, message: dict[str, Any]) -> None:
+def _send_message(channel: Channel, message: dict[str, Any]) -> None:
     """Send; if the other end is closed, raise ProbeError with the reason that it sent before it closed."""
     try:
         channel.send(message)
@@ -413,15 +415,14 @@ def _send_or_explain(channel: Channel, message: dict[str, Any]) -> None:
 def meet(
     rank: int, addresses: Sequence[str], port: int, me: Peer, timeout_s: float = MEETING_TIMEOUT_S
 ) -> Hub | Member:
-    """Node 0 listens at `port`, the others connect to it; returns when all are there."""
+    """Node 0 listens at `port`, the others connect to it. Return when all have; ProbeError after the timeout."""
     if rank == 0:
         return _host(addresses, port, me, timeout_s)
     channel = Channel(_connect_to_hub(addresses[rank], addresses[0], port, timeout_s), "node0")
     channel.sock.settimeout(timeout_s)
-    _send_or_explain(channel, {"rank": rank, "peer": asdict(me)})
-    welcome = _await([channel], "welcome", timeout_s + 5)[
-        0
-    ]  # longer than the hub waits: its message says who is missing
+    _send_message(channel, {"rank": rank, "peer": asdict(me)})
+    # Longer than the hub waits, because the hub's message names the missing nodes.
+    welcome = _await([channel], "welcome", timeout_s + 5)[0]
     return Member(welcome["token"], [Peer(**peer) for peer in welcome["peers"]], [channel], timeout_s)
 
 
@@ -444,7 +445,7 @@ def _host(addresses: Sequence[str], port: int, me: Peer, timeout_s: float) -> Hu
             _accept_members(server, len(addresses), members, timeout_s)
         channels, peers = zip(*(members[rank] for rank in sorted(members)), strict=True) if members else ((), ())
         hub = Hub(new_token(), [me, *peers], channels, timeout_s)
-        hub.tell({"welcome": {"token": hub.token, "peers": [asdict(peer) for peer in hub.peers]}})
+        hub.send_to_all({"welcome": {"token": hub.token, "peers": [asdict(peer) for peer in hub.peers]}})
         return hub
     except (OSError, ProbeError) as error:
         with Hub("", [], [channel for channel, _ in members.values()], timeout_s) as partial_hub:
@@ -452,7 +453,7 @@ def _host(addresses: Sequence[str], port: int, me: Peer, timeout_s: float) -> Hu
 
 
 def _accept_members(server: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]], timeout_s: float) -> None:
-    """Accept until every rank has introduced itself; connections that send anything else are closed."""
+    """Accept connections until every rank has sent its hello; connections that send anything else are closed."""
     unknown: dict[socket.socket, Channel] = {}
     deadline = time.monotonic() + timeout_s
     try:
@@ -477,9 +478,9 @@ def _accept_members(server: socket.socket, n: int, members: dict[int, tuple[Chan
 
 
 def _read_hello(channel: Channel, n: int) -> tuple[int, Peer | None] | None:
-    """The rank and the peer that a new connection introduces; None while the line is not complete.
+    """Return the rank and the peer from the hello of a new connection; None while the line is not complete.
 
-    The peer is None if it is none of our nodes.
+    The peer is None if the hello is not valid.
     """
     try:
         channel.read_once()
@@ -520,7 +521,7 @@ def probe_node(
 
 
 class _Node:
-    """Connects, meets the others, sends and counts, in every step."""
+    """One node of a probe. In every step it connects, waits for the others, sends and counts."""
 
     def __init__(self, rank: int, meeting: Meeting, on_event: OnEvent) -> None:
         self._rank = rank
@@ -553,7 +554,7 @@ class _Node:
             self._step(number, pairs, [node.get(str(number), 0) for node in ports])
 
     def outcome(self) -> dict[str, Any]:
-        """What this node tells the others at the end."""
+        """What this node sends to the others at the end."""
         return {
             "flows": [asdict(flow) for flow in self._flows],
             "clocks": [asdict(clock) for clock in self._clocks],
@@ -625,7 +626,7 @@ class _Node:
         return list(found.values())
 
     def _identify(self, sock: socket.socket) -> int | None:
-        """The rank that opened a connection; None if it is none of our nodes."""
+        """Return the rank that opened a connection; None without the right token."""
         sock.settimeout(STALL_TIMEOUT_S)
         with suppress(OSError):
             data = sock.recv(HEADER.size, socket.MSG_WAITALL)
@@ -648,7 +649,7 @@ class _Node:
 
 
 def _send(sock: socket.socket, timeout_s: float) -> None:
-    """Send until the receiver resets the connection. Errors are the receiver's to report."""
+    """Send until the receiver resets the connection. The receiver reports errors."""
     data = memoryview(bytes(CHUNK_BYTES))
     deadline = time.monotonic() + timeout_s
     sock.settimeout(STALL_TIMEOUT_S)

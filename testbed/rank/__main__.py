@@ -17,10 +17,10 @@ def main() -> int:
     """Read the request, run it, return the exit code."""
     watchdog.raise_interrupted()
     log_to_streams()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our own messages say what the store warns of
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the testbed's own messages cover the store's warnings
     try:
         request = read_request(sys.argv[1:], os.environ)
-        from testbed.rank.run import run_rank  # torch takes a second to import, and a bad request needs none
+        from testbed.rank.run import run_rank  # importing torch takes a second; a bad request is refused before that
 
         return run_rank(request)
     except TestbedError as error:

@@ -41,8 +41,9 @@ if TYPE_CHECKING:  # train imports this module
 log = logging.getLogger(__name__)
 MIN_KEPT = 2  # checkpoints per rank
 MAX_JSON_BYTES = 1 << 20
-MAX_RATIO = 16  # a tensor file has at most MAX_SMALL_BYTES + MAX_RATIO times the bytes of the parameters
-MAX_SMALL_BYTES = 64 << 20
+# A tensor file has at most EXTRA_BYTES + MAX_RATIO times the bytes of the parameters.
+MAX_RATIO = 16
+EXTRA_BYTES = 64 << 20
 _NAME = re.compile(r"rank(\d{1,4})-step(\d{1,9})\.json", re.ASCII)
 
 
@@ -56,8 +57,8 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The JSON file beside the tensors."""
+class Metadata:
+    """The content of the JSON file."""
 
     rank: int
     world: int
@@ -76,10 +77,10 @@ class Checkpoints:
         self.every, self.group, self.resume = spec.checkpoint, group, resume
         self.must_agree = spec.replicas_must_agree and spec.mode.synchronous
         self.folder = folder
-        apart = spec.mode.every if spec.mode.every > 1 else 0  # steps that ranks may be apart
+        apart = spec.mode.every if spec.mode.every > 1 else 0  # steps by which ranks may differ
         self.kept = MIN_KEPT + math.ceil(apart / (spec.checkpoint or 1))
 
-    def maybe(self, trained: Trained, step: int, last: bool) -> None:
+    def write_if_due(self, trained: Trained, step: int, last: bool) -> None:
         """Write a checkpoint if one is due. After the last step none is needed."""
         if self.every and step % self.every == 0 and not last:
             self.write(trained, step)
@@ -92,7 +93,7 @@ class Checkpoints:
         data = save(collect(trained))
         write_whole(self._tensors(step), data, durable=True)
         seen = trained.seen
-        facts = Facts(
+        metadata = Metadata(
             rank=self.group.rank,
             world=self.group.size,
             step=step,
@@ -101,17 +102,17 @@ class Checkpoints:
             seen=(seen.loss, seen.correct, seen.images),
             python=_as_lists(random.getstate()),
         )
-        write_whole(self._facts(step), json.dumps(asdict(facts)), durable=True)
+        write_whole(self._metadata(step), json.dumps(asdict(metadata)), durable=True)
         # Only earlier steps count: a run that started again may find useless checkpoints of later steps.
         for old in sorted(other for other in self._steps() if other <= step)[: -self.kept]:
-            self._facts(old).unlink(missing_ok=True)
+            self._metadata(old).unlink(missing_ok=True)
             self._tensors(old).unlink(missing_ok=True)
 
     def agree(self, trained: Trained) -> int:
         """Return the last step of which all ranks have a valid checkpoint; 0: start from the beginning."""
         if not self.resume:
             return 0
-        own = {step: facts.parameters for step, facts in self._valid(trained)}
+        own = {step: metadata.parameters for step, metadata in self._valid(trained)}
         found = [json.loads(text) for text in self.group.all_gather_text("checkpoints", json.dumps(own))]
         for step in sorted(own, reverse=True):
             hashes = [other.get(str(step)) for other in found]
@@ -127,44 +128,44 @@ class Checkpoints:
         from safetensors import SafetensorError
         from safetensors.torch import load
 
-        path, facts = self._tensors(step), self._read(step)
-        data = self._checked(facts, trained)
+        path, metadata = self._tensors(step), self._read(step)
+        data = self._checked(metadata, trained)
         try:
             restore(load(data), trained)
-            random.setstate(_as_tuples(facts.python))
+            random.setstate(_as_tuples(metadata.python))
         except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, SafetensorError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SpecError(f"{path}: does not fit this run ({reason}). Remove it, or start again.") from None
-        trained.seen.loss, trained.seen.correct, trained.seen.images = facts.seen
+        trained.seen.loss, trained.seen.correct, trained.seen.images = metadata.seen
 
-    def _valid(self, trained: Trained) -> Iterator[tuple[int, Facts]]:
+    def _valid(self, trained: Trained) -> Iterator[tuple[int, Metadata]]:
         """All valid checkpoints, in order of their steps. A damaged one is left out."""
         for step in sorted(self._steps()):
             with contextlib.suppress(SpecError):
-                facts = self._read(step)
-                self._checked(facts, trained)
-                yield step, facts
+                metadata = self._read(step)
+                self._checked(metadata, trained)
+                yield step, metadata
 
-    def _checked(self, facts: Facts, trained: Trained) -> bytes:
+    def _checked(self, metadata: Metadata, trained: Trained) -> bytes:
         """Return the tensor file if its checksum is right. A file that is too large for this model is not read."""
-        path = self._tensors(facts.step)
+        path = self._tensors(metadata.step)
         parameters = sum(p.numel() * p.element_size() for p in trained.model.parameters())
-        data = read_bounded(path, MAX_SMALL_BYTES + MAX_RATIO * parameters)
-        if hashlib.sha256(data).hexdigest() != facts.sha256:
+        data = read_bounded(path, EXTRA_BYTES + MAX_RATIO * parameters)
+        if hashlib.sha256(data).hexdigest() != metadata.sha256:
             raise SpecError(f"{path}: its checksum is wrong. Remove it, and an earlier one is used.")
         return data
 
-    def _read(self, step: int) -> Facts:
-        path = self._facts(step)
+    def _read(self, step: int) -> Metadata:
+        path = self._metadata(step)
         try:
             values = json.loads(read_bounded(path, MAX_JSON_BYTES))
-            facts = Facts(**values)
-            right = (facts.rank, facts.world, facts.step, facts.schema)
-            loss, correct, images = facts.seen
-            texts = isinstance(facts.sha256, str) and isinstance(facts.parameters, str)
+            metadata = Metadata(**values)
+            right = (metadata.rank, metadata.world, metadata.step, metadata.schema)
+            loss, correct, images = metadata.seen
+            texts = isinstance(metadata.sha256, str) and isinstance(metadata.parameters, str)
             if right != (self.group.rank, self.group.size, step, SCHEMA) or not texts:
                 raise refuse("checkpoint", path.name, "is of another rank, run or version", "Remove it.")
-            return Facts(**values | {"seen": (float(loss), int(correct), int(images))})
+            return Metadata(**values | {"seen": (float(loss), int(correct), int(images))})
         except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise SpecError(f"{path}: damaged ({str(error).splitlines()[0][:200]}). Remove it.") from None
 
@@ -175,7 +176,7 @@ class Checkpoints:
     def _tensors(self, step: int) -> Path:
         return self.folder / f"rank{self.group.rank}-step{step}.safetensors"
 
-    def _facts(self, step: int) -> Path:
+    def _metadata(self, step: int) -> Path:
         return self.folder / f"rank{self.group.rank}-step{step}.json"
 
 

@@ -1,4 +1,4 @@
-"""Training and test images as batches of tensors, in four parts: data set, partition, augmentation, batches.
+"""Training and test images as batches of tensors: data set, partition, augmentation, batches.
 
 Stored images stay memory-mapped bytes until their batch is made.
 """
@@ -25,7 +25,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 # --- data set ---------------------------------------------------------------------------------------------------------
 
-POOL = 4096  # distinct synthetic images, 13 MB; a larger data set repeats them
+POOL_IMAGES = 4096  # distinct synthetic images, 13 MB; a larger data set repeats them
 SYNTHETIC_SEED = 20_240_229  # not the seed of the run: all runs have the same synthetic data set
 PATTERN = (48, 80)  # grey values of a class's pattern: faint, so that learning takes some steps
 NOISE = 128  # grey values added to it
@@ -57,7 +57,7 @@ class Dataset:
 def open_dataset(
     name: str, root: Path, train: bool, subset: int | None = None, seed: int = 0, shape: Shape | None = None
 ) -> Dataset:
-    """Open a fetched data set, or make the synthetic one in `shape`. `subset`: so many images, drawn with `seed`."""
+    """Open a fetched data set, or generate the synthetic one in `shape`; draw `subset` of its images with `seed`."""
     info = dataset_info(name)
     dataset = _synthetic(info, train, shape or info.shape) if info.generated else _stored(info, root, train)
     return dataset if subset is None else _subset(dataset, subset, seed)
@@ -78,17 +78,19 @@ def _synthetic(info: DatasetInfo, train: bool, shape: Shape) -> Dataset:
     patterns = np.random.default_rng(SYNTHETIC_SEED).integers(*PATTERN, (info.classes, 4, 4, channels), np.uint8)
     up = patterns.repeat(-(-height // 4), axis=1).repeat(-(-width // 4), axis=2)[:, :height, :width]
     noise = np.random.default_rng(SYNTHETIC_SEED + (1 if train else 2))
-    rows = np.arange(info.train if train else info.test) % POOL
-    images = noise.integers(0, 256, (POOL, height, width, channels), np.uint8)  # drawing whole bytes is 7 times faster
+    rows = np.arange(info.train if train else info.test) % POOL_IMAGES
+    images = noise.integers(
+        0, 256, (POOL_IMAGES, height, width, channels), np.uint8
+    )  # drawing whole bytes is 7 times faster
     images //= 256 // NOISE
-    images += up[np.arange(POOL) % info.classes]
+    images += up[np.arange(POOL_IMAGES) % info.classes]
     return _dataset(info, images, rows, rows % info.classes, shape)
 
 
 def _dataset(
     info: DatasetInfo, images: NDArray[np.uint8], rows: NDArray[np.int64], labels: NDArray[np.int64], shape: Shape
 ) -> Dataset:
-    channels = shape[0]  # of the synthetic data set there may be fewer or more than its entry says
+    channels = shape[0]  # the synthetic data set may have another number of channels than its entry
     mean, std = (info.mean * channels)[:channels], (info.std * channels)[:channels]
     return Dataset(info.name, images, rows, labels, shape, info.classes, mean, std, info.pad, info.augment)
 
@@ -154,7 +156,7 @@ class Partition:
         return self.shares if self.shares is not None and len(set(self.shares)) > 1 else None
 
     def _check(self, world: int) -> None:
-        """Refuse a data set that is too small. RunSpec has checked the rest, but does not know the number of images."""
+        """Refuse a data set that is too small. RunSpec checks the rest, without the number of images."""
         shares = self.shares or (self.batch // world,) * world
         assert len(shares) == world and sum(shares) == self.batch, f"{self} for {world} ranks"
         need = world if self._uneven is None else self.batch
@@ -164,7 +166,7 @@ class Partition:
     def _sampled(self, rank: int, world: int, epoch: int) -> Indices:
         """The rank's images of the sampler's permutation, which repeats its first images to be divisible by `world`."""
         sampler = DistributedSampler(range(self.size), world, rank, shuffle=True, seed=self.seed)  # type: ignore[arg-type, var-annotated]
-        sampler.set_epoch(epoch)  # without this every epoch has the order of the first
+        sampler.set_epoch(epoch)  # without this every epoch has the same order
         return np.fromiter(sampler, np.int64)
 
     def _fixed(self, rank: int, world: int) -> Indices:
@@ -183,11 +185,11 @@ class Partition:
 
 # --- augmentation: pad, crop, flip, channels first, normalise; whole batches at a time -------------------------------
 
-MARGIN = 4  # black pixels around an image, which a random crop may include
+MARGIN_PIXELS = 4  # black pixels around an image, which a random crop may include
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """A generator for one epoch. torch's global generator is left to the experiment."""
+    """A random generator for one epoch. It leaves torch's global generator, which the model uses, unchanged."""
     return np.random.default_rng((seed, epoch))
 
 
@@ -205,7 +207,7 @@ class Crops:
 
 def draw(rng: np.random.Generator, count: int) -> Crops:
     """Draw the crops of a global batch. Every rank draws all of them, so they do not depend on the number of ranks."""
-    top, left = rng.integers(0, 2 * MARGIN + 1, (2, count))
+    top, left = rng.integers(0, 2 * MARGIN_PIXELS + 1, (2, count))
     return Crops(top, left, rng.random(count) < 0.5)
 
 
@@ -225,9 +227,11 @@ def channels_first(images: Bytes) -> Bytes:
 
 
 def crop_and_flip(images: Bytes, crops: Crops) -> Bytes:
-    """Pad by MARGIN, crop, and mirror half of the images; N x H x W x C to N x C x H x W."""
+    """Pad by MARGIN_PIXELS, crop, and mirror half of the images; N x H x W x C to N x C x H x W."""
     count, height, width, _ = images.shape
-    windows = sliding_window_view(pad(images, MARGIN), (height, width), axis=(1, 2))  # N x 9 x 9 x C x H x W, a view
+    windows = sliding_window_view(
+        pad(images, MARGIN_PIXELS), (height, width), axis=(1, 2)
+    )  # N x 9 x 9 x C x H x W, a view
     cropped = np.ascontiguousarray(windows[np.arange(count), crops.top, crops.left])
     cropped[crops.mirrored] = cropped[crops.mirrored, ..., ::-1]
     return cropped
@@ -294,4 +298,4 @@ def _batch(dataset: Dataset, indices: NDArray[np.int64], crops: Crops | None, dt
     return normalise(images, dataset.mean, dataset.std, dtype), torch.from_numpy(dataset.labels[indices])
 
 
-test_batches.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name suggests to pytest
+test_batches.__test__ = False  # type: ignore[attr-defined]  # pytest takes functions named test_* for tests

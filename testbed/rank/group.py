@@ -17,12 +17,12 @@ from torch import Tensor
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
 from testbed.spec.errors import PeerLost, TestbedError, Unavailable
 
-LATE_DEADLINES = 10  # a test or a comparison may take one rank this many deadlines longer than another
+LATE_DEADLINES = 10  # deadlines by which one rank may be later than another at a test or a comparison
 BACKLOG = 128
 
 
 class NoWork:
-    """The work of an empty tensor. Both ends know its size, so nothing is sent."""
+    """The work of an empty tensor: nothing is sent, because both ends have its size."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
@@ -44,7 +44,7 @@ class Group:
         self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)
         self.payload: Counter[str] = Counter()  # bytes sent, by kind
-        self.kind = "gradients"  # what the next bytes are counted as
+        self.kind = "gradients"  # the kind that the next bytes are counted as
         self._counting = threading.Lock()
 
     @contextmanager
@@ -65,7 +65,7 @@ class Group:
             self.heartbeat.deadline = seconds
 
     def at(self, step: int, phase: str) -> None:
-        """Set what this rank's heartbeats say that it does; `sync` means that it waits for the others."""
+        """Set the step and phase that this rank's heartbeats report; `sync` means that it waits for the others."""
         if self.heartbeat:
             self.heartbeat.at(step, phase)
 
@@ -128,7 +128,7 @@ def join(
     deadline: float,
     end: Callable[[TestbedError], object] = lambda error: None,
 ) -> Group:
-    """Meet the others at address:port, where rank 0 listens, and make the default process group."""
+    """Connect to the other ranks through address:port, where rank 0 listens, and make the default process group."""
     return make_group(connect(rank, size, address, port, deadline, end), deadline)
 
 
@@ -139,11 +139,11 @@ def connect(
     port: int,
     deadline: float,
     end: Callable[[TestbedError], object],
-    seats: int | None = None,
+    max_ranks: int | None = None,
 ) -> Heartbeat:
-    """Open the store and start the heartbeat; `end` is called when a rank is lost. `seats`: see Heartbeat."""
+    """Open the store and start the heartbeat; `end` is called when a rank is lost. `max_ranks`: see Heartbeat."""
     store = open_store(rank, size, address, port, deadline)
-    heartbeat = Heartbeat(rank, size, store, deadline, end, seats)
+    heartbeat = Heartbeat(rank, size, store, deadline, end, max_ranks)
     try:
         heartbeat.start(deadline)
     except (RuntimeError, OSError) as error:
@@ -154,14 +154,14 @@ def connect(
 
 def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.TCPStore:
     """Rank 0 opens the store at address:port, the others connect to it. If torchrun has opened one, all connect."""
-    ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent listens there already
-    listener = _listen(address, port) if rank == 0 and ours else None
+    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent listens there already
+    listener = _listen(address, port) if rank == 0 and own_store else None
     try:
         return dist.TCPStore(
             address,
             port,
             size,
-            is_master=rank == 0 and ours,
+            is_master=rank == 0 and own_store,
             timeout=timedelta(seconds=deadline),
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,
@@ -177,16 +177,16 @@ def make_group(heartbeat: Heartbeat, deadline: float) -> Group:
     try:
         _await_all(rank, size, store, deadline)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline))
-    except PeerLost as lost:  # tell the others before this rank leaves, or they would report this rank as lost
+    except PeerLost as lost:  # report it before this rank leaves, or the others would report this rank as lost
         raise heartbeat.report_lost(lost) from None
     except (RuntimeError, OSError) as error:
-        message = f"rank {rank} did not meet all of {size} ranks within {deadline:g} s: {error}"
+        message = f"rank {rank} did not connect to all of {size} ranks within {deadline:g} s: {error}"
         raise heartbeat.wait_for_verdict(LAST_VERDICT_TIMEOUT_S) or PeerLost(message) from None
     return Group(rank, size, store, deadline, heartbeat)
 
 
 def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None:
-    """Wait until every rank is here. Raises PeerLost that names those that are missing."""
+    """Wait until every rank has connected. Raises PeerLost that names the missing ranks."""
     keys = [f"here/{other}" for other in range(size)]
     store.set(keys[rank], "1")
     try:
@@ -195,11 +195,11 @@ def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         if missing:
             names = ", ".join(f"rank {other} (node{other})" for other in missing)
-            raise PeerLost(f"{names} did not come within {deadline:g} s", failed_rank=missing[0]) from None
+            raise PeerLost(f"{names} did not connect within {deadline:g} s", failed_rank=missing[0]) from None
         raise
 
 
-def alone() -> Group:
+def single_rank_group() -> Group:
     """The group of a single rank: the same calls, without communication."""
     return Group(0, 1, dist.HashStore(), 1.0)
 

@@ -12,7 +12,7 @@ from testbed.spec.run import OptimizerSpec
 
 
 def lr_at(step: int, spec: OptimizerSpec, batch: int, total: int) -> float:
-    """Learning rate of a step (from 0): scaled with the global batch, warmed up, then scheduled."""
+    """Return the learning rate of a step (from 0): scaled with the global batch, warmed up, then scheduled."""
     lr = spec.lr * (batch / spec.base_batch if spec.base_batch else 1.0)
     if step < spec.warmup:
         return lr * (step + 1) / spec.warmup
@@ -50,8 +50,8 @@ def _avoid_compiler_import() -> None:
             plain.__dynamo_disable = plain
 
 
-class Part:
-    """Parameters that are updated together by one torch optimizer."""
+class ParameterGroup:
+    """Parameters that one torch optimizer updates together."""
 
     def __init__(self, spec: OptimizerSpec, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -67,38 +67,38 @@ class Optimizer:
         self.batch = batch
         self.total = total
         _avoid_compiler_import()
-        self.parts = [Part(spec, [p for p in model.parameters() if p.requires_grad])]
-        self._plain_step = inspect.unwrap(type(self.parts[0].inner).step)  # the wrappers import the compiler, too
+        self.groups = [ParameterGroup(spec, [p for p in model.parameters() if p.requires_grad])]
+        self._plain_step = inspect.unwrap(type(self.groups[0].inner).step)  # the wrappers import the compiler, too
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer state of each parameter or shard, by its number, and the number of steps done."""
-        found = {"done": torch.tensor(self.parts[0].done)}
-        for number, (part, parameter) in enumerate(self._all_parameters()):
-            values = part.inner.state.get(parameter, {})
+        found = {"done": torch.tensor(self.groups[0].done)}
+        for number, (group, parameter) in enumerate(self._all_parameters()):
+            values = group.inner.state.get(parameter, {})
             found |= {f"{number}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned. Raises ValueError if a tensor does not fit its parameter."""
-        for part in self.parts:
-            part.done = int(state["done"])
-            part.inner.state.clear()
+        for group in self.groups:
+            group.done = int(state["done"])
+            group.inner.state.clear()
         parameters = self._all_parameters()
         for name, value in state.items():
             number, _, key = name.partition(".")
             if key:
-                part, parameter = parameters[int(number)]
+                group, parameter = parameters[int(number)]
                 if value.numel() > 1 and value.shape != parameter.shape:
                     raise ValueError(f"optimizer {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
-                part.inner.state[parameter][key] = value.clone()
+                group.inner.state[parameter][key] = value.clone()
 
-    def _all_parameters(self) -> list[tuple[Part, nn.Parameter]]:
-        return [(part, parameter) for part in self.parts for parameter in part.parameters]
+    def _all_parameters(self) -> list[tuple[ParameterGroup, nn.Parameter]]:
+        return [(group, parameter) for group in self.groups for parameter in group.parameters]
 
     def zero(self, keep: bool) -> None:
         """Clear gradients. `keep`: in place, because they are views of a mode's buffers."""
-        for part in self.parts:
-            part.inner.zero_grad(set_to_none=not keep)
+        for group in self.groups:
+            group.inner.zero_grad(set_to_none=not keep)
 
     @property
     def clips(self) -> bool:
@@ -112,21 +112,21 @@ class Optimizer:
     def step(self) -> None:
         """Set the learning rate, clip, update."""
         if self.spec.clip is not None:
-            nn.utils.clip_grad_norm_(self.parts[0].parameters, self.spec.clip)
-        self._step(self.parts[0])
+            nn.utils.clip_grad_norm_(self.groups[0].parameters, self.spec.clip)
+        self._step(self.groups[0])
 
     def own_shards(self, shards: list[Tensor]) -> None:
         """Update these shards of the parameters from now on, each by `step_shard` when its gradient is there."""
-        self.parts = [Part(self.spec, [nn.Parameter(values)]) for values in shards]
+        self.groups = [ParameterGroup(self.spec, [nn.Parameter(values)]) for values in shards]
 
     def step_shard(self, number: int, gradient: Tensor) -> None:
         """Update one shard. Threads may update different shards at the same time."""
-        self.parts[number].parameters[0].grad = gradient
-        self._step(self.parts[number])
+        self.groups[number].parameters[0].grad = gradient
+        self._step(self.groups[number])
 
-    def _step(self, part: Part) -> None:
-        for group in part.inner.param_groups:
-            group["lr"] = lr_at(part.done, self.spec, self.batch, self.total)
+    def _step(self, group: ParameterGroup) -> None:
+        for torch_group in group.inner.param_groups:
+            torch_group["lr"] = lr_at(group.done, self.spec, self.batch, self.total)
         with torch.no_grad():
-            self._plain_step(part.inner)
-        part.done += 1
+            self._plain_step(group.inner)
+        group.done += 1

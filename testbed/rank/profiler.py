@@ -1,4 +1,4 @@
-"""torch.profiler over a few steps, if the spec says so: a Chrome trace of this rank, and shares of its time.
+"""torch.profiler over a few steps, if the spec has `profile`: a Chrome trace of this rank, and shares of its time.
 
 compute        an operator ran, and the loop did not wait for other ranks
 communication  the loop waited for other ranks, or Gloo was active, and no operator ran
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from testbed.spec.units import Interval, covered_length
 
 STEPS = 3  # profiled steps, after warm-up
-WAITING = "communication"  # the name of our own marks in the trace
+WAITING = "communication"  # the name of this module's marks in the trace
 
 
 class Profiler:
@@ -31,18 +31,19 @@ class Profiler:
         self.running: profile | None = None
 
     def before(self, step: int, flush: Callable[[], None]) -> None:
-        """`flush` waits for what other threads do: the profiler must not start or stop under their feet."""
+        """Start the profiler at the first step. `flush` waits until no other thread works, as the profiler requires."""
         if step == self.first:
             flush()
             self.running = profile(activities=[ProfilerActivity.CPU])
             self.running.start()
 
     def after(self, step: int, flush: Callable[[], None]) -> None:
+        """Stop the profiler after the last step and write both files."""
         if self.running is not None and step == self.last:
             flush()
             self.running.stop()
             self.running.export_chrome_trace(str(self.trace))
-            self.shares.write_text(json.dumps(divide(self.running.events() or [])), encoding="utf-8")
+            self.shares.write_text(json.dumps(time_shares(self.running.events() or [])), encoding="utf-8")
             self.running = None
 
     def mark(self) -> AbstractContextManager[Any]:
@@ -50,8 +51,8 @@ class Profiler:
         return record_function(WAITING) if self.running is not None else nullcontext()
 
 
-def divide(events: Iterable[Any]) -> dict[str, float]:
-    """Shares of the profiled time. Events have a name and a time_range with start and end."""
+def time_shares(events: Iterable[Any]) -> dict[str, float]:
+    """Return the shares of the profiled time. Events have a name and a time_range with start and end."""
     spans = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
     if not spans:
         return {}
@@ -59,7 +60,7 @@ def divide(events: Iterable[Any]) -> dict[str, float]:
     waiting = [span for name, span in spans if name == WAITING]
     gloo = [span for name, span in spans if name.startswith("gloo:")]
     operators = [span for name, span in spans if name.startswith(("aten::", "autograd::", "Optimizer."))]
-    computing = _without(operators, waiting)
+    computing = _length_outside(operators, waiting)
     both = covered_length(operators) + covered_length([*waiting, *gloo]) - covered_length([*operators, *waiting, *gloo])
     hidden = both - (covered_length(operators) - computing)
     communicating = covered_length([*operators, *waiting, *gloo]) - computing
@@ -68,6 +69,6 @@ def divide(events: Iterable[Any]) -> dict[str, float]:
     return {key: value / whole for key, value in shares.items()} if whole else {}
 
 
-def _without(intervals: list[Interval], taken: list[Interval]) -> float:
+def _length_outside(intervals: list[Interval], taken: list[Interval]) -> float:
     """Length of the part of `intervals` that is outside `taken`."""
     return covered_length([*intervals, *taken]) - covered_length(taken)

@@ -2,7 +2,7 @@
 
 All times are of the monotonic clock. The training loop times phases and stalls; the communication layer times buffers
 in flight. They are independent, so that exposed + hidden = busy is a check. The recorder draws no random numbers and
-adds no barrier.
+does not synchronise ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Timeline:
     """The times of one step. A buffer that is in flight at its end continues in the next. Any thread may write."""
 
     def __init__(self, detailed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self.detailed = detailed  # False: sums of phases only, to see what the details cost
+        self.detailed = detailed  # False: record sums of phases only
         self.clock = clock
         self._lock = threading.Lock()
         self._tokens = itertools.count()
@@ -135,12 +135,14 @@ class Timeline:
         return token
 
     def end_comm(self, token: int) -> None:
+        """The buffer that `begin_comm` returned this number for is no longer in flight."""
         now = self.clock()
         with self._lock:
             self._finished.append((self._in_flight.pop(token), now))
 
     @contextmanager
     def comm(self, name: str, size: int) -> Iterator[None]:
+        """A buffer of `size` bytes is in flight inside."""
         token = self.begin_comm(name, size)
         try:
             yield
@@ -198,7 +200,7 @@ class Recorder:
     def write(self, record: Record) -> None:
         self._file.write(encode(record) + "\n")
 
-    def repeat(self, step: int) -> None:
+    def copy_earlier(self, step: int) -> None:
         """Copy the records that earlier attempts wrote about steps before `step`, because this attempt resumes there.
 
         All earlier attempts are read, and the last one that did a step counts: an attempt may have ended before it
@@ -208,7 +210,7 @@ class Recorder:
         for number, path in self._earlier.items():
             for record in read(path):
                 if isinstance(record, Step | Eval | Hash) and record.step < step:
-                    found[record.kind, record.step] = _marked(record, number)
+                    found[record.kind, record.step] = _with_attempt(record, number)
         found.pop(("hash", 0), None)  # this attempt has compared the start itself
         for record in sorted(found.values(), key=lambda each: (each.step, each.kind == "step")):
             self.write(record)
@@ -221,7 +223,7 @@ class Recorder:
             self._file.close()
 
 
-def _marked(record: Step | Eval | Hash, attempt: int) -> Step | Eval | Hash:
+def _with_attempt(record: Step | Eval | Hash, attempt: int) -> Step | Eval | Hash:
     """Set the number of the attempt that did a step, because every attempt counts bytes from 0."""
     return replace(record, attempt=record.attempt or attempt) if isinstance(record, Step) else record
 

@@ -3,8 +3,8 @@
 Three callers start `python -m testbed.rank`:
 
     the controller            --folder RUN      spec.json is there; the controller measures and concludes
-    docker/entrypoint.py      --spec FILE       the entrypoint has read the variables, shaped the network, brought data
-    torchrun, srun, a person  no argument       the variables are read here; .env.example lists them
+    docker/entrypoint.py      --spec FILE       the entrypoint has read the variables, shaped the network, fetched data
+    torchrun, srun, a user    no argument       the variables are read here; .env.example lists them
 
 All of them set RANK, MASTER_ADDR and MASTER_PORT as torchrun does, and WORLD_SIZE or NODES. No torch here: the
 container's entrypoint reads the same request before it shapes the network.
@@ -39,7 +39,7 @@ VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED",
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rank's part of a run. The spec must be the same on all ranks."""
+    """What one rank has to do in a run. The spec must be the same on all ranks."""
 
     spec: RunSpec
     rank: int
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def not_shaped(self) -> str:
-        """Why the run stays out of tables although nothing failed; empty if the network is shaped both ways."""
+        """Why the run is left out of tables although nothing failed; empty if the network is shaped both ways."""
         what = {"egress": "what arrives at a node is not shaped", "off": "nothing is shaped"}
         return f"SHAPING={self.shaping}: {what[self.shaping]}" if self.shaping in what else ""
 
@@ -111,7 +111,7 @@ def request_from_environment(
     launched = bool(env.get("WORLD_SIZE")) and not env.get("NODES")
     shaping = UNSHAPED if launched else env.get("SHAPING") or "both"
     if shaping not in (*SHAPINGS, UNSHAPED):
-        raise refuse("SHAPING", shaping, "is no way to shape", f"Use one of {', '.join(SHAPINGS)}.")
+        raise refuse("SHAPING", shaping, "is not a way to shape", f"Use one of {', '.join(SHAPINGS)}.")
     if launched:
         _check_launched(env)
     if spec is None:
@@ -161,7 +161,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
 
 
 def _without_shaping(spec: RunSpec) -> RunSpec:
-    """The spec without what is not applied."""
+    """The spec without links and congestion control, which nothing applies."""
     node = spec.node.model_copy(update={"congestion": None})
     return spec.model_copy(update={"link": Link(), "overrides": {}, "node": node})
 

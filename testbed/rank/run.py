@@ -1,4 +1,4 @@
-"""run_rank: the life of one rank, with or without a controller.
+"""run_rank: one rank from start to exit, with or without a controller.
 
 1. join      open the store, start the heartbeat; without a controller, agree on the request and the run folder
 2. measure   without a controller only: probe every link (the controller does it before it starts the ranks)
@@ -32,7 +32,7 @@ from testbed.net.probe import measure, probe_node, receipt_of
 from testbed.rank import watchdog
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import open_counter
-from testbed.rank.group import alone, connect, leave, make_group
+from testbed.rank.group import connect, leave, make_group, single_rank_group
 from testbed.rank.oom import install_oom_handler
 from testbed.rank.recorder import Recorder
 from testbed.rank.request import Request
@@ -67,14 +67,14 @@ SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
 
 @dataclass
 class Run:
-    """What this rank knows of the run. Without a controller, rank 0 puts it into summary.json."""
+    """The run as this rank sees it. Without a controller, rank 0 writes it to summary.json."""
 
     spec: RunSpec
     folder: RunFolder
     addresses: list[str] = field(default_factory=list)  # of all ranks; without a controller
     notes: list[str] = field(default_factory=list)
     network: str = "not measured"
-    invalid: str = ""  # why the run must stay out of tables
+    invalid: str = ""  # why the run is left out of tables; empty: it is not
 
 
 def run_rank(request: Request) -> int:
@@ -125,7 +125,7 @@ def _run_unsupervised(request: Request, guard: Watchdog) -> int:
 def _connect(request: Request, guard: Watchdog) -> Heartbeat:
     spec = request.spec
     where = (request.rank, spec.world, request.master, request.port, spec.start_deadline)
-    return connect(*where, guard.exit_once, seats=spec.nodes)
+    return connect(*where, guard.exit_once, max_ranks=spec.nodes)
 
 
 def _train(request: Request, run: Run, guard: Watchdog) -> None:
@@ -138,7 +138,7 @@ def _train(request: Request, run: Run, guard: Watchdog) -> None:
         assert heartbeat is not None
         group = make_group(heartbeat, spec.start_deadline)
     else:
-        group = alone()
+        group = single_rank_group()
     assert guard.recorder is not None
     keeps = spec.checkpoint or request.resume
     checkpoints = Checkpoints(spec, run.folder.checkpoints, group, request.resume) if keeps else None
@@ -155,7 +155,7 @@ def wait_for_listener(
 ) -> None:
     """Return when host:port accepts a connection. Raises RankFailed after `timeout_s`.
 
-    Also if the name does not resolve for `unknown_name_s`: the name of a container ends with it.
+    It is also raised if the name does not resolve for `unknown_name_s`: Compose removes a container's name with it.
     """
     resolved = begun = time.monotonic()
     while (now := time.monotonic()) < begun + timeout_s:
@@ -167,20 +167,20 @@ def wait_for_listener(
                 reason = f"the name {host!r} does not resolve"
                 raise RankFailed(f"rank 0 has ended or was never started: {reason}. See its log") from None
         except OSError:
-            resolved = now  # it exists, but does not listen yet
+            resolved = now  # the name exists, but nothing listens yet
         time.sleep(CONNECT_RETRY_S)
     raise RankFailed(f"rank 0 did not listen at {host}:{port} within {timeout_s:g} s. See its log")
 
 
 def _agree(request: Request, guard: Watchdog) -> Run:
-    """Check that all ranks have the same request; rank 0 makes the run folder and tells the others its name."""
+    """Check that all ranks have the same request; rank 0 makes the run folder and publishes its name."""
     heartbeat, rank = guard.heartbeat, request.rank
     if heartbeat is None:
         return _begin(request, guard, _make_folder(request), [], bool(request.synthetic))
     store = heartbeat.store
     store.set(f"request/{rank}", json.dumps({"address": heartbeat.address, "values": _values(request)}))
     if rank == 0:
-        return _lead(request, guard, heartbeat)
+        return _agree_as_rank_0(request, guard, heartbeat)
     try:
         store.wait(["run"], timedelta(seconds=2 * request.spec.start_deadline))  # longer than rank 0 waits for others
         found: dict[str, Any] = json.loads(store.get("run"))
@@ -198,7 +198,7 @@ def _agree(request: Request, guard: Watchdog) -> Run:
     return _begin(request, guard, path, found["addresses"], found["synthetic"])
 
 
-def _lead(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> Run:
+def _agree_as_rank_0(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> Run:
     """Rank 0's part of `_agree`. Raises SpecError if a request differs, PeerLost if a rank is missing."""
     spec, store = request.spec, heartbeat.store
     keys = [f"request/{rank}" for rank in range(spec.world)]
@@ -213,7 +213,7 @@ def _lead(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> Run:
     missing = [rank for rank in range(spec.world) if rank not in found]
     if missing:
         names = ", ".join(f"rank {rank} (node{rank})" for rank in missing)
-        raise heartbeat.report_lost(PeerLost(f"{names} did not come within {spec.start_deadline:g} s", missing[0]))
+        raise heartbeat.report_lost(PeerLost(f"{names} did not connect within {spec.start_deadline:g} s", missing[0]))
     message = {"name": run.folder.path.name, "synthetic": bool(request.synthetic), "values": _values(request)}
     store.set("run", json.dumps(message | {"addresses": run.addresses}))
     return run
@@ -248,7 +248,7 @@ def _make_folder(request: Request) -> Path:
 
 
 def _begin(request: Request, guard: Watchdog, path: Path, addresses: list[str], synthetic: bool) -> Run:
-    """The run folder exists: from here on the log, the records and the summary say what happens."""
+    """Open the log and the records in the run folder, and have failures write the summary."""
     spec, folder, rank = _final_spec(request.spec, path.name, synthetic), RunFolder(path), request.rank
     notes = [note for note in (request.synthetic, request.not_shaped) if note]
     run = Run(spec, folder, addresses, notes, invalid=request.not_shaped if spec.world > 1 else "")
@@ -270,10 +270,10 @@ def _final_spec(spec: RunSpec, name: str, synthetic: bool) -> RunSpec:
 
 def interface_of(address: str) -> str:
     """The name of the interface that has this IPv4 address; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("16s16x", name.encode()))
+                found = fcntl.ioctl(probe_socket, SIOCGIFADDR, struct.pack("16s16x", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return ""
@@ -290,7 +290,7 @@ def _log_to(path: Path) -> None:
 
 
 def _measure(request: Request, run: Run, probe: Callable[[], Receipt]) -> None:
-    """Measure all links; rank 0 writes the receipt. A network that is off makes the run invalid, not impossible."""
+    """Measure all links; rank 0 writes the receipt. A rate outside the tolerance makes the run invalid."""
 
     def announce(sentence: str) -> None:
         if request.rank == 0:
@@ -362,12 +362,12 @@ def _conclude(request: Request, run: Run, status: Status, reason: str) -> Summar
 
 
 def _where(run: Run) -> str:
-    """The run folder as the user knows it: runs/ is mounted into a container under another path."""
+    """The run folder as the user sees it: a container mounts runs/ under another path."""
     return f"runs/{run.folder.path.parent.name}/{run.folder.path.name}"
 
 
 def _wait_for_rank_0(guard: Watchdog, code: int, timeout_s: float | None) -> int:
-    """Ranks 1..N-1 end after rank 0: Compose can stop all containers as soon as one ends, also rank 0's summary."""
+    """Let ranks 1..N-1 end after rank 0. Compose may stop all containers when one ends, also rank 0's."""
     for number in watchdog.SIGNALS:  # nothing is left to record
         signal.signal(number, lambda *_: os._exit(code))
     if guard.heartbeat:

@@ -78,7 +78,7 @@ class Trainer:
                     self.profiler.after(step, self.sync.flush)
                 step += 1
                 if self.checkpoints:
-                    self.checkpoints.maybe(self, step, last=step == self.total)
+                    self.checkpoints.write_if_due(self, step, last=step == self.total)
             self.sync.close() if step == self.total else self.sync.flush()
             self._evaluate(step, epoch)
         sent, received = self.counter.read()
@@ -96,7 +96,7 @@ class Trainer:
                 self._forward_backward(module, *next(self.batches.epoch(0)))
                 self.timeline.take()
             self.checkpoints.load(self, step)
-            self.recorder.repeat(step)
+            self.recorder.copy_earlier(step)
             log.info("resumed after step %d", step)
         return step
 
@@ -123,15 +123,15 @@ class Trainer:
             log.info("step %d/%d loss %.4f %.3f s", step + 1, self.total, loss, seconds)
 
     def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor) -> float:
-        """One pass, or several over micro-batches whose gradients add up to the mean of the batch.
+        """Run one pass, or several over micro-batches whose gradients add up to the mean of the batch; return the loss.
 
         Images are assigned to micro-batches as to ranks: four micro-batches of one node are the shares of four nodes.
         """
         passes = self.spec.passes(self.group.rank)
-        parts = [(images[k::passes], labels[k::passes]) for k in range(min(passes, len(labels)))]
+        micro_batches = [(images[k::passes], labels[k::passes]) for k in range(min(passes, len(labels)))]
         loss_sum = 0.0
-        for number, (x, y) in enumerate(parts, start=1):
-            with self.sync.accumulating() if number < len(parts) else nullcontext():
+        for number, (x, y) in enumerate(micro_batches, start=1):
+            with self.sync.accumulating() if number < len(micro_batches) else nullcontext():
                 with self.timeline.phase("forward"):
                     logits = module(x)
                     loss = nn.functional.cross_entropy(logits, y)
@@ -142,7 +142,7 @@ class Trainer:
         return loss_sum / len(labels)
 
     def _evaluate(self, step: int, epoch: int) -> None:
-        """Compare and test the replicas after an epoch. With every:K only at the end: before it they differ."""
+        """Compare and test the replicas after an epoch. With every:K only at the end: before, they differ."""
         if step < self.total and not self.spec.mode.synchronous:
             return
         self._compare(step)
@@ -152,9 +152,8 @@ class Trainer:
             self.recorder.write(found)
             log.info("epoch %d test loss %.4f correct %d/%d", epoch, found.loss, found.correct, found.images)
         if self.spec.evaluate == "every-rank":
-            self.group.all_gather_text(
-                f"tested/{step}", ""
-            )  # so that the next step does not wait for the slowest rank's test
+            # Wait here, so that the next step does not count the wait for the slowest rank's test.
+            self.group.all_gather_text(f"tested/{step}", "")
 
     def _compare(self, step: int) -> None:
         """Compare the parameters of all ranks; they must agree at the start and, for most modes, at the end."""
@@ -183,9 +182,9 @@ class Trainer:
 
     def _profiler(self) -> Profiler:
         folder, rank = self.recorder.folder, self.group.rank
-        made = Profiler(self.spec.warmup, self.total - 1, folder.trace(rank), folder.profile(rank))
-        self.timeline.mark = made.mark
-        return made
+        profiler = Profiler(self.spec.warmup, self.total - 1, folder.trace(rank), folder.profile(rank))
+        self.timeline.mark = profiler.mark
+        return profiler
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
         name, seed = self.spec.data.name, self.spec.seed
@@ -210,7 +209,7 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def deadline(spec: RunSpec, size: int) -> float:
-    """Seconds that one wait may take: as requested, else by the slowest link, also one that a fault sets.
+    """Return the seconds that one wait may take: as requested, else by the slowest rate of a link or a fault.
 
     By default STEP_DEADLINE_S plus twice the time of N gradients on that link. With every:K ranks meet only after K
     steps, so a slow rank may be late by K times as much.

@@ -1,4 +1,4 @@
-"""Watchdog: ends this rank when it is stopped, when it fails, and when another rank is lost, even while Gloo blocks.
+"""Watchdog: ends this rank when it gets a signal, fails, or loses another rank, even while Gloo blocks.
 
 Three threads can find a reason to end: the main thread (an exception), the signal thread (SIGTERM while the main thread
 waits inside Gloo) and the heartbeat thread (another rank is dead, frozen or cut off). All of them call
@@ -82,7 +82,7 @@ def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
     def watch() -> None:
         name = signal.Signals(os.read(reading, 1)[0]).name
         time.sleep(SIGNAL_GRACE_S)
-        end(Interrupted(f"stopped by {name} while it waited for others"))
+        end(Interrupted(f"stopped by {name} while it waited for other ranks"))
 
     threading.Thread(target=watch, daemon=True, name="signals").start()
 
@@ -91,7 +91,7 @@ def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
 #
 # Every rank keeps one TCP connection to rank 0, separate from Gloo, and both ends send a short message several times a
 # second. A closed connection is a dead rank; a connection that is silent for longer than the deadline is a frozen rank
-# or a cut link. Rank 0 decides which rank failed and tells all others; if rank 0 itself is lost, each of them sees it.
+# or a cut link. Rank 0 decides which rank failed and sends the verdict to all; if rank 0 is lost, each rank detects it.
 # Rank 0 listens at the store's address, on a port that it publishes in the store together with a token. Messages are
 # JSON objects, one a line:
 #
@@ -105,14 +105,14 @@ def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
 PERIOD_S = 0.25  # between two heartbeats
 QUIET_S = 1.5  # silence that makes a rank suspect once another rank's wait has failed
 HELLO_TIMEOUT_S = 5.0  # for a new connection to identify itself
-VERDICT_TIMEOUT_S = 3.0  # for which a rank that lost a peer waits to learn which
+VERDICT_TIMEOUT_S = 3.0  # for a rank that lost a peer to receive the verdict
 KEEPALIVE_S = 60  # without traffic, after which the kernel checks that rank 0's machine still exists
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARS = 1000
 MAX_UNIDENTIFIED = 64  # connections that have not sent a hello
 BACKLOG = 1024  # a connection that the kernel refuses is retried only after a second
 STORE_KEY = "heartbeat"
-DONE, STOPPED = "done", "stopped"  # reasons to leave that are no failure of this rank
+DONE, STOPPED = "done", "stopped"  # reasons to leave that are not a failure of this rank
 WAITING = "sync"  # the phase in which a rank waits for others
 
 
@@ -149,11 +149,11 @@ class Heartbeat:
         store: dist.TCPStore,
         deadline: float,
         end: Callable[[TestbedError], object],
-        seats: int | None = None,
+        max_ranks: int | None = None,
     ) -> None:
-        """`size` ranks train. Ranks up to `seats` may connect too: they only wait until rank 0 has ended."""
+        """`size` ranks train. Ranks up to `max_ranks` may connect too: they only wait until rank 0 has ended."""
         self.rank, self.size, self.store = rank, size, store
-        self.seats = size if seats is None else seats
+        self.max_ranks = size if max_ranks is None else max_ranks
         self.deadline = deadline
         self.end = end
         self.step, self.phase = 0, "start"  # set by the main thread
@@ -164,7 +164,7 @@ class Heartbeat:
         self._known = threading.Event()  # set once the verdict was sent to the others
         self._complaint: float | None = None  # when the main thread's wait failed
         self._leaving = threading.Event()
-        self._farewell = ""
+        self._leave_reason = ""
         self._peers: list[Peer] = []
         self._gone: dict[int, str] = {}  # ranks that left, with their reason
         self._lost_rank_0: dict[int, str] = {}  # rank 0: ranks that report rank 0 as lost, with their reason
@@ -198,7 +198,7 @@ class Heartbeat:
             self._thread.start()
 
     def at(self, step: int, phase: str) -> None:
-        """Set what the next heartbeats say about the main thread."""
+        """Set the step and the phase that the next heartbeats report."""
         self.step, self.phase = step, phase
 
     def identify_lost(self) -> TestbedError | None:
@@ -220,11 +220,11 @@ class Heartbeat:
             self._known.wait(timeout_s)
         return self.verdict
 
-    def leave(self, farewell: str = DONE) -> None:
-        """Stop the thread and tell the others why this rank leaves. Connections stay open until the process ends."""
+    def leave(self, reason: str = DONE) -> None:
+        """Stop the thread and send the reason to the other ranks. Connections stay open until the process ends."""
         if self._thread.ident is None or threading.current_thread() is self._thread:
             return
-        self._farewell = farewell
+        self._leave_reason = reason
         self._leaving.set()
         self._thread.join(2 * PERIOD_S + 0.5)
 
@@ -234,7 +234,7 @@ class Heartbeat:
             each.close()
         self._selector.close()
 
-    # --- called by whichever thread ends the rank; the heartbeat thread no longer reads then ---
+    # --- called by the thread that ends the rank, after the heartbeat thread has stopped reading ---
 
     def send_report(self, record: Error, timeout_s: float = 1.0) -> None:
         """Send this rank's error record to rank 0."""
@@ -280,7 +280,7 @@ class Heartbeat:
             for key, _ in self._selector.select(PERIOD_S / 2):
                 self._accept() if key.data is None else self._receive(key.data)
             now = time.monotonic()
-            if now - last > 1.0:  # this process itself was frozen, and could not read
+            if now - last > 1.0:  # this process itself was frozen and could not read messages
                 for peer in self._peers:
                     peer.last_message = min(peer.last_message + now - last, now)  # not into the future
             last = now
@@ -289,11 +289,11 @@ class Heartbeat:
                 self._send_heartbeat()
             self._judge(now)
         if self.verdict is not None:
-            self._tell(_verdict_message(self.verdict))
+            self._send_to_all(_verdict_message(self.verdict))
             self._known.set()
             self.end(self.verdict)
         else:
-            self._tell({"bye": self._farewell, "rank": self.rank})
+            self._send_to_all({"bye": self._leave_reason, "rank": self.rank})
 
     def _add(self, connection: socket.socket) -> Peer:
         connection.setblocking(False)
@@ -328,21 +328,21 @@ class Heartbeat:
             if peer.rank is None and not self._identify(peer, message):
                 self._drop(peer)
                 break
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # ignore a message that is none of ours
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # ignore a malformed message
                 self._handle(peer, message)
 
     def _identify(self, peer: Peer, message: dict[str, Any]) -> bool:
         rank = message.get("hello")
         if not token_matches(message.get("token"), self._token) or not isinstance(rank, int):
             return False
-        if not 0 < rank < self.seats:
+        if not 0 < rank < self.max_ranks:
             return False
         peer.rank = rank
         return True
 
     def _handle(self, peer: Peer, message: dict[str, Any]) -> None:
         peer.last_message = time.monotonic()
-        if peer.rank is None or peer.rank >= self.size:  # a rank that does not train has no say
+        if peer.rank is None or peer.rank >= self.size:  # messages of a rank that does not train are ignored
             return
         self._keep_report(peer, message)
         if "step" in message:
@@ -359,7 +359,7 @@ class Heartbeat:
         elif "bye" in message:
             why = str(message["bye"])[:MAX_REASON_CHARS]
             self._gone[peer.rank] = why
-            if why not in (DONE, STOPPED):  # a rank that still needs this one will complain
+            if why not in (DONE, STOPPED):  # a rank that still waits for it will report that itself
                 self._mark_failed(peer.rank, f"failed: {why}")
         elif message.get("complains") and self._complaint is None and self.rank == 0:
             self._complaint = time.monotonic()
@@ -378,9 +378,9 @@ class Heartbeat:
         message: dict[str, Any] = {"step": self.step, "phase": self.phase}
         if self._complaint is not None:
             message["complains"] = True
-        self._tell(message)
+        self._send_to_all(message)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send_to_all(self, message: dict[str, Any]) -> None:
         for peer in self._peers:
             if peer.rank is not None:
                 peer.channel.try_send(message)
@@ -448,22 +448,21 @@ LAST_VERDICT_TIMEOUT_S = 1.0  # for the verdict of a rank that has just left
 
 
 class Watchdog:
-    """What ends this rank: `exit_once`. Attributes are set by the main thread as soon as they exist."""
+    """Ends this rank with `exit_once`. The main thread sets the attributes as soon as they exist."""
 
     def __init__(self, rank: int, terminate: Callable[[int], object] = os._exit) -> None:
         self.rank = rank
         self.recorder: Recorder | None = None
         self.heartbeat: Heartbeat | None = None
-        self.after_failure: Callable[[Error], None] | None = (
-            None  # called with the error record before the process ends
-        )
+        # Called with the error record before the process ends.
+        self.after_failure: Callable[[Error], None] | None = None
         self._terminate = terminate
         self._begun = threading.Lock()
 
     def exit_once(self, error: Exception) -> NoReturn:
-        """Record the failure, tell the other ranks, and end the process with the error's exit code.
+        """Record the failure, inform the other ranks, and end the process with the error's exit code.
 
-        The first thread that calls this ends the process. Any other thread only waits for that.
+        The first thread that calls this ends the process. Any other thread blocks until then.
         """
         if not self._begun.acquire(blocking=False):
             threading.Event().wait()
@@ -471,7 +470,7 @@ class Watchdog:
         error = self._find_cause(error)
         record = record_failure(error, self.rank, self.recorder)
         if self.heartbeat and not isinstance(error, PeerLost):
-            # Of these errors every rank learns by itself, so none of them needs a verdict.
+            # Every rank detects these errors itself, so no verdict is sent.
             common = isinstance(error, Interrupted | ReplicasDiffer | NetworkInvalid)
             self.heartbeat.leave(STOPPED if common else f"{type(error).__name__}: {error}"[:500])
         if self.after_failure:
@@ -502,7 +501,7 @@ def record_failure(error: Exception, rank: int, recorder: Recorder | None) -> Er
 
 
 def describe_failure(error: Exception, rank: int) -> Error:
-    """Return the error record. An exception that is none of ours and not expected is logged with its traceback."""
+    """Return the error record. An unexpected exception is also logged with its traceback."""
     if isinstance(error, TestbedError):
         failed_rank = error.failed_rank if isinstance(error, PeerLost) else None
         return Error(code=error.exit_code, message=str(error), failed_rank=failed_rank, at=time.monotonic())
@@ -516,7 +515,7 @@ def describe_failure(error: Exception, rank: int) -> Error:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True if the error means that another rank is lost. Gloo and the store raise plain RuntimeErrors: only text."""
+    """True if the error means that another rank is lost. Gloo and the store raise RuntimeErrors: only the text differs."""
     text = str(error).lower()
     return any(sign in text for sign in ("gloo", "connection", "timed out", "timeout", "socket", "broken pipe"))
 

@@ -67,7 +67,7 @@ def time_loops() -> None:
     import torch
 
     from testbed.rank.counters import open_counter
-    from testbed.rank.group import alone
+    from testbed.rank.group import single_rank_group
     from testbed.rank.recorder import Recorder
     from testbed.rank.train import Trainer
     from testbed.spec.run import RunSpec
@@ -75,7 +75,7 @@ def time_loops() -> None:
     torch.set_num_threads(1)
     spec = RunSpec.load({"mode": "single", "batch": 64, "steps": ROUNDS * STEPS}, "bench")
     with tempfile.TemporaryDirectory() as folder, Recorder(Path(folder) / "rank0.jsonl") as recorder:
-        trainer = Trainer(spec, alone(), recorder, open_counter("lo"))
+        trainer = Trainer(spec, single_rank_group(), recorder, open_counter("lo"))
         module = trainer.sync.attach(trainer.model, trainer.optimizer)
         batches = trainer.batches.epoch(0)
         bare_step = _bare_loop(spec.seed, next(trainer.batches.epoch(0)))

@@ -114,7 +114,7 @@ def test_a_rank_that_never_comes_is_named_by_all_who_waited(tmp_path: Path) -> N
         assert run.wait(PATIENCE) == [6, 6, 6], [run.log_of(rank) for rank in range(3)]
     errors = [vars(list(read(folder.records(rank)))[-1]) for rank in range(3)]
     assert [error["failed_rank"] for error in errors] == [3, 3, 3], errors
-    assert all("rank 3 (node3) did not come" in error["message"] for error in errors), errors
+    assert all("rank 3 (node3) did not connect" in error["message"] for error in errors), errors
 
 
 def listens(port: int) -> bool:

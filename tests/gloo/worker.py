@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from testbed.rank.counters import SocketCounter
-from testbed.rank.group import Group, alone, join
+from testbed.rank.group import Group, join, single_rank_group
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Recorder, Timeline
 from testbed.rank.replicas import parameter_hash
@@ -127,7 +127,7 @@ def _gloo_classes() -> list[int]:
 def train(case: Case, group: Group) -> Case:
     """A whole training run with the real loop. Records go to `run`, parameters and buffers to the .npz file."""
     spec = RunSpec.load(case["spec"], "case")
-    own = alone() if spec.world == 1 else group
+    own = single_rank_group() if spec.world == 1 else group
     if group.rank >= spec.world:
         return {}
     with Recorder(Path(case["run"]) / f"rank{group.rank}.jsonl") as recorder:

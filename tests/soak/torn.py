@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from testbed.rank.checkpoint import Checkpoints
-from testbed.rank.group import alone
+from testbed.rank.group import single_rank_group
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.synchronizer import NoSync, Synchronizer
@@ -33,7 +33,7 @@ class TrainerStub:
     def __init__(self) -> None:
         self.model: nn.Module = nn.Linear(1024, 1024)
         self.optimizer = Optimizer(OptimizerSpec(), self.model, 8, 10**6)
-        self.sync: Synchronizer = NoSync(SyncMode.parse("single"), alone(), Timeline(detailed=False))
+        self.sync: Synchronizer = NoSync(SyncMode.parse("single"), single_rank_group(), Timeline(detailed=False))
         self.sync.attach(self.model, self.optimizer)
         self.seen = Tally()
 
@@ -45,7 +45,7 @@ class TrainerStub:
 
 def open_checkpoints(folder: Path) -> Checkpoints:
     spec = RunSpec.load({"mode": "single", "checkpoint": 1, "batch": 8}, "soak")
-    return Checkpoints(spec, folder, alone(), resume=True)
+    return Checkpoints(spec, folder, single_rank_group(), resume=True)
 
 
 def torn(count: int = 50) -> Cases:

@@ -17,7 +17,7 @@ from torch import nn
 
 from testbed.rank import checkpoint
 from testbed.rank.checkpoint import Checkpoints
-from testbed.rank.group import Group, alone
+from testbed.rank.group import Group, single_rank_group
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.synchronizer import NoSync
@@ -32,7 +32,7 @@ class Trained:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
         self.optimizer = Optimizer(OptimizerSpec(name=name), self.model, 8, 100)
-        self.sync = NoSync(SyncMode.parse("single"), alone(), Timeline())
+        self.sync = NoSync(SyncMode.parse("single"), single_rank_group(), Timeline())
         self.sync.attach(self.model, self.optimizer)
         self.seen = Tally()
 
@@ -46,7 +46,9 @@ class Trained:
 
 
 def checkpoints_in(folder: Path, every: int = 1) -> Checkpoints:
-    return Checkpoints(RunSpec.load({"mode": "single", "checkpoint": every}, "test"), folder, alone(), resume=True)
+    return Checkpoints(
+        RunSpec.load({"mode": "single", "checkpoint": every}, "test"), folder, single_rank_group(), resume=True
+    )
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
@@ -71,7 +73,7 @@ def test_a_restored_run_continues_like_an_undisturbed_one(tmp_path: Path, name: 
 def test_a_checkpoint_is_written_every_k_steps_and_the_last_two_are_kept(tmp_path: Path) -> None:
     trained, keeps = Trained(1), checkpoints_in(tmp_path / "c", every=5)
     for step in range(1, 31):
-        keeps.maybe(trained, step, last=step == 30)
+        keeps.write_if_due(trained, step, last=step == 30)
     names = sorted(path.name for path in (tmp_path / "c").iterdir())
     assert names == [f"rank0-step{step}.{end}" for step in (20, 25) for end in ("json", "safetensors")]
 
@@ -79,9 +81,9 @@ def test_a_checkpoint_is_written_every_k_steps_and_the_last_two_are_kept(tmp_pat
 @pytest.mark.parametrize(("mode", "every", "kept"), [("ring", 2, 2), ("ring/every:8", 2, 6), ("ring/every:3", 5, 3)])
 def test_with_every_k_more_checkpoints_are_kept(tmp_path: Path, mode: str, every: int, kept: int) -> None:
     spec = RunSpec.load({"mode": mode, "nodes": 2, "batch": 4, "checkpoint": every}, "test")
-    trained, keeps = Trained(1), Checkpoints(spec, tmp_path / "c", alone())
+    trained, keeps = Trained(1), Checkpoints(spec, tmp_path / "c", single_rank_group())
     for step in range(1, 41):
-        keeps.maybe(trained, step, last=False)
+        keeps.write_if_due(trained, step, last=False)
     written = range(every, 41, every)
     names = {f"rank0-step{step}.{end}" for step in written[-kept:] for end in ("json", "safetensors")}
     assert {path.name for path in (tmp_path / "c").iterdir()} == names
@@ -98,7 +100,7 @@ class TwoRanks(Group):
     """Rank 0 of two, the other of which has these checkpoints."""
 
     def __init__(self, other: dict[int, str]) -> None:
-        super().__init__(0, 1, alone().store, 1.0)
+        super().__init__(0, 1, single_rank_group().store, 1.0)
         self.other = json.dumps(other)
 
     def all_gather_text(self, key: str, value: str) -> list[str]:

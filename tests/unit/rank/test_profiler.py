@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testbed.rank.profiler import divide
+from testbed.rank.profiler import time_shares
 
 
 def event(name: str, start: float, end: float) -> Any:
@@ -15,7 +15,7 @@ def event(name: str, start: float, end: float) -> Any:
 
 
 def test_time_divides_into_compute_communication_and_other() -> None:
-    shares = divide(
+    shares = time_shares(
         [
             event("aten::conv2d", 0, 40),
             event("aten::mkldnn_convolution", 5, 35),  # inside the other
@@ -29,4 +29,4 @@ def test_time_divides_into_compute_communication_and_other() -> None:
 
 
 def test_no_events_no_shares() -> None:
-    assert divide([]) == {}
+    assert time_shares([]) == {}

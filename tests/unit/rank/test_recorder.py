@@ -40,7 +40,7 @@ def attempt(folder: RunFolder, *records: Record, resume: int = 0) -> None:
         recorder.write(START)
         recorder.write(same(0))
         if resume:
-            recorder.repeat(resume)
+            recorder.copy_earlier(resume)
         for record in records:
             recorder.write(record)
 
@@ -90,7 +90,7 @@ def test_a_line_that_is_no_record_is_refused_and_nothing_is_copied(tmp_path: Pat
         Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder,
         pytest.raises(SpecError, match=rf"{old}: line 3 .*step\.{key}"),
     ):
-        recorder.repeat(2)
+        recorder.copy_earlier(2)
     assert (tmp_path / "rank0.jsonl").read_text() == ""
 
 
@@ -99,7 +99,7 @@ def test_a_step_without_a_loss_is_refused(tmp_path: Path) -> None:
     old = tmp_path / "rank0.attempt1.jsonl"
     old.write_text(json.dumps({key: line[key] for key in line if key != "loss"}) + "\n")
     with Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder, pytest.raises(SpecError, match=r"step\.loss"):
-        recorder.repeat(1)
+        recorder.copy_earlier(1)
 
 
 # --- timeline: exposed, hidden and busy, on a clock that the test sets ------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from testbed.rank.group import Group, alone
+from testbed.rank.group import Group, single_rank_group
 from testbed.rank.replicas import compare
 from testbed.spec.errors import ReplicasDiffer
 
@@ -19,7 +19,7 @@ class Apart(Group):
 
 @pytest.fixture
 def apart() -> Group:
-    return Apart(0, 2, alone().store, 1.0)
+    return Apart(0, 2, single_rank_group().store, 1.0)
 
 
 @pytest.mark.parametrize(("step", "way_out"), [(0, "the same image"), (8, r"fix its mean_ \(docs/modes\.md\)")])

@@ -153,7 +153,7 @@ def test_of_two_ranks_rank_0_accepts_the_report_of_the_other(ring: Callable[...,
 
 def test_a_verdict_of_the_main_thread_is_told_before_the_rank_leaves(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one, two = ring(3)
-    lost = PeerLost("rank 3 (node3) did not come", 3)
+    lost = PeerLost("rank 3 (node3) did not connect", 3)
     assert zero.report_lost(lost) is lost
     die(zero)
     assert failed_ranks([one, two]) == [3, 3]
@@ -291,7 +291,7 @@ def test_a_refused_request_ends_all_ranks_with_the_same_sentence(ring: Callable[
 
 def test_a_rank_that_does_not_train_may_connect_and_leave() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
-    zero, idle = (Heartbeat(rank, 1, store, 0.5, lambda lost: None, seats=2) for rank in (0, 1))
+    zero, idle = (Heartbeat(rank, 1, store, 0.5, lambda lost: None, max_ranks=2) for rank in (0, 1))
     try:
         zero.start(10)
         idle.start(10)

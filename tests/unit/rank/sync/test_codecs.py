@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from testbed.rank.group import Group, alone
+from testbed.rank.group import Group, single_rank_group
 from testbed.rank.sync.codecs import BufferInfo, Coder, largest, make_coder
 from testbed.spec.mode import SyncMode
 
@@ -18,7 +18,7 @@ LENGTH = sum(shape.numel() for shape in SHAPES)
 
 def coder(word: str, seed: int = 0, shapes: list[torch.Size] | None = None) -> Coder:
     mode = SyncMode.parse(f"direct/{word}")
-    return make_coder(mode, divided, BufferInfo(0, shapes or SHAPES, torch.float32, alone(), seed))
+    return make_coder(mode, divided, BufferInfo(0, shapes or SHAPES, torch.float32, single_rank_group(), seed))
 
 
 def divided(buffer: Tensor, group: Group) -> None:
@@ -36,7 +36,7 @@ WORDS = ["fp16", "bf16", "int8", "topk:0.1", "powersgd:2"]
 @pytest.mark.parametrize("word", WORDS)
 def test_no_codec_draws_from_the_global_generator(word: str) -> None:
     before = torch.get_rng_state()
-    coder(word)(gradient(), alone())
+    coder(word)(gradient(), single_rank_group())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -51,16 +51,16 @@ def test_inf_and_nan_in_a_gradient_stay_visible(word: str, bad: float) -> None:
     """A codec must not hide that training diverges."""
     buffer = gradient()
     buffer[3] = bad
-    coder(word)(buffer, alone())
+    coder(word)(buffer, single_rank_group())
     assert not buffer.isfinite().all()
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_zero_stays_zero_and_the_next_gradient_is_coded(word: str) -> None:
     code, zero, later = coder(word), torch.zeros(LENGTH), gradient()
-    code(zero, alone())
+    code(zero, single_rank_group())
     assert not zero.any()
-    code(later, alone())
+    code(later, single_rank_group())
     assert later.isfinite().all() and later.any()
 
 
@@ -70,7 +70,7 @@ def test_int8_rounds_to_one_of_two_neighbours_and_is_right_on_average() -> None:
     found = []
     for _ in range(400):
         buffer = true.clone()
-        code(buffer, alone())
+        code(buffer, single_rank_group())
         assert (buffer - true).abs().max() <= step * 1.001
         found.append(buffer)
     # The mean of 400 draws whose deviation is half a step at most.
@@ -81,14 +81,14 @@ def test_int8_does_not_overflow_at_127() -> None:
     code = coder("int8", shapes=[torch.Size([1000])])
     for _ in range(50):
         buffer = torch.cat([torch.full((500,), 3.0), torch.full((500,), -3.0)])
-        code(buffer, alone())
+        code(buffer, single_rank_group())
         assert torch.equal(buffer.sign(), torch.cat([torch.ones(500), -torch.ones(500)]))
 
 
 def test_topk_sends_the_largest_and_keeps_the_rest() -> None:
     code, true = coder("topk:0.1"), gradient()
     buffer = true.clone()
-    code(buffer, alone())
+    code(buffer, single_rank_group())
     sent = buffer.nonzero().squeeze()
     assert len(sent) == math.ceil(0.1 * LENGTH)
     assert true[sent].abs().min() >= true[buffer == 0].abs().max()
@@ -118,7 +118,7 @@ def test_what_is_left_out_is_added_to_later_steps(word: str) -> None:
     for step in range(20):
         buffer = gradient(step)
         given += buffer
-        code(buffer, alone())
+        code(buffer, single_rank_group())
         applied += buffer
     torch.testing.assert_close(applied + code.state["residual"], given, atol=1e-4, rtol=0)
     assert code.state["residual"].abs().max() > 0.1
@@ -128,7 +128,7 @@ def test_powersgd_is_exact_for_a_matrix_of_its_rank() -> None:
     code = coder("powersgd:2", shapes=[torch.Size([40, 5, 6])])
     matrix = gradient(1, 80).view(40, 2) @ gradient(2, 60).view(2, 30)
     buffer = matrix.reshape(-1).clone()
-    code(buffer, alone())
+    code(buffer, single_rank_group())
     torch.testing.assert_close(buffer, matrix.reshape(-1), atol=1e-4, rtol=1e-4)
     assert code.size == 4 * 2 * (40 + 30)
 
@@ -140,21 +140,21 @@ def test_powersgd_converges_to_the_best_product() -> None:
     for _ in range(60):
         buffer = matrix.clone()
         code.state["residual"].zero_()
-        code(buffer, alone())
+        code(buffer, single_rank_group())
     assert (matrix - buffer).norm() == pytest.approx(float(best), rel=1e-3)
 
 
 def test_powersgd_sends_vectors_uncompressed() -> None:
     code, buffer = coder("powersgd:2"), gradient()
     true = buffer.clone()
-    code(buffer, alone())
+    code(buffer, single_rank_group())
     assert torch.equal(buffer[600:630], true[600:630])
 
 
 def test_int8_draws_differ_from_step_to_step_and_from_seed_to_seed() -> None:
     def draw(code: Coder) -> Tensor:
         buffer = gradient()
-        code(buffer, alone())
+        code(buffer, single_rank_group())
         return buffer
 
     one, same, other = coder("int8", seed=1), coder("int8", seed=1), coder("int8", seed=2)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from testbed.rank.group import Group, NoWork, alone
+from testbed.rank.group import Group, NoWork, single_rank_group
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import plan_for
@@ -57,7 +57,9 @@ def test_buckets_cover_the_buffer_and_the_last_ones_are_small(total: int, most: 
 def test_a_bucket_lists_the_parameters_that_lie_in_it_wholly_or_in_part() -> None:
     parameters = [nn.Parameter(torch.zeros(size)) for size in (6, 1, 5)]
     flat = torch.zeros(12)
-    buckets = divide(parameters, flat, flat.clone(), limit_bytes=4 * 4, plan=plan_for("ring", 0, 1), group=alone())
+    buckets = divide(
+        parameters, flat, flat.clone(), limit_bytes=4 * 4, plan=plan_for("ring", 0, 1), group=single_rank_group()
+    )
     cuts = bucket_bounds(12, 4)
     for bucket, a, b in zip(buckets, cuts, cuts[1:], strict=False):
         expected = [
@@ -70,9 +72,9 @@ def test_a_bucket_lists_the_parameters_that_lie_in_it_wholly_or_in_part() -> Non
 def test_more_buckets_than_threads_are_refused_with_a_size_that_works(length: int, limit: int) -> None:
     parameters, flat, rounds = [nn.Parameter(torch.zeros(length))], torch.zeros(length), plan_for("ring", 0, 1)
     with pytest.raises(SpecError, match=r"would make (39\d|257) buckets of this model.*Use bucket:\d+KiB") as refused:
-        divide(parameters, flat, flat.clone(), limit, rounds, alone())
+        divide(parameters, flat, flat.clone(), limit, rounds, single_rank_group())
     size = parse_size(str(refused.value).rpartition("bucket:")[2].rstrip("."))
-    assert len(divide(parameters, flat, flat.clone(), size, rounds, alone())) <= MAX_BUCKETS
+    assert len(divide(parameters, flat, flat.clone(), size, rounds, single_rank_group())) <= MAX_BUCKETS
 
 
 # --- failures in threads -----------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def test_the_sender_sends_the_most_urgent_shard_first() -> None:
         order.append(name)
         return Held()
 
-    sender = Sender(alone(), fail=lambda error: order.append(repr(error)))
+    sender = Sender(single_rank_group(), fail=lambda error: order.append(repr(error)))
     sender.put((1, 0), WINDOW_BYTES, lambda: send("first"))
     while not order:
         time.sleep(0.001)  # until it is sent, and fills the window
@@ -210,7 +212,7 @@ def test_the_sender_sends_the_most_urgent_shard_first() -> None:
 def test_a_sender_limits_the_kernels_queue_and_resets_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         before = len(list(Path("/proc/self/fd").iterdir()))
-        sender = Sender(alone(), fail=lambda error: None)
+        sender = Sender(single_rank_group(), fail=lambda error: None)
         assert ours.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT) == UNSENT_BYTES
         assert len(list(Path("/proc/self/fd").iterdir())) == before
         sender.stop()
@@ -223,7 +225,7 @@ def test_a_sender_reports_its_failure() -> None:
     def broken() -> NoWork:
         raise RuntimeError("peer is gone")
 
-    sender = Sender(alone(), fail=lambda error: told.append(str(error)))
+    sender = Sender(single_rank_group(), fail=lambda error: told.append(str(error)))
     sender.put((0,), 1, broken)
     sender.stop()
     assert told == ["peer is gone"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from testbed.rank.group import Group, alone
+from testbed.rank.group import Group, single_rank_group
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Timeline
 from testbed.rank.sync.ddp import DDP
@@ -33,7 +33,7 @@ from testbed.spec.run import OptimizerSpec
     ],
 )
 def test_a_mode_gets_the_synchronizer_of_its_schedule(mode: str, placement: str, kind: type) -> None:
-    assert type(build(SyncMode.parse(mode), placement, alone(), Timeline())) is kind
+    assert type(build(SyncMode.parse(mode), placement, single_rank_group(), Timeline())) is kind
 
 
 class Recorded:
@@ -52,7 +52,7 @@ def train(kind: type[Averager], mode: str, steps: int) -> tuple[list[tuple[float
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     mean_ = Recorded(model)
-    sync = kind(SyncMode.parse(mode), alone(), Timeline(), mean_)
+    sync = kind(SyncMode.parse(mode), single_rank_group(), Timeline(), mean_)
     module = sync.attach(model, Optimizer(OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0), model, 1, steps))
     for _ in range(steps):
         sync.zero()
@@ -83,7 +83,7 @@ def test_every_k_from_m_averages_gradients_up_to_step_m() -> None:
 
 def test_every_k_goes_on_from_the_state_of_a_checkpoint() -> None:
     mode, model = SyncMode.parse("ring/every:3@2"), nn.Linear(1, 1)
-    sync = ParameterMean(mode, alone(), Timeline(), Recorded(model))
+    sync = ParameterMean(mode, single_rank_group(), Timeline(), Recorded(model))
     sync.attach(model, Optimizer(OptimizerSpec(), model, 1, 9))
     sync.load({"done": torch.tensor(4), "drifted": torch.tensor(True)})
     assert {name: value.item() for name, value in sync.state().items()} == {"done": 4, "drifted": True}
