@@ -197,6 +197,6 @@ def test_links_and_huge_files_are_no_valid_checkpoints(tmp_path: Path, monkeypat
     tensors.unlink()
     tensors.write_bytes(good)
     assert keeps.agree(trained) == 2
-    monkeypatch.setattr(checkpoint, "MAX_SMALL_BYTES", 0)
+    monkeypatch.setattr(checkpoint, "EXTRA_BYTES", 0)
     monkeypatch.setattr(checkpoint, "MAX_RATIO", 1)
     assert keeps.agree(trained) == 0

@@ -106,8 +106,8 @@ def test_zeroing_can_keep_the_gradient_where_it_is() -> None:
 )
 def test_each_name_builds_torchs_optimizer_with_the_settings_of_the_spec(name: str, kind: type) -> None:
     _, optimizer = one([1.0, 1.0], name=name, weight_decay=0.25, momentum=0.5)
-    assert type(optimizer.parts[0].inner) is kind
-    settings = optimizer.parts[0].inner.param_groups[0]
+    assert type(optimizer.groups[0].inner) is kind
+    settings = optimizer.groups[0].inner.param_groups[0]
     assert settings["weight_decay"] == 0.25
     assert settings.get("momentum", 0.5) == 0.5
 
@@ -115,7 +115,7 @@ def test_each_name_builds_torchs_optimizer_with_the_settings_of_the_spec(name: s
 def test_frozen_parameters_are_left_out() -> None:
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
-    assert Optimizer(OptimizerSpec(), model, batch=1, total=1).parts[0].parameters == [model.weight]
+    assert Optimizer(OptimizerSpec(), model, batch=1, total=1).groups[0].parameters == [model.weight]
 
 
 # --- the same as torch's own, without its compiler ---------------------------------------------------------------
