@@ -26,17 +26,17 @@ def schedules() -> list[str]:
 
 def codecs() -> list[str]:
     takes = {name: codecs_of(SyncMode.parse(name)) for name in ALGORITHMS}
-    lines = ["| codec | what travels | bytes | with |", "| --- | --- | ---: | --- |"]
+    lines = ["| codec | what is sent | bytes | with |", "| --- | --- | ---: | --- |"]
     for codec in CODECS.values():
         takers = [f"`{name}`" for name, examples in takes.items() if codec.example in examples]
         others = [f"`{name}`" for name, examples in takes.items() if codec.example not in examples]
-        who = ", ".join(takers) if len(takers) < len(others) else f"all but {', '.join(others)}"
-        lines.append(f"| `{codec.example}` | {codec.does} | {codec.bytes} | {who} |")
+        allowed = ", ".join(takers) if len(takers) < len(others) else f"all but {', '.join(others)}"
+        lines.append(f"| `{codec.example}` | {codec.does} | {codec.bytes} | {allowed} |")
     return lines
 
 
 def modes_page(text: str) -> str:
-    """docs/modes.md with what stands between its marks written anew."""
+    """Return the text of docs/modes.md with new tables between its marks."""
     for made in (algorithms, schedules, codecs):
         mark = re.compile(rf"(<!-- begin {made.__name__} [^\n]*-->\n).*?(<!-- end {made.__name__} -->\n)", re.S)
         text, count = mark.subn(lambda m, made=made: m[1] + "\n".join([*made(), ""]) + m[2], text)
@@ -48,7 +48,7 @@ def modes_page(text: str) -> str:
 
 
 def env_example(text: str) -> str:
-    """.env.example with the list of algorithms beside MODE written anew."""
+    """Return the text of .env.example with a new list of algorithms after MODE."""
     line = f"MODE=ring            # {' '.join(ALGORITHMS)}; all: testbed modes"
     return re.sub(r"^MODE=.*$", line, text, flags=re.M)
 

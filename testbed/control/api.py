@@ -263,10 +263,10 @@ def draw_figure(folders: Sequence[Path], name: str) -> Plot:
     require_extra("figures", "report", "matplotlib", "jinja2")
     from testbed.report.load import load as load_runs
     from testbed.report.model import chapters
-    from testbed.report.page import make_part
+    from testbed.report.page import make_section
 
     loaded = load_runs(folders)
-    plots = {plot.name: plot for chapter in chapters(loaded) for plot in make_part(chapter).plots}
+    plots = {plot.name: plot for chapter in chapters(loaded) for plot in make_section(chapter).plots}
     wanted = FIGURES.get(name, name)
     if wanted not in plots:
         short = {full: key for key, full in FIGURES.items()}

@@ -515,7 +515,7 @@ def describe_failure(error: Exception, rank: int) -> Error:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True if the error means that another rank is lost. Gloo and the store raise RuntimeErrors: only the text differs."""
+    """True if the error means that another rank is lost. Gloo and the store mark it in the text only."""
     text = str(error).lower()
     return any(sign in text for sign in ("gloo", "connection", "timed out", "timeout", "socket", "broken pipe"))
 

@@ -36,10 +36,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes, what only one side has, and what differs everywhere: keys of two single runs, or the substrate."""
+    """All changes, what only one side has, and what differs in all cells: keys of two single runs, or the substrate."""
 
     changes: list[Change]
-    lost: list[str]  # runs that A has and B has not, each with the reason where B records one
+    lost: list[str]  # runs that A has and B does not have, each with B's reason if there is one
     only: list[str]  # runs that only B has
     differences: list[str]
     skipped: list[Skipped]
@@ -103,8 +103,8 @@ def differences(a: Cell, b: Cell) -> list[str]:
     """`link.rate: 500mbit -> 200mbit`."""
     left, right = flatten(a.spec), flatten(b.spec)
     keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in NO_COLUMN]
-    told = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
-    return [*told, *_changed_substrate(a.substrate, b.substrate)]
+    changed = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
+    return [*changed, *_changed_substrate(a.substrate, b.substrate)]
 
 
 def _changed_substrate(a: str, b: str) -> list[str]:

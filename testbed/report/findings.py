@@ -1,4 +1,4 @@
-"""Every sentence that the report concludes from the numbers, and the notes that say how to read them.
+"""Every sentence that the report derives from the numbers, and the notes on how to read them.
 
 Each rule is one function that returns its sentence. In reading order: how numbers are spelled, the verdict at the top
 of a chapter, the checks of the numbers against each other, the titles of the figures, and the notes.
@@ -16,7 +16,7 @@ import numpy as np
 from testbed.report import theory
 from testbed.report.load import Column
 from testbed.report.model import (
-    NO_CONDITION,
+    REPEAT_KEYS,
     Cell,
     Chapter,
     Crossing,
@@ -31,10 +31,10 @@ from testbed.results.faults import FaultedRun
 SUM_TOLERANCE = 0.05  # of the sums of a split, and of its rest
 BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again
 CONTROL_TOLERANCE = 0.10  # of the processor time of computing against the control run
-CONTENTION = 0.15  # more of it for computing while bytes are moved: cache misses; see docs/report.md
-NO_CHANGE = 0.02  # a change smaller than this share is none
+CONTENTION = 0.15  # added to that tolerance if all computing overlaps with sending: cache misses; see docs/report.md
+MIN_CHANGE = 0.02  # a smaller relative change counts as none
 MAX_LISTED = 4  # modes that a sentence names one by one
-EXACT_STEPS = 3  # steps in which exact modes must agree before a later difference is put down to rounding
+EXACT_STEPS = 3  # steps in which exact modes must agree, so that a later difference counts as rounding
 
 
 def rate_in_words(value: float, digits: int = 4) -> str:
@@ -44,7 +44,7 @@ def rate_in_words(value: float, digits: int = 4) -> str:
 
 
 def rough_rate(value: float) -> str:
-    """With two digits: a rate between two measured ones is not known better."""
+    """With two digits, for a rate that is interpolated between two measured ones."""
     return rate_in_words(value, 2)
 
 
@@ -130,7 +130,7 @@ def verdict(chapter: Chapter, focused: Focus, swept: str = "") -> Verdict:
 
 
 def fastest_and_slowest(chapter: Chapter, best: Cell, worst: Cell) -> str:
-    """Which mode wins, and by how much."""
+    """The fastest mode, and how much faster it is than the slowest and than one node."""
     speed = chapter.speed_up(best)
     if not best.spec.mode.distributed:
         return f"One node takes {seconds(best.seconds.centre)} a step"
@@ -139,7 +139,7 @@ def fastest_and_slowest(chapter: Chapter, best: Cell, worst: Cell) -> str:
     if best is worst or best.label == worst.label:
         gain = "" if speed is None else f", {speed:.2f} times the speed of one node"
         step = seconds(best.seconds.centre)
-        return f"{where} {best.label} takes {step} a step to keep {best.world} copies in step{gain}"
+        return f"{where} {best.label} takes {step} a step to synchronise {best.world} ranks{gain}"
     factor = worst.seconds.centre / best.seconds.centre
     text = f"{where} {best.label} is {factor:.1f} times as fast as {worst.label}"
     if speed is None:
@@ -165,7 +165,7 @@ def cost_of_one_slow_node(chapter: Chapter) -> str:
 
 
 def effect_of_placement(chapter: Chapter) -> str:
-    """What is learnt, where the experiment compares synchronising before and after the optimizer's step."""
+    """The effect on the loss, if the experiment compares synchronising before and after the optimizer's step."""
     placed = {cell.spec.placement for cell in chapter.cells}
     return loss_by_step([c for c in chapter.cells if not c.spec.mode.is_control]) if len(placed) > 1 else ""
 
@@ -288,7 +288,7 @@ def check_bytes(chapter: Chapter) -> Check | None:
 def check_times(chapter: Chapter) -> Check | None:
     """The parts of a step against the whole.
 
-    The rest is calculated as what is left over, so a correct sum alone proves little: the rest must be small as well.
+    The rest is calculated as the difference, so the sum alone is a weak check: the rest must be small as well.
     """
     detailed = [cell for cell in chapter.cells if cell.spec.spans]
     if not detailed:
@@ -307,10 +307,10 @@ def check_times(chapter: Chapter) -> Check | None:
 def check_control(chapter: Chapter) -> Check | None:
     """Computing of every mode against the same ranks without synchronisation.
 
-    Compared is the processor time of the loop's own thread in user mode, without copies. By the clock the same work
-    takes longer, because moving bytes needs the same processor; kernel mode is page faults and the interrupts of the
+    The processor time of the loop's own thread in user mode is compared, without copies. By wall-clock time the same
+    work takes longer, because moving bytes needs the same processor. Kernel mode is page faults and interrupts of the
     network, which the kernel adds to the thread that they interrupt. A mode that computes while it sends may need more:
-    computing and moving bytes share caches and memory. Where processor time was not recorded the clock decides.
+    computing and moving bytes share caches and memory. If processor time was not recorded, wall-clock time is compared.
     """
     clock: dict[str, float] = {}
     work: dict[str, float] = {}
@@ -330,23 +330,23 @@ def check_control(chapter: Chapter) -> Check | None:
     gaps = work if recorded else clock
     over = [name for name in gaps if abs(gaps[name]) > allowed[name]]
     nearest = max(gaps, key=lambda name: abs(gaps[name]) - allowed[name])
-    said = [
+    sentences = [
         f"{name} {percent(abs(gaps[name]))} {'more' if gaps[name] >= 0 else 'less'} (limit {percent(allowed[name])})"
         for name in over or [nearest]
     ]
     most = max(copies, key=lambda name: copies[name])
     text = (
-        f"Control: {'processor time' if recorded else 'time by the clock'} of computing, compared with the same ranks "
-        f"without synchronisation: {', '.join(said)}{'' if over else ', the nearest to its limit'}. "
-        f"By the clock it is at most {percent(max(map(abs, clock.values())))} off. "
-        f"Copies are counted apart: at most {percent(copies[most])} of a step ({most})"
+        f"Control: {'processor time' if recorded else 'wall-clock time'} of computing, compared with the same ranks "
+        f"without synchronisation: {', '.join(sentences)}{'' if over else ', the nearest to its limit'}. "
+        f"In wall-clock time it is at most {percent(max(map(abs, clock.values())))} off. "
+        f"Copies are counted separately: at most {percent(copies[most])} of a step ({most})"
     )
     return Check(not over, text)
 
 
 def _computes_alike(a: Cell, b: Cell) -> bool:
     """True if the specs differ in mode and network only: then computing costs the same."""
-    varies = [key for key in a.flat if a.flat[key] != b.flat[key] and key not in NO_CONDITION]
+    varies = [key for key in a.flat if a.flat[key] != b.flat[key] and key not in REPEAT_KEYS]
     free = [key in ("mode", "placement") or key.startswith("link.") for key in varies]
     return a.world == b.world and a.substrate == b.substrate and all(free)
 
@@ -441,7 +441,7 @@ def loss_by_step(cells: Sequence[Cell]) -> str:
 
 
 def _differ_by_placement(cells: Sequence[Cell], final: Column, name: Callable[[Cell], str]) -> str:
-    """Synchronising after the optimizer's step explains the difference; empty where it does not."""
+    """The sentence for a difference that synchronising after the optimizer's step explains; else empty."""
     late = np.array([cell.spec.placement == "after-step" for cell in cells])
     if not late.any() or (~late).sum() < 2 or not _equal_but_for_rounding(final[~late]):
         return ""
@@ -451,7 +451,7 @@ def _differ_by_placement(cells: Sequence[Cell], final: Column, name: Callable[[C
 
 
 def _differ_by_rounding(cells: Sequence[Cell], table: Column, final: Column) -> str:
-    """Exact modes agree at first and part later, so rounding explains the difference; empty where it does not."""
+    """The sentence for exact modes that agree at first and differ later, because of rounding; else empty."""
     apart = [not _equal_but_for_rounding(table[:, step]) for step in range(table.shape[1])]
     common = apart.index(True) if True in apart else len(apart)
     exact = all(c.spec.mode.codec is None and c.spec.mode.every == 1 for c in cells)
@@ -512,19 +512,19 @@ def faults(runs: Sequence[FaultedRun]) -> str:
     named = [run.history.named_right for run in stopped if run.history.named_right is not None]
     on = sum(run.row[-1] == "went on" for run in runs)
     again = sum(run.row[-1] == "restarted" for run in runs)
-    spared = sum(not run.episodes for run in runs)
-    said = [f"{len(runs)} run{'s' if len(runs) != 1 else ''} with injected faults"]
+    not_injected = sum(not run.episodes for run in runs)
+    sentences = [f"{len(runs)} run{'s' if len(runs) != 1 else ''} with injected faults"]
     if stopped:
         last = max(run.history.last_notice_s or 0.0 for run in stopped)
-        said.append(f"{len(stopped)} ended by it, noticed by all others within {last:.1f} s")
-        said.append(f"the right rank was named in {sum(named)} of {len(named)}")
+        sentences.append(f"{len(stopped)} ended by it, noticed by all others within {last:.1f} s")
+        sentences.append(f"the right rank was named in {sum(named)} of {len(named)}")
     if on:
-        said.append(f"{on} went on")
+        sentences.append(f"{on} went on")
     if again:
-        said.append(f"{again} restarted and finished")
-    if spared:
-        said.append(f"in {spared} nothing was injected")
-    return "; ".join(said)
+        sentences.append(f"{again} restarted and finished")
+    if not_injected:
+        sentences.append(f"in {not_injected} nothing was injected")
+    return "; ".join(sentences)
 
 
 def nodes(curves: dict[str, Curve]) -> str:
@@ -532,14 +532,14 @@ def nodes(curves: dict[str, Curve]) -> str:
     falls, stops = [], []
     for name, curve in curves.items():
         steps = [(int(x), cell.seconds.centre) for x, cell in curve]
-        worse = next(((a, b) for a, b in itertools.pairwise(steps) if b[1] > (1 - NO_CHANGE) * a[1]), None)
+        worse = next(((a, b) for a, b in itertools.pairwise(steps) if b[1] > (1 - MIN_CHANGE) * a[1]), None)
         if worse is None:
             falls.append(name)
         else:
-            verb = "gets slower" if worse[1][1] > (1 + NO_CHANGE) * worse[0][1] else "gains nothing"
+            verb = "gets slower" if worse[1][1] > (1 + MIN_CHANGE) * worse[0][1] else "gains nothing"
             stops.append(f"{name} {verb} from {worse[0][0]} to {worse[1][0]} nodes")
-    said = [f"{listed(falls)} {'get' if len(falls) > 1 else 'gets'} faster with every node"] if falls else []
-    return "; ".join([*said, *stops[:2]]) + (f"; so do {len(stops) - 2} more" if len(stops) > 2 else "")
+    sentences = [f"{listed(falls)} {'get' if len(falls) > 1 else 'gets'} faster with every node"] if falls else []
+    return "; ".join([*sentences, *stops[:2]]) + (f"; so do {len(stops) - 2} more" if len(stops) > 2 else "")
 
 
 def efficiency(chapter: Chapter, curves: dict[str, Curve]) -> str:
@@ -572,13 +572,13 @@ def bandwidth(curves: dict[str, Curve], met: Sequence[Crossing], single: Cell | 
     level = single.seconds.centre
     always = [n for n, curve in curves.items() if n not in pays and curve[-1][1].seconds.centre < level]
     never = [name for name in curves if name not in pays and name not in always]
-    said = [(name, f"from {rough_rate(at)} on") for name, at in sorted(pays.items(), key=lambda pair: pair[1])]
-    if len(said) > MAX_LISTED + 1:
-        said = [*said[:MAX_LISTED], (f"{len(said) - MAX_LISTED} more", "from higher rates on")]
-    said += [(listed(always), "at every rate")] if always else []
-    said += [(listed(never), "at none of these rates")] if never else []
-    (who, when), *others = said
-    return ", ".join([f"{who} beats one node {when}", *(f"{name} {rates}" for name, rates in others)])
+    sentences = [(name, f"from {rough_rate(at)} on") for name, at in sorted(pays.items(), key=lambda pair: pair[1])]
+    if len(sentences) > MAX_LISTED + 1:
+        sentences = [*sentences[:MAX_LISTED], (f"{len(sentences) - MAX_LISTED} more", "from higher rates on")]
+    sentences += [(listed(always), "at every rate")] if always else []
+    sentences += [(listed(never), "at none of these rates")] if never else []
+    (first, when), *others = sentences
+    return ", ".join([f"{first} beats one node {when}", *(f"{name} {rates}" for name, rates in others)])
 
 
 def buckets(curves: dict[str, Curve], levels: Sequence[Cell]) -> str:
@@ -588,7 +588,7 @@ def buckets(curves: dict[str, Curve], levels: Sequence[Cell]) -> str:
     worst = max((cell for _, cell in curve), key=lambda cell: cell.seconds.centre)
     gain = worst.seconds.centre / best.seconds.centre - 1
     own = next((cell for cell in levels if cell.spec.mode.algorithm == best.spec.mode.algorithm), None)
-    if gain < NO_CHANGE:
+    if gain < MIN_CHANGE:
         return f"The bucket size makes no difference to {name}: {percent(gain)} between best and worst"
     tail = f", {own.seconds.centre / best.seconds.centre:.2f} times as fast as {own.label}" if own else ""
     against = f"{best.seconds.centre:.2f} s against {worst.seconds.centre:.2f} s for {worst.label}"
@@ -632,7 +632,7 @@ MODES = (
 )
 SPLIT = (
     "Seconds, mean over steps and ranks. Copies: the loop copied gradients to or from the buffers that are sent, or ran"
-    " the mode's hooks. Exposed: the loop waited for communication. Hidden: communication went on while the loop"
+    " the mode's hooks. Exposed: the loop waited for communication. Hidden: a buffer was in flight while the loop"
     " computed. Communication consists of waiting, until the last rank joined, and transfer, after that."
     " Last to join: the rank that the others waited for most, and how often it was the last."
     " A run with spans = false records none of this."
@@ -653,7 +653,7 @@ WIRE = (
 NETWORK = "On the wire, each way, with headers; measured on every directed link and on the fan-in before training."
 WHERE_TIME_GOES = (
     "Mean over steps and ranks. Waiting is timed in the training loop, communication in the layer that sends. Hatched:"
-    " communication that went on while the loop computed, and so cost no time."
+    " communication during which the loop computed, so that it cost no time."
 )
 BYTES = "Counted by the kernel at the node's interface, with headers; theory is payload."
 ROOFLINE = (
@@ -662,8 +662,8 @@ ROOFLINE = (
 )
 TIMELINE = (
     "The step of rank 0 that is nearest to the median. Upper strip: the training loop. Lower strip: each buffer, from"
-    " the moment it was handed to the network until it was back. Communication below backward costs no time,"
-    " communication below red does."
+    " the moment it was given to the network until its result was back. Communication below backward costs no"
+    " time, communication below red does."
 )
 RANKS = (
     "As report R0 prints it: losses are of that step on this rank; times are without warm-up. Shares are those of"
@@ -674,8 +674,8 @@ EPOCH_TIME = (
     " Speed-up is by images per second, over one worker with the same batch per worker."
 )
 STRAGGLER = (
-    "A rank is a straggler because of its CPU if it computes an image at least 1.25 times as long as the median of the"
-    " others, overall and in three of four steps; because of its link if its rate in the receipt is at most 0.8 of the"
+    "A rank is a straggler because of its CPU if it needs at least 1.25 times the median of the others to compute an"
+    " image, overall and in three of four steps; because of its link if its rate in the receipt is at most 0.8 of the"
     " others'."
 )
 FAULTS = (

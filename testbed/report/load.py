@@ -1,19 +1,19 @@
 """Read run folders.
 
-A folder may come from a stranger. A damaged one is skipped, with one sentence that says why; it never ends in a
-traceback. Reading order: the network, one rank's steps as columns, a run, and all runs below some paths.
+A folder may come from another user. A damaged one is skipped with one sentence of explanation, never with a
+traceback. Reading order: one rank's steps as columns, a run, and all runs below some paths.
 
 How a step is split (all in seconds, as one rank saw them):
 
     step    = compute + copies + exposed + rest
-    busy    = exposed + hidden            time in which at least one buffer was on its way
+    busy    = exposed + hidden            time in which at least one buffer was in flight
     compute = data + forward + backward + update, without the stalls and copies inside the first three
     copies  = copying gradients to or from the buffers that are sent, and the mode's hooks
     exposed = the loop waited for communication
-    rest    = the loop's own bookkeeping, and work inside `sync` that is none of the above
+    rest    = the loop's own bookkeeping, and other work inside `sync`
 
-Exposed and copies are sums that the rank recorded, compute and rest are calculated from recorded intervals: that the
-parts add up to the step is a check, not a definition.
+Exposed and copies are sums that the rank recorded; compute and rest are calculated from recorded intervals. So it is a
+check that the parts add up to the step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from testbed.spec.units import covered_length
 Column = NDArray[np.float64]
 Span = tuple[float, float]  # offset from the beginning of the step, length; seconds
 COMPUTING = ("data", "forward", "backward")
-WAY_BACK = (" gather", " down")  # endings of buffer names: the second half of a synchronisation
+SECOND_HALF = (" gather", " down")  # endings of buffer names: the second half of a synchronisation
 NUMBERS = (
     *("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total"),
     *("blocked", "busy", "hidden", "copies", "copies_cpu", "kernel"),
@@ -77,9 +77,9 @@ class Comm:
         return self.name.removesuffix(CONTINUED)
 
     @property
-    def outward(self) -> bool:
-        """True exactly once for every buffer of a synchronisation."""
-        return not self.name.endswith((CONTINUED, *WAY_BACK))
+    def first_half(self) -> bool:
+        """True for one transfer of each buffer in a synchronisation: not for its way back, not for its continuation."""
+        return not self.name.endswith((CONTINUED, *SECOND_HALF))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Steps:
 
     @classmethod
     def of(cls, records: Sequence[Step], where: str) -> Steps:
-        """From the step records of rankN.jsonl. Raise SpecError for a time that no clock can show."""
+        """Build the columns from the step records of rankN.jsonl. SpecError for a negative or infinite time."""
         columns = {key: _column(records, key) for key in (*NUMBERS, *OTHERS)}
         for key in NUMBERS:
             if not (np.isfinite(columns[key]).all() and (columns[key] >= 0).all()):
@@ -142,7 +142,7 @@ class Steps:
 
     @property
     def compute(self) -> Column:
-        """Seconds of computing: without what the loop waited, and without copies."""
+        """Seconds of computing, without waits and copies."""
         whole = self.data + self.forward + self.backward + self.update
         return whole - self._inside(COMPUTING, self.stalls) - self._copied_inside(COMPUTING)
 
@@ -197,7 +197,7 @@ class Rank:
     """The records of one rank."""
 
     number: int
-    start: Start | None  # None: it did not get that far
+    start: Start | None  # None: it failed before its first record
     steps: Steps
     evals: list[Eval]
     end: End | None  # None: it did not finish
@@ -232,7 +232,7 @@ class Run:
     @cached_property
     def buffers(self) -> tuple[float, float]:
         """The number of buffers of one synchronisation, and S: their bytes together, as rank 0 recorded them."""
-        steps = [{c.name: c.size for c in comm if c.outward} for comm in self.kept[0].comm]
+        steps = [{c.name: c.size for c in comm if c.first_half} for comm in self.kept[0].comm]
         busy = [(len(sizes), float(sum(sizes.values()))) for sizes in steps if sizes]
         if not busy:
             return (1.0, self.gradient)
@@ -241,7 +241,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A folder that is in no table, and why."""
+    """A folder that is left out of all tables, and the reason."""
 
     path: Path
     reason: str
@@ -253,7 +253,7 @@ class Loaded:
 
     runs: list[Run]
     skipped: list[Skipped]
-    experiments: dict[str, Experiment]  # by name; the sweep writes it beside its runs
+    experiments: dict[str, Experiment]  # by name; a sweep writes it to the folder of its runs
     faulted: list[FaultedRun]  # runs with injected faults, whatever their status
 
 
@@ -302,7 +302,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> Run:
     """Read a run folder. Raise if the run did not end with status "ok"; with `whole=False` read what there is."""
     spec = folder.read_spec()
     if not folder.summary.is_file():
-        raise SpecError("it has no summary.json: the run is still going on, or it was killed")
+        raise SpecError("it has no summary.json: the run has not ended, or it was killed")
     summary = Summary.read(folder)
     if whole and summary.status != "ok":
         raise SpecError(f"{summary.status}: {summary.reason or 'no reason given'}")
@@ -338,7 +338,7 @@ def _read_profile(folder: RunFolder, rank: int) -> dict[str, float]:
 
 
 def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
-    """Add the experiment that the sweep wrote beside its runs. If that file is damaged, the runs are kept."""
+    """Add the experiment that the sweep wrote to the folder of its runs. If that file is damaged, the runs are kept."""
     name, path = run.spec.experiment, run.folder.path.parent / EXPERIMENT
     if name in known or not path.is_file():
         return
@@ -349,6 +349,6 @@ def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
 
 
 def _sentence(error: BaseException) -> str:
-    """One line that says what is wrong. It quotes the file, so control characters are replaced."""
+    """One line about what is wrong. It quotes the file, so control characters are replaced."""
     text = one_line(next(iter(str(error).splitlines()), "")) or type(error).__name__
     return f"damaged ({type(error).__name__}: {text})" if not isinstance(error, TestbedError) else text

@@ -1,5 +1,7 @@
-"""What the report shows: cells (repeats of one spec, pooled), chapters (the cells of one experiment), curves along a
-swept quantity, and the choice of cells that a figure has room for.
+"""The data model of the report.
+
+A cell pools the repeats of one spec, a chapter has the cells of one experiment, a curve follows a swept quantity, and a
+focus is the choice of cells that a figure has room for.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
 from testbed.spec.units import format_rate
 
-NO_CONDITION = NO_COLUMN - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
+REPEAT_KEYS = NO_COLUMN - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
 MAX_SHOWN = 10  # rows or lines of one figure
 
 
@@ -52,12 +54,12 @@ class Split:
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of communication that went on while the loop computed."""
+        """The share of communication during which the loop did not wait."""
         return self.hidden / self.busy if self.busy > 0 else None
 
     @property
     def overlap(self) -> float:
-        """The share of computing during which communication went on."""
+        """The share of computing during which a buffer was in flight."""
         return min(1.0, self.hidden / self.compute) if self.compute > 0 else 0.0
 
     @property
@@ -256,7 +258,7 @@ def chapters(loaded: Loaded) -> list[Chapter]:
 def condition(spec: RunSpec) -> str:
     """Equal for two runs that are repeats of each other: their specs differ in names and ports only."""
     values = flatten(spec)
-    return repr([(key, values[key]) for key in sorted(values) if key not in NO_CONDITION])
+    return repr([(key, values[key]) for key in sorted(values) if key not in REPEAT_KEYS])
 
 
 def _ordered(cells: list[Cell], loaded: Loaded, name: str) -> list[Cell]:
@@ -296,7 +298,7 @@ class Axis:
 
 
 def _without(prefix: str) -> Callable[[Cell], str]:
-    """A cell's mode without the part that begins so."""
+    """A function that returns a cell's mode without the word that begins with `prefix`."""
     return lambda cell: "/".join(word for word in cell.label.split("/") if not word.startswith(prefix))
 
 
@@ -328,13 +330,13 @@ def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:
         value = axis.value(cell)
         if value is None or cell.spec.mode.is_control:
             continue
-        told = [words_for(key, value_of(cell, key), others) for key in others]
-        found.setdefault((axis.family(cell), ", ".join(told)), []).append((value, cell))
+        others_text = [words_for(key, value_of(cell, key), others) for key in others]
+        found.setdefault((axis.family(cell), ", ".join(others_text)), []).append((value, cell))
     long = {key: curve for key, curve in found.items() if len({x for x, _ in curve}) > 1}
     families = Counter(family for family, _ in long)
     named = {
-        family if families[family] == 1 else f"{family}, {told}": sorted(curve, key=lambda pair: pair[0])
-        for (family, told), curve in long.items()
+        family if families[family] == 1 else f"{family}, {condition_text}": sorted(curve, key=lambda pair: pair[0])
+        for (family, condition_text), curve in long.items()
     }
     return dict(list(named.items())[:MAX_SHOWN])
 
@@ -396,13 +398,13 @@ def focus(chapter: Chapter) -> Focus:
         chosen = [cell for cell, c in zip(cells, conditions, strict=True) if c == most]
         singles = [single for cell in chosen if (single := chapter.single(cell)) and single not in chosen]
         cells = [*dict.fromkeys(singles), *chosen][:MAX_SHOWN]
-        told = ", ".join(words_for(key, value) for key, value in zip(chapter.keys, most, strict=True))
-        shown = f"Of {len(chapter.cells)} conditions these figures show {told or f'the first {MAX_SHOWN}'}."
+        shown_text = ", ".join(words_for(key, value) for key, value in zip(chapter.keys, most, strict=True))
+        shown = f"Of {len(chapter.cells)} conditions these figures show {shown_text or f'the first {MAX_SHOWN}'}."
     return Focus(cells, names(cells), shown)
 
 
 def names(cells: Sequence[Cell]) -> list[str]:
-    """The mode of each cell, and whatever else tells these cells apart."""
+    """The name of each cell: its mode, and the values in which cells of the same mode differ."""
     varies = [key for key in varying_keys([cell.first.summary for cell in cells]) if key not in ("mode", "placement")]
     if len({cell.substrate for cell in cells}) > 1:
         varies.append("on")

@@ -1,4 +1,4 @@
-"""Write the report: the page, and beside it a folder with every figure, every table and all numbers for scripts."""
+"""Write the report: the page, and a folder next to it with every figure, every table and all numbers for scripts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from testbed.results.table import caption
 from testbed.spec.errors import UsageError, refuse
 
 PAGE = "report.html"
-FILES = "report"  # the folder beside the page
+FILES = "report"  # the folder next to the page
 FAULTS = "faults"  # prefix of the files of the section on faults
 
 
 @dataclass(frozen=True)
-class Part:
-    """Everything that is printed of one chapter."""
+class Section:
+    """Everything that the page shows of one chapter."""
 
     chapter: Chapter
     slug: str
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Faults:
-    """Everything that is printed of the runs with injected faults. Those that failed are in no chapter."""
+    """Everything that the page shows of the runs with injected faults. Failed runs are in no chapter."""
 
     finding: str
     table: Table
@@ -61,32 +61,37 @@ class Report:
     """What was written."""
 
     page: Path
-    parts: list[Part]
+    sections: list[Section]
     faults: Faults | None
     skipped: list[Skipped]
 
 
 def write(paths: Sequence[Path], out: Path) -> Report:
-    """Read the runs below `paths` and write the report into the folder `out`."""
+    """Read the runs below `paths` and write the report into the folder `out`. UsageError if there is no run to show."""
     files = out / FILES
-    if files.is_symlink() or (files.exists() and not files.is_dir()):  # `out` may be a folder from a stranger
+    if files.is_symlink() or (files.exists() and not files.is_dir()):  # `out` may come from another user
         rule, way_out = "is a symlink or not a folder", "Remove it, or give another folder with --out."
         raise refuse("report folder", str(files), rule, way_out)
     loaded = load(paths)
     if not loaded.runs and not loaded.faulted:
         raise UsageError(_nothing_to_show(paths, loaded))
-    parts = [make_part(chapter) for chapter in chapters(loaded)]
+    sections = [make_section(chapter) for chapter in chapters(loaded)]
     faults = make_faults(loaded)
     files.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        _write_files(part.slug, part.plots, [*part.tables, *([part.published.table] if part.published else [])], files)
+    for section in sections:
+        _write_files(
+            section.slug,
+            section.plots,
+            [*section.tables, *([section.published.table] if section.published else [])],
+            files,
+        )
     if faults:
         _write_files(FAULTS, faults.plots, [faults.table], files)
-    texts = [*map(_markdown, parts), *([_faults_markdown(faults)] if faults else [])]
+    texts = [*map(_markdown, sections), *([_faults_markdown(faults)] if faults else [])]
     write_whole(files / "report.md", "\n".join(texts) + _left_out(loaded.skipped))
-    write_whole(files / "summary.json", json.dumps(finite(_figures(parts, loaded)), indent=1, allow_nan=False))
-    write_whole(out / PAGE, render(parts, faults, loaded))
-    return Report(out / PAGE, parts, faults, loaded.skipped)
+    write_whole(files / "summary.json", json.dumps(finite(_figures(sections, loaded)), indent=1, allow_nan=False))
+    write_whole(out / PAGE, render(sections, faults, loaded))
+    return Report(out / PAGE, sections, faults, loaded.skipped)
 
 
 def _nothing_to_show(paths: Sequence[Path], loaded: Loaded) -> str:
@@ -97,10 +102,10 @@ def _nothing_to_show(paths: Sequence[Path], loaded: Loaded) -> str:
     return f"{named}: none of {len(loaded.skipped)} run folders can be shown; {first.path.name}: {first.reason}."
 
 
-def make_part(chapter: Chapter) -> Part:
+def make_section(chapter: Chapter) -> Section:
     focused = focus(chapter)
     swept = [plot for draw in axes.ALONG for plot in draw(chapter)]
-    return Part(
+    return Section(
         chapter=chapter,
         slug=slug(chapter.name),
         name=chapter.name,
@@ -130,14 +135,14 @@ def _tables(chapter: Chapter) -> list[Table]:
     return [table for table in made if table]
 
 
-Drawn = Callable[[Sequence[Cell], Sequence[str]], Plot | None]
-DETAILED: tuple[Drawn, ...] = (modes.where_time_goes, time.timeline)  # need the spans of each step
-SIDE_BY_SIDE: tuple[Drawn, ...] = (
+DrawModes = Callable[[Sequence[Cell], Sequence[str]], Plot | None]
+DETAILED: tuple[DrawModes, ...] = (modes.where_time_goes, time.timeline)  # need the spans of each step
+SIDE_BY_SIDE: tuple[DrawModes, ...] = (
     modes.bytes_per_rank,
     modes.roofline,
     time.seconds_by_step,
 )
-LEARNING: tuple[Drawn, ...] = (time.loss_by_time, time.loss_by_step)
+LEARNING: tuple[DrawModes, ...] = (time.loss_by_time, time.loss_by_step)
 
 
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
@@ -160,28 +165,28 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower() or "runs"
 
 
-def render(parts: Sequence[Part], faults: Faults | None, loaded: Loaded) -> str:
+def render(sections: Sequence[Section], faults: Faults | None, loaded: Loaded) -> str:
     """The page as HTML. Every value that comes from a run folder is escaped."""
     loader = jinja2.PackageLoader("testbed.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("page.html.j2").render(
-        title=parts[0].title if len(parts) == 1 else "testbed report",
-        chapters=parts,
+        title=sections[0].title if len(sections) == 1 else "testbed report",
+        chapters=sections,
         faults=faults,
         runs=len(loaded.runs),
         skipped=loaded.skipped,
         version=__version__,
         light=css(False),
         dark=css(True),
-        environment=_environment(parts),
+        environment=_environment(sections),
     )
 
 
-def _environment(parts: Sequence[Part]) -> dict[str, str]:
+def _environment(sections: Sequence[Section]) -> dict[str, str]:
     """Versions, kernel and CPU as rank 0 of each run recorded them; where runs differ, up to three values."""
     found: dict[str, dict[str, None]] = {}
-    for part in parts:
-        for summary in part.chapter.summaries:
+    for section in sections:
+        for summary in section.chapter.summaries:
             for key, value in summary.environment.items():
                 found.setdefault(str(key), {})[str(value)] = None
     return {key: _few(list(values)) for key, values in found.items() if key != "load"}
@@ -199,14 +204,23 @@ def _write_files(slug: str, plots: Sequence[Plot], tables: Sequence[Table], file
         write_whole(files / f"{slug}-{table.name}.csv", table.csv())
 
 
-def _markdown(part: Part) -> str:
-    lines = [f"## {part.title}", "", f"{part.verdict.headline}.", "", *part.verdict.why, "", f"{part.caption}.", ""]
-    lines += [f"- {check.text}" for check in part.verdict.checks]
-    if part.published:
-        lines += ["", *(f"- {claim.word} {claim.text}" for claim in part.published.sentences)]
-        lines += ["", part.published.table.markdown()] if part.published.table.rows else []
-    lines += ["", *(table.markdown() for table in part.tables)]
-    return "\n".join([*lines, *_pictures(part.slug, part.plots)])
+def _markdown(section: Section) -> str:
+    lines = [
+        f"## {section.title}",
+        "",
+        f"{section.verdict.headline}.",
+        "",
+        *section.verdict.why,
+        "",
+        f"{section.caption}.",
+        "",
+    ]
+    lines += [f"- {check.text}" for check in section.verdict.checks]
+    if section.published:
+        lines += ["", *(f"- {claim.word} {claim.text}" for claim in section.published.sentences)]
+        lines += ["", section.published.table.markdown()] if section.published.table.rows else []
+    lines += ["", *(table.markdown() for table in section.tables)]
+    return "\n".join([*lines, *_pictures(section.slug, section.plots)])
 
 
 def _faults_markdown(faults: Faults) -> str:
@@ -221,12 +235,13 @@ def _left_out(skipped: Sequence[Skipped]) -> str:
     return "".join(["\n## Left out\n\n", *(f"- {s.path}: {s.reason}\n" for s in skipped)]) if skipped else ""
 
 
-def _figures(parts: Sequence[Part], loaded: Loaded) -> dict[str, Any]:
+def _figures(sections: Sequence[Section], loaded: Loaded) -> dict[str, Any]:
     """The content of summary.json: all numbers of every cell, for scripts."""
     return {
         "testbed": __version__,
         "experiments": {
-            part.name: [_cell_figures(part.chapter, cell) for cell in part.chapter.cells] for part in parts
+            section.name: [_cell_figures(section.chapter, cell) for cell in section.chapter.cells]
+            for section in sections
         },
         "left_out": [{"folder": str(s.path), "reason": s.reason} for s in loaded.skipped],
     }

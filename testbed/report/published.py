@@ -83,10 +83,10 @@ def published(chapter: Chapter) -> Published | None:
         return None
     shape = figures.get("shape") or []
     claims = [_judge(chapter, claim) for claim in shape if isinstance(claim, dict)]
-    told = [claim for claim in claims if claim.state != "open"]
-    good = sum(claim.state == "yes" for claim in told)
-    whole = "yes" if told and good == len(told) else "no" if told else "open"
-    heads = [Claim(whole, f"{good} of {len(told)} published findings hold here.")] if told else []
+    decided = [claim for claim in claims if claim.state != "open"]
+    good = sum(claim.state == "yes" for claim in decided)
+    whole = "yes" if decided and good == len(decided) else "no" if decided else "open"
+    heads = [Claim(whole, f"{good} of {len(decided)} published findings hold here.")] if decided else []
     return Published([*heads, *claims], _table(chapter, figures))
 
 
@@ -155,7 +155,7 @@ def _pick(chapter: Chapter, mode: str, where: dict[str, Any]) -> Cell | None:
     return max(fits, key=lambda cell: cell.world, default=None)
 
 
-def _told(mode: str) -> str:
+def _mode_text(mode: str) -> str:
     return mode.replace("|after", " after the step")
 
 
@@ -168,11 +168,11 @@ def _rising(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
     values = _values(chapter, claim, modes)
     if len(values) < len(modes):
         return "open", f"no run of {', '.join(mode for mode in modes if mode not in values)}"
-    said = " < ".join(f"{_told(mode)} {values[mode]:.3g}" for mode in modes)
-    return ("yes" if all(values[a] < values[b] for a, b in pairwise(modes)) else "no"), f"ours: {said}"
+    ours = " < ".join(f"{_mode_text(mode)} {values[mode]:.3g}" for mode in modes)
+    return ("yes" if all(values[a] < values[b] for a, b in pairwise(modes)) else "no"), f"ours: {ours}"
 
 
-def _alike(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
+def _equal(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
     return _gap(chapter, claim, "equal", lambda gap: gap <= float(claim.get("within", 0.02)))
 
 
@@ -192,8 +192,8 @@ def _gap(chapter: Chapter, claim: dict[str, Any], key: str, holds: Callable[[flo
             return "open", f"no run of {name}"
         values.append(value)
     gap = (max(values) - min(values)) / max(abs(value) for value in values)
-    said = ", ".join(f"{_told(name)} {value:.3g}" for name, value in zip(names, values, strict=True))
-    return ("yes" if holds(gap) else "no"), f"ours: {said}"
+    ours = ", ".join(f"{_mode_text(name)} {value:.3g}" for name, value in zip(names, values, strict=True))
+    return ("yes" if holds(gap) else "no"), f"ours: {ours}"
 
 
 def _goes(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
@@ -230,13 +230,13 @@ def _busiest(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
         return "open", "no bytes were counted"
     most = sent.index(max(sent))
     clear = max(sent) > 1.2 * sorted(sent)[-2]
-    said = f"ours: rank {most} sends {max(sent) / 1e6:.0f} MB a step, the next {sorted(sent)[-2] / 1e6:.0f}"
-    return ("yes" if most == int(claim["busiest"]) and clear else "no"), said
+    ours = f"ours: rank {most} sends {max(sent) / 1e6:.0f} MB a step, the next {sorted(sent)[-2] / 1e6:.0f}"
+    return ("yes" if most == int(claim["busiest"]) and clear else "no"), ours
 
 
 RULES = {
     "rising": _rising,
-    "equal": _alike,
+    "equal": _equal,
     "apart": _apart,
     "goes": _goes,
     "below": _limit,

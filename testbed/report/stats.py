@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 1000
-MAX_AT_ONCE = 10_000  # steps; of longer runs the draws are made one by one, to save memory
+MAX_AT_ONCE = 10_000  # steps; longer runs are resampled draw by draw, to save memory
 SEED = 20240511  # of the resampling, so that the same folders always give the same report
 
 Samples = Sequence[NDArray[np.float64]]  # one array per repeat
@@ -45,7 +45,7 @@ def describe(samples: Samples, by_mean: bool = False) -> Stat:
 
 
 def interval(draws: NDArray[np.float64]) -> tuple[float, float]:
-    """The middle 95 %."""
+    """The bounds of the middle 95 % of the draws."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return float(low), float(high)
 

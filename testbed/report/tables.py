@@ -85,9 +85,9 @@ def modes(chapter: Chapter) -> Table:
     made = Columns(chapter, rest)
     for cell in chapter.cells:
         s, run = cell.seconds, cell.first.summary
-        learnt = [] if cell.spec.mode.is_control else cell.runs  # ranks of a control run train different models
-        losses = [r.summary.test_loss for r in learnt if r.summary.test_loss is not None]
-        right = [r.summary.test_accuracy for r in learnt if r.summary.test_accuracy is not None]
+        trained = [] if cell.spec.mode.is_control else cell.runs  # ranks of a control run train different models
+        losses = [r.summary.test_loss for r in trained if r.summary.test_loss is not None]
+        right = [r.summary.test_accuracy for r in trained if r.summary.test_accuracy is not None]
         agree = DASH if cell.spec.mode.silent else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
         made.add(
             cell,
@@ -385,5 +385,5 @@ def compact(chapter: Chapter) -> Table | None:
 
 
 def faults(runs: Sequence[FaultedRun]) -> Table:
-    """The injected faults, who noticed them, and how the run ended."""
+    """The injected faults, when the ranks noticed them, and how the run ended."""
     return Table("faults", "Injected faults", list(HEADER), [list(run.row) for run in runs], findings.FAULTS)

@@ -1,8 +1,8 @@
 """Theory: the bytes that a mode must send and the least time they need, from the rounds in its row (spec/mode.py).
 
-S is the size of the gradient (with a codec: of what travels in its place), N the number of ranks, B a link's payload
-rate in byte/s, a the delay of one hop in seconds, m the number of buffers that travel one after the other: those that
-the gradient is cut into, but 1 in `ddp` and `pipeline`, whose buffers are on their way together.
+S is the size of the gradient (with a codec: of what is sent in its place), N the number of ranks, B a link's payload
+rate in byte/s, a the delay of one hop in seconds, m the number of buffers that are sent one after the other: the
+buckets of the gradient, but 1 in `ddp` and `pipeline`, whose buckets are in flight at the same time.
 
     least time = S/B x (sum over rounds of what the busiest link sends or receives) + a x m x (number of rounds)
 
@@ -48,13 +48,13 @@ def _traffic(make: MakeRounds, ranks: int) -> tuple[float, int, list[float]]:
     return float(load), len(every_round), [float(share) for share in whole]
 
 
-def together(mode: SyncMode) -> bool:
-    """True if buffers are on their way at the same time, so that their delays pass at the same time too."""
+def concurrent_buffers(mode: SyncMode) -> bool:
+    """True if several buffers are in flight at the same time, so that their delays overlap."""
     return mode.is_reference or mode.schedule == "pipeline"
 
 
 def cost(mode: SyncMode, ranks: int) -> Cost | None:
-    """Of a built-in algorithm; None for a user's method, whose rounds are unknown, and where nothing is sent."""
+    """The cost of a built-in algorithm; None for a user's algorithm (rounds unknown) and if nothing is sent."""
     if mode.rounds is None:
         return None
     load, hops, _ = _traffic(mode.rounds, ranks)
@@ -75,7 +75,7 @@ def syncs_per_step(mode: SyncMode, first: int, last: int) -> float:
 def bound(mode: SyncMode, ranks: int, size: float, rate: float, delay: float, buffers: float) -> float | None:
     """Least seconds to synchronise once; None where the rounds are unknown."""
     known = cost(mode, ranks)
-    turns = 1.0 if together(mode) else buffers
+    turns = 1.0 if concurrent_buffers(mode) else buffers
     return None if known is None else known.load * size / rate + known.hops * turns * delay
 
 

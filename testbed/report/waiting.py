@@ -48,7 +48,7 @@ class Waiting:
     waiting: list[float]  # per rank: until the last rank began
     transfer: list[float]  # per rank: the rest of its communication
     last: list[float]  # per rank: share of all exchanges in which it began last
-    delay: list[float]  # per rank: by how much it began later than the last but one
+    delay: list[float]  # per rank: by how much it began later than the rank before it, when it began last
     exchanges: int
 
     @property
@@ -112,7 +112,7 @@ def _exchanges(run: Run) -> Iterator[list[Transfer]]:
 def _transfers(run: Run, rank: int) -> dict[str, list[Transfer]]:
     """A rank's transfers by name, on rank 0's clock. The two parts of one that crossed the end of a step are joined.
 
-    A transfer that began between two steps is marked as continued, too, but nothing precedes it: it stands alone.
+    A transfer that began between two steps is marked as continued, too, but has no first part: it is kept as it is.
     """
     steps, found, cut = run.ranks[rank].steps, dict[str, list[Transfer]](), set[str]()
     for index, comms in enumerate(steps.comm):

@@ -42,7 +42,7 @@ def report(
         left_out = [{"folder": str(s.path), "reason": s.reason} for s in made.skipped]
         print(json.dumps({"page": str(made.page), "left_out": left_out}, indent=1))
         return
-    for part in made.parts:
+    for part in made.sections:
         console.print(f"{part.name}: {part.verdict.headline}")
     for each in made.skipped:
         console.print(f"left out: {each.path}: {each.reason}")

@@ -20,7 +20,7 @@ from testbed.rank.sync.buckets import split
 from testbed.spec.errors import SpecError
 from testbed.spec.mode import ALGORITHMS, Round, methods_dir
 
-SEGMENT_BYTES = 2 << 20  # a ring's shard travels in segments of about this size: one is added while the next travels
+SEGMENT_BYTES = 2 << 20  # a ring's shard is sent in segments of about this size: one is added while the next is sent
 MAX_SEGMENTS = 8
 
 Mean = Callable[[Tensor, Group], None]
@@ -38,7 +38,7 @@ def algorithm(name: str) -> Callable[[Mean], Mean]:
 
 
 def find_mean(name: str) -> Mean:
-    """The function of a built-in algorithm, or the user's own from its file; raise SpecError if there is none."""
+    """Return the function of a built-in algorithm, or the user's own from its file; SpecError if there is none."""
     if name in MEANS:
         return MEANS[name]
     path = methods_dir() / f"{name.replace('-', '_')}.py"
@@ -91,7 +91,7 @@ def allreduce_mean_(buffer: Tensor, group: Group) -> None:
 def ring_mean_(buffer: Tensor, group: Group) -> None:
     """N-1 hops of scatter-reduce leave each rank the mean of one shard; N-1 hops of all-gather pass it round.
 
-    A shard travels in segments: while one is added, the next is on the wire, and receives are posted a hop ahead.
+    A shard is sent in segments: while one is added, the next is on the wire, and receives are posted a hop ahead.
     """
     n, rank = group.size, group.rank
     left, right = (rank - 1) % n, (rank + 1) % n

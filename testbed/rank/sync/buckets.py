@@ -1,4 +1,4 @@
-"""Buckets: groups of parameters that are sent as one unit, the flat buffers they lie in, and when they are ready.
+"""Buckets: groups of parameters that are sent as one unit, their flat buffers, and when they are ready.
 
 Gradients (or parameters) are views of the buffers. Backward adds each gradient to its view, which takes as long as a
 copy: `time_copies` records it.
@@ -24,7 +24,7 @@ def trained(model: Module) -> list[Parameter]:
 
 
 def make_buckets(parameters: Sequence[Parameter], mode: SyncMode) -> list[list[Parameter]]:
-    """Parameters that are sent together, last layer first: backward makes gradients in that order."""
+    """Return the parameters of each bucket, last layer first: backward makes gradients in that order."""
     ordered = list(reversed([p for p in parameters if p.requires_grad]))
     if mode.granularity == "flat":
         return [ordered] if ordered else []
@@ -121,7 +121,7 @@ class Readiness:
         self.next = 0
 
     def ready(self, parameter: Parameter) -> None:
-        """Note that this gradient is complete; while paused it is not, because later passes add to it."""
+        """Record that this gradient is complete. While paused it is not, because later passes add to it."""
         if self.paused:
             return
         for missing in self.missing[self.next :]:
@@ -145,7 +145,7 @@ class Readiness:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, gradients are not complete yet."""
+        """Inside, gradients do not count as complete."""
         self.paused = True
         try:
             yield

@@ -1,8 +1,8 @@
-"""Codecs: how one flat buffer is averaged when something smaller travels in its place.
+"""Codecs: how one flat buffer is averaged when something smaller is sent in its place.
 
-A coder is a `Mean` for one buffer. Where payloads can be added up it wraps the algorithm's mean (Rounded, LowRank);
-where they cannot it replaces it, and payloads go straight to the ranks that need them, by the plan of `direct` (Int8,
-TopK). All ranks end with the same bits, because all ranks decode the same payloads.
+A coder is a `Mean` for one buffer. If payloads can be summed, it wraps the algorithm's mean (Rounded, LowRank). If they
+cannot, it replaces it, and payloads go directly to the ranks that need them, by the plan of `direct` (Int8, TopK). All
+ranks end with the same bits, because all ranks decode the same payloads.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from testbed.rank.sync.buckets import split
 from testbed.spec.mode import SyncMode
 
 SCALE_BYTES = 4  # a float32 in front of an int8 payload
-STEPS = 127  # int8 on either side of zero
+MAX_INT8 = 127  # the range is symmetric: -127 to 127
 SAMPLE_STRIDE = 61  # a prime, so that samples do not all come from the same column of a matrix
 
 
 class Coder(Protocol):
     """Averages one buffer, always the same one."""
 
-    size: int  # bytes of this rank's buffer as it travels
+    size: int  # bytes of this rank's buffer as it is sent
     state: dict[str, Tensor]  # kept between steps, for a checkpoint; changed in place
 
     def __call__(self, buffer: Tensor, group: Group) -> None: ...
@@ -37,7 +37,7 @@ class Coder(Protocol):
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """What a coder must know of its buffer before the first step."""
+    """The properties of a buffer that its coder needs before the first step."""
 
     number: int  # of the bucket
     shapes: list[torch.Size]  # of the tensors in it, one after the other
@@ -71,7 +71,7 @@ def generator(*numbers: int) -> torch.Generator:
 
 
 class Exact:
-    """No codec: the buffer itself travels."""
+    """No codec: the buffer itself is sent."""
 
     def __init__(self, mean_: Mean, info: BufferInfo) -> None:
         self.mean_ = mean_
@@ -140,12 +140,12 @@ class Int8:
         if not len(shard):
             return
         least, most = torch.aminmax(shard)
-        payload[:SCALE_BYTES].view(torch.float32).copy_(torch.maximum(most, -least) / STEPS)
+        payload[:SCALE_BYTES].view(torch.float32).copy_(torch.maximum(most, -least) / MAX_INT8)
         scale = _scale(payload)
         draws = self.draws[: len(shard)].uniform_(generator=random)
         # If the scale is zero, inf or nan, the decoded shard is that whatever the integers are.
         draws.add_(shard, alpha=1 / scale if 1e-37 < scale < math.inf else 0.0)
-        payload[SCALE_BYTES:].copy_(draws.floor_().clamp_(-STEPS, STEPS))
+        payload[SCALE_BYTES:].copy_(draws.floor_().clamp_(-MAX_INT8, MAX_INT8))
 
 
 def _empty_payload(length: int) -> Tensor:
@@ -160,7 +160,7 @@ def _scale(payload: Tensor) -> float:
 class TopK:
     """The k largest elements and their indices go to all ranks; the rest is kept and added to the next gradient.
 
-    Every rank sends N-1 payloads, so this pays where F N is small.
+    Every rank sends N-1 payloads, so this saves bytes only if F N is small.
     """
 
     def __init__(self, length: int, dtype: torch.dtype, group: Group, fraction: float) -> None:
@@ -198,7 +198,7 @@ def largest(values: Tensor, count: int) -> Tensor:
     some = count * 6 // 5 // SAMPLE_STRIDE  # a fifth more than the sample's share, so that enough are left
     if some >= 100:
         floor = torch.topk(sample, some, sorted=False).values.min()
-        near = (~(values < floor)).nonzero().squeeze(1)  # nan is not less: it must travel, too
+        near = (~(values < floor)).nonzero().squeeze(1)  # nan is not less: it must be sent, too
         if len(near) >= count:
             return near[torch.topk(values[near], count, sorted=False).indices]
     return torch.topk(values, count, sorted=False).indices
@@ -218,22 +218,22 @@ class Matrix:
 
 
 class LowRank:
-    """PowerSGD (Vogels, Karimireddy, Jaggi 2019): each matrix travels as a product of two thin ones, P Q^T.
+    """PowerSGD (Vogels, Karimireddy, Jaggi 2019): each matrix is sent as a product of two thin ones, P Q^T.
 
     Each step makes one step of the power method, starting from the last one's Q; both factors go through any algorithm.
-    What the product misses is kept and added to the next gradient. Vectors, and matrices that would not get smaller,
-    travel uncompressed beside the P's.
+    The difference to the product is kept and added to the next gradient. Vectors, and matrices that would not get
+    smaller, are sent uncompressed together with the P's.
     """
 
     def __init__(
         self, mean_: Mean, shapes: list[torch.Size], dtype: torch.dtype, rank: int, seed: tuple[int, ...]
     ) -> None:
         self.mean_ = mean_
-        self.matrices, self.raw_ranges = _sort(shapes, rank)
+        self.matrices, self.raw_ranges = _select_matrices(shapes, rank)
         p_sizes = [m.rows * m.rank for m in self.matrices]
         q_sizes = [m.columns * m.rank for m in self.matrices]
         raw_sizes = [end - begin for begin, end in self.raw_ranges]
-        self.first = torch.empty(sum(p_sizes) + sum(raw_sizes), dtype=dtype)  # all P's and what travels uncompressed
+        self.first = torch.empty(sum(p_sizes) + sum(raw_sizes), dtype=dtype)  # all P's and what is sent uncompressed
         self.second = torch.empty(sum(q_sizes), dtype=dtype).normal_(generator=generator(*seed))  # all Q's, same start
         slices = list(self.first.split([*p_sizes, *raw_sizes]))
         self.p = [each.view(m.rows, m.rank) for each, m in zip(slices, self.matrices, strict=False)]
@@ -268,8 +268,8 @@ def _orthogonal(tall: Tensor) -> Tensor:
     return basis
 
 
-def _sort(shapes: list[torch.Size], rank: int) -> tuple[list[Matrix], list[tuple[int, int]]]:
-    """The tensors that travel as products, and the ranges of those that travel uncompressed."""
+def _select_matrices(shapes: list[torch.Size], rank: int) -> tuple[list[Matrix], list[tuple[int, int]]]:
+    """Return the tensors that are sent as products, and the ranges of those that are sent uncompressed."""
     matrices: list[Matrix] = []
     raw_ranges: list[tuple[int, int]] = []
     begin = 0

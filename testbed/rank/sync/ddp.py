@@ -26,7 +26,7 @@ UNFINISHED = "finished reduction in the prior iteration"  # in DDP's error, one 
 class Wrapped(DistributedDataParallel):
     """The wrapped model; raises SpecError with a way out where DDP raises about parameters without a gradient."""
 
-    mode = REFERENCE  # as the user spelled it
+    mode = REFERENCE  # in the user's spelling
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         try:
@@ -130,8 +130,10 @@ class DDP(BaseSynchronizer):
         return hook(self.module.process_group, bucket).then(lambda future: self._end_comm(token, future))
 
     def _timed_power(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-        """torch's PowerSGD. Each bucket is waited for: it makes three collectives, one after the other, and on Gloo
-        those of two buckets would mix, in another order on each rank.
+        """torch's PowerSGD. The hook waits for each bucket before the next.
+
+        A bucket needs three collectives, one after the other. On Gloo those of two buckets would mix, in another order
+        on each rank.
         """
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 

@@ -1,8 +1,8 @@
 """Pipeline: reduce under backward, update this rank's own shards, gather under the next forward.
 
 Same mathematics and same bytes as an all-reduce, but the second half of the communication is hidden behind the next
-forward, and each rank's optimizer updates 1/N of the parameters. All parameters lie in one flat buffer, last layer
-first. It is divided into buckets of the given size, wherever their limits fall, and each bucket into N shards. A
+forward, and each rank's optimizer updates 1/N of the parameters. All parameters are in one flat buffer, last layer
+first. It is divided into buckets of the given size, also inside a tensor, and each bucket into N shards. A
 layer's forward waits for its own buckets only.
 
     training loop   forward (waits for buckets) | backward: a hook copies each gradient and launches complete buckets
@@ -48,8 +48,8 @@ from testbed.spec.units import format_size
 MAX_BUCKETS = 256  # each has a thread
 MAX_ROUNDS = 512  # of reduce, and of gather: the number of a round is part of a message's tag
 LAST_BUCKETS = (8, 4, 2)  # the last buckets have 1/8, 1/4 and 1/2 of the usual size
-WINDOW_BYTES = 512 << 10  # given to Gloo and not yet taken by the kernel: enough to keep the wire busy
-UNSENT_BYTES = 128 << 10  # taken by a socket of the kernel and not yet sent
+WINDOW_BYTES = 512 << 10  # given to Gloo and not yet accepted by the kernel: enough to keep the link busy
+UNSENT_BYTES = 128 << 10  # accepted by a socket of the kernel and not yet sent
 TCP_NOTSENT_LOWAT = 25  # Linux's socket option; Python has no name for it
 GLOO_THREAD = "gloo_tcp_loop"  # the name of Gloo's thread that reads and writes its sockets
 
@@ -57,7 +57,7 @@ Urgency = tuple[int, ...]  # the smaller is sent first
 
 
 class Pipeline(BaseSynchronizer):
-    """What the loop calls, and what the thread of a bucket does in one step."""
+    """The synchronizer: what the training loop calls, and what the thread of a bucket does in one step."""
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         super().__init__(mode, group, timeline)
@@ -111,7 +111,7 @@ class Pipeline(BaseSynchronizer):
             else:
                 self._copy_gradient(parameter)
         self.readiness.finish()
-        self.forward.learn()
+        self.forward.finish_first_forward()
 
     def flush(self) -> None:
         self._wait_for(self.buckets)
@@ -143,7 +143,7 @@ class Pipeline(BaseSynchronizer):
     def _launch(self, number: int) -> None:
         """Give a bucket whose gradients are all complete to its thread."""
         receives = self.receives[number]
-        self._wait_for([receives.bucket])  # it is complete, unless a layer took no part in forward
+        self._wait_for([receives.bucket])  # it is complete, unless a layer was not called in forward
         receives.bucket.complete.clear()
         self._raise_failure()  # a failure before `clear` has set the event, and will not set it again
         receives.bucket.launched.put(receives)
@@ -225,7 +225,7 @@ class Pipeline(BaseSynchronizer):
         for bucket in self.buckets:
             bucket.complete.set()
         if self.clipping is not None:
-            self.clipping.abort()  # last: it blocks while the norm is on its way
+            self.clipping.abort()  # last: it blocks while the norm is being sent
 
 
 @dataclass(eq=False)
@@ -237,8 +237,10 @@ class Bucket:
     gradients: list[Tensor]
     values: list[Tensor]
     scratch: list[list[Tensor]]  # per round of reduce: where shards are received before they are added
-    parameters: list[Parameter]  # that lie in it, wholly or in part
-    complete: threading.Event = field(default_factory=threading.Event)  # all shards of the last step are here
+    parameters: list[Parameter]  # all that have at least one element in it
+    complete: threading.Event = field(
+        default_factory=threading.Event
+    )  # set when all shards of the last step have arrived
     launched: queue.SimpleQueue[Receives | None] = field(default_factory=queue.SimpleQueue)  # None: end of the thread
 
     def __post_init__(self) -> None:
@@ -312,20 +314,20 @@ class ForwardWaits:
             for module in model.modules()
         }
         self.called: set[Module] = set()
-        self.learned = False
+        self.first_done = False
         for module in self.buckets_of:
             module.register_forward_pre_hook(self._before)
 
     def _before(self, module: Module, inputs: Any) -> None:
-        if not self.learned:
+        if not self.first_done:
             self.called.add(module)
         self.wait(self.buckets_of[module])
 
-    def learn(self) -> None:
+    def finish_first_forward(self) -> None:
         """After the first forward: the whole model waits for the buckets of layers that were not called."""
-        if self.learned:
+        if self.first_done:
             return
-        self.learned = True
+        self.first_done = True
         never = [module for module in self.buckets_of if module not in self.called]
         self.buckets_of[self.model] = [
             *self.buckets_of[self.model],
@@ -368,13 +370,13 @@ class Sender:
 
     Whatever Gloo and the kernel have queued is sent before what is urgent, on every hop. So both queues are kept short:
     Gloo's by giving it little at a time, the kernel's by a limit on what its sockets may hold unsent. The kernel's own
-    limit is worth a tenth of a second at 400 Mbit, and a ring has 2(N-1) hops.
+    limit is a tenth of a second at 400 Mbit, and a ring has 2(N-1) hops.
     """
 
     def __init__(self, group: Group, fail: Callable[[Exception], None]) -> None:
         self._group, self._fail = group, fail
         self._waiting: list[tuple[Urgency, int, int, Callable[[], Work]]] = []
-        self._numbers = itertools.count()  # equally urgent ones are sent in the order they came
+        self._numbers = itertools.count()  # equally urgent messages are sent in the order of `put`
         self._changed = threading.Condition()
         self._stopped = False
         limit_unsent(UNSENT_BYTES)
@@ -427,7 +429,7 @@ class Sender:
 
 
 def limit_unsent(size: int) -> None:
-    """Limit the unsent bytes of every TCP socket of this process: Gloo does not give its sockets out."""
+    """Limit the unsent bytes of every TCP socket of this process, because Gloo does not expose its sockets."""
     for sock in tcp_sockets():
         with contextlib.suppress(OSError):  # a socket that was closed meanwhile
             sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, size)

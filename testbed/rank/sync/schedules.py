@@ -3,7 +3,7 @@
     GradientMean    after backward, before the update
     Overlap         during backward, each bucket as soon as its gradients are complete
     ParameterMean   every:K, parameters instead of gradients
-    AfterStep       after the update: a mistake that one course report made, kept as `placement = "after-step"`
+    AfterStep       after the update: the mistake of one published report (`placement = "after-step"`)
     Server          gradients up to rank 0, parameters down
 Pipeline (pipeline.py) and DDP (ddp.py) have modules of their own.
 """
@@ -30,7 +30,7 @@ from testbed.spec.mode import SyncMode
 
 
 class Averager(BaseSynchronizer):
-    """Gradients lie in one flat buffer per bucket, and each bucket has its coder. Subclasses say when they average."""
+    """Gradients are in one flat buffer per bucket, and each bucket has its coder. Subclasses decide when to average."""
 
     keeps_gradients = True
 
@@ -170,7 +170,7 @@ class ParameterMean(Averager):
 
 
 class Server(BaseSynchronizer):
-    """Parameter server: gradients go up to rank 0, which alone updates; parameters come down."""
+    """Parameter server: gradients go up to rank 0, only rank 0 updates, parameters come down."""
 
     keeps_gradients = True
 
@@ -210,11 +210,11 @@ def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline, seed
         return Server(mode, group, timeline)
     if mode.schedule == "pipeline":
         return Pipeline(mode, group, timeline)
-    shape: type[GradientMean | Overlap | ParameterMean | AfterStep] = GradientMean
+    averager: type[GradientMean | Overlap | ParameterMean | AfterStep] = GradientMean
     if mode.schedule == "overlap":
-        shape = Overlap
+        averager = Overlap
     elif placement == "after-step":
-        shape = AfterStep
+        averager = AfterStep
     elif mode.every > 1:
-        shape = ParameterMean
-    return shape(mode, group, timeline, find_mean(mode.algorithm), seed)
+        averager = ParameterMean
+    return averager(mode, group, timeline, find_mean(mode.algorithm), seed)

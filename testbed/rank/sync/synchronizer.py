@@ -1,4 +1,4 @@
-"""Synchronizer: the interface between the training loop, which names no mode, and the modes, which know no loop."""
+"""Synchronizer: the interface between the training loop and the modes. The loop has no code for any single mode."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class Synchronizer(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What the mode itself holds between two steps, after `flush`, for a checkpoint."""
+        """The state that the mode keeps between two steps, for a checkpoint; call `flush` before."""
         ...
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` returned; after `attach`."""
+        """Restore what `state` returned; call `attach` before."""
         ...
 
     def close(self) -> None:
-        """Finish all communication; average the parameters if the mode let replicas drift."""
+        """Finish all communication; average the parameters if the replicas differ."""
         ...
 
 
@@ -100,11 +100,11 @@ class BaseSynchronizer:
         """Nothing is on the wire between steps."""
 
     def state(self) -> dict[str, Tensor]:
-        """Nothing beyond what model and optimizer hold."""
+        """Nothing but the state of model and optimizer."""
         return {}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Nothing to take over."""
+        """Nothing to restore."""
 
     def close(self) -> None:
         """Nothing to finish."""

@@ -26,8 +26,8 @@ def draw(runs: Sequence[FaultedRun]) -> list[Plot]:
     kinds: dict[str, FaultedRun] = {}
     for run in timed:
         kinds.setdefault(f"{run.episodes[0].fault.split(':')[0]} {run.row[-1]}", run)
-    alone = [_run(run, f"fault-{number}") for number, run in enumerate(list(kinds.values())[:MAX_RUNS], start=1)]
-    return [*([_noticed(noticed)] if len(noticed) > 1 else []), *alone]
+    single_runs = [_run(run, f"fault-{number}") for number, run in enumerate(list(kinds.values())[:MAX_RUNS], start=1)]
+    return [*([_noticed(noticed)] if len(noticed) > 1 else []), *single_runs]
 
 
 def _noticed(runs: Sequence[FaultedRun]) -> Plot:
@@ -69,8 +69,7 @@ def _run(run: FaultedRun, name: str) -> Plot:
         if episode.end is not None:
             span = (episode.begin - zero, min(episode.end - zero, last) - (episode.begin - zero))
             made.axes.broken_barh([span], (episode.rank - 0.3, 0.6), facecolor=FAULT, alpha=0.45)
-    saw = set(run.noticed)
-    for rank, at in saw:
+    for rank, at in set(run.noticed):
         made.axes.plot([at - zero], [rank], "D", color=INK, markersize=6)
     for rank, at, code in run.ended:
         if code not in (0, 6):

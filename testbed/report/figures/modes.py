@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.patches import Patch
 
 from testbed.report import findings, stats
-from testbed.report.figures.style import COLOURS, ROW, Canvas, Plot, colour, legend_below, plot, rows
+from testbed.report.figures.style import COLOURS, ROW_INCHES, Canvas, Plot, colour, legend_below, plot, rows
 from testbed.report.model import Cell, Chapter
 
 COMPUTE, COPIES, EXPOSED, REST, WAITING, BOUND, INK = (
@@ -15,7 +15,7 @@ COMPUTE, COPIES, EXPOSED, REST, WAITING, BOUND, INK = (
 )
 
 
-def rows_of(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW, extra: float = 1.25) -> Canvas:
+def rows_of(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW_INCHES, extra: float = 1.25) -> Canvas:
     """One row per cell, its name in the colour of its algorithm."""
     return rows([cell.spec.mode.algorithm for cell in cells], names, per_row, extra)
 

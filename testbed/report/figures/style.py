@@ -44,9 +44,9 @@ COLOURS: dict[str, tuple[str, str]] = {
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
-WIDTH = 5.4  # inches; the same for all figures, so that their text has one size on the page
-TITLE = 0.52  # inches above the axes for the finding; cut off on the page, which prints the finding itself
-ROW = 0.42  # inches per bar
+WIDTH_INCHES = 5.4  # the same for all figures, so that their text has one size on the page
+TITLE_INCHES = 0.52  # above the axes for the finding; cut off on the page, which prints the finding itself
+ROW_INCHES = 0.42  # per bar
 
 plt.rcParams.update(
     {
@@ -75,7 +75,7 @@ plt.rcParams.update(
         "hatch.color": COLOURS["exposed"][0],
         "hatch.linewidth": 1.4,
         "svg.fonttype": "none",
-        "text.parse_math": False,  # run folders come from strangers: a dollar sign must not start a formula
+        "text.parse_math": False,  # run folders may come from other users: a dollar sign must not start a formula
         "path.simplify": True,
     }
 )
@@ -116,10 +116,15 @@ def canvas(
     height: float = 3.5, left: float = 0.7, bottom: float = 0.62, right: float = 0.15, top: float = 0.12
 ) -> Canvas:
     """An empty figure; margins in inches."""
-    whole = height + TITLE
-    figure = Figure(figsize=(WIDTH, whole))
-    place = (left / WIDTH, bottom / whole, 1 - (left + right) / WIDTH, 1 - (bottom + top + TITLE) / whole)
-    return Canvas(figure, figure.add_axes(place))
+    whole = height + TITLE_INCHES
+    figure = Figure(figsize=(WIDTH_INCHES, whole))
+    box = (
+        left / WIDTH_INCHES,
+        bottom / whole,
+        1 - (left + right) / WIDTH_INCHES,
+        1 - (bottom + top + TITLE_INCHES) / whole,
+    )
+    return Canvas(figure, figure.add_axes(box))
 
 
 def colour(algorithm: str) -> str:
@@ -127,7 +132,7 @@ def colour(algorithm: str) -> str:
     return COLOURS.get(algorithm, COLOURS["own"])[0]
 
 
-def rows(algorithms: Sequence[str], names: Sequence[str], per_row: float = ROW, extra: float = 1.25) -> Canvas:
+def rows(algorithms: Sequence[str], names: Sequence[str], per_row: float = ROW_INCHES, extra: float = 1.25) -> Canvas:
     """Horizontal rows whose names have the colours of these algorithms."""
     made = strips(names, per_row, extra)
     for tick, algorithm in zip(made.axes.get_yticklabels(), algorithms, strict=True):
@@ -195,12 +200,11 @@ def _inline(svg: str, name: str, finding: str, height: float) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r'<g id="title">.*?</g>', "", svg, flags=re.S)
-    box = f'viewBox="0 {TITLE * 72:g} {WIDTH * 72:g} {(height - TITLE) * 72:g}"'
+    box = f'viewBox="0 {TITLE_INCHES * 72:g} {WIDTH_INCHES * 72:g} {(height - TITLE_INCHES) * 72:g}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
     opening += f'aria-label="{html.escape(finding)}">'
-    svg = re.sub(
-        r"<svg[^>]*>", lambda _: opening, svg, count=1
-    )  # a function, not a template: a finding may contain a backslash
+    # A function as replacement, because a finding may contain a backslash.
+    svg = re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)
     prefix = re.sub(r"[^a-z0-9]+", "-", name.lower())
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     names = {light: key for key, (light, _) in COLOURS.items()}

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from testbed.report.findings import Check
-from testbed.report.page import Part, write
+from testbed.report.page import Section, write
 from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 MODES = ("single", "none", "gather", "allreduce", "ring", "ddp")
 
 
-def part_of(folder: Path) -> Part:
-    return write([folder], folder).parts[0]
+def part_of(folder: Path) -> Section:
+    return write([folder], folder).sections[0]
 
 
-def findings(part: Part) -> dict[str, str]:
+def findings(part: Section) -> dict[str, str]:
     """The finding of each figure, by the figure's name."""
     return {plot.name: plot.finding for plot in part.plots}
 
@@ -33,26 +33,26 @@ def check_of(folder: Path, name: str) -> Check:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Part:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Section:
     folder = tmp_path_factory.mktemp("quick")
     for seed, mode in enumerate(MODES):
         make_run(folder / mode, Conditions(compute=1.6, seed=seed), mode=mode, experiment="quick", **LINK)
     return part_of(folder)
 
 
-def test_the_headline_names_the_fastest_and_the_slowest_mode(quick: Part) -> None:
+def test_the_headline_names_the_fastest_and_the_slowest_mode(quick: Section) -> None:
     assert re.search(
         r"At 500 Mbit/s each way ddp is 3\.\d times as fast as gather, and 1\.\d+ times as fast as one",
         quick.verdict.headline,
     )
 
 
-def test_the_reasons_are_in_bytes_and_seconds(quick: Part) -> None:
+def test_the_reasons_are_in_bytes_and_seconds(quick: Section) -> None:
     why = " ".join(quick.verdict.why)
     assert "222 MB a step through rank 0's link" in why and "55 MB" in why and "The network limits ddp" in why
 
 
-def test_all_checks_pass_on_good_runs(quick: Part) -> None:
+def test_all_checks_pass_on_good_runs(quick: Section) -> None:
     checks = {check.text.partition(":")[0]: check.ok for check in quick.verdict.checks}
     assert checks == {"Rates": True, "Replicas": True, "Bytes": True, "Times": True, "Control": True}
 
@@ -89,7 +89,7 @@ def test_the_control_check_is_of_processor_time_and_not_of_the_clock(tmp_path: P
     make_run(tmp_path / "none", Conditions(compute=2.0, cpu=0.9), mode="none", **LINK)
     make_run(tmp_path / "ring", Conditions(compute=3.0, cpu=cpu), mode="ring", **LINK)
     control = check_of(tmp_path, "Control")
-    assert control.ok is ok and re.search(r"By the clock it is at most (4[5-9]|5\d) % off", control.text)
+    assert control.ok is ok and re.search(r"In wall-clock time it is at most (4[5-9]|5\d) % off", control.text)
 
 
 @pytest.mark.parametrize(("recorded", "ok"), [(True, True), (False, False)])
@@ -103,7 +103,7 @@ def test_copies_are_no_difference_to_the_control_if_they_are_recorded_as_copies(
     control = check_of(tmp_path, "Control")
     assert control.ok is ok, control.text
     if recorded:
-        assert re.search(r"Copies are counted apart: at most [12]\d % of a step \(ring\)", control.text)
+        assert re.search(r"Copies are counted separately: at most [12]\d % of a step \(ring\)", control.text)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_bucket_sizes_and_every_k_have_their_figures(tmp_path: Path) -> None:
 def test_exact_modes_differ_by_rounding_and_others_train_another_model(tmp_path: Path, other: str, said: str) -> None:
     make_run(tmp_path / "runs" / "ring", Conditions(loss_rate=0.05), mode="ring")
     make_run(tmp_path / "runs" / "other", Conditions(loss_rate=0.06), mode=other)
-    (part,) = write([tmp_path / "runs"], tmp_path).parts
+    (part,) = write([tmp_path / "runs"], tmp_path).sections
     assert said in next(plot.finding for plot in part.plots if plot.name == "loss-by-iteration")
 
 
