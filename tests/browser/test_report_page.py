@@ -70,7 +70,7 @@ def page(request: pytest.FixtureRequest, browser: Any, report: Report, tmp_path:
 def test_every_figure_is_drawn(page: Any, report: Report) -> None:
     figures = page.locator("figure svg")
     assert report.faults and report.faults.plots
-    assert figures.count() == sum(len(part.plots) for part in [*report.parts, report.faults]) > 8
+    assert figures.count() == sum(len(part.plots) for part in [*report.sections, report.faults]) > 8
     for k in range(figures.count()):
         box = figures.nth(k).bounding_box()
         assert box["width"] > 250 and box["height"] > 80

@@ -37,15 +37,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
 def test_a_run_that_failed_is_listed_and_in_no_table(made: tuple[Report, str]) -> None:
     report, page = made
     assert [skipped.path.name for skipped in report.skipped] == ["dead"] and "rank 2 died" in page
-    assert all(row[0] != "tree" for table in report.parts[0].tables for row in table.rows)
+    assert all(row[0] != "tree" for table in report.sections[0].tables for row in table.rows)
 
 
 def test_every_figure_and_table_is_also_a_file(made: tuple[Report, str]) -> None:
     report, _ = made
     files = {path.name for path in (report.page.parent / "report").iterdir()}
-    for plot in report.parts[0].plots:
+    for plot in report.sections[0].plots:
         assert {f"quick-{plot.name}.svg", f"quick-{plot.name}.png"} <= files
-    assert {f"quick-{table.name}.csv" for table in report.parts[0].tables} <= files
+    assert {f"quick-{table.name}.csv" for table in report.sections[0].tables} <= files
     assert {"report.md", "summary.json"} <= files
     figures = json.loads((report.page.parent / "report" / "summary.json").read_text())
     assert [cell["mode"] for cell in figures["experiments"]["quick"]] == list(MODES)
@@ -151,7 +151,7 @@ def test_the_command_prints_no_control_characters(tmp_path: Path) -> None:
 
 def test_a_single_run_makes_a_report(tmp_path: Path) -> None:
     make_run(tmp_path / "only", mode="single", steps=4, evaluate="never")
-    assert write([tmp_path / "only"], tmp_path).parts[0].verdict.headline.startswith("One node takes")
+    assert write([tmp_path / "only"], tmp_path).sections[0].verdict.headline.startswith("One node takes")
 
 
 @pytest.mark.quiet
@@ -164,5 +164,5 @@ def test_two_hundred_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
     begun = time.process_time()
     report = write([tmp_path], tmp_path)
     taken = time.process_time() - begun
-    assert len(report.parts[0].tables[0].rows) == 200
+    assert len(report.sections[0].tables[0].rows) == 200
     assert taken < 10, f"{taken:.1f} s"

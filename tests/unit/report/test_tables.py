@@ -24,7 +24,7 @@ def cell_of(folder: Path) -> Cell:
 def test_the_split_of_a_step_shows_copies(tmp_path: Path) -> None:
     for mode in ("none", "ring"):
         make_run(tmp_path / mode, Conditions(copies=0.125), mode=mode, **LINK)
-    split = next(table for table in write([tmp_path], tmp_path).parts[0].tables if table.name == "split")
+    split = next(table for table in write([tmp_path], tmp_path).sections[0].tables if table.name == "split")
     rows = {row[0]: dict(zip(split.header, row, strict=True)) for row in split.rows}
     assert (rows["none"]["copies"], rows["ring"]["copies"]) == ("0.000", "0.125")
 
@@ -33,7 +33,7 @@ def test_received_bytes_are_in_the_table_and_in_summary_json(tmp_path: Path) -> 
     summary = make_run(tmp_path / "gather", mode="gather", **LINK)
     changed = summary.model_copy(update={"received_per_step": [6e6, 1e6, 2e6, 3e6]})
     (tmp_path / "gather" / "summary.json").write_text(changed.model_dump_json(by_alias=True))
-    (part,) = write([tmp_path], tmp_path).parts
+    (part,) = write([tmp_path], tmp_path).sections
     table = next(table for table in part.tables if table.name == "bytes")
     row = dict(zip(table.header, table.rows[0], strict=True))
     assert (row["received, rank 0"], row["received, others"]) == ("6.00", "2.00")
@@ -52,7 +52,7 @@ def test_utilisation_of_a_slow_link_is_by_its_own_rate(tmp_path: Path) -> None:
 def test_what_was_not_recorded_is_a_dash_and_not_zero(tmp_path: Path) -> None:
     make_run(tmp_path / "plain", mode="ring", spans=False, **LINK)
     make_run(tmp_path / "ring", mode="ring", **LINK)
-    part = write([tmp_path], tmp_path).parts[0]
+    part = write([tmp_path], tmp_path).sections[0]
     split = next(table for table in part.tables if table.name == "split")
     rows = {row[2] == "-": row for row in split.rows}
     assert rows[True][2:] == ["-"] * 9 and rows[False][3] != "-"
@@ -82,7 +82,7 @@ def test_workers_by_batch_has_three_tables(tmp_path: Path) -> None:
         for nodes in (2, 4):
             made = Conditions(compute=batch / 32)
             make_run(tmp_path / f"ddp-{batch}-{nodes}", made, mode="ddp", nodes=nodes, **values)
-    tables = {table.name: table for table in write([tmp_path], tmp_path).parts[0].tables}
+    tables = {table.name: table for table in write([tmp_path], tmp_path).sections[0].tables}
     assert {"workers-time", "workers-split", "workers-bandwidth"} <= set(tables)
     assert [row[0] for row in tables["workers-time"].rows] == ["1", "2", "4"]
     speed_up = [float(row[2]) for row in tables["workers-time"].rows]

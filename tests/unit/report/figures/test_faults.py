@@ -35,7 +35,7 @@ def test_the_page_has_a_section_with_a_row_and_a_figure(tmp_path: Path) -> None:
     make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
     made = write([tmp_path / "runs"], tmp_path)
     page = made.page.read_text()
-    assert made.parts == [] and 'id="faults-fault-1"' in page and 'id="faults-faults"' in page
+    assert made.sections == [] and 'id="faults-fault-1"' in page and 'id="faults-faults"' in page
     assert "all other ranks notice after 0.30 s and name it" in page
     assert FAULT in (tmp_path / "report" / "faults-faults.csv").read_text()
     assert FAULT in (tmp_path / "report" / "report.md").read_text()
