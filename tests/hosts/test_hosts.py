@@ -102,7 +102,7 @@ def test_each_problem_is_one_line_with_its_fix_and_other_hosts_go_on(nodes: Node
             lines = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
             by_host = {line.split()[1].rstrip(":"): line for line in lines}
             assert set(by_host) == {"node1", "node2", "node3", "node4", "node5"}, done.stdout
-            assert "Is it up" in by_host["node1"] and "ssh-copy-id" in by_host["node2"]
+            assert "Check that the host is up" in by_host["node1"] and "ssh-copy-id" in by_host["node2"]
             assert "has changed" in by_host["node3"] and "ssh-keygen -R" in by_host["node3"]
             assert "disk full" in by_host["node4"] and "docker system prune" in by_host["node4"]
             assert "no Docker engine" in by_host["node5"] and "apt-get install docker.io" in by_host["node5"]

@@ -29,7 +29,7 @@ from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse, req
 from testbed.spec.inventory import DEFAULT, VARIABLE, Inventory, read_inventory
 
 if TYPE_CHECKING:
-    from testbed.control.substrates.hosts.runs import Found, Part
+    from testbed.control.substrates.hosts.runs import RankOnHost, RunOnHosts
 
 DEFAULT_DATA = "cifar10"
 app = typer.Typer(
@@ -182,15 +182,15 @@ def sweep(
 def status(inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
     """List your runs on the hosts, finished and unfinished."""
     with _runs(HostsOptions.read(inventory, accept_new)) as (runs, problems):
-        rows = [_status_row(found.id, part) for found in runs for part in found.parts]
+        rows = [_status_row(found.id, on_host) for found in runs for on_host in found.ranks]
     console.print(format_table(("run", "rank", "host", "state", "steps", "code"), rows) if rows else "no runs")
     raise typer.Exit(_print_problems(problems))
 
 
-def _status_row(run: str, part: Part) -> tuple[str, ...]:
-    code = "-" if part.code is None else str(part.code)
-    rank = "-" if part.rank is None else f"rank {part.rank}"
-    return run, rank, part.host.name, part.state, str(part.step + 1), code
+def _status_row(run: str, on_host: RankOnHost) -> tuple[str, ...]:
+    code = "-" if on_host.code is None else str(on_host.code)
+    rank = "-" if on_host.rank is None else f"rank {on_host.rank}"
+    return run, rank, on_host.host.name, on_host.state, str(on_host.step + 1), code
 
 
 @app.command()
@@ -206,10 +206,10 @@ def logs(
     with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
         from testbed.control.substrates.hosts.runs import last_lines
 
-        for name, part in ((found.id, part) for found in runs for part in found.parts):
-            console.print(f"== {name}, rank {part.rank} on {part.host} ({part.state})")
+        for name, on_host in ((found.id, on_host) for found in runs for on_host in found.ranks):
+            console.print(f"== {name}, rank {on_host.rank} on {on_host.host} ({on_host.state})")
             with _keep_errors(problems):
-                console.print(last_lines(part, int(lines)), end="")
+                console.print(last_lines(on_host, int(lines)), end="")
     raise typer.Exit(_print_problems(problems))
 
 
@@ -270,7 +270,7 @@ def clean(
 
 
 @contextmanager
-def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[Found], list[TestbedError]]]:
+def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[RunOnHosts], list[TestbedError]]]:
     """Yield our runs on the hosts that answer, and the problems of the others, a list to which the caller may add."""
     from testbed.control.substrates.hosts.group import connected
     from testbed.control.substrates.hosts.runs import check_name, find

@@ -66,7 +66,7 @@ class Delivery:
 
 
 def deploy(outcomes: Sequence[Outcome[Host]], data: Sequence[str], progress: TransferProgress) -> list[Delivery]:
-    """Send to all connected hosts; each host's row holds its error, if any."""
+    """Send image and data to all connected hosts. Return a row per host, with its error if it failed."""
     check_data(data)
     archives = Archives(progress)
     rows = {outcome.host.name: Delivery(outcome.host.name, error=outcome.error) for outcome in outcomes}
@@ -93,7 +93,7 @@ def check_data(names: Sequence[str]) -> None:
 
 
 def sendable(name: str) -> list[str]:
-    """The data sets to send for a data set's name: none for a generated one."""
+    """Return the data sets to send for a data set's name: none if its images are generated."""
     return [] if name in DATASETS and dataset_info(name).generated else [name]
 
 
@@ -113,17 +113,17 @@ def _send_image(host: Host, archives: Archives, progress: TransferProgress) -> s
 
 def _send_data(host: Host, name: str, archives: Archives, progress: TransferProgress) -> str:
     """Unpack into a second folder, verify there, then rename: a data set on a host is complete or missing."""
-    who = account(host)
-    target, staged = who.data / name, who.data / f".{name}.partial"
+    user = account(host)
+    target, staged = user.data / name, user.data / f".{name}.partial"
     wanted = archives.digests(name)
-    if _remote_digests(host, who, name, wanted) == wanted:
+    if _remote_digests(host, user, name, wanted) == wanted:
         return "there already"
     archive = archives.data(name)
     host.run(["rm", "-rf", str(staged)], QUERY_TIMEOUT_S)
     host.run(["mkdir", "-p", str(staged)], QUERY_TIMEOUT_S)
     _check_space(host, free_bytes(host, str(staged)), archive, name)
     _send(host, name, archive, ["tar", "-xzf", "-", "-C", str(staged)], progress)
-    if _remote_digests(host, who, f".{name}.partial", wanted) != wanted:
+    if _remote_digests(host, user, f".{name}.partial", wanted) != wanted:
         host.run(["rm", "-rf", str(staged)], QUERY_TIMEOUT_S)
         raise HostFailed(f"{host}: data {name} arrived with wrong checksums and was deleted. Run fab deploy again")
     host.run(["rm", "-rf", str(target)], QUERY_TIMEOUT_S)
@@ -131,9 +131,9 @@ def _send_data(host: Host, name: str, archives: Archives, progress: TransferProg
     return "sent"
 
 
-def _remote_digests(host: Host, who: Account, folder: str, wanted: dict[str, str]) -> dict[str, str]:
-    """SHA-256 of the files on the host, by name; empty if one is missing."""
-    paths = [str(who.data / folder / name) for name in sorted(wanted)]
+def _remote_digests(host: Host, user: Account, folder: str, wanted: dict[str, str]) -> dict[str, str]:
+    """Return the SHA-256 of the files on the host, by name; empty if one is missing."""
+    paths = [str(user.data / folder / name) for name in sorted(wanted)]
     try:
         text = host.run(["sha256sum", "--", *paths], TRANSFER_TIMEOUT_S)
     except CommandFailed:
@@ -162,7 +162,7 @@ def _send(host: Host, what: str, archive: Archive, argv: Sequence[str], progress
         progress.end(host.name, what)
 
 
-# --- archives ---
+# Archives
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Archive:
 
 
 class Archives:
-    """Makes each archive when the first host needs it, once for all."""
+    """Makes each archive when the first host needs it; the other hosts use the same file."""
 
     def __init__(self, progress: TransferProgress) -> None:
         self._progress = progress
@@ -189,7 +189,7 @@ class Archives:
         return self._make_once(name, lambda: pack_data(name, self.digests(name)))
 
     def digests(self, name: str) -> dict[str, str]:
-        """SHA-256 of every file of a data set, by its name."""
+        """Return the SHA-256 of every file of a data set, by name."""
         if name not in self._digests:
             paths = [*(array_path(name, data_dir(), array) for array in ARRAYS), data_dir() / name / MARKER]
             self._digests[name] = {path.name: _digest(path) for path in paths}
@@ -204,7 +204,7 @@ class Archives:
 
 
 def cache_dir() -> Path:
-    """Where archives are kept."""
+    """Return the folder of the archives."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "testbed"
 
 
@@ -268,7 +268,7 @@ def _tar(folder: Path, names: list[str], out: BinaryIO) -> None:
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without an owner and readable by all: the user on the host has another uid."""
+    """Remove the owner and make the file readable for all, because the user on the host has another uid."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     info.mode = 0o644

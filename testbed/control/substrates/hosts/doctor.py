@@ -104,7 +104,7 @@ def _disk(row: Row) -> str:
 
 
 def _check_master(rows: Sequence[Row]) -> str:
-    """Return rank 0's address; if it cannot be asked, the address in the inventory."""
+    """Fill rank 0's interface and return its address; if that fails, the address in the inventory."""
     first = rows[0]
     if first.cells["reachable"] == "yes":
         first.fill("interface", lambda: _interface(first, lambda: first_endpoint(first.host, _second_address(rows))))
@@ -128,7 +128,7 @@ def _interface(row: Row, find: Callable[[], Endpoint]) -> str:
 
 
 def _check_ports(rows: Sequence[Row]) -> None:
-    """Test ports between all pairs by a program of the image; hosts without the image get "after deploy"."""
+    """Test ports between all pairs with a program of the image; hosts without the image get "after deploy"."""
     able = [row for row in rows if row.end is not None and row.image is not None]
     for row in rows:
         if row.cells["reachable"] == "yes" and row not in able:
@@ -158,6 +158,6 @@ def _fill_ports(row: Row, outcome: Outcome[Reachability], able: Sequence[Row]) -
         names = ", ".join(able[other].host.name for other in answer.missing)
         row.cells["ports"] = f"not with {names}"
         problem = f"{row.host}: no connection to and from {names} at port {NODE_PORT}"
-        row.problems.append(f"{problem}. Is there a firewall between them?")
+        row.problems.append(f"{problem}. Check firewalls between them")
     else:
         row.cells["ports"] = f"free, {len(able) - 1} reached"

@@ -1,6 +1,6 @@
 """Facts about one host and about the hosts together: account, engine, image, disk, interface, reachability.
 
-Each function asks by argument lists and returns the answer, or raises HostFailed with the fix.
+Each function runs commands on the hosts and returns what they print, or raises HostFailed with the fix.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ PORT_ATTEMPTS = 3
 
 
 def run_id(folder: Path) -> str:
-    """The name of a run on hosts: the folder's name with safe characters only, and a random suffix."""
+    """Return a name for a run on hosts: the folder's name with safe characters only, and a random suffix."""
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", folder.name).strip("_.-")[:100] or "run"
     return f"{slug}-{secrets.token_hex(3)}"
 
 
-# --- account, engine, image, disk ---
+# Account, engine, image, disk
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,13 @@ class Account:
 
 
 def account(host: Host) -> Account:
+    """Return uid, gid and home folder of the user that we log in as."""
     uid, gid, home = host.run(["sh", "-c", "id -u; id -g; cd && pwd -P"], QUERY_TIMEOUT_S).splitlines()
     return Account(int(uid), int(gid), PurePosixPath(home))
 
 
 def engine_version(host: Host) -> str:
-    """The version of the engine; HostFailed if none answers."""
+    """Return the version of the engine. Raises HostFailed if none answers."""
     try:
         return host.run(server_version_argv(), QUERY_TIMEOUT_S).strip()
     except CommandFailed as error:
@@ -90,7 +91,7 @@ def _no_engine(error: CommandFailed) -> str:
 
 
 def image_content(host: Host) -> str | None:
-    """The content hash of the image there; None without an image."""
+    """Return the content hash of the image on the host; None if it has no image. Raises HostFailed."""
     try:
         return host.run(image_content_argv(), QUERY_TIMEOUT_S).strip() or None
     except CommandFailed as error:
@@ -108,16 +109,16 @@ def remove_containers(host: Host, label: str) -> int:
 
 
 def free_engine_bytes(host: Host) -> int:
-    """Free space where the engine keeps its images."""
+    """Return the free space where the engine stores images."""
     return free_bytes(host, host.run(info_argv("DockerRootDir"), QUERY_TIMEOUT_S).strip())
 
 
 def free_bytes(host: Host, path: str) -> int:
-    """Free space of the file system that holds `path`; this needs no permission to read inside `path`."""
+    """Return the free space of the file system of `path`, which need not be readable."""
     return int(host.run(["df", "--block-size=1", "--output=avail", path], QUERY_TIMEOUT_S).split()[-1])
 
 
-# --- interface and address ---
+# Interface and address
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Endpoint:
 
 
 def find_endpoints(hosts: Sequence[Host]) -> list[Endpoint]:
-    """Interface and address of every rank: rank 0's first, because the others' follow from the route to it."""
+    """Return interface and address of every rank: rank 0 first, because the others use the route to it."""
     first = first_endpoint(hosts[0], hosts[1].node.address if len(hosts) > 1 else None)
     found = [first, *results_or_raise(run_on_all(hosts[1:], lambda host: endpoint(host, first.address)))]
     check_distinct(hosts, found)
@@ -137,19 +138,19 @@ def find_endpoints(hosts: Sequence[Host]) -> list[Endpoint]:
 
 
 def first_endpoint(host: Host, towards: str | None) -> Endpoint:
-    """Rank 0's: the inventory's interface, else the route to the next host, else (a single host) the loopback."""
+    """Return rank 0's endpoint: the inventory's interface, else the route to rank 1, else (one host) the loopback."""
     if host.node.interface:
         return _endpoint_of(host, host.node.interface)
     return _endpoint_towards(host, towards) if towards else Endpoint("lo", "127.0.0.1")
 
 
 def endpoint(host: Host, master: str) -> Endpoint:
-    """Any other rank's: the inventory's interface, else the route to rank 0."""
+    """Return another rank's endpoint: the inventory's interface, else the route to rank 0."""
     return _endpoint_of(host, host.node.interface) if host.node.interface else _endpoint_towards(host, master)
 
 
 def _endpoint_of(host: Host, interface: str) -> Endpoint:
-    """The interface's first address with global scope, IPv4 before IPv6."""
+    """Return the interface's first address with global scope, IPv4 before IPv6."""
     try:
         found = _ip(host, "address", "show", "dev", interface)
     except CommandFailed as error:
@@ -162,7 +163,7 @@ def _endpoint_of(host: Host, interface: str) -> Endpoint:
 
 
 def _endpoint_towards(host: Host, target: str) -> Endpoint:
-    """What the host's routes use to reach `target`, an address or a name that the host can resolve."""
+    """Return the interface and source address of the route to `target`, an address or a name that the host resolves."""
     address = target if re.fullmatch(r"[0-9.]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*", target) else _resolve(host, target)
     try:
         route = _ip(host, "route", "get", address)[0]
@@ -182,7 +183,7 @@ def _resolve(host: Host, name: str) -> str:
 
 
 def _ip(host: Host, *argv: str) -> Any:
-    """The JSON output of `ip` on the host; if the host has no `ip`, that of the image."""
+    """Return the JSON output of `ip` on the host; without that command, of `ip` in the image."""
     try:
         return json.loads(host.run(["ip", "-json", *argv], QUERY_TIMEOUT_S) or "[]")
     except CommandFailed as error:
@@ -203,7 +204,7 @@ def check_distinct(hosts: Sequence[Host], ends: Sequence[Endpoint]) -> None:
             raise NetworkInvalid(f"{problem}. {fix}")
 
 
-# --- reachability: every host listens at a port and connects to all the others ---
+# Reachability: every host listens at a port and connects to all other hosts
 
 
 @dataclass(frozen=True)
@@ -219,11 +220,11 @@ def try_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int)
     source = Path(reachability.__file__).read_text(encoding="utf-8")
     addresses = ",".join(end.address for end in ends)
 
-    def ask(host: Host) -> Reachability:
+    def try_host(host: Host) -> Reachability:
         argv = docker_run_argv(NOBODY_USER, "python3", "-c", source, str(hosts.index(host)), str(port), addresses)
         return Reachability(**json.loads(host.run(argv, reachability.TIMEOUT_S + QUERY_TIMEOUT_S)))
 
-    return run_on_all(hosts, ask)
+    return run_on_all(hosts, try_host)
 
 
 def check_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int) -> None:
@@ -236,7 +237,7 @@ def check_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: in
     pairs = {frozenset((rank, other)) for rank, answer in enumerate(answers) for other in answer.missing}
     if pairs:
         missing = ", ".join(f"{hosts[a]} and {hosts[b]}" for a, b in sorted(map(sorted, pairs)))
-        fix = "Is there a firewall between them, or the wrong interface in the inventory?"
+        fix = "Check firewalls between them and the interfaces in the inventory"
         raise NetworkInvalid(f"hosts do not reach each other at port {port}, each way: {missing}. {fix}")
 
 

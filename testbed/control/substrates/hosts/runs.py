@@ -1,4 +1,4 @@
-"""Runs on hosts after their controller has gone: find, stop, collect and remove them."""
+"""Runs on hosts whose controller has ended: find, stop, collect and remove them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from testbed.control.substrates.hosts.node import (
     remove_containers,
 )
 from testbed.control.substrates.hosts.ssh import Host
-from testbed.control.substrates.hosts.substrate import NOTE, STOP_GRACE_S, remove_run, write_note
+from testbed.control.substrates.hosts.substrate import HOSTS_FILE, STOP_GRACE_S, remove_run, write_hosts_file
 from testbed.results.conclude import Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, runs_dir
 from testbed.results.receipt import Receipt
@@ -48,8 +48,8 @@ RECORDS = re.compile(r"rank(\d{1,4})\.jsonl", re.ASCII)
 
 
 @dataclass
-class Part:
-    """One host's part of a run: its folder, its rank, and the state of its container."""
+class RankOnHost:
+    """What one host has of a run: a folder, a rank, and the state of its container."""
 
     host: Host
     run_dir: PurePosixPath
@@ -65,18 +65,18 @@ class Part:
 
 
 @dataclass
-class Found:
+class RunOnHosts:
     """A run that was found on hosts."""
 
     id: str
-    parts: list[Part] = field(default_factory=list)
+    ranks: list[RankOnHost] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
-        return any(part.running for part in self.parts)
+        return any(on_host.running for on_host in self.ranks)
 
 
-# --- find ---
+# Find
 
 
 def check_name(run: str | None) -> None:
@@ -85,42 +85,42 @@ def check_name(run: str | None) -> None:
         raise UsageError(f"--run {run!r}: not the name of a run. `fab status` lists them.")
 
 
-def find(hosts: Sequence[Host], only: str | None = None) -> tuple[list[Found], list[TestbedError]]:
-    """Return our runs on these hosts, sorted by name, and the errors of hosts that could not be asked."""
+def find(hosts: Sequence[Host], only: str | None = None) -> tuple[list[RunOnHosts], list[TestbedError]]:
+    """Return our runs on these hosts, sorted by name, and the errors of hosts that did not answer."""
     check_name(only)
-    found: dict[str, Found] = {}
-    outcomes = run_on_all(hosts, _parts_on)
-    for parts in (outcome.value or {} for outcome in outcomes):
-        for run, part in parts.items():
+    found: dict[str, RunOnHosts] = {}
+    outcomes = run_on_all(hosts, _ranks_on)
+    for ranks in (outcome.value or {} for outcome in outcomes):
+        for run, on_host in ranks.items():
             if only in (None, run):
-                found.setdefault(run, Found(run)).parts.append(part)
+                found.setdefault(run, RunOnHosts(run)).ranks.append(on_host)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if only is not None and not found:
         errors.append(UsageError(f"--run {only}: not on these hosts. `fab status` lists what is."))
     return [found[run] for run in sorted(found)], errors
 
 
-def _parts_on(host: Host) -> dict[str, Part]:
-    """Our runs on one host, by folder and by container: either may exist without the other."""
+def _ranks_on(host: Host) -> dict[str, RankOnHost]:
+    """Return our runs on one host, by folder and by container: either may exist without the other."""
     engine_version(host)
-    who = account(host)
-    list_folders = ["find", str(who.runs), "-mindepth", "1", "-maxdepth", "1", "-type", "d", "-printf", "%f\\n"]
+    user = account(host)
+    list_folders = ["find", str(user.runs), "-mindepth", "1", "-maxdepth", "1", "-type", "d", "-printf", "%f\\n"]
     names: list[str] = []
     with contextlib.suppress(CommandFailed):  # there is no such folder, so there is no run
         names = host.run(list_folders, QUERY_TIMEOUT_S).splitlines()
-    parts = {name: Part(host, who.runs / name) for name in names if RUN_ID.fullmatch(name)}
+    ranks = {name: RankOnHost(host, user.runs / name) for name in names if RUN_ID.fullmatch(name)}
     for container, labels in _containers(host):
         run = labels.get(RUN_LABEL, "")
         if not RUN_ID.fullmatch(run):
             continue
         if labels.get(USER_LABEL) != local_user():
-            parts.pop(run, None)
-        elif run not in parts or parts[run].purpose != "rank":  # the newest comes first; a rank says more than a probe
-            part = parts.setdefault(run, Part(host, who.runs / run))
-            _read_container(part, container, int(labels[RANK_LABEL]), labels.get(PURPOSE_LABEL, ""))
-    for part in parts.values():
-        _read_files(part)
-    return parts
+            ranks.pop(run, None)
+        elif run not in ranks or ranks[run].purpose != "rank":  # the newest comes first; a rank replaces a probe
+            on_host = ranks.setdefault(run, RankOnHost(host, user.runs / run))
+            _read_container(on_host, container, int(labels[RANK_LABEL]), labels.get(PURPOSE_LABEL, ""))
+    for on_host in ranks.values():
+        _read_files(on_host)
+    return ranks
 
 
 def _containers(host: Host) -> list[tuple[str, dict[str, str]]]:
@@ -130,42 +130,42 @@ def _containers(host: Host) -> list[tuple[str, dict[str, str]]]:
     return [(row["ID"], dict(pair.partition("=")[::2] for pair in row["Labels"].split(","))) for row in listed]
 
 
-def _read_container(part: Part, container: str, rank: int, purpose: str) -> None:
-    if purpose != "rank" and part.rank is not None:
+def _read_container(on_host: RankOnHost, container: str, rank: int, purpose: str) -> None:
+    if purpose != "rank" and on_host.rank is not None:
         return
-    state, code = part.host.run(
+    state, code = on_host.host.run(
         inspect_argv(container, "{{.State.Status}} {{.State.ExitCode}}"), QUERY_TIMEOUT_S
     ).split()
-    part.rank, part.purpose, part.state = rank, purpose, state
-    part.code = exit_code(int(code)) if state in ("exited", "dead") else None
+    on_host.rank, on_host.purpose, on_host.state = rank, purpose, state
+    on_host.code = exit_code(int(code)) if state in ("exited", "dead") else None
 
 
-def _read_files(part: Part) -> None:
+def _read_files(on_host: RankOnHost) -> None:
     """Take the rank from the names of files if there is no container, and the last step from the records."""
     with contextlib.suppress(CommandFailed, ValueError, KeyError):
-        if part.rank is None:
-            listed = part.host.run(["ls", str(part.run_dir)], QUERY_TIMEOUT_S).splitlines()
-            part.rank = next((int(match[1]) for match in map(RECORDS.fullmatch, listed) if match), None)
-        if part.rank is not None:
-            records = str(part.run_dir / f"rank{part.rank}.jsonl")
-            last = part.host.run(["tail", "-n", "20", records], QUERY_TIMEOUT_S)
+        if on_host.rank is None:
+            listed = on_host.host.run(["ls", str(on_host.run_dir)], QUERY_TIMEOUT_S).splitlines()
+            on_host.rank = next((int(match[1]) for match in map(RECORDS.fullmatch, listed) if match), None)
+        if on_host.rank is not None:
+            records = str(on_host.run_dir / f"rank{on_host.rank}.jsonl")
+            last = on_host.host.run(["tail", "-n", "20", records], QUERY_TIMEOUT_S)
             steps = [json.loads(line)["step"] for line in last.splitlines() if '"kind":"step"' in line]
-            part.step = steps[-1] if steps else -1
+            on_host.step = steps[-1] if steps else -1
 
 
-def last_lines(part: Part, lines: int) -> str:
-    """The end of a rank's log."""
+def last_lines(on_host: RankOnHost, lines: int) -> str:
+    """Return the last lines of a rank's log; "" if it has none."""
     try:
-        log = str(part.run_dir / f"rank{part.rank}.log")
-        return part.host.run(["tail", "-n", str(lines), log], QUERY_TIMEOUT_S)
+        log = str(on_host.run_dir / f"rank{on_host.rank}.log")
+        return on_host.host.run(["tail", "-n", str(lines), log], QUERY_TIMEOUT_S)
     except CommandFailed:
         return ""
 
 
-# --- stop ---
+# Stop
 
 
-def stop(found: Found) -> None:
+def stop(found: RunOnHosts) -> None:
     """Stop its containers: SIGTERM first, then SIGKILL. Files stay."""
 
     def end(host: Host) -> None:
@@ -173,67 +173,67 @@ def stop(found: Found) -> None:
         if names:
             host.run(stop_argv(names, STOP_GRACE_S), QUERY_TIMEOUT_S + STOP_GRACE_S)
 
-    results_or_raise(run_on_all([part.host for part in found.parts], end))
+    results_or_raise(run_on_all([on_host.host for on_host in found.ranks], end))
 
 
-# --- collect ---
+# Collect
 
 
-def collect(found: Found) -> tuple[Summary, Path, list[TestbedError]]:
+def collect(found: RunOnHosts) -> tuple[Summary, Path, list[TestbedError]]:
     """Copy a run's files here, write its summary, and remove it from the hosts whose files were copied.
 
     A run that still runs is refused with UsageError. If files are missing the run counts as failed, until another
     `collect` copies them.
     """
     if found.running:
-        steps = ", ".join(f"rank {part.rank} at step {part.step + 1}" for part in found.parts)
+        steps = ", ".join(f"rank {on_host.rank} at step {on_host.step + 1}" for on_host in found.ranks)
         raise UsageError(f"run {found.id} still runs ({steps}). Wait, or end it: fab stop --run {found.id}")
     spec = _read_spec(found)
     folder = _find_folder(found, spec)
-    parts = {part.host: part for part in found.parts}
-    copied = run_on_all(list(parts), lambda host: _copy_files(parts[host], folder))
+    ranks = {on_host.host: on_host for on_host in found.ranks}
+    copied = run_on_all(list(ranks), lambda host: _copy_files(ranks[host], folder))
     complete = [outcome.host for outcome in copied if outcome.error is None]
     summary = _conclude(found, spec, folder)
-    removed = run_on_all(complete, lambda host: remove_run(host, found.id, parts[host].run_dir))
+    removed = run_on_all(complete, lambda host: remove_run(host, found.id, ranks[host].run_dir))
     return summary, folder.path, [outcome.error for outcome in [*copied, *removed] if outcome.error is not None]
 
 
-def _read_spec(found: Found) -> RunSpec:
-    """From the first host that has it; all got the same."""
-    for part in found.parts:
-        path = part.run_dir / "spec.json"
+def _read_spec(found: RunOnHosts) -> RunSpec:
+    """Return the spec from the first host that has it; all hosts have the same. Raises UsageError if none has."""
+    for on_host in found.ranks:
+        path = on_host.run_dir / "spec.json"
         with contextlib.suppress(CommandFailed):
-            text = part.host.run(["head", "--bytes", str(MAX_SPEC_BYTES), str(path)], QUERY_TIMEOUT_S)
-            return RunSpec.from_json(text, f"{part.host}:{path}")
+            text = on_host.host.run(["head", "--bytes", str(MAX_SPEC_BYTES), str(path)], QUERY_TIMEOUT_S)
+            return RunSpec.from_json(text, f"{on_host.host}:{path}")
     raise UsageError(f"run {found.id}: no host has its spec.json. Remove the run: fab clean --all")
 
 
-def _find_folder(found: Found, spec: RunSpec) -> RunFolder:
-    """The folder where the run began, if that was here; else a new one. No path is taken from a host's answer."""
-    for note in runs_dir().glob(f"*/*/{NOTE}"):
+def _find_folder(found: RunOnHosts, spec: RunSpec) -> RunFolder:
+    """Return the run's folder if it began on this machine, else a new one. Paths that hosts send are not trusted."""
+    for file in runs_dir().glob(f"*/*/{HOSTS_FILE}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            if json.loads(note.read_text())["id"] == found.id:
-                return RunFolder(note.parent)
+            if json.loads(file.read_text())["id"] == found.id:
+                return RunFolder(file.parent)
     folder = RunFolder(runs_dir() / spec.experiment / found.id)
     folder.create(spec)
-    write_note(folder.path, found.id, [part.host for part in found.parts])  # for another `collect`
+    write_hosts_file(folder.path, found.id, [on_host.host for on_host in found.ranks])  # for another `collect`
     return folder
 
 
-def _copy_files(part: Part, folder: RunFolder) -> None:
+def _copy_files(on_host: RankOnHost, folder: RunFolder) -> None:
     """Copy records and log; each file is renamed to its name when it is complete."""
-    if part.rank is None:
+    if on_host.rank is None:
         return
-    with contextlib.closing(part.host.files()) as session, tempfile.TemporaryDirectory(dir=folder.path) as scratch:
-        for target in (folder.records(part.rank), folder.log(part.rank)):
+    with contextlib.closing(on_host.host.files()) as session, tempfile.TemporaryDirectory(dir=folder.path) as scratch:
+        for target in (folder.records(on_host.rank), folder.log(on_host.rank)):
             with contextlib.suppress(FileNotFoundError):
-                session.get(str(part.run_dir / target.name), str(Path(scratch) / target.name))
+                session.get(str(on_host.run_dir / target.name), str(Path(scratch) / target.name))
                 (Path(scratch) / target.name).replace(target)
 
 
-def _conclude(found: Found, spec: RunSpec, folder: RunFolder) -> Summary:
+def _conclude(found: RunOnHosts, spec: RunSpec, folder: RunFolder) -> Summary:
     records = [list(read(folder.records(rank))) for rank in range(spec.world)]
-    of_rank = {part.rank: part for part in found.parts}
+    of_rank = {on_host.rank: on_host for on_host in found.ranks}
     codes = [of_rank[rank].code if rank in of_rank else None for rank in range(spec.world)]
     reasons = []
     if any(codes):
@@ -258,7 +258,7 @@ def _conclude(found: Found, spec: RunSpec, folder: RunFolder) -> Summary:
     )
 
 
-# --- clean ---
+# Clean
 
 
 def clean(host: Host, everything: bool) -> list[str]:
@@ -267,11 +267,11 @@ def clean(host: Host, everything: bool) -> list[str]:
     Raise HostFailed if a run was not collected yet, unless `everything`. The image stays if others use it.
     """
     engine_version(host)
-    who = account(host)
-    parts = _parts_on(host)
-    if parts and not everything:
-        running = [name for name, part in parts.items() if part.running]
-        problem = f"run {running[0]} still runs" if running else f"run {next(iter(parts))} was not collected"
+    user = account(host)
+    ranks = _ranks_on(host)
+    if ranks and not everything:
+        running = [name for name, on_host in ranks.items() if on_host.running]
+        problem = f"run {running[0]} still runs" if running else f"run {next(iter(ranks))} was not collected"
         raise HostFailed(f"{host}: {problem}. fab collect copies it here, fab clean --all removes it")
     removed = []
     count = remove_containers(host, f"{USER_LABEL}={local_user()}")
@@ -280,7 +280,7 @@ def clean(host: Host, everything: bool) -> list[str]:
     shared = bool(_containers(host))  # of other users, who need the image
     if not shared:
         removed += _remove_images(host)
-    removed += _remove_files(host, who, parts)
+    removed += _remove_files(host, user, ranks)
     if shared:
         removed.append("not the image, which others use")
     return removed
@@ -295,17 +295,17 @@ def _remove_images(host: Host) -> list[str]:
     return [f"{len(images)} images"]
 
 
-def _remove_files(host: Host, who: Account, parts: Mapping[str, Part]) -> list[str]:
-    """Remove our folder; if another person with the same account has runs there, only our own runs."""
-    home = who.home / HOME
-    list_runs = ["find", str(home), "-path", f"{who.runs}/*", "-prune", "-printf", "%f\\n"]
+def _remove_files(host: Host, user: Account, ranks: Mapping[str, RankOnHost]) -> list[str]:
+    """Remove our folder; only our own runs if another person with the same account has runs there."""
+    home = user.home / HOME
+    list_runs = ["find", str(home), "-path", f"{user.runs}/*", "-prune", "-printf", "%f\\n"]
     try:
         names = host.run(list_runs, QUERY_TIMEOUT_S).split()
     except CommandFailed:  # there is no such folder
         return []
-    if {name for name in names if RUN_ID.fullmatch(name)} - set(parts):
-        for part in parts.values():
-            host.run(["rm", "-rf", str(part.run_dir)], REMOVE_TIMEOUT_S)
-        return [f"{len(parts)} runs"] if parts else []
+    if {name for name in names if RUN_ID.fullmatch(name)} - set(ranks):
+        for on_host in ranks.values():
+            host.run(["rm", "-rf", str(on_host.run_dir)], REMOVE_TIMEOUT_S)
+        return [f"{len(ranks)} runs"] if ranks else []
     host.run(["rm", "-rf", str(home)], REMOVE_TIMEOUT_S)
     return [f"~/{HOME}"]

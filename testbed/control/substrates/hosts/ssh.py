@@ -1,7 +1,6 @@
 """One host over SSH: connections by the user's OpenSSH configuration, checked host keys, commands with timeouts.
 
-A command is a list of arguments. It is quoted in `command_line` and nowhere else, and `timeout` on the host ends it
-there too.
+A command is a list of arguments; only `command_line` quotes it. The command `timeout` ends it on the host as well.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CHUNK_BYTES = 1 << 18
 CONNECTION_ERRORS = (EOFError, OSError, paramiko.SSHException, ThreadException)  # what a broken connection raises
 
 
-# --- host keys: known ones are checked, unknown ones refused unless the user opts in, changed ones always refused ---
+# Host keys: known keys are checked, unknown keys are refused without --accept-new, changed keys are always refused
 
 GLOBAL_KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
@@ -42,13 +41,16 @@ class KeyRefused(paramiko.SSHException):
 
 
 def known_hosts(ssh_config: dict[str, object]) -> list[Path]:
-    """The user's known_hosts files, as OpenSSH would look for them."""
+    """Return the user's known_hosts files, as OpenSSH finds them."""
     names = str(ssh_config.get("userknownhostsfile", USER_KNOWN_HOSTS)).split()
     return [Path(name).expanduser() for name in names if name != "none"]
 
 
 def check_host_keys(connection: Connection, accept_new: bool) -> None:
-    """Accept only known host keys, on each hop; Fabric by itself accepts every key. `accept_new` adds unknown ones."""
+    """Make a connection and its jump host accept only known host keys, or with `accept_new` also unknown ones.
+
+    Fabric's default accepts every key.
+    """
     own = known_hosts(connection.ssh_config)
     for path in [*own, *map(Path, GLOBAL_KNOWN_HOSTS)]:
         if path.is_file():
@@ -87,12 +89,9 @@ def _refusal(connection: Connection, key: paramiko.PKey) -> str:
 
 def _key_changed(error: paramiko.BadHostKeyException) -> str:
     seen, known = error.key.fingerprint, error.expected_key.fingerprint
-    problem = f"the host key has changed: known is {known}, it shows {seen}"
+    problem = f"the host key has changed: known_hosts has {known}, the host presents {seen}"
     fix = f"Another machine may answer at this address; if the host is new: ssh-keygen -R {shlex.quote(error.hostname)}"
     return f"{problem}. {fix}"
-
-
-# --- the host ---
 
 
 class Host:
@@ -129,11 +128,11 @@ class Host:
         except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
             where = f"{self.node.address}:{self.node.port or 22}"
             reason = " ".join(str(error).split()) or type(error).__name__
-            fix = "Is it up, and is the address right?"
+            fix = "Check that the host is up and that the address is right"
             raise HostFailed(f"{self.name}: no SSH connection to {where} ({reason}). {fix}") from None
 
     def describe_connection(self) -> Connection:
-        """A connection that is not open yet: the SSH configuration, overridden by the inventory."""
+        """Return a connection that is not open yet: the SSH configuration, overridden by the inventory."""
         config, node, limit = Config(), self.node, CONNECT_TIMEOUT_S
         options: dict[str, Any] = {"banner_timeout": limit, "auth_timeout": limit, "channel_timeout": limit}
         if node.key:
@@ -151,7 +150,7 @@ class Host:
     def _not_accepted(self, error: Exception) -> str:
         user, key = self._connection.user if self._connection else self.node.user, self.node.key
         if isinstance(error, paramiko.PasswordRequiredException):
-            return f"the key {key or ''} has a passphrase. Give it to the agent: ssh-add {key or ''}"
+            return f"the key {key or ''} has a passphrase. Add it to the SSH agent: ssh-add {key or ''}"
         identity = f"-i {key} " if key else ""
         port = f"-p {self.node.port} " if self.node.port else ""
         fix = f"Use the right key, or add it there: ssh-copy-id {identity}{port}{user}@{self.node.address}"
@@ -196,7 +195,7 @@ class Host:
         return out
 
     def connection_lost(self, error: BaseException) -> ConnectionLost:
-        """Translate what a broken connection raised."""
+        """Return the ConnectionLost for what a broken connection raised."""
         return ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})")
 
     def send(self, argv: Sequence[str], source: BinaryIO, timeout_s: float, progress: Callable[[int], None]) -> str:
@@ -244,16 +243,16 @@ class Host:
             raise self.connection_lost(error) from None
 
     def clock(self) -> Clock:
-        """The offset of its clock to ours."""
+        """Return the offset of its clock to ours."""
         return read_clock(lambda number: float(self.run(["date", "+%s.%N"], CONNECT_TIMEOUT_S)))
 
 
 def command_line(argv: Sequence[str], timeout_s: float) -> str:
-    """The line for the host's shell: the only place where arguments are quoted."""
+    """Return the quoted line for the host's shell."""
     return shlex.join(["timeout", f"--kill-after={KILL_AFTER_S}", f"{timeout_s:g}", *argv])
 
 
 def _short(argv: Sequence[str]) -> str:
-    """The first 60 characters of a command, for messages."""
+    """Return the first 60 characters of a command, for messages."""
     line = shlex.join(argv)
     return line if len(line) <= 60 else line[:57] + "..."

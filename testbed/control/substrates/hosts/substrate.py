@@ -55,8 +55,8 @@ from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec
 
-UNTOUCHED = "the interface, processor and disk of a real host are never touched"
-NOTE = "hosts.json"  # in the run's folder: what `fab collect` needs to find the run again
+NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host"
+HOSTS_FILE = "hosts.json"  # in the run's folder: `fab collect` finds the folder of a run by it
 STOP_GRACE_S = 5  # between SIGTERM and SIGKILL
 START_TIMEOUT_S = 60.0  # for an engine to start a container
 SIGNAL_TIMEOUT_S = 20.0
@@ -65,7 +65,7 @@ MAX_RUN_S = 30 * 86400.0  # longer than any run
 
 @dataclass(frozen=True)
 class Pace:
-    """How often remote files are copied, and how long a broken connection is retried; tests use smaller values."""
+    """How often remote files are copied, and for how long a host is contacted again after its connection broke."""
 
     poll_s: float = 0.4
     reconnect_s: float = 15.0
@@ -75,12 +75,12 @@ Version = tuple[int | None, int | None]  # size and modification time of a file
 
 
 def file_version(stat: paramiko.SFTPAttributes) -> Version:
-    """What distinguishes a file from another one that takes its place."""
+    """Return size and modification time, which differ between a file and a new one of the same name."""
     return stat.st_size, stat.st_mtime
 
 
 def remote_version(host: Host, path: PurePosixPath) -> Version | None:
-    """The version of a file on a host now; None if there is none."""
+    """Return the version of a file on a host; None if there is no file. Raises ConnectionLost."""
     try:
         with contextlib.closing(host.files()) as session:
             return file_version(session.stat(str(path)))
@@ -136,9 +136,9 @@ class Mirror:
             self._offset += len(data)
 
     def _write(self, data: bytes) -> None:
-        """Write at the offset: a full disk may have taken a part of the same data before.
+        """Write at the offset, because an earlier write of the same data may have been incomplete (full disk).
 
-        An OSError here is translated, because the caller takes an OSError for a broken connection.
+        An OSError becomes a TestbedError, because the caller treats an OSError as a broken connection.
         """
         try:
             handle = os.open(self.local, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -201,7 +201,7 @@ class RemoteProcess:
             self._code = self._follow()
         except TestbedError as error:
             self.error = error
-        except Exception as error:  # otherwise nobody would see why the thread ended
+        except Exception as error:  # kept for `poll`, because an exception in a thread is not seen
             self.error = TestbedError(f"{self.host}: {type(error).__name__}: {error}")
         finally:
             self._started.set()
@@ -216,7 +216,7 @@ class RemoteProcess:
             raise RankFailed(f"{self.host}: {problem}. `fab doctor` checks the host") from None
 
     def _follow(self) -> int:
-        """Copy files and wait for the end; reconnect when the connection breaks."""
+        """Copy files until the container ends and return its exit code; reconnect when the connection breaks."""
         while True:
             try:
                 return self._copy_until_end()
@@ -278,7 +278,7 @@ class AggregatingProcess:
         self._process.signal(signum)
 
     def forbid_writing(self) -> None:
-        raise Unavailable(f"{UNTOUCHED}. Use --on compose or netns.")
+        raise Unavailable(f"{NEVER_CHANGED}. Use --on compose or netns.")
 
     def _aggregate(self, first: TestbedError) -> TestbedError:
         errors = [first, *(p.error for p in self._all if p.error is not None and p.error is not first)]
@@ -347,21 +347,21 @@ class HostsSubstrate:
         self._cleanup.close()
 
     def _check(self, host: Host) -> Account:
-        """Check that engine, image and data are there."""
+        """Return the account on a host. Raises HostFailed if engine, image or data are missing."""
         engine_version(host)
         found, wanted = image_content(host), content_hash()
         if found != wanted:
             problem = "is missing" if found is None else f"has content {found}, the code here {wanted}"
             raise HostFailed(f"{host}: the image {problem}. Send it: fab deploy")
-        who, name = account(host), self._spec.data.name
+        user, name = account(host), self._spec.data.name
         if not dataset_info(name).generated:
             try:
-                there = host.run(["cat", str(who.data / name / MARKER)], QUERY_TIMEOUT_S)
+                there = host.run(["cat", str(user.data / name / MARKER)], QUERY_TIMEOUT_S)
             except CommandFailed:
                 there = ""
             if there.strip() != (data_dir() / name / MARKER).read_text().strip():
                 raise HostFailed(f"{host}: data {name} is not there. Send it: fab deploy --data {name}")
-        return who
+        return user
 
     def _run_dir(self, host: Host) -> PurePosixPath:
         """This run's folder on a host."""
@@ -377,7 +377,7 @@ class HostsSubstrate:
                 print(f"{outcome.error}. `fab clean` removes what was left there", file=sys.stderr, flush=True)
 
     def _ranks_continue(self) -> bool:
-        """True if a connection broke for good and the run was not to be stopped: then nothing is stopped or removed."""
+        """Return True if a connection is lost and the run was not stopped: then nothing is stopped or removed."""
         lost = (process for process in self._started if isinstance(process.error, ConnectionLost))
         return any(process.host not in self._unreachable for process in lost)
 
@@ -410,7 +410,7 @@ class HostsSubstrate:
         return Mirror(there, folder.records(node), old=remote_version(self._hosts[node], there) if earlier else None)
 
     def _mounts(self, node: int, run_dir: PurePosixPath) -> list[list[str]]:
-        """Mount folders under the paths they have here, so that a path means the same there."""
+        """Return the mounts. Folders have the same paths in the container as on this machine."""
         mounts = [mount_option(run_dir, self._folder)]
         if not dataset_info(self._spec.data.name).generated:
             mounts.append(mount_option(self._accounts[node].data, data_dir().resolve(), read_only=True))
@@ -428,23 +428,23 @@ class HostsSubstrate:
 
     def prepare_folder(self, folder: Path) -> None:
         """Send spec.json and the user's own method to every host."""
-        write_note(folder, self._id, self._hosts)
+        write_hosts_file(folder, self._id, self._hosts)
         results_or_raise(run_on_all(self._hosts, self._send_request))
 
     def _send_request(self, host: Host) -> None:
-        who, run_dir = self._accounts[self._hosts.index(host)], self._run_dir(host)
+        user, run_dir = self._accounts[self._hosts.index(host)], self._run_dir(host)
         _put(host, RunFolder(self._folder).spec, run_dir / "spec.json")
         if self._has_own_method():
             name = f"{self._spec.mode.algorithm.replace('-', '_')}.py"
             host.run(["mkdir", "-p", str(run_dir / "methods")], QUERY_TIMEOUT_S)
             _put(host, methods_dir() / name, run_dir / "methods" / name)
-        if who.uid == 0:  # the rank runs as nobody then
-            host.run(["chown", "-R", who.rank_user, str(run_dir)], QUERY_TIMEOUT_S)
+        if user.uid == 0:  # the rank runs as nobody then
+            host.run(["chown", "-R", user.rank_user, str(run_dir)], QUERY_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after some seconds; no-op if ranks continue after a lost connection.
+        """Send SIGTERM, and SIGKILL after STOP_GRACE_S; no-op if ranks continue after a lost connection.
 
-        Hosts that cannot be reached do not keep others from being stopped; the error at the end names them.
+        All hosts that can be reached are stopped. Then ConnectionLost is raised with the names of the others.
         """
         running = [p for p in self._started if not p.ended and p.host not in self._unreachable]
         if self._ranks_continue() or not running:
@@ -463,8 +463,8 @@ class HostsSubstrate:
             with contextlib.suppress(TestbedError, TimeoutError):
                 process.wait(max(0.0, deadline - time.monotonic()))
         if lost:
-            fix = "what runs there continues until `fab stop` reaches it"
-            raise ConnectionLost(f"{', '.join(map(str, lost))}: not reached to stop the ranks; {fix}")
+            fix = "they continue until `fab stop` stops them"
+            raise ConnectionLost(f"{', '.join(map(str, lost))}: could not be reached to stop the ranks; {fix}")
 
     def kill(self, node: int) -> None:
         """Send SIGKILL to the host's containers."""
@@ -489,18 +489,18 @@ class HostsSubstrate:
         return [process.name for process in self._started if process.host is self._hosts[node] and not process.ended]
 
     def limit_memory(self, node: int) -> None:
-        """Limit the rank's container to what it uses now and some more."""
+        """Limit the rank's container to the memory that it uses now plus MEMORY_HEADROOM_BYTES."""
         host = self._hosts[node]
         for name in self._running_on(node):
             used = parse_memory(host.run(memory_argv(name), QUERY_TIMEOUT_S))
             host.run(set_memory_argv(name, used + MEMORY_HEADROOM_BYTES), QUERY_TIMEOUT_S)
 
     def unlimit_memory(self, node: int) -> None:
-        """No-op: a rank that starts again does so in a new container."""
+        """No-op: a rank that starts again gets a new container."""
 
     def cut(self, node: int) -> None:
-        """Unavailable, like everything that would change what others on the host use."""
-        raise Unavailable(f"{UNTOUCHED}. Use --on compose or netns.")
+        """Unavailable, as is every fault that would affect other users of the host."""
+        raise Unavailable(f"{NEVER_CHANGED}. Use --on compose or netns.")
 
     def reconnect(self, node: int) -> None:
         self.cut(node)
@@ -517,9 +517,9 @@ def _put(host: Host, local: Path, remote: PurePosixPath) -> None:
         session.put(str(local), str(remote))
 
 
-def write_note(folder: Path, run: str, hosts: Sequence[Host]) -> None:
-    """Write into a run's folder which run on which hosts it belongs to."""
-    write_whole(folder / NOTE, json.dumps({"id": run, "nodes": [host.name for host in hosts]}, indent=1))
+def write_hosts_file(folder: Path, run: str, hosts: Sequence[Host]) -> None:
+    """Write the id of a run and the names of its hosts into its folder."""
+    write_whole(folder / HOSTS_FILE, json.dumps({"id": run, "nodes": [host.name for host in hosts]}, indent=1))
 
 
 def remove_run(host: Host, run: str, run_dir: PurePosixPath) -> None:

@@ -14,7 +14,7 @@ from testbed.control.runs.select import choose_hosts
 from testbed.control.runs.supervisor import Silent
 from testbed.control.substrates.docker_cli import local_user
 from testbed.control.substrates.hosts import runs as hosts_runs
-from testbed.control.substrates.hosts.substrate import NOTE
+from testbed.control.substrates.hosts.substrate import HOSTS_FILE
 from testbed.results.folder import RunFolder
 from testbed.results.records import End, encode
 from testbed.spec.errors import ConnectionLost, SpecError, UsageError
@@ -48,7 +48,7 @@ def test_a_run_whose_ranks_finished_is_ok_and_is_removed_from_the_hosts(tmp_path
     (found,), problems = hosts_runs.find(machines)
     summary, folder, failures = hosts_runs.collect(found)
     assert (summary.status, problems, failures) == ("ok", [], [])
-    assert (folder / NOTE).is_file() and not any(each.run_dir.exists() or each.containers for each in machines)
+    assert (folder / HOSTS_FILE).is_file() and not any(each.run_dir.exists() or each.containers for each in machines)
 
 
 def test_a_run_that_ended_with_its_probe_is_failed_and_collect_exits_with_3(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_the_state_of_a_run_is_that_of_its_rank_and_not_of_a_probe(tmp_path: Pat
     there = machine(tmp_path, 1, state="running")
     there.containers.insert(0, ("probe", 1, "probe", "exited", 0, local_user()))
     (found,), _ = hosts_runs.find([there])
-    assert (found.parts[0].state, found.parts[0].code, found.running) == ("running", None, True)
-    assert hosts._status_row(RUN, found.parts[0])[-1] == "-", "nothing has ended, so there is no code"
+    assert (found.ranks[0].state, found.ranks[0].code, found.running) == ("running", None, True)
+    assert hosts._status_row(RUN, found.ranks[0])[-1] == "-", "nothing has ended, so there is no code"
 
 
 def test_missing_records_are_named_and_a_later_collect_completes_the_run(tmp_path: Path) -> None:

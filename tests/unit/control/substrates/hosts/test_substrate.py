@@ -153,7 +153,7 @@ def test_ctrl_c_stops_and_cleans_every_reachable_host_and_names_the_others(
         raise ConnectionLost("node1: the connection is lost")
 
     second.answer = lost
-    with pytest.raises(ConnectionLost, match=r"^node1: not reached .*`fab stop`"):
+    with pytest.raises(ConnectionLost, match=r"^node1: could not be reached .*`fab stop`"):
         substrate.stop()
     substrate.stop()  # a second call has nothing to do
     substrate._started[1].error = ConnectionLost("node1: connection lost")
