@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socketserver
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,7 +107,13 @@ def serve(engine: ScriptedEngine, path: Path) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """A test prints nothing."""
 
-    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
+    class Server(socketserver.ThreadingUnixStreamServer):
+        def handle_error(self, *request: object) -> None:
+            """Print nothing if the client has closed its connection early; else the traceback."""
+            if not isinstance(sys.exc_info()[1], ConnectionError):
+                super().handle_error(*request)
+
+    with Server(str(path), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
