@@ -3,8 +3,8 @@
 Every node runs one. In rounds 1..N-1 node i sends to node (i + r) % N, so that each directed link is used once; in
 the last round, the fan-in, nodes 1..N-1 all send into node 0. The receiver counts. Each round is cut into steps in
 which no node both sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short
-path) cost up to 15 %, and not because of the link. Before each step all nodes wait for each other. Every wait has a
-deadline, and a node that fails ends the probe on all nodes with a sentence.
+path) cost up to 15 %, and the link would look that much slower than it is. Before each step all nodes report to node 0
+and wait for its answer. Every wait has a deadline. If a node fails, the probe ends on all nodes with the same message.
 
 The controller starts the probe on every node; ranks without a controller call `probe_node`. Both call `measure`.
 Standard library only, so that it starts quickly on a slow node; `receipt_of` imports what it needs when called.
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from testbed.results.receipt import Receipt
     from testbed.spec.run import RunSpec
 
-MEETING_TIMEOUT_S = 30.0  # how far apart nodes may be, start-up included
-STALL_TIMEOUT_S = 10.0  # without a byte, after which a flow has failed
+MEETING_TIMEOUT_S = 30.0  # for which the first node waits for the last one, start-up included
+STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
 
 SLOW_START_S = 0.25  # discarded at the start of a flow
 SLICE_S = 0.1  # a flow is counted in slices
 SLOW_START_BURSTS, SLICE_BURSTS = 20, 17  # both take longer on a slow link; three slices hold more than 50 bursts
 UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S = 0.1, 0.067
 MIN_SLICES, MAX_SLICES = 3, 9
-MAX_STANDARD_ERROR = 0.01  # relative standard error of the slices' mean at which counting ends
+MAX_STANDARD_ERROR = 0.01  # a flow ends when the standard error of the slices' mean is at most this share of it
 
 IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
 MIN_IN_FLIGHT_BYTES = 4 * 1024  # about three frames

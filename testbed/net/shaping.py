@@ -1,4 +1,6 @@
-"""A Link as tc argument lists. Nothing is run here: every substrate runs the lists, and tests read them without root.
+"""A Link as tc argument lists. Nothing is run here, so tests read the lists without root.
+
+The substrate netns and the entrypoint of a container apply them. The substrates process and hosts do not shape.
 
 Both directions of an interface are shaped. Outgoing packets pass a token bucket (tbf) on the interface. Incoming
 packets are redirected to an ifb device and pass an equal bucket there. If only egress were shaped, three senders could

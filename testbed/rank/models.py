@@ -51,7 +51,7 @@ def resnet18(classes: int, channels: int) -> nn.Module:
     return model
 
 
-OWN = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}
+REPORT_MODELS = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}  # the others are torchvision's
 
 
 def usual_shape(name: str) -> tuple[int, int, int]:
@@ -61,7 +61,7 @@ def usual_shape(name: str) -> tuple[int, int, int]:
 
 def build_model(name: str, classes: int, channels: int, dtype: torch.dtype) -> nn.Module:
     """Build a model. Its weights come from torch's global generator, which the caller has seeded."""
-    make = OWN.get(name)
+    make = REPORT_MODELS.get(name)
     model = make(classes, channels) if make else _from_torchvision(name, classes, channels)
     return model.to(dtype)
 
@@ -69,7 +69,8 @@ def build_model(name: str, classes: int, channels: int, dtype: torch.dtype) -> n
 def _from_torchvision(name: str, classes: int, channels: int) -> nn.Module:
     names = models.list_models(module=models)
     if name not in names:
-        raise SpecError(f"model {name!r}: unknown. Use one of {', '.join(OWN)}, or of torchvision: {', '.join(names)}.")
+        known = f"{', '.join(REPORT_MODELS)}, or of torchvision: {', '.join(names)}"
+        raise SpecError(f"model {name!r}: unknown. Use one of {known}.")
     if channels != 3:
         raise SpecError(f"model {name!r}: takes 3 channels, the data has {channels}. Use lenet5 or vgg11.")
     # Two models have auxiliary outputs, which the training loop does not use.

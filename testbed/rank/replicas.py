@@ -25,13 +25,14 @@ def parameter_hash(model: nn.Module) -> str:
 
 
 def compare(model: nn.Module, group: Group, step: int, must_agree: bool) -> Hash:
-    """Compare the hashes of all ranks. Raises ReplicasDiffer if they must agree and do not."""
+    """Compare the hashes of all ranks after `step` steps. Raises ReplicasDiffer if they must agree and do not."""
     own = parameter_hash(model)
     hashes = group.all_gather_text(f"hash/{step}", own)
     agree = len(set(hashes)) == 1
     if must_agree and not agree:
         short = ", ".join(f"rank {rank} {value[:12]}" for rank, value in enumerate(hashes))
-        raise ReplicasDiffer(f"parameters differ before step {step}: {short}. {WRONG_MODE if step else SAME_START}")
+        when, way_out = (f"after step {step}", WRONG_MODE) if step else ("before the first step", SAME_START)
+        raise ReplicasDiffer(f"parameters differ {when}: {short}. {way_out}")
     return Hash(step=step, parameters=own, agree=agree)
 
 

@@ -2,9 +2,9 @@
 
 Three callers start `python -m testbed.rank`:
 
-    the controller            --folder RUN      spec.json is there; the controller measures and concludes
-    docker/entrypoint.py      --spec FILE       the entrypoint has read the variables, shaped the network, fetched data
-    torchrun, srun, a user    no argument       the variables are read here; .env.example lists them
+    the controller          --folder RUN  spec.json is there; the controller measures and concludes
+    docker/entrypoint.py    --spec FILE   it has read the variables, shaped the network and fetched the data set
+    torchrun, srun, a user  no argument   the variables are read here; .env.example lists them
 
 All of them set RANK, MASTER_ADDR and MASTER_PORT as torchrun does, and WORLD_SIZE or NODES. No torch here: the
 container's entrypoint reads the same request before it shapes the network.
@@ -25,14 +25,13 @@ from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.link import Link
-from testbed.spec.run import RunSpec
+from testbed.spec.run import DEFAULT_PORT, RunSpec
 
 COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/ under that name
 SHAPINGS = ("both", "egress", "off")
 UNSHAPED = "none"  # a launcher's nodes keep their network as it is
 NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that nothing would apply there
 KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")  # the same as keys of the spec
-DEFAULT_PORT = 29_500  # of the store; the next one is the probe's
 # Variables that describe the run; in lower case they are the flags of `testbed run`.
 VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION")
 
@@ -111,7 +110,9 @@ def request_from_environment(
     launched = bool(env.get("WORLD_SIZE")) and not env.get("NODES")
     shaping = UNSHAPED if launched else env.get("SHAPING") or "both"
     if shaping not in (*SHAPINGS, UNSHAPED):
-        raise refuse("SHAPING", shaping, "is not a way to shape", f"Use one of {', '.join(SHAPINGS)}.")
+        raise refuse(
+            "SHAPING", shaping, "must say which directions of a link are shaped", f"Use one of {', '.join(SHAPINGS)}."
+        )
     if launched:
         _check_launched(env)
     if spec is None:

@@ -156,7 +156,10 @@ class Trainer:
             self.group.all_gather_text(f"tested/{step}", "")
 
     def _compare(self, step: int) -> None:
-        """Compare the parameters of all ranks; they must agree at the start and, for most modes, at the end."""
+        """Compare the parameters of all ranks after `step` steps. Called before the first step and before each test.
+
+        They must agree before the first step, and later in every mode that keeps replicas equal.
+        """
         must_agree = step == 0 or self.spec.replicas_must_agree
         self.recorder.write(compare(self.model, self.group, step, must_agree))
 

@@ -105,8 +105,8 @@ def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
 PERIOD_S = 0.25  # between two heartbeats
 QUIET_S = 1.5  # silence that makes a rank suspect once another rank's wait has failed
 HELLO_TIMEOUT_S = 5.0  # for a new connection to identify itself
-VERDICT_TIMEOUT_S = 3.0  # for a rank that lost a peer to receive the verdict
-KEEPALIVE_S = 60  # without traffic, after which the kernel checks that rank 0's machine still exists
+VERDICT_TIMEOUT_S = 3.0  # for which a rank whose wait failed waits for rank 0 to name the failed rank
+KEEPALIVE_S = 60  # without a packet, after which the kernel sends keepalive probes to rank 0's machine
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARS = 1000
 MAX_UNIDENTIFIED = 64  # connections that have not sent a hello

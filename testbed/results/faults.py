@@ -118,7 +118,7 @@ def _row(history: FaultHistory, spec: RunSpec, status: str | None) -> tuple[str,
 
 @dataclass(frozen=True)
 class Episode:
-    """One fault, from its begin to its end; `end` is None for a fault that was never undone."""
+    """One fault, from its beginning to its end; `end` is None for a fault that was never undone."""
 
     fault: str
     rank: int

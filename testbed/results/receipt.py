@@ -45,7 +45,7 @@ class FanIn(MeasuredRate):
 
 
 class ClockReceipt(Spec):
-    """How far a node's clock is ahead of node 0's, and the largest error of that; seconds."""
+    """A node's clock minus node 0's, and the largest possible error of that difference, both in seconds."""
 
     offset: float
     error: float

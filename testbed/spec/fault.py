@@ -10,7 +10,8 @@ oom        a memory limit that the rank exceeds              oom:rank2@step10
 disk-full  every further write of the rank fails             disk-full:rank1@step8
 
 WHEN is the number of steps that the rank has completed (`step10`) or the seconds since it started to train (`20s`).
-`rank?` and `step?` are drawn with the run's seed. A printed fault parses back to itself.
+`rank?` and `step?` are drawn with the run's seed.
+`str(Fault.parse(text))` can be parsed again and gives the same value.
 """
 
 from __future__ import annotations

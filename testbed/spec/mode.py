@@ -2,7 +2,9 @@
 
     algorithm[/granularity][/schedule][/codec][/every:K[@M]]     e.g. ring, allreduce/param, ring/bucket:2MiB/pipeline
 
-A mode parses and prints back to itself. Defaults are left out, so one mode has one spelling.
+`str(SyncMode.parse(text))` can be parsed again and gives the same value. Defaults are left out, so one mode has one
+spelling.
+
 `every:K`    each rank takes K local steps on its own gradients, then parameters are averaged (after the last step too).
 `every:K@M`  for the first M steps gradients are averaged every step, from then on it is `every:K`.
 
@@ -98,7 +100,7 @@ def sequential_ring_rounds(n: int) -> Rounds:
 
 
 def tree_rounds(n: int) -> Rounds:
-    """Binomial tree: in round k, ranks 2^k apart pair up, and the upper one has sent its sum."""
+    """Binomial tree: in round k, ranks 2^k apart form pairs, and the higher rank sends its sum to the lower rank."""
     distances = [1 << k for k in range((n - 1).bit_length())]
     return _mirrored([tuple(Transfer(a + d, a) for a in range(0, n, 2 * d) if a + d < n) for d in distances])
 
@@ -231,7 +233,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         every_refused="DDP averages gradients inside backward; use allreduce/.../every:K",
     ),
 }
-OWN = Algorithm(does="your own", colour=("#3f4a1f", "#b9c67d"), default="flat")  # the row of every user's algorithm
+# The row of every algorithm that is a file of the user.
+USER_METHOD = Algorithm(does="your own", colour=("#3f4a1f", "#b9c67d"), default="flat")
 CONTROL = "none"  # the same ranks without synchronisation; other modes are compared with it
 REFERENCE = "ddp"  # PyTorch's standard way to train on several nodes
 
@@ -311,7 +314,7 @@ def methods_dir() -> Path:
 def algorithms() -> dict[str, Algorithm]:
     """The built-in algorithms and the user's own."""
     files = sorted(methods_dir().glob("[a-z]*.py"))
-    own = {f.stem.replace("_", "-"): replace(OWN, does=f"your own, from {f}") for f in files}
+    own = {f.stem.replace("_", "-"): replace(USER_METHOD, does=f"your own, from {f}") for f in files}
     return ALGORITHMS | {name: own[name] for name in own if name not in ALGORITHMS}
 
 
@@ -333,8 +336,8 @@ class SyncMode:
 
     @property
     def row(self) -> Algorithm:
-        """The algorithm's row."""
-        return ALGORITHMS.get(self.algorithm, OWN)
+        """The row of the algorithm in ALGORITHMS; USER_METHOD if it is a method of the user."""
+        return ALGORITHMS.get(self.algorithm, USER_METHOD)
 
     @property
     def rounds(self) -> MakeRounds | None:

@@ -19,6 +19,7 @@ from testbed.spec.mode import Mode, SyncMode
 
 START_DEADLINE_S = 60.0  # for all ranks to start and connect
 STEP_DEADLINE_S = 20.0  # for one wait in a step, in addition to the time of the transfer
+DEFAULT_PORT = 29_500  # of the rendezvous where no other process uses it; the next one is the probe's
 SCHEMA = 3  # version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together
 
 

@@ -37,7 +37,7 @@ class Hierarchy:
 
 
 def find_hierarchy(root: Path = ROOT, controller: str = "cpu") -> Hierarchy:
-    """Return where a controller is mounted; raise Unavailable if there is none that we may write to."""
+    """Return where a cgroup controller (cpu, memory) is mounted; raise Unavailable if none can be written to."""
     with contextlib.suppress(OSError):
         if controller in (root / "cgroup.controllers").read_text().split():
             return _writable(Hierarchy(root, 2), controller)

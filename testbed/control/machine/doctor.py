@@ -68,7 +68,7 @@ def _data() -> list[Finding]:
 
 
 def _root(containers: bool) -> Finding:
-    """Without root a run uses containers if it can, else plain processes."""
+    """Return whether this is root; if not, the finding says where ranks run instead: in containers or as processes."""
     root = os.geteuid() == 0
     instead = "in containers" if containers else "as plain processes on loopback, unshaped"
     return Finding("root (for network namespaces)", root, "yes" if root else f"no: ranks run {instead}", "run as root")

@@ -14,7 +14,6 @@ from typing import Protocol, Self
 from testbed.spec.link import Link
 
 MEMORY_HEADROOM_BYTES = 64 << 20  # `limit_memory` sets the limit to the memory in use plus this
-NODE_PORT = 29_500  # the ranks' port on a node that shares its ports with no other node
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from testbed.control.machine import affinity, ownership
 from testbed.control.machine.processes import run
-from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import ROOT
 from testbed.control.substrates.docker_cli import (
     IMAGE,
@@ -46,6 +46,7 @@ from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
+from testbed.spec.run import DEFAULT_PORT
 
 SIGNAL_TIMEOUT_S = 30.0
 
@@ -202,8 +203,8 @@ class ComposeSubstrate:
             self._containers[node].update(**limits)
 
     def port(self, wanted: int = 0) -> int:
-        """Return `wanted` or NODE_PORT, which is always free: a container shares its ports with no other."""
-        return wanted or NODE_PORT
+        """Return `wanted` or DEFAULT_PORT, which is always free: a container shares its ports with no other."""
+        return wanted or DEFAULT_PORT
 
     def prepare_folder(self, folder: Path) -> None:
         """Give the run's folder to the user that the ranks run as."""

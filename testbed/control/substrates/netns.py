@@ -22,12 +22,13 @@ from typing import Self
 from testbed.control.machine import affinity, ownership
 from testbed.control.machine.cgroups import Cgroup, find_hierarchy
 from testbed.control.machine.processes import NETNS, kill_until_gone, pids_in_namespace, run, send
-from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
 from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
 from testbed.net.shaping import congestion, route_congestion
 from testbed.spec.cpu import quota_and_period
 from testbed.spec.errors import TestbedError, Unavailable, require_extra
+from testbed.spec.run import DEFAULT_PORT
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "unshare": "util-linux"}
 SUBNET = "10.77.0.0/24"
@@ -179,8 +180,8 @@ class NetnsSubstrate:
         return process
 
     def port(self, wanted: int = 0) -> int:
-        """Return `wanted` or NODE_PORT, which is always free: a node shares its ports with no other."""
-        return wanted or NODE_PORT
+        """Return `wanted` or DEFAULT_PORT, which is always free: a node shares its ports with no other."""
+        return wanted or DEFAULT_PORT
 
     def prepare_folder(self, folder: Path) -> None:
         """No-op: ranks run as this user."""

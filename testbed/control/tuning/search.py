@@ -50,7 +50,7 @@ class Search:
     dropped: dict[str, str] = field(default_factory=dict)  # candidate -> reason
     round: list[str] = field(default_factory=list)  # candidates of the current round
     ended: str = "interrupted"
-    written: bool = False  # is `out` written?
+    written: bool = False  # whether the experiment file `out` has been written
 
     @property
     def certainty(self) -> float:
@@ -133,7 +133,11 @@ def neighbours(mode: SyncMode, gradient: int) -> list[str]:
 
 
 def _next_round(search: Search) -> list[str]:
-    """Return the candidates of the next round; none if the leader is certain enough and has no untried neighbour."""
+    """Return the candidates of the next round.
+
+    These are the untried neighbours of the leader, the candidates whose next run is due and, until the leader is
+    certain enough, every candidate that may still be the fastest. The search ends when there are none.
+    """
     race, leader = search.race, search.race.leader()
     untried = [name for name in neighbours(SyncMode.parse(leader), search.gradient) if name not in race.times]
     probability = race.probability_best()
@@ -223,7 +227,7 @@ def trial(spec: RunSpec, mode: str, number: int, experiment: str) -> RunSpec:
 def write_experiment(search: Search, choice: SubstrateChoice) -> None:
     """Write an experiment file that compares the winner with the first candidate and the reference."""
     leader = search.race.leader()
-    certainty = f"{100 * search.certainty:.0f} % sure"
+    certainty = f"the fastest with a probability of {100 * search.certainty:.0f} %"
     facts = f"{search.race.centre(leader):.3f} s/iter, {certainty}, {search.runs} runs on {choice.name}"
     base = search.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     base = {key: value for key, value in base.items() if key not in ("mode", "name", "experiment", "schema", "steps")}

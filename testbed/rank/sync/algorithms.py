@@ -170,7 +170,10 @@ def ring_reduce_mean_(buffer: Tensor, group: Group) -> None:
 
 @algorithm("tree")
 def tree_mean_(buffer: Tensor, group: Group) -> None:
-    """Binomial tree: in round k, ranks 2^k apart pair up and the upper one sends its sum; then the same way back."""
+    """Binomial tree: in round k, ranks 2^k apart form pairs, and the higher rank sends its sum to the lower rank.
+
+    The mean is then sent back between the same pairs.
+    """
     rounds = [1 << k for k in range((group.size - 1).bit_length())]
     partial = torch.empty_like(buffer)
     for distance in rounds:

@@ -121,7 +121,10 @@ class Readiness:
         self.next = 0
 
     def ready(self, parameter: Parameter) -> None:
-        """Record that this gradient is complete. While paused it is not, because later passes add to it."""
+        """Mark this gradient as complete and launch every bucket that is now full.
+
+        Does nothing while paused, because later passes still add to the gradient.
+        """
         if self.paused:
             return
         for missing in self.missing[self.next :]:

@@ -209,10 +209,12 @@ class Pipeline(BaseSynchronizer):
         missing = [bucket for bucket in buckets if not bucket.complete.is_set()]
         if missing:
             with self.timeline.blocked():
+                deadline_s = self.group.deadline.total_seconds()
                 for bucket in missing:
-                    if not bucket.complete.wait(self.group.deadline.total_seconds()):
+                    if not bucket.complete.wait(deadline_s):
                         self._raise_failure()
-                        raise RankFailed(f"bucket {bucket.number} timed out: a peer sends nothing")
+                        late = f"bucket {bucket.number} was not complete within {deadline_s:g} s"
+                        raise RankFailed(f"{late}: another rank is too slow or has stopped sending")
         self._raise_failure()
 
     def _raise_failure(self) -> None:

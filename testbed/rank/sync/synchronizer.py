@@ -1,4 +1,4 @@
-"""Synchronizer: the interface between the training loop and the modes. The loop has no code for any single mode."""
+"""The interface between the training loop and the modes; neither depends on the other."""
 
 from __future__ import annotations
 

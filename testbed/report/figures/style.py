@@ -20,7 +20,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from testbed.spec.mode import ALGORITHMS, OWN
+from testbed.spec.mode import ALGORITHMS, USER_METHOD
 
 matplotlib.use("Agg")
 
@@ -39,7 +39,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "copies": ("#7a5c9e", "#b198d8"),
     "rest": ("#b9bfc8", "#5d6775"),
     "bound": ("#39434f", "#c9d1db"),
-    "own": OWN.colour,
+    "own": USER_METHOD.colour,
     **{name: row.colour for name, row in ALGORITHMS.items()},
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")

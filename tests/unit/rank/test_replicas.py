@@ -22,9 +22,12 @@ def apart() -> Group:
     return Apart(0, 2, single_rank_group().store, 1.0)
 
 
-@pytest.mark.parametrize(("step", "way_out"), [(0, "the same image"), (8, r"fix its mean_ \(docs/modes\.md\)")])
-def test_a_difference_names_the_ranks_hashes_and_what_to_do(apart: Group, step: int, way_out: str) -> None:
-    with pytest.raises(ReplicasDiffer, match=rf"before step {step}: rank 0 \w{{12}}, rank 1 f{{12}}\. .*{way_out}"):
+@pytest.mark.parametrize(
+    ("step", "when", "way_out"),
+    [(0, "before the first step", "the same image"), (8, "after step 8", r"fix its mean_ \(docs/modes\.md\)")],
+)
+def test_a_difference_names_the_ranks_hashes_and_what_to_do(apart: Group, step: int, when: str, way_out: str) -> None:
+    with pytest.raises(ReplicasDiffer, match=rf"differ {when}: rank 0 \w{{12}}, rank 1 f{{12}}\. .*{way_out}"):
         compare(nn.Linear(1, 1), apart, step, must_agree=True)
 
 

@@ -18,7 +18,7 @@ from testbed.spec.errors import SpecError
 from testbed.spec.mode import (
     ALGORITHMS,
     CODECS,
-    OWN,
+    USER_METHOD,
     Rounds,
     SyncMode,
     Transfer,
@@ -336,7 +336,7 @@ def test_what_sends_nothing_has_no_rounds_and_takes_no_time() -> None:
 
 
 def test_colours_are_distinct_so_that_a_figure_can_name_them() -> None:
-    rows = [*ALGORITHMS.values(), OWN]
+    rows = [*ALGORITHMS.values(), USER_METHOD]
     for page in (0, 1):
         colours = [row.colour[page] for row in rows]
         assert len(set(colours)) == len(rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from testbed.control.substrates.base import NODE_PORT
 from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.hosts.group import Outcome, run_on_all
 from testbed.control.substrates.hosts.node import (
@@ -22,6 +21,7 @@ from testbed.control.substrates.hosts.node import (
 )
 from testbed.control.substrates.hosts.ssh import Host
 from testbed.spec.errors import AuthenticationFailed, KeyUnknown, TestbedError
+from testbed.spec.run import DEFAULT_PORT
 
 HEADER = ("host", "reachable", "key", "engine", "free disk", "clock offset", "interface", "ports", "image")
 MIN_FREE_BYTES = 3e9  # the unpacked image, with room for a run
@@ -143,7 +143,7 @@ def _check_ports(rows: Sequence[Row]) -> None:
     except TestbedError as error:
         able[0].problems.append(str(error))
         return
-    for row, outcome in zip(able, try_reachability(hosts, ends, NODE_PORT), strict=True):
+    for row, outcome in zip(able, try_reachability(hosts, ends, DEFAULT_PORT), strict=True):
         _fill_ports(row, outcome, able)
 
 
@@ -153,11 +153,11 @@ def _fill_ports(row: Row, outcome: Outcome[Reachability], able: Sequence[Row]) -
         row.cells["ports"] = "no"
         row.problems.append(str(outcome.error))
     elif answer.busy:
-        row.cells["ports"] = f"{NODE_PORT} taken"  # not a problem: a run uses another
+        row.cells["ports"] = f"{DEFAULT_PORT} taken"  # not a problem: a run uses another
     elif answer.missing:
         names = ", ".join(able[other].host.name for other in answer.missing)
         row.cells["ports"] = f"not with {names}"
-        problem = f"{row.host}: no connection to and from {names} at port {NODE_PORT}"
+        problem = f"{row.host}: no connection to and from {names} at port {DEFAULT_PORT}"
         row.problems.append(f"{problem}. Check firewalls between them")
     else:
         row.cells["ports"] = f"free, {len(able) - 1} reached"

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from testbed.control.substrates.base import NODE_PORT
 from testbed.control.substrates.docker_cli import (
     NOBODY_USER,
     docker_run_argv,
@@ -28,6 +27,7 @@ from testbed.control.substrates.hosts.group import Outcome, results_or_raise, ru
 from testbed.control.substrates.hosts.ssh import Host
 from testbed.net import reachability
 from testbed.spec.errors import CommandFailed, HostFailed, NetworkInvalid, Unavailable
+from testbed.spec.run import DEFAULT_PORT
 
 HOME = ".testbed"  # in the home folder of the user on the host: all our files
 QUERY_TIMEOUT_S = 30.0  # each of these commands takes a moment
@@ -244,7 +244,7 @@ def check_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: in
 def find_port(hosts: Sequence[Host], ends: Sequence[Endpoint], wanted: int) -> int:
     """Return a port at which every host has just reached every other: `wanted`, or a random one for 0."""
     if len(hosts) == 1:
-        return wanted or NODE_PORT
+        return wanted or DEFAULT_PORT
     for attempt in range(1, PORT_ATTEMPTS + 1):
         port = wanted or random.SystemRandom().randint(*PORTS)
         try:

@@ -22,7 +22,7 @@ from typing import Self
 
 import paramiko
 
-from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NODE_PORT, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.docker_cli import (
     RUN_LABEL,
@@ -53,7 +53,7 @@ from testbed.spec.datasets import MARKER, data_dir, dataset_info
 from testbed.spec.errors import CommandFailed, ConnectionLost, HostFailed, RankFailed, TestbedError, Unavailable
 from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
-from testbed.spec.run import RunSpec
+from testbed.spec.run import DEFAULT_PORT, RunSpec
 
 NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host"
 HOSTS_FILE = "hosts.json"  # in the run's folder: `fab collect` finds the folder of a run by it
@@ -321,7 +321,7 @@ class HostsSubstrate:
         self._started: list[RemoteProcess] = []
         self._unreachable: set[Host] = set()  # hosts that could not be reached to stop their ranks
         self._count = itertools.count()
-        self._port = NODE_PORT
+        self._port = DEFAULT_PORT
         self.nodes: Sequence[NodeHandle] = ()
 
     def __enter__(self) -> Self:
