@@ -1,6 +1,6 @@
-"""Write what is made from the rows in testbed/spec/mode.py: the tables in docs/modes.md, the list in .env.example.
+"""Write what is made from rows in testbed/spec: tables in docs/modes.md and docs/faults.md, the list in .env.example.
 
-generate.py            write both files
+generate.py            write these files
 generate.py --check    exit with 1 if one of them is out of date
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 
 ROOT = Path(__file__).parents[1]
@@ -35,15 +37,31 @@ def codecs() -> list[str]:
     return lines
 
 
+def faults() -> list[str]:
+    everywhere = set().union(*(kind.substrates for kind in FAULT_KINDS.values()))
+    lines = ["| fault | what happens | substrates |", "| --- | --- | --- |"]
+    for kind in FAULT_KINDS.values():
+        where = "all" if set(kind.substrates) == everywhere else ", ".join(kind.substrates)
+        lines.append(f"| `{kind.example}` | {kind.does} | {where} |")
+    return lines
+
+
 def modes_page(text: str) -> str:
-    """Return the text of docs/modes.md with new tables between its marks."""
-    for made in (algorithms, schedules, codecs):
+    """docs/modes.md with what stands between its marks written anew."""
+    return _between_marks("docs/modes.md", text, (algorithms, schedules, codecs))
+
+
+def faults_page(text: str) -> str:
+    """docs/faults.md with what stands between its marks written anew."""
+    return _between_marks("docs/faults.md", text, (faults,))
+
+
+def _between_marks(name: str, text: str, parts: Sequence[Callable[[], list[str]]]) -> str:
+    for made in parts:
         mark = re.compile(rf"(<!-- begin {made.__name__} [^\n]*-->\n).*?(<!-- end {made.__name__} -->\n)", re.S)
         text, count = mark.subn(lambda m, made=made: m[1] + "\n".join([*made(), ""]) + m[2], text)
         if count != 1:
-            raise SystemExit(
-                f"docs/modes.md: {count} places for {made.__name__}, there must be one. Restore its marks."
-            )
+            raise SystemExit(f"{name}: {count} places for {made.__name__}, there must be one. Restore its marks.")
     return text
 
 
@@ -53,9 +71,12 @@ def env_example(text: str) -> str:
     return re.sub(r"^MODE=.*$", line, text, flags=re.M)
 
 
+PAGES = {"docs/modes.md": modes_page, "docs/faults.md": faults_page, ".env.example": env_example}
+
+
 def main() -> None:
     stale = []
-    for name, made in (("docs/modes.md", modes_page), (".env.example", env_example)):
+    for name, made in PAGES.items():
         path = ROOT / name
         before = path.read_text(encoding="utf-8")
         after = made(before)
@@ -64,7 +85,7 @@ def main() -> None:
             if "--check" not in sys.argv:
                 path.write_text(after, encoding="utf-8")
     if stale and "--check" in sys.argv:
-        raise SystemExit(f"{', '.join(stale)}: out of date with testbed/spec/mode.py. Run make docs.")
+        raise SystemExit(f"{', '.join(stale)}: out of date with testbed/spec. Run make docs.")
     print(f"written: {', '.join(stale)}" if stale else "up to date")
 
 

@@ -1,24 +1,18 @@
 """Fault: a failure that the controller injects, in one spelling: `kind:rankR@WHEN[+DURATION][=VALUE]`.
 
-kill       SIGKILL to all processes of the node              kill:rank2@step10
-exit       SIGTERM to the rank                               exit:rank1@step5
-pause      freeze the node; without +DURATION for ever       pause:rank1@step5+3s
-cut        set its link down; without +DURATION for ever     cut:rank3@20s+5s
-rate       another rate of its link, each way                rate:rank2@step8=50mbit, rate:rank2@step8+5s=50mbit
-slow       another share of the processor                    slow:rank1@step5=0.25cpu
-oom        a memory limit that the rank exceeds              oom:rank2@step10
-disk-full  every further write of the rank fails             disk-full:rank1@step8
-
 WHEN is the number of steps that the rank has completed (`step10`) or the seconds since it started to train (`20s`).
 `rank?` and `step?` are drawn with the run's seed.
 `str(Fault.parse(text))` can be parsed again and gives the same value.
+
+To add a kind, add a row to FAULT_KINDS here and its action to control/runs/faults.py. What `--fault` accepts, which
+substrates refuse it, and (by `make docs`) the table in docs/faults.md follow from the row.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -29,8 +23,6 @@ from testbed.spec.units import format_duration, format_rate, parse_duration, par
 
 ANY = "?"
 MAX_FAULTS = 64  # of one run
-LASTING = ("pause", "cut", "rate", "slow")  # kinds that can be undone
-KINDS = ("kill", "exit", *LASTING, "oom", "disk-full")
 STEPS_TO_DRAW = 100  # `step?` is below this if the run's length is given in epochs
 _FORM = re.compile(
     r"(?P<kind>[a-z-]{1,16}):rank(?P<rank>\d{1,4}|\?)@(?:step(?P<step>\d{1,9}|\?)|(?P<after>[\d.]{1,16}[a-z]{1,2}))"
@@ -38,6 +30,83 @@ _FORM = re.compile(
     re.ASCII,
 )
 _WAY_OUT = "Write e.g. kill:rank2@step10, pause:rank1@step5+3s or rate:rank2@step8=50mbit."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultValue:
+    """What a kind needs after the `=`."""
+
+    field: str  # of Fault
+    example: str
+    parse: Callable[[str, str], Any]  # from the value and the whole fault; raises SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultKind:
+    """One kind of fault."""
+
+    does: str
+    example: str
+    substrates: tuple[str, ...] = ("process", "netns", "compose", "hosts")  # that can inject it
+    lasting: bool = False  # whether it can be undone, and so have a +DURATION
+    value: FaultValue | None = None
+
+
+def _parse_share(value: str, text: str) -> float:
+    number = re.fullmatch(r"(\d{1,4}(?:\.\d{1,4})?)cpu", value)
+    if number is None or not 0.01 <= float(number[1]) <= 1024:
+        raise refuse("fault", text, "a share is 0.01cpu to 1024cpu", "Write e.g. =0.25cpu.")
+    return float(number[1])
+
+
+# Their nodes have a link and a CPU quota of their own. On hosts such a fault would affect all users of the host.
+SHAPED = ("netns", "compose")
+FAULT_KINDS: dict[str, FaultKind] = {
+    "kill": FaultKind(does="SIGKILL to all processes of the node", example="kill:rank2@step10"),
+    "exit": FaultKind(does="SIGTERM to the rank", example="exit:rank1@step5"),
+    "pause": FaultKind(
+        does="the node is frozen; for ever without `+3s`",
+        example="pause:rank1@step5+3s",
+        lasting=True,
+    ),
+    "cut": FaultKind(
+        does="the node's link goes down; for ever without `+5s`",
+        example="cut:rank3@20s+5s",
+        substrates=SHAPED,
+        lasting=True,
+    ),
+    "rate": FaultKind(
+        does="the node's link gets another rate, each way",
+        example="rate:rank2@step8=50mbit",
+        substrates=SHAPED,
+        lasting=True,
+        value=FaultValue(field="rate", example="50mbit", parse=lambda value, text: parse_rate(value)),
+    ),
+    "slow": FaultKind(
+        does="the node gets another CPU share",
+        example="slow:rank1@step5+2s=0.25cpu",
+        substrates=SHAPED,
+        lasting=True,
+        value=FaultValue(field="cpus", example="0.25cpu", parse=_parse_share),
+    ),
+    "oom": FaultKind(
+        does="a memory limit that the rank then exceeds",
+        example="oom:rank2@step10",
+        substrates=(*SHAPED, "hosts"),
+    ),
+    "disk-full": FaultKind(
+        does="every further write of the rank fails",
+        example="disk-full:rank1@step8",
+        substrates=("process", *SHAPED),
+    ),
+}
+KINDS = tuple(FAULT_KINDS)
+LASTING = tuple(name for name, kind in FAULT_KINDS.items() if kind.lasting)
+
+
+def kinds_on(substrate: str) -> tuple[str, ...]:
+    """The kinds of faults that can be injected on a substrate."""
+    return tuple(name for name, kind in FAULT_KINDS.items() if substrate in kind.substrates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +148,20 @@ class Fault:
             step=None if drawn_step else int(match["step"]),
             after=parse_duration(match["after"]) if match["after"] else None,
             lasts=parse_duration(match["lasts"]) if match["lasts"] else None,
-            **_value(kind, match["value"], text),
+            **_parse_value(kind, match["value"], text),
         )
 
 
-def _value(kind: str, value: str | None, text: str) -> dict[str, Any]:
-    """The value after the `=`, which `rate` and `slow` need and the other kinds refuse."""
-    if kind not in ("rate", "slow"):
+def _parse_value(kind: str, value: str | None, text: str) -> dict[str, Any]:
+    """The value after the `=` as a field of Fault; SpecError if it is missing, or if the kind takes none."""
+    needed = FAULT_KINDS[kind].value
+    if needed is None:
         if value is not None:
             raise refuse("fault", text, f"{kind} takes no value", "Leave out the = and what follows.")
         return {}
     if value is None:
-        example = {"rate": "50mbit", "slow": "0.25cpu"}[kind]
-        raise refuse("fault", text, f"{kind} needs a value", f"Write e.g. {text}={example}.")
-    if kind == "rate":
-        return {"rate": parse_rate(value)}
-    number = re.fullmatch(r"(\d{1,4}(?:\.\d{1,4})?)cpu", value)
-    if number is None or not 0.01 <= float(number[1]) <= 1024:
-        raise refuse("fault", text, "a share is 0.01cpu to 1024cpu", "Write e.g. =0.25cpu.")
-    return {"cpus": float(number[1])}
+        raise refuse("fault", text, f"{kind} needs a value", f"Write e.g. {text}={needed.example}.")
+    return {needed.field: needed.parse(value, text)}
 
 
 def draw_random(faults: Sequence[Fault], seed: int, world: int, steps: int | None) -> tuple[Fault, ...]:

@@ -7,11 +7,12 @@ values is checked here, when it is built.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from testbed.spec.base import Spec
+from testbed.spec.datasets import dataset_info
 from testbed.spec.errors import SchemaError, SpecError, one_line, refuse
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
@@ -23,10 +24,17 @@ DEFAULT_PORT = 29_500  # of the rendezvous where no other process uses it; the n
 SCHEMA = 3  # version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together
 
 
+def _known_dataset(name: str) -> str:
+    try:
+        return dataset_info(name).name
+    except SpecError as error:
+        raise ValueError(str(error)) from None
+
+
 class DataSpec(Spec):
     """The training data, and how the ranks divide it."""
 
-    name: Literal["cifar10", "mnist", "synthetic"] = "cifar10"
+    name: Annotated[str, AfterValidator(_known_dataset)] = "cifar10"  # one of DATASETS
     subset: int | None = Field(default=None, gt=0)  # number of training images, drawn with the seed; None: all
     test_subset: int | None = Field(default=None, gt=0)
     partition: Literal["sampler", "fixed"] = "sampler"  # reshuffled every epoch, or the same block every epoch

@@ -269,7 +269,7 @@ def clean(
 
 
 @data_app.command("get")
-def data_get(name: Annotated[str, typer.Argument(help="cifar10 or mnist")]) -> None:
+def data_get(name: opt.FetchedData) -> None:
     """Fetch a data set if it is missing, and verify its checksums."""
     path = fetch(name, data_dir(), lambda text: console.print(f"  {text}"))
     console.print(f"{name} is in {path}")
@@ -287,7 +287,7 @@ def data_list(as_json: Json = False) -> None:
 
 
 @data_app.command("verify")
-def data_verify(name: Annotated[str, typer.Argument(help="cifar10 or mnist")]) -> None:
+def data_verify(name: opt.FetchedData) -> None:
     """Compute the checksums again and compare."""
     verify(name, data_dir())
     console.print(f"{name}: all checksums match")

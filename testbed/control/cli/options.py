@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from testbed.spec.datasets import DATASETS
 from testbed.spec.errors import strip_control_chars
 from testbed.spec.inventory import DEFAULT, VARIABLE
 
@@ -25,7 +26,8 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document and 
 Mode = Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")]
 Rate = Annotated[str | None, typer.Option(help="rate of every node's link, each way, e.g. 200mbit [default: unshaped]")]
 Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
-Data = Annotated[str, typer.Option(help="cifar10, mnist or synthetic")]
+Data = Annotated[str, typer.Option(help=f"{', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]}")]
+FetchedData = Annotated[str, typer.Argument(help=" or ".join(k for k, info in DATASETS.items() if not info.generated))]
 Batch = Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")]
 BatchPerRank = Annotated[str | None, typer.Option(help="images per step of each rank, instead of --batch")]
 Steps = Annotated[str | None, typer.Option(help="training steps [default: 40]")]

@@ -20,7 +20,7 @@ from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.substrates.process import check as check_process
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
-from testbed.spec.fault import KINDS as FAULTS
+from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
 from testbed.spec.link import Link
 from testbed.spec.run import NodeOverride, RunSpec
@@ -61,7 +61,7 @@ class SubstrateType:
     drop_unsupported: Callable[[RunSpec], RunSpec] = lambda spec: spec
     shapes: bool = True
     is_local: Callable[[], bool] = lambda: False  # do its nodes share the cores of this machine?
-    faults: Collection[str] = FAULTS  # kinds of faults that can be injected
+    faults: Collection[str] = KINDS  # kinds of faults that can be injected
     keeps_checkpoints: bool = True  # do checkpoints outlive the run?
 
 
@@ -71,6 +71,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         description="one container per node, links shaped as requested",
         make=lambda spec, folder: ComposeSubstrate(node_plans(spec), folder),
         check=check_compose,
+        faults=kinds_on("compose"),
         is_local=lambda: os.environ.get("DOCKER_HOST", "unix://").startswith("unix://"),
     ),
     "netns": SubstrateType(
@@ -78,6 +79,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         description="network namespaces, links shaped as requested",
         make=lambda spec, folder: NetnsSubstrate(node_plans(spec), folder),
         check=check_netns,
+        faults=kinds_on("netns"),
         is_local=lambda: True,
     ),
     "process": SubstrateType(
@@ -88,7 +90,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         drop_unsupported=without_shaping,
         shapes=False,
         is_local=lambda: True,
-        faults=("kill", "exit", "pause", "disk-full"),
+        faults=kinds_on("process"),
     ),
 }
 
@@ -119,7 +121,7 @@ def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
         make=make,
         drop_unsupported=drop_unsupported,
         shapes=False,
-        faults=("kill", "exit", "pause", "oom"),  # the others would change interface, CPU or disk for all users
+        faults=kinds_on(HOSTS),
         keeps_checkpoints=False,
     )
 

@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "unknown data": (
         {"data": {"name": "imagenet"}},
-        "data.name = 'imagenet': input should be 'cifar10', 'mnist' or 'synthetic'",
+        "data 'imagenet': is not a known data set. Use one of cifar10, mnist, synthetic.",
     ),
     "negative seed": ({"seed": -1}, "seed = -1"),
     "no steps": ({"steps": 0}, "steps = 0"),
