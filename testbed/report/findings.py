@@ -119,8 +119,8 @@ def verdict(chapter: Chapter, focused: Focus, swept: str = "") -> Verdict:
     cells = [cell for cell in focused.cells if not cell.spec.overrides] or focused.cells
     best, worst = fastest(cells), slowest(cells)
     usual = fastest_and_slowest(chapter, best, worst)
-    first = swept or cost_of_one_slow_node(chapter) or effect_of_placement(chapter)
-    reasons = [*busiest_link(best, worst), *hidden_time(best, worst), *limit(best), *slow_ranks(chapter)]
+    first = swept or next(filter(None, (rule(chapter) for rule in HEADLINES)), "")
+    reasons = [sentence for rule in REASONS for sentence in rule(chapter, best, worst)]
     return Verdict(
         headline=first or usual,
         why=[*([f"{usual}."] if first else []), *reasons],
@@ -170,7 +170,7 @@ def effect_of_placement(chapter: Chapter) -> str:
     return loss_by_step([c for c in chapter.cells if not c.spec.mode.is_control]) if len(placed) > 1 else ""
 
 
-def busiest_link(best: Cell, worst: Cell) -> list[str]:
+def busiest_link(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
     """The bytes on the busiest link of the slowest and of the fastest mode."""
     costs = [theory.cost(cell.spec.mode, cell.world) for cell in (best, worst)]
     if best is worst or not best.bound or not worst.bound or worst.bound <= 1.5 * best.bound:
@@ -185,7 +185,7 @@ def busiest_link(best: Cell, worst: Cell) -> list[str]:
     ]
 
 
-def hidden_time(best: Cell, worst: Cell) -> list[str]:
+def hidden_time(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
     """How much communication the fastest mode hides."""
     hidden = best.split.hidden_share
     if best is worst or not hidden or hidden <= 0.05:
@@ -193,7 +193,7 @@ def hidden_time(best: Cell, worst: Cell) -> list[str]:
     return [f"{best.label} also sends while it computes: {percent(hidden)} of its communication costs no time."]
 
 
-def limit(best: Cell) -> list[str]:
+def limit(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
     """Whether the network, the CPU or neither limits the fastest mode."""
     if not best.bound or not best.spec.spans:
         return []
@@ -211,7 +211,7 @@ def limit(best: Cell) -> list[str]:
     ]
 
 
-def slow_ranks(chapter: Chapter) -> list[str]:
+def slow_ranks(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
     """Each straggler once, with the runs it was found in."""
     found: dict[tuple[int, str], list[tuple[Cell, str]]] = {}
     for cell in chapter.cells:
@@ -223,6 +223,10 @@ def slow_ranks(chapter: Chapter) -> list[str]:
         more = f", and in {len(cases) - 1} more" if len(cases) > 1 else ""
         lines.append(f"Straggler ({cause}): {sentence} (in {cell.spec.name}{more}).")
     return lines
+
+
+HEADLINES = (cost_of_one_slow_node, effect_of_placement)  # the first that has a sentence, if no axis was swept
+REASONS = (busiest_link, hidden_time, limit, slow_ranks)  # in the order of the page
 
 
 def tiles(chapter: Chapter, best: Cell, worst: Cell, name: Callable[[Cell], str]) -> list[Tile]:
@@ -244,15 +248,7 @@ def tiles(chapter: Chapter, best: Cell, worst: Cell, name: Callable[[Cell], str]
 
 def checks(chapter: Chapter) -> list[Check]:
     """All checks that have something to compare."""
-    found = [
-        check_rates(chapter),
-        check_replicas(chapter),
-        check_bytes(chapter),
-        check_times(chapter),
-        check_control(chapter),
-        check_clocks(chapter),
-    ]
-    return [check for check in found if check is not None]
+    return [check for rule in CHECKS if (check := rule(chapter)) is not None]
 
 
 def check_rates(chapter: Chapter) -> Check | None:
@@ -359,6 +355,9 @@ def check_clocks(chapter: Chapter) -> Check | None:
     waiting = [w for cell in chapter.cells for w in cell.waiting.waiting if cell.waiting.exchanges]
     fine = error <= max(0.001, 0.1 * statistics.fmean(waiting)) if waiting else None
     return Check(fine, f"Clocks: times of all nodes were converted to rank 0's clock with an error of {seconds(error)}")
+
+
+CHECKS = (check_rates, check_replicas, check_bytes, check_times, check_control, check_clocks)  # in this order
 
 
 def where_time_goes(cells: Sequence[Cell]) -> str:

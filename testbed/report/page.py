@@ -89,7 +89,7 @@ def write(paths: Sequence[Path], out: Path) -> Report:
         _write_files(FAULTS, faults.plots, [faults.table], files)
     texts = [*map(_markdown, sections), *([_faults_markdown(faults)] if faults else [])]
     write_whole(files / "report.md", "\n".join(texts) + _left_out(loaded.skipped))
-    write_whole(files / "summary.json", json.dumps(finite(_figures(sections, loaded)), indent=1, allow_nan=False))
+    write_whole(files / "report.json", json.dumps(finite(_figures(sections, loaded)), indent=1, allow_nan=False))
     write_whole(out / PAGE, render(sections, faults, loaded))
     return Report(out / PAGE, sections, faults, loaded.skipped)
 
@@ -136,13 +136,10 @@ def _tables(chapter: Chapter) -> list[Table]:
 
 
 DrawModes = Callable[[Sequence[Cell], Sequence[str]], Plot | None]
-DETAILED: tuple[DrawModes, ...] = (modes.where_time_goes, time.timeline)  # need the spans of each step
-SIDE_BY_SIDE: tuple[DrawModes, ...] = (
-    modes.bytes_per_rank,
-    modes.roofline,
-    time.seconds_by_step,
-)
-LEARNING: tuple[DrawModes, ...] = (time.loss_by_time, time.loss_by_step)
+# Each file of figures lists its own at its end; the order here is the order on the page.
+DETAILED: tuple[DrawModes, ...] = (*modes.DETAILED, *time.DETAILED)
+SIDE_BY_SIDE: tuple[DrawModes, ...] = (*modes.SIDE_BY_SIDE, *time.SIDE_BY_SIDE)
+LEARNING: tuple[DrawModes, ...] = time.LEARNING
 
 
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
@@ -236,7 +233,7 @@ def _left_out(skipped: Sequence[Skipped]) -> str:
 
 
 def _figures(sections: Sequence[Section], loaded: Loaded) -> dict[str, Any]:
-    """The content of summary.json: all numbers of every cell, for scripts."""
+    """The content of report.json: all numbers of every cell, for scripts."""
     return {
         "testbed": __version__,
         "experiments": {

@@ -439,7 +439,7 @@ def _link_outside(run: RunFolder, rng: random.Random) -> None:
     outside = run.path.parents[2] / OUTSIDE
     above = run.path.parent
     spots = [above / "report", above / "report.html", run.path / "trace.json", run.path / "report"]
-    spots += [above / "report" / name for name in ("report.md", "summary.json", f"{PLOT}.svg", f"{PLOT}.png")]
+    spots += [above / "report" / name for name in ("report.md", "report.json", f"{PLOT}.svg", f"{PLOT}.png")]
     spots += [run.summary, run.receipt, run.faults, run.records(0), run.profile(1), run.spec, above / EXPERIMENT]
     spots += [run.path / "rank0.attempt1.jsonl", above / "another"]
     spot = rng.choice(spots)

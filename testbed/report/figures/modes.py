@@ -131,3 +131,7 @@ def _ranks(cell: Cell, name: str) -> Plot:
     legend_below(made, keys)
     first = cell.stragglers[0].sentence
     return plot(made, name, f"{first[0].upper()}{first[1:]}", f"Run {cell.spec.name}. {findings.STRAGGLER}")
+
+
+DETAILED = (where_time_goes,)  # for runs that recorded spans
+SIDE_BY_SIDE = (bytes_per_rank, roofline)  # for all modes

@@ -112,3 +112,8 @@ def seconds_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
     made.axes.set_xlabel("iteration (shaded: warm-up, not counted)" if warmup else "iteration")
     made.axes.set_ylabel("seconds, mean over ranks")
     return plot(made, "seconds-by-iteration", findings.seconds_by_step(cells), "")
+
+
+DETAILED = (timeline,)  # for runs that recorded spans
+SIDE_BY_SIDE = (seconds_by_step,)  # for all modes
+LEARNING = (loss_by_time, loss_by_step)  # for modes whose ranks train one model

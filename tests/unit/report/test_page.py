@@ -46,14 +46,14 @@ def test_every_figure_and_table_is_also_a_file(made: tuple[Report, str]) -> None
     for plot in report.sections[0].plots:
         assert {f"quick-{plot.name}.svg", f"quick-{plot.name}.png"} <= files
     assert {f"quick-{table.name}.csv" for table in report.sections[0].tables} <= files
-    assert {"report.md", "summary.json"} <= files
-    figures = json.loads((report.page.parent / "report" / "summary.json").read_text())
+    assert {"report.md", "report.json"} <= files
+    figures = json.loads((report.page.parent / "report" / "report.json").read_text())
     assert [cell["mode"] for cell in figures["experiments"]["quick"]] == list(MODES)
 
 
-def test_summary_json_is_valid_json_even_if_the_loss_diverged(tmp_path: Path) -> None:
+def test_report_json_is_valid_json_even_if_the_loss_diverged(tmp_path: Path) -> None:
     make_run(tmp_path / "one", Conditions(loss=float("nan")), mode="ring", **LINK)
-    text = (write([tmp_path], tmp_path).page.parent / "report" / "summary.json").read_text()
+    text = (write([tmp_path], tmp_path).page.parent / "report" / "report.json").read_text()
     figures = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert figures["experiments"]["adhoc"][0]["test_loss"] is None
 

@@ -29,7 +29,7 @@ def test_the_split_of_a_step_shows_copies(tmp_path: Path) -> None:
     assert (rows["none"]["copies"], rows["ring"]["copies"]) == ("0.000", "0.125")
 
 
-def test_received_bytes_are_in_the_table_and_in_summary_json(tmp_path: Path) -> None:
+def test_received_bytes_are_in_the_table_and_in_report_json(tmp_path: Path) -> None:
     summary = make_run(tmp_path / "gather", mode="gather", **LINK)
     changed = summary.model_copy(update={"received_per_step": [6e6, 1e6, 2e6, 3e6]})
     (tmp_path / "gather" / "summary.json").write_text(changed.model_dump_json(by_alias=True))
@@ -37,7 +37,7 @@ def test_received_bytes_are_in_the_table_and_in_summary_json(tmp_path: Path) -> 
     table = next(table for table in part.tables if table.name == "bytes")
     row = dict(zip(table.header, table.rows[0], strict=True))
     assert (row["received, rank 0"], row["received, others"]) == ("6.00", "2.00")
-    figures = json.loads((tmp_path / "report" / "summary.json").read_text())
+    figures = json.loads((tmp_path / "report" / "report.json").read_text())
     assert figures["experiments"]["adhoc"][0]["received_per_step"] == [6e6, 1e6, 2e6, 3e6]
 
 
