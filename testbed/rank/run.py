@@ -184,6 +184,7 @@ def _agree(request: Request, guard: Watchdog) -> Run:
     try:
         store.wait(["run"], timedelta(seconds=2 * request.spec.start_deadline))  # longer than rank 0 waits for others
         found: dict[str, Any] = json.loads(store.get("run"))
+        store.set(f"ready/{rank}", "1")
     except RuntimeError as error:
         message = f"rank 0 (node0) did not tell rank {rank} the run folder: {error}"
         raise heartbeat.wait_for_verdict(watchdog.LAST_VERDICT_TIMEOUT_S) or PeerLost(message, 0) from None
@@ -201,14 +202,14 @@ def _agree(request: Request, guard: Watchdog) -> Run:
 def _agree_as_rank_0(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> Run:
     """Rank 0's part of `_agree`. Raises SpecError if a request differs, PeerLost if a rank is missing."""
     spec, store = request.spec, heartbeat.store
-    keys = [f"request/{rank}" for rank in range(spec.world)]
+    keys = [f"request/{rank}" for rank in range(spec.nodes)]  # also of ranks that will not train
     with contextlib.suppress(RuntimeError):  # a rank that is missing is named below
         store.wait(keys, timedelta(seconds=spec.start_deadline))
     found = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     for rank, other in found.items():
         if difference := _difference(other["values"], rank, _values(request)):
             raise heartbeat.report_lost(SpecError(difference))
-    addresses = [found[rank]["address"] for rank in sorted(found)]
+    addresses = [found[rank]["address"] for rank in sorted(found) if rank < spec.world]
     run = _begin(request, guard, _make_folder(request), addresses, bool(request.synthetic))
     missing = [rank for rank in range(spec.world) if rank not in found]
     if missing:
@@ -216,6 +217,8 @@ def _agree_as_rank_0(request: Request, guard: Watchdog, heartbeat: Heartbeat) ->
         raise heartbeat.report_lost(PeerLost(f"{names} did not connect within {spec.start_deadline:g} s", missing[0]))
     message = {"name": run.folder.path.name, "synthetic": bool(request.synthetic), "values": _values(request)}
     store.set("run", json.dumps(message | {"addresses": run.addresses}))
+    with contextlib.suppress(RuntimeError):  # a short run must not end before all ranks have read this
+        store.wait([f"ready/{rank}" for rank in found if rank > 0] or ["run"], timedelta(seconds=spec.start_deadline))
     return run
 
 
