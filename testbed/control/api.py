@@ -13,21 +13,20 @@ before anything is created. A run that fails also raises one, and the reason is 
 from __future__ import annotations
 
 import html
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from testbed.control.cli.options import console
-from testbed.control.cli.progress import open_progress
+from testbed.control.runs.progress import Progress, console, open_progress
 from testbed.control.runs.run import execute, recorded_substrate, resume_run
 from testbed.control.runs.select import HOSTS, SubstrateChoice, SubstrateType, check_shaping, select
-from testbed.control.runs.supervisor import Progress
 from testbed.control.runs.sweep import folder_for, run_all
 from testbed.results.conclude import Summary
-from testbed.results.folder import EXPERIMENT, RunFolder, fresh_folder, runs_dir, write_whole
+from testbed.results.folder import EXPERIMENT, RunFolder, find_runs, fresh_folder, runs_dir, write_whole
 from testbed.results.receipt import Receipt
 from testbed.results.records import Step, read
 from testbed.results.table import caption, left_out, table
@@ -39,11 +38,10 @@ from testbed.spec.run import RunSpec
 if TYPE_CHECKING:
     from testbed.report.figures.style import Plot
 
-MAX_DEPTH = 3  # folders below the one that `load` is given
-COLUMNS = (  # of Run.steps, after `rank`; times in seconds, sizes in bytes
-    *("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total", "blocked", "busy", "hidden"),
-    *("loss", "images", "sent", "received", "cpu", "attempt"),
+COLUMNS = tuple(  # of Run.steps, after `rank`; times in seconds, sizes in bytes
+    each.name for each in fields(Step) if each.default_factory is MISSING and each.name != "kind"
 )
+logging.getLogger("testbed").addHandler(logging.NullHandler())  # the caller decides where warnings go
 FIGURES = {"step": "where-time-goes", "bytes": "bytes-per-rank", "seconds": "seconds-by-iteration"}  # short names
 
 
@@ -250,9 +248,9 @@ def sweep(
 def load(path: Path | str) -> Run | Runs:
     """Return a run folder as Run, a folder of runs (e.g. runs/quick) as Runs. Raises UsageError if there is no run."""
     path = Path(path)
-    if RunFolder(path).spec.is_file():
-        return Run(path)
-    found = tuple(Run(folder) for folder in sorted(_run_folders(path, MAX_DEPTH)))
+    found = tuple(Run(folder) for folder in find_runs(path))
+    if found and found[0].folder == path:
+        return found[0]
     if not found:
         raise UsageError(f"{path}: contains no run folder. Give a folder that `testbed run` or `testbed sweep` wrote.")
     return Runs(path, found)
@@ -288,18 +286,6 @@ def _experiment(source: Experiment | Mapping[str, Any] | Path | str) -> Experime
     if isinstance(source, Mapping):
         return Experiment.load({"name": "adhoc", "title": ""} | dict(source), "experiment")
     return Experiment.read(Path(source))
-
-
-def _run_folders(path: Path, depth: int) -> Iterator[Path]:
-    """Yield the run folders below `path`, without the hidden ones, which a sweep has set aside."""
-    if depth == 0 or not path.is_dir():
-        return
-    for below in path.iterdir():
-        if below.is_dir() and not below.name.startswith("."):
-            if RunFolder(below).spec.is_file():
-                yield below
-            else:
-                yield from _run_folders(below, depth - 1)
 
 
 @contextmanager

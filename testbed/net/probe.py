@@ -712,7 +712,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = probe_node(options.rank, options.addresses, options.port, options.rate, _print)
     except (OSError, ProbeError) as error:
         _print({"event": "error", "rank": options.rank, "sentence": str(error)})
-        return 1
+        return ProbeError.exit_code
     _print({"event": "result", "rank": options.rank, **asdict(result)})
     return 0
 

@@ -73,7 +73,16 @@ class Metadata:
 class Checkpoints:
     """The checkpoints of one rank. `resume`: this run continues from them."""
 
-    def __init__(self, spec: RunSpec, folder: Path, group: Group, resume: bool = False) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: Path,
+        group: Group,
+        resume: bool = False,
+        extra_bytes: int = EXTRA_BYTES,
+        max_ratio: int = MAX_RATIO,
+    ) -> None:
+        self.extra_bytes, self.max_ratio = extra_bytes, max_ratio
         self.every, self.group, self.resume = spec.checkpoint, group, resume
         self.must_agree = spec.replicas_must_agree and spec.mode.synchronous
         self.folder = folder
@@ -150,7 +159,7 @@ class Checkpoints:
         """Return the tensor file if its checksum is right. A file that is too large for this model is not read."""
         path = self._tensors(metadata.step)
         parameters = sum(p.numel() * p.element_size() for p in trained.model.parameters())
-        data = read_bounded(path, EXTRA_BYTES + MAX_RATIO * parameters)
+        data = read_bounded(path, self.extra_bytes + self.max_ratio * parameters)
         if hashlib.sha256(data).hexdigest() != metadata.sha256:
             raise SpecError(f"{path}: its checksum is wrong. Remove it, and an earlier one is used.")
         return data

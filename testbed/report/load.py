@@ -18,9 +18,8 @@ check that the parts add up to the step.
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +35,7 @@ from testbed.results.folder import (
     MAX_RECORDS_BYTES,
     RunFolder,
     check_size,
+    find_runs,
     read_bounded,
     read_json,
 )
@@ -187,7 +187,6 @@ def _column(records: Sequence[Step], key: str) -> Column:
     return np.array([float("nan") if value is None else value for value in values], dtype=np.float64)
 
 
-MAX_DEPTH = 3  # folders below the one that was named
 # Exceptions that a damaged file can cause. Any other is a bug of the reader and is not caught.
 DAMAGE = (TestbedError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
@@ -264,7 +263,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     experiments: dict[str, Experiment] = {}
     faulted: list[FaultedRun] = []
     distinct: dict[Path, Path] = {}  # a folder may be named twice
-    for path in (found for named in paths for found in find(named)):
+    for path in (found for named in paths for found in find_runs(named)):
         distinct.setdefault(path.resolve(), path)
     for path in distinct.values():
         try:
@@ -277,25 +276,6 @@ def load(paths: Sequence[Path]) -> Loaded:
         runs.append(run)
         _read_experiment(run, experiments)
     return Loaded(runs, skipped, experiments, faulted)
-
-
-def find(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """Run folders at or below a path. Hidden folders hold runs that a sweep has replaced; they are not read."""
-    if not path.is_dir():
-        raise SpecError(f"{path}: no such folder. Give run folders, or a folder of runs such as runs/quick.")
-    folder = RunFolder(path)
-    if folder.spec.exists() or folder.records(0).exists():
-        yield path
-    elif depth:
-        for inner in sorted(path.iterdir(), key=lambda each: natural(each.name)):
-            if inner.is_dir() and not inner.name.startswith("."):
-                yield from find(inner, depth - 1)
-
-
-def natural(text: str) -> list[tuple[int, int, str]]:
-    """A sort key under which `n10` comes after `n2`."""
-    parts = re.split(r"(\d+)", text)
-    return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in parts]
 
 
 def read_run(folder: RunFolder, whole: bool = True) -> Run:

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from testbed.report import theory
-from testbed.report.load import Column, Loaded, Run, Steps, natural
+from testbed.report.load import Column, Loaded, Run, Steps
 from testbed.report.stats import Samples, Stat, describe
 from testbed.report.waiting import Straggler, Waiting, stragglers, waiting
 from testbed.results.conclude import Summary
+from testbed.results.folder import natural
 from testbed.results.table import (
     NO_COLUMN,
     baselines,

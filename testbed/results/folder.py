@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from testbed.spec.run import RunSpec
 EXPERIMENT = "experiment.json"  # in the folder of a sweep: the experiment that its runs belong to
 TEMPORARY = ".tmp"  # suffix of a file that is still being written
 
+MAX_DEPTH = 3  # folders below the one in which runs are searched
 MAX_SPEC_BYTES = 1 << 20
 MAX_SUBSTRATE_BYTES = 64
 MAX_RECORDS_BYTES = 128 << 20  # one rank's records, all attempts together; a rank writes no more
@@ -146,6 +147,29 @@ class RunFolder:
         for path in [top, *top.rglob("*")]:
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
                 raise refuse("run folder", str(path), "is a symlink or not a regular file", "Remove it.")
+
+
+def find_runs(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """Yield the run folders at or below a path, sorted by name, numbers inside names as numbers.
+
+    A folder that has records but no spec.json is damaged, and is found as well. Hidden folders hold runs that a sweep
+    has replaced; they are not searched. Raises SpecError if `path` is no folder.
+    """
+    if not path.is_dir():
+        raise SpecError(f"{path}: no such folder. Give run folders, or a folder of runs such as runs/quick.")
+    folder = RunFolder(path)
+    if folder.spec.exists() or folder.records(0).exists():
+        yield path
+    elif depth:
+        for inner in sorted(path.iterdir(), key=lambda each: natural(each.name)):
+            if inner.is_dir() and not inner.name.startswith("."):
+                yield from find_runs(inner, depth - 1)
+
+
+def natural(text: str) -> list[tuple[int, int, str]]:
+    """A sort key under which `n10` comes after `n2`."""
+    parts = re.split(r"(\d+)", text)
+    return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in parts]
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:

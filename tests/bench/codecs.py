@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from testbed.control.cli.progress import Plain
+from testbed.control.runs.progress import Plain
 from testbed.control.runs.select import choose
 from testbed.control.runs.sweep import run_all
 from testbed.results.conclude import Summary

@@ -41,9 +41,9 @@ class Timing:
     library: str
 
 
-def missing() -> str | None:
+def missing(packages: Sequence[str] = PACKAGES) -> str | None:
     """Return which packages are not installed and how to install them, or None."""
-    lacking = [package for package in PACKAGES if not _installed(package)]
+    lacking = [package for package in packages if not _installed(package)]
     way_out = "pip install -r requirements-bench.txt"
     return f"Open MPI is not measured, {' and '.join(lacking)} not installed: {way_out}" if lacking else None
 

@@ -123,7 +123,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     good = True
-    with reserve_machine():  # no other run starts meanwhile
+    with reserve_machine(print):  # no other run starts meanwhile
         for part in options.parts or PARTS:
             module, function, promise = PARTS[part]
             outcomes = Outcomes(part, promise)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from testbed.control.runs.run import Lock
 from testbed.control.runs.select import SubstrateChoice, SubstrateType
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate
@@ -76,13 +77,11 @@ def fails_with(code: int, message: str) -> RankScript:
     return play
 
 
-def finishes_while_waiting(
-    folder: RunFolder, **facts: str
-) -> Callable[[SubstrateChoice], AbstractContextManager[None]]:
+def finishes_while_waiting(folder: RunFolder, **facts: str) -> Lock:
     """In place of machine_lock: while we wait, the holder of the lock finishes this run, which had failed."""
 
     @contextmanager
-    def lock(_: SubstrateChoice) -> Iterator[None]:
+    def lock(choice: SubstrateChoice, report: Callable[[str], None]) -> Iterator[None]:
         ended = Summary.read(folder).model_copy(update={"status": "ok", "reason": "", **facts})
         folder.summary.write_text(ended.model_dump_json(by_alias=True))
         yield

@@ -41,6 +41,16 @@ BANNED = {  # folder: packages that it must not import
     "control": TORCH,
     "report": TORCH | REMOTE,
 }
+CONTROL = {  # part of control/: other parts that it may import
+    "machine": {"substrates"},  # one layer: the doctor and the clean-up know the substrates
+    "substrates": {"machine"},
+    "runs": {"machine", "substrates"},
+    "tuning": {"machine", "substrates", "runs"},
+    "api": {"machine", "substrates", "runs", "tuning"},
+    "cli": {"machine", "substrates", "runs", "tuning", "api"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
 REPORT_CALLERS = {"api.py", "cli/report.py"}  # in control/; inside functions, because matplotlib is slow to import
 
 
@@ -92,6 +102,25 @@ def test_every_folder_has_a_rule() -> None:
 def test_the_image_has_the_folders_that_its_code_may_import_and_no_others() -> None:
     copied = {Path(name).name for name in copied_paths(ROOT) if (ROOT / name).is_dir()} | {ENTRYPOINT}
     assert copied == {needed for folder in copied for needed in ALLOWED[folder]}
+
+
+@pytest.mark.parametrize("part", CONTROL)
+def test_imports_inside_control_point_one_way(part: str) -> None:
+    control = PACKAGE / "control"
+    paths = [control / f"{part}.py"] if (control / f"{part}.py").is_file() else sorted((control / part).rglob("*.py"))
+    assert paths
+    found = {
+        (str(path.relative_to(control)), name.split(".")[2])
+        for path in paths
+        for name in imported(path.read_text(), ".".join(path.relative_to(ROOT).parent.parts))
+        if name.startswith("testbed.control.")
+    }
+    assert [each for each in sorted(found) if each[1] not in CONTROL[part] | {part}] == []
+
+
+def test_every_part_of_control_has_a_rule() -> None:
+    parts = {path.stem for path in (PACKAGE / "control").iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert parts == set(CONTROL)
 
 
 def test_only_the_api_and_the_report_commands_of_control_import_report() -> None:

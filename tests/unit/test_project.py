@@ -33,10 +33,10 @@ def test_the_release_has_one_date() -> None:
     assert f"## [{testbed.__version__}] - {released}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_every_package_that_is_asked_for_is_pinned() -> None:
-    asked = [*PYPROJECT["project"]["dependencies"], *(each for extra in EXTRAS.values() for each in extra)]
+def test_every_required_package_is_pinned() -> None:
+    required = [*PYPROJECT["project"]["dependencies"], *(each for extra in EXTRAS.values() for each in extra)]
     pinned = {project(pin) for pin in pins("requirements.txt")}
-    assert {project(each) for each in asked} - pinned == {"testbed"}
+    assert {project(each) for each in required} - pinned == {"testbed"}
 
 
 def test_torch_is_one_pair_in_the_extra_and_in_the_pins() -> None:

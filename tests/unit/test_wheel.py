@@ -57,9 +57,9 @@ def required(wheel: Path, extras: Sequence[str]) -> set[str]:
     found: set[str] = set()
     waiting = [(Requirement(line), tuple(extras)) for line in lines]
     while waiting:
-        requirement, asked = waiting.pop()
+        requirement, extras = waiting.pop()
         if requirement.name in found or not (
-            requirement.marker is None or any(requirement.marker.evaluate({"extra": each}) for each in (*asked, ""))
+            requirement.marker is None or any(requirement.marker.evaluate({"extra": each}) for each in (*extras, ""))
         ):
             continue
         found.add(requirement.name)

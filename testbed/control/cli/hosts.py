@@ -20,8 +20,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from testbed.control import api
 from testbed.control.cli import options as opt
-from testbed.control.cli.options import console
 from testbed.control.cli.report import exit_code, finish_sweep, print_results
+from testbed.control.runs.progress import console
 from testbed.control.runs.select import HOSTS
 from testbed.results.table import format_table
 from testbed.spec.datasets import data_dir, is_complete

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from testbed import __version__
 from testbed.control import api
 from testbed.control.cli import hosts, report
 from testbed.control.cli import options as opt
-from testbed.control.cli.options import Json, console
-from testbed.control.cli.progress import open_progress
+from testbed.control.cli.options import Json
 from testbed.control.cli.report import exit_code, finish_sweep, print_results
 from testbed.control.machine import ownership
 from testbed.control.machine.doctor import examine
+from testbed.control.runs.progress import console, open_progress
 from testbed.control.runs.select import SubstrateType
 from testbed.control.tuning.search import conclusion, curve, document, new_search, tune_modes
 from testbed.data.fetch import fetch, verify
@@ -313,6 +314,8 @@ def call(name: str, argv: Sequence[str]) -> int:
     # SIGTERM and SIGHUP clean up as Ctrl-C does. Background jobs of a shell inherit SIGINT as ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
+    warnings = logging.StreamHandler()  # stderr: with --json, stdout is one JSON document
+    logging.getLogger("testbed").addHandler(warnings)
     try:
         app(list(argv), prog_name=name)
     except SystemExit as end:
@@ -326,4 +329,6 @@ def call(name: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return Interrupted.exit_code
+    finally:
+        logging.getLogger("testbed").removeHandler(warnings)
     return 0

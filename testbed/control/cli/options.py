@@ -1,26 +1,14 @@
-"""The console that all commands print to, and the options that several commands have."""
+"""The options that several commands have."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from testbed.spec.datasets import DATASETS
-from testbed.spec.errors import strip_control_chars
 from testbed.spec.inventory import DEFAULT, VARIABLE
-
-
-class Screen(Console):
-    """A console that removes control characters: names, reasons and titles may come from files of other users."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(strip_control_chars(each) if isinstance(each, str) else each for each in objects), **options)
-
-
-console = Screen(markup=False, highlight=False, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Mode = Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from testbed.control.api import Runs
-from testbed.control.cli.options import Json, console
+from testbed.control.cli.options import Json
+from testbed.control.runs.progress import console
 from testbed.results.conclude import Summary
 from testbed.results.faults import HEADER, fault_table
 from testbed.results.folder import RunFolder, runs_dir
@@ -68,7 +69,7 @@ def compare(
     else:
         _print_comparison(found)
     if found.worse or (found.lost and not allow_missing):
-        raise typer.Exit(1)
+        raise typer.Exit(TestbedError.exit_code)
 
 
 def _print_comparison(found: Comparison) -> None:

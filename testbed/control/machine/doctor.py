@@ -33,7 +33,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Run all checks and return the findings, the basic ones first."""
     engine_findings = _engine()
-    root = _root(containers=all(finding.ok for finding in engine_findings))
+    root = root_finding(os.geteuid() == 0, containers=all(finding.ok for finding in engine_findings))
     shaping = _link("shaping both ways (tbf, ifb)", Link(rate=parse_rate("100mbit")), "a kernel with sch_tbf and ifb")
     netem = _link("delay and loss (netem)", Link(delay=0.01), "a kernel with sch_netem; rates work without it")
     return [_python(), _cores(), _torch(), *_data(), root, *_tools(), shaping, netem, _cgroups(), *engine_findings]
@@ -67,9 +67,8 @@ def _data() -> list[Finding]:
     ]
 
 
-def _root(containers: bool) -> Finding:
+def root_finding(root: bool, containers: bool) -> Finding:
     """Return whether this is root; if not, the finding says where ranks run instead: in containers or as processes."""
-    root = os.geteuid() == 0
     instead = "in containers" if containers else "as plain processes on loopback, unshaped"
     return Finding("root (for network namespaces)", root, "yes" if root else f"no: ranks run {instead}", "run as root")
 

@@ -16,6 +16,7 @@ from testbed.spec.errors import CommandFailed
 PROC = Path("/proc")
 NETNS = Path("/run/netns")  # where `ip netns` keeps its named namespaces
 KILL_TIMEOUT_S = 5.0
+TIMEOUT_CODE = 124  # what timeout(1) ends with when the command did not finish in time
 
 
 def run(argv: Sequence[str], timeout_s: float) -> str:
@@ -31,7 +32,7 @@ def run(argv: Sequence[str], timeout_s: float) -> str:
         os.killpg(child.pid, signal.SIGKILL)  # the child is not reaped yet, so the number is still its own
         child.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise CommandFailed(f"{shlex.join(argv)}: not finished after {timeout_s:g} s", 124, "") from None
+            raise CommandFailed(f"{shlex.join(argv)}: not finished after {timeout_s:g} s", TIMEOUT_CODE, "") from None
         raise
     if child.returncode != 0:
         output = (err or out).strip()

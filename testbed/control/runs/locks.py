@@ -15,9 +15,8 @@ import fcntl
 import os
 import shlex
 import stat
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -88,23 +87,30 @@ def _lock_folder(file: Path) -> int:
 
 
 @contextmanager
-def machine_lock(choice: SubstrateChoice, folders: Sequence[Path] = LOCK_FOLDERS) -> Iterator[None]:
-    """Hold the machine's lock if the nodes of this substrate share its cores; wait while another process holds it."""
+def machine_lock(
+    choice: SubstrateChoice, report: Callable[[str], None], folders: Sequence[Path] = LOCK_FOLDERS
+) -> Iterator[None]:
+    """Hold the machine's lock if the nodes of this substrate share its cores; wait while another process holds it.
+
+    `report` is called with a sentence that names the process that is waited for.
+    """
     if choice.needs_machine_lock:
-        with reserve_machine(folders=folders):
+        with reserve_machine(report, folders=folders):
             yield
     else:
         yield
 
 
 @contextmanager
-def reserve_machine(file: Path | None = None, folders: Sequence[Path] = LOCK_FOLDERS) -> Iterator[None]:
+def reserve_machine(
+    report: Callable[[str], None], file: Path | None = None, folders: Sequence[Path] = LOCK_FOLDERS
+) -> Iterator[None]:
     """Hold the machine's lock, unless this process holds it already or TESTBED_SHARE is set."""
     if _held or os.environ.get(SHARE, "0") not in ("", "0"):
         yield
         return
     file = file or _folder_for_all_users(folders) / LOCK_NAME
-    _held.append(_wait(file))
+    _held.append(_wait(file, report))
     try:
         yield
     finally:
@@ -123,15 +129,15 @@ def _folder_for_all_users(folders: Sequence[Path]) -> Path:
     raise Unavailable(f"lock: none of {names} can be written by all users. Use --share to run without the lock.")
 
 
-def _wait(file: Path) -> int:
-    """Return the locked file's handle. Print the process that holds it while waiting. Raises Interrupted."""
-    printed = ""
+def _wait(file: Path, report: Callable[[str], None]) -> int:
+    """Return the locked file's handle. Report the process that holds it while waiting. Raises Interrupted."""
+    reported = ""
     try:
         while (handle := _try_machine(file)) is None:
             holder = _holder(file)
-            if holder != printed:
-                printed = holder
-                print(f"  waiting for {holder} to end; --share does not wait", file=sys.stderr, flush=True)
+            if holder != reported:
+                reported = holder
+                report(f"waiting for {holder} to end; --share does not wait")
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         raise Interrupted("interrupted while waiting for the machine; nothing was started") from None

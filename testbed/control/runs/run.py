@@ -20,8 +20,9 @@ from typing import Any
 
 from testbed.control.runs.faults import Injector
 from testbed.control.runs.locks import folder_lock, machine_lock
+from testbed.control.runs.progress import Progress
 from testbed.control.runs.select import SubstrateChoice, check_faults, node_plans
-from testbed.control.runs.supervisor import Progress, Tail, Timing, supervise
+from testbed.control.runs.supervisor import Tail, Timing, supervise
 from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.net.probe import Measurement, longest_probe, measure, receipt_of
 from testbed.results.conclude import Status, Summary, conclude
@@ -41,7 +42,7 @@ from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import RunSpec
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-Lock = Callable[[SubstrateChoice], AbstractContextManager[None]]
+Lock = Callable[[SubstrateChoice, Callable[[str], None]], AbstractContextManager[None]]
 
 
 @dataclass
@@ -88,7 +89,7 @@ def execute(
     applied = choice.drop_unsupported(spec)
     with (
         _restored_signals(),
-        lock(choice),
+        lock(choice, progress.stage),
         folder_lock(folder.path),
         choice.make(spec, folder.path) as substrate,
     ):

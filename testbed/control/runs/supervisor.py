@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from testbed.control.runs.progress import Progress
 from testbed.control.substrates.base import Process
 from testbed.results.conclude import root_cause
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import PeerLost, RankFailed
-from testbed.spec.run import START_DEADLINE_S, RunSpec
+from testbed.spec.run import START_DEADLINE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +31,6 @@ class Timing:
     grace_s: float = 5.0  # for the other ranks to end by themselves after one failed
     exit_grace_s: float = 1.0  # for a rank that the others have reported as lost
     stall_deadlines: float = 30.0  # a run fails after so many deadlines without progress; ranks give up much earlier
-
-
-class Progress(Protocol):
-    """Receives the progress of a run. The calls do not fail and do not block."""
-
-    def headline(self, text: str) -> None: ...
-    def stage(self, text: str) -> None: ...
-    def link(self, event: dict[str, Any]) -> None: ...
-    def begin(self, spec: RunSpec) -> None: ...
-    def step(self, rank: int, record: dict[str, Any]) -> None: ...
-    def end(self) -> None: ...
-
-
-class Silent:
-    """Progress that is not shown: for --json and for tests."""
-
-    def headline(self, text: str) -> None: ...
-    def stage(self, text: str) -> None: ...
-    def link(self, event: dict[str, Any]) -> None: ...
-    def begin(self, spec: RunSpec) -> None: ...
-    def step(self, rank: int, record: dict[str, Any]) -> None: ...
-    def end(self) -> None: ...
 
 
 class Tail:

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from testbed.control.runs.locks import folder_lock, machine_lock
+from testbed.control.runs.progress import Progress
 from testbed.control.runs.run import Lock, execute
 from testbed.control.runs.select import SubstrateChoice
-from testbed.control.runs.supervisor import Progress
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import Interrupted, TestbedError, UsageError
@@ -63,7 +63,9 @@ def run_all(
                 progress.stage("finished earlier, skipped")
                 summaries.append(done)
                 continue
-            locks.enter_context(lock(choice))  # from the first run that must be done to the end of the sweep
+            locks.enter_context(
+                lock(choice, progress.stage)
+            )  # from the first run that must be done to the end of the sweep
             folder = folder_for(spec, choice, root)  # again: the process that held the lock may have written it
             try:
                 summaries.append(_run_cell(spec, choice, folder, progress, fresh, lock))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed.control.runs.locks import machine_lock
+from testbed.control.runs.progress import Progress
 from testbed.control.runs.run import execute
 from testbed.control.runs.select import SubstrateChoice
-from testbed.control.runs.supervisor import Progress
 from testbed.control.tuning.statistics import MIN_PROBABILITY, REQUIRED_CERTAINTY, SPREAD, TOLERANCE, Race
 from testbed.results.folder import RunFolder, runs_dir, write_whole
 from testbed.results.table import format_table
@@ -84,7 +84,7 @@ def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, time
 
     `search` has the results also if this raises or is interrupted.
     """
-    with machine_lock(choice):
+    with machine_lock(choice, progress.stage):
         begun, start = time.monotonic(), str(first_mode(search.spec.mode))
         _run_round([start], 1, search, choice, progress, begun + timeout_s)
         names, number = candidates(SyncMode.parse(start), search.gradient), 2

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from testbed.rank import checkpoint
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.group import Group, single_rank_group
 from testbed.rank.optim import Optimizer
@@ -178,7 +177,7 @@ def test_a_link_out_of_the_folder_and_a_huge_file_are_not_read(tmp_path: Path) -
         keeps.load(trained, 1)
 
 
-def test_links_and_huge_files_are_no_valid_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_and_huge_files_are_no_valid_checkpoints(tmp_path: Path) -> None:
     """A sparse file of terabytes would keep a rank hashing for longer than any deadline."""
     trained, keeps = Trained(1), checkpoints_in(tmp_path / "c")
     keeps.write(trained, 1)
@@ -197,6 +196,6 @@ def test_links_and_huge_files_are_no_valid_checkpoints(tmp_path: Path, monkeypat
     tensors.unlink()
     tensors.write_bytes(good)
     assert keeps.agree(trained) == 2
-    monkeypatch.setattr(checkpoint, "EXTRA_BYTES", 0)
-    monkeypatch.setattr(checkpoint, "MAX_RATIO", 1)
-    assert keeps.agree(trained) == 0
+    spec = RunSpec.load({"mode": "single", "checkpoint": 1}, "test")
+    limited = Checkpoints(spec, keeps.folder, keeps.group, resume=True, extra_bytes=0, max_ratio=1)
+    assert limited.agree(trained) == 0

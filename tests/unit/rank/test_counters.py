@@ -28,11 +28,11 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def push(near: socket.socket, far: socket.socket, count: int) -> None:
     """Send `count` bytes in blocks that fit the socket's buffer, and receive them."""
     while count:
-        piece = min(count, 16_384)
-        near.sendall(b"x" * piece)
-        count -= piece
-        while piece:
-            piece -= len(far.recv(piece))
+        size = min(count, 16_384)
+        near.sendall(b"x" * size)
+        count -= size
+        while size:
+            size -= len(far.recv(size))
 
 
 def test_the_sockets_counter_counts_exactly_what_was_sent(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from testbed.report.load import Steps, find, load, natural
+from testbed.report.load import Steps, load
 from testbed.report.model import chapters
 from testbed.results.records import Step
 from testbed.spec.errors import SpecError
@@ -22,19 +22,9 @@ from tests.support.synthetic import make_run
 RATE: dict[str, Any] = {"link": {"rate": "500mbit"}}
 
 
-def test_runs_below_a_folder_are_found_but_not_replaced_ones(tmp_path: Path) -> None:
-    for name in ("quick/ring", "quick/.superseded/ring~0", "other/deep/ddp"):
-        make_run(tmp_path / name, name="run", mode=name.rpartition("/")[2].strip("~0"))
-    assert [str(path.relative_to(tmp_path)) for path in find(tmp_path)] == ["other/deep/ddp", "quick/ring"]
-
-
 def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     assert len(load([tmp_path, tmp_path / "a"]).runs) == 1
-
-
-def test_names_with_numbers_sort_as_numbers() -> None:
-    assert sorted(["n10", "n2", "n1"], key=natural) == ["n1", "n2", "n10"]
 
 
 def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:

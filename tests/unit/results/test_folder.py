@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from testbed.results.folder import RunFolder, check_size, fresh_folder, read_bounded, runs_dir, write_whole
+from testbed.results.folder import (
+    RunFolder,
+    check_size,
+    find_runs,
+    fresh_folder,
+    natural,
+    read_bounded,
+    runs_dir,
+    write_whole,
+)
 from testbed.spec.errors import SpecError, TestbedError, UsageError
 from testbed.spec.run import RunSpec
+from tests.support.synthetic import make_run
 
 SPEC = RunSpec.load({"nodes": 2, "model": "lenet5"}, "here")
 
@@ -216,3 +226,23 @@ def test_the_sizes_of_several_files_count_together(tmp_path: Path) -> None:
     check_size(paths, 10)
     with pytest.raises(SpecError, match=r"rank0\.attempt1\.jsonl, rank0\.jsonl has 10 bytes, and at most 9 are read"):
         check_size(paths, 9)
+
+
+def test_runs_below_a_folder_are_found_but_not_replaced_ones(tmp_path: Path) -> None:
+    for name in ("quick/ring", "quick/.superseded/ring~0", "other/deep/ddp"):
+        make_run(tmp_path / name, name="run", mode=name.rpartition("/")[2].strip("~0"))
+    assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["other/deep/ddp", "quick/ring"]
+
+
+def test_names_with_numbers_sort_as_numbers() -> None:
+    assert sorted(["n10", "n2", "n1"], key=natural) == ["n1", "n2", "n10"]
+
+
+def test_runs_are_found_in_natural_order_and_damaged_ones_as_well(tmp_path: Path) -> None:
+    for name in ("n10", "n2"):
+        make_run(tmp_path / name)
+    (tmp_path / "n3").mkdir()
+    RunFolder(tmp_path / "n3").records(0).write_text("")
+    assert [path.name for path in find_runs(tmp_path)] == ["n2", "n3", "n10"]
+    with pytest.raises(SpecError, match="no such folder"):
+        list(find_runs(tmp_path / "none"))

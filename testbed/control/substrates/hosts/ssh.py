@@ -17,6 +17,7 @@ import paramiko
 from fabric import Config, Connection
 from invoke.exceptions import CommandTimedOut, ThreadException
 
+from testbed.control.machine.processes import TIMEOUT_CODE
 from testbed.net.probe import Clock, read_clock
 from testbed.spec.errors import AuthenticationFailed, ConnectionLost, HostCommandFailed, HostFailed, KeyUnknown
 from testbed.spec.inventory import HostNode
@@ -179,7 +180,7 @@ class Host:
             result = self.connection.run(line, hide=True, warn=True, in_stream=False, pty=False, timeout=limit)
         except CommandTimedOut:
             problem = f"{self.name}: {_short(argv)}: not finished after {timeout_s:g} s"
-            raise HostCommandFailed(f"{problem}. Is the host overloaded?", 124, "") from None
+            raise HostCommandFailed(f"{problem}. Is the host overloaded?", TIMEOUT_CODE, "") from None
         except CONNECTION_ERRORS as error:
             raise self.connection_lost(error) from None
         return self._outcome(argv, timeout_s, result.exited, result.stdout, result.stderr)
@@ -188,7 +189,7 @@ class Host:
         if code == -1:
             raise ConnectionLost(f"{self.name}: the connection broke during {_short(argv)}")
         output = " ".join((err or out).split())
-        if code == 124:
+        if code == TIMEOUT_CODE:
             raise HostCommandFailed(f"{self.name}: {_short(argv)}: not finished after {timeout_s:g} s", code, output)
         if code != 0:
             raise HostCommandFailed(f"{self.name}: {_short(argv)}: {output or f'exit code {code}'}", code, output)

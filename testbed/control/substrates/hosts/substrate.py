@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +55,7 @@ from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 
+LOG = logging.getLogger(__name__)
 NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host"
 HOSTS_FILE = "hosts.json"  # in the run's folder: `fab collect` finds the folder of a run by it
 STOP_GRACE_S = 5  # between SIGTERM and SIGKILL
@@ -374,7 +375,7 @@ class HostsSubstrate:
         reachable = [host for host in self._hosts if host not in self._unreachable]
         for outcome in run_on_all(reachable, lambda host: remove_run(host, self._id, self._run_dir(host))):
             if outcome.error is not None:
-                print(f"{outcome.error}. `fab clean` removes what was left there", file=sys.stderr, flush=True)
+                LOG.warning("%s. `fab clean` removes what was left there", outcome.error)
 
     def _ranks_continue(self) -> bool:
         """Return True if a connection is lost and the run was not stopped: then nothing is stopped or removed."""

@@ -141,8 +141,8 @@ def test_a_run_on_hosts_has_no_rate_and_the_cpu_quotas_of_the_inventory() -> Non
     applied = choose_hosts(inventory, spec).drop_unsupported(spec)
     assert not applied.link.shaped and applied.node.congestion is None and applied.node.cpus is None
     assert {name: own.cpus for name, own in applied.overrides.items()} == {"node0": 2.0, "node1": 4.0}
-    asked = RunSpec.load({"nodes": 2, "node": {"cpus": 0.4}}, "")
-    assert choose_hosts(inventory, asked).drop_unsupported(asked).node.cpus == 0.4
+    requested = RunSpec.load({"nodes": 2, "node": {"cpus": 0.4}}, "")
+    assert choose_hosts(inventory, requested).drop_unsupported(requested).node.cpus == 0.4
     with pytest.raises(SpecError, match="the inventory has 2 hosts"):
         choose_hosts(inventory, RunSpec.load({"nodes": 4}, ""))
 

@@ -10,9 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from testbed.control.cli import main
-from testbed.control.machine import doctor
-from testbed.control.substrates import engine
-from testbed.spec.errors import SpecError, TestbedError, Unavailable, UsageError
+from testbed.spec.errors import SpecError, TestbedError, UsageError
 from testbed.spec.experiment import spec_from_flags
 
 
@@ -153,21 +151,6 @@ def test_doctor_prints_one_finding_per_line():
     findings = {row["what"]: row for row in json.loads(result.stdout)}
     assert findings["Python 3.11 or later"]["ok"]
     assert all(row["fix"] for row in findings.values() if not row["ok"])
-
-
-@pytest.mark.parametrize(("image", "instead"), [(True, "in containers"), (False, "plain processes on loopback")])
-def test_doctor_says_which_substrate_is_used_without_root(image, instead, monkeypatch):
-    def content() -> str:
-        if image:
-            return "up to date"
-        raise Unavailable("substrate compose: image testbed:latest is missing. Build it")
-
-    monkeypatch.setattr(doctor.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(engine, "engine_version", lambda: "29")
-    monkeypatch.setattr(engine, "compose_version", lambda: "2")
-    monkeypatch.setattr(engine, "image_content", content)
-    (root,) = [finding for finding in doctor.examine() if finding.what.startswith("root")]
-    assert not root.ok and instead in root.found
 
 
 def test_help_shows_defaults_where_keys_are_listed_and_what_a_batch_is() -> None:

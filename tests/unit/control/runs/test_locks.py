@@ -29,18 +29,20 @@ FOLDER_HOLDER = (
 HOLDER = (
     "import os, sys, time; from pathlib import Path; from testbed.control.runs.locks import reserve_machine\n"
     "os.setuid(int(sys.argv[2])); os.umask(0o077)\n"
-    "with reserve_machine(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(float(sys.argv[3]))\n"
+    "report = lambda text: print(text, file=sys.stderr, flush=True)\n"
+    "with reserve_machine(report, Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(float(sys.argv[3]))\n"
 )
 WAITER = (  # a run as the command line starts it, with a lock of its own: the machine's may be in use
     "import functools, signal, sys; from pathlib import Path\n"
     "from testbed.control.runs.locks import machine_lock; from testbed.control.runs.run import execute\n"
-    "from testbed.control.runs.select import choose; from testbed.control.runs.supervisor import Silent\n"
+    "from testbed.control.runs.progress import Screen, open_progress; from testbed.control.runs.select import choose\n"
     "from testbed.results.folder import RunFolder; from testbed.spec.errors import TestbedError\n"
     "from testbed.spec.experiment import spec_from_flags\n"
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "lock = functools.partial(machine_lock, folders=[Path(sys.argv[1])])\n"
     "spec = spec_from_flags({'model': 'lenet5', 'data': 'synthetic', 'nodes': 2, 'batch': 8})\n"
-    "try:\n    execute(spec, choose('process', spec), RunFolder(Path(sys.argv[2])), Silent(), lock=lock)\n"
+    "progress = open_progress(Screen(stderr=True, soft_wrap=True), quiet=len(sys.argv) > 3)\n"
+    "try:\n    execute(spec, choose('process', spec), RunFolder(Path(sys.argv[2])), progress, lock=lock)\n"
     "except TestbedError as error:\n    print(error, file=sys.stderr); sys.exit(error.exit_code)\n"
 )
 
@@ -113,7 +115,7 @@ def test_the_second_process_waits_for_the_first_of_any_user_and_a_stale_lock_is_
             assert line(holder.stdout) == "held\n"
             with start(HOLDER, str(file), str(second), "0") as waiter:
                 words = line(waiter.stderr)
-                assert words.startswith(f"  waiting for process {holder.pid} ("), words
+                assert words.startswith(f"waiting for process {holder.pid} ("), words
                 assert words.endswith("to end; --share does not wait\n"), words
                 time.sleep(0.5)
                 assert waiter.poll() is None
@@ -122,7 +124,7 @@ def test_the_second_process_waits_for_the_first_of_any_user_and_a_stale_lock_is_
                 assert waiter.wait(20) == 0
         finally:
             holder.kill()
-    with reserve_machine(file):  # whether the last holder could remove the file or not
+    with reserve_machine(print, file):  # whether the last holder could remove the file or not
         pass
 
 
@@ -141,6 +143,20 @@ def test_a_run_that_waits_can_be_interrupted_and_has_created_nothing(folder: Pat
             holder.kill()
 
 
+def test_a_quiet_run_prints_nothing_while_it_waits(folder: Path) -> None:
+    with start(HOLDER, str(folder / LOCK_NAME), str(os.geteuid()), "60") as holder:
+        try:
+            assert line(holder.stdout) == "held\n"
+            with start(WAITER, str(folder), str(folder / "r"), "quiet") as waiter:
+                time.sleep(5)
+                waiter.send_signal(signal.SIGINT)
+                assert waiter.wait(20) == 130
+                assert waiter.stderr is not None
+                assert waiter.stderr.read() == "interrupted while waiting for the machine; nothing was started\n"
+        finally:
+            holder.kill()
+
+
 def test_a_command_is_shown_without_its_interpreter_and_without_control_characters() -> None:
     script = "import time; print(1, flush=True); time.sleep(60)"
     argv = [sys.executable, "-c", script, "testbed.control", "sweep", "a\x1b[31m b.toml"]
@@ -155,7 +171,7 @@ def test_a_command_is_shown_without_its_interpreter_and_without_control_characte
 
 def test_a_process_that_holds_the_lock_does_not_wait_for_itself_and_leaves_nothing(folder: Path) -> None:
     for _ in range(2):
-        with reserve_machine(folder / "x.lock"), reserve_machine(folder / "x.lock"):
+        with reserve_machine(print, folder / "x.lock"), reserve_machine(print, folder / "x.lock"):
             assert (folder / "x.lock").exists()
         assert list(folder.iterdir()) == []
 
@@ -165,7 +181,7 @@ def test_a_symlink_or_a_pipe_is_refused(folder: Path) -> None:
     (folder / "link").symlink_to(folder / "elsewhere")
     os.mkfifo(folder / "pipe")
     for name in ("link", "pipe"):
-        with pytest.raises(Unavailable, match=rf"{name}: .*--share"), reserve_machine(folder / name):
+        with pytest.raises(Unavailable, match=rf"{name}: .*--share"), reserve_machine(print, folder / name):
             pass
     assert (folder / "elsewhere").exists()
 
@@ -176,13 +192,13 @@ def test_only_substrates_that_use_this_machines_cores_take_the_lock(
     hosts = SubstrateChoice(hosts_type(Inventory(nodes=[HostNode(name="a", address="10.0.0.1")])), "")
     local = [SubstrateChoice(SUBSTRATES[name], "") for name in ("process", "netns", "compose")]
     for choice, locked in [*((each, True) for each in local), (hosts, False)]:
-        with machine_lock(choice, [folder]):
+        with machine_lock(choice, print, [folder]):
             assert (folder / LOCK_NAME).exists() == locked, choice.name
-    with machine_lock(replace(local[0], allow_concurrent=True), [folder]):
+    with machine_lock(replace(local[0], allow_concurrent=True), print, [folder]):
         assert list(folder.iterdir()) == []
     monkeypatch.setenv("DOCKER_HOST", "ssh://elsewhere")
-    with machine_lock(local[2], [folder]):
+    with machine_lock(local[2], print, [folder]):
         assert list(folder.iterdir()) == []
     monkeypatch.setenv(locks.SHARE, "1")
-    with machine_lock(local[0], [folder]):
+    with machine_lock(local[0], print, [folder]):
         assert list(folder.iterdir()) == []

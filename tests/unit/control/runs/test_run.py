@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from testbed.control.runs.progress import Silent
 from testbed.control.runs.run import INTERRUPTS, _probe_error, execute, probe, recorded_substrate, resume_run
 from testbed.control.runs.select import SubstrateChoice
-from testbed.control.runs.supervisor import Silent, Timing
+from testbed.control.runs.supervisor import Timing
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.control.substrates.process import ProcessSubstrate

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from testbed.control.runs import supervisor
-from testbed.control.runs.supervisor import Silent, Tail, Timing
+from testbed.control.runs.progress import Silent
+from testbed.control.runs.supervisor import Tail, Timing
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import RankFailed, ReplicasDiffer, UsageError
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from testbed.control.cli import main
 from testbed.control.runs.locks import folder_lock
+from testbed.control.runs.progress import Silent
 from testbed.control.runs.select import SubstrateChoice, without_shaping
-from testbed.control.runs.supervisor import Silent
 from testbed.control.runs.sweep import finished, run_all
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from testbed.control.machine import ownership
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate, idle_override
-from testbed.control.substrates.engine import connect
+from testbed.control.substrates.engine import PROJECT_LABEL, connect
 from testbed.spec.errors import TestbedError
 from tests.support.scripted_engine import MEMORY_BYTES, ScriptedEngine, serve
 
@@ -70,3 +74,37 @@ def test_idle_containers_have_the_owners_mark() -> None:
     service = idle_override(2, ["/a:/a"])["services"]["rank1"]
     assert service["entrypoint"] == ["sleep", "infinity"]
     assert str(os.getpid()) in service["labels"]["testbed.owner"]
+
+
+def test_projects_of_dead_controllers_are_removed_before_containers_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`docker compose up` records which containers exist when it is called; then it fails."""
+    engine = ScriptedEngine()
+    owner = re.sub(r"^\d+", str(1 << 22), ownership.current())  # no process has a number above pid_max
+    engine.add_container("killed", {"testbed": "compose", PROJECT_LABEL: "killed", "testbed.owner": owner})
+    socket, seen = tmp_path / "docker.sock", tmp_path / "seen"
+    script = f"""#!{sys.executable}
+import http.client, socket, sys
+if "up" in sys.argv:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect({str(socket)!r})
+        request = http.client.HTTPConnection("docker")
+        request.sock = connection
+        request.request("GET", "/containers/json")
+        open({str(seen)!r}, "wb").write(request.getresponse().read())
+    sys.exit("no containers in this test")
+"""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "docker").write_text(script)
+    (tmp_path / "bin" / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with serve(engine, socket) as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "r")
+        with pytest.raises(TestbedError, match="no containers in this test"), made:
+            pass
+    assert engine.removed == ["killed"]
+    assert json.loads(seen.read_text()) == []
+    (note,) = made.notes
+    assert note.startswith("project killed was removed before the run")

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from testbed.control.cli import main
-from testbed.control.runs.supervisor import Silent
+from testbed.control.runs.progress import Silent
 from testbed.control.tuning import search
 from testbed.control.tuning.search import Search, candidates, first_mode, neighbours, new_search
 from testbed.control.tuning.statistics import REQUIRED_CERTAINTY, Race

@@ -1,4 +1,4 @@
-"""All hosts are asked, every outcome is kept, all failures are raised together."""
+"""An action runs on all hosts, every outcome is kept, all failures are raised together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed.spec.errors import HostFailed, TestbedError
 from tests.support.scripted_hosts import ScriptedHost, silent
 
 
-def test_all_hosts_are_asked_and_all_failures_raised_together() -> None:
+def test_the_action_runs_on_all_hosts_and_all_failures_are_raised_together() -> None:
     hosts = [ScriptedHost(silent, name=f"node{k}") for k in range(4)]
 
     def call(host: Host) -> str:

@@ -9,9 +9,9 @@ import pytest
 
 from testbed.control.cli import hosts
 from testbed.control.cli.report import exit_code
+from testbed.control.runs.progress import Silent
 from testbed.control.runs.run import execute, resume_run
 from testbed.control.runs.select import choose_hosts
-from testbed.control.runs.supervisor import Silent
 from testbed.control.substrates.docker_cli import local_user
 from testbed.control.substrates.hosts import runs as hosts_runs
 from testbed.control.substrates.hosts.substrate import HOSTS_FILE

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from testbed.control.cli.progress import Plain, Speed
+from testbed.control.runs.progress import Plain, Speed
 from testbed.spec.run import RunSpec
 
 

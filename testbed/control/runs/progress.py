@@ -1,21 +1,52 @@
-"""Show the progress of a run: one live line per rank on a terminal, else a line every few seconds."""
+"""The console, and the progress of a run: one live line per rank on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from testbed.control.runs.supervisor import Progress, Silent
-from testbed.spec.errors import one_line
+from testbed.spec.errors import one_line, strip_control_chars
 from testbed.spec.run import RunSpec
 
 EVERY_S = 5.0  # between two lines where the output is not a terminal
 WINDOW_STEPS = 5  # the speed is averaged over so many steps
+
+
+class Screen(Console):
+    """A console that removes control characters: names, reasons and titles may come from files of other users."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(strip_control_chars(each) if isinstance(each, str) else each for each in objects), **options)
+
+
+console = Screen(markup=False, highlight=False, soft_wrap=True)
+
+
+class Progress(Protocol):
+    """Receives the progress of a run. The calls do not fail and do not block."""
+
+    def headline(self, text: str) -> None: ...
+    def stage(self, text: str) -> None: ...
+    def link(self, event: dict[str, Any]) -> None: ...
+    def begin(self, spec: RunSpec) -> None: ...
+    def step(self, rank: int, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
+
+
+class Silent:
+    """Progress that is not shown: for --json and for tests."""
+
+    def headline(self, text: str) -> None: ...
+    def stage(self, text: str) -> None: ...
+    def link(self, event: dict[str, Any]) -> None: ...
+    def begin(self, spec: RunSpec) -> None: ...
+    def step(self, rank: int, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
 
 
 class Speed:
