@@ -111,6 +111,7 @@ def deploy(
 
 @app.command()
 def run(
+    context: typer.Context,
     mode: opt.Mode = "ring",
     nodes: FirstNodes = None,
     model: opt.Model = "vgg11",
@@ -140,16 +141,7 @@ def run(
         out=out,
         quiet=as_json,
         settings=settings or [],
-        mode=mode,
-        rate=rate,
-        model=model,
-        data=data,
-        batch=batch,
-        batch_per_rank=batch_per_rank,
-        steps=steps,
-        seed=seed,
-        fault=fault,
-        retries=retries,
+        **{name: value for name, value in opt.spec_options(context).items() if name != "nodes"},  # `hosts` has them
     )
     print_results([made.summary], made.folder, as_json)
     raise typer.Exit(exit_code([made.summary]))

@@ -94,23 +94,7 @@ def run(
         _check_with_resume(context)
         made = api.resume(resume, retries=retries, **where)
     else:
-        made = api.run(
-            **where,
-            out=out,
-            settings=settings or [],
-            mode=mode,
-            nodes=nodes,
-            rate=rate,
-            model=model,
-            data=data,
-            batch=batch,
-            batch_per_rank=batch_per_rank,
-            steps=steps,
-            seed=seed,
-            profile=profile or None,
-            fault=fault,
-            retries=retries,
-        )
+        made = api.run(**where, out=out, settings=settings or [], **opt.spec_options(context))
     print_results([made.summary], made.folder, as_json)
     raise typer.Exit(exit_code([made.summary]))
 
@@ -166,10 +150,8 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the fastest bucket size and schedule for this model on this network, by short runs."""
-    flags = {"mode": mode, "nodes": nodes, "rate": rate, "model": model, "data": data, "batch": batch, "seed": seed}
-    flags |= {"batch_per_rank": batch_per_rank, "steps": steps}
     spec, choice = api.prepare(
-        flags,
+        opt.spec_options(context),
         settings or [],
         on=_substrate(context, on),
         inventory=inventory,

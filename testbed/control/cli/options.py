@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,3 +36,12 @@ AcceptNew = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")]
 ExperimentFile = Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")]
+
+# Options of a run that are no keys of its spec.
+OUTSIDE_SPEC = {"on", "inventory", "accept_new", "share", "settings", "minutes", "resume", "out", "as_json"}
+
+
+def spec_options(context: typer.Context) -> dict[str, Any]:
+    """Return the options of this command that are keys of a spec, without those that were not given."""
+    chosen = {name: value for name, value in context.params.items() if name not in OUTSIDE_SPEC}
+    return {name: value for name, value in chosen.items() if value not in (None, False, ())}

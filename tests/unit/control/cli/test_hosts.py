@@ -127,7 +127,7 @@ def test_data_that_is_not_here_is_not_sent(file: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(TestbedError, match="testbed data get mnist"):
         raise hosts("deploy", "--inventory", str(file), "--data", "synthetic", "--data", "mnist").exception
-    with pytest.raises(TestbedError, match="no data set known"):
+    with pytest.raises(TestbedError, match="is not a known data set"):
         raise hosts("deploy", "--inventory", str(file), "--data", "imagenet").exception
     result = hosts("deploy", "--inventory", str(file))
     assert "data cifar10 is missing here, so it is not sent" in result.stdout
