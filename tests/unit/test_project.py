@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import testbed
+from testbed.spec.errors import Interrupted
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -75,3 +76,9 @@ def test_the_guide_for_contributors_names_files_that_exist() -> None:
     named = re.findall(r"`((?:testbed|tests|docker|experiments)/[^`*]*)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_entrypoint_of_the_image_ends_as_an_interrupted_run() -> None:
+    """It needs the code before it imports testbed."""
+    text = (ROOT / "docker" / "entrypoint.py").read_text()
+    assert int(re.search(r"^INTERRUPTED = (\d+)", text, re.MULTILINE)[1]) == Interrupted.exit_code
