@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from testbed.net.channel import listen
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
 from testbed.spec.errors import PeerLost, TestbedError, Unavailable
 
@@ -175,7 +176,9 @@ def make_group(heartbeat: Heartbeat, deadline: float) -> Group:
     """Make the default process group of all ranks that share the heartbeat's store."""
     rank, size, store = heartbeat.rank, heartbeat.size, heartbeat.store
     try:
-        _await_all(rank, size, store, deadline)
+        keys = [f"here/{other}" for other in range(size)]
+        store.set(keys[rank], "1")
+        await_all(store, keys, deadline)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline))
     except PeerLost as lost:  # report it before this rank leaves, or the others would report this rank as lost
         raise heartbeat.report_lost(lost) from None
@@ -185,18 +188,15 @@ def make_group(heartbeat: Heartbeat, deadline: float) -> Group:
     return Group(rank, size, store, deadline, heartbeat)
 
 
-def _await_all(rank: int, size: int, store: dist.Store, deadline: float) -> None:
-    """Wait until every rank has connected. Raises PeerLost that names the missing ranks."""
-    keys = [f"here/{other}" for other in range(size)]
-    store.set(keys[rank], "1")
+def await_all(store: dist.Store, keys: Sequence[str], deadline: float) -> None:
+    """Wait until every rank has set its key; `keys` are in rank order. Raises PeerLost that names the missing ranks."""
     try:
-        store.wait(keys, timedelta(seconds=deadline))
+        store.wait(list(keys), timedelta(seconds=deadline))
     except RuntimeError:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if missing:
-            names = ", ".join(f"rank {other} (node{other})" for other in missing)
+            names = ", ".join(f"rank {rank} (node{rank})" for rank in missing)
             raise PeerLost(f"{names} did not connect within {deadline:g} s", failed_rank=missing[0]) from None
-        raise
 
 
 def single_rank_group() -> Group:
@@ -206,17 +206,11 @@ def single_rank_group() -> Group:
 
 def _listen(address: str, port: int) -> socket.socket:
     """A listening socket on this address only: the store itself would listen on all addresses of the machine."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address, port))
+        return listen(address, port, BACKLOG)
     except OSError as error:
-        listener.close()
-        way_out = "Set another with --set port=N."
-        raise Unavailable(f"port {port} on {address}: cannot listen ({error.strerror}). {way_out}") from None
-    listener.listen(BACKLOG)
-    return listener
+        why = str(error.strerror).partition(" (while")[0]  # socket.create_server repeats the address there
+        raise Unavailable(f"port {port} on {address}: cannot listen ({why}). Set another with --set port=N.") from None
 
 
 def leave(group: Group) -> None:

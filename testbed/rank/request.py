@@ -8,6 +8,9 @@ Three callers start `python -m testbed.rank`:
 
 All of them set RANK, MASTER_ADDR and MASTER_PORT as torchrun does, and WORLD_SIZE or NODES. No torch here: the
 container's entrypoint reads the same request before it shapes the network.
+
+The variables are read from a mapping, not by pydantic-settings: most of them are the flags of `testbed run` in upper
+case, so that `spec_from_flags` checks both with the same rules and messages, and SET holds several settings at once.
 """
 
 from __future__ import annotations
@@ -158,13 +161,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")
-    return _without_shaping(spec) if shaping in ("off", UNSHAPED) else spec
-
-
-def _without_shaping(spec: RunSpec) -> RunSpec:
-    """The spec without links and congestion control, which nothing applies."""
-    node = spec.node.model_copy(update={"congestion": None})
-    return spec.model_copy(update={"link": Link(), "overrides": {}, "node": node})
+    return spec.without_shaping(keep_cpus=True) if shaping in ("off", UNSHAPED) else spec
 
 
 def _words(text: str) -> list[str]:

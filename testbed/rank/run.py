@@ -32,7 +32,7 @@ from testbed.net.probe import measure, probe_node, receipt_of
 from testbed.rank import watchdog
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import open_counter
-from testbed.rank.group import connect, leave, make_group, single_rank_group
+from testbed.rank.group import await_all, connect, leave, make_group, single_rank_group
 from testbed.rank.oom import install_oom_handler
 from testbed.rank.recorder import Recorder
 from testbed.rank.request import Request
@@ -66,7 +66,7 @@ SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
 
 
 @dataclass
-class Run:
+class JoinedRun:
     """The run as this rank sees it. Without a controller, rank 0 writes it to summary.json."""
 
     spec: RunSpec
@@ -98,7 +98,7 @@ def _run_supervised(request: Request, guard: Watchdog) -> int:
     guard.recorder = Recorder(folder.records(rank), folder.attempts(rank) if request.resume else {})
     if spec.world > 1:
         guard.heartbeat = _connect(request, guard)
-    _train(request, Run(spec, folder), guard)
+    _train(request, JoinedRun(spec, folder), guard)
     return 0
 
 
@@ -108,6 +108,8 @@ def _run_unsupervised(request: Request, guard: Watchdog) -> int:
         if rank > 0:
             wait_for_listener(request.master, request.port)
         guard.heartbeat = _connect(request, guard)
+        if 0 < rank < request.spec.world:
+            guard.after_failure = partial(_report_failure, guard.heartbeat)
     run = _agree(request, guard)
     if rank >= run.spec.world:
         log.info("mode %s: rank 0 trains alone, rank %d has nothing to do", run.spec.mode, rank)
@@ -128,7 +130,7 @@ def _connect(request: Request, guard: Watchdog) -> Heartbeat:
     return connect(*where, guard.exit_once, max_ranks=spec.nodes)
 
 
-def _train(request: Request, run: Run, guard: Watchdog) -> None:
+def _train(request: Request, run: JoinedRun, guard: Watchdog) -> None:
     """Make the process group, train, leave the group."""
     spec, heartbeat = run.spec, guard.heartbeat
     interface = request.interface or (interface_of(heartbeat.address) if heartbeat else "lo")
@@ -172,7 +174,7 @@ def wait_for_listener(
     raise RankFailed(f"rank 0 did not listen at {host}:{port} within {timeout_s:g} s. See its log")
 
 
-def _agree(request: Request, guard: Watchdog) -> Run:
+def _agree(request: Request, guard: Watchdog) -> JoinedRun:
     """Check that all ranks have the same request; rank 0 makes the run folder and publishes its name."""
     heartbeat, rank = guard.heartbeat, request.rank
     if heartbeat is None:
@@ -199,22 +201,23 @@ def _agree(request: Request, guard: Watchdog) -> Run:
     return _begin(request, guard, path, found["addresses"], found["synthetic"])
 
 
-def _agree_as_rank_0(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> Run:
+def _agree_as_rank_0(request: Request, guard: Watchdog, heartbeat: Heartbeat) -> JoinedRun:
     """Rank 0's part of `_agree`. Raises SpecError if a request differs, PeerLost if a rank is missing."""
     spec, store = request.spec, heartbeat.store
     keys = [f"request/{rank}" for rank in range(spec.nodes)]  # also of ranks that will not train
-    with contextlib.suppress(RuntimeError):  # a rank that is missing is named below
-        store.wait(keys, timedelta(seconds=spec.start_deadline))
+    missing: PeerLost | None = None
+    try:
+        await_all(store, keys, spec.start_deadline)
+    except PeerLost as error:  # raised below, when there is a run folder for the summary
+        missing = error
     found = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     for rank, other in found.items():
         if difference := _difference(other["values"], rank, _values(request)):
             raise heartbeat.report_lost(SpecError(difference))
     addresses = [found[rank]["address"] for rank in sorted(found) if rank < spec.world]
     run = _begin(request, guard, _make_folder(request), addresses, bool(request.synthetic))
-    missing = [rank for rank in range(spec.world) if rank not in found]
-    if missing:
-        names = ", ".join(f"rank {rank} (node{rank})" for rank in missing)
-        raise heartbeat.report_lost(PeerLost(f"{names} did not connect within {spec.start_deadline:g} s", missing[0]))
+    if missing and spec.world > 1:  # in mode single only rank 0 trains
+        raise heartbeat.report_lost(missing)
     message = {"name": run.folder.path.name, "synthetic": bool(request.synthetic), "values": _values(request)}
     store.set("run", json.dumps(message | {"addresses": run.addresses}))
     with contextlib.suppress(RuntimeError):  # a short run must not end before all ranks have read this
@@ -250,16 +253,16 @@ def _make_folder(request: Request) -> Path:
     return path
 
 
-def _begin(request: Request, guard: Watchdog, path: Path, addresses: list[str], synthetic: bool) -> Run:
+def _begin(request: Request, guard: Watchdog, path: Path, addresses: list[str], synthetic: bool) -> JoinedRun:
     """Open the log and the records in the run folder, and have failures write the summary."""
     spec, folder, rank = _final_spec(request.spec, path.name, synthetic), RunFolder(path), request.rank
     notes = [note for note in (request.synthetic, request.not_shaped) if note]
-    run = Run(spec, folder, addresses, notes, invalid=request.not_shaped if spec.world > 1 else "")
+    run = JoinedRun(spec, folder, addresses, notes, invalid=request.not_shaped if spec.world > 1 else "")
     if rank < spec.world:
         _log_to(folder.log(rank))
         guard.recorder = Recorder(folder.records(rank))
-        guard.after_failure = lambda record: _conclude_failure(record, request, run, guard.heartbeat)
     if rank == 0:
+        guard.after_failure = partial(_conclude_failure, request, run, guard.heartbeat)
         ranks = f"{spec.world} rank{'s' if spec.world > 1 else ''}"
         log.info("run %s: %s, %s on %s, %s", _where(run), spec.mode, spec.model, spec.data.name, ranks)
     return run
@@ -292,7 +295,7 @@ def _log_to(path: Path) -> None:
 # --- without a controller: measure ---------------------------------------------------------------------------------
 
 
-def _measure(request: Request, run: Run, probe: Callable[[], Receipt]) -> None:
+def _measure(request: Request, run: JoinedRun, probe: Callable[[], Receipt]) -> None:
     """Measure all links; rank 0 writes the receipt. A rate outside the tolerance makes the run invalid."""
 
     def announce(sentence: str) -> None:
@@ -308,7 +311,7 @@ def _measure(request: Request, run: Run, probe: Callable[[], Receipt]) -> None:
         run.invalid = check.network
 
 
-def _probe(request: Request, run: Run) -> Receipt:
+def _probe(request: Request, run: JoinedRun) -> Receipt:
     """Take part in one probe of all links."""
     rank, rates = request.rank, [run.spec.link_of(each).rate for each in range(run.spec.world)]
     try:
@@ -320,14 +323,16 @@ def _probe(request: Request, run: Run) -> Receipt:
 # --- without a controller: conclude --------------------------------------------------------------------------------
 
 
-def _conclude_failure(record: Error, request: Request, run: Run, heartbeat: Heartbeat | None) -> None:
-    """Rank 0: find the root cause and write summary.json. The others: send their error record, wait for rank 0."""
-    if request.rank > 0:
-        if heartbeat and record.code != Interrupted.exit_code and record.failed_rank != 0:
-            heartbeat.send_report(record)
-            lost = record.code == PeerLost.exit_code
-            heartbeat.wait_until_closed(SUMMARY_TIMEOUT_AFTER_LOSS_S if lost else SUMMARY_TIMEOUT_S)
-        return
+def _report_failure(heartbeat: Heartbeat, record: Error) -> None:
+    """Ranks 1..N-1: send the error record to rank 0, and wait until rank 0 has written summary.json."""
+    if record.code != Interrupted.exit_code and record.failed_rank != 0:
+        heartbeat.send_report(record)
+        lost = record.code == PeerLost.exit_code
+        heartbeat.wait_until_closed(SUMMARY_TIMEOUT_AFTER_LOSS_S if lost else SUMMARY_TIMEOUT_S)
+
+
+def _conclude_failure(request: Request, run: JoinedRun, heartbeat: Heartbeat | None, record: Error) -> None:
+    """Rank 0: find the root cause and write summary.json."""
     interrupted = record.code == Interrupted.exit_code
     status: Status = "interrupted" if interrupted else "failed"
     reason = record.message if interrupted else _root_cause(record, run, heartbeat)
@@ -336,22 +341,25 @@ def _conclude_failure(record: Error, request: Request, run: Run, heartbeat: Hear
     log.error("%s: %s\neverything is in %s", status, reason, _where(run))
 
 
-def _root_cause(record: Error, run: Run, heartbeat: Heartbeat | None) -> str:
+def _root_cause(record: Error, run: JoinedRun, heartbeat: Heartbeat | None) -> str:
     """The sentence of `root_cause` from rank 0's error record and those that the other ranks send."""
     errors: list[dict[str, Any] | None] = [{"message": record.message, "failed_rank": record.failed_rank}]
     codes: list[int | None] = [record.code]
     steps = heartbeat.steps | {0: heartbeat.step} if heartbeat else {}
+    ended = heartbeat.ended if heartbeat else {}
     reports = (
         heartbeat.collect_reports(PEER_REPORT_TIMEOUT_S) if heartbeat and record.code == PeerLost.exit_code else {}
     )
     for rank in range(1, run.spec.world):
         report = reports.get(rank)
         errors.append(report)
-        codes.append(report["code"] if report else None)
+        trained = ended.get(rank) == watchdog.DONE  # it only waits for the summary
+        codes.append(report["code"] if report else 0 if trained else None)
     ranks = range(run.spec.world)
     cause = root_cause(
         codes,
         errors,
+        ended=ended,
         last_steps=[steps.get(rank, 0) - 1 for rank in ranks],
         nodes=[f"node{rank}" for rank in ranks],
         folder=RunFolder(Path(_where(run))),
@@ -359,12 +367,12 @@ def _root_cause(record: Error, run: Run, heartbeat: Heartbeat | None) -> str:
     return str(cause)
 
 
-def _conclude(request: Request, run: Run, status: Status, reason: str) -> Summary:
+def _conclude(request: Request, run: JoinedRun, status: Status, reason: str) -> Summary:
     facts = {"reason": reason, "substrate": request.substrate, "network": run.network}
     return conclude(run.folder, run.spec, status=status, notes=run.notes, **facts)
 
 
-def _where(run: Run) -> str:
+def _where(run: JoinedRun) -> str:
     """The run folder as the user sees it: a container mounts runs/ under another path."""
     return f"runs/{run.folder.path.parent.name}/{run.folder.path.name}"
 

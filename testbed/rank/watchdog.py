@@ -113,6 +113,7 @@ MAX_UNIDENTIFIED = 64  # connections that have not sent a hello
 BACKLOG = 1024  # a connection that the kernel refuses is retried only after a second
 STORE_KEY = "heartbeat"
 DONE, STOPPED = "done", "stopped"  # reasons to leave that are not a failure of this rank
+CLOSED = "closed"  # for a rank that gave no reason: its connection closed
 WAITING = "sync"  # the phase in which a rank waits for others
 
 
@@ -161,12 +162,12 @@ class Heartbeat:
         self.verdict: TestbedError | None = None
         self.steps: dict[int, int] = {}  # rank 0: the last step that each of the others reported
         self.reports: dict[int, dict[str, Any]] = {}  # rank 0: error records of the others
+        self.ended: dict[int, str] = {}  # ranks that said why they leave, and those whose connection closed
         self._known = threading.Event()  # set once the verdict was sent to the others
         self._complaint: float | None = None  # when the main thread's wait failed
         self._leaving = threading.Event()
         self._leave_reason = ""
         self._peers: list[Peer] = []
-        self._gone: dict[int, str] = {}  # ranks that left, with their reason
         self._lost_rank_0: dict[int, str] = {}  # rank 0: ranks that report rank 0 as lost, with their reason
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None  # rank 0's
@@ -254,9 +255,11 @@ class Heartbeat:
                 messages = peer.read()
                 for message in messages or []:
                     self._keep_report(peer, message)
+                if messages is None and peer.rank is not None:
+                    self.ended.setdefault(peer.rank, CLOSED)
                 if messages is None or peer.rank in self.reports:
                     open_peers.remove(peer)
-            if all(peer.rank == lost and peer.rank not in self._gone for peer in open_peers):
+            if all(peer.rank == lost and peer.rank not in self.ended for peer in open_peers):
                 break  # a rank that did not say why it leaves is frozen or cut off, and sends no report
             time.sleep(0.02)
         return self.reports
@@ -322,7 +325,8 @@ class Heartbeat:
         messages = peer.read()
         if messages is None:
             self._drop(peer)
-            if peer.rank is not None and peer.rank < self.size and peer.rank not in self._gone:
+            if peer.rank is not None and peer.rank < self.size and peer.rank not in self.ended:
+                self.ended[peer.rank] = CLOSED
                 self._mark_failed(peer.rank, "is gone: its connection ended")
         for message in messages or []:
             if peer.rank is None and not self._identify(peer, message):
@@ -358,7 +362,7 @@ class Heartbeat:
             self._decide(SpecError(str(message["refused"])[:MAX_LINE_BYTES]))
         elif "bye" in message:
             why = str(message["bye"])[:MAX_REASON_CHARS]
-            self._gone[peer.rank] = why
+            self.ended[peer.rank] = why
             if why not in (DONE, STOPPED):  # a rank that still waits for it will report that itself
                 self._mark_failed(peer.rank, f"failed: {why}")
         elif message.get("complains") and self._complaint is None and self.rank == 0:
@@ -392,7 +396,7 @@ class Heartbeat:
             return self._judge_rank_0()
         for peer in [p for p in self._peers if p.rank is None and now - p.since > HELLO_TIMEOUT_S]:
             self._drop(peer)
-        ranks = [p for p in self._peers if p.rank is not None and p.rank < self.size and p.rank not in self._gone]
+        ranks = [p for p in self._peers if p.rank is not None and p.rank < self.size and p.rank not in self.ended]
         silent = [peer for peer in ranks if now - peer.last_message > self.deadline]
         if not silent and self._complaint is not None and now - self._complaint > VERDICT_TIMEOUT_S / 3:
             silent = [peer for peer in ranks if now - peer.last_message > QUIET_S]
@@ -415,7 +419,7 @@ class Heartbeat:
 
     def _judge_running(self, ranks: list[Peer]) -> None:
         """All ranks send heartbeats, but one's wait failed: name a rank that was stopped, or the one that is behind."""
-        stopped = [rank for rank, why in self._gone.items() if why == STOPPED]
+        stopped = [rank for rank, why in self.ended.items() if why == STOPPED]
         if stopped:
             return self._mark_failed(stopped[0], "was stopped")
         progress = [(peer.step, peer.phase == WAITING, peer.rank or 0) for peer in ranks]

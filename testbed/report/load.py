@@ -204,7 +204,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadedRun:
     """One run folder."""
 
     folder: RunFolder
@@ -250,7 +250,7 @@ class Skipped:
 class Loaded:
     """Everything that was found."""
 
-    runs: list[Run]
+    runs: list[LoadedRun]
     skipped: list[Skipped]
     experiments: dict[str, Experiment]  # by name; a sweep writes it to the folder of its runs
     faulted: list[FaultedRun]  # runs with injected faults, whatever their status
@@ -258,7 +258,7 @@ class Loaded:
 
 def load(paths: Sequence[Path]) -> Loaded:
     """All runs below the paths, sorted by name, numbers inside names as numbers."""
-    runs: list[Run] = []
+    runs: list[LoadedRun] = []
     skipped: list[Skipped] = []
     experiments: dict[str, Experiment] = {}
     faulted: list[FaultedRun] = []
@@ -278,7 +278,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     return Loaded(runs, skipped, experiments, faulted)
 
 
-def read_run(folder: RunFolder, whole: bool = True) -> Run:
+def read_run(folder: RunFolder, whole: bool = True) -> LoadedRun:
     """Read a run folder. Raise if the run did not end with status "ok"; with `whole=False` read what there is."""
     spec = folder.read_spec()
     if not folder.summary.is_file():
@@ -290,7 +290,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> Run:
         raise SpecError("its spec.json and summary.json are of different runs")
     folder.check_no_links(allow_top=True)
     ranks = [_read_rank(folder, rank, whole) for rank in range(spec.world)]
-    run = Run(folder, summary, ranks, read_network(folder.receipt, spec))
+    run = LoadedRun(folder, summary, ranks, read_network(folder.receipt, spec))
     if whole and not len(run.kept[0].total):
         raise SpecError("no step is left after warm-up")
     return run
@@ -317,7 +317,7 @@ def _read_profile(folder: RunFolder, rank: int) -> dict[str, float]:
     return {str(key): float(value) for key, value in values.items() if isinstance(value, int | float)}
 
 
-def _read_experiment(run: Run, known: dict[str, Experiment]) -> None:
+def _read_experiment(run: LoadedRun, known: dict[str, Experiment]) -> None:
     """Add the experiment that the sweep wrote to the folder of its runs. If that file is damaged, the runs are kept."""
     name, path = run.spec.experiment, run.folder.path.parent / EXPERIMENT
     if name in known or not path.is_file():

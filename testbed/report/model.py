@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from testbed.report import theory
-from testbed.report.load import Column, Loaded, Run, Steps
+from testbed.report.load import Column, Loaded, LoadedRun, Steps
 from testbed.report.stats import Samples, Stat, describe
 from testbed.report.waiting import Straggler, Waiting, stragglers, waiting
 from testbed.results.conclude import Summary
@@ -83,7 +83,7 @@ class Split:
 class Cell:
     """All repeats of one spec on one substrate."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[LoadedRun]) -> None:
         self.runs = list(runs)
         self.first = self.runs[0]
         self.spec: RunSpec = self.first.spec
@@ -246,7 +246,7 @@ class Chapter:
 
 def chapters(loaded: Loaded) -> list[Chapter]:
     """Group runs by experiment, and pool the runs of one condition on one substrate."""
-    groups: dict[str, dict[str, list[Run]]] = {}
+    groups: dict[str, dict[str, list[LoadedRun]]] = {}
     for run in loaded.runs:
         key = f"{condition(run.spec)} on {run.summary.substrate}"
         groups.setdefault(run.spec.experiment, {}).setdefault(key, []).append(run)

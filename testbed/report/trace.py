@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from testbed.report.load import DAMAGE, Rank, Run, Steps, read_run
+from testbed.report.load import DAMAGE, LoadedRun, Rank, Steps, read_run
 from testbed.results.faults import FaultedRun, read_faulted
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.errors import UsageError
@@ -40,7 +40,7 @@ def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
     return target, sum(event["ph"] == "X" for event in merged["traceEvents"])
 
 
-def trace(run: Run, history: FaultedRun | None = None) -> Event:
+def trace(run: LoadedRun, history: FaultedRun | None = None) -> Event:
     """The trace; times are microseconds since the first step of any rank, or the first fault if that was earlier."""
     history = history if history and history.one_clock else None
     begins = [
@@ -69,7 +69,7 @@ def _faults(history: FaultedRun, zero: float) -> Iterator[Event]:
         yield _mark("lost another rank", rank, LOOP, max(0.0, at - zero), "p")
 
 
-def _rank(rank: Rank, run: Run, zero: float) -> Iterator[Event]:
+def _rank(rank: Rank, run: LoadedRun, zero: float) -> Iterator[Event]:
     shift = -zero - run.network.offsets.get(rank.number, 0.0)
     names = {LOOP: "training loop", BLOCKED: "blocked by communication", COPIES: "copying gradients"}
     lanes: list[float] = []  # when each thread of buffers is free again

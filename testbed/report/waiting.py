@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from testbed.report import theory
-from testbed.report.load import Run
+from testbed.report.load import LoadedRun
 from testbed.report.stats import seconds
 from testbed.spec.units import Interval, covered_length
 
@@ -67,7 +67,7 @@ class Straggler:
     sentence: str
 
 
-def waiting(run: Run) -> Waiting:
+def waiting(run: LoadedRun) -> Waiting:
     """Compare the transfers of all ranks, buffer by buffer."""
     ranks = range(len(run.ranks))
     waits: list[list[Interval]] = [[] for _ in ranks]
@@ -94,7 +94,7 @@ def waiting(run: Run) -> Waiting:
     )
 
 
-def _exchanges(run: Run) -> Iterator[list[Transfer]]:
+def _exchanges(run: LoadedRun) -> Iterator[list[Transfer]]:
     """One list per exchange: the transfer of each rank, where rank 0 began it in a step that counts.
 
     The n-th transfer of a name in the run is the n-th on every rank. Steps are not compared, because one rank may begin
@@ -109,7 +109,7 @@ def _exchanges(run: Run) -> Iterator[list[Transfer]]:
             yield from (list(each) for each in found if first <= each[0].step <= last)
 
 
-def _transfers(run: Run, rank: int) -> dict[str, list[Transfer]]:
+def _transfers(run: LoadedRun, rank: int) -> dict[str, list[Transfer]]:
     """A rank's transfers by name, on rank 0's clock. The two parts of one that crossed the end of a step are joined.
 
     A transfer that began between two steps is marked as continued, too, but has no first part: it is kept as it is.
@@ -127,7 +127,7 @@ def _transfers(run: Run, rank: int) -> dict[str, list[Transfer]]:
     return found
 
 
-def stragglers(run: Run) -> list[Straggler]:
+def stragglers(run: LoadedRun) -> list[Straggler]:
     """Stragglers by the rules above, the slowest first."""
     if run.spec.world < 2:
         return []
@@ -135,7 +135,7 @@ def stragglers(run: Run) -> list[Straggler]:
     return sorted(found, key=lambda each: -each.factor)
 
 
-def _slow_cpus(run: Run) -> list[Straggler]:
+def _slow_cpus(run: LoadedRun) -> list[Straggler]:
     compute = np.array([steps.compute / run.spec.local_batch(rank) for rank, steps in enumerate(run.kept)])
     found = []
     for rank, own in enumerate(compute):
@@ -152,7 +152,7 @@ def _slow_cpus(run: Run) -> list[Straggler]:
     return found
 
 
-def _slow_links(run: Run) -> list[Straggler]:
+def _slow_links(run: LoadedRun) -> list[Straggler]:
     rates = [_rate(run, rank) for rank in range(run.spec.world)]
     found = []
     for rank, own in enumerate(rates):
@@ -169,7 +169,7 @@ def _slow_links(run: Run) -> list[Straggler]:
     return found
 
 
-def _matters(run: Run, rate: float) -> bool:
+def _matters(run: LoadedRun, rate: float) -> bool:
     """True if a link of this rate can explain the time of communication."""
     least = theory.bound(run.spec.mode, run.spec.world, run.buffers[1], rate, 0.0, 1)
     syncs = theory.syncs_per_step(run.spec.mode, int(run.kept[0].step[0]), run.kept[0].last)
@@ -177,7 +177,7 @@ def _matters(run: Run, rate: float) -> bool:
     return least is None or least * syncs >= LINK_MATTERS * busy
 
 
-def _rate(run: Run, rank: int) -> float | None:
+def _rate(run: LoadedRun, rank: int) -> float | None:
     """A node's rate in byte/s: measured, else requested. Two nodes share their only link, so there requested."""
     link = run.spec.link_of(rank)
     requested = link.rate / 8 if link.rate else None

@@ -11,7 +11,7 @@ import re
 import signal
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -223,17 +223,24 @@ def root_cause(
     codes: Sequence[int | None],
     error_records: Sequence[Mapping[str, Any] | None],
     *,
+    ended: Collection[int] = (),
     last_steps: Sequence[int],
     nodes: Sequence[str],
     folder: RunFolder,
 ) -> TestbedError:
     """Return the error that names the failed rank. All sequences are in rank order.
 
-    A code is None for a rank that has not ended, negative for a signal. `last_steps` are the last recorded steps
+    A code is None for a rank that has not ended, negative for a signal. `ended` are ranks that have ended although
+    their code is not known: rank 0 sees only that their connections closed. `last_steps` are the last recorded steps
     (-1: none), `nodes` the names that messages use. The order of the rules: a rank that ended for its own reason;
-    the rank that most of the others report as lost; a rank that has not ended.
+    the rank that most of the others report as lost; a rank whose code is not known.
     """
-    return _RootCause(codes, error_records, last_steps, nodes, folder).find()
+    return _RootCause(codes, error_records, ended, last_steps, nodes, folder).find()
+
+
+def reported_rank(code: int | None, error_record: Mapping[str, Any] | None) -> int | None:
+    """The rank that a rank with this exit code and error record reports as lost; None if it reports none."""
+    return error_record.get("failed_rank") if error_record and code == PeerLost.exit_code else None
 
 
 class _RootCause:
@@ -243,16 +250,15 @@ class _RootCause:
         self,
         codes: Sequence[int | None],
         errors: Sequence[Mapping[str, Any] | None],
+        ended: Collection[int],
         last_steps: Sequence[int],
         nodes: Sequence[str],
         folder: RunFolder,
     ) -> None:
-        self.codes, self.errors, self.last_steps, self.nodes, self.folder = codes, errors, last_steps, nodes, folder
+        self.codes, self.errors, self.ended = codes, errors, ended
+        self.last_steps, self.nodes, self.folder = last_steps, nodes, folder
         # For each rank that ended because it lost another: which one it reports.
-        self.reported = [
-            error.get("failed_rank") if error and code == PeerLost.exit_code else None
-            for code, error in zip(codes, errors, strict=True)
-        ]
+        self.reported = [reported_rank(code, error) for code, error in zip(codes, errors, strict=True)]
 
     def find(self) -> TestbedError:
         """Apply the rules in their order."""
@@ -264,22 +270,25 @@ class _RootCause:
             since = f"since step {min(self.last_steps) + 1}"
             logs = f"{self.folder.log(0)} and {self.folder.log(1)}"
             return RankFailed(f"{self._label(0)} and {self._label(1)} lost each other {since}. See {logs}")
-        running = [k for k, code in enumerate(self.codes) if code is None]
+        unknown = [k for k, code in enumerate(self.codes) if code is None]
         if reports:
             most = max(reports.values())
             candidates = (k for k in reports if reports[k] == most)
-            return self._lost(min(candidates, key=lambda k: (k not in running, self.last_steps[k], k)))
-        if running:
-            return self._lost(min(running, key=lambda k: self.last_steps[k]))
+            return self._lost(min(candidates, key=lambda k: (k not in unknown, self.last_steps[k], k)))
+        if unknown:
+            return self._lost(min(unknown, key=lambda k: (k not in self.ended, self.last_steps[k])))
         return self._own_reason(next(k for k, code in enumerate(self.codes) if code))
 
     def _lost(self, rank: int) -> RankFailed:
-        """A rank that has not ended, or that ended only because it could not reach the others."""
-        how = "is silent" if self.codes[rank] is None else "was cut off"
+        """A rank that does not answer, one that ended with an unknown code, or one that could not reach the others."""
+        since = f"since step {self.last_steps[rank] + 1}"
+        if self.codes[rank] is not None:
+            how = f"was cut off {since}"
+        else:
+            how = f"ended {self._when(rank)}" if rank in self.ended else f"is silent {since}"
         seen = next((f" ({error['message']})" for error in self._reports_on(rank)), "")
         lost = _names(k for k, code in enumerate(self.codes) if k != rank and code == PeerLost.exit_code)
-        since = f"since step {self.last_steps[rank] + 1}"
-        sentence = f"{self._label(rank)} {how} {since}; {lost} lost it{self._with_node_names(seen)}"
+        sentence = f"{self._label(rank)} {how}; {lost} lost it{self._with_node_names(seen)}"
         return RankFailed(f"{sentence}. See {self.folder.log(rank)}")
 
     def _own_reason(self, rank: int) -> TestbedError:
@@ -291,9 +300,7 @@ class _RootCause:
         words = error or next(iter(self._reports_on(rank)), None)
         quoted = words is not None and (error is not None or (code or 0) > 0)
         message = f": {words['message'].rstrip('.')}" if words is not None and quoted else ""
-        step = self.last_steps[rank]
-        when = f"after step {step + 1}" if step >= 0 else "before its first step"
-        sentence = f"{self._label(rank)} {_how_it_ended(code)} {when}{self._with_node_names(message)}"
+        sentence = f"{self._label(rank)} {_how_it_ended(code)} {self._when(rank)}{self._with_node_names(message)}"
         return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
 
     def _others(self, rank: int) -> str:
@@ -305,6 +312,11 @@ class _RootCause:
 
     def _reports_on(self, rank: int) -> list[Mapping[str, Any]]:
         return [error for error, lost in zip(self.errors, self.reported, strict=True) if error and lost == rank]
+
+    def _when(self, rank: int) -> str:
+        """When a rank ended."""
+        step = self.last_steps[rank]
+        return f"after step {step + 1}" if step >= 0 else "before its first step"
 
     def _label(self, rank: int) -> str:
         return f"rank {rank} ({self.nodes[rank]})"

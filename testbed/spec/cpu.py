@@ -11,8 +11,16 @@ MIN_QUOTA_US = 1_000  # the kernel refuses less
 MAX_PERIOD_US = 1_000_000
 
 
-def quota_and_period(cpus: float) -> tuple[int, int]:
-    """Return (quota, period) in microseconds: 0.4 -> (4000, 10000). A small share gets a longer period."""
+NO_QUOTA = -1  # as version 1 of cgroups and the Docker engine write it
+
+
+def quota_and_period(cpus: float | None) -> tuple[int, int]:
+    """Return (quota, period) in microseconds: 0.4 -> (4000, 10000). A small share gets a longer period.
+
+    None means no limit: the quota is NO_QUOTA.
+    """
+    if cpus is None:
+        return NO_QUOTA, CPU_PERIOD_US
     smallest = MIN_QUOTA_US / MAX_PERIOD_US
     if not smallest <= cpus < math.inf:
         raise refuse("node.cpus", cpus, f"must be at least {smallest}", "Write e.g. 0.4.")

@@ -147,6 +147,14 @@ class RunSpec(Spec):
         requested = {whose: link.model_dump_json(exclude_defaults=True) for whose, link in links.items() if link.shaped}
         return ", ".join(f"link {link}{whose}" for whose, link in requested.items())
 
+    def without_shaping(self, *, keep_cpus: bool = False) -> RunSpec:
+        """The spec without links, overrides, congestion control and CPU quota: spec.json has only what is applied.
+
+        `keep_cpus` keeps the quota that all nodes share.
+        """
+        node = self.node.model_copy(update={"congestion": None, "cpus": self.node.cpus if keep_cpus else None})
+        return self.model_copy(update={"link": Link(), "node": node, "overrides": {}})
+
     def fault_schedule(self) -> tuple[Fault, ...]:
         """The faults with every `?` replaced by a drawn number; the same for the same seed."""
         return draw_random(self.faults, self.seed, self.world, self.steps)

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.docker.cluster import Cluster
 from tests.support.command import run_command
+from tests.support.run_files import keys_by_file
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 BUSY = 5  # exit code if the machine was too busy for the probe, which changes no file and no key
-
-
-def keys_of(value: Any) -> Any:
-    """The keys of a JSON value, recursively; the elements of a list are merged."""
-    if isinstance(value, dict):
-        return {key: keys_of(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        merged: dict[str, Any] = {}
-        for keys in map(keys_of, value):
-            merged |= keys if isinstance(keys, dict) else {}
-        return merged
-    return {}
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """Each file's keys: of JSON files recursively, of records by kind; None for other files."""
-    found: dict[str, Any] = {}
-    for path in folder.rglob("*"):
-        name = str(path.relative_to(folder))
-        if path.suffix == ".json":
-            found[name] = keys_of(json.loads(path.read_text()))
-        elif path.suffix == ".jsonl":
-            records = [json.loads(line) for line in path.read_text().splitlines()]
-            kinds = {record["kind"] for record in records}
-            found[name] = {kind: keys_of([r for r in records if r["kind"] == kind]) for kind in kinds}
-        else:
-            found[name] = None
-    return found
 
 
 def test_a_run_with_and_without_a_controller_leaves_the_same_files_and_keys(image: str, tmp_path: Path) -> None:
@@ -56,4 +27,4 @@ def test_a_run_with_and_without_a_controller_leaves_the_same_files_and_keys(imag
     more = ["--data", "synthetic", "--set", "node.cpus=0.4", "--on", "compose", "--out", "runs/r"]
     done = run_command("run", *flags, *more, cwd=tmp_path)
     assert done.returncode in (0, BUSY), done.stderr
-    assert contents(without) == contents(tmp_path / "runs/r")
+    assert keys_by_file(without) == keys_by_file(tmp_path / "runs/r")

@@ -19,6 +19,7 @@ from testbed.results.records import read
 from testbed.spec.errors import PeerLost, SpecError, TestbedError
 from tests.support.command import run_command
 from tests.support.rank_pool import ROOT, RankRun
+from tests.support.run_files import keys_by_file
 
 pytestmark = pytest.mark.gloo
 
@@ -57,31 +58,6 @@ def wait_for_steps(tmp_path: Path, rank: int, steps: int) -> None:
 # --- one path: the same files as under a controller ----------------------------------------------------------------
 
 
-def shape_of(value: Any, key: str = "") -> Any:
-    """Keys of a JSON value, recursively; the items of a list as the set of their shapes."""
-    if key in ("environment", "payload"):  # what is in use, not what the format says
-        return sorted(value)
-    if isinstance(value, dict):
-        return {name: shape_of(inner, name) for name, inner in value.items()}
-    if isinstance(value, list):
-        return sorted({repr(shape_of(item)) for item in value if isinstance(item, dict)})
-    return None
-
-
-def left_by(folder: Path) -> dict[str, Any]:
-    """Every file that a run left, with the keys of its JSON."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.iterdir()):
-        text = path.read_text() if path.suffix in (".json", ".jsonl") else ""
-        if path.suffix == ".json":
-            found[path.name] = shape_of(json.loads(text))
-        elif path.suffix == ".jsonl":
-            found[path.name] = [shape_of(json.loads(line)) for line in text.splitlines()]
-        else:
-            found[path.name] = None
-    return found
-
-
 def test_launched_ranks_leave_the_same_files_with_the_same_keys_as_a_controller(tmp_path: Path) -> None:
     with launched(tmp_path, 2) as run:
         assert run.wait(TIMEOUT_S) == [0, 0], run.log_of(0) + run.log_of(1)
@@ -89,10 +65,11 @@ def test_launched_ranks_leave_the_same_files_with_the_same_keys_as_a_controller(
     settings = [word for setting in SUBSET.split() for word in ("--set", setting)]
     done = run_command("run", *flags, "--steps", "4", *settings, "--on", "process", "--out", "r", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    alone, supervised = left_by(only_folder(tmp_path).path), left_by(tmp_path / "r")
-    assert alone.keys() == supervised.keys()
-    for name in alone:
-        assert alone[name] == supervised[name], name
+    folder, supervised = only_folder(tmp_path), RunFolder(tmp_path / "r")
+    assert keys_by_file(folder.path) == keys_by_file(supervised.path)
+    for rank in range(2):
+        kinds = [[record.kind for record in read(each.records(rank))] for each in (folder, supervised)]
+        assert kinds[0] == kinds[1], rank
 
 
 def test_rank_0_prints_the_table_and_its_log_has_it_too(tmp_path: Path) -> None:
@@ -200,8 +177,9 @@ def test_a_killed_rank_is_named_and_the_others_end_with_6(tmp_path: Path, victim
     else:
         summary = summary_of(folder)
         assert summary["status"] == "failed"
-        assert summary["reason"].startswith("rank 2 (node2) is silent since step ")
+        assert summary["reason"].startswith("rank 2 (node2) ended after step "), summary["reason"]
         assert "rank 0, rank 1 lost it" in summary["reason"] and summary["reason"] in run.log_of(0)
+        assert "silent" not in summary["reason"]
 
 
 def test_a_frozen_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
@@ -234,7 +212,9 @@ def test_a_rank_that_fails_by_itself_is_the_root_cause(tmp_path: Path) -> None:
     with launched(tmp_path, 2, own={1: {"TESTBED_RUNS": str(blocked)}}) as run:
         assert run.wait(TIMEOUT_S) == [PeerLost.exit_code, TestbedError.exit_code], run.log_of(0)
     assert "Not a directory" in run.log_of(1) and "Traceback" not in run.log_of(1)
-    assert "rank 1 (node1) failed: " in summary_of(only_folder(tmp_path))["reason"]
+    reason = summary_of(only_folder(tmp_path))["reason"]
+    assert reason.startswith("rank 1 (node1) ended with code 1 before its first step: "), reason
+    assert "Not a directory" in reason and "Then rank 0 lost it." in reason and "silent" not in reason
 
 
 def test_a_summary_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) -> None:

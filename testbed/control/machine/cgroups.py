@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from testbed.control.machine.processes import kill_until_gone
-from testbed.spec.cpu import CPU_PERIOD_US, quota_and_period
+from testbed.spec.cpu import NO_QUOTA, quota_and_period
 from testbed.spec.errors import TestbedError, Unavailable
 
 ROOT = Path("/sys/fs/cgroup")
@@ -91,11 +91,11 @@ class Cgroup:
 
     def set_quota(self, cpus: float | None) -> None:
         """Change the CPU share, also while processes run in the group; None removes the limit."""
-        quota, period = (-1, CPU_PERIOD_US) if cpus is None else quota_and_period(cpus)
+        quota, period = quota_and_period(cpus)
         if self._hierarchy.version == 2:
-            _write(self.path / "cpu.max", f"{'max' if quota < 0 else quota} {period}")
+            _write(self.path / "cpu.max", f"{'max' if quota == NO_QUOTA else quota} {period}")
         else:
-            _write(self.path / "cpu.cfs_quota_us", "-1")  # otherwise the new period may conflict with the old quota
+            _write(self.path / "cpu.cfs_quota_us", str(NO_QUOTA))  # the new period may conflict with the old quota
             _write(self.path / "cpu.cfs_period_us", str(period))
             _write(self.path / "cpu.cfs_quota_us", str(quota))
 

@@ -22,7 +22,6 @@ from testbed.control.substrates.process import check as check_process
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
-from testbed.spec.link import Link
 from testbed.spec.run import NodeOverride, RunSpec
 
 HOSTS = "hosts"
@@ -42,12 +41,6 @@ def node_plans(spec: RunSpec) -> list[NodePlan]:
         )
         for rank in range(spec.world)
     ]
-
-
-def without_shaping(spec: RunSpec) -> RunSpec:
-    """Return the spec without links, CPU quotas and congestion control: spec.json has only what is applied."""
-    node = spec.node.model_copy(update={"cpus": None, "congestion": None})
-    return spec.model_copy(update={"link": Link(), "node": node, "overrides": {}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +80,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         description="plain processes on loopback, unshaped, no CPU limit",
         make=lambda spec, folder: ProcessSubstrate(node_plans(spec), folder),
         check=check_process,
-        drop_unsupported=without_shaping,
+        drop_unsupported=RunSpec.without_shaping,
         shapes=False,
         is_local=lambda: True,
         faults=kinds_on("process"),
@@ -100,7 +93,7 @@ def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
 
     def drop_unsupported(spec: RunSpec) -> RunSpec:
         """Nothing is shaped. A node's CPU quota is the one that the run requests, else the inventory's."""
-        unshaped = without_shaping(spec)
+        unshaped = spec.without_shaping()
         quotas = [spec.cpus_of(rank) or node.cpus for rank, node in enumerate(inventory.nodes[: spec.world])]
         common = spec.node.cpus or (quotas[0] if len(set(quotas)) == 1 else None)
         node = unshaped.node.model_copy(update={"cpus": common})

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from testbed.control.runs.progress import Progress
 from testbed.control.substrates.base import Process
-from testbed.results.conclude import root_cause
+from testbed.results.conclude import reported_rank, root_cause
 from testbed.results.folder import RunFolder
-from testbed.spec.errors import PeerLost, RankFailed
+from testbed.spec.errors import RankFailed
 from testbed.spec.run import START_DEADLINE_S
 
 
@@ -96,11 +96,6 @@ class RankState:
             self.ended = None if self.code is None else time.monotonic()
         return bool(records) or self.code is not None
 
-    @property
-    def failed_rank(self) -> int | None:
-        """The rank that this one reports as lost."""
-        return self.error.get("failed_rank") if self.error and self.code == PeerLost.exit_code else None
-
 
 class RankObserver(Protocol):
     """Receives the state of all ranks at every poll; the fault injector is one."""
@@ -170,6 +165,6 @@ def _wait_for_others(ranks: list[RankState], progress: Progress, timing: Timing)
         running = {k for k, rank in enumerate(ranks) if rank.code is None}
         if not running:
             return
-        if running <= {rank.failed_rank for rank in ranks}:
+        if running <= {reported_rank(rank.code, rank.error) for rank in ranks}:
             end = min(end, max(rank.ended or 0 for rank in ranks) + timing.exit_grace_s)
         time.sleep(timing.poll_s)

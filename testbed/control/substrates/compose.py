@@ -41,7 +41,7 @@ from testbed.control.substrates.engine import (
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
 from testbed.net.shaping import routes_congestion
-from testbed.spec.cpu import CPU_PERIOD_US, quota_and_period
+from testbed.spec.cpu import NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
 from testbed.spec.mode import methods_dir
@@ -267,7 +267,7 @@ class ComposeSubstrate:
     def set_cpus(self, node: int, cpus: float | None) -> None:
         """Change the quota of the whole container; None restores the planned quota."""
         cpus = self._plans[node].cpus if cpus is None else cpus
-        quota, period = (-1, CPU_PERIOD_US) if cpus is None else quota_and_period(cpus)
+        quota, period = quota_and_period(cpus)
         self._update(node, cpu_period=period, cpu_quota=quota)
 
     def limit_memory(self, node: int) -> None:
@@ -290,7 +290,7 @@ def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
         "entrypoint": ["sleep", "infinity"],
         "stop_signal": "SIGKILL",  # `sleep` as process 1 ignores SIGTERM
         "healthcheck": {"disable": True},
-        "cpu_quota": -1,
+        "cpu_quota": NO_QUOTA,
         "volumes": list(volumes),
         "labels": {OWNER_LABEL: ownership.current()},
     }

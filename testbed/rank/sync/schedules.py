@@ -29,24 +29,14 @@ from testbed.rank.sync.synchronizer import BaseSynchronizer, NoSync, Synchronize
 from testbed.spec.mode import SyncMode
 
 
-class Averager(BaseSynchronizer):
-    """Gradients are in one flat buffer per bucket, and each bucket has its coder. Subclasses decide when to average."""
+class Bucketed(BaseSynchronizer):
+    """Gradients are in one flat buffer per bucket."""
 
     keeps_gradients = True
-
-    def __init__(self, mode: SyncMode, group: Group, timeline: Timeline, mean_: Mean, seed: int = 0) -> None:
-        super().__init__(mode, group, timeline)
-        self.mean_ = mean_
-        self.seed = seed
 
     def attach(self, model: Module, update: Update) -> Module:
         self.buckets: list[list[Parameter]] = make_buckets(list(model.parameters()), self.mode)
         self.gradients = flat_gradients(self.buckets)
-        infos = [
-            BufferInfo(number, [p.shape for p in bucket], bucket[0].dtype, self.group, self.seed)
-            for number, bucket in enumerate(self.buckets)
-        ]
-        self.coders = [make_coder(self.mode, self.mean_, info) for info in infos]
         if self.timeline.detailed:
             time_copies(trained(model), self.timeline)
         return super().attach(model, update)
@@ -54,6 +44,24 @@ class Averager(BaseSynchronizer):
     def zero(self) -> None:
         with self.timeline.copying():
             super().zero()
+
+
+class Averager(Bucketed):
+    """Each bucket has its coder. Subclasses decide when to average."""
+
+    def __init__(self, mode: SyncMode, group: Group, timeline: Timeline, mean_: Mean, seed: int = 0) -> None:
+        super().__init__(mode, group, timeline)
+        self.mean_ = mean_
+        self.seed = seed
+
+    def attach(self, model: Module, update: Update) -> Module:
+        module = super().attach(model, update)
+        infos = [
+            BufferInfo(number, [p.shape for p in bucket], bucket[0].dtype, self.group, self.seed)
+            for number, bucket in enumerate(self.buckets)
+        ]
+        self.coders = [make_coder(self.mode, self.mean_, info) for info in infos]
+        return module
 
     def average(self, buffers: Iterable[Tensor]) -> None:
         """Replace these buffers, one per bucket, by their means over all ranks."""
@@ -169,22 +177,12 @@ class ParameterMean(Averager):
             self.drifted = False
 
 
-class Server(BaseSynchronizer):
+class Server(Bucketed):
     """Parameter server: gradients go up to rank 0, only rank 0 updates, parameters come down."""
 
-    keeps_gradients = True
-
     def attach(self, model: Module, update: Update) -> Module:
-        buckets = make_buckets(list(model.parameters()), self.mode)
-        self.parameters = flat_parameters(buckets)
-        self.gradients = flat_gradients(buckets)
-        if self.timeline.detailed:
-            time_copies(trained(model), self.timeline)
+        self.parameters = flat_parameters(make_buckets(list(model.parameters()), self.mode))
         return super().attach(model, update)
-
-    def zero(self) -> None:
-        with self.timeline.copying():
-            super().zero()
 
     def step(self) -> None:
         with self.timeline.blocked():
@@ -206,7 +204,7 @@ def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline, seed
         return NoSync(mode, group, timeline)
     if mode.is_reference:
         return DDP(mode, group, timeline)
-    if mode.algorithm == "server":
+    if mode.row.sends_parameters:
         return Server(mode, group, timeline)
     if mode.schedule == "pipeline":
         return Pipeline(mode, group, timeline)

@@ -12,7 +12,8 @@ import pytest
 
 from testbed.rank import run as module
 from testbed.rank.request import Request, read_request
-from testbed.rank.run import Run, interface_of, wait_for_listener
+from testbed.rank.run import JoinedRun, interface_of, wait_for_listener
+from testbed.rank.watchdog import CLOSED, DONE
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import LinkReceipt, Receipt
 from testbed.results.records import Error
@@ -25,8 +26,8 @@ def request_of(rank: int = 0, **env: str) -> Request:
     return read_request([], {"NODES": "2", "RANK": str(rank), "MODEL": "lenet5", "DATA": "synthetic"} | env)
 
 
-def run_of(request: Request, path: Path) -> Run:
-    return Run(request.spec, RunFolder(path), [HERE] * request.spec.world)
+def run_of(request: Request, path: Path) -> JoinedRun:
+    return JoinedRun(request.spec, RunFolder(path), [HERE] * request.spec.world)
 
 
 def receipt(measured: float) -> Receipt:
@@ -132,7 +133,8 @@ class Reports:
     step = 5
     steps = {1: 4, 2: 5}
 
-    def __init__(self, **reports: dict[str, Any]) -> None:
+    def __init__(self, ended: dict[int, str] | None = None, **reports: dict[str, Any]) -> None:
+        self.ended = ended or {}
         self._reports = {int(name.removeprefix("rank")): report for name, report in reports.items()}
 
     def collect_reports(self, timeout_s: float) -> dict[int, dict[str, Any]]:
@@ -152,12 +154,26 @@ def test_the_reason_is_what_the_failed_rank_reports(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_reports_nothing_is_silent_since_its_last_step(tmp_path: Path) -> None:
-    message = "rank 1 (node1) is gone: its connection ended"
+    message = "rank 1 (node1) is silent for 5.0 s: frozen or cut off"
     lost = Error(code=PeerLost.exit_code, message=message, failed_rank=1, at=0.0)
     reports = Reports(rank2={"code": PeerLost.exit_code, "message": message, "failed_rank": 1})
     assert cause(tmp_path, lost, reports).startswith(
         f"rank 1 (node1) is silent since step 4; rank 0, rank 2 lost it ({message})."
     )
+
+
+def test_a_rank_whose_connection_closed_without_a_report_has_ended(tmp_path: Path) -> None:
+    message = "rank 1 (node1) is gone: its connection ended"
+    lost = Error(code=PeerLost.exit_code, message=message, failed_rank=1, at=0.0)
+    reports = Reports({1: CLOSED}, rank2={"code": PeerLost.exit_code, "message": message, "failed_rank": 1})
+    assert cause(tmp_path, lost, reports).startswith(
+        f"rank 1 (node1) ended after step 4; rank 0, rank 2 lost it ({message})."
+    )
+
+
+def test_a_rank_that_has_trained_and_waits_for_the_summary_is_not_the_root_cause(tmp_path: Path) -> None:
+    lost = Error(code=PeerLost.exit_code, message="rank 0 lost a peer", at=0.0)
+    assert cause(tmp_path, lost, Reports({1: DONE, 2: CLOSED})).startswith("rank 2 (node2) ended after step 5")
 
 
 def test_rank_0_that_fails_by_itself_names_itself(tmp_path: Path) -> None:

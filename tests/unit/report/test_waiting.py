@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from testbed.report.load import Run, load
+from testbed.report.load import LoadedRun, load
 from testbed.report.waiting import stragglers, waiting
 from testbed.results.folder import RunFolder
 from testbed.spec.units import covered_length
@@ -18,7 +18,7 @@ from tests.support.synthetic import Conditions, make_run
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}}
 
 
-def run_of(folder: Path, made: Conditions, **values: Any) -> Run:
+def run_of(folder: Path, made: Conditions, **values: Any) -> LoadedRun:
     make_run(folder, made, **(LINK | values))
     return load([folder]).runs[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -287,10 +288,12 @@ def error(code: int, message: str, failed_rank: int | None = None) -> dict[str, 
     return {"code": code, "message": message, "failed_rank": failed_rank}
 
 
-def cause(folder: RunFolder, codes: list[int | None], *errors: dict[str, Any] | None, last: int = 3) -> TestbedError:
+def cause(
+    folder: RunFolder, codes: list[int | None], *errors: dict[str, Any] | None, last: int = 3, ended: Sequence[int] = ()
+) -> TestbedError:
     errors += (None,) * (len(codes) - len(errors))
     nodes = [f"node{k}" for k in range(len(codes))]
-    return root_cause(codes, errors, last_steps=[last] * len(codes), nodes=nodes, folder=folder)
+    return root_cause(codes, errors, ended=ended, last_steps=[last] * len(codes), nodes=nodes, folder=folder)
 
 
 def test_a_rank_that_ended_for_its_own_reason_is_the_root_cause(folder: RunFolder) -> None:
@@ -308,11 +311,23 @@ def test_a_rank_that_ended_with_a_signal_is_named_with_it(folder: RunFolder) -> 
 
 
 def test_a_rank_that_has_not_ended_is_the_one_that_most_report(folder: RunFolder) -> None:
-    silent = error(6, "rank 2 (node2) is gone: its connection ended", 2)
+    silent = error(6, "rank 2 (node2) is silent for 5.0 s", 2)
     found = cause(folder, [6, 6, None, None], silent, silent)
-    assert str(found).startswith(
-        "rank 2 (node2) is silent since step 4; rank 0, rank 1 lost it (rank 2 (node2) is gone"
-    )
+    seen = "rank 0, rank 1 lost it (rank 2 (node2) is silent for 5.0 s)"
+    assert str(found) == f"rank 2 (node2) is silent since step 4; {seen}. See {folder.log(2)}"
+
+
+@pytest.mark.parametrize(("last", "when"), [(3, "after step 4"), (-1, "before its first step")])
+def test_a_rank_that_ended_with_an_unknown_code_is_not_called_silent(folder: RunFolder, last: int, when: str) -> None:
+    gone = error(6, "rank 2 (node2) is gone: its connection ended", 2)
+    found = cause(folder, [6, 6, None, None], gone, gone, last=last, ended=[2])
+    seen = "rank 0, rank 1 lost it (rank 2 (node2) is gone: its connection ended)"
+    assert str(found) == f"rank 2 (node2) ended {when}; {seen}. See {folder.log(2)}"
+
+
+def test_of_two_ranks_without_a_code_that_nobody_reports_the_one_that_ended_is_named(folder: RunFolder) -> None:
+    found = cause(folder, [6, None, None], error(6, "rank 0 lost a peer"), ended=[2])
+    assert str(found).startswith("rank 2 (node2) ended after step 4; rank 0 lost it")
 
 
 @pytest.mark.parametrize(("code", "kind"), [(4, ReplicasDiffer), (5, NetworkInvalid), (2, UsageError), (3, RankFailed)])

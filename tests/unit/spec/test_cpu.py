@@ -13,6 +13,10 @@ def test_the_period_is_10_ms_unless_the_quota_gets_too_small(cpus: float, expect
     assert quota_and_period(cpus) == expected
 
 
+def test_no_share_means_no_quota() -> None:
+    assert quota_and_period(None) == (-1, 10_000)
+
+
 @pytest.mark.parametrize("cpus", [0, -1, float("nan"), float("inf")])
 def test_a_share_that_is_no_positive_number_is_refused(cpus: float) -> None:
     with pytest.raises(SpecError, match=r"node\.cpus"):

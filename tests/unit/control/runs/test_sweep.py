@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from testbed.control.cli import main
 from testbed.control.runs.locks import folder_lock
 from testbed.control.runs.progress import Silent
-from testbed.control.runs.select import SubstrateChoice, without_shaping
+from testbed.control.runs.select import SubstrateChoice
 from testbed.control.runs.sweep import finished, run_all
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
@@ -113,7 +113,7 @@ def other(fake: FakeRuns) -> SubstrateChoice:
 
 
 def test_only_the_same_spec_on_the_same_substrate_is_finished(fake: FakeRuns, file: Path) -> None:
-    unshaped = SubstrateChoice(fake.named("fake", shapes=False, drop_unsupported=without_shaping), "for tests")
+    unshaped = SubstrateChoice(fake.named("fake", shapes=False, drop_unsupported=RunSpec.without_shaping), "for tests")
     _, ring, _ = specs(file)
     run_all([ring], fake.choice, Path("runs"), Silent())
     folder = RunFolder(Path("runs/three/ring"))
