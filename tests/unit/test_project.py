@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import testbed
 from testbed.spec.errors import Interrupted
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAX_README_WORDS = 900
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 
 
@@ -82,3 +87,24 @@ def test_the_entrypoint_of_the_image_ends_as_an_interrupted_run() -> None:
     """It needs the code before it imports testbed."""
     text = (ROOT / "docker" / "entrypoint.py").read_text()
     assert int(re.search(r"^INTERRUPTED = (\d+)", text, re.MULTILINE)[1]) == Interrupted.exit_code
+
+
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text.name)
+def test_relative_links_lead_to_files_of_the_repository(text: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = set(listed.splitlines())
+    targets = re.findall(r"\]\(([^)\s]+)\)", text.read_text())
+    paths = {target.partition("#")[0] for target in targets if not re.match(r"[a-z]+:", target)} - {""}
+    found = {path: os.path.relpath(text.parent / path, ROOT) for path in paths}
+    folders = {str(parent) for name in tracked for parent in Path(name).parents}
+    assert {path for path, name in found.items() if name not in tracked | folders} == set()
+
+
+def test_the_readme_is_short() -> None:
+    """Words outside of tables; what takes longer to explain is in docs/."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    words = re.findall(r"[^\W_]+", "\n".join(line for line in lines if not line.startswith("|")))
+    assert len(words) <= MAX_README_WORDS
