@@ -41,7 +41,7 @@ from testbed.rank.watchdog import Heartbeat, Watchdog
 from testbed.results.conclude import Status, Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
 from testbed.results.receipt import Receipt
-from testbed.results.records import Error
+from testbed.results.records import Error, Step, read
 from testbed.results.table import flatten, format_results
 from testbed.spec.errors import (
     Interrupted,
@@ -360,11 +360,18 @@ def _root_cause(record: Error, run: JoinedRun, heartbeat: Heartbeat | None) -> s
         codes,
         errors,
         ended=ended,
-        last_steps=[steps.get(rank, 0) - 1 for rank in ranks],
+        last_steps=[max(steps.get(rank, 0) - 1, _last_recorded(run.folder, rank)) for rank in ranks],
         nodes=[f"node{rank}" for rank in ranks],
         folder=RunFolder(Path(_where(run))),
     )
     return str(cause)
+
+
+def _last_recorded(folder: RunFolder, rank: int) -> int:
+    """The last step in a rank's records; -1 if there is none. Heartbeats are older, but need no shared disk."""
+    with contextlib.suppress(OSError, TestbedError):  # damaged records must not hide the root cause
+        return max((record.step for record in read(folder.records(rank)) if isinstance(record, Step)), default=-1)
+    return -1
 
 
 def _conclude(request: Request, run: JoinedRun, status: Status, reason: str) -> Summary:

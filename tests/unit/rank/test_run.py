@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from testbed.rank.run import JoinedRun, interface_of, wait_for_listener
 from testbed.rank.watchdog import CLOSED, DONE
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import LinkReceipt, Receipt
-from testbed.results.records import Error
+from testbed.results.records import Error, Step
 from testbed.spec.errors import PeerLost, RankFailed
 
 HERE = "127.0.0.1"
@@ -169,6 +171,16 @@ def test_a_rank_whose_connection_closed_without_a_report_has_ended(tmp_path: Pat
     assert cause(tmp_path, lost, reports).startswith(
         f"rank 1 (node1) ended after step 4; rank 0, rank 2 lost it ({message})."
     )
+
+
+def test_steps_that_are_recorded_but_not_in_a_heartbeat_yet_count(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "compose" / "ring-n3")
+    folder.path.mkdir(parents=True)
+    times = dict.fromkeys(("at", "data", "forward", "backward", "sync", "update", "total", "loss"), 0.1)
+    step = Step(step=8, epoch=0, images=8, sent=None, received=None, **times)
+    folder.records(1).write_text(json.dumps(asdict(step)) + "\n")
+    lost = Error(code=PeerLost.exit_code, message="rank 1 (node1) is gone", failed_rank=1, at=0.0)
+    assert cause(tmp_path, lost, Reports({1: CLOSED})).startswith("rank 1 (node1) ended after step 9; rank 0 lost it")
 
 
 def test_a_rank_that_has_trained_and_waits_for_the_summary_is_not_the_root_cause(tmp_path: Path) -> None:
