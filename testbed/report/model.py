@@ -146,6 +146,11 @@ class Cell:
         ranks = range(self.world)
         return [statistics.fmean(float(getattr(run.kept[r], column).mean()) for run in self.runs) for r in ranks]
 
+    def rank_spread(self, column: str) -> float:
+        """The largest difference between two ranks in the mean of a column, as a fraction of the mean over ranks."""
+        values = self.per_rank(column)
+        return (max(values) - min(values)) / statistics.fmean(values)
+
     @cached_property
     def steps(self) -> list[Steps]:
         """The first repeat's steps that count, one entry per rank."""
