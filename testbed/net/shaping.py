@@ -4,7 +4,8 @@ The substrate netns and the entrypoint of a container apply them. The substrates
 
 Both directions of an interface are shaped. Outgoing packets pass a token bucket (tbf) on the interface. Incoming
 packets are redirected to an ifb device and pass an equal bucket there. If only egress were shaped, three senders could
-send to one receiver at three times its rate, and `gather` would look three times too fast.
+send to one receiver at three times its rate, and `gather` would look three times too fast. The
+bucket holds what the link sends in BURST_S (net/tcp.py). `Link.queue` is tbf's `latency`.
 """
 
 from __future__ import annotations

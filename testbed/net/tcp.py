@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 MTU_BYTES = 1500  # of an IP packet
 IP_TCP_HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
 ETHERNET_HEADER_BYTES = 14  # tbf counts them too
-BURST_S = 0.004  # seconds of the rate in a token bucket: enough for late timers, little compared with what is measured
+# A token bucket holds what the link sends in 4 ms: enough for late kernel timers, too small to change a measurement.
+BURST_S = 0.004
 MIN_BURST_BYTES = 16 * 1024  # a smaller bucket holds too few frames to be filled evenly
 
 # Offsets in bytes in Linux's struct tcp_info (include/uapi/linux/tcp.h)

@@ -173,7 +173,8 @@ class Checkpoints:
             loss, correct, images = metadata.seen
             texts = isinstance(metadata.sha256, str) and isinstance(metadata.parameters, str)
             if right != (self.group.rank, self.group.size, step, SCHEMA) or not texts:
-                raise refuse("checkpoint", path.name, "is of another rank, run or version", "Remove it.")
+                rule = "is of another rank, number of ranks, step or schema"
+                raise refuse("checkpoint", path.name, rule, "Remove it.")
             return Metadata(**values | {"seen": (float(loss), int(correct), int(images))})
         except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise SpecError(f"{path}: damaged ({str(error).splitlines()[0][:200]}). Remove it.") from None

@@ -34,7 +34,7 @@ def vgg11(classes: int, channels: int) -> nn.Module:
 
 
 def lenet5(classes: int, channels: int) -> nn.Module:
-    """LeNet-5 for 32 x 32 images, as R3 trained it."""
+    """LeNet-5 for 32 x 32 images, as in the published experiment R3 (experiments/r3.toml)."""
     return nn.Sequential(
         *(nn.Conv2d(channels, 6, 5), nn.Tanh(), nn.AvgPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)),

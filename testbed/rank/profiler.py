@@ -23,7 +23,10 @@ WAITING = "communication"  # the name of this module's marks in the trace
 
 
 class Profiler:
-    """Call `before` and `after` around every step."""
+    """Runs torch.profiler on this rank for STEPS steps from `first`, then writes the trace and the shares of time.
+
+    Call `before` and `after` around every step.
+    """
 
     def __init__(self, first: int, last: int, trace: Path, shares: Path) -> None:
         self.first, self.last = first, min(last, first + STEPS - 1)

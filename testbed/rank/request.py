@@ -34,7 +34,8 @@ COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; th
 SHAPINGS = ("both", "egress", "off")
 UNSHAPED = "none"  # a launcher's nodes keep their network as it is
 NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that nothing would apply there
-KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")  # the same as keys of the spec
+# keys of the spec that a launcher cannot apply, so they are refused
+KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")
 # Variables that describe the run; in lower case they are the flags of `testbed run`.
 VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION")
 

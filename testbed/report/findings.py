@@ -673,8 +673,8 @@ TIMELINE = (
     " time, communication below red does."
 )
 RANKS = (
-    "As report R0 prints it: losses are of that step on this rank; times are without warm-up. Shares are those of"
-    " torch.profiler, where it was on."
+    "As in published experiment R0 (experiments/r0.toml): losses are of that step on this rank; times are without"
+    " warm-up. Shares are those of torch.profiler, where it was on."
 )
 EPOCH_TIME = (
     "Seconds per epoch are extrapolated: images of the training set over images per second of the steps that count."

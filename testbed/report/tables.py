@@ -1,7 +1,8 @@
 """Tables of the report. A table is a header and rows of text, so that the page, Markdown and CSV print the same.
 
-First the tables of every report (modes, split, bytes, wire, network), then those in the shape of the course reports:
-per rank (R0), workers by batch (R2), epochs (R3), one column per mode (R4); and faults.
+First the tables of every report (modes, split, bytes, wire, network), then those in the shape of the published
+experiments: per rank as in R0 (experiments/r0.toml), workers by batch as in R2 (r2.toml), epochs as in R3 (r3.toml),
+one column per mode as in R4 (r4.toml); and faults.
 """
 
 from __future__ import annotations

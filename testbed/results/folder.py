@@ -29,7 +29,7 @@ TEMPORARY = ".tmp"  # suffix of a file that is still being written
 MAX_DEPTH = 3  # folders below the one in which runs are searched
 MAX_SPEC_BYTES = 1 << 20
 MAX_SUBSTRATE_BYTES = 64
-MAX_RECORDS_BYTES = 128 << 20  # one rank's records, all attempts together; a rank writes no more
+MAX_RECORDS_BYTES = 128 << 20  # limit for one rank's records over all attempts; no rank writes a larger file
 MAX_FAULTS_BYTES = 16 << 20  # faults.jsonl; a controller writes some dozen lines
 MAX_JSON_BYTES = 16 << 20  # any other file; the receipt of 64 nodes has about one million
 

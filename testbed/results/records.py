@@ -62,7 +62,7 @@ class Step:
     data: float
     forward: float
     backward: float
-    sync: float  # synchronisation and the optimizer's step, as the loop sees them
+    sync: float  # synchronisation and the optimizer's step, measured in the training loop
     update: float  # the optimizer's step alone, inside `sync`
     total: float
     loss: float

@@ -103,7 +103,10 @@ def caption(summaries: Sequence[Summary]) -> str:
 
 
 def label(spec: RunSpec) -> str:
-    """The mode as a table shows it, with a mark for placement "after-step", the mistake of report R3."""
+    """The mode as a table shows it, with a mark for placement "after-step".
+
+    That placement is the mistake of published experiment R3 (experiments/r3.toml).
+    """
     return str(spec.mode) if spec.placement == "before-step" else f"{spec.mode} (after step)"
 
 

@@ -41,7 +41,7 @@ class Link(Spec):
     delay: Duration | None = None  # one way, added on egress; needs netem
     jitter: Duration | None = None
     loss: float = Field(default=0.0, ge=0.0, lt=1.0)  # fraction of packets; needs netem
-    queue: Duration = 0.05  # how long a packet may wait before it is dropped
+    queue: Duration = 0.05  # tbf's `latency`: the longest time a packet may wait in the queue before it is dropped
     segment: Segment | None = None  # largest GSO segment that TCP hands over; None: the kernel's 64 KiB
 
     @model_validator(mode="after")

@@ -80,7 +80,8 @@ class RunSpec(Spec):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 
     mode: Mode = SyncMode.parse("ring")
-    placement: Literal["before-step", "after-step"] = "before-step"  # after-step: the mistake of report R3
+    # after-step: the mistake of published experiment R3 (experiments/r3.toml)
+    placement: Literal["before-step", "after-step"] = "before-step"
     nodes: int = Field(default=4, ge=1, le=256)
     model: str = Field(default="vgg11", pattern=r"^[a-z0-9_]{1,40}$")
     dtype: Literal["float32", "float64"] = "float32"

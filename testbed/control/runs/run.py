@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -35,6 +36,7 @@ from testbed.spec.errors import (
     RankFailed,
     TestbedError,
     UsageError,
+    one_line,
     os_failure,
     refuse,
 )
@@ -88,6 +90,7 @@ def execute(
         check_faults(spec, choice)
     applied = choice.drop_unsupported(spec)
     with (
+        _interrupt_wins(),
         _restored_signals(),
         lock(choice, progress.stage),
         folder_lock(folder.path),
@@ -187,6 +190,27 @@ def _ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+@contextmanager
+def _interrupt_wins() -> Iterator[None]:
+    """Raise Interrupted if the clean-up after Ctrl-C fails, with the clean-up's error in the message.
+
+    Otherwise that error would replace it, and a sweep would take it for a failed run and start the next one.
+    """
+    outer = sys.exception()  # the caller may already handle an exception, which is not of this run
+    try:
+        yield
+    except Interrupted:
+        raise
+    except Exception as error:
+        context = error.__context__
+        while context not in (None, outer) and not isinstance(context, KeyboardInterrupt | Interrupted):
+            context = context.__context__
+        if context in (None, outer):
+            raise
+        failure = f"The clean-up failed ({one_line(str(error))}); `testbed clean` removes what is left"
+        raise Interrupted(f"{str(context) or 'interrupted'}. {failure}") from None
+
+
 def measure_and_train(run: RunContext, resume: bool) -> Summary:
     """Measure the network, train, and write the summary, also when the run fails or is interrupted."""
     notes = RunNotes(run.substrate.name, list(run.substrate.notes))
@@ -196,12 +220,16 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     except KeyboardInterrupt:
         _ignore_signals()  # a second Ctrl-C must not interrupt the clean-up
         stopped = _stop(run.substrate)
-        _conclude(run, notes, "interrupted", "stopped by Ctrl-C")
-        raise Interrupted(f"interrupted; {stopped}. What was measured is in {run.folder.path}") from None
+        kept = f"What was measured is in {run.folder.path}"
+        try:
+            _conclude(run, notes, "interrupted", "stopped by Ctrl-C")
+        except (TestbedError, OSError) as error:
+            kept += f", without a summary ({one_line(str(error))})"
+        raise Interrupted(f"interrupted; {stopped}. {kept}") from None
     except (TestbedError, OSError) as error:
         _stop(run.substrate)
         cause = error if isinstance(error, TestbedError) else os_failure(error, run.folder.path)
-        with suppress(TestbedError):  # an error of writing the summary must not hide the cause
+        with suppress(TestbedError, OSError):  # an error of writing the summary must not hide the cause
             _conclude(run, notes, "failed", str(cause))
         raise cause from None
     return _conclude(run, notes, "invalid" if notes.invalid else "ok", notes.invalid)
@@ -212,8 +240,8 @@ def _stop(substrate: Substrate) -> str:
     try:
         substrate.stop()
         return "all ranks are stopped"
-    except TestbedError as error:
-        return str(error)
+    except (TestbedError, OSError) as error:
+        return f"not all ranks could be stopped ({one_line(str(error))})"
 
 
 def _conclude(run: RunContext, notes: RunNotes, status: Status, reason: str) -> Summary:

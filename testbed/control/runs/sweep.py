@@ -63,9 +63,8 @@ def run_all(
                 progress.stage("finished earlier, skipped")
                 summaries.append(done)
                 continue
-            locks.enter_context(
-                lock(choice, progress.stage)
-            )  # from the first run that must be done to the end of the sweep
+            # The machine is locked from the first run that is not skipped until the sweep ends.
+            locks.enter_context(lock(choice, progress.stage))
             folder = folder_for(spec, choice, root)  # again: the process that held the lock may have written it
             try:
                 summaries.append(_run_cell(spec, choice, folder, progress, fresh, lock))

@@ -110,7 +110,8 @@ class ComposeSubstrate:
         self._links = ShapedLinks(self._plans, self.exec, self._set_congestion)
         self._cores: list[affinity.Cores | None] = []
         self._client: Any = None  # of the Docker SDK
-        self._containers: list[Any] = []  # of the Docker SDK; their `attrs` are from right after their start
+        # container objects of the Docker SDK; `attrs` was read once, right after the start
+        self._containers: list[Any] = []
         self._started: list[ContainerProcess] = []
         self._limited: set[int] = set()  # nodes that have their CPU quota
         self._paused: set[int] = set()

@@ -80,7 +80,7 @@ def prune_images_argv() -> list[str]:
 
 
 def set_memory_argv(container: str, limit_bytes: int) -> list[str]:
-    """Limit the memory of a container, and memory and swap together to the same."""
+    """Limit a container's memory, and set the same limit for memory plus swap, so that it cannot swap."""
     return ["docker", "update", "--memory", str(limit_bytes), "--memory-swap", str(limit_bytes), container]
 
 

@@ -122,7 +122,8 @@ class NetnsSubstrate:
 
     def _make_namespace(self, name: str, undo: ExitStack) -> None:
         if (NETNS / name).exists():
-            raise TestbedError(f"namespace {name} exists: this process has a netns substrate open. Close it first")
+            rule = "another run in this Python process still uses it"
+            raise TestbedError(f"namespace {name} already exists: {rule}. Wait until it has ended.")
         undo.callback(ownership.remove_namespace, name)
         _ip("netns", "add", name)
         _ip("netns", "exec", name, *NO_IPV6)
@@ -234,7 +235,7 @@ class NetnsSubstrate:
         self._memory_groups[node] = group
 
     def unlimit_memory(self, node: int) -> None:
-        """Remove the limit. In version 2 the next attempt uses the same cgroup, so the limit must not stay."""
+        """Remove the limit. With cgroups v2 the next attempt uses the same cgroup, so the limit must not stay."""
         if node in self._memory_groups:
             self._memory_groups.pop(node).limit_memory(None)
 

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,25 +43,33 @@ class BufferInfo:
     shapes: list[torch.Size]  # of the tensors in it, one after the other
     dtype: torch.dtype
     group: Group
-    seed: int
+    seed: int  # of the run
 
     @property
     def length(self) -> int:
         return sum(shape.numel() for shape in self.shapes)
 
 
+MakeCoder = Callable[[Mean, BufferInfo, float], Coder]  # the last is the codec's number, e.g. F of topk:F; 0: none
+CODERS: dict[str, MakeCoder] = {}  # by the names of the rows in spec/mode.py
+C = TypeVar("C", bound=MakeCoder)
+
+
+def codec(name: str) -> Callable[[C], C]:
+    """Register the class of a codec under the name of its row."""
+
+    def register(coder: C) -> C:
+        CODERS[name] = coder
+        return coder
+
+    return register
+
+
 def make_coder(mode: SyncMode, mean_: Mean, info: BufferInfo) -> Coder:
     """The coder of a mode for one buffer."""
-    number, seed = mode.codec_number or 0, (info.seed, info.number)
-    makers: dict[str | None, Callable[[], Coder]] = {
-        None: lambda: Exact(mean_, info),
-        "fp16": lambda: Rounded(mean_, info, torch.float16),
-        "bf16": lambda: Rounded(mean_, info, torch.bfloat16),
-        "int8": lambda: Int8(info.length, info.group, seed),
-        "topk": lambda: TopK(info.length, info.dtype, info.group, number),
-        "powersgd": lambda: LowRank(mean_, info.shapes, info.dtype, int(number), seed),
-    }
-    return makers[mode.codec]()
+    if mode.codec is None:
+        return Exact(mean_, info)
+    return CODERS[mode.codec](mean_, info, mode.codec_number or 0)
 
 
 def generator(*numbers: int) -> torch.Generator:
@@ -89,9 +97,11 @@ class Rounded:
     algorithm divides by N again, so in fp16 values below N^2 3e-8 are lost.
     """
 
-    def __init__(self, mean_: Mean, info: BufferInfo, dtype: torch.dtype) -> None:
+    dtype: torch.dtype
+
+    def __init__(self, mean_: Mean, info: BufferInfo, number: float) -> None:
         self.mean_ = mean_
-        self.wire = torch.empty(info.length, dtype=dtype)
+        self.wire = torch.empty(info.length, dtype=self.dtype)
         self.size = self.wire.nbytes
         self.state: dict[str, Tensor] = {}
 
@@ -101,6 +111,21 @@ class Rounded:
         buffer.copy_(self.wire).mul_(group.size)
 
 
+@codec("fp16")
+class Float16(Rounded):
+    """More digits than bf16, less range."""
+
+    dtype = torch.float16
+
+
+@codec("bf16")
+class BFloat16(Rounded):
+    """The range of float32, fewer digits."""
+
+    dtype = torch.bfloat16
+
+
+@codec("int8")
 class Int8:
     """Every rank owns a shard: it receives it encoded from all, averages in full precision, encodes and sends the mean.
 
@@ -109,10 +134,11 @@ class Int8:
     and step only.
     """
 
-    def __init__(self, length: int, group: Group, seed: tuple[int, ...]) -> None:
-        self.seed = (*seed, group.rank)
+    def __init__(self, mean_: Mean, info: BufferInfo, number: float) -> None:
+        group = info.group
+        self.seed = (info.seed, info.number, group.rank)
         self.plan = plan_for("direct", group.rank, group.size)
-        lengths = [len(shard) for shard in split(torch.empty(length, device="meta"), group.size)]
+        lengths = [len(shard) for shard in split(torch.empty(info.length, device="meta"), group.size)]
         self.payloads = [_empty_payload(n) for n in lengths]
         self.received = [_empty_payload(lengths[group.rank]) for _ in range(1, group.size)]
         self.draws = torch.empty(max(lengths))
@@ -157,19 +183,21 @@ def _scale(payload: Tensor) -> float:
     return float(payload[:SCALE_BYTES].view(torch.float32)) if len(payload) else 0.0
 
 
+@codec("topk")
 class TopK:
     """The k largest elements and their indices go to all ranks; the rest is kept and added to the next gradient.
 
     Every rank sends N-1 payloads, so this saves bytes only if F N is small.
     """
 
-    def __init__(self, length: int, dtype: torch.dtype, group: Group, fraction: float) -> None:
+    def __init__(self, mean_: Mean, info: BufferInfo, fraction: float) -> None:
+        group = info.group
         self.plan = plan_for("direct", group.rank, group.size)
-        self.count = math.ceil(fraction * length)
+        self.count = math.ceil(fraction * info.length)
         # Indices (int32), then values (float32), in one message.
         self.payloads = [torch.empty(2 * self.count, dtype=torch.int32) for _ in range(group.size)]
         self.size = self.payloads[0].nbytes
-        self.state = {"residual": torch.zeros(length, dtype=dtype)}
+        self.state = {"residual": torch.zeros(info.length, dtype=info.dtype)}
 
     def __call__(self, buffer: Tensor, group: Group) -> None:
         residual = self.state["residual"].add_(buffer)
@@ -217,6 +245,7 @@ class Matrix:
         return buffer[self.begin : self.begin + self.rows * self.columns].view(self.rows, self.columns)
 
 
+@codec("powersgd")
 class LowRank:
     """PowerSGD (Vogels, Karimireddy, Jaggi 2019): each matrix is sent as a product of two thin ones, P Q^T.
 
@@ -225,23 +254,21 @@ class LowRank:
     smaller, are sent uncompressed together with the P's.
     """
 
-    def __init__(
-        self, mean_: Mean, shapes: list[torch.Size], dtype: torch.dtype, rank: int, seed: tuple[int, ...]
-    ) -> None:
+    def __init__(self, mean_: Mean, info: BufferInfo, rank: float) -> None:
         self.mean_ = mean_
-        self.matrices, self.raw_ranges = _select_matrices(shapes, rank)
+        self.matrices, self.raw_ranges = _select_matrices(info.shapes, int(rank))
+        dtype, random = info.dtype, generator(info.seed, info.number)
         p_sizes = [m.rows * m.rank for m in self.matrices]
         q_sizes = [m.columns * m.rank for m in self.matrices]
         raw_sizes = [end - begin for begin, end in self.raw_ranges]
         self.first = torch.empty(sum(p_sizes) + sum(raw_sizes), dtype=dtype)  # all P's and what is sent uncompressed
-        self.second = torch.empty(sum(q_sizes), dtype=dtype).normal_(generator=generator(*seed))  # all Q's, same start
+        self.second = torch.empty(sum(q_sizes), dtype=dtype).normal_(generator=random)  # all Q's, same start
         slices = list(self.first.split([*p_sizes, *raw_sizes]))
         self.p = [each.view(m.rows, m.rank) for each, m in zip(slices, self.matrices, strict=False)]
         self.q = [each.view(-1, m.rank) for each, m in zip(self.second.split(q_sizes), self.matrices, strict=True)]
         self.raw = slices[len(p_sizes) :]
         self.size = self.first.nbytes + self.second.nbytes
-        length = sum(shape.numel() for shape in shapes)
-        self.state = {"residual": torch.zeros(length, dtype=dtype), "q": self.second}
+        self.state = {"residual": torch.zeros(info.length, dtype=dtype), "q": self.second}
 
     def __call__(self, buffer: Tensor, group: Group) -> None:
         residual = self.state["residual"]

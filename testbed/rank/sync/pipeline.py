@@ -7,7 +7,8 @@ layer's forward waits for its own buckets only.
 
     training loop   forward (waits for buckets) | backward: a hook copies each gradient and launches complete buckets
     bucket thread   one per bucket: adds what is received, updates this rank's shard, sends it, marks it complete
-    sender thread   gives shards to Gloo: those that the next forward needs first go first, gradients before parameters
+    sender thread   gives shards to Gloo: the bucket that the next forward needs first goes first, and within one
+                    bucket gradients go before parameters
 
 Receives are posted a whole step ahead, because Gloo sends nothing before the other side has posted its receive. That
 is safe: no rank sends step t+1's shards of a bucket before step t's have arrived on all ranks.
@@ -145,7 +146,8 @@ class Pipeline(BaseSynchronizer):
         receives = self.receives[number]
         self._wait_for([receives.bucket])  # it is complete, unless a layer was not called in forward
         receives.bucket.complete.clear()
-        self._raise_failure()  # a failure before `clear` has set the event, and will not set it again
+        # If a thread failed before `clear`, its `set` was just erased and is not repeated, so check here.
+        self._raise_failure()
         receives.bucket.launched.put(receives)
 
     # The thread of a bucket

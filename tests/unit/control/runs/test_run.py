@@ -144,6 +144,27 @@ def test_ctrl_c_during_the_probe_stops_everything_and_leaves_a_summary(fake: Fak
     assert (summary.status, summary.reason, summary.steps) == ("interrupted", "stopped by Ctrl-C", 0)
 
 
+def test_ctrl_c_is_reported_as_such_even_if_the_summary_cannot_be_written(fake: FakeRuns, folder: RunFolder) -> None:
+    class Interrupting(Silent):
+        def step(self, rank: int, record: dict[str, Any]) -> None:
+            folder.summary.mkdir()
+            raise KeyboardInterrupt
+
+    fake.receipts = iter([GOOD])
+    with pytest.raises(Interrupted, match="without a summary"):
+        execute(spec(), fake.choice, folder, Interrupting())
+    assert fake.calls[-2:] == ["stop", "exit"]
+
+
+def test_an_error_inside_the_callers_own_handling_of_ctrl_c_stays_what_it_is(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.play, fake.receipts = fails_with(1, "no luck"), iter([GOOD])
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(RankFailed, match="no luck"):
+            run(fake, folder)
+
+
 def test_ctrl_c_during_training_keeps_what_was_measured(fake: FakeRuns, folder: RunFolder) -> None:
     class Interrupting(Silent):
         def step(self, rank: int, record: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from testbed.control.runs.locks import folder_lock
 from testbed.control.runs.progress import Silent
 from testbed.control.runs.select import SubstrateChoice
 from testbed.control.runs.sweep import finished, run_all
+from testbed.control.substrates.fake import FakeSubstrate
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
-from testbed.spec.errors import RankFailed, SpecError
+from testbed.spec.errors import CommandFailed, Interrupted, RankFailed, SpecError
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
 from tests.support.fake_substrate import BAD, GOOD, FakeRuns, fails_with, finishes_while_waiting, succeeds
@@ -73,6 +75,43 @@ def test_a_sweep_continues_after_a_run_that_failed(fake: FakeRuns, file: Path) -
     summaries, errors = run_all(specs(file), fake.choice, Path("runs"), Silent())
     assert [s.status for s in summaries] == ["ok", "failed", "ok"]
     assert len(errors) == 1 and isinstance(errors[0], RankFailed) and "no luck" in str(errors[0])
+
+
+def test_ctrl_c_ends_a_sweep_even_if_the_clean_up_fails(fake: FakeRuns, file: Path) -> None:
+    class Stuck(FakeSubstrate):
+        def __exit__(self, *exception: object) -> None:
+            raise CommandFailed("docker compose down: no such engine", 1, "")
+
+    def interrupt(node: int, argv: object, log: Path) -> int:
+        raise KeyboardInterrupt
+
+    def make(spec: RunSpec, folder: Path) -> FakeSubstrate:
+        fake.made.append(Stuck(spec.world, interrupt))
+        return fake.made[-1]
+
+    choice = SubstrateChoice(replace(fake.type, make=make), "for tests")
+    with pytest.raises(Interrupted, match=r"runs/three/single.*no such engine.*testbed clean"):
+        run_all(specs(file)[:2], choice, Path("runs"), Silent())
+    assert len(fake.made) == 1
+    assert Summary.read(RunFolder(Path("runs/three/single"))).status == "interrupted"
+
+
+def test_ctrl_c_while_nodes_are_made_ends_a_sweep_even_if_removing_them_fails(fake: FakeRuns, file: Path) -> None:
+    class Stuck(FakeSubstrate):
+        def __enter__(self) -> FakeSubstrate:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise CommandFailed("docker compose down: no such engine", 1, "")
+
+    def make(spec: RunSpec, folder: Path) -> FakeSubstrate:
+        fake.made.append(Stuck(spec.world, fake.play))
+        return fake.made[-1]
+
+    choice = SubstrateChoice(replace(fake.type, make=make), "for tests")
+    with pytest.raises(Interrupted, match=r"interrupted.*no such engine"):
+        run_all(specs(file)[:2], choice, Path("runs"), Silent())
+    assert len(fake.made) == 1
 
 
 def test_the_command_ends_with_the_first_errors_code_and_prints_the_table_first(fake: FakeRuns, file: Path) -> None:
