@@ -16,13 +16,13 @@ def run_without_tools(tmp_path: Path, ci: str) -> subprocess.CompletedProcess[st
     """Run one test of group net in a separate pytest whose PATH has neither ip nor tc."""
     (tmp_path / "test_one.py").write_text("import pytest\n\n@pytest.mark.net\ndef test_one():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    net: needs root\n")
-    env = os.environ | {"PATH": str(tmp_path), "CI": ci, "PYTHONPATH": str(TESTS)}
+    env = os.environ | {"PATH": str(tmp_path), "CI": ci, "PYTHONPATH": str(TESTS.parent)}
     argv = [
         sys.executable,
         "-m",
         "pytest",
         "-p",
-        "conftest",
+        "tests.conftest",
         "-p",
         "no:cacheprovider",
         "-rs",
@@ -57,8 +57,20 @@ def test_two_workers_keep_ranks_and_the_engine_apart(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         for name in ("test_a.py", "test_b.py"):
             (tmp_path / folder / name).write_text(WRITES_ITS_WORKER)
-    env = os.environ | {"PYTHONPATH": str(TESTS), "TMPDIR": str(tmp_path)}  # with lock files of its own
-    argv = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-n", "2", "-q", str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)}  # with lock files of its own
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "2",
+        "-q",
+        str(tmp_path),
+    ]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     workers = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.glob("*/*.worker")}
