@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import nn
 
 from testbed.spec.errors import SpecError
 
-# A CUDA build of torchvision beside a CPU build of torch: its compiled operators do not load, and the import fails
-# because the schemas of two of them are missing. No model uses them, so it is enough to declare the schemas.
-try:
-    from torchvision import models
-except RuntimeError:
-    library = torch.library.Library("torchvision", "DEF")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    from torchvision import models
-
 VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # widths, M: max-pool 2
+_declared: list[torch.library.Library] = []
+
+
+@functools.cache
+def _torchvision() -> ModuleType:
+    """torchvision.models, imported when a model of it is built: the import takes a second in every rank.
+
+    A CUDA build of torchvision beside a CPU build of torch: its compiled operators do not load, and the import fails
+    because the schemas of two of them are missing. No model uses them, so it is enough to declare the schemas.
+    """
+    try:
+        from torchvision import models
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        _declared.append(library)  # the schemas last as long as this object
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        from torchvision import models
+    module: ModuleType = models
+    return module
 
 
 def vgg11(classes: int, channels: int) -> nn.Module:
@@ -45,7 +58,7 @@ def lenet5(classes: int, channels: int) -> nn.Module:
 
 def resnet18(classes: int, channels: int) -> nn.Module:
     """torchvision's ResNet-18 with the CIFAR stem: a 3 x 3 convolution, no pooling before the first block."""
-    model: nn.Module = models.resnet18(num_classes=classes)
+    model: nn.Module = _torchvision().resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -67,6 +80,7 @@ def build_model(name: str, classes: int, channels: int, dtype: torch.dtype) -> n
 
 
 def _from_torchvision(name: str, classes: int, channels: int) -> nn.Module:
+    models = _torchvision()
     names = models.list_models(module=models)
     if name not in names:
         known = f"{', '.join(REPORT_MODELS)}, or of torchvision: {', '.join(names)}"

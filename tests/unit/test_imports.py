@@ -180,6 +180,7 @@ def test_the_check_accepts_allowed_imports() -> None:
         ("testbed.control.api", {"torch", "torchvision", "testbed.rank", "matplotlib", "testbed.report"}),
         ("testbed.report.page", {"torch", "docker", "fabric", "testbed.rank", "testbed.control", "testbed.net"}),
         ("testbed.results.conclude", {"torch", "typer", "rich", "docker", "fabric", "testbed.net"}),
+        ("testbed.rank.run", {"torchvision", "docker", "fabric", "rich", "testbed.control", "testbed.report"}),
         ("testbed.net.probe", {"torch", "numpy", "testbed.rank", "testbed.control"}),
         ("testbed.data.fetch", {"torch", "PIL", "rich", "testbed.net", "testbed.rank", "testbed.control"}),
     ],
