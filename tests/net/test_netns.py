@@ -213,7 +213,7 @@ def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_substrate_in_the_same_process_is_refused_and_the_first_stays() -> None:
     with NetnsSubstrate(plans(1)) as first:
-        with pytest.raises(TestbedError, match="Close it first"):
+        with pytest.raises(TestbedError, match="already exists: another run in this Python process"):
             NetnsSubstrate(plans(1)).__enter__()
         assert "eth0" in first.exec(0, ["ip", "-o", "link"], timeout_s=10)
 
