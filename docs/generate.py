@@ -47,12 +47,12 @@ def faults() -> list[str]:
 
 
 def modes_page(text: str) -> str:
-    """docs/modes.md with what stands between its marks written anew."""
+    """Return the text of docs/modes.md with new tables between its marks."""
     return _between_marks("docs/modes.md", text, (algorithms, schedules, codecs))
 
 
 def faults_page(text: str) -> str:
-    """docs/faults.md with what stands between its marks written anew."""
+    """Return the text of docs/faults.md with a new table between its marks."""
     return _between_marks("docs/faults.md", text, (faults,))
 
 

@@ -50,7 +50,7 @@ class Run:
     """One run folder: what was requested, what was measured."""
 
     folder: Path
-    ended: Summary | None = field(default=None, repr=False)  # set if this process ran it
+    ended: Summary | None = field(default=None, repr=False)  # set if this process executed the run
 
     @cached_property
     def summary(self) -> Summary:

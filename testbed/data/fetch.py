@@ -35,7 +35,7 @@ from testbed.spec.datasets import ARRAYS, MARKER, DatasetInfo, array_path, datas
 from testbed.spec.errors import Unavailable, one_line
 
 CONNECT_TIMEOUT_S = 5.0  # also for the TLS handshake
-STALL_TIMEOUT_S = 30.0  # without a byte, once connected
+STALL_TIMEOUT_S = 30.0  # a download without a byte for so long has failed
 DOWNLOAD_TIMEOUT_S = 1800.0  # for one file
 NPM_TIMEOUT_S = 900.0
 MAX_DOWNLOAD_BYTES = 256 << 20  # the largest archive has 170 MB

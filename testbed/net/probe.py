@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from testbed.results.receipt import Receipt
     from testbed.spec.run import RunSpec
 
-MEETING_TIMEOUT_S = 30.0  # for which the first node waits for the last one, start-up included
+MEETING_TIMEOUT_S = 30.0  # for all nodes to connect, start-up included
 STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
 
 SLOW_START_S = 0.25  # discarded at the start of a flow
@@ -51,7 +51,7 @@ MAX_STANDARD_ERROR = 0.01  # a flow ends when the standard error of the slices' 
 
 IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
 MIN_IN_FLIGHT_BYTES = 4 * 1024  # about three frames
-MAX_IN_FLIGHT_BYTES = 200_000  # a link that needs more gets no bound
+MAX_IN_FLIGHT_BYTES = 200_000  # a link that needs more in flight is not limited
 SHORT_PATH_S = 0.002  # on a path with a longer round trip the data in flight is on the path, not in the queue
 
 CLOCK_EXCHANGES = 8  # per clock; the quickest one counts
@@ -685,7 +685,7 @@ def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) ->
             raise ProbeError(f"no data for {STALL_TIMEOUT_S:g} s")
         for key, _ in ready:
             sock = cast(socket.socket, key.fileobj)
-            if key.data is not None:  # set again each time: the kernel raises it when it resizes its buffers
+            if key.data is not None:  # set the bound before each read: the kernel raises it when it resizes its buffers
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, key.data)
             count = sock.recv_into(buffer)
             if count == 0:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-TIMEOUT_S = 15.0  # how far apart nodes may start
+TIMEOUT_S = 15.0  # for all nodes to start and connect
 HELLO = b"testbed"
 
 

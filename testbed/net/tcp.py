@@ -55,7 +55,7 @@ def path_mtu(sock: socket.socket) -> int:
 
 
 def min_round_trip(sock: socket.socket) -> float:
-    """The shortest round-trip time in seconds that the kernel has seen on this connection."""
+    """The shortest round-trip time in seconds that the kernel has measured on this connection."""
     return _tcp_info(sock, "=I", _MIN_RTT) / 1e6
 
 

@@ -17,7 +17,7 @@ def main() -> int:
     """Read the request, run it, return the exit code."""
     watchdog.raise_interrupted()
     log_to_streams()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the testbed's own messages cover the store's warnings
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # messages of the testbed replace the store's warnings
     try:
         request = read_request(sys.argv[1:], os.environ)
         from testbed.rank.run import run_rank  # importing torch takes a second; a bad request is refused before that

@@ -46,7 +46,7 @@ class SocketCounter:
     def read(self) -> tuple[int | None, int | None]:
         sent = received = 0
         for connection in tcp_sockets():
-            with contextlib.suppress(OSError):  # closed meanwhile, or a kernel that counts less
+            with contextlib.suppress(OSError):  # the socket was closed meanwhile, or this kernel does not count
                 counts = byte_counts(connection)
                 sent, received = sent + counts[0], received + counts[1]
         return sent, received

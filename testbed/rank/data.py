@@ -98,12 +98,12 @@ def _dataset(
 def _subset(dataset: Dataset, subset: int, seed: int) -> Dataset:
     """The same images for the same seed on every rank."""
     if not 1 <= subset <= len(dataset):
-        raise refuse("subset", subset, f"{dataset.name} has 1 to {len(dataset)} images", "Use fewer.")
+        raise refuse("subset", subset, f"must be 1 to {len(dataset)}, the images of {dataset.name}", "Use fewer.")
     chosen = np.sort(np.random.default_rng(seed).permutation(len(dataset))[:subset])
     return replace(dataset, rows=dataset.rows[chosen], labels=dataset.labels[chosen])
 
 
-# --- partition: which images a rank sees in which step of an epoch ---------------------------------------------------
+# --- partition: which images a rank trains on in which step of an epoch ----------------------------------------------
 #
 # sampler   torch's DistributedSampler: one permutation per epoch; rank r gets images r, r + N, r + 2N, ... of it
 # fixed     one contiguous block per rank, in the same order in every epoch

@@ -50,7 +50,7 @@ class Group:
 
     @contextmanager
     def payload_kind(self, kind: str) -> Iterator[None]:
-        """Count bytes that are sent inside as this kind."""
+        """Count bytes that are sent in the `with` block as this kind."""
         before, self.kind = self.kind, kind
         try:
             yield

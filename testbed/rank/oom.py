@@ -8,7 +8,7 @@ from types import FrameType
 from testbed.spec.run import RunSpec
 
 BLOCK_BYTES = 8 << 20
-MAX_BLOCKS = 128  # a missing memory limit must not cost the whole machine
+MAX_BLOCKS = 128  # stop here if there is no memory limit, before the machine has no memory left
 _blocks: list[bytes] = []
 
 

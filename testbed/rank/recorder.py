@@ -142,7 +142,7 @@ class Timeline:
 
     @contextmanager
     def comm(self, name: str, size: int) -> Iterator[None]:
-        """A buffer of `size` bytes is in flight inside."""
+        """A buffer of `size` bytes is in flight during the `with` block."""
         token = self.begin_comm(name, size)
         try:
             yield

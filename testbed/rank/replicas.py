@@ -1,4 +1,4 @@
-"""Equal replicas: compare parameter hashes of all ranks, and share BatchNorm statistics as the spec says."""
+"""Equal replicas: compare parameter hashes of all ranks, and share BatchNorm statistics as the spec requests."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from testbed.spec.run import DEFAULT_PORT, RunSpec
 COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/ under that name
 SHAPINGS = ("both", "egress", "off")
 UNSHAPED = "none"  # a launcher's nodes keep their network as it is
-NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that nothing would apply there
+NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that no launcher applies
 # keys of the spec that a launcher cannot apply, so they are refused
 KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")
 # Variables that describe the run; in lower case they are the flags of `testbed run`.

@@ -67,7 +67,7 @@ SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
 
 @dataclass
 class JoinedRun:
-    """The run as this rank sees it. Without a controller, rank 0 writes it to summary.json."""
+    """One rank's data about the run. Without a controller, rank 0 writes them to summary.json."""
 
     spec: RunSpec
     folder: RunFolder
@@ -188,7 +188,7 @@ def _agree(request: Request, guard: Watchdog) -> JoinedRun:
         found: dict[str, Any] = json.loads(store.get("run"))
         store.set(f"ready/{rank}", "1")
     except RuntimeError as error:
-        message = f"rank 0 (node0) did not tell rank {rank} the run folder: {error}"
+        message = f"rank {rank} received no run folder from rank 0 (node0): {error}"
         raise heartbeat.wait_for_verdict(watchdog.LAST_VERDICT_TIMEOUT_S) or PeerLost(message, 0) from None
     if difference := _difference(_values(request), rank, found["values"]):
         raise SpecError(difference)
@@ -338,7 +338,7 @@ def _conclude_failure(request: Request, run: JoinedRun, heartbeat: Heartbeat | N
     reason = record.message if interrupted else _root_cause(record, run, heartbeat)
     with contextlib.suppress(TestbedError):  # a summary that cannot be written must not hide the reason
         _conclude(request, run, status, reason)
-    log.error("%s: %s\neverything is in %s", status, reason, _where(run))
+    log.error("%s: %s\nall files are in %s", status, reason, _where(run))
 
 
 def _root_cause(record: Error, run: JoinedRun, heartbeat: Heartbeat | None) -> str:
@@ -380,7 +380,7 @@ def _conclude(request: Request, run: JoinedRun, status: Status, reason: str) -> 
 
 
 def _where(run: JoinedRun) -> str:
-    """The run folder as the user sees it: a container mounts runs/ under another path."""
+    """The path of the run folder outside the container, which mounts runs/ under another path."""
     return f"runs/{run.folder.path.parent.name}/{run.folder.path.name}"
 
 

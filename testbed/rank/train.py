@@ -28,7 +28,7 @@ from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 
 log = logging.getLogger(__name__)
 LOG_STEPS = 20  # between two lines of rankN.log, as in the reports
-LOG_INTERVAL_S = 5.0  # the same if steps are slow
+LOG_INTERVAL_S = 5.0  # seconds between two lines, if LOG_STEPS take longer
 
 
 class Trainer:
@@ -180,7 +180,7 @@ class Trainer:
         )
 
     def _epochs(self, step: int) -> range:
-        """The epochs from that of the last step done, whose test may be missing."""
+        """The epochs that are left, beginning with the epoch of the last step done: its test may be missing."""
         return range(max(0, step - 1) // len(self.batches), -(-self.total // len(self.batches)))
 
     def _profiler(self) -> Profiler:
@@ -214,8 +214,8 @@ def gradient_bytes(model: nn.Module) -> int:
 def deadline(spec: RunSpec, size: int) -> float:
     """Return the seconds that one wait may take: as requested, else by the slowest rate of a link or a fault.
 
-    By default STEP_DEADLINE_S plus twice the time of N gradients on that link. With every:K ranks meet only after K
-    steps, so a slow rank may be late by K times as much.
+    By default STEP_DEADLINE_S plus twice the time of N gradients on that link. With every:K ranks synchronise only
+    every K steps, so a slow rank may be late by K times as much.
     """
     if spec.deadline is not None:
         return spec.deadline

@@ -103,17 +103,17 @@ def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
 #   {"report": {"code": 6, "message": ...}}   a failed rank's error record, for rank 0's summary
 
 PERIOD_S = 0.25  # between two heartbeats
-QUIET_S = 1.5  # silence that makes a rank suspect once another rank's wait has failed
+QUIET_S = 1.5  # a rank that is silent for so long counts as failed once another rank's wait has failed
 HELLO_TIMEOUT_S = 5.0  # for a new connection to identify itself
-VERDICT_TIMEOUT_S = 3.0  # for which a rank whose wait failed waits for rank 0 to name the failed rank
-KEEPALIVE_S = 60  # without a packet, after which the kernel sends keepalive probes to rank 0's machine
+VERDICT_TIMEOUT_S = 3.0  # for rank 0 to name the failed rank, after a wait of this rank has failed
+KEEPALIVE_S = 60  # after so long without a packet the kernel sends keepalive probes to rank 0's machine
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARS = 1000
 MAX_UNIDENTIFIED = 64  # connections that have not sent a hello
 BACKLOG = 1024  # a connection that the kernel refuses is retried only after a second
 STORE_KEY = "heartbeat"
-DONE, STOPPED = "done", "stopped"  # reasons to leave that are not a failure of this rank
-CLOSED = "closed"  # for a rank that gave no reason: its connection closed
+DONE, STOPPED = "done", "stopped"  # reasons of an end that is not a failure of this rank
+CLOSED = "closed"  # instead of a reason, for a rank that sent none: its connection closed
 WAITING = "sync"  # the phase in which a rank waits for others
 
 
@@ -122,7 +122,7 @@ class Peer:
     """The other end of one connection."""
 
     channel: Channel
-    last_message: float  # when it came
+    last_message: float  # when it arrived
     rank: int | None = None  # None until its hello
     step: int = 0
     phase: str = "start"
@@ -162,7 +162,7 @@ class Heartbeat:
         self.verdict: TestbedError | None = None
         self.steps: dict[int, int] = {}  # rank 0: the last step that each of the others reported
         self.reports: dict[int, dict[str, Any]] = {}  # rank 0: error records of the others
-        self.ended: dict[int, str] = {}  # ranks that said why they leave, and those whose connection closed
+        self.ended: dict[int, str] = {}  # why each rank ended: the reason that it sent, or CLOSED
         self._known = threading.Event()  # set once the verdict was sent to the others
         self._complaint: float | None = None  # when the main thread's wait failed
         self._leaving = threading.Event()
@@ -208,7 +208,7 @@ class Heartbeat:
         return self.wait_for_verdict(VERDICT_TIMEOUT_S)
 
     def report_lost(self, error: TestbedError) -> TestbedError:
-        """Tell all ranks a verdict that the main thread found, and return it; an earlier verdict is kept."""
+        """Send all ranks a verdict that the main thread found, and return it; an earlier verdict is kept."""
         self._decide(error)
         return self.wait_for_verdict(VERDICT_TIMEOUT_S) or error
 
@@ -260,7 +260,7 @@ class Heartbeat:
                 if messages is None or peer.rank in self.reports:
                     open_peers.remove(peer)
             if all(peer.rank == lost and peer.rank not in self.ended for peer in open_peers):
-                break  # a rank that did not say why it leaves is frozen or cut off, and sends no report
+                break  # a rank that sent no reason is frozen or cut off, and sends no report
             time.sleep(0.02)
         return self.reports
 
@@ -363,7 +363,7 @@ class Heartbeat:
         elif "bye" in message:
             why = str(message["bye"])[:MAX_REASON_CHARS]
             self.ended[peer.rank] = why
-            if why not in (DONE, STOPPED):  # a rank that still waits for it will report that itself
+            if why not in (DONE, STOPPED):  # a rank that still waits for this one will report it as lost
                 self._mark_failed(peer.rank, f"failed: {why}")
         elif message.get("complains") and self._complaint is None and self.rank == 0:
             self._complaint = time.monotonic()
@@ -431,7 +431,7 @@ class Heartbeat:
 
     def _mark_failed(self, rank: int | None, why: str) -> None:
         if rank == 0 and self.rank != 0:
-            why += f" (seen by rank {self.rank})"
+            why += f" (reported by rank {self.rank})"
         self._decide(PeerLost(f"rank {rank} (node{rank}) {why}", rank))
 
     def _decide(self, verdict: TestbedError) -> None:

@@ -28,13 +28,11 @@ from testbed.report.model import (
 from testbed.report.stats import seconds
 from testbed.results.faults import FaultedRun
 
-SUM_TOLERANCE = 0.05  # of the sums of a split, and of its rest
+SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest
 BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again
 CONTROL_TOLERANCE = 0.10  # of the processor time of computing against the control run
-MAX_NOISE = 0.10  # added to that tolerance at most, if the control's own ranks, which do equal work, differ as much
-CONTENTION = (
-    0.15  # added if all computing overlaps with sending, or (for less work) the ranks only wait; docs/report.md
-)
+MAX_NOISE = 0.10  # the most that a difference between the control's ranks, which do equal work, adds to that tolerance
+CONTENTION = 0.15  # added for contention, times the share of overlap or of waiting (docs/report.md)
 MIN_CHANGE = 0.02  # a smaller relative change counts as none
 MAX_LISTED = 4  # modes that a sentence names one by one
 EXACT_STEPS = 3  # steps in which exact modes must agree, so that a later difference counts as rounding
@@ -228,7 +226,7 @@ def slow_ranks(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
     return lines
 
 
-HEADLINES = (cost_of_one_slow_node, effect_of_placement)  # the first that has a sentence, if no axis was swept
+HEADLINES = (cost_of_one_slow_node, effect_of_placement)  # the first sentence is the headline, if no axis was swept
 REASONS = (busiest_link, hidden_time, limit, slow_ranks)  # in the order of the page
 
 
@@ -426,7 +424,7 @@ def timeline(cells: Sequence[Cell]) -> str:
 
 
 def loss_by_step(cells: Sequence[Cell]) -> str:
-    """Whether all modes train the same model. Single-node runs are left out: their BatchNorm sees the whole batch."""
+    """Whether all modes train the same model. Single-node runs are left out: their BatchNorm uses the whole batch."""
     name = namer(cells)
     cells = [cell for cell in cells if cell.spec.mode.distributed] or cells
     length = min(len(cell.losses()) for cell in cells)
@@ -514,7 +512,7 @@ def seconds_by_step(cells: Sequence[Cell]) -> str:
 
 
 def faults(runs: Sequence[FaultedRun]) -> str:
-    """How many runs had faults, how fast ranks noticed, how often they named the right rank, what happened then."""
+    """How many runs had faults, how fast they were detected, how often the right rank was named, how runs ended."""
     stopped = [run for run in runs if run.history.last_notice_s is not None]
     named = [run.history.named_right for run in stopped if run.history.named_right is not None]
     on = sum(run.row[-1] == "went on" for run in runs)
@@ -523,7 +521,7 @@ def faults(runs: Sequence[FaultedRun]) -> str:
     sentences = [f"{len(runs)} run{'s' if len(runs) != 1 else ''} with injected faults"]
     if stopped:
         last = max(run.history.last_notice_s or 0.0 for run in stopped)
-        sentences.append(f"{len(stopped)} ended by it, noticed by all others within {last:.1f} s")
+        sentences.append(f"{len(stopped)} ended by it, detected by all others within {last:.1f} s")
         sentences.append(f"the right rank was named in {sum(named)} of {len(named)}")
     if on:
         sentences.append(f"{on} went on")
@@ -686,7 +684,7 @@ STRAGGLER = (
     " others'."
 )
 FAULTS = (
-    "Noticed after: seconds from the fault until half of the ranks that ended because of it had noticed. Named right:"
+    "Detected after: seconds from the fault until half of the ranks that ended because of it detected it. Named right:"
     " most of them named the rank at which the fault was injected. Codes are those of the first attempt: -9 is SIGKILL,"
     " 6 a rank that lost another, stopped a rank that the controller ended. Recovered: `went on` by itself, or"
     " `restarted` from a checkpoint. A fault whose step never came was not injected."

@@ -106,7 +106,7 @@ class Steps:
     sent: Column  # bytes, cumulative; nan where nothing counts them
     received: Column
     cpu: Column  # processor time of the loop's own thread while it computed; nan where it was not recorded
-    attempt: Column  # the earlier attempt that did the step; nan where it was the last one
+    attempt: Column  # number of the earlier attempt that did the step; nan if the last attempt did it
     phases: list[list[tuple[str, float, float]]]
     comm: list[list[Comm]]
     stalls: list[list[Span]]
@@ -252,7 +252,7 @@ class Loaded:
 
     runs: list[LoadedRun]
     skipped: list[Skipped]
-    experiments: dict[str, Experiment]  # by name; a sweep writes it to the folder of its runs
+    experiments: dict[str, Experiment]  # by name; a sweep writes its experiment to the folder of its runs
     faulted: list[FaultedRun]  # runs with injected faults, whatever their status
 
 

@@ -127,7 +127,7 @@ def _in_grid(chapter: Chapter, name: str) -> Cell | None:
 
 
 def _judge(chapter: Chapter, claim: dict[str, Any]) -> Claim:
-    """Check a claim. If it cannot be read, or runs are missing, it is open, with the reason."""
+    """Check a claim. It is open if it cannot be read or runs are missing; the sentence then has the reason."""
     says = str(claim.get("says") or "a claim without a sentence")
     for key, rule in RULES.items():
         if key in claim:

@@ -34,7 +34,7 @@ class Table:
     header: list[str]
     rows: list[list[str]]
     note: str = ""
-    folded: bool = False  # the page shows it after a click
+    folded: bool = False  # the page shows the table after a click
 
     def markdown(self) -> str:
         note = f"\n\n{self.note}" if self.note else ""
@@ -386,5 +386,5 @@ def compact(chapter: Chapter) -> Table | None:
 
 
 def faults(runs: Sequence[FaultedRun]) -> Table:
-    """The injected faults, when the ranks noticed them, and how the run ended."""
+    """The injected faults, when the ranks detected them, and how the run ended."""
     return Table("faults", "Injected faults", list(HEADER), [list(run.row) for run in runs], findings.FAULTS)

@@ -20,7 +20,7 @@ from testbed.spec.mode import MakeRounds, SyncMode
 
 @dataclass(frozen=True)
 class Cost:
-    """Of synchronising once: shares of S on the busiest link, and hops one after the other."""
+    """The cost of synchronising once: the load of the busiest link in multiples of S, and the hops in sequence."""
 
     load: float  # S/B
     hops: int  # a, per buffer

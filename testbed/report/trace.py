@@ -54,7 +54,7 @@ def trace(run: LoadedRun, history: FaultedRun | None = None) -> Event:
 
 
 def _faults(history: FaultedRun, zero: float) -> Iterator[Event]:
-    """A fault with a duration is a span, one without is a mark; so is a rank that noticed it."""
+    """A fault with a duration is a span, one without is a mark; so is a rank that detected it."""
     process = history.spec.world
     yield _meta(process, 0, "process_name", {"name": "injected faults"})
     yield _meta(process, 0, "process_sort_index", {"sort_index": process})

@@ -43,7 +43,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of one run; seconds per step."""
+    """Waiting and transfer in one run, in seconds per step."""
 
     waiting: list[float]  # per rank: until the last rank began
     transfer: list[float]  # per rank: the rest of its communication

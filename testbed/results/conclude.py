@@ -231,9 +231,9 @@ def root_cause(
     """Return the error that names the failed rank. All sequences are in rank order.
 
     A code is None for a rank that has not ended, negative for a signal. `ended` are ranks that have ended although
-    their code is not known: rank 0 sees only that their connections closed. `last_steps` are the last recorded steps
-    (-1: none), `nodes` the names that messages use. The order of the rules: a rank that ended for its own reason;
-    the rank that most of the others report as lost; a rank whose code is not known.
+    their code is not known: without a controller, rank 0 detects only that their connections closed. `last_steps` are
+    the last recorded steps (-1: none), `nodes` the names that messages use. The order of the rules: a rank that ended
+    for its own reason; the rank that most of the others report as lost; a rank whose code is not known.
     """
     return _RootCause(codes, error_records, ended, last_steps, nodes, folder).find()
 
@@ -304,7 +304,7 @@ class _RootCause:
         return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
 
     def _others(self, rank: int) -> str:
-        """Which ranks lost this one, and which ended for another reason of their own."""
+        """Which ranks lost this one, and which ended for a different reason."""
         rest = [(k, code) for k, code in enumerate(self.codes) if k != rank and code not in (None, 0)]
         lost = [k for k, code in rest if code == PeerLost.exit_code]
         alike = [f"rank {k} {_how_it_ended(code)}" for k, code in rest if code != PeerLost.exit_code]

@@ -1,4 +1,4 @@
-"""Runs with injected faults: which faults faults.jsonl records, which ranks noticed them when, how the run ended.
+"""Runs with injected faults: which faults faults.jsonl records, which ranks detected them when, how the run ended.
 
 The controller writes faults.jsonl while it injects (control/runs/faults.py). The command line prints `fault_table`; the
 report also draws the times. This is the only table that shows failed runs. Times are on the monotonic clock of the
@@ -26,7 +26,7 @@ from testbed.spec.run import RunSpec
 from testbed.spec.units import Interval
 
 MAX_EVENTS = 10_000  # of one run; a controller writes some dozen
-HEADER = ("run", "fault", "noticed after", "named right", "exit codes, rank 0 first", "recovered")
+HEADER = ("run", "fault", "detected after", "named right", "exit codes, rank 0 first", "recovered")
 
 Event = dict[str, Any]
 
@@ -57,14 +57,14 @@ class FaultHistory:
 
     @property
     def median_notice_s(self) -> float | None:
-        """Median over the ranks that noticed: seconds from the fault until then."""
+        """Seconds from the fault until a rank detected it; median over the ranks that did."""
         injected = self.injected
         times = [event["at"] - injected[0]["begun"] for event in self.noticed if event["at"]] if injected else []
         return statistics.median(times) if times else None
 
     @property
     def last_notice_s(self) -> float | None:
-        """Seconds from the fault until the last other rank noticed it, in the same attempt."""
+        """Seconds from the fault until the last other rank detected it, in the same attempt."""
         later = itertools.dropwhile(lambda event: event["event"] != "injected", self.events)
         attempt = FaultHistory(list(itertools.takewhile(lambda event: event["event"] != "again", later)))
         if not attempt.events:
@@ -75,7 +75,7 @@ class FaultHistory:
 
     @property
     def named_right(self) -> bool | None:
-        """Whether most of the ranks that noticed named the rank of the fault; None if none noticed."""
+        """Whether most of the ranks that detected the fault named its rank; None if none detected it."""
         named, injected = [event["failed_rank"] for event in self.noticed], self.injected
         if not named or not injected:
             return None

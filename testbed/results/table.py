@@ -64,7 +64,7 @@ def format_results(summaries: Sequence[Summary], where: object) -> str:
         seconds = f" ({s.seconds_per_step:.3f} s/iter)" if s.status == "invalid" and s.seconds_per_step else ""
         lines += [f"left out: {sentence}{seconds}" for sentence in left_out([s])]
     lines += [f"{s.spec.name}: {s.network}" for s in counted if s.spec.world > 1]
-    return "\n".join([*lines, f"everything is in {where}"])
+    return "\n".join([*lines, f"all files are in {where}"])
 
 
 def footnotes(summaries: Sequence[Summary]) -> list[str]:

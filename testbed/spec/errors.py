@@ -6,7 +6,7 @@ TestbedError                  1   any failure of the testbed that is none of the
 │   ├── SchemaError               a file written by another version of the schema
 │   └── Unavailable               this machine lacks something (root, a port, data, a kernel module)
 ├── RankFailed                3   a rank died or hung; the message names it
-│   └── PeerLost              6   this rank did nothing wrong, but another one was lost; it is named
+│   └── PeerLost              6   this rank works, but another one was lost; the message names it
 ├── ReplicasDiffer            4   parameters are not equal on all ranks
 ├── NetworkInvalid            5   shaping failed, or the receipt is off by more than the tolerance
 │   └── ProbeError                the probe of the network could not finish
@@ -65,7 +65,7 @@ class RankFailed(TestbedError):
 
 
 class PeerLost(RankFailed):
-    """This rank did nothing wrong; `failed_rank` is the one that was lost, or None if it is not known."""
+    """This rank works, but another one was lost: `failed_rank`, or None if it is not known which."""
 
     exit_code = 6
 

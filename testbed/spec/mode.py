@@ -47,7 +47,7 @@ class Transfer:
         return self.end - self.begin
 
 
-Round = tuple[Transfer, ...]  # these travel at the same time; the next round begins when they have arrived
+Round = tuple[Transfer, ...]  # transfers at the same time; the next round begins when all have arrived
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _shard(sender: int, receiver: int, number: int, n: int) -> Transfer:
 
 
 def root_rounds(n: int) -> Rounds:
-    """Everything to rank 0, and back from it."""
+    """All other ranks send the whole buffer to rank 0, which sends the mean back to each."""
     return _mirrored([tuple(Transfer(rank, 0) for rank in range(1, n))])
 
 
@@ -93,7 +93,7 @@ def direct_rounds(n: int) -> Rounds:
 
 
 def sequential_ring_rounds(n: int) -> Rounds:
-    """The whole buffer, 1 -> 2 -> ... -> 0, and from rank 0 round again."""
+    """The whole buffer goes from rank to rank, 1 -> 2 -> ... -> 0, and then 0 -> 1 -> ... -> N-1."""
     path = [*range(1, n), 0]
     there = tuple((Transfer(a, b),) for a, b in pairwise(path))
     return Rounds(there, tuple((Transfer(rank, rank + 1),) for rank in range(n - 1)))
@@ -123,20 +123,20 @@ def halving_rounds(n: int) -> Rounds:
 
 
 def exchange_rounds(n: int) -> Rounds:
-    """Everything from each rank to all others at once."""
+    """Each rank sends its whole buffer to all others at the same time."""
     return Rounds(gather=(tuple(Transfer(a, b) for a in range(n) for b in range(n) if a != b),))
 
 
-# --- the vocabulary --------------------------------------------------------------------------------------------------
+# --- the algorithms and codecs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """A row of the vocabulary; the function that does the work is in rank/sync/algorithms.py."""
+    """A row of ALGORITHMS; the function that averages is in rank/sync/algorithms.py."""
 
     does: str  # one sentence
     colour: tuple[str, str]  # in figures: on a light page, on a dark one
-    rounds: MakeRounds | None = None  # None: nothing is sent, or (a user's algorithm) it is unknown what
+    rounds: MakeRounds | None = None  # None if nothing is sent, and for a user's algorithm, whose messages are unknown
     time: str = "0"  # of the rounds, as a formula to read: S bytes on links of B byte/s, N ranks
     granularities: tuple[str, ...] = ("param", "bucket", "flat")
     default: str | None = None  # granularity; None: the algorithm decides itself
@@ -185,7 +185,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         pipelined=True,
     ),
     "direct": Algorithm(
-        does="each rank owns a shard: receives it from all, sends its mean to all",
+        does="each rank owns a shard: it receives the shard from all and sends its mean to all",
         colour=("#5b7f0b", "#a8cf55"),
         rounds=direct_rounds,
         time="2(N-1)/N S/B",
@@ -194,7 +194,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         direct=True,
     ),
     "ring-reduce": Algorithm(
-        does="partial sums go round to rank 0, the mean goes round again",
+        does="partial sums go from rank to rank up to rank 0, then the mean goes from rank to rank",
         colour=("#7b5331", "#cfa079"),
         rounds=sequential_ring_rounds,
         time="2(N-1) S/B",
@@ -215,7 +215,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default="flat",
     ),
     "server": Algorithm(
-        does="parameter server on rank 0: gradients go up, rank 0 steps, parameters come down",
+        does="parameter server: rank 0 receives all gradients, updates, and sends the parameters to all",
         colour=("#2f6f73", "#74c4c9"),
         rounds=root_rounds,
         time="2(N-1) S/B",
@@ -248,15 +248,15 @@ DEFAULT_SCHEDULE = "after"
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """A row of the vocabulary: what is sent in place of a gradient; the code is in rank/sync/codecs.py."""
+    """A row of CODECS: what is sent in place of a gradient; the code is in rank/sync/codecs.py."""
 
     does: str
     bytes: str  # as a fraction of the gradient's
-    example: str  # one spelling of it, with a number where it needs one
-    summable: bool  # sums of payloads are payloads, so every algorithm can send it
+    example: str  # one spelling of this codec, with a number if the codec takes one
+    summable: bool  # sums of payloads are payloads, so every algorithm can send this codec
     number_pattern: str = ""  # regular expression of its number; empty: it takes none
     max_number: float = 0
-    in_ddp: bool = False  # torch has a hook for it
+    in_ddp: bool = False  # torch has a DDP hook for this codec
     rounds: MakeRounds | None = None  # None: those of the algorithm
     time: str = ""  # of these rounds, as in an algorithm's row
 
@@ -510,7 +510,7 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
             "mode", text, f"{mode.algorithm} takes no every:K: {mode.row.every_refused}", "Leave the word out."
         )
     if mode.schedule != "after":
-        raise refuse("mode", text, f"every:K averages after the step, {mode.schedule} during it", "Use one of them.")
+        raise refuse("mode", text, f"every:K averages after a step, but {mode.schedule} during it", "Use one of them.")
     every = int(match[1])
     if every < 1:
         raise refuse("mode", text, "every:K needs K of at least 1", "Write e.g. every:4.")

@@ -1,4 +1,4 @@
-"""`make bench`: measure every speed that this project promises, as a ratio inside one run, against its limit.
+"""`make bench`: measure speeds as ratios inside one run, and compare each with its limit.
 
     make bench                     all parts
     make bench ARGS="loop start"   some parts

@@ -66,7 +66,7 @@ def collective() -> Iterator[Figure]:
 
 
 def _open_mpi(substrate: Substrate, folder: Path, rate: str, before: list[float]) -> list[Figure]:
-    """Its ranks poll while they wait, so they cannot run in turn with ours: the ring is timed before and after it."""
+    """Open MPI's ranks poll while they wait, so the ring is timed before and after them, not in turn with them."""
     timings = openmpi.allreduce(substrate, folder, REPEATS[rate], ELEMENTS)
     after = time_collectives(substrate, folder, REPEATS[rate], ELEMENTS, "ring")["ring"]
     return list(openmpi.figures(rate, before + after, LEAST_BITS / 8, timings))

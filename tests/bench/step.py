@@ -89,10 +89,10 @@ class Plan(NamedTuple):
     search: int  # steps of the search
     steps: int
     repeats: int
-    default: float = 0.97  # DDP's default / ours, at least
-    best: float = 0.97  # DDP at its best / ours, at least
-    bound: float | None = None  # ours / max(C, F+B), at most
-    sched_batch: bool = False  # also time DDP with SCHED_BATCH: how much of our lead is due to it?
+    default: float = 0.97  # DDP's default / pipeline, at least
+    best: float = 0.97  # DDP's best / pipeline, at least
+    bound: float | None = None  # pipeline / max(C, F+B), at most
+    sched_batch: bool = False  # also time DDP with SCHED_BATCH, to see how much of the difference it explains
 
 
 PLANS = {  # a rate, or C/(F+B)
@@ -199,7 +199,7 @@ def _point_figures(times: PointTimes, plan: Plan) -> Iterator[Figure]:
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
-MIN_BYTES, MAX_BYTES = 0.97, 1.07  # over LEAST_BYTES; with fewer, the counter does not count
+MIN_BYTES, MAX_BYTES = 0.97, 1.07  # over LEAST_BYTES; fewer bytes mean that the counter is wrong
 BYTES_RATE = "1gbit"
 SCHEDULED = ("ring/bucket:2MiB/overlap", "allreduce/bucket:2MiB/overlap", PIPELINE, "direct/bucket:2MiB/pipeline")
 

@@ -47,11 +47,11 @@ def assert_only_the_codec_erred(pool: RankPool, case: dict[str, Any]) -> None:
         "fp16": 2e-3,
         "bf16": 16e-3,
         "int8": 2 / 127 * 1.6,
-    }  # of the largest, a step: rounded twice (int8), or N times
+    }  # share of the largest value per step: it is rounded twice (int8), or N times
     if mode.codec in most:
         assert np.abs(lost).max() <= most[mode.codec] * largest * case["steps"]
         assert np.abs(lost).max() > 0, "nothing was coded"
-    elif mode.algorithm != "ddp":  # what was not applied is still there: nothing is ever lost
+    elif mode.algorithm != "ddp":  # what was not applied is in the residuals
         kept = [{k: np.array(v) for k, v in answer["kept"].items() if "residual" in k} for answer in answers]
         waiting = [np.mean([each[name] for each in kept], axis=0) for name in kept[0]]
         np.testing.assert_allclose(np.sort(np.abs(flat(waiting))), np.sort(np.abs(lost)), atol=1e-5)

@@ -1,4 +1,4 @@
-"""A sample of `make soak` on plain processes: killed, frozen, resumed, disturbed by strangers, out of space."""
+"""A sample of `make soak` on plain processes: killed, frozen, resumed, disturbed by other connections, out of space."""
 
 from __future__ import annotations
 

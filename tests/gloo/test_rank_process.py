@@ -1,4 +1,4 @@
-"""`python -m testbed.rank` as real processes: files and exit codes are all that the controller sees."""
+"""`python -m testbed.rank` as real processes: the controller reads only files and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole training runs: every synchronous mode trains the same model, and every other one does what it says."""
+"""Whole training runs: every synchronous mode trains the same model, and every other mode differs as documented."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_rank_0_prints_the_table_and_its_log_has_it_too(tmp_path: Path) -> None:
         assert run.wait(TIMEOUT_S) == [0, 0], run.log_of(0)
     folder, log = only_folder(tmp_path), run.log_of(0)
     assert "| none |" in log and "note: none: " in log, log  # the footnote on the control
-    assert f"everything is in runs/launched/{folder.path.name}" in log
+    assert f"all files are in runs/launched/{folder.path.name}" in log
     assert folder.log(0).read_text() == log
     assert "step 1/4 loss" in folder.log(1).read_text()
     assert summary_of(folder)["substrate"] == "launched" and folder.substrate.read_text().strip() == "launched"
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_named_and_the_others_end_with_6(tmp_path: Path, victim
         last = list(read(folder.records(rank)))[-1]
         assert (last.kind, last.code, last.failed_rank) == ("error", PeerLost.exit_code, victim)
     if victim == 0:
-        assert not folder.summary.exists()  # nobody is left to write it
+        assert not folder.summary.exists()  # rank 0, which writes it, has ended
     else:
         summary = summary_of(folder)
         assert summary["status"] == "failed"

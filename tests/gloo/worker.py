@@ -1,4 +1,4 @@
-"""One rank of a pool (tests/rank_pool.py): join the group once, then do the cases that come in on stdin."""
+"""One rank of a pool (tests/support/rank_pool.py): join the group once, then do the cases that come in on stdin."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def wanted_gradients(case: Case, rank: int, step: int) -> list[np.ndarray]:
 def mean(case: Case, group: Group) -> Case:
     """Step `steps` times through a mode with known gradients; the parameters afterwards go to the .npz file.
 
-    Before step `handover`, all goes over to a model and a mode made anew, as from a checkpoint. Parameters of `resting`
-    are used in every other step only.
+    Before step `handover`, the state is moved to a new model and a new mode, as from a checkpoint. Parameters
+    of `resting` are used in every other step only.
     """
     timeline = Timeline()
     model = Known(case["shapes"], getattr(torch, case["dtype"]), case["transposed"], case["unused"])
@@ -103,7 +103,7 @@ def mean(case: Case, group: Group) -> Case:
 def _attach(model: Known, case: Case, group: Group, timeline: Timeline) -> tuple[Any, nn.Module]:
     for value in model.values:
         value.grad = None
-        value._post_accumulate_grad_hooks = None  # of a mode that had this model's original
+        value._post_accumulate_grad_hooks = None  # hooks that the mode of the original model has set
     rule = OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0, clip=case.get("clip"))
     optimizer = Optimizer(rule, model, batch=1, total=case["steps"])
     sync = build(SyncMode.parse(case["mode"]), "before-step", group, timeline, seed=case.get("seed", 0))
@@ -155,7 +155,7 @@ def answer(text: str, group: Group) -> Case:
 
 
 def main() -> None:
-    out, sys.stdout = sys.stdout, sys.stderr  # the loop prints; answers must stay alone on their pipe
+    out, sys.stdout = sys.stdout, sys.stderr  # the loop prints too, and stdout must have answers only
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group = join(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), DEADLINE)

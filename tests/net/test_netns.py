@@ -187,7 +187,7 @@ def test_faults_affect_every_process_of_the_node_and_no_other(tmp_path: Path) ->
 
 
 class WrongRates(NetnsSubstrate):
-    """Every rate is a word that tc does not know."""
+    """Every rate is a word that tc does not accept."""
 
     def exec(self, node: int, argv: Sequence[str], timeout_s: float = 20.0) -> str:
         return super().exec(node, ["fast" if word == "100mbit" else word for word in argv], timeout_s)

@@ -1,4 +1,4 @@
-"""`make soak`: count how often the testbed does what it promises when something fails.
+"""`make soak`: count how often the testbed ends as it must when something fails.
 
     make soak                      all parts
     make soak ARGS="kill resume"   some parts

@@ -1,4 +1,4 @@
-"""Garbage on a port of a run: 200 connections from a stranger, while the ranks meet or while they train."""
+"""Garbage on a port of a run: 200 connections of another program, while the ranks connect or while they train."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _is_listening(port: int) -> bool:
 
 
 def _heartbeat_port(rendezvous: int) -> int:
-    """Read the port from the store; a stranger would find it by a scan."""
+    """Read the port from the store; another program would find it by a scan."""
     timeout = timedelta(seconds=START_TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", rendezvous, is_master=False, timeout=timeout, wait_for_workers=False)
     return int(json.loads(store.get(STORE_KEY))["port"])

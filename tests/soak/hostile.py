@@ -1,8 +1,8 @@
-"""Malicious input: experiments, flags, inventories, run folders, records, checkpoints and finished runs of strangers.
+"""Malicious input: experiments, flags, inventories, run folders, records, checkpoints and finished runs of other users.
 
 Each must be refused with a sentence, or work. Everything happens in this process on a fake substrate that starts no
-rank, under an audit hook that sees every file opened for writing and every program started. Memory and time are
-limited: reading an endless file is a miss.
+rank, under an audit hook for every file opened for writing and every program started. Memory and time are limited:
+reading an endless file is a miss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.fake_substrate import GOOD, FakeRuns, succeeds
 
 TIMEOUT_S = 60.0  # for one case
 MAX_MEMORY_BYTES = 1 << 30  # beyond what the process has when the case begins
-OUTSIDE = "outside"  # a folder beside the stranger's files; nothing may be created in it
+OUTSIDE = "outside"  # a folder beside the malicious files; nothing may be created in it
 KEPT = "kept"  # a file in it that must not change; never a real file of the machine, because this runs as root
 
 Use = Callable[[], object]  # uses the malicious input
@@ -355,7 +355,7 @@ def _checkpoint(folder: Path, rng: random.Random) -> Use:
     return load
 
 
-# --- finished runs of strangers: every file may be falsified, symlinks may lead outside ------------------------------
+# --- finished runs of other users: every file may be falsified, symlinks may lead outside ----------------------------
 
 STEPS = 4
 FAULT = "pause:rank1@step2+1s"

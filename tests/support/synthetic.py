@@ -1,4 +1,4 @@
-"""Synthetic run folders: records computed from a few numbers, so that tests know what the report must say.
+"""Synthetic run folders: records computed from a few numbers, so that tests can compute what the report must contain.
 
 A step computes for `compute` seconds and sends its buffers after that or meanwhile. Times have a little seeded noise.
 """

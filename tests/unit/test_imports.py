@@ -42,7 +42,7 @@ BANNED = {  # folder: packages that it must not import
     "report": TORCH | REMOTE,
 }
 CONTROL = {  # part of control/: other parts that it may import
-    "machine": {"substrates"},  # one layer: the doctor and the clean-up know the substrates
+    "machine": {"substrates"},  # one layer: the doctor and the clean-up import the substrates
     "substrates": {"machine"},
     "runs": {"machine", "substrates"},
     "tuning": {"machine", "substrates", "runs"},

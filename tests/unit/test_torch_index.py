@@ -28,7 +28,7 @@ MARGIN_S = 3.0  # to start a shell and Python on a busy machine
 
 
 class Index:
-    """A package index on loopback (PEP 503) and the paths that were asked of it."""
+    """A package index on loopback (PEP 503) and the paths that were requested from it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = folder, []
@@ -97,7 +97,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def take(tmp_path: Path, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """What the script says, and the wheels that it brings."""
+    """Return what the script prints, and the wheels that it downloads."""
     pins, dest = tmp_path / "pins.txt", tmp_path / "taken"
     pins.write_text(PINS)
     dest.mkdir()

@@ -1,4 +1,4 @@
-"""The wheel in a virtual environment that holds exactly what its extras ask for, in a folder that holds nothing."""
+"""The wheel in a virtual environment that has exactly the packages of its extras, started in an empty folder."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def run(
         out=out,
         quiet=as_json,
         settings=settings or [],
-        **{name: value for name, value in opt.spec_options(context).items() if name != "nodes"},  # `hosts` has them
+        **{name: value for name, value in opt.spec_options(context).items() if name != "nodes"},  # it is in `hosts`
     )
     print_results([made.summary], made.folder, as_json)
     raise typer.Exit(exit_code([made.summary]))
@@ -188,7 +188,7 @@ def _status_row(run: str, on_host: RankOnHost) -> tuple[str, ...]:
 @app.command()
 def logs(
     run: OneRun = None,
-    lines: Annotated[str, typer.Option(help="how many of the last lines")] = "40",
+    lines: Annotated[str, typer.Option(help="number of lines from the end of each log")] = "40",
     inventory: InventoryFile = None,
     accept_new: AcceptNew = False,
 ) -> None:
@@ -207,7 +207,7 @@ def logs(
 
 @app.command()
 def collect(run: OneRun = None, inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
-    """Copy the results of runs whose connection was lost from the hosts to here."""
+    """Copy results from the hosts to this machine, for runs whose connection was lost."""
     summaries = []
     with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
         from testbed.control.substrates.hosts.runs import collect as collect_run

@@ -148,7 +148,7 @@ def _print_faults(runs: Runs) -> None:
 
 
 def _write_report(runs: Runs) -> str:
-    """Return a line with the page's path, or with the reason why there is none. The sweep does not fail by it."""
+    """Return a line with the page's path, or with the error of the report, which does not fail the sweep."""
     try:
         return f"report: {runs.report()}"
     except Exception as error:  # also an unexpected one; `testbed report` shows its traceback

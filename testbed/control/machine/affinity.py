@@ -37,7 +37,7 @@ def usable_cores() -> list[int]:
 
 @contextmanager
 def limited_to(cores: Cores | None) -> Iterator[None]:
-    """Limit this thread to `cores`; processes started inside inherit the limit from their first instruction on."""
+    """Limit this thread to `cores`; processes started in the `with` block inherit it."""
     before = os.sched_getaffinity(0)
     try:
         if cores is not None:

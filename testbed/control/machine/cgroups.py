@@ -84,7 +84,7 @@ class Cgroup:
             self._enable(controller)
 
     def _enable(self, controller: str) -> None:
-        """Version 2 passes a controller on one level at a time, from the mount point down to our parent."""
+        """Enable a controller of version 2 on every level from the mount point down to the folder above this group."""
         below = self.path.relative_to(self._hierarchy.path)
         for parent in reversed(below.parents):
             _write(self._hierarchy.path / parent / "cgroup.subtree_control", f"+{controller}")
@@ -119,11 +119,11 @@ class Cgroup:
         return ["sh", "-c", JOIN, str(self.path)]
 
     def pids(self) -> list[int]:
-        """Every process inside."""
+        """Every process in the group."""
         return pids_of(self.path)
 
     def kill(self) -> list[int]:
-        """Send SIGKILL to every process inside; return their pids."""
+        """Send SIGKILL to every process in the group; return their pids."""
         return kill_until_gone(self.pids)
 
     def remove(self) -> None:

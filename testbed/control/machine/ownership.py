@@ -49,7 +49,7 @@ def owned_name(suffix: str) -> str:
 
 
 def other_host(owner: str) -> bool:
-    """Return True for a mark of another machine, boot or container, where processes cannot be seen from here."""
+    """Return True for a mark of another machine, boot or container, whose processes /proc does not list here."""
     match = PATTERN.fullmatch(owner)
     return match is not None and match[3] != _own_realm()
 

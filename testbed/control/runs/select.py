@@ -55,7 +55,7 @@ class SubstrateType:
     shapes: bool = True
     is_local: Callable[[], bool] = lambda: False  # do its nodes share the cores of this machine?
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
-    keeps_checkpoints: bool = True  # do checkpoints outlive the run?
+    keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
 
 
 SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order

@@ -121,7 +121,7 @@ class Substrate(FaultTarget, Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a process with `env` added to ours and its output appended to `log`; `quota`: under the CPU quota."""
+        """Start a process with `env` in its environment and its output appended to `log`; `quota`: limit its CPU."""
         ...
 
     def port(self, wanted: int = 0) -> int:

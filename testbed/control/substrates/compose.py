@@ -162,7 +162,7 @@ class ComposeSubstrate:
             self.nodes = (*self.nodes, handle)
 
     def _volumes(self) -> list[str]:
-        """Mount runs, data and methods under the paths they have here, so that a path means the same inside."""
+        """Mount runs, data and methods under the paths they have here, so that paths are the same in the containers."""
         paths = [self._runs, data_dir().resolve(), methods_dir().resolve()]
         mounts = [f"{path}:{path}" for path in paths if path.is_dir()]
         # Both targets of compose.yaml are replaced; otherwise the engine would create ./data as root.

@@ -21,7 +21,7 @@ from testbed.spec.privileges import NOBODY
 from testbed.spec.units import parse_size
 
 IMAGE = "testbed:latest"
-LABEL = "testbed"  # on every container and network of ours; its value is the substrate
+LABEL = "testbed"  # on every container and network of the testbed; its value is the substrate
 CONTENT_LABEL = "testbed.content"  # on the image: the hash of what it is made of
 OWNER_LABEL = "testbed.owner"  # on what a controller made on this engine: the mark of machine/ownership.py
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"

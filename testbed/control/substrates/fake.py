@@ -72,7 +72,7 @@ class FakeSubstrate:
         return process
 
     def port(self, wanted: int = 0) -> int:
-        """Return `wanted`; not recorded."""
+        """Return `wanted`; this call is not recorded."""
         return wanted or 1
 
     def prepare_folder(self, folder: Path) -> None:

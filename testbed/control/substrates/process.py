@@ -178,27 +178,27 @@ class ProcessSubstrate:
         self._signal(node, signal.SIGCONT)
 
     def cut(self, node: int) -> None:
-        """Unavailable: the loopback has no link per node."""
+        """Raise Unavailable: the loopback has no link per node."""
         raise Unavailable("cutting a link: plain processes share the loopback. Use --on netns (as root)")
 
     def reconnect(self, node: int) -> None:
-        """Unavailable: the loopback has no link per node."""
+        """Raise Unavailable: the loopback has no link per node."""
         self.cut(node)
 
     def set_rate(self, node: int, rate: int | None) -> None:
-        """Unavailable: the loopback has no link per node."""
+        """Raise Unavailable: the loopback has no link per node."""
         self.cut(node)
 
     def set_cpus(self, node: int, cpus: float | None) -> None:
-        """Unavailable: plain processes have no quota."""
+        """Raise Unavailable: plain processes have no quota."""
         raise Unavailable("a CPU quota: plain processes have none. Use --on netns (as root)")
 
     def limit_memory(self, node: int) -> None:
-        """Unavailable: plain processes have no memory limit."""
+        """Raise Unavailable: plain processes have no memory limit."""
         raise Unavailable("a memory limit: plain processes have none. Use --on netns (as root)")
 
     def unlimit_memory(self, node: int) -> None:
-        """Unavailable: plain processes have no memory limit."""
+        """Raise Unavailable: plain processes have no memory limit."""
         self.limit_memory(node)
 
     def _signal(self, node: int, signum: int) -> None:

@@ -34,7 +34,7 @@ MIN_BUCKET_BYTES = 4 << 10  # smaller messages are mostly overhead
 FIRST_FRACTIONS = (32, 8, 2)  # the first bucket sizes are the gradient divided by these
 MAX_RUNS = 8  # of one candidate
 MAX_TRIES = 3  # of one run, until the network is the requested one
-BAR_WIDTH = 30  # characters, for the slowest candidate
+BAR_WIDTH = 30  # characters of the bar of the slowest candidate
 
 
 @dataclass
@@ -199,7 +199,7 @@ def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress:
         except (Interrupted, UsageError):
             raise
         except TestbedError as error:
-            search.race.times.pop(name, None)  # a mode that fails sometimes must not win
+            search.race.times.pop(name, None)  # a mode that fails sometimes must not become the leader
             search.dropped[name] = str(error)
             progress.stage(f"dropped: {error}")
             return
@@ -208,7 +208,7 @@ def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress:
             search.race.add(name, summary.seconds_per_step)
             return
         progress.stage(f"does not count: {summary.reason}")
-    why = f"{summary.reason}, {MAX_TRIES} times. Is the machine busy?"
+    why = f"{summary.reason}, {MAX_TRIES} times. Stop other work on this machine."
     if not search.race.times:
         raise NetworkInvalid(f"{name}: {why} What was measured is in {search.folder}")
     search.dropped[name] = why
@@ -288,7 +288,7 @@ def conclusion(search: Search) -> list[str]:
     if search.untried:
         lines.append(f"not tried: {', '.join(search.untried)}")
     lines += [f"dropped: {name}: {why}" for name, why in search.dropped.items()]
-    lines.append(f"everything is in {search.folder}")
+    lines.append(f"all files are in {search.folder}")
     return lines + ([f"compare them in longer runs: testbed sweep {search.out}"] if search.written else [])
 
 

@@ -115,7 +115,7 @@ def ring_mean_(buffer: Tensor, group: Group) -> None:
         return [space[: len(segment)] for space, segment in zip(scratch[hop % 2], segments, strict=True)]
 
     def post_receives(hop: int) -> list[Work]:
-        if hop >= n - 1:  # an earlier hop sent from the same memory: that send must be over
+        if hop >= n - 1:  # an earlier hop sends from the same memory, and must have finished
             group.wait(*sends[hop - n + 1])
         return [group.receive(segment, left, tag) for tag, segment in enumerate(incoming(hop))]
 
@@ -152,7 +152,7 @@ def direct_mean_(buffer: Tensor, group: Group) -> None:
 
 @algorithm("ring-reduce")
 def ring_reduce_mean_(buffer: Tensor, group: Group) -> None:
-    """Partial sums go round, 1 -> 2 -> ... -> 0; rank 0 has the mean and sends it round again."""
+    """Partial sums go 1 -> 2 -> ... -> 0; rank 0 computes the mean, which goes 0 -> 1 -> ... -> N-1."""
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     if group.rank != 1:
         partial = torch.empty_like(buffer)

@@ -148,7 +148,7 @@ class Readiness:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, gradients do not count as complete."""
+        """During the `with` block gradients do not count as complete."""
         self.paused = True
         try:
             yield

@@ -169,7 +169,7 @@ class Int8:
         payload[:SCALE_BYTES].view(torch.float32).copy_(torch.maximum(most, -least) / MAX_INT8)
         scale = _scale(payload)
         draws = self.draws[: len(shard)].uniform_(generator=random)
-        # If the scale is zero, inf or nan, the decoded shard is that whatever the integers are.
+        # With a scale of zero, inf or nan every decoded value is that scale, so any integers will do.
         draws.add_(shard, alpha=1 / scale if 1e-37 < scale < math.inf else 0.0)
         payload[SCALE_BYTES:].copy_(draws.floor_().clamp_(-MAX_INT8, MAX_INT8))
 
@@ -226,7 +226,7 @@ def largest(values: Tensor, count: int) -> Tensor:
     some = count * 6 // 5 // SAMPLE_STRIDE  # a fifth more than the sample's share, so that enough are left
     if some >= 100:
         floor = torch.topk(sample, some, sorted=False).values.min()
-        near = (~(values < floor)).nonzero().squeeze(1)  # nan is not less: it must be sent, too
+        near = (~(values < floor)).nonzero().squeeze(1)  # not `>=`, which drops nan: nan must be sent
         if len(near) >= count:
             return near[torch.topk(values[near], count, sorted=False).indices]
     return torch.topk(values, count, sorted=False).indices
@@ -234,7 +234,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor of the buffer as rows x columns: the first dimension against all others."""
+    """A tensor of the buffer as a matrix: a row per index of the first dimension, all other dimensions in the row."""
 
     begin: int
     rows: int
@@ -249,9 +249,9 @@ class Matrix:
 class LowRank:
     """PowerSGD (Vogels, Karimireddy, Jaggi 2019): each matrix is sent as a product of two thin ones, P Q^T.
 
-    Each step makes one step of the power method, starting from the last one's Q; both factors go through any algorithm.
-    The difference to the product is kept and added to the next gradient. Vectors, and matrices that would not get
-    smaller, are sent uncompressed together with the P's.
+    A training step makes one step of the power method, which starts from the Q of the step before. Any algorithm can
+    average the two factors. The difference between gradient and product is kept and added to the next gradient.
+    Vectors, and matrices that would not get smaller, are sent uncompressed together with the P's.
     """
 
     def __init__(self, mean_: Mean, info: BufferInfo, rank: float) -> None:
@@ -262,7 +262,7 @@ class LowRank:
         q_sizes = [m.columns * m.rank for m in self.matrices]
         raw_sizes = [end - begin for begin, end in self.raw_ranges]
         self.first = torch.empty(sum(p_sizes) + sum(raw_sizes), dtype=dtype)  # all P's and what is sent uncompressed
-        self.second = torch.empty(sum(q_sizes), dtype=dtype).normal_(generator=random)  # all Q's, same start
+        self.second = torch.empty(sum(q_sizes), dtype=dtype).normal_(generator=random)  # all Q's, seeded
         slices = list(self.first.split([*p_sizes, *raw_sizes]))
         self.p = [each.view(m.rows, m.rank) for each, m in zip(slices, self.matrices, strict=False)]
         self.q = [each.view(-1, m.rank) for each, m in zip(self.second.split(q_sizes), self.matrices, strict=True)]

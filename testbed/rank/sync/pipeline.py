@@ -63,7 +63,7 @@ class Pipeline(BaseSynchronizer):
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         super().__init__(mode, group, timeline)
         self.plan = plan_for(mode.algorithm, group.rank, group.size)
-        self.failure: Exception | None = None  # the first in any thread
+        self.failure: Exception | None = None  # the first error of any thread
         self.clipping: Clipping | None = None
 
     def attach(self, model: Module, update: Update) -> Module:
@@ -106,7 +106,7 @@ class Pipeline(BaseSynchronizer):
         """Launch what backward left out. The next forward waits for the rest, layer by layer."""
         absent = self.readiness.absent()
         self._wait_for([bucket for bucket in self.buckets if any(bucket.holds(p) for p in absent)])
-        for parameter in absent:  # in none of the step's passes, or not in the last
+        for parameter in absent:  # its layer was used in no pass of the step, or not in the last pass
             if parameter.grad is None:
                 self.views[parameter].zero_()  # the last step's gradient is still there
             else:
@@ -144,7 +144,7 @@ class Pipeline(BaseSynchronizer):
     def _launch(self, number: int) -> None:
         """Give a bucket whose gradients are all complete to its thread."""
         receives = self.receives[number]
-        self._wait_for([receives.bucket])  # it is complete, unless a layer was not called in forward
+        self._wait_for([receives.bucket])  # returns at once, unless a layer was not called in forward
         receives.bucket.complete.clear()
         # If a thread failed before `clear`, its `set` was just erased and is not repeated, so check here.
         self._raise_failure()
@@ -162,7 +162,7 @@ class Pipeline(BaseSynchronizer):
                 bucket.complete.set()
         except threading.BrokenBarrierError:
             return  # of clipping: another thread failed and reports the reason
-        except Exception as error:  # whatever it is, the loop must not wait for ever
+        except Exception as error:  # any error: without this the loop would wait for ever
             self._fail(error)
 
     def _reduce(self, bucket: Bucket, receives: Receives) -> None:
@@ -276,7 +276,7 @@ def divide(
     bounds = bucket_bounds(len(values), max(1, limit_bytes // values.element_size()))
     if len(bounds) - 1 > MAX_BUCKETS:
         rule = f"would make {len(bounds) - 1} buckets of this model, and each has a thread; at most {MAX_BUCKETS} work"
-        enough = values.nbytes // (MAX_BUCKETS - len(LAST_BUCKETS)) // 2**10 + 1  # the small ones come on top
+        enough = values.nbytes // (MAX_BUCKETS - len(LAST_BUCKETS)) // 2**10 + 1  # in addition to the LAST_BUCKETS
         raise refuse("bucket", format_size(limit_bytes), rule, f"Use bucket:{enough}KiB.")
     buckets = []
     for number, (a, b) in enumerate(pairwise(bounds)):
@@ -288,7 +288,7 @@ def divide(
 
 
 def bucket_bounds(total: int, most: int) -> list[int]:
-    """Where buckets begin and end: `most` elements each, and fewer and fewer in the last ones.
+    """Where buckets begin and end: `most` elements each, and fewer in the LAST_BUCKETS.
 
     The end of the buffer is the first layer. Its gradient is the last to be complete and its values are needed first,
     so nothing hides the time of its bucket.
@@ -347,7 +347,7 @@ class Clipping:
 
     def __init__(self, group: Group, update: Update, buckets: int) -> None:
         self.group, self.update = group, update
-        self.squares = [torch.zeros(())] * buckets  # by bucket: threads come in any order, the sum has one order
+        self.squares = [torch.zeros(())] * buckets  # by bucket: the order of the sum is fixed
         self.barrier = threading.Barrier(buckets, action=self._total)
 
     def coefficient(self, bucket: int, gradient: Tensor) -> float:
@@ -410,12 +410,12 @@ class Sender:
                 if sending and outstanding + size > WINDOW_BYTES:
                     freed, work = sending.popleft()
                     self._group.wait(work)
-                    outstanding -= freed  # and choose again: something more urgent may have come
+                    outstanding -= freed  # then choose again: a more urgent message may have been queued
                 else:
                     sending.append(self._take())
                     outstanding += sending[-1][0]
             self._group.wait(*(work for _, work in sending))
-        except Exception as error:  # whatever it is, the loop must not wait for ever
+        except Exception as error:  # any error: without this the loop would wait for ever
             self._fail(error)
 
     def _most_urgent(self) -> int | None:
@@ -426,7 +426,7 @@ class Sender:
             return self._waiting[0][2] if self._waiting else None
 
     def _take(self) -> tuple[int, Work]:
-        """Send what is most urgent now, which may be another message than `_most_urgent` saw."""
+        """Send what is most urgent now, which may be another message than `_most_urgent` returned."""
         with self._changed:
             _, _, size, send = heapq.heappop(self._waiting)
         return size, send()
@@ -442,8 +442,8 @@ def limit_unsent(size: int) -> None:
 # --- scheduling class of the threads that move bytes -----------------------------------------------------------------
 #
 # By default Linux wakes them for every packet or two, and they preempt the thread that computes: four ranks on two
-# cores switch threads ten thousand times a step. A thread of class SCHED_BATCH preempts no other, and so it finds more
-# to do each time that it runs.
+# cores switch threads ten thousand times a step. A thread of class SCHED_BATCH preempts no other, so it handles more
+# packets each time that it runs.
 
 
 def use_sched_batch(thread: int = 0, enabled: bool = True) -> None:
@@ -453,7 +453,7 @@ def use_sched_batch(thread: int = 0, enabled: bool = True) -> None:
 
 
 def use_sched_batch_in_gloo(enabled: bool = True) -> None:
-    """The same for Gloo's threads, which exist since the ranks met. Other modes use them too: undo it at the end."""
+    """The same for Gloo's threads, which exist after the rendezvous. Other modes use them too: undo it at the end."""
     for thread in gloo_threads():
         use_sched_batch(thread, enabled)
 

@@ -4,7 +4,7 @@
     Overlap         during backward, each bucket as soon as its gradients are complete
     ParameterMean   every:K, parameters instead of gradients
     AfterStep       after the update: the mistake of one published report (`placement = "after-step"`)
-    Server          gradients up to rank 0, parameters down
+    Server          gradients to rank 0, parameters from rank 0
 Pipeline (pipeline.py) and DDP (ddp.py) have modules of their own.
 """
 
@@ -47,7 +47,7 @@ class Bucketed(BaseSynchronizer):
 
 
 class Averager(Bucketed):
-    """Each bucket has its coder. Subclasses decide when to average."""
+    """A synchronizer with one coder (codecs.py) per bucket. Subclasses define when buckets are averaged."""
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline, mean_: Mean, seed: int = 0) -> None:
         super().__init__(mode, group, timeline)
@@ -178,7 +178,7 @@ class ParameterMean(Averager):
 
 
 class Server(Bucketed):
-    """Parameter server: gradients go up to rank 0, only rank 0 updates, parameters come down."""
+    """Parameter server: rank 0 receives all gradients, updates, and sends the parameters to all ranks."""
 
     def attach(self, model: Module, update: Update) -> Module:
         self.parameters = flat_parameters(make_buckets(list(model.parameters()), self.mode))

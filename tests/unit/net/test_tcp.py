@@ -1,4 +1,4 @@
-"""Wire arithmetic, and what the kernel knows about a connection."""
+"""Wire arithmetic, and what the kernel reports about a connection."""
 
 from __future__ import annotations
 

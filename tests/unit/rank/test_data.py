@@ -1,4 +1,4 @@
-"""Data sets, batches and partition: what a model gets, which rank sees which image, and that it is repeatable."""
+"""Data sets, batches and partition: what a model gets, which rank gets which image, and that it is repeatable."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_subset_is_drawn_by_seed_without_repeats() -> None:
 
 @pytest.mark.parametrize("subset", [0, 50_001])
 def test_an_impossible_subset_is_refused(subset: int) -> None:
-    with pytest.raises(SpecError, match=f"subset {subset}: synthetic has 1 to 50000 images"):
+    with pytest.raises(SpecError, match=f"subset {subset}: must be 1 to 50000, the images of synthetic"):
         small(subset)
 
 

@@ -19,9 +19,9 @@ def test_time_divides_into_compute_communication_and_other() -> None:
         [
             event("aten::conv2d", 0, 40),
             event("aten::mkldnn_convolution", 5, 35),  # inside the other
-            event("gloo:all_reduce", 30, 60),  # ten of it behind compute
+            event("gloo:all_reduce", 30, 60),  # ten of it while an operator runs
             event("communication", 60, 80),
-            event("aten::add_", 70, 75),  # adding up while the loop waits is no compute
+            event("aten::add_", 70, 75),  # an operator while the loop waits is not compute
             event("python", 90, 100),
         ]
     )

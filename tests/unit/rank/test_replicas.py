@@ -1,4 +1,4 @@
-"""Replicas that differ are told with everybody's hash and a way out, which is another one before anything was sent."""
+"""Replicas that differ: the message has all ranks' hashes and a way out, which is another one before the first step."""
 
 from __future__ import annotations
 

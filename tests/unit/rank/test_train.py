@@ -38,9 +38,9 @@ def test_it_grows_as_links_get_slower_models_larger_and_ranks_more() -> None:
 def test_the_slowest_node_decides() -> None:
     slow = {"node2": {"link": {"rate": "10mbit"}}, "node1": {"cpus": 0.1}}
     assert seconds(link={"rate": "1gbit"}, overrides=slow) == seconds(link={"rate": "10mbit"})
-    assert seconds(overrides=slow) == seconds(link={"rate": "10mbit"})  # where the others have no limit, too
+    assert seconds(overrides=slow) == seconds(link={"rate": "10mbit"})  # also if the other links have no limit
     every = {f"node{k}": {"link": {"rate": "1gbit"}} for k in range(4)}
-    assert seconds(link={"rate": "10mbit"}, overrides=every) == seconds(link={"rate": "1gbit"})  # nobody has the first
+    assert seconds(link={"rate": "10mbit"}, overrides=every) == seconds(link={"rate": "1gbit"})  # in no node's link
 
 
 def test_with_every_k_the_deadline_is_k_times_as_long() -> None:

@@ -1,4 +1,4 @@
-"""Who is dead, silent or behind: several heartbeats in one process, over real connections."""
+"""Which rank is dead, silent or behind: several heartbeats in one process, over real connections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from testbed.rank.watchdog import STOPPED, Heartbeat, Watchdog
 from testbed.results.records import Error, read
 from testbed.spec.errors import PeerLost, RankFailed, ReplicasDiffer, SpecError
 
-DEADLINE = 30.0  # seconds; what is seen earlier is seen for another reason
+DEADLINE = 30.0  # seconds; an earlier detection has another reason than this deadline
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_rank_0_that_receives_nothing_from_all_others_is_cut_off(ring: Callable[
 def test_a_single_rank_that_reports_rank_0_as_lost_was_cut_off(ring: Callable[..., list[Heartbeat]]) -> None:
     """The link is cut for about the deadline, so that the report arrives when it is back."""
     zero, one, two = ring(3)
-    two.report_lost(PeerLost("rank 0 (node0) is silent for 5.0 s: frozen or cut off (seen by rank 2)", 0))
+    two.report_lost(PeerLost("rank 0 (node0) is silent for 5.0 s: frozen or cut off (reported by rank 2)", 0))
     assert failed_ranks([zero, one]) == [2, 2]
     assert "rank 2 (node2) was cut off" in str(one.verdict)
 
@@ -141,13 +141,13 @@ def test_when_most_ranks_report_rank_0_as_lost_it_accepts(ring: Callable[..., li
     zero, *others = ring(4)
     with frozen(zero):
         for beat in others[:2]:
-            beat.report_lost(PeerLost(f"rank 0 (node0) is silent (seen by rank {beat.rank})", 0))
+            beat.report_lost(PeerLost(f"rank 0 (node0) is silent (reported by rank {beat.rank})", 0))
     assert failed_ranks([zero, others[2]]) == [0, 0]
 
 
 def test_of_two_ranks_rank_0_accepts_the_report_of_the_other(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, one = ring(2)
-    one.report_lost(PeerLost("rank 0 (node0) is silent (seen by rank 1)", 0))
+    one.report_lost(PeerLost("rank 0 (node0) is silent (reported by rank 1)", 0))
     assert failed_ranks([zero]) == [0]
 
 

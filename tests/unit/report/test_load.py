@@ -153,7 +153,7 @@ def test_random_damage_never_raises(tmp_path_factory: pytest.TempPathFactory, da
     (folder / name).write_bytes(bytes(content))
     loaded = load([folder])
     assert len(loaded.runs) + len(loaded.skipped) == 1
-    for chapter in chapters(loaded):  # what was let through can be worked with
+    for chapter in chapters(loaded):  # a run that was accepted can be used
         assert chapter.cells[0].seconds.n > 0
 
 
@@ -185,7 +185,7 @@ def test_a_stall_across_two_phases_counts_in_both_by_its_length() -> None:
 
 
 def test_a_stall_outside_every_phase_makes_the_sum_exceed_the_step() -> None:
-    """The sum is a check: the time that a rank says it waited must lie where its intervals are."""
+    """The sum is a check: the time that a rank recorded as waiting must lie inside its intervals."""
     phases = [["backward", 0, 2], ["sync", 2.5, 0.5]]
     steps = one_step(backward=2, sync=0.5, total=3, blocked=0.5, stalls=[[2, 0.5]], phases=phases)
     assert steps.compute[0] + steps.blocked[0] + steps.rest[0] == pytest.approx(3.5)

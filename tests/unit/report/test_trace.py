@@ -1,4 +1,4 @@
-"""The trace obeys the rules of Chrome's trace format."""
+"""The trace follows the rules of Chrome's trace format."""
 
 from __future__ import annotations
 

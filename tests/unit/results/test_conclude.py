@@ -201,7 +201,7 @@ def test_a_restarted_run_says_from_where_it_went_on(folder: RunFolder) -> None:
     assert note == "started again from the beginning: there was no checkpoint that all ranks have"
     write(folder, 0, start(0, 2))
     write(folder, 1, start(1, 2))
-    assert summarise(folder, spec_of(), status="failed").notes == []  # it came to no step
+    assert summarise(folder, spec_of(), status="failed").notes == []  # no rank did a step
 
 
 @pytest.mark.parametrize(

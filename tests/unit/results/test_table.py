@@ -243,7 +243,7 @@ def test_the_results_are_the_table_its_footnotes_its_notes_and_what_it_leaves_ou
         "note: not pinned",
         "left out: ring-n2: invalid, network: off (2.000 s/iter)",
         *["none-n2: network: 2 links measured"] * 2,
-        "everything is in runs/x",
+        "all files are in runs/x",
     ]
 
 
@@ -251,5 +251,5 @@ def test_results_without_a_counted_run_have_no_table() -> None:
     failed = made("ring", 2.0, status="failed", reason="rank 1 died")
     assert format_results([failed], "runs/x").splitlines() == [
         "left out: ring-n2: failed, rank 1 died",
-        "everything is in runs/x",
+        "all files are in runs/x",
     ]

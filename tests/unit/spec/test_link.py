@@ -1,4 +1,4 @@
-"""Link: written as people write it, kept exactly, refused with a sentence."""
+"""Link: parsed from text, kept exactly; a wrong value is refused with a sentence."""
 
 from __future__ import annotations
 

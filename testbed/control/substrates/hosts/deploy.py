@@ -156,7 +156,7 @@ def _send(host: Host, what: str, archive: Archive, argv: Sequence[str], progress
             host.send(argv, source, TRANSFER_TIMEOUT_S, advance)
     except CommandFailed as error:
         full = "no space left" in error.output.lower()
-        fix = "disk full. Make room there, e.g. docker system prune" if full else f"{error.output[:200]}. Run it again"
+        fix = "disk full. Make room there, e.g. docker system prune" if full else f"{error.output[:200]}. Deploy again"
         raise HostFailed(f"{host}: {what} was not accepted: {fix}") from None
     finally:
         progress.end(host.name, what)
@@ -234,7 +234,7 @@ def _save_image(out: BinaryIO) -> None:
             raise
         reason = saving.stderr.read().decode(errors="replace").strip()
     if saving.returncode:
-        raise Unavailable(f"image {IMAGE}: cannot be packed ({reason}). Is there room in {cache_dir()}?")
+        raise Unavailable(f"image {IMAGE}: cannot be packed ({reason}). Make room in {cache_dir()}.")
 
 
 def pack_data(name: str, digests: dict[str, str]) -> Archive:

@@ -83,7 +83,7 @@ def _check_host(row: Row) -> None:
 def _clock(row: Row) -> str:
     found = row.host.clock()
     if abs(found.offset) - found.error > MAX_CLOCK_OFFSET_S:
-        problem = f"{row.host}: its clock is {found.offset:+.1f} s off ours"
+        problem = f"{row.host}: its clock is {found.offset:+.1f} s off this machine's"
         row.problems.append(f"{problem}. Set it there, e.g. timedatectl set-ntp 1")
     return f"{1000 * found.offset:+.0f} ms (±{1000 * found.error:.0f})"
 

@@ -33,7 +33,7 @@ def run_on_all(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome
             outcome.value = call(outcome.host)
         except TestbedError as error:
             outcome.error = error
-        except Exception as error:  # a bug of ours; the outcomes of the other hosts are kept all the same
+        except Exception as error:  # unexpected, so a bug; the outcomes of the other hosts are kept
             outcome.error = TestbedError(f"{outcome.host}: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(outcome,), daemon=True) for outcome in outcomes]

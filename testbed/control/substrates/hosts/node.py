@@ -48,7 +48,7 @@ def run_id(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Account:
-    """The user on a host, and where our files are there."""
+    """The user on a host, and the folder of our files there."""
 
     uid: int
     gid: int
@@ -56,7 +56,7 @@ class Account:
 
     @property
     def rank_user(self) -> str:
-        """The user of a rank: this one, or nobody if this one is root."""
+        """The user of a rank: this account's, or uid 65534 if this account is root."""
         return f"{self.uid}:{self.gid}" if self.uid else NOBODY_USER
 
     @property

@@ -262,7 +262,7 @@ def _conclude(found: RunOnHosts, spec: RunSpec, folder: RunFolder) -> Summary:
 
 
 def clean(host: Host, everything: bool) -> list[str]:
-    """Remove all that is ours from a host and return what was removed.
+    """Remove everything of the testbed from a host and return what was removed.
 
     Raise HostFailed if a run was not collected yet, unless `everything`. The image stays if others use it.
     """

@@ -24,7 +24,7 @@ from testbed.spec.inventory import HostNode
 
 CONNECT_TIMEOUT_S = 10  # for each stage of a connection
 KEEPALIVE_S = 15
-STALL_TIMEOUT_S = 60.0  # without a byte; then a transfer has failed
+STALL_TIMEOUT_S = 60.0  # a transfer without a byte for so long has failed
 KILL_AFTER_S = 5  # between SIGTERM and SIGKILL of `timeout` on the host
 CHUNK_BYTES = 1 << 18
 CONNECTION_ERRORS = (EOFError, OSError, paramiko.SSHException, ThreadException)  # what a broken connection raises
@@ -180,7 +180,7 @@ class Host:
             result = self.connection.run(line, hide=True, warn=True, in_stream=False, pty=False, timeout=limit)
         except CommandTimedOut:
             problem = f"{self.name}: {_short(argv)}: not finished after {timeout_s:g} s"
-            raise HostCommandFailed(f"{problem}. Is the host overloaded?", TIMEOUT_CODE, "") from None
+            raise HostCommandFailed(f"{problem}. Check the load of the host.", TIMEOUT_CODE, "") from None
         except CONNECTION_ERRORS as error:
             raise self.connection_lost(error) from None
         return self._outcome(argv, timeout_s, result.exited, result.stdout, result.stderr)
@@ -211,7 +211,7 @@ class Host:
                     channel.shutdown_write()
                 except TimeoutError:
                     problem = f"it accepted no data for {STALL_TIMEOUT_S:g} s during {_short(argv)}"
-                    fix = "Check its link and its disk, and run it again"
+                    fix = "Check its link and its disk, and run the command again"
                     raise ConnectionLost(f"{self.name}: {problem}. {fix}") from None
                 except OSError:  # the command has ended early; its exit code and stderr say why
                     pass
@@ -244,7 +244,7 @@ class Host:
             raise self.connection_lost(error) from None
 
     def clock(self) -> Clock:
-        """Return the offset of its clock to ours."""
+        """Return how far the host's clock is ahead of this machine's."""
         return read_clock(lambda number: float(self.run(["date", "+%s.%N"], CONNECT_TIMEOUT_S)))
 
 

@@ -57,7 +57,7 @@ from testbed.spec.run import DEFAULT_PORT, RunSpec
 
 LOG = logging.getLogger(__name__)
 NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host"
-HOSTS_FILE = "hosts.json"  # in the run's folder: `fab collect` finds the folder of a run by it
+HOSTS_FILE = "hosts.json"  # in the run's folder; `fab collect` finds the folder by this file
 STOP_GRACE_S = 5  # between SIGTERM and SIGKILL
 START_TIMEOUT_S = 60.0  # for an engine to start a container
 SIGNAL_TIMEOUT_S = 20.0
@@ -202,7 +202,7 @@ class RemoteProcess:
             self._code = self._follow()
         except TestbedError as error:
             self.error = error
-        except Exception as error:  # kept for `poll`, because an exception in a thread is not seen
+        except Exception as error:  # kept for `poll`, because an exception in a thread does not reach the caller
             self.error = TestbedError(f"{self.host}: {type(error).__name__}: {error}")
         finally:
             self._started.set()
@@ -500,7 +500,7 @@ class HostsSubstrate:
         """No-op: a rank that starts again gets a new container."""
 
     def cut(self, node: int) -> None:
-        """Unavailable, as is every fault that would affect other users of the host."""
+        """Raise Unavailable, as for every fault that would affect other users of the host."""
         raise Unavailable(f"{NEVER_CHANGED}. Use --on compose or netns.")
 
     def reconnect(self, node: int) -> None:

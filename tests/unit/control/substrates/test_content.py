@@ -88,7 +88,7 @@ def test_the_files_of_the_image_need_no_others(tmp_path: Path) -> None:
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    argv = [sys.executable, "-S", "docker/entrypoint.py", "--fetch", "synthetic"]  # -S: an editable install finds all
+    argv = [sys.executable, "-S", "docker/entrypoint.py", "--fetch", "synthetic"]  # -S: no editable installs
     packages = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *packages])}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)

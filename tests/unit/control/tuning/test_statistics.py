@@ -1,4 +1,4 @@
-"""The race between candidates: who leads, how certain that is, and who runs again."""
+"""The race between candidates: which one leads, how certain that is, and which ones run again."""
 
 from __future__ import annotations
 

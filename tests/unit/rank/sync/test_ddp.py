@@ -83,7 +83,7 @@ def test_copies_into_and_out_of_buckets_are_timed(group: Group) -> None:
         step = timeline.take()
         ((_, called, _, _),) = step["comm"]
         copies = [(begin, begin + seconds) for begin, seconds in step["copying"]]
-        assert len(copies) == 4 + 1  # parameters, and the way back
+        assert len(copies) == 4 + 1  # one per parameter, and the last bucket's copy back
         assert sum(begin <= called <= end for begin, end in copies) == 1
         assert max(end for _, end in copies) == pytest.approx(step["total"], abs=0.01)
         assert 0 < step["copies"] <= step["backward"] and 0 < step["copies_cpu"] <= step["cpu"]

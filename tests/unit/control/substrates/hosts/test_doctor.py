@@ -1,4 +1,4 @@
-"""Which column says what is wrong with a connection."""
+"""Which column shows what is wrong with a connection."""
 
 from __future__ import annotations
 

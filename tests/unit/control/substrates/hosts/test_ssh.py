@@ -45,7 +45,7 @@ class StuckHost(ScriptedHost):
 
 
 def test_a_transfer_that_stalls_is_a_lost_connection() -> None:
-    with pytest.raises(ConnectionLost, match=r"node0: it accepted no data for 60 s during docker load.*run it again"):
+    with pytest.raises(ConnectionLost, match=r"node0: it accepted no data for 60 s during docker load.*command again"):
         StuckHost(silent).send(["docker", "load"], io.BytesIO(b"image"), 10, lambda count: None)
 
 

@@ -101,7 +101,7 @@ def test_a_full_disk_here_is_an_error_and_no_byte_comes_twice(tmp_path: Path) ->
         with pytest.raises(TestbedError, match=r"here: cannot be written \(Is a directory\)"):
             mirror.copy(session)  # type: ignore[arg-type]
         (tmp_path / "here").rmdir()
-        (tmp_path / "here").write_bytes(b"one t")  # what a full disk has taken of it
+        (tmp_path / "here").write_bytes(b"one t")  # as much as was written before the disk was full
         mirror.copy(session)  # type: ignore[arg-type]
     assert (tmp_path / "here").read_bytes() == b"one two three\n"
 
