@@ -96,7 +96,7 @@ def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
 # JSON objects, one a line:
 #
 #   {"hello": 2, "token": ...}                first message of a rank
-#   {"step": 7, "phase": "sync"}              heartbeat; with "complains" if the main thread's wait failed
+#   {"step": 7, "phase": "sync"}              heartbeat; with "wait_failed" if the main thread's wait failed
 #   {"verdict": 1, "why": ...}                rank 1 failed: all ranks end
 #   {"refused": ...}                          the request is refused: all ranks end
 #   {"bye": "done", "rank": 2}                this rank ends, and why
@@ -164,7 +164,7 @@ class Heartbeat:
         self.reports: dict[int, dict[str, Any]] = {}  # rank 0: error records of the others
         self.ended: dict[int, str] = {}  # why each rank ended: the reason that it sent, or CLOSED
         self._known = threading.Event()  # set once the verdict was sent to the others
-        self._complaint: float | None = None  # when the main thread's wait failed
+        self._wait_failed_at: float | None = None  # when the main thread's wait failed
         self._leaving = threading.Event()
         self._leave_reason = ""
         self._peers: list[Peer] = []
@@ -204,7 +204,7 @@ class Heartbeat:
 
     def identify_lost(self) -> TestbedError | None:
         """Ask which rank was lost, after an error in a wait. None if no rank can be named."""
-        self._complaint = time.monotonic()
+        self._wait_failed_at = time.monotonic()
         return self.wait_for_verdict(VERDICT_TIMEOUT_S)
 
     def report_lost(self, error: TestbedError) -> TestbedError:
@@ -365,8 +365,8 @@ class Heartbeat:
             self.ended[peer.rank] = why
             if why not in (DONE, STOPPED):  # a rank that still waits for this one will report it as lost
                 self._mark_failed(peer.rank, f"failed: {why}")
-        elif message.get("complains") and self._complaint is None and self.rank == 0:
-            self._complaint = time.monotonic()
+        elif message.get("wait_failed") and self._wait_failed_at is None and self.rank == 0:
+            self._wait_failed_at = time.monotonic()
 
     def _keep_report(self, peer: Peer, message: dict[str, Any]) -> None:
         report = message.get("report")
@@ -380,8 +380,8 @@ class Heartbeat:
 
     def _send_heartbeat(self) -> None:
         message: dict[str, Any] = {"step": self.step, "phase": self.phase}
-        if self._complaint is not None:
-            message["complains"] = True
+        if self._wait_failed_at is not None:
+            message["wait_failed"] = True
         self._send_to_all(message)
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
@@ -398,7 +398,7 @@ class Heartbeat:
             self._drop(peer)
         ranks = [p for p in self._peers if p.rank is not None and p.rank < self.size and p.rank not in self.ended]
         silent = [peer for peer in ranks if now - peer.last_message > self.deadline]
-        if not silent and self._complaint is not None and now - self._complaint > VERDICT_TIMEOUT_S / 3:
+        if not silent and self._wait_failed_at is not None and now - self._wait_failed_at > VERDICT_TIMEOUT_S / 3:
             silent = [peer for peer in ranks if now - peer.last_message > QUIET_S]
             if not silent and self.rank == 0:
                 return self._judge_running(ranks)
