@@ -38,8 +38,7 @@ class Table:
 
     def markdown(self) -> str:
         note = f"\n\n{self.note}" if self.note else ""
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
-        return f"### {self.title}\n\n{format_table(self.header, rows)}{note}\n"
+        return f"### {self.title}\n\n{format_table(self.header, self.rows)}{note}\n"
 
     def csv(self) -> str:
         """A cell that a spreadsheet would run as a formula is written as text."""

@@ -24,6 +24,7 @@ HEADER = (
     "MB sent/step (rank 0, others)",
     "replicas agree",
 )
+MIN_WIDTH = 3  # characters of a column: some readers of Markdown need three in the line below the header
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
 NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries"}
@@ -43,8 +44,9 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text that is also Markdown."""
-    widths = [max(2, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
+    """Aligned text that is also Markdown: a `|` inside a cell is escaped, and a cell is one line."""
+    header, *rows = [[_one_cell(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(MIN_WIDTH, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         first, *rest = zip(cells, widths, strict=True)
@@ -52,6 +54,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
     return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def _one_cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def format_results(summaries: Sequence[Summary], where: object) -> str:

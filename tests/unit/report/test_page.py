@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from testbed.control.cli.main import app
 from testbed.report.page import Report, write
+from testbed.report.tables import Table
 from testbed.spec.errors import UsageError
-from tests.support.synthetic import Conditions, make_run
+from tests.support.synthetic import Conditions, make_faulted, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "node": {"cpus": 0.4}}
 MODES = ("single", "none", "gather", "allreduce", "ring", "ddp")
@@ -166,3 +168,63 @@ def test_two_hundred_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
     taken = time.process_time() - begun
     assert len(report.sections[0].tables[0].rows) == 200
     assert taken < 10, f"{taken:.1f} s"
+
+
+def markdown_tables(text: str) -> list[list[list[str]]]:
+    """Every table that a Markdown parser finds: its rows of cells, the header first."""
+    tables: list[list[list[str]]] = []
+    cell = False
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        if token.type == "table_open":
+            tables.append([])
+        elif token.type == "tr_open":
+            tables[-1].append([])
+        elif token.type in ("th_open", "td_open"):
+            cell = True
+        elif token.type == "inline" and cell:
+            tables[-1][-1].append(token.content)
+            cell = False
+    return tables
+
+
+def add_epoch(folder: Path) -> None:
+    """One more test of the model, so that the run has two epochs."""
+    for path in folder.glob("rank*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        last = next(line for line in lines if line["kind"] == "eval")
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:-1], last | {"epoch": 1}, lines[-1]]))
+
+
+def all_tables(folder: Path) -> list[Table]:
+    """Write a report that has every table there is; return the tables in the order of report.md."""
+    for mode in ("single", "ring"):
+        make_run(folder / "few" / mode, mode=mode, experiment="few", **LINK)
+        add_epoch(folder / "few" / mode)
+    published = {"test_loss": {"single": 1.0, "ring|after": 2.0}}
+    (folder / "few" / "experiment.json").write_text(json.dumps({"name": "few", "title": "t", "published": published}))
+    for batch in (32, 128):
+        values = {"batch": None, "batch_per_rank": batch, "experiment": "workers", **LINK}
+        make_run(folder / "workers" / f"single-{batch}", mode="single", **values)
+        make_run(folder / "workers" / f"ddp-{batch}", mode="ddp", **values)
+    make_faulted(folder / "killed", "kill:rank2@step8", mode="ring", experiment="faults")
+    history = folder / "killed" / "faults.jsonl"
+    history.write_text(history.read_text().replace("kill:rank2@step8", "kill|rank2"))
+    report = write([folder], folder)
+    assert report.faults
+    parts = [[*([part.published.table] if part.published else []), *part.tables] for part in report.sections]
+    return [*(table for tables in parts for table in tables), report.faults.table]
+
+
+def test_a_markdown_parser_reads_every_table_of_report_md(tmp_path: Path) -> None:
+    tables = all_tables(tmp_path)
+    assert {table.name for table in tables} == {
+        *("modes", "workers-time", "workers-split", "workers-bandwidth", "split", "bytes", "wire", "epochs"),
+        *("ranks", "compact", "network", "published", "faults"),
+    }
+    text = (tmp_path / "report" / "report.md").read_text()
+    expected = [[[cell.strip() for cell in row] for row in (table.header, *table.rows)] for table in tables]
+    assert markdown_tables(text) == expected
+    assert any("|" in cell for rows in expected for row in rows for cell in row)
+    rules = [line for line in text.splitlines() if line.startswith("|") and not line.strip("|-: ")]
+    assert len(rules) == len(tables)
+    assert all(len(rule) >= 3 for line in rules for rule in line.strip("| ").split(" | "))

@@ -97,7 +97,13 @@ def test_a_row_says_when_synchronising_came_after_the_step() -> None:
 
 
 def test_a_column_of_one_character_is_markdown() -> None:
-    assert format_table(["mode", "n"], [["ring", "8"]]).splitlines()[1] == "| ---- | -: |"
+    assert format_table(["mode", "n"], [["ring", "8"]]).splitlines()[1] == "| ---- | --: |"
+
+
+def test_a_cell_stays_one_cell_whatever_is_in_it() -> None:
+    lines = format_table(["mode", "a|b"], [["ring|after", "two\nlines"]]).splitlines()
+    assert [line.replace("\\|", "").count("|") for line in lines] == [3, 3, 3]
+    assert "ring\\|after" in lines[2] and "two lines" in lines[2]
 
 
 def test_the_text_is_aligned_and_markdown() -> None:
