@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from testbed.report import theory
+from testbed.report.faulted import FaultedRun
 from testbed.report.load import Column
 from testbed.report.model import (
     REPEAT_KEYS,
@@ -26,7 +27,6 @@ from testbed.report.model import (
     overrides_in_words,
 )
 from testbed.report.stats import seconds
-from testbed.results.faults import FaultedRun
 
 SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest
 BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again

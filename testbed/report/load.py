@@ -19,16 +19,18 @@ check that the parts add up to the step.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from testbed.results.conclude import Summary
-from testbed.results.faults import FaultedRun, read_faulted
+from testbed.report.faulted import FaultedRun, read_faulted
+from testbed.results.conclude import Summary, faulted_steps
+from testbed.results.faults import TimedStep
 from testbed.results.folder import (
     EXPERIMENT,
     MAX_JSON_BYTES,
@@ -41,6 +43,7 @@ from testbed.results.folder import (
 )
 from testbed.results.receipt import Network, read_network
 from testbed.results.records import CONTINUED, End, Eval, Start, Step, read
+from testbed.results.table import row_note
 from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
@@ -134,11 +137,17 @@ class Steps:
         """The number of the last step; -1 without any."""
         return int(self.step[-1]) if len(self.step) else -1
 
-    def between(self, first: int, last: int) -> Steps:
-        """Only the steps first..last, both included."""
-        chosen = [k for k, number in enumerate(self.step) if first <= number <= last]
-        cut = slice(chosen[0], chosen[-1] + 1) if chosen else slice(0, 0)
-        return replace(self, **{field.name: getattr(self, field.name)[cut] for field in fields(self)})
+    @property
+    def numbers(self) -> list[int]:
+        return [int(number) for number in self.step]
+
+    def only(self, wanted: Callable[[int], bool]) -> Steps:
+        """Only the steps whose number is wanted."""
+        chosen = [k for k, number in enumerate(self.numbers) if wanted(number)]
+        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, column in columns.items():
+            columns[name] = column[chosen] if isinstance(column, np.ndarray) else [column[k] for k in chosen]
+        return replace(self, **columns)
 
     @property
     def compute(self) -> Column:
@@ -211,6 +220,7 @@ class LoadedRun:
     summary: Summary
     ranks: list[Rank]
     network: Network
+    under_fault: dict[int, list[str]] = field(default_factory=dict)  # step -> kinds of the injected faults
 
     @property
     def spec(self) -> RunSpec:
@@ -218,9 +228,15 @@ class LoadedRun:
 
     @cached_property
     def kept(self) -> list[Steps]:
-        """Each rank's steps that count: without warm-up, and only those that every rank finished."""
+        """Each rank's steps that count: without warm-up, without faults, and only those that every rank finished."""
         last = min((rank.steps.last for rank in self.ranks), default=-1)
-        return [rank.steps.between(self.spec.warmup, last) for rank in self.ranks]
+        counts = range(self.spec.warmup, last + 1)
+        return [rank.steps.only(lambda n: n in counts and n not in self.under_fault) for rank in self.ranks]
+
+    @property
+    def measured(self) -> bool:
+        """False if no step counts, because all were under an injected fault."""
+        return len(self.kept[0].total) > 0
 
     @property
     def gradient(self) -> float:
@@ -254,6 +270,7 @@ class Loaded:
     skipped: list[Skipped]
     experiments: dict[str, Experiment]  # by name; a sweep writes its experiment to the folder of its runs
     faulted: list[FaultedRun]  # runs with injected faults, whatever their status
+    unmeasured: list[LoadedRun] = field(default_factory=list)  # no step counts: all were under a fault
 
 
 def load(paths: Sequence[Path]) -> Loaded:
@@ -262,6 +279,7 @@ def load(paths: Sequence[Path]) -> Loaded:
     skipped: list[Skipped] = []
     experiments: dict[str, Experiment] = {}
     faulted: list[FaultedRun] = []
+    unmeasured: list[LoadedRun] = []
     distinct: dict[Path, Path] = {}  # a folder may be named twice
     for path in (found for named in paths for found in find_runs(named)):
         distinct.setdefault(path.resolve(), path)
@@ -273,9 +291,13 @@ def load(paths: Sequence[Path]) -> Loaded:
         except DAMAGE as error:
             skipped.append(Skipped(path, _sentence(error)))
             continue
+        if not run.measured:
+            skipped.append(Skipped(path, f"no figure: {row_note([run.summary])}"))
+            unmeasured.append(run)
+            continue
         runs.append(run)
         _read_experiment(run, experiments)
-    return Loaded(runs, skipped, experiments, faulted)
+    return Loaded(runs, skipped, experiments, faulted, unmeasured)
 
 
 def read_run(folder: RunFolder, whole: bool = True) -> LoadedRun:
@@ -290,10 +312,16 @@ def read_run(folder: RunFolder, whole: bool = True) -> LoadedRun:
         raise SpecError("its spec.json and summary.json are of different runs")
     folder.check_no_links(allow_top=True)
     ranks = [_read_rank(folder, rank, whole) for rank in range(spec.world)]
-    run = LoadedRun(folder, summary, ranks, read_network(folder.receipt, spec))
-    if whole and not len(run.kept[0].total):
+    faults = faulted_steps(folder, spec, [_timed(rank.steps) for rank in ranks], summary.substrate)
+    run = LoadedRun(folder, summary, ranks, read_network(folder.receipt, spec), faults)
+    if whole and not run.measured and not faults:
         raise SpecError("no step is left after warm-up")
     return run
+
+
+def _timed(steps: Steps) -> list[TimedStep]:
+    rows = zip(steps.numbers, steps.at.tolist(), (steps.at + steps.total).tolist(), steps.attempt.tolist(), strict=True)
+    return [TimedStep(n, begin, end, None if np.isnan(attempt) else int(attempt)) for n, begin, end, attempt in rows]
 
 
 def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:

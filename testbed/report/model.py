@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from testbed.results.table import (
     baselines,
     flatten,
     label,
+    row_note,
     short_key,
     varying_keys,
 )
@@ -115,6 +116,16 @@ class Cell:
         return self.spec.world
 
     @property
+    def note(self) -> str:
+        """How many steps of all repeats were left out, and why; empty if none."""
+        return row_note([run.summary for run in self.runs])
+
+    @property
+    def disturbed(self) -> bool:
+        """True if a fault was injected while steps were measured: then the time of the whole run means nothing."""
+        return any(run.under_fault for run in self.runs)
+
+    @property
     def by_mean(self) -> bool:
         """True for every:K, where the median would leave out the steps that synchronise."""
         return self.spec.mode.every > 1
@@ -164,7 +175,7 @@ class Cell:
     @cached_property
     def syncs(self) -> float:
         """Synchronisations per step that counts."""
-        return theory.syncs_per_step(self.spec.mode, int(self.steps[0].step[0]), self.steps[0].last)
+        return theory.syncs_per_step(self.spec.mode, self.steps[0].numbers)
 
     @cached_property
     def bound(self) -> float | None:
@@ -211,6 +222,7 @@ class Chapter:
     name: str
     experiment: Experiment | None
     cells: list[Cell]
+    unmeasured: list[Cell] = field(default_factory=list)  # rows without a figure: all steps were under a fault
 
     @property
     def title(self) -> str:
@@ -223,7 +235,8 @@ class Chapter:
     @cached_property
     def varying(self) -> list[str]:
         """Keys of the spec that differ between cells, without the mode."""
-        return [key for key in varying_keys(self.summaries) if key not in ("mode", "placement")]
+        rows = [*self.summaries, *(cell.first.summary for cell in self.unmeasured)]
+        return [key for key in varying_keys(rows) if key not in ("mode", "placement")]
 
     @property
     def substrates(self) -> list[str]:
@@ -251,14 +264,20 @@ class Chapter:
 
 def chapters(loaded: Loaded) -> list[Chapter]:
     """Group runs by experiment, and pool the runs of one condition on one substrate."""
+    cells, unmeasured = _pooled(loaded.runs), _pooled(loaded.unmeasured)
+    return [
+        Chapter(name, loaded.experiments.get(name), _ordered(own, loaded, name), unmeasured.get(name, []))
+        for name, own in cells.items()
+    ]
+
+
+def _pooled(runs: Sequence[LoadedRun]) -> dict[str, list[Cell]]:
+    """The cells of each experiment."""
     groups: dict[str, dict[str, list[LoadedRun]]] = {}
-    for run in loaded.runs:
+    for run in runs:
         key = f"{condition(run.spec)} on {run.summary.substrate}"
         groups.setdefault(run.spec.experiment, {}).setdefault(key, []).append(run)
-    return [
-        Chapter(name, loaded.experiments.get(name), _ordered([Cell(runs) for runs in cells.values()], loaded, name))
-        for name, cells in groups.items()
-    ]
+    return {name: [Cell(pooled) for pooled in cells.values()] for name, cells in groups.items()}
 
 
 def condition(spec: RunSpec) -> str:

@@ -252,6 +252,7 @@ def _cell_figures(chapter: Chapter, cell: Cell) -> dict[str, Any]:
         "folders": [str(run.folder.path) for run in cell.runs],
         "spec": json.loads(cell.spec.to_json()),
         "seconds": asdict(cell.seconds),
+        "left_out_steps": sum(run.summary.left_out_steps for run in cell.runs),
         "speed_up": chapter.speed_up(cell),
         "split": asdict(cell.split) | {"hidden_share": cell.split.hidden_share} if cell.spec.spans else None,
         "waiting": asdict(waiting) | {"slowest": waiting.slowest},

@@ -40,7 +40,7 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "accuracy_percent": ("accuracy %", lambda chapter, cell: _percent(cell.first.summary.test_accuracy)),
     "first_loss": ("first loss", lambda chapter, cell: _epoch_loss(cell, 0)),
     "last_loss": ("last loss", lambda chapter, cell: _epoch_loss(cell, -1)),
-    "total_seconds": ("total s", lambda chapter, cell: _mean([r.end.seconds for r in cell.first.ranks if r.end])),
+    "total_seconds": ("total s", lambda chapter, cell: _total_seconds(cell)),
     "compute_share_percent": ("profiler: compute %", lambda chapter, cell: _profiled(cell, "compute")),
     "communication_share_percent": ("communication %", lambda chapter, cell: _profiled(cell, "communication")),
     "hidden_share_percent": ("hidden %", lambda chapter, cell: _percent(cell.split.hidden_share)),
@@ -252,6 +252,11 @@ def _epoch_loss(cell: Cell, index: int) -> float | None:
         return _mean([each[index].train_loss for each in evals])
     losses = cell.losses()
     return float(losses[index]) if len(losses) else None
+
+
+def _total_seconds(cell: Cell) -> float | None:
+    """The time of the whole run, mean over ranks; None if a fault was injected into it."""
+    return None if cell.disturbed else _mean([rank.end.seconds for rank in cell.first.ranks if rank.end])
 
 
 def _train_accuracy(cell: Cell) -> float | None:

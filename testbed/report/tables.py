@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from testbed.report import findings, theory
+from testbed.report.faulted import FaultedRun
 from testbed.report.load import Rank
 from testbed.report.model import Cell, Chapter, names, value_of
-from testbed.results.faults import HEADER, FaultedRun
-from testbed.results.table import format_table, short_key
+from testbed.results.faults import HEADER
+from testbed.results.table import NOTE, format_table, short_key
 from testbed.spec.datasets import dataset_info
 
 DASH = "-"
@@ -82,7 +83,8 @@ def share(value: float | None) -> str:
 def modes(chapter: Chapter) -> Table:
     """Seconds per step with their interval, speed-up, test loss and accuracy."""
     rest = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", "images/s", "test loss", "accuracy", "replicas")
-    made = Columns(chapter, rest)
+    noted = bool(chapter.unmeasured) or any(cell.note for cell in chapter.cells)
+    made = Columns(chapter, (*rest, NOTE) if noted else rest)
     for cell in chapter.cells:
         s, run = cell.seconds, cell.first.summary
         trained = [] if cell.spec.mode.is_control else cell.runs  # ranks of a control run train different models
@@ -101,7 +103,10 @@ def modes(chapter: Chapter) -> Table:
             number(statistics.fmean(losses) if losses else None),
             share(statistics.fmean(right) if right else None),
             agree,
+            *([cell.note or DASH] if noted else []),
         )
+    for cell in chapter.unmeasured:
+        made.add(cell, *[DASH] * len(rest), cell.note)
     return Table("modes", "What each mode costs", made.header, made.rows, findings.MODES)
 
 
@@ -365,7 +370,7 @@ def epochs(chapter: Chapter) -> Table | None:
     total = ["seconds of training"]
     for cell in cells:
         times = [rank.end.seconds for rank in cell.first.ranks if rank.end]
-        total += [f"{min(times):.1f} to {max(times):.1f}", DASH]
+        total += [DASH if cell.disturbed else f"{min(times):.1f} to {max(times):.1f}", DASH]
     note = "Training loss and accuracy of each epoch, mean over ranks. Seconds: the fastest and the slowest rank."
     return Table("epochs", "Epoch by epoch", header, [*rows, total], note)
 

@@ -11,6 +11,7 @@ Links are full duplex. The first term is what the wire needs, the second what em
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -61,15 +62,15 @@ def cost(mode: SyncMode, ranks: int) -> Cost | None:
     return Cost(load, hops, mode.time)
 
 
-def syncs_per_step(mode: SyncMode, first: int, last: int) -> float:
-    """How often steps first..last synchronise, per step: 1, and for every:K about 1/K."""
+def syncs_per_step(mode: SyncMode, steps: Sequence[int]) -> float:
+    """How often these steps synchronise, per step: 1, and for every:K about 1/K."""
     if mode.silent:
         return 0.0
-    if mode.every == 1 or last < first:
+    if mode.every == 1 or not steps:
         return 1.0
-    local = [step for step in range(first, last + 1) if step >= mode.every_from]
-    averaged = sum((step + 1 - mode.every_from) % mode.every == 0 for step in local)
-    return (last - first + 1 - len(local) + averaged) / (last - first + 1)
+    exact = sum(step < mode.every_from for step in steps)
+    averaged = sum(step >= mode.every_from and (step + 1 - mode.every_from) % mode.every == 0 for step in steps)
+    return (exact + averaged) / len(steps)
 
 
 def bound(mode: SyncMode, ranks: int, size: float, rate: float, delay: float, buffers: float) -> float | None:

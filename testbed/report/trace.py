@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from testbed.report.faulted import FaultedRun, read_faulted
 from testbed.report.load import DAMAGE, LoadedRun, Rank, Steps, read_run
-from testbed.results.faults import FaultedRun, read_faulted
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.errors import UsageError
 

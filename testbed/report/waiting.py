@@ -101,12 +101,12 @@ def _exchanges(run: LoadedRun) -> Iterator[list[Transfer]]:
     a transfer before the end of its step and another after it. Names that occur unequally often are left out.
     """
     ranks = [_transfers(run, rank) for rank in range(len(run.ranks))]
-    first, last = int(run.kept[0].step[0]), run.kept[0].last
+    counted = set(run.kept[0].numbers)
     for name, own in ranks[0].items():
         others = [transfers.get(name, []) for transfers in ranks[1:]]
         if others and all(len(each) == len(own) for each in others):
             found = zip(own, *others, strict=True)
-            yield from (list(each) for each in found if first <= each[0].step <= last)
+            yield from (list(each) for each in found if each[0].step in counted)
 
 
 def _transfers(run: LoadedRun, rank: int) -> dict[str, list[Transfer]]:
@@ -172,7 +172,7 @@ def _slow_links(run: LoadedRun) -> list[Straggler]:
 def _matters(run: LoadedRun, rate: float) -> bool:
     """True if a link of this rate can explain the time of communication."""
     least = theory.bound(run.spec.mode, run.spec.world, run.buffers[1], rate, 0.0, 1)
-    syncs = theory.syncs_per_step(run.spec.mode, int(run.kept[0].step[0]), run.kept[0].last)
+    syncs = theory.syncs_per_step(run.spec.mode, run.kept[0].numbers)
     busy = statistics.fmean(float(steps.busy.mean()) for steps in run.kept)
     return least is None or least * syncs >= LINK_MATTERS * busy
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.spec.base import Spec
@@ -48,7 +49,9 @@ class Summary(Spec):
     substrate: str = ""
     notes: list[str] = []
     network: str = "not measured"
-    steps: int = 0  # measured steps, without warm-up
+    steps: int = 0  # measured steps, without warm-up and without those under a fault
+    left_out_steps: int = 0  # steps after warm-up that were under an injected fault
+    left_out_reason: str = ""  # "rate fault", "cut and rate faults"
     seconds_per_step: float | None = None  # median (every:K: mean) over steps of the mean over ranks
     seconds_spread: tuple[float, float] | None = None  # quartiles of the same
     per_rank_seconds: list[float | None] = []  # mean per rank
@@ -69,9 +72,19 @@ class Summary(Spec):
         try:
             values = json.loads(read_bounded(folder.summary, MAX_SUMMARY_BYTES))
             check_schema(values["schema"], str(folder.summary))
-            return cls.model_validate(values)
+            summary = cls.model_validate(values)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SpecError(f"{folder.summary}: damaged ({str(error).splitlines()[0]}). Run it again.") from None
+        if "left_out_steps" in values or summary.status != "ok" or not summary.spec.faults:
+            return summary
+        # A version that counted steps under a fault wrote it.
+        steps = [[r for r in read(folder.records(rank)) if isinstance(r, Step)] for rank in range(summary.spec.world)]
+        return summary.model_copy(update=_timing(folder, summary.spec, steps, summary.substrate))
+
+
+def has_one_clock(substrate: str) -> bool:
+    """True if all nodes have the controller's monotonic clock: on every substrate but real hosts."""
+    return substrate != "hosts"
 
 
 def conclude(
@@ -111,26 +124,56 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
 def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summary:
     ranks = [list(read(folder.records(rank))) for rank in range(spec.world)]
     steps = [[r for r in records if isinstance(r, Step)] for records in ranks]
-    kept = [[r for r in rank_steps if r.step >= spec.warmup] for rank_steps in steps]
-    means = [statistics.fmean(row) for row in zip(*([r.total for r in k] for k in kept), strict=False)]
     starts = [r for records in ranks for r in records if isinstance(r, Start)]
     notes = [*facts.get("notes", ()), *_restarted(folder, steps)]
     return Summary(
         spec=spec,
-        steps=len(means),
-        seconds_per_step=centre(spec)(means) if means else None,
-        seconds_spread=_quartiles(means),
-        per_rank_seconds=[statistics.fmean(r.total for r in k) if k else None for k in kept],
         losses=_losses(spec, steps),
-        sent_per_step=[_bytes_per_step(k, lambda step: step.sent) for k in kept],
-        received_per_step=[_bytes_per_step(k, lambda step: step.received) for k in kept],
         counter=starts[0].counter if starts else "",
         gradient_bytes=starts[0].gradient_bytes if starts else None,
         environment=starts[0].environment if starts else {},
         replicas_agree=_replicas_agree(ranks),
         **_accuracy(ranks),
+        **_timing(folder, spec, steps, facts.get("substrate", "")),
         **facts | _verdict(ranks, steps, facts["status"]) | {"notes": notes},
     )
+
+
+def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate: str) -> dict[str, Any]:
+    """Seconds and bytes per step, of the steps after warm-up that no injected fault overlapped."""
+    faults = faulted_steps(folder, spec, [[timed(r) for r in rows] for rows in steps], substrate)
+    counted = [[r for r in rows if r.step >= spec.warmup] for rows in steps]
+    kept = [[r for r in rows if r.step not in faults] for rows in counted]
+    means = [statistics.fmean(row) for row in zip(*([r.total for r in k] for k in kept), strict=False)]
+    left_out = [numbers[0] for numbers in zip(*([r.step for r in rows] for rows in counted), strict=False)]
+    left_out = [number for number in left_out if number in faults]
+    return {
+        "steps": len(means),
+        "left_out_steps": len(left_out),
+        "left_out_reason": fault_names(kind for number in left_out for kind in faults[number]),
+        "seconds_per_step": centre(spec)(means) if means else None,
+        "seconds_spread": _quartiles(means),
+        "per_rank_seconds": [statistics.fmean(r.total for r in k) if k else None for k in kept],
+        "sent_per_step": [_bytes_per_step(k, lambda step: step.sent) for k in kept],
+        "received_per_step": [_bytes_per_step(k, lambda step: step.received) for k in kept],
+    }
+
+
+def timed(step: Step) -> TimedStep:
+    return TimedStep(step.step, step.at, step.at + step.total, step.attempt)
+
+
+def faulted_steps(
+    folder: RunFolder, spec: RunSpec, ranks: Sequence[Sequence[TimedStep]], substrate: str
+) -> dict[int, list[str]]:
+    """The steps of a run that were under an injected fault, by number, with the kinds of these faults."""
+    return steps_under_fault(read_history(folder), ranks, has_one_clock(substrate)) if spec.faults else {}
+
+
+def fault_names(kinds: Iterable[str]) -> str:
+    """`rate fault`, `cut and rate faults`; empty without any."""
+    names = sorted(set(kinds))
+    return f"{' and '.join(names)} fault{'s' * (len(names) > 1)}" if names else ""
 
 
 def _verdict(ranks: list[list[Record]], steps: list[list[Step]], status: str) -> dict[str, str]:
@@ -182,12 +225,12 @@ def _losses(spec: RunSpec, steps: list[list[Step]]) -> list[float]:
 
 
 def _bytes_per_step(kept: list[Step], counter: Callable[[Step], int | None]) -> float | None:
-    """Mean difference of a cumulative counter between the ends of two steps.
+    """Mean difference of a cumulative counter between the ends of two successive steps.
 
     Both steps belong to one epoch, so that the traffic of the test is not counted, and to one attempt, because a
     restarted rank counts from 0 again.
     """
-    alike = [(a, b) for a, b in itertools.pairwise(kept) if a.attempt == b.attempt]
+    alike = [(a, b) for a, b in itertools.pairwise(kept) if a.attempt == b.attempt and b.step == a.step + 1]
     pairs = [(a, b) for a, b in alike if a.epoch == b.epoch] or alike
     counts = [(counter(a), counter(b)) for a, b in pairs]
     known = [b - a for a, b in counts if a is not None and b is not None]

@@ -1,8 +1,10 @@
 """Runs with injected faults: which faults faults.jsonl records, which ranks detected them when, how the run ended.
 
 The controller writes faults.jsonl while it injects (control/runs/faults.py). The command line prints `fault_table`; the
-report also draws the times. This is the only table that shows failed runs. Times are on the monotonic clock of the
-controller; on real hosts the nodes have other clocks, so those runs have no times to draw.
+report also draws the times (report/faulted.py). This is the only table that shows failed runs. Times are on the
+monotonic clock of the controller; on real hosts the nodes have other clocks, so those runs have no times to draw.
+
+Steps under a fault are in no median: `steps_under_fault` says which.
 
 Events: injected (a fault), over (a fault that lasts for some time), saw (a rank ended because it lost another),
 ended (a rank, with its exit code), again (all ranks start again).
@@ -12,18 +14,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from testbed.results.conclude import Summary
-from testbed.results.folder import MAX_FAULTS_BYTES, MAX_RECORDS_BYTES, RunFolder, check_size
-from testbed.results.records import Step, complete_lines, read
+from testbed.results.folder import MAX_FAULTS_BYTES, RunFolder, check_size
+from testbed.results.records import complete_lines
 from testbed.spec.errors import SpecError, one_line
+from testbed.spec.fault import KINDS
 from testbed.spec.run import RunSpec
-from testbed.spec.units import Interval
 
 MAX_EVENTS = 10_000  # of one run; a controller writes some dozen
 HEADER = ("run", "fault", "detected after", "named right", "exit codes, rank 0 first", "recovered")
@@ -36,6 +38,21 @@ class FaultHistory:
     """The events of one run. If it has several faults, times and names are compared with the first."""
 
     events: list[Event]
+
+    @property
+    def attempts(self) -> list[list[Event]]:
+        """The events of each attempt. It ends with `again`, or where a rank that has ended begins once more."""
+        found: list[list[Event]] = [[]]
+        ended: set[Any] = set()
+        for event in self.events:
+            if event["event"] == "ended" and event["rank"] in ended:
+                found, ended = [*found, []], set()
+            found[-1].append(event)
+            if event["event"] == "again":
+                found, ended = [*found, []], set()
+            elif event["event"] == "ended":
+                ended.add(event["rank"])
+        return found
 
     @property
     def injected(self) -> list[Event]:
@@ -85,6 +102,7 @@ class FaultHistory:
 def read_history(folder: RunFolder) -> FaultHistory:
     """Read faults.jsonl; empty if there is none. SpecError if a line is damaged."""
     events = []
+    check_size([folder.faults] if folder.faults.is_file() else [], MAX_FAULTS_BYTES)
     for number, line in itertools.islice(complete_lines(folder.faults), MAX_EVENTS):
         try:
             event = json.loads(line)
@@ -116,73 +134,44 @@ def _row(history: FaultHistory, spec: RunSpec, status: str | None) -> tuple[str,
     )
 
 
-@dataclass(frozen=True)
-class Episode:
-    """One fault, from its beginning to its end; `end` is None for a fault that was never undone."""
+class TimedStep(NamedTuple):
+    """When a rank did a step, on its monotonic clock; `attempt` is None for the last one."""
 
-    fault: str
-    rank: int
+    number: int
     begin: float
-    end: float | None
+    end: float
+    attempt: int | None
 
 
-@dataclass(frozen=True)
-class FaultedRun:
-    """One run with faults, however it ended, as the report draws it."""
+def steps_under_fault(
+    history: FaultHistory, ranks: Sequence[Sequence[TimedStep]], one_clock: bool
+) -> dict[int, list[str]]:
+    """The kinds of faults that were in force during each step, by its number; only steps that had any.
 
-    folder: RunFolder
-    summary: Summary
-    history: FaultHistory
-    row: tuple[str, ...]  # of the table
-    episodes: list[Episode]
-    noticed: list[tuple[int, float]]  # rank, time at which it ended because it lost another rank
-    ended: list[tuple[int, float, int]]  # rank, time, exit code
-    steps: list[list[Interval]]  # begin and end of every step of each rank, of all attempts
-    one_clock: bool  # False on real hosts
-
-    @property
-    def spec(self) -> RunSpec:
-        return self.summary.spec
-
-
-def read_faulted(folder: RunFolder) -> FaultedRun | None:
-    """Read a run with faults; None if it has none, or did not begin."""
-    if not folder.faults.is_file() or not folder.summary.is_file():
-        return None
-    folder.check_no_links(allow_top=True)
-    check_size([folder.faults], MAX_FAULTS_BYTES)
-    history, summary = read_history(folder), Summary.read(folder)
-    rows = fault_table([(folder, summary.spec, summary.status)])
-    if not rows:
-        return None
-    saw = [event for event in history.events if event["event"] == "saw" and event["at"]]
-    ended = [event for event in history.events if event["event"] == "ended" and event["at"]]
-    return FaultedRun(
-        folder=folder,
-        summary=summary,
-        history=history,
-        row=rows[0],
-        episodes=_episodes(history.events),
-        noticed=[(int(event["rank"]), float(event["at"])) for event in saw],
-        ended=[(int(event["rank"]), float(event["at"]), int(event["code"])) for event in ended],
-        steps=[_steps(folder, rank) for rank in range(summary.spec.world)],
-        one_clock=summary.substrate != "hosts",
-    )
+    A step is under a fault if the two overlap on any rank, because all ranks wait for the slowest. A fault without a
+    duration lasts to the end of its attempt. If nodes have clocks of their own, only the step in which a fault began
+    is known: all later steps of that attempt count as under the fault.
+    """
+    found: dict[int, list[str]] = {}
+    attempts = history.attempts
+    for attempt, events in enumerate(attempts, start=1):
+        for kind, fault, until in _in_force(events):
+            for step in itertools.chain.from_iterable(ranks):
+                if one_clock:
+                    hit = step.begin < until and step.end > float(fault["begun"])
+                else:
+                    hit = (step.attempt or len(attempts)) == attempt and step.number >= int(fault["step"])
+                if hit and kind not in found.setdefault(step.number, []):
+                    found[step.number].append(kind)
+    return {number: kinds for number, kinds in found.items() if kinds}
 
 
-def _episodes(events: Sequence[Event]) -> list[Episode]:
-    found = []
+def _in_force(events: Sequence[Event]) -> Iterator[tuple[str, Event, float]]:
+    """Each fault of an attempt: its kind, its event, and when it was over at the latest."""
     for number, event in enumerate(events):
         if event["event"] == "injected":
-            over = (e for e in events[number:] if e["event"] == "over" and e["fault"] == event["fault"])
-            end = next((float(e["at"]) for e in over), None)
-            found.append(Episode(str(event["fault"]), int(event["rank"]), float(event["begun"]), end))
-    return found
-
-
-def _steps(folder: RunFolder, rank: int) -> list[Interval]:
-    """Begin and end of every step of a rank, those of failed attempts included."""
-    paths = [*folder.attempts(rank).values(), folder.records(rank)]
-    check_size((path for path in paths if path.is_file()), MAX_RECORDS_BYTES)
-    steps = [record for path in paths for record in read(path) if isinstance(record, Step)]
-    return [(step.at, step.at + step.total) for step in steps]
+            later = events[number + 1 :]
+            over = (float(e["at"]) for e in later if e["event"] == "over" and e["fault"] == event["fault"])
+            ends = [float(e["at"]) for e in later if e["event"] in ("ended", "again") and e.get("at")]
+            kind = str(event["fault"]).partition(":")[0]
+            yield kind if kind in KINDS else "unknown", event, next(over, max(ends, default=math.inf))

@@ -24,6 +24,7 @@ HEADER = (
     "MB sent/step (rank 0, others)",
     "replicas agree",
 )
+NOTE = "note"  # the last column, if any row has one
 MIN_WIDTH = 3  # characters of a column: some readers of Markdown need three in the line below the header
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
@@ -40,7 +41,11 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
         _row(s, single, [str(s.spec.world if key == "nodes" else flatten(s.spec).get(key)) for key in varying])
         for s, single in zip(counted, baselines(counted), strict=True)
     ]
-    return (HEADER[0], *(short_key(key, varying) for key in varying), *HEADER[1:]), rows
+    header = (HEADER[0], *(short_key(key, varying) for key in varying), *HEADER[1:])
+    notes = [row_note([s]) for s in counted]
+    if any(notes):
+        return (*header, NOTE), [(*row, note or "-") for row, note in zip(rows, notes, strict=True)]
+    return header, rows
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -54,6 +59,14 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"
     return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def row_note(repeats: Sequence[Summary]) -> str:
+    """What a reader must know of a row before comparing it, e.g. `12 of 20 steps left out: rate fault`; else empty."""
+    left_out = sum(s.left_out_steps for s in repeats)
+    reasons = dict.fromkeys(s.left_out_reason for s in repeats if s.left_out_steps)
+    whole = left_out + sum(s.steps for s in repeats)
+    return f"{left_out} of {whole} steps left out: {', '.join(reasons)}" if left_out else ""
 
 
 def _one_cell(text: str) -> str:

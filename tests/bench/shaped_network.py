@@ -111,7 +111,7 @@ def _read_case(folder: Path, number: int) -> TrainedCase:
         lines = list(read(path))
         rows, end = [line for line in lines if isinstance(line, Step)], lines[-1]
         assert isinstance(end, End)
-        steps.append(Steps.of(rows, path.name).between(WARMUP, len(rows)))
+        steps.append(Steps.of(rows, path.name).only(lambda number: number >= WARMUP))
         sent.append(((end.sent or 0) - (end.before or 0)) / end.steps)
         path.unlink()
     return TrainedCase(steps, statistics.fmean(sent))

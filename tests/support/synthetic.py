@@ -46,6 +46,8 @@ class Conditions:
     offsets: list[float] | None = None  # seconds between the ranks' clocks, as on hosts
     loss_rate: float = 0.05
     loss: float | None = None  # of the test; None: computed from the accuracy
+    slowed: dict[int, float] = field(default_factory=dict)  # step -> factor on compute, e.g. under a fault
+    cpu_model: str = "synthetic"
 
 
 def make_run(
@@ -60,7 +62,7 @@ def make_run(
     clock = _Clock(spec, conditions)
     for rank in range(spec.world):
         lines = [
-            _start(rank, spec),
+            _start(rank, spec, conditions.cpu_model),
             _hash(0),
             *clock.steps(rank),
             _hash(spec.steps or 0),
@@ -77,19 +79,37 @@ def make_run(
     return summary
 
 
-def make_faulted(folder: Path, fault: str, over: float | None = None, **values: Any) -> None:
-    """Create a run with a fault in step 3: it failed 0.3 s later or, with `over`, continued after so many seconds."""
-    status, reason = ("ok", "") if over else ("failed", "rank 2 was killed")
-    make_run(folder, status=status, reason=reason, faults=[fault], **values)
-    run, failed_rank = RunFolder(folder), int(fault.split("rank")[1][0])
-    at = json.loads(run.records(0).read_text().splitlines()[5])["at"]
+def make_faulted(
+    folder: Path,
+    fault: str,
+    over: float | None = None,
+    conditions: Conditions | None = None,
+    finished: bool | None = None,
+    **values: Any,
+) -> Summary:
+    """Create a run with a fault in step 3: it failed 0.3 s later or, with `over`, continued after so many seconds.
+
+    `finished` without `over`: it continued, and the fault lasted to its end.
+    """
+    finished = bool(over) if finished is None else finished
+    status, reason = ("ok", "") if finished else ("failed", "rank 2 was killed")
+    made = make_run(folder, conditions, status=status, reason=reason, faults=[fault], **values)
+    run, failed_rank, world = RunFolder(folder), int(fault.split("rank")[1][0]), made.spec.world
+    steps = [json.loads(line) for line in run.records(0).read_text().splitlines()]
+    steps = [line for line in steps if line["kind"] == "step"]
+    at, last = steps[3]["at"], steps[-1]["at"] + steps[-1]["total"]
     events: list[dict[str, Any]] = [{"event": "injected", "fault": fault, "rank": failed_rank, "step": 3, "begun": at}]
-    others = [rank for rank in range(4) if rank != failed_rank and not over]
+    others = [rank for rank in range(world) if rank != failed_rank and not finished]
     events += [{"event": "over", "fault": fault, "rank": failed_rank, "at": at + over}] if over else []
     events += [{"event": "saw", "rank": rank, "failed_rank": failed_rank, "at": at + 0.3, "code": 6} for rank in others]
-    codes = [0 if over else -9 if rank == failed_rank else 6 for rank in range(4)]
-    events += [{"event": "ended", "rank": rank, "code": code, "at": at + 0.4} for rank, code in enumerate(codes)]
+    codes = [0 if finished else -9 if rank == failed_rank else 6 for rank in range(world)]
+    ended = last if finished else at + 0.4
+    events += [{"event": "ended", "rank": rank, "code": code, "at": ended} for rank, code in enumerate(codes)]
     run.faults.write_text("".join(json.dumps({"at": at, **event}) + "\n" for event in events))
+    facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": made.substrate, "network": made.network}
+    summary = summarise(run, made.spec, **facts)
+    write_whole(run.summary, summary.model_dump_json(by_alias=True))
+    return summary
 
 
 def size_of(spec: RunSpec) -> int:
@@ -131,6 +151,7 @@ class _Clock:
         spec, conditions = self.spec, self.conditions
         jitter = [1 + conditions.noise * self.random.uniform(-1, 1) for _ in range(spec.world)]
         share = conditions.compute / spec.world if spec.batch else conditions.compute
+        share *= conditions.slowed.get(step, 1.0)
         compute = [share * conditions.slow_cpu.get(r, 1.0) * jitter[r] for r in range(spec.world)]
         due = spec.mode.every == 1 or (step + 1) % spec.mode.every == 0
         wire = self.wire * (1 + conditions.noise * self.random.uniform(0, 1)) if due else 0.0
@@ -213,9 +234,9 @@ class _Clock:
         }
 
 
-def _start(rank: int, spec: RunSpec) -> dict[str, Any]:
+def _start(rank: int, spec: RunSpec, cpu: str) -> dict[str, Any]:
     facts = {"parameters": GRADIENT_BYTES // 4, "gradient_bytes": GRADIENT_BYTES, "tensors": 34, "deadline": 60.0}
-    environment = {"testbed": "0.1.0", "torch": "2.13.0", "kernel": "6.1", "cpu": "synthetic", "cores": 2, "load": 0.1}
+    environment = {"testbed": "0.1.0", "torch": "2.13.0", "kernel": "6.1", "cpu": cpu, "cores": 2, "load": 0.1}
     return {
         **{"kind": "start", "rank": rank, "world": spec.world, "unix": 0.0, "counter": "interface eth0"},
         **{"environment": environment, "schema": SCHEMA},

@@ -14,6 +14,7 @@ MAX_FUNCTION_LINES = 60
 TESTED_ELSEWHERE = {  # module without a unit test of its own: why
     "spec/base.py": "the base of the models in tests/unit/spec",
     "spec/privileges.py": "in test_arguments.py; started for real in tests/net and tests/docker",
+    "report/faulted.py": "in figures/test_faults.py, which draws what it reads",
     "report/figures/axes.py": "drawn by test_page.py",
     "report/figures/modes.py": "drawn by test_page.py",
     "report/figures/style.py": "drawn by test_page.py",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from testbed.report.faulted import FaultedRun
 from testbed.report.figures.style import COLOURS, Plot, colour, legend_below, plot, strips
-from testbed.results.faults import FaultedRun
 
 MAX_RUNS = 6  # runs that get a figure of their own
 BEFORE_S, AFTER_S = 4.0, 2.0  # shown before the fault and after the last rank ended

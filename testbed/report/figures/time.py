@@ -59,10 +59,11 @@ def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequenc
 
 
 def thin(values: Column) -> Column:
-    """At most MAX_POINTS values, each the mean of its block."""
+    """At most MAX_POINTS values, each the mean of its block; nan where the block has no value."""
     if len(values) <= MAX_POINTS:
         return values
-    return np.array([block.mean() for block in np.array_split(values, MAX_POINTS)])
+    known = [block[~np.isnan(block)] for block in np.array_split(values, MAX_POINTS)]
+    return np.array([block.mean() if len(block) else np.nan for block in known])
 
 
 def loss_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
@@ -86,8 +87,12 @@ def seconds_so_far(cell: Cell) -> Column:
     return np.asarray(ends[: len(cell.losses())], dtype=np.float64)
 
 
-def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """The same losses against the clock."""
+def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
+    """The same losses against the clock, of runs without injected faults."""
+    shown = [(cell, name) for cell, name in zip(cells, names, strict=True) if not cell.disturbed]
+    if not shown:
+        return None
+    cells, names = [cell for cell, _ in shown], [name for _, name in shown]
     made = canvas(3.3)
     curves = [(seconds_so_far(c), c.losses()[: len(seconds_so_far(c))]) for c in cells]
     _lines(made, curves, cells, names)
@@ -102,16 +107,26 @@ def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
 
 
 def seconds_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """Every step's time, warm-up included."""
+    """Every step's time, warm-up included; a gap where steps were under an injected fault."""
     made = canvas(3.3)
-    series = [np.mean([r.steps.total[: len(c.losses())] for r in c.first.ranks], axis=0) for c in cells]
+    series = [_step_seconds(cell) for cell in cells]
     _lines(made, [(np.arange(1, len(y) + 1, dtype=np.float64), y) for y in series], cells, names)
     made.axes.set_ylim(0, None)
     warmup = max(c.spec.warmup for c in cells)
     made.axes.axvspan(0.5, warmup + 0.5, color=COLOURS["grid"][0], alpha=0.55, linewidth=0)
-    made.axes.set_xlabel("iteration (shaded: warm-up, not counted)" if warmup else "iteration")
+    marks = ["shaded: warm-up"] if warmup else []
+    marks += ["gap: under a fault"] if any(cell.disturbed for cell in cells) else []
+    made.axes.set_xlabel(f"iteration ({', '.join(marks)}; not counted)" if marks else "iteration")
     made.axes.set_ylabel("seconds, mean over ranks")
     return plot(made, "seconds-by-iteration", findings.seconds_by_step(cells), "")
+
+
+def _step_seconds(cell: Cell) -> Column:
+    """Seconds of each step of the first repeat, mean over ranks; nan under a fault."""
+    steps = [rank.steps for rank in cell.first.ranks]
+    mean = np.mean([each.total[: len(cell.losses())] for each in steps], axis=0)
+    under = np.isin(steps[0].step[: len(mean)], list(cell.first.under_fault))
+    return np.where(under, np.nan, mean)
 
 
 DETAILED = (timeline,)  # for runs that recorded spans

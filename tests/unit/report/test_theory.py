@@ -64,4 +64,4 @@ def test_all_ranks_together_send_at_least_2_n_minus_1_times_s(mode: str, ranks: 
     [("ring", 2, 11, 1.0), ("ring/every:4", 0, 7, 0.25), ("ring/every:4@4", 0, 7, 5 / 8), ("single", 0, 9, 0.0)],
 )
 def test_syncs_per_step_of_every_k(mode: str, first: int, last: int, per_step: float) -> None:
-    assert theory.syncs_per_step(SyncMode.parse(mode), first, last) == pytest.approx(per_step)
+    assert theory.syncs_per_step(SyncMode.parse(mode), range(first, last + 1)) == pytest.approx(per_step)

@@ -101,6 +101,44 @@ def test_time_is_the_median_over_steps_of_the_mean_over_ranks_without_warm_up(fo
     assert summary.per_rank_seconds == pytest.approx([4.0, 5.0])
 
 
+RATE = "rate:rank1@step4=1mbit"
+
+
+def write_under_fault(folder: RunFolder, begun: float) -> None:
+    """Step k begins at second 100 k and takes k seconds; a fault that is never undone begins at `begun`."""
+    for rank in range(2):
+        write(folder, rank, start(rank, 2), *(step(k, float(k), at=100.0 * k, sent=10 * k * k) for k in range(6)))
+    event = {"event": "injected", "fault": RATE, "rank": 1, "step": 4, "begun": begun, "at": begun}
+    folder.faults.write_text(json.dumps(event) + "\n")
+
+
+def test_steps_under_a_fault_are_in_no_figure_and_are_counted(folder: RunFolder) -> None:
+    write_under_fault(folder, begun=401.0)
+    summary = summarise(folder, spec_of(faults=[RATE]), status="ok")
+    assert (summary.steps, summary.seconds_per_step) == (2, 2.5)
+    assert (summary.left_out_steps, summary.left_out_reason) == (2, "rate fault")
+    assert summary.per_rank_seconds == [2.5, 2.5] and summary.sent_per_step == [50.0, 50.0]
+    assert len(summary.losses) == 6
+    assert summarise(folder, spec_of(), status="ok").steps == 4  # a history without faults in the spec is not its own
+
+
+def test_a_run_whose_every_step_was_under_a_fault_has_no_seconds(folder: RunFolder) -> None:
+    write_under_fault(folder, begun=0.0)
+    summary = summarise(folder, spec_of(faults=[RATE]), status="ok")
+    assert (summary.steps, summary.seconds_per_step, summary.seconds_spread) == (0, None, None)
+    assert summary.left_out_steps == 4 and summary.status == "ok"
+
+
+def test_an_older_summary_is_read_without_the_steps_under_a_fault(folder: RunFolder) -> None:
+    write_under_fault(folder, begun=401.0)
+    conclude(folder, spec_of(faults=[RATE]), status="ok", substrate="netns")
+    values = json.loads(folder.summary.read_text())
+    older = {key: value for key, value in values.items() if not key.startswith("left_out")}
+    folder.summary.write_text(json.dumps(older | {"seconds_per_step": 3.5, "steps": 4}))
+    summary = Summary.read(folder)
+    assert (summary.steps, summary.seconds_per_step, summary.left_out_steps) == (2, 2.5, 2)
+
+
 def test_bytes_per_step_leave_out_what_warm_up_sent(folder: RunFolder) -> None:
     write_two_ranks(folder)
     summary = summarise(folder, spec_of(), status="ok")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.results.faults import fault_table, read_history
+from testbed.results.faults import TimedStep, fault_table, read_history, steps_under_fault
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import SpecError
 from testbed.spec.fault import Fault
@@ -67,3 +67,42 @@ def test_a_run_without_faults_has_no_row_and_a_damaged_history_is_refused(tmp_pa
     (tmp_path / "faults.jsonl").write_text("[]\n")
     with pytest.raises(SpecError, match="line 1"):
         read_history(RunFolder(tmp_path))
+
+
+OVER = {"event": "over", "fault": "rate:rank1@step5=1mbit", "rank": 1, "at": 12.5}
+RATE = INJECTED | {"fault": "rate:rank1@step5=1mbit"}
+AGAIN = {"event": "again", "at": 12.5}
+# Steps 0 to 9 of two ranks take a second each and begin at 5, 6, ..; the fault begins at 10, in step 5.
+STEPS = [[TimedStep(k, 5.0 + k, 6.0 + k, None) for k in range(10)] for _ in range(2)]
+RESTARTED = [[step._replace(attempt=1 if step.number < 7 else None) for step in steps] for steps in STEPS]
+CASES: dict[str, tuple[list[dict[str, object]], list[int]]] = {
+    "to the end of the run": ([RATE, ended(0, 0) | {"at": 15.0}, ended(1, 0) | {"at": 15.0}], [5, 6, 7, 8, 9]),
+    "for some time": ([RATE, OVER, ended(0, 0), ended(1, 0)], [5, 6, 7]),
+    "until all ranks started again": ([INJECTED, AGAIN], [5, 6, 7]),
+    "until the run was resumed by hand": (
+        [INJECTED, ended(0, 6), ended(1, -9), ended(0, 0) | {"at": 15.0}, ended(1, 0) | {"at": 15.0}],
+        [5, 6],
+    ),
+    "no fault was injected": ([ended(0, 0), ended(1, 0)], []),
+}
+
+
+@pytest.mark.parametrize(("events", "under"), CASES.values(), ids=CASES.keys())
+def test_a_step_is_under_a_fault_while_it_is_in_force(
+    tmp_path: Path, events: list[dict[str, object]], under: list[int]
+) -> None:
+    found = steps_under_fault(read_history(write(tmp_path, *events)), STEPS, one_clock=True)
+    assert sorted(found) == under and all(len(kinds) == 1 for kinds in found.values())
+
+
+def test_a_step_that_one_rank_alone_did_under_the_fault_counts(tmp_path: Path) -> None:
+    late = [[step._replace(end=step.end + 4.5) if step.number == 1 else step for step in STEPS[0]], STEPS[1]]
+    found = steps_under_fault(read_history(write(tmp_path, RATE, OVER)), late, one_clock=True)
+    assert sorted(found) == [1, 5, 6, 7] and found[1] == ["rate"]
+
+
+def test_without_a_common_clock_all_later_steps_of_the_attempt_are_under_the_fault(tmp_path: Path) -> None:
+    history = read_history(write(tmp_path, RATE, OVER, ended(0, 0), ended(1, 0)))
+    assert sorted(steps_under_fault(history, STEPS, one_clock=False)) == [5, 6, 7, 8, 9]
+    again = read_history(write(tmp_path, INJECTED, AGAIN, ended(0, 0), ended(1, 0)))
+    assert sorted(steps_under_fault(again, RESTARTED, one_clock=False)) == [5, 6]

@@ -106,6 +106,19 @@ def test_a_cell_stays_one_cell_whatever_is_in_it() -> None:
     assert "ring\\|after" in lines[2] and "two lines" in lines[2]
 
 
+def test_a_row_says_how_many_steps_were_left_out_and_why() -> None:
+    faulted = made("ring", 1.0, counted=8).model_copy(update={"left_out_steps": 12, "left_out_reason": "rate fault"})
+    assert column([faulted, made("tree", 1.0)], "note") == ["12 of 20 steps left out: rate fault", "-"]
+    assert "note" not in table([made("tree", 1.0)])[0]
+
+
+def test_a_run_whose_every_step_was_left_out_has_no_figure() -> None:
+    nothing = {"left_out_steps": 20, "left_out_reason": "rate fault", "seconds_per_step": None, "steps": 0}
+    summaries = [made("single", 2.0), made("ring", 1.0).model_copy(update=nothing)]
+    assert column(summaries, "s/iter") == ["2.000", "-"] and column(summaries, "speed-up") == ["1.00", "-"]
+    assert column(summaries, "note")[1] == "20 of 20 steps left out: rate fault"
+
+
 def test_the_text_is_aligned_and_markdown() -> None:
     lines = format_table(*table([made("single", 2.0), made("ring/bucket:5MiB", 1.0)])).splitlines()
     assert len({len(line) for line in lines}) == 1

@@ -6,17 +6,19 @@ import html
 import json
 import os
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from testbed.report.compare import compare
 from testbed.report.load import load
-from testbed.report.page import write
+from testbed.report.page import Section, write
 from testbed.report.trace import write_trace
 from testbed.spec.errors import one_line
 from tests.soak.hostile import OCTAL_SCRIPT, SCRIPT, TERMINAL_CODES
-from tests.support.synthetic import make_faulted, make_run
+from tests.support.synthetic import Conditions, make_faulted, make_run
 
 FAULT = "kill:rank2@step8"
 
@@ -161,3 +163,55 @@ def test_the_trace_marks_the_fault_and_the_ranks_that_noticed(
     assert (done["ph"], done["pid"], done["tid"]) == (shape, 4, 2) and done["ts"] >= 0
     lost = {event["pid"] for event in events if event["name"] == "lost another rank"}
     assert lost == (set() if over else {0, 1, 3})
+
+
+RATE = "rate:rank2@step3=1mbit"
+LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "experiment": "quick"}
+SLOWED = {step: 9.0 for step in range(3, 12)}
+
+
+def quick_with(folder: Path, **values: Any) -> Section:
+    """Three modes in 12 steps of which 2 are warm-up; tree is the fastest where it is undisturbed."""
+    make_run(folder / "single", Conditions(compute=8.0), mode="single", **LINK)
+    make_run(folder / "ring", Conditions(compute=2.0), mode="ring", **LINK)
+    slowed = Conditions(compute=1.0, slowed=SLOWED)
+    make_faulted(folder / "tree", RATE, conditions=slowed, finished=True, mode="tree", **LINK | values)
+    return write([folder], folder).sections[0]
+
+
+def test_steps_under_a_fault_are_in_no_median_and_the_row_says_so(tmp_path: Path) -> None:
+    part = quick_with(tmp_path)
+    (row,) = [row for row in part.tables[0].rows if row[0] == "tree"]
+    figures = dict(zip(part.tables[0].header, row, strict=True))
+    assert figures["note"] == "9 of 10 steps left out: rate fault" and figures["n"] == "1"
+    (tree,) = [cell for cell in part.chapter.cells if cell.label == "tree"]
+    undisturbed = statistics.fmean(float(rank.steps.total[2]) for rank in tree.first.ranks)
+    disturbed = min(float(rank.steps.total[3:].min()) for rank in tree.first.ranks)
+    assert tree.seconds.centre == tree.split.step == pytest.approx(undisturbed) and undisturbed < disturbed - 1
+    assert tree.first.summary.seconds_per_step == pytest.approx(undisturbed)
+    assert "tree" not in {plot.name: plot.finding for plot in part.plots}["loss-by-time"]
+
+
+def test_a_run_without_an_undisturbed_step_has_a_row_without_figures(tmp_path: Path) -> None:
+    part = quick_with(tmp_path, warmup=3)
+    (row,) = [row for row in part.tables[0].rows if row[0] == "tree"]
+    figures = dict(zip(part.tables[0].header, row, strict=True))
+    assert figures.pop("note") == "9 of 9 steps left out: rate fault"
+    assert {figures[key] for key in ("s/iter", "n", "speed-up", "images/s")} == {"-"}
+    said = [part.verdict.headline, *part.verdict.why, *(plot.finding for plot in part.plots)]
+    assert not [sentence for sentence in said if "tree" in sentence]
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "no figure: 9 of 9 steps left out: rate fault" in text and "## 1 run with injected faults" in text
+    faults = {path.name for path in (tmp_path / "report").iterdir() if path.name.startswith("faults-")}
+    assert {"faults-faults.csv", "faults-fault-1.svg"} <= faults
+
+
+def test_steps_under_a_fault_are_not_compared(tmp_path: Path) -> None:
+    """Two steps under the fault take longer in B; the others take as long as in A."""
+    slow: dict[int, float] = {3: 9.0, 4: 9.0}
+    for side, slowed in (("a", {}), ("b", slow)):
+        conditions = Conditions(compute=1.0, slowed=slowed, noise=0.0)
+        values = {"mode": "ring", "steps": 24, **LINK}
+        make_faulted(tmp_path / side, "slow:rank2@step3+1s=0.1cpu", 4.0, conditions, **values)
+    (change,) = compare(tmp_path / "a", tmp_path / "b", 0.05).changes
+    assert change.ratio == pytest.approx(1.0) and not change.worse
