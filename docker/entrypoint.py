@@ -12,6 +12,9 @@ import signal
 INTERRUPTED = 130  # Interrupted.exit_code, needed before testbed is imported
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 if __name__ == "__main__":  # before the imports, which take a while: process 1 has no default handlers
+    # Blocked until the request is checked: `docker compose up --exit-code-from rank0` stops all containers when the first
+    # one has refused the request, and the others must refuse it with the same exit code.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for number in SIGNALS:
         # This process may not signal a child of another user, but all processes of a container end with process 1.
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
@@ -38,6 +41,7 @@ def main() -> None:
     request = request_from_environment(os.environ)
     owner = _owner(runs_dir())
     _check_writable(runs_dir(), owner)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     argv = ["python3", "-m", "testbed.rank", "--spec", str(_write_spec(request))]
     if request.rank == 0 and not _ensure_data(request, owner):
         reason = f"data {request.spec.data.name} could not be fetched: synthetic images are used"

@@ -92,6 +92,13 @@ def test_a_bad_request_is_refused_by_every_container(cluster: Cluster, env: dict
     assert cluster.folders() == []
 
 
+@pytest.mark.parametrize("attempt", range(4))
+def test_a_refusal_is_the_exit_code_of_a_script_whichever_rank_refuses_first(cluster: Cluster, attempt: int) -> None:
+    done = cluster.compose("up", "--no-build", "--abort-on-container-exit", "--exit-code-from", "rank0", RATE="fast")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert cluster.codes() == dict.fromkeys(RANKS, 2), done.stdout + done.stderr
+
+
 def test_a_runs_folder_that_cannot_be_written_is_refused_by_every_container(cluster: Cluster) -> None:
     cluster.runs.chmod(stat.S_IRUSR | stat.S_IXUSR)
     printed = cluster.up()
