@@ -385,9 +385,17 @@ def _where(run: JoinedRun) -> str:
 
 
 def _wait_for_rank_0(guard: Watchdog, code: int, timeout_s: float | None) -> int:
-    """Let ranks 1..N-1 end after rank 0. Compose may stop all containers when one ends, also rank 0's."""
-    for number in watchdog.SIGNALS:  # nothing is left to record
-        signal.signal(number, lambda *_: os._exit(code))
+    """Let ranks 1..N-1 end after rank 0. Compose may stop all containers when one ends, also rank 0's.
+
+    A rank that is stopped before rank 0 has ended exits as interrupted; nothing is left to record.
+    """
+
+    def stop(*_: object) -> None:
+        over = guard.heartbeat is None or guard.heartbeat.rank_0_has_succeeded()
+        os._exit(code if over else Interrupted.exit_code)
+
+    for number in watchdog.SIGNALS:
+        signal.signal(number, stop)
     if guard.heartbeat:
         guard.heartbeat.wait_until_closed(timeout_s)
     return code

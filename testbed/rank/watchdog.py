@@ -268,12 +268,29 @@ class Heartbeat:
         """Ranks 1..N-1: return when rank 0 has closed its connection, at the latest after `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for peer in self._peers:
-            with contextlib.suppress(OSError):
-                while deadline is None or time.monotonic() < deadline:
-                    left = None if deadline is None else max(0.01, deadline - time.monotonic())
-                    peer.channel.sock.settimeout(left)
-                    if not peer.channel.sock.recv(65536):
-                        return
+            while deadline is None or time.monotonic() < deadline:
+                left = None if deadline is None else max(0.01, deadline - time.monotonic())
+                peer.channel.sock.settimeout(left)
+                if self._read_reason(peer) is None:
+                    return
+
+    def rank_0_has_succeeded(self) -> bool:
+        """Ranks 1..N-1: True if rank 0 has closed its connection, and did not say before that it failed."""
+        for peer in self._peers:
+            peer.channel.sock.setblocking(False)
+            while messages := self._read_reason(peer):
+                pass
+            if messages is not None:
+                return False
+        return self.ended.get(0, DONE) == DONE
+
+    def _read_reason(self, peer: Peer) -> list[dict[str, Any]] | None:
+        """Read like Peer.read, and keep the reason if the other end says why it leaves."""
+        messages = peer.read()
+        for message in messages or []:
+            if "bye" in message and peer.rank is not None:
+                self.ended[peer.rank] = str(message["bye"])[:MAX_REASON_CHARS]
+        return messages
 
     # --- the thread ---
 

@@ -26,7 +26,7 @@ class Cluster:
         self.folder = folder
         self.runs = folder / "runs"
         for path in (self.runs, folder / "data"):
-            path.mkdir()
+            path.mkdir(parents=True)
             os.chown(path, owner, owner)
         shutil.copyfile(ROOT / "compose.yaml", folder / "compose.yaml")
         self._started: list[subprocess.Popen[str]] = []
@@ -34,20 +34,28 @@ class Cluster:
     def compose(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run `docker compose` to its end."""
         command = ["docker", "compose", "--ansi", "never", *argv]
-        whole = {**os.environ, **QUICK, **env}
+        whole = self._environment(env)
         return subprocess.run(command, cwd=self.folder, env=whole, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    def _environment(self, env: dict[str, str]) -> dict[str, str]:
+        """A shell sets PWD; a process with `cwd` inherits that of the caller."""
+        return {**os.environ, **QUICK, "PWD": str(self.folder), **env}
+
+    def project(self) -> str:
+        """The name of the Compose project."""
+        return str(json.loads(self.compose("config", "--format", "json").stdout)["name"])
 
     def up(self, *argv: str, **env: str) -> str:
         """Run `docker compose up` to its end and return all output."""
         done = self.compose("up", "--no-build", *argv, **env)
         return done.stdout + done.stderr
 
-    def start(self, **env: str) -> subprocess.Popen[str]:
+    def start(self, *argv: str, **env: str) -> subprocess.Popen[str]:
         """Start `docker compose up` in a session of its own, for `interrupt`."""
         up = subprocess.Popen(
-            ["docker", "compose", "--ansi", "never", "up", "--no-build"],
+            ["docker", "compose", "--ansi", "never", "up", "--no-build", *argv],
             cwd=self.folder,
-            env={**os.environ, **QUICK, **env},
+            env=self._environment(env),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,

@@ -153,10 +153,35 @@ def test_a_killed_rank_ends_the_run_and_is_named(cluster: Cluster) -> None:
     assert summary["status"] == "failed" and "rank 2" in summary["reason"]
 
 
+def test_two_clones_in_folders_of_one_name_do_not_end_each_others_runs(image: str, tmp_path: Path) -> None:
+    clones = [Cluster(tmp_path / parent / "clone", owner=USER) for parent in ("a", "b")]
+    try:
+        first = clones[0].start("--exit-code-from", "rank0", STEPS="100000")
+        wait_for(lambda: clones[0].steps(0) >= 1, "a step of the first clone's run")
+        printed = clones[1].up()
+        assert clones[1].codes() == ALL_OK, printed
+        before = clones[0].steps(0)
+        wait_for(lambda: clones[0].steps(0) > before, "another step of the first clone's run")
+        clones[0].compose("stop", "rank0")
+        assert first.wait(60) == 130, "a script sees that its run was stopped"
+    finally:
+        for clone in clones:
+            clone.down()
+
+
+def test_a_rank_that_waits_for_rank_0_and_is_stopped_does_not_exit_with_0(cluster: Cluster) -> None:
+    cluster.start(MODE="single", STEPS="100000")
+    wait_for(lambda: cluster.compose("logs", "rank1").stdout.count("has nothing to do") == 1, "rank 1 to wait")
+    cluster.compose("stop", "rank1")
+    cluster.compose("stop", "rank0")
+    codes = cluster.codes()
+    assert (codes["rank0"], codes["rank1"]) == (130, 130)
+
+
 def test_clean_removes_the_project_of_an_interrupted_up(cluster: Cluster) -> None:
     up = cluster.start(STEPS="100000")
     wait_for(lambda: any((folder / "rank0.log").is_file() for folder in cluster.folders()), "a run")
-    project = cluster.folder.name.lower()
+    project = cluster.project()
     assert engine.projects()[project] == engine.RUNNING
     cluster.interrupt(up)
     ownership.remove()

@@ -16,7 +16,7 @@ import pytest
 
 from testbed.results.folder import RunFolder
 from testbed.results.records import read
-from testbed.spec.errors import PeerLost, SpecError, TestbedError
+from testbed.spec.errors import Interrupted, PeerLost, SpecError, TestbedError
 from tests.support.command import run_command
 from tests.support.rank_pool import ROOT, RankRun
 from tests.support.run_files import keys_by_file
@@ -99,9 +99,20 @@ def test_in_mode_single_the_other_ranks_wait_for_rank_0(tmp_path: Path) -> None:
         wait_until(lambda: all("has nothing to do" in run.log_of(rank) for rank in (1, 2, 3)))
         assert [process.poll() for process in run.processes] == [None] * 4
         run.processes[3].send_signal(signal.SIGKILL)  # a rank that does not train may end
-        assert run.wait(TIMEOUT_S) == [0, 0, 0, -signal.SIGKILL], run.log_of(0)
+        run.processes[2].send_signal(signal.SIGTERM)
+        assert run.wait(TIMEOUT_S) == [0, 0, Interrupted.exit_code, -signal.SIGKILL], run.log_of(0)
     folder = only_folder(tmp_path)
     assert summary_of(folder)["status"] == "ok" and not folder.records(1).exists()
+
+
+def test_in_mode_single_no_rank_that_is_stopped_exits_with_0(tmp_path: Path) -> None:
+    with launched(tmp_path, 3, MODE="single", STEPS="100000") as run:
+        wait_for_steps(tmp_path, 0, 1)
+        wait_until(lambda: all("has nothing to do" in run.log_of(rank) for rank in (1, 2)))
+        run.processes[0].send_signal(signal.SIGTERM)
+        run.processes[1].send_signal(signal.SIGTERM)
+        codes = run.wait(TIMEOUT_S)
+    assert codes[:2] == [Interrupted.exit_code] * 2, run.log_of(0)
 
 
 def test_a_single_node_needs_no_meeting(tmp_path: Path) -> None:
