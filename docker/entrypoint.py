@@ -29,6 +29,7 @@ from pathlib import Path  # noqa: E402
 from testbed.net.shaping import routes_congestion, shape  # noqa: E402
 from testbed.rank.request import Request, request_from_environment  # noqa: E402
 from testbed.results.folder import fresh_folder, runs_dir, write_whole  # noqa: E402
+from testbed.spec.cpu import divide_cores  # noqa: E402
 from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
 from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
@@ -53,6 +54,7 @@ def main() -> None:
         _set_congestion(request.spec.node.congestion, request.interface)
     if request.rank == 0 and owner == (0, 0):
         argv += ["--folder", str(_make_folder(request))]
+    _pin(request)
     # Signals stay blocked across the exec, because process 1 loses signals until it has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     command = [*without_privileges(*(owner if owner[0] else (NOBODY, NOBODY))), *argv]
@@ -100,6 +102,16 @@ def _fetch(name: str) -> None:
     from testbed.data.fetch import fetch
 
     fetch(name, data_dir(), lambda text: print(text, flush=True))
+
+
+def _pin(request: Request) -> None:
+    """Limit this process, and with it the rank, to the cores that a controller would give the node."""
+    spec = request.spec
+    if spec.node.pinned and request.rank < spec.world:
+        shares = [spec.cpus_of(rank) for rank in range(spec.world)]
+        cores = divide_cores(spec.threads, shares, sorted(os.sched_getaffinity(0)))[request.rank]
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
 
 
 def _set_congestion(name: str | None, interface: str) -> None:

@@ -162,6 +162,8 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")
+    if launched:  # a launcher's ranks run on the cores that it gives them
+        spec = spec.model_copy(update={"node": spec.node.model_copy(update={"pinned": False})})
     return spec.without_shaping(keep_cpus=True) if shaping in ("off", UNSHAPED) else spec
 
 

@@ -1,8 +1,9 @@
-"""A node's share of the processors as a quota per period, which is how the kernel and the Docker engine take it."""
+"""A node's share of the processors: a quota per period, as the kernel and the Docker engine take it, and its cores."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from testbed.spec.errors import refuse
 
@@ -26,3 +27,18 @@ def quota_and_period(cpus: float | None) -> tuple[int, int]:
         raise refuse("node.cpus", cpus, f"must be at least {smallest}", "Write e.g. 0.4.")
     period = max(CPU_PERIOD_US, math.ceil(MIN_QUOTA_US / cpus))
     return round(cpus * period), period
+
+
+def divide_cores(threads: int, cpus: Sequence[float | None], cores: Sequence[int]) -> list[frozenset[int] | None]:
+    """Return each node's cores if all nodes can get an equal number; else None for all, and the kernel decides.
+
+    Every node computes with `threads` threads; `cpus` are the nodes' quotas in cores. With more cores than threads no
+    core is shared. The kernel also decides then, because cores may differ in speed.
+    """
+    nodes = len(cpus)
+    if len(cores) % threads or nodes * threads % len(cores):
+        return [None] * nodes
+    if any(share is not None and share > threads for share in cpus):  # the quota could not be used up
+        return [None] * nodes
+    groups = [frozenset(cores[first : first + threads]) for first in range(0, len(cores), threads)]
+    return [groups[node % len(groups)] for node in range(nodes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import stat
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from testbed.control.machine import ownership
 from testbed.control.substrates import engine
 from testbed.control.substrates.content import image_files
+from testbed.spec.cpu import divide_cores
 from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -123,6 +125,14 @@ def test_shaping_off_makes_a_run_invalid(cluster: Cluster) -> None:
     assert summary["spec"]["link"]["rate"] is None
 
 
+def cores_of(rank: str) -> str:
+    """The cores that a controller would give one of four nodes with 0.4 cores each, as the kernel lists them."""
+    with contextlib.closing(engine.connect()) as client:
+        every = range(client.info()["NCPU"])
+    own = divide_cores(1, [0.4] * 4, every)[RANKS.index(rank)]
+    return ",".join(map(str, sorted(own))) if own else f"0-{every[-1]}"
+
+
 def test_a_running_rank_has_no_privilege_and_ctrl_c_leaves_complete_files(cluster: Cluster) -> None:
     up = cluster.start(STEPS="100000")
     wait_for(lambda: cluster.steps(3) >= 3, "three steps of rank 3")
@@ -132,6 +142,7 @@ def test_a_running_rank_has_no_privilege_and_ctrl_c_leaves_complete_files(cluste
         assert [values[key] for key in ("CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb")] == [["0" * 16]] * 5
         assert values["NoNewPrivs"] == ["1"] and values["Groups"] == []
         assert set(values["Uid"]) == set(values["Gid"]) == {str(USER)}
+        assert values["Cpus_allowed_list"] == [cores_of(rank)]
         assert "Read-only" in cluster.compose("exec", "-T", rank, "touch", "/opt/x").stderr
     assert cluster.interrupt(up) < 10
     assert cluster.codes() == dict.fromkeys(RANKS, 130)

@@ -11,23 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from testbed.control.substrates.base import NodePlan
+from testbed.spec.cpu import divide_cores
 
 Cores = frozenset[int]
 
 
 def assign_cores(plans: Sequence[NodePlan], cores: Sequence[int]) -> list[Cores | None]:
-    """Return each node's cores if all nodes can get an equal number; else None for all, and the kernel decides.
-
-    With more cores than threads no core is shared. The kernel also decides then, because cores may differ in speed.
-    """
+    """Return each node's cores by the rule of `divide_cores`; None for all if the plans differ or request no cores."""
     different = {plan.threads for plan in plans}
     threads = different.pop() if len(different) == 1 else None
-    if threads is None or len(cores) % threads or len(plans) * threads % len(cores):
-        return [None] * len(plans)
-    if any(plan.cpus is not None and plan.cpus > threads for plan in plans):  # the quota could not be used up
-        return [None] * len(plans)
-    groups = [frozenset(cores[first : first + threads]) for first in range(0, len(cores), threads)]
-    return [groups[node % len(groups)] for node in range(len(plans))]
+    return [None] * len(plans) if threads is None else divide_cores(threads, [plan.cpus for plan in plans], cores)
 
 
 def usable_cores() -> list[int]:

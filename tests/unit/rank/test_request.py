@@ -57,6 +57,7 @@ def test_under_a_launcher_world_size_is_the_number_of_nodes_and_nothing_is_shape
         "",
     )
     assert request.interface == "" and request.spec.node.congestion is None
+    assert not request.spec.node.pinned, "nothing pins a launcher's ranks"
     both = read_request([], {"WORLD_SIZE": "2", "NODES": "4"})
     assert (both.substrate, both.spec.nodes, both.interface) == ("compose", 4, "eth0")
 
