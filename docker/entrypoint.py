@@ -1,6 +1,7 @@
 """The first process of a node's container: read the request, shape the network, drop privileges, execute the rank.
 
-It runs as root with NET_ADMIN (to shape), SETUID, SETGID and SETPCAP (to drop privileges) and CHOWN (to give the run
+Data sets are fetched first; then everything that leads out of the cluster's network is taken away. It runs as root with
+NET_ADMIN (to shape and isolate the network), SETUID, SETGID and SETPCAP (to drop privileges) and CHOWN (to give the run
 folder to the rank). The rank that replaces it has no capability and cannot get one.
 """
 
@@ -12,8 +13,8 @@ import signal
 INTERRUPTED = 130  # Interrupted.exit_code, needed before testbed is imported
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 if __name__ == "__main__":  # before the imports, which take a while: process 1 has no default handlers
-    # Blocked until the request is checked: `docker compose up --exit-code-from rank0` stops all containers when the first
-    # one has refused the request, and the others must refuse it with the same exit code.
+    # Blocked until the request is checked: `docker compose up --exit-code-from rank0` stops all containers when one has
+    # refused the request, and the others must refuse it with the same exit code.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for number in SIGNALS:
         # This process may not signal a child of another user, but all processes of a container end with process 1.
@@ -21,20 +22,30 @@ if __name__ == "__main__":  # before the imports, which take a while: process 1 
 
 import json  # noqa: E402
 import shlex  # noqa: E402
+import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from testbed.net.isolation import default_routes, isolate  # noqa: E402
 from testbed.net.shaping import routes_congestion, shape  # noqa: E402
 from testbed.rank.request import Request, request_from_environment  # noqa: E402
 from testbed.results.folder import fresh_folder, runs_dir, write_whole  # noqa: E402
 from testbed.spec.cpu import divide_cores  # noqa: E402
 from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
-from testbed.spec.errors import NetworkInvalid, TestbedError, Unavailable  # noqa: E402
+from testbed.spec.errors import NetworkInvalid, RankFailed, TestbedError, Unavailable  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
 
 COMMAND_TIMEOUT_S = 20.0  # each of these commands takes milliseconds
+NAME_TIMEOUT_S = 60.0  # for the container of rank 0 to start
+NAME_RETRY_S = 0.2
+SHAPE = (
+    "the network cannot be shaped: {}. The container needs NET_ADMIN and the kernel tbf, ifb, u32 and mirred "
+    "(netem for delay and loss); SHAPING=egress needs no ifb, SHAPING=off needs none of them."
+)
+ISOLATE = "the rank cannot be kept from other networks: {}. The container needs NET_ADMIN."
 
 
 def main() -> None:
@@ -52,6 +63,8 @@ def main() -> None:
         for command in shape(request.link, request.interface, ingress=request.shaping == "both"):
             _apply(command)
         _set_congestion(request.spec.node.congestion, request.interface)
+    os.environ["MASTER_ADDR"] = _address(request.master)
+    _isolate()
     if request.rank == 0 and owner == (0, 0):
         argv += ["--folder", str(_make_folder(request))]
     _pin(request)
@@ -104,6 +117,24 @@ def _fetch(name: str) -> None:
     fetch(name, data_dir(), lambda text: print(text, flush=True))
 
 
+def _address(name: str, timeout_s: float = NAME_TIMEOUT_S) -> str:
+    """Return the address of a rank's container, which has no name once the network is isolated. Raises RankFailed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.gethostbyname(name)
+        except OSError as error:  # a container has no name before it is started, and none when it has ended
+            if time.monotonic() > deadline:
+                reason = f"the name {name!r} does not resolve ({error.strerror})"
+                raise RankFailed(f"rank 0 has ended or was never started: {reason}. See its log") from None
+        time.sleep(NAME_RETRY_S)
+
+
+def _isolate() -> None:
+    for command in isolate(json.loads(_apply(default_routes(), ISOLATE) or "[]")):
+        _apply(command, ISOLATE)
+
+
 def _pin(request: Request) -> None:
     """Limit this process, and with it the rank, to the cores that a controller would give the node."""
     spec = request.spec
@@ -121,8 +152,8 @@ def _set_congestion(name: str | None, interface: str) -> None:
         _apply(command)
 
 
-def _apply(command: list[str]) -> str:
-    """Run a command and return its stdout. Raises NetworkInvalid if it fails."""
+def _apply(command: list[str], needs: str = SHAPE) -> str:
+    """Run a command and return its stdout. Raises NetworkInvalid if it fails, with the sentences of `needs`."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True).stdout
     except subprocess.CalledProcessError as error:
@@ -130,9 +161,7 @@ def _apply(command: list[str]) -> str:
         reason = output or f"exit code {error.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    needs = "The container needs NET_ADMIN and the kernel tbf, ifb, u32 and mirred (netem for delay and loss)"
-    way_out = "SHAPING=egress needs no ifb, SHAPING=off needs none of them"
-    raise NetworkInvalid(f"the network cannot be shaped: {shlex.join(command)}: {reason}. {needs}; {way_out}.")
+    raise NetworkInvalid(needs.format(f"{shlex.join(command)}: {reason}"))
 
 
 def _make_folder(request: Request) -> Path:

@@ -11,6 +11,7 @@ Every failure, in any thread, goes through Watchdog.exit_once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -35,7 +36,7 @@ from testbed.rank.counters import open_counter
 from testbed.rank.group import await_all, connect, leave, make_group, single_rank_group
 from testbed.rank.oom import install_oom_handler
 from testbed.rank.recorder import Recorder
-from testbed.rank.request import Request
+from testbed.rank.request import COMPOSE, Request
 from testbed.rank.train import Trainer
 from testbed.rank.watchdog import Heartbeat, Watchdog
 from testbed.results.conclude import Status, Summary, conclude, root_cause
@@ -57,7 +58,7 @@ from testbed.spec.run import RunSpec
 log = logging.getLogger(__name__)
 
 MASTER_TIMEOUT_S = 900.0  # for rank 0 to listen: it may fetch a data set first
-UNKNOWN_NAME_S = 20.0  # after which a name that does not resolve means that rank 0 has ended: Compose removes it then
+ADDRESS_GONE_S = 20.0  # without the name or the address of rank 0, after which it has ended: Compose removes them then
 CONNECT_RETRY_S = 0.2
 PEER_REPORT_TIMEOUT_S = 2.0  # for the other ranks to send their error records to rank 0
 SUMMARY_TIMEOUT_S = 120.0  # for rank 0 to write the summary, while the other ranks wait
@@ -106,7 +107,7 @@ def _run_unsupervised(request: Request, guard: Watchdog) -> int:
     rank = request.rank
     if request.spec.nodes > 1:
         if rank > 0:
-            wait_for_listener(request.master, request.port)
+            wait_for_listener(request.master, request.port, same_subnet=request.substrate == COMPOSE)
         guard.heartbeat = _connect(request, guard)
         if 0 < rank < request.spec.world:
             guard.after_failure = partial(_report_failure, guard.heartbeat)
@@ -153,23 +154,30 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog) -> None:
 
 
 def wait_for_listener(
-    host: str, port: int, timeout_s: float = MASTER_TIMEOUT_S, unknown_name_s: float = UNKNOWN_NAME_S
+    host: str,
+    port: int,
+    timeout_s: float = MASTER_TIMEOUT_S,
+    gone_s: float = ADDRESS_GONE_S,
+    same_subnet: bool = False,
 ) -> None:
     """Return when host:port accepts a connection. Raises RankFailed after `timeout_s`.
 
-    It is also raised if the name does not resolve for `unknown_name_s`: Compose removes a container's name with it.
+    It is also raised if the name does not resolve for `gone_s`, or, on the same subnet, if no machine has the address:
+    Compose removes a container's name and address when it ends.
     """
-    resolved = begun = time.monotonic()
+    known = begun = time.monotonic()
     while (now := time.monotonic()) < begun + timeout_s:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             return
         except socket.gaierror:
-            if now > resolved + unknown_name_s:
-                reason = f"the name {host!r} does not resolve"
-                raise RankFailed(f"rank 0 has ended or was never started: {reason}. See its log") from None
-        except OSError:
-            resolved = now  # the name exists, but nothing listens yet
+            reason = f"the name {host!r} does not resolve"
+        except OSError as error:
+            reason = f"no machine has the address {host}"
+            if not (same_subnet and error.errno == errno.EHOSTUNREACH):
+                known = now  # it exists, but nothing listens yet
+        if now > known + gone_s:
+            raise RankFailed(f"rank 0 has ended or was never started: {reason}. See its log")
         time.sleep(CONNECT_RETRY_S)
     raise RankFailed(f"rank 0 did not listen at {host}:{port} within {timeout_s:g} s. See its log")
 

@@ -128,9 +128,9 @@ def test_a_container_that_was_cut_off_gets_its_routes_back(tmp_path: Path) -> No
     plans = [NodePlan(name=f"node{k}", link=Link(rate=50_000_000), congestion="cubic") for k in range(2)]
     with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
         before = sorted(substrate.exec(0, ["ip", "route"]).splitlines())
-        assert any("congctl cubic" in route for route in before) and any("default via" in route for route in before)
+        assert any("congctl cubic" in route for route in before)
         substrate.cut(0)
-        assert "default" not in substrate.exec(0, ["ip", "route"])
+        assert "congctl" not in substrate.exec(0, ["ip", "route"])
         substrate.reconnect(0)
         after = sorted(substrate.exec(0, ["ip", "route"]).splitlines())
         assert [route.split() for route in after] == [route.split() for route in before]

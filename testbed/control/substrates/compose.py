@@ -1,8 +1,8 @@
 """One container per node, by Docker Compose: the containers of compose.yaml, for any number of nodes.
 
 With `docker compose up` each container's entrypoint shapes its network and then becomes the rank. Here the controller
-does the same from outside: containers start idle, `docker exec` shapes them as root and starts ranks without any
-privilege. The CPU quota is set when the first rank starts, because it would slow down the probe.
+does the same from outside: containers start idle on an internal network, `docker exec` shapes them as root and starts
+ranks without any privilege. The CPU quota is set when the first rank starts, because it would slow down the probe.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -40,6 +41,7 @@ from testbed.control.substrates.engine import (
 )
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
+from testbed.net.isolation import isolate
 from testbed.net.shaping import routes_congestion
 from testbed.spec.cpu import NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
@@ -115,7 +117,6 @@ class ComposeSubstrate:
         self._started: list[ContainerProcess] = []
         self._limited: set[int] = set()  # nodes that have their CPU quota
         self._paused: set[int] = set()
-        self._gateways: dict[int, str] = {}  # of nodes that are cut off
         self._cleanup = ExitStack()
         self.nodes: Sequence[NodeHandle] = ()
 
@@ -129,6 +130,7 @@ class ComposeSubstrate:
             self._make_containers(undo)
             for node in range(len(self._plans)):
                 self._links.shape(node)
+            self._isolate()
             undo.callback(self.stop)
             self._cleanup = undo.pop_all()
         return self
@@ -172,12 +174,19 @@ class ComposeSubstrate:
         """Set it on the routes, which works in any network and for every name that the kernel has."""
         name = self._plans[node].congestion
         if name is not None:
-            for command in routes_congestion(name, self._routes(node, "scope", "link"), INTERFACE):
+            show = ["ip", "-json", "-4", "route", "show", "scope", "link", "dev", INTERFACE]
+            routes = json.loads(self.exec(node, show) or "[]")
+            for command in routes_congestion(name, routes, INTERFACE):
                 self.exec(node, command)
 
-    def _routes(self, node: int, *which: str) -> list[dict[str, Any]]:
-        found = self.exec(node, ["ip", "-json", "-4", "route", "show", *which, "dev", INTERFACE])
-        return list(json.loads(found or "[]"))
+    def _isolate(self) -> None:
+        """Take away what leads out of the network: it is internal, but the engine keeps a gateway and a name server."""
+        (network,) = self._containers[0].attrs["NetworkSettings"]["Networks"].values()
+        with wrap_docker_errors():
+            ranges = self._client.networks.get(network["NetworkID"]).attrs["IPAM"]["Config"] or []
+        commands = isolate([], [each["Gateway"] for each in ranges if each.get("Gateway")])
+        for node in range(len(self._plans)):
+            self.exec(node, ["sh", "-c", " && ".join(shlex.join(command) for command in commands)])
 
     def exec(self, node: int, argv: Sequence[str], timeout_s: float = ENGINE_TIMEOUT_S) -> str:
         """Run a command to its end in the container as root; return its stdout."""
@@ -248,18 +257,12 @@ class ComposeSubstrate:
 
     def cut(self, node: int) -> None:
         """Set the link down. Disconnecting the container from its network would remove its address and queues."""
-        gateways = [route["gateway"] for route in self._routes(node, "default") if "gateway" in route]
-        if gateways:
-            self._gateways[node] = gateways[0]
         self.exec(node, ["ip", "link", "set", INTERFACE, "down"])
 
     def reconnect(self, node: int) -> None:
-        """Set the link up, and restore the routes that the kernel dropped: congestion control and the default route."""
+        """Set the link up, and set the congestion control again on the routes, which the kernel has made anew."""
         self.exec(node, ["ip", "link", "set", INTERFACE, "up"])
         self._set_congestion(node)
-        if node in self._gateways:
-            gateway = self._gateways.pop(node)
-            self.exec(node, ["ip", "route", "replace", "default", "via", gateway, "dev", INTERFACE])
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""
@@ -297,7 +300,7 @@ def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
     }
     return {
         "services": {f"rank{k}": service for k in range(nodes)},
-        "networks": {"cluster": {"labels": {OWNER_LABEL: ownership.current()}}},
+        "networks": {"cluster": {"internal": True, "labels": {OWNER_LABEL: ownership.current()}}},
     }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -59,7 +62,31 @@ def test_a_rank_0_that_never_listens_is_named_with_its_address() -> None:
 
 def test_a_name_that_does_not_resolve_ends_the_wait_early() -> None:
     with pytest.raises(RankFailed, match=r"the name 'nobody.invalid' does not resolve"):
-        wait_for_listener("nobody.invalid", 1, timeout_s=60, unknown_name_s=0.3)
+        wait_for_listener("nobody.invalid", 1, timeout_s=60, gone_s=0.3)
+
+
+UNREACHABLE = """
+from testbed.rank.run import wait_for_listener
+wait_for_listener("10.91.0.3", 1, timeout_s={timeout_s}, gone_s=0.3, same_subnet={same_subnet})
+"""
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("same_subnet", "timeout_s", "words"),
+    [
+        (True, 60, "rank 0 has ended or was never started: no machine has the address 10.91.0.3"),
+        (False, 1, "within 1 s"),
+    ],
+)
+def test_an_address_of_the_same_subnet_that_no_machine_has_ends_the_wait_early(
+    same_subnet: bool, timeout_s: int, words: str
+) -> None:
+    """Elsewhere a router may say so while rank 0's machine starts."""
+    code = UNREACHABLE.format(timeout_s=timeout_s, same_subnet=same_subnet)
+    script = f"ip route add unreachable 10.91.0.3 && exec {sys.executable} -c {shlex.quote(code)}"
+    done = subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode and words in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_the_interface_of_an_address_is_found() -> None:

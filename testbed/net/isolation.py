@@ -1,0 +1,38 @@
+"""Take away what leads out of a container's network, as `ip` argument lists. Nothing is run here.
+
+The entrypoint of a container and the compose substrate apply them before a rank starts. A rank has no capability, so it
+cannot undo them. Its peers are on its own subnet and are reached by address; names are resolved before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+# Docker's name server, which is in every container and forwards names that it does not know to outside.
+RESOLVER = "127.0.0.11"
+
+
+def default_routes() -> list[str]:
+    """The command that prints the default routes as JSON."""
+    return ["ip", "-json", "-4", "route", "show", "default"]
+
+
+def isolate(defaults: Iterable[dict[str, Any]], gateways: Iterable[str] = ()) -> list[list[str]]:
+    """The commands that remove the default routes and make gateways and the name server unreachable.
+
+    `gateways`: further addresses of the subnet that are not a rank's. A gateway is an address of the host itself.
+    """
+    routes = list(defaults)
+    found = [str(route["gateway"]) for route in routes if "gateway" in route]
+    hosts = dict.fromkeys([*found, *gateways])
+    return [
+        *(["ip", "route", "del", "default", *_via(route)] for route in routes),
+        *(["ip", "route", "replace", "blackhole", f"{host}/32"] for host in hosts),
+        ["ip", "route", "replace", "blackhole", f"{RESOLVER}/32", "table", "local"],
+    ]
+
+
+def _via(route: dict[str, Any]) -> list[str]:
+    keys = (("via", "gateway"), ("dev", "dev"))
+    return [word for option, key in keys if key in route for word in (option, str(route[key]))]
