@@ -103,15 +103,17 @@ def caption(summaries: Sequence[Summary]) -> str:
         return ""
     s, spec, varying = summaries[0], summaries[0].spec, set(varying_keys(summaries))
     equal = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
+    alone = all(x.spec.world == 1 for x in summaries)  # `single` only: the other nodes and the network are not used
+    each, over_all = ("", "") if alone else (" each", " over all ranks")
     parts = {
         "model": spec.model,
         "data.name": spec.data.name,
-        **({"batch": f"batch {spec.batch} over all ranks"} if spec.batch else {}),
+        **({"batch": f"batch {spec.batch}{over_all}"} if spec.batch else {}),
         **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
-        "nodes": f"{spec.nodes} {equal}nodes",
-        "node.cpus": f"{spec.node.cpus:g} cores each" if spec.node.cpus else "no CPU limit",
-        "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)} each",
-        "link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped",
+        "nodes": "1 node" if alone else f"{spec.nodes} {equal}nodes",
+        "node.cpus": f"{spec.node.cpus:g} cores{each}" if spec.node.cpus else "no CPU limit",
+        "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)}{each}",
+        **({} if alone else {"link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped"}),
     }
     common = ", ".join(text for key, text in parts.items() if key not in varying)
     least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)

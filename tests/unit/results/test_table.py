@@ -208,6 +208,16 @@ def test_the_caption_says_what_all_rows_share() -> None:
     assert "no CPU limit" in caption([made("ring", 1.0)]) and "unshaped" in caption([made("ring", 1.0)])
 
 
+def test_the_caption_of_single_alone_speaks_of_one_node_and_of_no_network() -> None:
+    """`MODE=single docker compose up` starts four nodes, of which one trains."""
+    single = made("single", 1.0, nodes=4, link={"rate": "1gbit"}, node={"cpus": 0.4})
+    assert caption([single]) == (
+        "lenet5, synthetic, batch 8, 1 node, 0.4 cores, 1 thread, on netns; median of 4 steps after 2 left out"
+    )
+    ring = made("ring", 1.0, nodes=4, link={"rate": "1gbit"}, node={"cpus": 0.4})
+    assert "4 equal nodes, 0.4 cores each, 1 thread each, 1gbit each way" in caption([single, ring])
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
