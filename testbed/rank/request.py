@@ -119,6 +119,7 @@ def request_from_environment(
         )
     if launched:
         _check_launched(env)
+    _check_nodes(env)
     if spec is None:
         spec = _spec(dict(env) | {"NODES": env["WORLD_SIZE"]} if launched else env, shaping, launched)
     rank = _number(env, "RANK", 0)
@@ -136,6 +137,14 @@ def request_from_environment(
         shaping=shaping,
         synthetic=synthetic,
     )
+
+
+def _check_nodes(env: Mapping[str, str]) -> None:
+    """Refuse another number of nodes than the Compose file has; it passes on what the user has set."""
+    there, requested = env.get("NODES", ""), env.get("NODES_REQUESTED", "")
+    if there and requested and requested != there:
+        way_out = f"Leave it out, or use `testbed run --on compose --nodes {requested}`."
+        raise refuse("NODES", requested, f"compose.yaml has {there} nodes", way_out)
 
 
 def _check_launched(env: Mapping[str, str]) -> None:

@@ -82,6 +82,7 @@ REFUSED = {
     "an unknown mode": ({"MODE": "rong"}, "'rong'"),
     "an unknown shaping": ({"SHAPING": "maybe"}, "'maybe'"),
     "not a setting": ({"SET": "lr"}, "'lr'"),
+    "more nodes than containers": ({"NODES": "8"}, "NODES '8': compose.yaml has 4 nodes"),
 }
 
 

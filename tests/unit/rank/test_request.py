@@ -31,6 +31,10 @@ def test_every_variable_reaches_its_key() -> None:
     assert (spec.warmup, spec.optimizer.lr) == (1, 0.5)
 
 
+def test_the_number_of_nodes_that_compose_has_may_be_requested() -> None:
+    assert read_request([], {"NODES": "4", "NODES_REQUESTED": "4"}) == read_request([], {"NODES": "4"})
+
+
 def test_an_empty_variable_counts_as_unset() -> None:
     assert read_request([], {"MODE": "", "RATE": "", "STEPS": "", "SET": "", "SHAPING": ""}) == read_request([], {})
 
@@ -66,6 +70,10 @@ REFUSALS = {
     "a rate under a launcher": ({"WORLD_SIZE": "2", "RATE": "1gbit"}, "RATE '1gbit': ranks that a launcher starts"),
     "a share under a launcher": ({"WORLD_SIZE": "2", "CPU_QUOTA": "4000"}, "CPU_QUOTA '4000': ranks that a launcher"),
     "congestion under a launcher": ({"WORLD_SIZE": "2", "CONGESTION": "reno"}, "CONGESTION 'reno'"),
+    "another number of nodes than containers": (
+        {"NODES": "4", "NODES_REQUESTED": "8"},
+        "NODES '8': compose.yaml has 4 nodes. Leave it out, or use `testbed run --on compose --nodes 8`.",
+    ),
     "rate": ({"RATE": "fast"}, "'fast'"),
     "mode": ({"MODE": "rong"}, "'rong'"),
     "mode with quotes": ({"MODE": 'ri"ng'}, "unknown algorithm"),
