@@ -38,6 +38,7 @@ from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
 from testbed.spec.errors import NetworkInvalid, RankFailed, TestbedError, Unavailable  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
 
+CLONE = Path("/clone")  # the folders testbed and docker of the user's clone, which compose.yaml mounts
 COMMAND_TIMEOUT_S = 20.0  # each of these commands takes milliseconds
 NAME_TIMEOUT_S = 60.0  # for the container of rank 0 to start
 NAME_RETRY_S = 0.2
@@ -52,9 +53,15 @@ def main() -> None:
     """Check the request before anything is changed; then write spec.json, fetch data, shape, and execute the rank."""
     request = request_from_environment(os.environ)
     owner = _owner(runs_dir())
+    _check_owner(owner, CLONE / "testbed")
     _check_writable(runs_dir(), owner)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     argv = ["python3", "-m", "testbed.rank", "--spec", str(_write_spec(request))]
+    if request.rank == 0 and (stale := stale_files(Path(__file__).resolve().parents[1], CLONE)):
+        more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
+        note = f"the image is older than the code: {stale[0]}{more} changed. `make image` builds it again"
+        print(note, flush=True)
+        argv += ["--note", note]
     if request.rank == 0 and not _ensure_data(request, owner):
         reason = f"data {request.spec.data.name} could not be fetched: synthetic images are used"
         print(reason, flush=True)
@@ -81,6 +88,33 @@ def _owner(folder: Path) -> tuple[int, int]:
     except OSError as error:
         raise Unavailable(f"{folder}: {error.strerror}. Mount a folder there for the runs.") from None
     return (status.st_uid, status.st_gid) if status.st_uid else (0, 0)
+
+
+def _check_owner(owner: tuple[int, int], code: Path) -> None:
+    """Refuse a runs folder of root's in a clone of another user: a run's folder there would not belong to the user."""
+    if owner == (0, 0) and code.is_dir() and (user := _owner(code)) != (0, 0):
+        rule = f"belongs to root, and the clone to uid {user[0]}: the engine made it, because it was missing"
+        raise Unavailable(f"runs folder ./runs: {rule}. Give it to yourself: sudo chown {user[0]}:{user[1]} runs")
+
+
+def stale_files(image: Path, clone: Path) -> list[str]:
+    """Return the files of the image that differ from the clone's, and those that the clone has in the same folders."""
+    if not (clone / "testbed" / "__init__.py").is_file():
+        return []  # compose.yaml was copied without the code
+    whole = [path.relative_to(image) for path in (image / "testbed").iterdir() if path.is_dir()]
+    made = {name for part in ("testbed", "docker") for name in _files(image, Path(part))}
+    there = {name for part in whole for name in _files(clone, part)}
+    return sorted(str(name) for name in made | there if _content(image / name) != _content(clone / name))
+
+
+def _files(root: Path, part: Path) -> list[Path]:
+    """Return what the build copies of a folder: no bytecode and no hidden files (.dockerignore)."""
+    found = [path.relative_to(root) for path in (root / part).rglob("*") if path.is_file()]
+    return [name for name in found if not any(each.startswith((".", "__pycache__")) for each in name.parts)]
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _check_writable(folder: Path, owner: tuple[int, int]) -> None:

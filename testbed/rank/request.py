@@ -19,7 +19,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Request:
     substrate: str = ""  # COMPOSE or LAUNCHED; empty under a controller
     shaping: str = UNSHAPED  # one of SHAPINGS, or UNSHAPED
     synthetic: str = ""  # why synthetic images replace the data set that was requested; rank 0 decides for all
+    notes: tuple[str, ...] = ()  # for the table and summary.json; rank 0's count
 
     @property
     def link(self) -> Link:
@@ -78,6 +79,7 @@ def read_request(arguments: Sequence[str], env: Mapping[str, str]) -> Request:
     parser.add_argument("--folder", type=Path, help="run folder; without --spec, a controller made it with its spec")
     parser.add_argument("--spec", type=Path, help="file with the spec, instead of variables; there is no controller")
     parser.add_argument("--synthetic", default="", metavar="WHY", help="train on synthetic images, for this reason")
+    parser.add_argument("--note", action="append", default=[], metavar="TEXT", help="a note for the run's summary")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint that all ranks have")
     options = parser.parse_args(arguments)
     if options.folder and not options.spec:
@@ -85,7 +87,8 @@ def read_request(arguments: Sequence[str], env: Mapping[str, str]) -> Request:
     spec = None
     if options.spec:
         spec = RunSpec.from_json(read_bounded(options.spec, MAX_SPEC_BYTES).decode(errors="replace"), str(options.spec))
-    return request_from_environment(env, spec=spec, folder=options.folder, synthetic=options.synthetic)
+    more = {"folder": options.folder, "synthetic": options.synthetic, "notes": tuple(options.note)}
+    return replace(request_from_environment(env, spec=spec), **more)
 
 
 def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
@@ -107,9 +110,7 @@ def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
     )
 
 
-def request_from_environment(
-    env: Mapping[str, str], *, spec: RunSpec | None = None, folder: Path | None = None, synthetic: str = ""
-) -> Request:
+def request_from_environment(env: Mapping[str, str], *, spec: RunSpec | None = None) -> Request:
     """The request of a rank without a controller; `spec`: instead of the variables that describe the run."""
     launched = bool(env.get("WORLD_SIZE")) and not env.get("NODES")
     shaping = UNSHAPED if launched else env.get("SHAPING") or "both"
@@ -132,10 +133,8 @@ def request_from_environment(
         master=env.get("MASTER_ADDR") or "rank0",
         port=spec.port or _number(env, "MASTER_PORT", DEFAULT_PORT),
         interface=env.get("GLOO_SOCKET_IFNAME") or ("" if launched else "eth0"),
-        folder=folder,
         substrate=LAUNCHED if launched else COMPOSE,
         shaping=shaping,
-        synthetic=synthetic,
     )
 
 

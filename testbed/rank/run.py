@@ -264,7 +264,7 @@ def _make_folder(request: Request) -> Path:
 def _begin(request: Request, guard: Watchdog, path: Path, addresses: list[str], synthetic: bool) -> JoinedRun:
     """Open the log and the records in the run folder, and have failures write the summary."""
     spec, folder, rank = _final_spec(request.spec, path.name, synthetic), RunFolder(path), request.rank
-    notes = [note for note in (request.synthetic, request.not_shaped) if note]
+    notes = [note for note in (*request.notes, request.synthetic, request.not_shaped) if note]
     run = JoinedRun(spec, folder, addresses, notes, invalid=request.not_shaped if spec.world > 1 else "")
     if rank < spec.world:
         _log_to(folder.log(rank))

@@ -29,6 +29,9 @@ class Cluster:
             path.mkdir(parents=True)
             os.chown(path, owner, owner)
         shutil.copyfile(ROOT / "compose.yaml", folder / "compose.yaml")
+        for name in ("testbed", "docker"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            os.chown(folder / name, owner, owner)
         self._started: list[subprocess.Popen[str]] = []
 
     def compose(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -107,6 +108,23 @@ def test_a_runs_folder_that_cannot_be_written_is_refused_by_every_container(clus
     printed = cluster.up()
     assert cluster.codes() == dict.fromkeys(RANKS, 2), printed
     assert printed.count("not writable") == 4
+
+
+def test_a_runs_folder_that_the_engine_made_as_root_is_refused_by_every_container(cluster: Cluster) -> None:
+    shutil.rmtree(cluster.runs)
+    printed = cluster.up()
+    assert cluster.runs.stat().st_uid == 0, "the engine makes a folder that is missing"
+    assert cluster.codes() == dict.fromkeys(RANKS, 2), printed
+    assert printed.count(f"sudo chown {USER}:{USER} runs") == 4
+
+
+def test_code_that_was_changed_after_the_image_was_built_is_noted(cluster: Cluster) -> None:
+    assert "older than the code" not in cluster.up()
+    (cluster.folder / "testbed/rank/train.py").write_text("# edited\n")
+    printed = cluster.up()
+    assert cluster.codes() == ALL_OK, printed
+    note = "the image is older than the code: testbed/rank/train.py changed. `make image` builds it again"
+    assert f"note: {note}" in printed and note in summary_of(cluster.folders()[-1])["notes"]
 
 
 def test_a_container_without_net_admin_is_refused(image: str, tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from testbed.control.substrates.content import image_files
+
 ROOT = Path(__file__).parents[2]
+ENTRYPOINT = ROOT / "docker/entrypoint.py"
+stale_files = runpy.run_path(str(ENTRYPOINT))["stale_files"]  # `docker` is also the name of the engine's SDK
 # Execute the entrypoint, and send it SIGTERM while it imports the module that reads the request.
 STOPPED_DURING_IMPORTS = f"""
 import os, runpy, signal, sys
@@ -20,7 +25,7 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
 sys.meta_path.insert(0, Stop())
-runpy.run_path({str(ROOT / "docker/entrypoint.py")!r}, run_name="__main__")
+runpy.run_path({str(ENTRYPOINT)!r}, run_name="__main__")
 """
 
 
@@ -40,3 +45,29 @@ def test_a_rank_that_is_stopped_while_it_starts_still_refuses_a_bad_request(tmp_
 def test_a_rank_that_is_stopped_while_it_starts_makes_nothing_of_a_good_request(tmp_path: Path) -> None:
     done = stopped_while_it_starts(tmp_path, RATE="100mbit")
     assert (done.returncode, list(tmp_path.iterdir())) == (130, []), done.stderr
+
+
+@pytest.fixture
+def unpacked(tmp_path: Path) -> Path:
+    """The files of the image, made from the present code."""
+    for path in image_files(ROOT):
+        copy = tmp_path / "image" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    return tmp_path / "image"
+
+
+def test_an_image_of_the_present_code_is_not_stale(unpacked: Path) -> None:
+    assert stale_files(unpacked, ROOT) == []
+
+
+def test_changed_new_and_removed_files_make_an_image_stale(unpacked: Path) -> None:
+    (unpacked / "testbed/rank/train.py").write_text("older")
+    (unpacked / "testbed/net/shaping.py").unlink()
+    (unpacked / "testbed/spec/gone.py").write_text("no longer in the clone")
+    assert stale_files(unpacked, ROOT) == ["testbed/net/shaping.py", "testbed/rank/train.py", "testbed/spec/gone.py"]
+
+
+def test_a_folder_without_the_code_says_nothing(unpacked: Path, tmp_path: Path) -> None:
+    (tmp_path / "clone/testbed").mkdir(parents=True)
+    assert stale_files(unpacked, tmp_path / "clone") == []

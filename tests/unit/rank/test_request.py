@@ -109,6 +109,10 @@ def test_what_needs_a_controller_is_refused(setting: str) -> None:
         read_request([], {"SET": f'"{setting}"'})
 
 
+def test_notes_of_the_entrypoint_are_kept() -> None:
+    assert read_request(["--note", "one", "--note", "two"], {}).notes == ("one", "two")
+
+
 # --- from a file ---------------------------------------------------------------------------------------------------
 
 
