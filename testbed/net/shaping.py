@@ -34,25 +34,26 @@ def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = Tr
 
 
 def reshape(
-    link: Link, before: int | None, rate: int | None, iface: str = "eth0", ifb: str = "ifb0"
+    link: Link, before: int | None, rate: int | None, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True
 ) -> list[list[str]]:
     """The commands that change the rate from `before` to `rate` while packets flow; None is no limit.
+
+    `ingress=False` changes egress only, as in `shape`.
 
     Everything else is as in `link`. The token bucket never gets smaller than it was: a queued packet that is larger
     than the bucket would never be sent, and would block all packets behind it.
     """
     if before is not None and rate is not None:
         size = burst_bytes(max(before, rate, link.rate or 0))
-        return [_tbf(link, rate, iface, _parent(link), "change", size), _tbf(link, rate, ifb, ["root"], "change", size)]
+        egress = _tbf(link, rate, iface, _parent(link), "change", size)
+        return [egress, *([_tbf(link, rate, ifb, ["root"], "change", size)] if ingress else [])]
     if rate is not None:
-        return [_tbf(link, rate, iface, _parent(link)), *_redirect(iface, ifb), _tbf(link, rate, ifb, ["root"])]
+        redirected = [*_redirect(iface, ifb), _tbf(link, rate, ifb, ["root"])] if ingress else []
+        return [_tbf(link, rate, iface, _parent(link)), *redirected]
     if before is None:
         return []
-    return [
-        ["tc", "qdisc", "del", "dev", iface, *_parent(link)],
-        ["tc", "qdisc", "del", "dev", iface, "ingress"],
-        ["ip", "link", "del", ifb],
-    ]
+    removed = [["tc", "qdisc", "del", "dev", iface, "ingress"], ["ip", "link", "del", ifb]] if ingress else []
+    return [["tc", "qdisc", "del", "dev", iface, *_parent(link)], *removed]
 
 
 def _parent(link: Link) -> list[str]:

@@ -27,11 +27,10 @@ from testbed.results.folder import MAX_SPEC_BYTES, RunFolder, read_bounded
 from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import spec_from_flags
-from testbed.spec.link import Link
+from testbed.spec.link import Link, parse_shaping, why_not_shaped
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 
 COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/ under that name
-SHAPINGS = ("both", "egress", "off")
 UNSHAPED = "none"  # a launcher's nodes keep their network as it is
 NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that no launcher applies
 # keys of the spec that a launcher cannot apply, so they are refused
@@ -65,8 +64,7 @@ class Request:
     @property
     def not_shaped(self) -> str:
         """Why the run is left out of tables although nothing failed; empty if the network is shaped both ways."""
-        what = {"egress": "what arrives at a node is not shaped", "off": "nothing is shaped"}
-        return f"SHAPING={self.shaping}: {what[self.shaping]}" if self.shaping in what else ""
+        return why_not_shaped(self.shaping)
 
     @property
     def probe_port(self) -> int:
@@ -113,11 +111,7 @@ def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
 def request_from_environment(env: Mapping[str, str], *, spec: RunSpec | None = None) -> Request:
     """The request of a rank without a controller; `spec`: instead of the variables that describe the run."""
     launched = bool(env.get("WORLD_SIZE")) and not env.get("NODES")
-    shaping = UNSHAPED if launched else env.get("SHAPING") or "both"
-    if shaping not in (*SHAPINGS, UNSHAPED):
-        raise refuse(
-            "SHAPING", shaping, "must say which directions of a link are shaped", f"Use one of {', '.join(SHAPINGS)}."
-        )
+    shaping = UNSHAPED if launched else parse_shaping(env.get("SHAPING", ""))
     if launched:
         _check_launched(env)
     _check_nodes(env)

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from testbed.spec.base import Spec
-from testbed.spec.errors import SpecError
+from testbed.spec.errors import SpecError, refuse
 from testbed.spec.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
 
 
@@ -60,3 +60,20 @@ class Link(Spec):
     def needs_netem(self) -> bool:
         """True if the kernel must have the netem qdisc."""
         return self.delay is not None or self.loss > 0
+
+
+# The values of SHAPING, and why a run with that value is left out of tables; empty: it is not.
+SHAPINGS = {"both": "", "egress": "what arrives at a node is not shaped", "off": "nothing is shaped"}
+
+
+def parse_shaping(text: str) -> str:
+    """Return the value of SHAPING; empty means both. Raises SpecError."""
+    if text and text not in SHAPINGS:
+        rule = "must say which directions of a link are shaped"
+        raise refuse("SHAPING", text, rule, f"Use one of {', '.join(SHAPINGS)}.")
+    return text or "both"
+
+
+def why_not_shaped(shaping: str) -> str:
+    """Return why a run is left out of tables although nothing failed; empty if its links are shaped both ways."""
+    return f"SHAPING={shaping}: {SHAPINGS[shaping]}" if SHAPINGS.get(shaping) else ""

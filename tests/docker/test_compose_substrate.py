@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,35 @@ def test_a_rank_that_stays_paused_is_restarted_from_its_checkpoint(tmp_path: Pat
     (summary,) = json.loads(result.stdout)["runs"]
     assert len(summary["losses"]) == 200 and summary["replicas_agree"]
     assert any("rank 1 (node1) is silent" in note for note in summary["notes"])
+
+
+def test_shaping_and_mem_limit_mean_the_same_as_for_docker_compose_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEM_LIMIT", "1g")
+    monkeypatch.setenv("SHAPING", "egress")
+    plans = [NodePlan(name=f"node{k}", link=Link(rate=50_000_000)) for k in range(2)]
+    check(plans)
+    with ComposeSubstrate(plans, tmp_path / "runs/r") as substrate:
+        assert host_config(substrate, 0)["Memory"] == 1 << 30
+        assert "rate 50Mbit" in substrate.exec(0, ["tc", "qdisc", "show", "dev", "eth0"])
+        assert "ifb0" not in substrate.exec(0, ["ip", "link"])
+    flags = ["--nodes", "2", "--rate", "100mbit", "--steps", "4", *SMALL, "--json", "--out", "runs/off"]
+    monkeypatch.setenv("SHAPING", "off")
+    result = run_command("run", *flags, cwd=tmp_path)
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert (summary["status"], summary["reason"]) == ("invalid", "SHAPING=off: nothing is shaped"), result.stderr
+    assert summary["spec"]["link"]["rate"] is None
+
+
+def test_image_names_the_image_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: str) -> None:
+    other = f"testbed:other-{os.getpid()}"
+    subprocess.run(["docker", "tag", image, other], check=True, timeout=60)
+    try:
+        monkeypatch.setenv("IMAGE", other)
+        with ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs/r") as substrate:
+            assert substrate._containers[0].attrs["Config"]["Image"] == other
+    finally:
+        subprocess.run(["docker", "rmi", other], check=True, capture_output=True, timeout=60)
+    with pytest.raises(Unavailable, match=rf"image {other} is missing"):
+        check([NodePlan(name="node0")])

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from testbed.control.machine.cgroups import find_hierarchy
 from testbed.control.substrates import engine, netns
 from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.docker_cli import IMAGE
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
@@ -109,5 +108,5 @@ def _engine() -> list[Finding]:
     return [
         try_check("Docker engine", engine.engine_version),
         try_check("Docker Compose v2", engine.compose_version),
-        try_check(f"image {IMAGE}", engine.image_content),
+        try_check(f"image {engine.image_name()}", engine.image_content),
     ]

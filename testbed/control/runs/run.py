@@ -213,7 +213,9 @@ def _interrupt_wins() -> Iterator[None]:
 
 def measure_and_train(run: RunContext, resume: bool) -> Summary:
     """Measure the network, train, and write the summary, also when the run fails or is interrupted."""
-    notes = RunNotes(run.substrate.name, list(run.substrate.notes))
+    not_shaped = run.substrate.not_shaped if run.spec.world > 1 else ""
+    notes = RunNotes(run.substrate.name, [*run.substrate.notes, *([not_shaped] if not_shaped else [])])
+    notes.invalid = not_shaped
     try:
         _measure(run, notes)
         _train(run, notes, resume)
@@ -262,12 +264,14 @@ def _conclude(run: RunContext, notes: RunNotes, status: Status, reason: str) -> 
 def _measure(run: RunContext, notes: RunNotes) -> None:
     """Measure the network and write receipt.json. The run trains even if the network is not as requested."""
     plans = node_plans(run.spec)
-    check = measure(run.spec, lambda: probe(run.substrate, plans, run.progress.link), run.progress.stage)
+    check = measure(
+        run.spec, lambda: probe(run.substrate, plans, run.progress.link), run.progress.stage, not notes.invalid
+    )
     if check.receipt is not None:
         check.receipt.write(run.folder.receipt)
     notes.notes += check.notes
     notes.network = check.network
-    if check.invalid:
+    if check.invalid and not notes.invalid:
         notes.invalid = check.network
 
 

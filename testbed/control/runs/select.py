@@ -15,6 +15,7 @@ from pathlib import Path
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check as check_compose
+from testbed.control.substrates.engine import shaping
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
@@ -58,12 +59,18 @@ class SubstrateType:
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
 
 
+def shaped_by_variable(spec: RunSpec) -> RunSpec:
+    """Return the spec as SHAPING has it applied in containers: `off` drops the links."""
+    return spec.without_shaping(keep_cpus=True) if shaping() == "off" else spec
+
+
 SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "compose": SubstrateType(
         name="compose",
         description="one container per node, links shaped as requested",
-        make=lambda spec, folder: ComposeSubstrate(node_plans(spec), folder),
+        make=lambda spec, folder: ComposeSubstrate(node_plans(shaped_by_variable(spec)), folder),
         check=check_compose,
+        drop_unsupported=shaped_by_variable,
         faults=kinds_on("compose"),
         is_local=lambda: os.environ.get("DOCKER_HOST", "unix://").startswith("unix://"),
     ),

@@ -105,6 +105,7 @@ class Substrate(FaultTarget, Protocol):
 
     name: str
     shaped: bool  # True if links can be shaped
+    not_shaped: str  # why runs are left out of tables although nothing failed (SHAPING); empty: they are not
     python: str  # the Python command of a node, with our package on its path
 
     @property

@@ -25,7 +25,6 @@ from testbed.control.machine.processes import run
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import ROOT
 from testbed.control.substrates.docker_cli import (
-    IMAGE,
     OWNER_LABEL,
     PROJECT_LABEL,
     SERVICE_LABEL,
@@ -35,17 +34,20 @@ from testbed.control.substrates.docker_cli import (
 from testbed.control.substrates.engine import (
     ENGINE_TIMEOUT_S,
     connect,
+    image_name,
     render,
+    shaping,
     used_memory_bytes,
     wrap_docker_errors,
 )
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
-from testbed.net.isolation import isolate
+from testbed.net.isolation import default_routes, isolate
 from testbed.net.shaping import routes_congestion
 from testbed.spec.cpu import NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
+from testbed.spec.link import why_not_shaped
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
 from testbed.spec.run import DEFAULT_PORT
@@ -100,7 +102,6 @@ class ComposeSubstrate:
     """N containers of one Compose project on a network of their own; leaving the context removes all of them."""
 
     name = "compose"
-    shaped = True
     one_clock = True
     python = "python3"  # of the image, which has our package on its path
     notes: Sequence[str] = ()
@@ -109,7 +110,9 @@ class ComposeSubstrate:
         self._plans = tuple(plans)
         self._runs = folder.resolve().parent
         self._project = f"{ownership.PREFIX}-{ownership.current()}"
-        self._links = ShapedLinks(self._plans, self.exec, self._set_congestion)
+        directions = shaping()
+        self.shaped, self.not_shaped = directions != "off", why_not_shaped(directions)
+        self._links = ShapedLinks(self._plans, self.exec, self._set_congestion, ingress=directions == "both")
         self._cores: list[affinity.Cores | None] = []
         self._client: Any = None  # of the Docker SDK
         # container objects of the Docker SDK; `attrs` was read once, right after the start
@@ -180,11 +183,12 @@ class ComposeSubstrate:
                 self.exec(node, command)
 
     def _isolate(self) -> None:
-        """Take away what leads out of the network: it is internal, but the engine keeps a gateway and a name server."""
+        """Take away what leads out of the network: it is internal, but has a gateway and a name server."""
         (network,) = self._containers[0].attrs["NetworkSettings"]["Networks"].values()
         with wrap_docker_errors():
             ranges = self._client.networks.get(network["NetworkID"]).attrs["IPAM"]["Config"] or []
-        commands = isolate([], [each["Gateway"] for each in ranges if each.get("Gateway")])
+        gateways = [each["Gateway"] for each in ranges if each.get("Gateway")]
+        commands = isolate(json.loads(self.exec(0, default_routes()) or "[]"), gateways)  # the same on all nodes
         for node in range(len(self._plans)):
             self.exec(node, ["sh", "-c", " && ".join(shlex.join(command) for command in commands)])
 
@@ -290,7 +294,7 @@ class ComposeSubstrate:
 def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
     """Return the override of compose.yaml: idle containers with the owner's label and without a CPU quota."""
     service = {
-        "image": IMAGE,  # the checked image, also if the variable IMAGE names another
+        "image": image_name(),  # the checked one
         "entrypoint": ["sleep", "infinity"],
         "stop_signal": "SIGKILL",  # `sleep` as process 1 ignores SIGTERM
         "healthcheck": {"disable": True},

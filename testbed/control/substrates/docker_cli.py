@@ -132,10 +132,10 @@ def docker_run_argv(user: str, program: str, *argv: str) -> list[str]:
     return ["docker", "run", "--rm", *options, IMAGE, *argv]
 
 
-def trial_argv(script: str) -> list[str]:
+def trial_argv(image: str, script: str) -> list[str]:
     """Run a script in a container with a network of its own that it may shape."""
     options = ["--network", "none", "--cap-drop", "ALL", "--cap-add", "NET_ADMIN", "--entrypoint", "sh"]
-    return ["docker", "run", "--rm", *options, IMAGE, "-c", script]
+    return ["docker", "run", "--rm", *options, image, "-c", script]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from testbed.control.substrates.docker_cli import (
 from testbed.control.substrates.links import trials, try_commands
 from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import CommandFailed, TestbedError, Unavailable, refuse, require_extra
+from testbed.spec.link import parse_shaping
 from testbed.spec.run import SCHEMA
 
 if TYPE_CHECKING:
@@ -49,6 +51,27 @@ def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
     values = {"nodes": nodes, "version": __version__, "schema": SCHEMA, "cpu_period": CPU_PERIOD_US}
     return templates.get_template(TEMPLATE).render(**values)
+
+
+def variable(name: str, root: Path = ROOT) -> str:
+    """Return a variable as `docker compose up` reads it: from the environment, else from .env; empty if it is unset."""
+    if name in os.environ:
+        return os.environ[name]
+    file = root / ".env"
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    found = [line.partition("=")[2] for line in lines if line.removeprefix("export ").partition("=")[0].strip() == name]
+    value = re.sub(r"(^|\s)#.*", "", found[-1]).strip() if found else ""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def image_name() -> str:
+    """Return the name of the image: that of the variable IMAGE, else the usual one."""
+    return variable("IMAGE") or IMAGE
+
+
+def shaping() -> str:
+    """Return which directions of a link are shaped, by the variable SHAPING. Raises SpecError."""
+    return parse_shaping(variable("SHAPING"))
 
 
 def connect() -> DockerClient:
@@ -109,18 +132,18 @@ def compose_version() -> str:
 
 def inspect_image() -> dict[str, Any]:
     """Return the engine's facts about our image; raise Unavailable if it is missing or made from other code."""
-    now = content_hash()
+    now, name = content_hash(), image_name()
     with contextlib.closing(connect()) as client, wrap_docker_errors():
         from docker.errors import ImageNotFound
 
         try:
-            image = client.images.get(IMAGE)
+            image = client.images.get(name)
         except ImageNotFound:
-            raise Unavailable(f"substrate compose: image {IMAGE} is missing. Build it with `make image`") from None
+            raise Unavailable(f"substrate compose: image {name} is missing. Build it with `make image`") from None
     made = image.labels.get(CONTENT_LABEL, "unknown")
     if made != now:
         differs = f"was made from other code (content {made}, the code here is {now})"
-        raise Unavailable(f"substrate compose: image {IMAGE} {differs}. Build it again with `make image`")
+        raise Unavailable(f"substrate compose: image {name} {differs}. Build it again with `make image`")
     return dict(image.attrs)
 
 
@@ -134,14 +157,15 @@ def check(plans: Sequence[NodePlan]) -> None:
     engine_version()
     compose_version()
     inspect_image()
-    for commands, feature in trials(plans):
+    directions = shaping()
+    for commands, feature in trials(plans, ingress=directions == "both") if directions != "off" else ():
         # A temporary container shapes its own loopback, because it has the engine's kernel, wherever the engine runs.
         whole = [["ip", "link", "set", "lo", "up"], *commands]
         try_commands("substrate compose: the engine's kernel", whole, feature, _run_in_container)
 
 
 def _run_in_container(script: str) -> None:
-    run(trial_argv(script), ENGINE_TIMEOUT_S)
+    run(trial_argv(image_name(), script), ENGINE_TIMEOUT_S)
 
 
 def projects() -> dict[str, str]:

@@ -45,6 +45,7 @@ class FakeSubstrate:
 
     name = "fake"
     shaped = True
+    not_shaped = ""
     one_clock = True
     python = "python3"
     notes: Sequence[str] = ()

@@ -18,19 +18,29 @@ Execute = Callable[[int, list[str]], str]  # (node, argv) -> stdout
 
 
 class ShapedLinks:
-    """The links of all nodes; `execute` runs a command on a node, `set_congestion` sets its congestion control."""
+    """The links of all nodes; `execute` runs a command on a node, `set_congestion` sets its congestion control.
 
-    def __init__(self, plans: Sequence[NodePlan], execute: Execute, set_congestion: Callable[[int], None]) -> None:
+    Without `ingress` only what leaves a node is shaped.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[NodePlan],
+        execute: Execute,
+        set_congestion: Callable[[int], None],
+        ingress: bool = True,
+    ) -> None:
         self._plans = plans
+        self._ingress = ingress
         self._execute = execute
         self._set_congestion = set_congestion
         self._rates = [plan.link.rate for plan in plans]  # as they are now
 
     def shape(self, node: int) -> None:
-        """Shape both directions and set congestion control; raise NetworkInvalid with the node's name."""
+        """Shape the directions and set congestion control; raise NetworkInvalid with the node's name."""
         plan = self._plans[node]
         try:
-            for command in shape(plan.link, INTERFACE):
+            for command in shape(plan.link, INTERFACE, ingress=self._ingress):
                 self._execute(node, command)
             self._set_congestion(node)
         except TestbedError as error:
@@ -40,19 +50,20 @@ class ShapedLinks:
         """Change the rate both ways while packets flow; None restores the planned rate."""
         link = self._plans[node].link
         rate = link.rate if rate is None else rate
-        for command in reshape(link, self._rates[node], rate, INTERFACE):
+        for command in reshape(link, self._rates[node], rate, INTERFACE, ingress=self._ingress):
             self._execute(node, command)
         self._rates[node] = rate
 
 
-def trials(plans: Iterable[NodePlan]) -> Iterator[tuple[list[list[str]], str]]:
+def trials(plans: Iterable[NodePlan], ingress: bool = True) -> Iterator[tuple[list[list[str]], str]]:
     """Yield for each distinct link the commands that shape the loopback, and the kernel feature that they need."""
     for link in dict.fromkeys(plan.link for plan in plans if plan.link.shaped):
         if link.rate is not None:
             only_rate = Link(rate=link.rate, queue=link.queue)
-            yield shape(only_rate, "lo"), "shaping (tbf, ifb, ingress, u32, mirred)"
+            needs = "shaping (tbf, ifb, ingress, u32, mirred)" if ingress else "shaping (tbf)"
+            yield shape(only_rate, "lo", ingress=ingress), needs
         if link.needs_netem:
-            yield shape(link, "lo"), "delay and loss (netem)"
+            yield shape(link, "lo", ingress=ingress), "delay and loss (netem)"
 
 
 def try_commands(subject: str, commands: list[list[str]], feature: str, execute: Callable[[str], object]) -> None:

@@ -85,6 +85,7 @@ class NetnsSubstrate:
 
     name = "netns"
     shaped = True
+    not_shaped = ""
     one_clock = True
     python = sys.executable
     notes: Sequence[str] = ()

@@ -118,6 +118,7 @@ class ProcessSubstrate:
 
     name = "process"
     shaped = False
+    not_shaped = ""
     one_clock = True
     python = sys.executable
 

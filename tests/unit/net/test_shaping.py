@@ -100,3 +100,10 @@ def test_congestion_control_is_set_on_all_routes_of_an_interface() -> None:
         route_congestion("reno", "10.0.0.0/24", "eth0", "10.0.0.7"),
         route_congestion("reno", "10.1.0.0/24", "eth0"),
     ]
+
+
+def test_where_only_egress_is_shaped_a_new_rate_changes_only_egress() -> None:
+    link = Link(rate=100_000_000)
+    for before, rate in ((100_000_000, 10_000_000), (None, 10_000_000), (10_000_000, None)):
+        (command,) = reshape(link, before, rate, ingress=False)
+        assert command[:2] == ["tc", "qdisc"] and command[4] == "eth0"

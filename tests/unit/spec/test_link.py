@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
-from testbed.spec.link import Link
+from testbed.spec.link import Link, parse_shaping, why_not_shaped
 
 
 def load(**values: object) -> Link:
@@ -72,3 +72,18 @@ def test_a_bad_value_is_refused_with_value_and_rule(values: dict[str, object], s
 def test_every_link_survives_the_way_through_json(**values: object) -> None:
     link = load(**values)
     assert Link.model_validate_json(link.model_dump_json()) == link
+
+
+def test_shaping_is_both_ways_unless_the_variable_says_otherwise() -> None:
+    assert [parse_shaping(text) for text in ("", "both", "egress", "off")] == ["both", "both", "egress", "off"]
+    with pytest.raises(SpecError, match=r"SHAPING 'some': must say which directions .*Use one of both, egress, off\."):
+        parse_shaping("some")
+
+
+def test_a_run_that_is_not_shaped_both_ways_says_why_it_is_left_out() -> None:
+    assert [why_not_shaped(shaping) for shaping in ("both", "egress", "off", "none")] == [
+        "",
+        "SHAPING=egress: what arrives at a node is not shaped",
+        "SHAPING=off: nothing is shaped",
+        "",
+    ]

@@ -294,6 +294,7 @@ class HostsSubstrate:
 
     name = "hosts"
     shaped = False
+    not_shaped = ""
     one_clock = False
     python = "python3"  # of the image
 

@@ -432,3 +432,16 @@ def test_a_failed_probe_uses_the_node_names_of_the_inventory(tmp_path: Path) -> 
     logs = [tmp_path / "anna.log", tmp_path / "node0.log"]
     logs[0].write_text(json.dumps({"event": "error", "sentence": "node0: no connection from node1"}) + "\n")
     assert "failed: anna: no connection from node0; did not end on node0. Try" in _probe_error([1, None], logs)
+
+
+def test_a_run_whose_network_is_left_unshaped_on_purpose_is_invalid_and_its_probe_is_not_repeated(
+    fake: FakeRuns, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "SHAPING=egress: what arrives at a node is not shaped"
+    monkeypatch.setattr(FakeSubstrate, "not_shaped", reason)
+    fake.receipts = iter([BAD])
+    summary = run(fake, folder)
+    assert (summary.status, summary.reason) == ("invalid", reason)
+    assert reason in summary.notes and summary.steps == 4
+    alone = run(fake, RunFolder(folder.path.with_name("single")), mode="single")
+    assert (alone.status, alone.reason) == ("ok", ""), "one node has no network"

@@ -84,3 +84,15 @@ def test_an_unknown_substrate_is_refused():
 def test_the_example_inventory_is_a_valid_one(repository):
     inventory = Inventory.read(repository / "inventory" / "hosts.example.toml")
     assert [node.name for node in inventory.nodes] == ["node0", "node1", "node2", "node3"]
+
+
+def test_shaping_means_the_same_as_for_docker_compose_up(monkeypatch):
+    chosen = select.choose("compose", spec())
+    monkeypatch.setenv("SHAPING", "off")
+    applied = chosen.drop_unsupported(spec())
+    assert not applied.link.shaped and applied.node.cpus == 0.4
+    monkeypatch.setenv("SHAPING", "egress")
+    assert chosen.drop_unsupported(spec()) == spec()
+    monkeypatch.setenv("SHAPING", "some")
+    with pytest.raises(SpecError, match="SHAPING 'some'"):
+        chosen.drop_unsupported(spec())

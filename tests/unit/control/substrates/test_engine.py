@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from testbed.control.substrates import engine
+from testbed.control.substrates.compose import idle_override
 from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.engine import render
 from testbed.spec.errors import SpecError, TestbedError, Unavailable
@@ -117,3 +118,28 @@ def test_what_is_gone_already_is_ignored_and_a_refusal_is_not(tmp_path: Path, mo
             refused = pytest.raises(TestbedError, match="the Docker engine refused: in use")
             with contextlib.nullcontext() if status == 404 else refused:
                 engine.remove_project("p")
+
+
+def test_a_variable_is_that_of_the_environment_else_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `docker compose up` reads them."""
+    text = "# IMAGE=no\nIMAGE=first\nexport IMAGE='mine:1' # the last one counts\nBASE=x#y\nSHAPING=\n"
+    (tmp_path / ".env").write_text(text)
+    names = ("IMAGE", "BASE", "SHAPING", "MODE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert [engine.variable(name, tmp_path) for name in names] == ["mine:1", "x#y", "", ""]
+    monkeypatch.setenv("IMAGE", "")
+    assert engine.variable("IMAGE", tmp_path) == "", "an empty variable hides the file's"
+
+
+def test_the_image_is_that_of_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = ScriptedEngine()
+    scripted.image = None
+    monkeypatch.setenv("IMAGE", "mine:1")
+    with serve(scripted, tmp_path / "e.sock") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        with pytest.raises(Unavailable, match=r"image mine:1 is missing"):
+            engine.inspect_image()
+    assert idle_override(1, [])["services"]["rank0"]["image"] == "mine:1"

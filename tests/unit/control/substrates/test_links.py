@@ -15,11 +15,10 @@ FAST, SLOW = Link(rate=200_000_000), Link(rate=10_000_000)
 class Nodes:
     """Records the commands of each node."""
 
-    def __init__(self, *links: Link) -> None:
+    def __init__(self, *links: Link, ingress: bool = True) -> None:
         self.commands: list[tuple[int, str]] = []
-        self.links = ShapedLinks(
-            [NodePlan(name=f"node{k}", link=link) for k, link in enumerate(links)], self.run, self.cc
-        )
+        plans = [NodePlan(name=f"node{k}", link=link) for k, link in enumerate(links)]
+        self.links = ShapedLinks(plans, self.run, self.cc, ingress)
 
     def run(self, node: int, argv: list[str]) -> str:
         self.commands.append((node, " ".join(argv)))
@@ -75,3 +74,13 @@ def test_a_trial_that_fails_names_the_feature_and_the_kernels_reason() -> None:
 
     with pytest.raises(Unavailable, match=r"^here lacks netem: Specified qdisc kind is unknown\. Leave it out"):
         try_commands("here", [["tc", "a"], ["tc", "b c"]], "netem", fail)
+
+
+def test_without_ingress_one_bucket_is_made_changed_and_tried() -> None:
+    nodes = Nodes(FAST, ingress=False)
+    nodes.links.shape(0)
+    nodes.links.set_rate(0, 10_000_000)
+    assert nodes.rates() == [(0, "200mbit"), (0, "10mbit")]
+    assert not any("ifb" in text for _, text in nodes.commands)
+    ((commands, feature),) = trials([NodePlan(name="node0", link=FAST)], ingress=False)
+    assert len(commands) == 1 and feature == "shaping (tbf)"
