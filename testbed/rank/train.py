@@ -257,7 +257,7 @@ class Tally:
 def evaluate(
     spec: RunSpec, model: nn.Module, dataset: Dataset, group: Group, *, step: int, epoch: int, seen: Tally
 ) -> Eval:
-    """Test the model; each rank tests its share of the images (`split`) or all. `seen`: the training of this epoch."""
+    """Test the model; each rank tests its share of the images (`split`) or all. `seen`: training sums of this epoch."""
     share_statistics(model, group, spec.batchnorm)
     split = spec.evaluate == "split" and group.size > 1
     tally = _test(model, dataset, group, split)

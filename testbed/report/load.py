@@ -142,7 +142,7 @@ class Steps:
         return [int(number) for number in self.step]
 
     def only(self, wanted: Callable[[int], bool]) -> Steps:
-        """Only the steps whose number is wanted."""
+        """Only the steps for whose number `wanted` returns True."""
         chosen = [k for k, number in enumerate(self.numbers) if wanted(number)]
         columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, column in columns.items():

@@ -122,7 +122,7 @@ class Cell:
 
     @property
     def disturbed(self) -> bool:
-        """True if a fault was injected while steps were measured: then the time of the whole run means nothing."""
+        """True if a fault was injected while steps were measured: then the time of the whole run is not used."""
         return any(run.under_fault for run in self.runs)
 
     @property

@@ -77,7 +77,7 @@ class Summary(Spec):
             raise SpecError(f"{folder.summary}: damaged ({str(error).splitlines()[0]}). Run it again.") from None
         if "left_out_steps" in values or summary.status != "ok" or not summary.spec.faults:
             return summary
-        # A version that counted steps under a fault wrote it.
+        # An earlier version, which counted steps under a fault, wrote this file.
         steps = [[r for r in read(folder.records(rank)) if isinstance(r, Step)] for rank in range(summary.spec.world)]
         return summary.model_copy(update=_timing(folder, summary.spec, steps, summary.substrate))
 
