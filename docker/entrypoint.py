@@ -91,7 +91,7 @@ def _owner(folder: Path) -> tuple[int, int]:
 
 
 def _check_owner(owner: tuple[int, int], code: Path) -> None:
-    """Refuse a runs folder of root's in a clone of another user: a run's folder there would not belong to the user."""
+    """Refuse a runs folder of root in a clone of another user, who would not own the folders of runs in it."""
     if owner == (0, 0) and code.is_dir() and (user := _owner(code)) != (0, 0):
         rule = f"belongs to root, and the clone to uid {user[0]}: the engine made it, because it was missing"
         raise Unavailable(f"runs folder ./runs: {rule}. Give it to yourself: sudo chown {user[0]}:{user[1]} runs")
@@ -187,7 +187,7 @@ def _set_congestion(name: str | None, interface: str) -> None:
 
 
 def _apply(command: list[str], needs: str = SHAPE) -> str:
-    """Run a command and return its stdout. Raises NetworkInvalid if it fails, with the sentences of `needs`."""
+    """Run a command and return its stdout. Raises NetworkInvalid with `needs` if it fails; {} is the reason."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True).stdout
     except subprocess.CalledProcessError as error:

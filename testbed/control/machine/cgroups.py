@@ -100,7 +100,7 @@ class Cgroup:
             _write(self.path / "cpu.cfs_quota_us", str(quota))
 
     def limit_memory(self, headroom_bytes: int | None) -> None:
-        """Allow `headroom_bytes` more than are in use now; beyond that the kernel kills. None removes the limit."""
+        """Limit memory to the bytes in use plus `headroom_bytes`; the kernel kills what exceeds it. None: no limit."""
         (used, limit), none = _MEMORY_V1, "-1"
         if self._hierarchy.version == 2:
             self._enable("memory")

@@ -183,7 +183,7 @@ class ComposeSubstrate:
                 self.exec(node, command)
 
     def _isolate(self) -> None:
-        """Take away what leads out of the network: it is internal, but has a gateway and a name server."""
+        """Remove the gateway and the name server, which lead out of the network although it is internal."""
         (network,) = self._containers[0].attrs["NetworkSettings"]["Networks"].values()
         with wrap_docker_errors():
             ranges = self._client.networks.get(network["NetworkID"]).attrs["IPAM"]["Config"] or []
