@@ -27,7 +27,7 @@ from testbed.spec.errors import SpecError, one_line
 from testbed.spec.fault import KINDS
 from testbed.spec.run import RunSpec
 
-MAX_EVENTS = 10_000  # of one run; a controller writes some dozen
+MAX_EVENTS = 10_000  # of one run; a controller writes some dozen events
 HEADER = ("run", "fault", "detected after", "named right", "exit codes, rank 0 first", "recovered")
 
 Event = dict[str, Any]

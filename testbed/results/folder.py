@@ -31,7 +31,7 @@ MAX_SPEC_BYTES = 1 << 20
 MAX_SUBSTRATE_BYTES = 64
 MAX_RECORDS_BYTES = 128 << 20  # limit for one rank's records over all attempts; no rank writes a larger file
 MAX_FAULTS_BYTES = 16 << 20  # faults.jsonl; a controller writes some dozen lines
-MAX_JSON_BYTES = 16 << 20  # any other file; the receipt of 64 nodes has about one million
+MAX_JSON_BYTES = 16 << 20  # any other file; the receipt of 64 nodes has about 10^6 bytes
 
 
 def runs_dir() -> Path:

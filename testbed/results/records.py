@@ -26,7 +26,7 @@ from testbed.spec.run import SCHEMA, check_schema
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-MAX_LINE_BYTES = 4 << 20  # a step of a deep model with all its buffers has some thousand
+MAX_LINE_BYTES = 4 << 20  # a step of a deep model with all its buffers has some thousand bytes
 CONTINUED = " (cont.)"  # ends the name in `comm` of a buffer that was in flight when the step began
 
 

@@ -81,7 +81,7 @@ def _tools() -> list[Finding]:
 
 
 def _link(what: str, link: Link, fix: str) -> Finding:
-    """Try to shape such a link in a temporary namespace."""
+    """Try to shape this link in a temporary namespace."""
     try:
         netns.check_network([NodePlan(name="node0", link=link)])
         return Finding(what, True, "works")

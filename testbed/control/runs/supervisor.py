@@ -114,7 +114,7 @@ def supervise(
 ) -> None:
     """Return when all ranks ended with code 0; else raise the root cause.
 
-    `tails`: where the record files were before the ranks started, if they existed. `nodes`: their names.
+    `tails`: readers of the record files that skip what was in them before the ranks started. `nodes`: node names.
     """
     tails = tails or [Tail(folder.records(k)) for k in range(len(processes))]
     names = nodes or [f"node{k}" for k in range(len(processes))]
