@@ -26,6 +26,6 @@ if [[ $made == "$hash" ]]; then
 fi
 docker/wheels.sh || say "no wheelhouse; the build uses a package index"
 base_image=$(base) # on its own line, because bash ignores a failure inside an assignment before a command
-BASE=$base_image CONTENT_HASH=$hash docker compose build --quiet rank0
+BASE=$base_image CONTENT_HASH=$hash docker compose build --quiet
 docker image prune --force --filter label=testbed.content >/dev/null # our images that the new one replaced
 say "$image, $(docker image inspect --format '{{.Size}}' "$image" | awk '{ printf "%.0f MB", $1 / 1e6 }'), content $hash"

@@ -10,7 +10,10 @@ if ls /wheels/*.whl >/dev/null 2>&1; then
 else
   sh /tmp/torch.sh /tmp/packages.txt python3 "$@"
 fi
-python3 -m pip "$@" --requirement /tmp/packages.txt
+python3 -m pip "$@" --requirement /tmp/packages.txt || {
+  echo "the packages of a rank cannot be installed. \`make image\` on the host downloads them before the build" >&2
+  exit 1
+}
 apt-get purge -qq -y --autoremove python3-pip >/dev/null
 rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
 

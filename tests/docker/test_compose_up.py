@@ -127,6 +127,14 @@ def test_code_that_was_changed_after_the_image_was_built_is_noted(cluster: Clust
     assert f"note: {note}" in printed and note in summary_of(cluster.folders()[-1])["notes"]
 
 
+def test_a_first_up_without_an_image_registry_says_make_image(cluster: Cluster) -> None:
+    """Nothing listens at the registry of this base, which is an address of this machine."""
+    done = cluster.compose("up", IMAGE=f"testbed:missing-{cluster.folder.name}"[:100].lower(), BASE="127.0.0.1:1/base")
+    printed = done.stdout + done.stderr
+    assert done.returncode != 0 and "[without-a-registry-run-make-image internal] load metadata" in printed, printed
+    assert "Pulling" not in printed, "no registry has our image"
+
+
 def test_a_container_without_net_admin_is_refused(image: str, tmp_path: Path) -> None:
     may = [word for cap in ("SETUID", "SETGID", "SETPCAP", "CHOWN") for word in ("--cap-add", cap)]
     env = [word for pair in ({**QUICK, "RATE": "100mbit"}).items() for word in ("-e", "=".join(pair))]
