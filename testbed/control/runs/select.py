@@ -7,7 +7,6 @@ reason, which is printed. A substrate that does not shape the network drops link
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check as check_compose
-from testbed.control.substrates.engine import shaping
+from testbed.control.substrates.engine import remote_engine, shaping
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
@@ -55,8 +54,13 @@ class SubstrateType:
     drop_unsupported: Callable[[RunSpec], RunSpec] = lambda spec: spec
     shapes: bool = True
     is_local: Callable[[], bool] = lambda: False  # do its nodes share the cores of this machine?
+    where: Callable[[], str] = lambda: ""  # words on where its nodes are, if that depends on the user's settings
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
+
+    def describe(self) -> str:
+        """Return the description, with the place of the nodes if that depends on the user's settings."""
+        return ", ".join(filter(None, (self.description, self.where())))
 
 
 def shaped_by_variable(spec: RunSpec) -> RunSpec:
@@ -72,7 +76,8 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         check=check_compose,
         drop_unsupported=shaped_by_variable,
         faults=kinds_on("compose"),
-        is_local=lambda: os.environ.get("DOCKER_HOST", "unix://").startswith("unix://"),
+        is_local=lambda: not remote_engine(),
+        where=lambda: f"of the engine at {url}, whose machine is not locked" if (url := remote_engine()) else "",
     ),
     "netns": SubstrateType(
         name="netns",
@@ -182,7 +187,7 @@ def select(
 def choose(requested: str, example: RunSpec, types: Mapping[str, SubstrateType] = SUBSTRATES) -> SubstrateChoice:
     """The substrate of that name; `auto` is the first whose check a run like `example` passes."""
     if requested in types:
-        return SubstrateChoice(types[requested], f"requested; {types[requested].description}")
+        return SubstrateChoice(types[requested], f"requested; {types[requested].describe()}")
     if requested != "auto":
         raise SpecError(f"--on {requested!r}: no such substrate. Use auto, {', '.join([*types, HOSTS])}.")
     plans, refusals = node_plans(example), []
@@ -193,7 +198,7 @@ def choose(requested: str, example: RunSpec, types: Mapping[str, SubstrateType] 
             refusals.append(str(error))
             continue
         rest = f"; preferred substrates are unavailable: {'; '.join(refusals)}" if refusals else ""
-        return SubstrateChoice(found, f"{found.description}{rest}", automatic=True, checked=plans)
+        return SubstrateChoice(found, f"{found.describe()}{rest}", automatic=True, checked=plans)
     raise Unavailable(f"no substrate can run this: {'; '.join(refusals)}")
 
 

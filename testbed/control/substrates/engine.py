@@ -38,6 +38,7 @@ TEMPLATE = "compose.yaml.j2"
 MAX_NODES = 256
 ENGINE_TIMEOUT_S = 120.0  # creating four containers takes a few seconds
 SOCKET_TIMEOUT_S = 5.0
+LOCAL_SCHEMES = ("", "unix", "http+unix", "npipe")  # of the address of an engine on this machine
 RUNNING, STOPPED = "running", "stopped"  # in place of the owner, for a project that `docker compose up` made
 
 
@@ -78,16 +79,34 @@ def connect() -> DockerClient:
     """Return a client of the engine that `docker` commands use; raise Unavailable if no engine answers."""
     require_extra("substrate compose", "compose", "docker")
     import docker  # here, because it is slow to import and most commands need no engine
-    from docker.context import ContextAPI
     from docker.errors import DockerException
 
     try:
-        check_socket(os.environ.get("DOCKER_HOST") or ContextAPI.kwargs_from_context().get("base_url", ""))
+        check_socket(engine_url())
         return docker.from_env(timeout=ENGINE_TIMEOUT_S, use_ssh_client=True)  # it asks for the engine's API version
     except (DockerException, OSError) as error:
         reason = str(error).split("(", 1)[0].strip()
         way_out = "Start one; `make engine` installs it"
         raise Unavailable(f"substrate compose: no Docker engine answers ({reason}). {way_out}") from None
+
+
+def engine_url() -> str:
+    """Return the address of the engine that `docker` commands use: DOCKER_HOST, else that of the Docker context."""
+    from docker.context import ContextAPI
+
+    return str(os.environ.get("DOCKER_HOST") or ContextAPI.kwargs_from_context().get("base_url", ""))
+
+
+def remote_engine() -> str:
+    """Return the address of an engine on another machine; empty for one on this machine, and if that is not known."""
+    try:
+        from docker.errors import DockerException
+    except ImportError:
+        return ""
+    with contextlib.suppress(DockerException, OSError):
+        url = engine_url()
+        return "" if url.partition("://")[0] in LOCAL_SCHEMES else url
+    return ""
 
 
 def check_socket(url: str) -> None:

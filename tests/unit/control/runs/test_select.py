@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 
 import pytest
@@ -74,6 +76,49 @@ def test_a_link_of_one_node_is_refused_like_one_of_all_where_nothing_is_shaped()
     select.check_shaping(one, select.choose("netns", one))
     plain = spec(link={}, faults=["cut:rank0@step3"])  # a fault is not a link; check_faults checks it
     select.check_shaping(plain, select.choose("process", plain))
+
+
+@pytest.fixture
+def docker_settings(tmp_path, monkeypatch):
+    """A configuration of `docker` of the test's own, without a context."""
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    for variable in ("DOCKER_HOST", "DOCKER_CONTEXT"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def use_context(settings, name, url):
+    """As `docker context create` and `docker context use` do."""
+    folder = settings / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest()
+    folder.mkdir(parents=True)
+    endpoints = {"docker": {"Host": url, "SkipTLSVerify": False}}
+    (folder / "meta.json").write_text(json.dumps({"Name": name, "Metadata": {}, "Endpoints": endpoints}))
+    (settings / "config.json").write_text(json.dumps({"currentContext": name}))
+
+
+@pytest.mark.parametrize("host", [None, "", "unix:///run/docker.sock"])
+def test_containers_of_this_machines_engine_share_its_cores(docker_settings, monkeypatch, host):
+    if host is not None:
+        monkeypatch.setenv("DOCKER_HOST", host)
+    chosen = select.choose("compose", spec())
+    assert chosen.needs_machine_lock and "engine at" not in chosen.reason
+
+
+@pytest.mark.parametrize("by", ["context", "variable"])
+def test_containers_of_an_engine_elsewhere_do_not_and_the_reason_says_so(docker_settings, monkeypatch, by):
+    if by == "context":
+        use_context(docker_settings, "lab", "tcp://127.0.0.9:2375")
+    else:
+        monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.9:2375")
+    chosen = select.choose("compose", spec())
+    assert not chosen.needs_machine_lock
+    assert "of the engine at tcp://127.0.0.9:2375, whose machine is not locked" in chosen.reason
+
+
+def test_a_context_of_this_machine_shares_its_cores(docker_settings):
+    use_context(docker_settings, "rootless", "unix:///run/user/1000/docker.sock")
+    assert select.choose("compose", spec()).needs_machine_lock
 
 
 def test_an_unknown_substrate_is_refused():
