@@ -81,7 +81,7 @@ class JoinedRun:
 def run_rank(request: Request) -> int:
     """Take part in one run and return the exit code. A failure ends the process with the error's own exit code."""
     guard = Watchdog(request.rank)
-    watchdog.start_signal_watchdog(guard.exit_once)
+    watchdog.start_signal_watchdog(guard)
     torch.set_num_threads(request.spec.threads)
     try:
         if request.supervised:
@@ -143,6 +143,7 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog) -> None:
     else:
         group = single_rank_group()
     assert guard.recorder is not None
+    guard.training = True
     keeps = spec.checkpoint or request.resume
     checkpoints = Checkpoints(spec, run.folder.checkpoints, group, request.resume) if keeps else None
     install_oom_handler(spec)

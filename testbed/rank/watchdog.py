@@ -48,10 +48,12 @@ log = logging.getLogger(__name__)
 #
 # A Python signal handler runs when the main thread is back in Python code. Inside Gloo that can take as long as an
 # all-reduce on a slow network. So the C handler also writes the signal's number to a pipe; a thread reads it, gives the
-# main thread SIGNAL_GRACE_S seconds, and then ends the rank itself.
+# main thread some time, and then ends the rank itself. Before training nothing is measured yet, so this time is short:
+# the controller stops ranks that wait for one that has ended.
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNAL_GRACE_S = 3.0  # for the main thread to raise, record the failure and exit
+START_SIGNAL_GRACE_S = 0.3  # the same before training
 
 
 def raise_interrupted() -> None:
@@ -73,16 +75,16 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def start_signal_watchdog(end: Callable[[Interrupted], object]) -> None:
-    """Call `end` from a thread if a signal came and the main thread did not exit within SIGNAL_GRACE_S."""
+def start_signal_watchdog(guard: Watchdog) -> None:
+    """Call `guard.exit_once` from a thread if a signal came and the main thread did not exit in its time."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
     def watch() -> None:
         name = signal.Signals(os.read(reading, 1)[0]).name
-        time.sleep(SIGNAL_GRACE_S)
-        end(Interrupted(f"stopped by {name} while it waited for other ranks"))
+        time.sleep(SIGNAL_GRACE_S if guard.training else START_SIGNAL_GRACE_S)
+        guard.exit_once(Interrupted(f"stopped by {name} while it waited for other ranks"))
 
     threading.Thread(target=watch, daemon=True, name="signals").start()
 
@@ -475,6 +477,7 @@ class Watchdog:
         self.rank = rank
         self.recorder: Recorder | None = None
         self.heartbeat: Heartbeat | None = None
+        self.training = False  # False until all ranks have joined
         # Called with the error record before the process ends.
         self.after_failure: Callable[[Error], None] | None = None
         self._terminate = terminate

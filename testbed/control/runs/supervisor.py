@@ -19,7 +19,7 @@ from testbed.control.runs.progress import Progress
 from testbed.control.substrates.base import Process
 from testbed.results.conclude import reported_rank, root_cause
 from testbed.results.folder import RunFolder
-from testbed.spec.errors import RankFailed
+from testbed.spec.errors import PeerLost, RankFailed
 from testbed.spec.run import START_DEADLINE_S
 
 
@@ -30,6 +30,7 @@ class Timing:
     poll_s: float = 0.05
     grace_s: float = 5.0  # for the other ranks to end by themselves after one failed
     exit_grace_s: float = 1.0  # for a rank that the others have reported as lost
+    start_grace_s: float = 1.0  # instead of grace_s if the failed rank had not joined the others, who cannot notice it
     stall_deadlines: float = 30.0  # a run fails after so many deadlines without progress; ranks give up much earlier
 
 
@@ -78,6 +79,11 @@ class RankState:
     error: dict[str, Any] | None = None
     code: int | None = None
     ended: float | None = None  # monotonic time
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """True if it failed, and not because it lost another rank."""
+        return self.code not in (None, 0, PeerLost.exit_code)
 
     def poll(self, rank: int, progress: Progress) -> bool:
         """Read new records and the exit code; True if there was anything new."""
@@ -157,8 +163,12 @@ def _poll_until_end(
 
 
 def _wait_for_others(ranks: list[RankState], progress: Progress, timing: Timing) -> None:
-    """Wait until the other ranks have recorded the failure and ended; less long for a rank that they report as lost."""
-    end = time.monotonic() + timing.grace_s
+    """Wait until the other ranks have recorded the failure and ended; less long for a rank that they report as lost.
+
+    A rank that ended before its first record may not have connected to the others. These wait for it in vain.
+    """
+    joined = all(rank.started is not None for rank in ranks if rank.ended_by_itself)
+    end = time.monotonic() + (timing.grace_s if joined else timing.start_grace_s)
     while time.monotonic() < end:
         for k, rank in enumerate(ranks):
             rank.poll(k, progress)

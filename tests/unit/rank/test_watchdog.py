@@ -382,14 +382,21 @@ def test_the_others_learn_why_a_rank_fails(
     assert failed_ranks([zero]) == [1] and "rank 1 (node1) failed: MemoryError: no more" in str(zero.verdict)
 
 
-def test_a_signal_that_the_main_thread_does_not_see_ends_the_rank(tmp_path: Path) -> None:
-    """The main thread is in a C call that does not return to Python, as inside Gloo."""
-    program = """
+@pytest.mark.parametrize(("training", "grace"), [(False, "START_SIGNAL_GRACE_S"), (True, "SIGNAL_GRACE_S")])
+def test_a_signal_that_the_main_thread_does_not_see_ends_the_rank(training: bool, grace: str) -> None:
+    """The main thread is in a C call that does not return to Python, as inside Gloo.
+
+    Before training the rank has another grace than in it; the one that does not apply would exceed the test's timeout.
+    """
+    program = f"""
 import ctypes, os, signal, threading
 from testbed.rank import watchdog
-watchdog.SIGNAL_GRACE_S = 0.2
+watchdog.SIGNAL_GRACE_S = watchdog.START_SIGNAL_GRACE_S = 3600.0
+watchdog.{grace} = 0.2
 watchdog.raise_interrupted()
-watchdog.start_signal_watchdog(watchdog.Watchdog(0).exit_once)
+guard = watchdog.Watchdog(0)
+guard.training = guard.training or {training}
+watchdog.start_signal_watchdog(guard)
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
 mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 libc.pthread_mutex_lock(mutex)

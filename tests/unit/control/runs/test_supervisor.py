@@ -112,6 +112,25 @@ def test_a_rank_that_failed_is_the_root_cause_even_if_another_never_ends(tmp_pat
         supervise([Scripted(6), Scripted(0, polls=NEVER), Scripted(1)], RunFolder(tmp_path))
 
 
+def test_ranks_that_wait_for_one_that_ended_before_it_joined_get_little_time(tmp_path):
+    """They cannot notice it. The grace for ranks that do would exceed the time of this test."""
+    timing = Timing(poll_s=0.01, grace_s=10**9, start_grace_s=0.1)
+    records(RunFolder(tmp_path), 0, {"kind": "start", "deadline": 60.0})
+    with pytest.raises(RankFailed, match=r"^rank 1 \(node1\) was killed by SIGKILL before its first step"):
+        supervise([Scripted(0, polls=NEVER), Scripted(-9)], RunFolder(tmp_path), timing=timing)
+
+
+@pytest.mark.parametrize("code", [-9, 6])
+def test_ranks_that_can_notice_the_failure_get_their_time_to_report_it(tmp_path, code):
+    """Rank 1 has joined the others before it was killed; or it lost rank 0 itself, which may say why it ended."""
+    folder = RunFolder(tmp_path)
+    records(folder, 0, {"kind": "start", "deadline": 60.0}, {"kind": "error", "code": 1, "message": "no space"})
+    records(folder, 1, *([{"kind": "start", "deadline": 60.0}] if code == -9 else []))
+    ended = [Scripted(1, polls=20), Scripted(code)]
+    with pytest.raises(RankFailed, match=r"rank 0 .*ended with code 1.*no space|Also rank 0 ended with code 1"):
+        supervise(ended, folder, timing=Timing(poll_s=0.01, grace_s=60.0, start_grace_s=0.0))
+
+
 def test_a_half_written_line_is_read_when_it_is_complete(tmp_path):
     path = tmp_path / "rank0.jsonl"
     path.write_text('{"kind":"step","step":0}\n{"kind":"st')
@@ -127,7 +146,8 @@ def test_the_failed_rank_has_the_inventorys_name_also_in_other_ranks_messages(tm
     with pytest.raises(RankFailed) as told:
         processes = [Scripted(6), Scripted(0, polls=NEVER)]
         supervise(processes, folder, nodes=["anna", "bert"])
-    assert "rank 1 (bert) is silent since step 0" in str(told.value) and "node1" not in str(told.value)
+    silent = "rank 1 (bert) is silent since its start, before the first step"
+    assert silent in str(told.value) and "node1" not in str(told.value)
 
 
 def test_of_two_ranks_that_lost_each_other_both_are_named(tmp_path):
