@@ -29,7 +29,7 @@ from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder, find_runs, fresh_folder, runs_dir, write_whole
 from testbed.results.receipt import Receipt
 from testbed.results.records import Step, read
-from testbed.results.table import caption, left_out, table
+from testbed.results.table import caption, footnotes, left_out, table
 from testbed.spec.errors import SpecError, TestbedError, UsageError, refuse, require_extra
 from testbed.spec.experiment import Experiment, spec_from_flags, with_settings
 from testbed.spec.inventory import Inventory, read_inventory
@@ -300,7 +300,7 @@ def _show_progress(quiet: bool, headline: str) -> Iterator[Progress]:
 
 
 def _html(summaries: Sequence[Summary], folder: str) -> str:
-    """Return the results table as HTML; runs that are not ok are listed below it."""
+    """Return the results table as HTML; footnotes and runs that are not ok are listed below it."""
 
     def row(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -311,5 +311,5 @@ def _html(summaries: Sequence[Summary], folder: str) -> str:
         header, rows = table(counted)
         body = "".join(row(cells, "td") for cells in rows)
         parts = [f"<p>{html.escape(caption(counted))}</p>", f"<table>{row(header, 'th')}{body}</table>"]
-    parts += [f"<p>{html.escape(line)}</p>" for line in [*left_out(summaries), folder]]
+    parts += [f"<p>{html.escape(line)}</p>" for line in [*footnotes(summaries), *left_out(summaries), folder]]
     return "".join(parts)

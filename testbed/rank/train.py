@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import Counter
+from testbed.rank.cpu_time import CpuMeter
 from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
 from testbed.rank.group import Group
 from testbed.rank.models import build_model, untrack_statistics, usual_shape
@@ -54,6 +55,7 @@ class Trainer:
         self.sync = build(spec.mode, spec.placement, group, self.timeline, spec.seed)
         # The mean over ranks gives each rank the same weight; with uneven shares each image must have the same.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
+        self.cpu = CpuMeter()
         self.seen = Tally()
         self.logged = 0.0  # when the last line was logged
         group.set_deadline(deadline(spec, gradient_bytes(self.model)))
@@ -71,6 +73,8 @@ class Trainer:
             self.seen = Tally() if step == first else self.seen
             batches = itertools.islice(self.batches.epoch(epoch), step - first, None)
             for _ in range(min(first + len(self.batches), self.total) - step):
+                if step >= self.spec.warmup:
+                    self.cpu.begin()
                 if self.profiler:
                     self.profiler.before(step, self.sync.flush)
                 self.recorder.write(self._step(module, batches, step, epoch))
@@ -79,12 +83,21 @@ class Trainer:
                 step += 1
                 if self.checkpoints:
                     self.checkpoints.write_if_due(self, step, last=step == self.total)
+            self.cpu.end()
             self.sync.close() if step == self.total else self.sync.flush()
             self._evaluate(step, epoch)
         sent, received = self.counter.read()
         seconds, payload = time.monotonic() - begun, dict(self.group.payload)
         self.recorder.write(
-            End(steps=step, seconds=seconds, sent=sent, received=received, before=before, payload=payload)
+            End(
+                steps=step,
+                seconds=seconds,
+                sent=sent,
+                received=received,
+                before=before,
+                payload=payload,
+                **self.cpu.fields(),
+            )
         )
 
     def _resume(self, module: nn.Module) -> int:

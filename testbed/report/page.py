@@ -263,4 +263,5 @@ def _cell_figures(chapter: Chapter, cell: Cell) -> dict[str, Any]:
         "needed_per_step": cell.needed(),
         "test_accuracy": cell.first.summary.test_accuracy,
         "test_loss": cell.first.summary.test_loss,
+        "machines": [[machine.model_dump() for machine in run.summary.machines] for run in cell.runs],
     }

@@ -18,7 +18,7 @@ from testbed.report.faulted import FaultedRun
 from testbed.report.load import Rank
 from testbed.report.model import Cell, Chapter, names, value_of
 from testbed.results.faults import HEADER
-from testbed.results.table import NOTE, format_table, short_key
+from testbed.results.table import BUSY_MARK, NOTE, busy_footnote, busy_mark, format_table, short_key
 from testbed.spec.datasets import dataset_info
 
 DASH = "-"
@@ -42,10 +42,12 @@ class Table:
         return f"### {self.title}\n\n{format_table(self.header, self.rows)}{note}\n"
 
     def csv(self) -> str:
-        """A cell that a spreadsheet would run as a formula is written as text."""
+        """A cell that a spreadsheet would run as a formula is written as text; a number has no footnote mark."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerows([[_no_formula(cell) for cell in row] for row in [self.header, *self.rows]])
+        writer.writerows(
+            [[_no_formula(cell.removesuffix(BUSY_MARK)) for cell in row] for row in [self.header, *self.rows]]
+        )
         return out.getvalue()
 
 
@@ -93,7 +95,7 @@ def modes(chapter: Chapter) -> Table:
         agree = DASH if cell.spec.mode.silent else {True: "equal", False: "differ", None: DASH}[run.replicas_agree]
         made.add(
             cell,
-            number(s.centre),
+            number(s.centre) + busy_mark([r.summary for r in cell.runs]),
             f"{s.low:.3f} to {s.high:.3f}",
             number(s.mean),
             number(s.p95),
@@ -107,7 +109,9 @@ def modes(chapter: Chapter) -> Table:
         )
     for cell in chapter.unmeasured:
         made.add(cell, *[DASH] * len(rest), cell.note)
-    return Table("modes", "What each mode costs", made.header, made.rows, findings.MODES)
+    busy = busy_footnote([r.summary for cell in chapter.cells for r in cell.runs])
+    note = f"{findings.MODES} {busy}." if busy else findings.MODES
+    return Table("modes", "What each mode costs", made.header, made.rows, note)
 
 
 def split(chapter: Chapter) -> Table:

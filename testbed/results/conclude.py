@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field
 
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.folder import RunFolder, read_bounded, write_whole
+from testbed.results.machines import MachineLoad, machine_loads
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.spec.base import Spec
 from testbed.spec.errors import (
@@ -64,6 +65,7 @@ class Summary(Spec):
     counter: str = ""
     gradient_bytes: int | None = None
     replicas_agree: bool | None = None
+    machines: list[MachineLoad] = []  # how busy each machine was with other work; empty if it is not known
     environment: dict[str, Any] = {}
 
     @classmethod
@@ -133,6 +135,7 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         gradient_bytes=starts[0].gradient_bytes if starts else None,
         environment=starts[0].environment if starts else {},
         replicas_agree=_replicas_agree(ranks),
+        machines=machine_loads(ranks),
         **_accuracy(ranks),
         **_timing(folder, spec, steps, facts.get("substrate", "")),
         **facts | _verdict(ranks, steps, facts["status"]) | {"notes": notes},
@@ -310,7 +313,7 @@ class _RootCause:
         if own_reason:
             return self._own_reason(max(own_reason, key=lambda k: (reports[k], -k)))
         if self.reported == [1, 0]:  # with two ranks no third one can tell which end of the link failed
-            since = f"since step {min(self.last_steps) + 1}"
+            since = _since(min(self.last_steps), "their")
             logs = f"{self.folder.log(0)} and {self.folder.log(1)}"
             return RankFailed(f"{self._label(0)} and {self._label(1)} lost each other {since}. See {logs}")
         unknown = [k for k, code in enumerate(self.codes) if code is None]
@@ -324,7 +327,7 @@ class _RootCause:
 
     def _lost(self, rank: int) -> RankFailed:
         """A rank that does not answer, one that ended with an unknown code, or one that could not reach the others."""
-        since = f"since step {self.last_steps[rank] + 1}"
+        since = _since(self.last_steps[rank])
         if self.codes[rank] is not None:
             how = f"was cut off {since}"
         else:
@@ -371,6 +374,11 @@ class _RootCause:
             return self._label(int(found[1])) if int(found[1]) < len(self.nodes) else found[0]
 
         return _NODE.sub(name, message)
+
+
+def _since(last_step: int, whose: str = "its") -> str:
+    """Since when a rank is silent; `last_step` is its last recorded one, -1 if there is none."""
+    return f"since step {last_step + 1}" if last_step >= 0 else f"since {whose} start, before the first step"
 
 
 def _names(ranks: Iterable[int]) -> str:

@@ -119,6 +119,10 @@ class End:
     received: Count | None
     before: Count | None = None  # the part of `sent` that was counted before the first step began
     payload: dict[str, Count] = field(default_factory=dict)  # bytes this rank sent, by kind: gradients, parameters, ...
+    machine: str = ""  # equal for all ranks on one machine; empty where the processor time is not known
+    measured: float | None = None  # seconds from the first measured step to the last
+    machine_cpu: float | None = None  # seconds of processor time in them: of all processes of the machine,
+    own_cpu: float | None = None  # and of this rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from testbed.results.conclude import Summary
+from testbed.results.machines import busy_note
 from testbed.spec.mode import ALGORITHMS, CONTROL
 from testbed.spec.run import RunSpec
 from testbed.spec.units import format_rate
@@ -26,6 +27,7 @@ HEADER = (
 )
 NOTE = "note"  # the last column, if any row has one
 MIN_WIDTH = 3  # characters of a column: some readers of Markdown need three in the line below the header
+BUSY_MARK = " *"
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
 NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries"}
@@ -87,9 +89,25 @@ def format_results(summaries: Sequence[Summary], where: object) -> str:
 
 
 def footnotes(summaries: Sequence[Summary]) -> list[str]:
-    """Explanations of rows that are no method of training, such as the control."""
-    control = any(s.spec.mode.is_control and s.status == "ok" for s in summaries)
-    return [f"{CONTROL}: {ALGORITHMS[CONTROL].does}"] if control else []
+    """Explanations of rows: those that are no method of training, and those measured beside other work."""
+    counted = [s for s in summaries if s.status == "ok"]
+    notes = []
+    if any(s.spec.mode.is_control for s in counted):
+        notes.append(f"{CONTROL}: {ALGORITHMS[CONTROL].does}")
+    if busy := busy_footnote(counted):
+        notes.append(busy)
+    return notes
+
+
+def busy_footnote(summaries: Sequence[Summary]) -> str:
+    """What `busy_mark` means, with the highest load of these runs; empty if no run has the mark."""
+    note = busy_note([s.machines for s in summaries])
+    return f"{BUSY_MARK.strip()}: {note}" if note else ""
+
+
+def busy_mark(summaries: Sequence[Summary]) -> str:
+    """The mark behind a time that was measured beside heavy load of other processes, else an empty text."""
+    return BUSY_MARK if any(machine.is_busy for s in summaries for machine in s.machines) else ""
 
 
 def left_out(summaries: Sequence[Summary]) -> list[str]:
@@ -182,7 +200,7 @@ def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[st
     return (
         label(s.spec),
         *varying,
-        _number(s.seconds_per_step, ".3f"),
+        _number(s.seconds_per_step, ".3f") + busy_mark([s]),
         f"{s.seconds_spread[0]:.3f}-{s.seconds_spread[1]:.3f}" if s.seconds_spread else "-",
         f"{base / s.seconds_per_step:.2f}" if base and s.seconds_per_step else "-",
         _number(s.test_loss if trained else None, ".3f"),

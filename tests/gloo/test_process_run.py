@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +32,22 @@ def test_a_run_leaves_a_whole_folder_and_prints_one_json_document(tmp_path):
     gradient = summary["gradient_bytes"]
     for sent in summary["sent_per_step"]:  # the ring's bound, 2(N-1)/N, with 10 % for Gloo's framing
         assert 2 * 2 / 3 * gradient <= sent <= 1.1 * 2 * 2 / 3 * gradient
+
+
+def test_other_work_on_the_machine_is_measured_and_the_run_still_counts(tmp_path):
+    """The busy process gets at most one core, and what takes the rest from it are other processes, too."""
+    flags = ["--mode", "single", "--steps", "1500", *SMALL, "--set", "data.test_subset=20"]
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            result = run_command("run", *flags, "--json", "--out", "r", cwd=tmp_path)
+        finally:
+            busy.kill()
+    assert result.returncode == 0, result.stderr
+    (summary,) = json.loads(result.stdout)["runs"]
+    (machine,) = summary["machines"]
+    assert summary["status"] == "ok" and (machine["ranks"], machine["cores"]) == ([0], os.cpu_count())
+    assert machine["others"] > 0.3, machine  # cores; a quiet machine has less than 0.1
+    assert machine["load_at_start"] is not None
 
 
 def test_a_folder_that_exists_and_a_port_in_use_are_refused(tmp_path):

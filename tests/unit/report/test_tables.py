@@ -41,6 +41,22 @@ def test_received_bytes_are_in_the_table_and_in_report_json(tmp_path: Path) -> N
     assert figures["experiments"]["adhoc"][0]["received_per_step"] == [6e6, 1e6, 2e6, 3e6]
 
 
+def test_a_run_beside_heavy_load_has_a_footnote_in_the_table_and_a_number_in_the_csv(tmp_path: Path) -> None:
+    summary = make_run(tmp_path / "ring", mode="ring", **LINK)
+    make_run(tmp_path / "tree", mode="tree", **LINK)
+    load_of_others = {"ranks": [0, 1, 2, 3], "cores": 2, "others": 1.2, "load_at_start": 3.5}
+    values = json.loads(summary.model_dump_json(by_alias=True)) | {"machines": [load_of_others]}
+    (tmp_path / "ring" / "summary.json").write_text(json.dumps(values))
+    (part,) = write([tmp_path], tmp_path).sections
+    table = next(table for table in part.tables if table.name == "modes")
+    cells = {row[0]: row[table.header.index("s/iter")] for row in table.rows}
+    assert cells["ring"].endswith(" *") and not cells["tree"].endswith("*")
+    assert table.note.endswith(" *: other processes used 1.20 of 2 cores during the steps; limit 0.2; run it alone.")
+    assert "*" not in table.csv() and cells["ring"].removesuffix(" *") in table.csv()
+    figures = json.loads((tmp_path / "report" / "report.json").read_text())["experiments"]["adhoc"]
+    assert {each["mode"]: each["machines"] for each in figures} == {"ring": [[load_of_others]], "tree": [[]]}
+
+
 def test_utilisation_of_a_slow_link_is_by_its_own_rate(tmp_path: Path) -> None:
     """A ring sends as much over the slow link as over the others, and waits for it."""
     make_run(tmp_path / "ring", Conditions(slow_link={2: 0.25}, noise=0.0), mode="ring", **LINK)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ def evaluation(correct: int, loss: float) -> Eval:
     return Eval(
         step=6, epoch=0, loss=loss, correct=correct, images=10, scope="this rank", train_loss=0, train_accuracy=0
     )
+
+
+def end(machine_cpu: float, own_cpu: float) -> End:
+    measured: dict[str, Any] = {"machine": "boot", "measured": 10.0, "machine_cpu": machine_cpu, "own_cpu": own_cpu}
+    return End(steps=0, seconds=10.0, sent=0, received=0, **measured)
 
 
 @pytest.fixture
@@ -210,6 +216,24 @@ def test_where_nothing_counts_bytes_none_are_claimed(folder: RunFolder) -> None:
     assert summary.sent_per_step == [None, None]
 
 
+def test_what_others_used_of_the_machine_is_in_the_summary(folder: RunFolder) -> None:
+    spec = spec_of()
+    for rank in range(2):
+        write(folder, rank, replace(start(rank, 2), environment={"cores": 2, "load": 3.5}), end(18.0, 3.0))
+    (found,) = conclude(folder, spec, status="failed", substrate="netns").machines
+    assert (found.ranks, found.others, found.load_at_start) == ([0, 1], 1.2, 3.5)
+    assert Summary.read(folder).machines == [found]
+
+
+def test_a_summary_without_the_load_of_its_machines_can_be_read(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    assert conclude(folder, spec_of(), status="ok", substrate="netns").machines == []
+    values = json.loads(folder.summary.read_text())
+    del values["machines"]
+    folder.summary.write_text(json.dumps(values))
+    assert Summary.read(folder).machines == []
+
+
 # --- several attempts --------------------------------------------------------------------------------------------
 
 
@@ -353,6 +377,14 @@ def test_a_rank_that_has_not_ended_is_the_one_that_most_report(folder: RunFolder
     found = cause(folder, [6, 6, None, None], silent, silent)
     seen = "rank 0, rank 1 lost it (rank 2 (node2) is silent for 5.0 s)"
     assert str(found) == f"rank 2 (node2) is silent since step 4; {seen}. See {folder.log(2)}"
+
+
+def test_a_rank_that_never_reached_a_step_is_silent_since_its_start(folder: RunFolder) -> None:
+    silent = error(6, "rank 1 (node1) is silent for 5.0 s", 1)
+    found = cause(folder, [6, None, 6], silent, None, silent, last=-1)
+    assert str(found).startswith("rank 1 (node1) is silent since its start, before the first step; rank 0, rank 2 lost")
+    both = cause(folder, [6, 6], silent, error(6, "rank 0 (node0) is silent for 5.0 s", 0), last=-1)
+    assert "lost each other since their start, before the first step." in str(both)
 
 
 @pytest.mark.parametrize(("last", "when"), [(3, "after step 4"), (-1, "before its first step")])

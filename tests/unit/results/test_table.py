@@ -19,7 +19,9 @@ from testbed.results.table import (
 from testbed.spec.experiment import run_name
 from testbed.spec.run import RunSpec
 
-FACTS = ("status", "reason", "substrate", "test_loss", "test_accuracy", "sent_per_step", "replicas_agree")
+FACTS = ("status", "reason", "substrate", "test_loss", "test_accuracy", "sent_per_step", "replicas_agree", "machines")
+BUSY = {"ranks": [0, 1], "cores": 2, "others": 1.2}
+QUIET = BUSY | {"others": 0.1}
 
 
 def made(mode: str, seconds: float, counted: int = 4, **values: Any) -> Summary:
@@ -72,6 +74,19 @@ def test_a_control_run_is_no_contestant_and_a_footnote_says_what_it_is() -> None
     assert column(summaries, "s/iter") == ["2.000", "0.500"]
     (note,) = footnotes(summaries)
     assert note.startswith("none: ") and footnotes(summaries[:1]) == []
+
+
+def test_a_run_beside_heavy_load_is_marked_and_a_footnote_says_why() -> None:
+    """It stays in the table: the note does not make a run invalid."""
+    summaries = [made("ring", 1.0, machines=[BUSY]), made("tree", 2.0, machines=[QUIET]), made("ddp", 3.0)]
+    assert column(summaries, "s/iter") == ["1.000 *", "2.000", "3.000"]
+    note = "*: other processes used 1.20 of 2 cores during the steps; limit 0.2; run it alone"
+    assert footnotes(summaries) == [note] and footnotes(summaries[1:]) == []
+    assert f"note: {note}" in format_results(summaries, "runs").splitlines()
+
+
+def test_a_run_that_is_left_out_has_no_footnote_on_load() -> None:
+    assert footnotes([made("ring", 1.0, status="failed", machines=[BUSY])]) == []
 
 
 @pytest.mark.parametrize("status", ["invalid", "failed", "interrupted"])
