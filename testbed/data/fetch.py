@@ -32,7 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from testbed.spec.datasets import ARRAYS, MARKER, DatasetInfo, array_path, dataset_info, has_arrays, is_complete
+from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import Unavailable, one_line
+from testbed.spec.words import setting, shown_path
 
 CONNECT_TIMEOUT_S = 5.0  # also for the TLS handshake
 STALL_TIMEOUT_S = 30.0  # a download without a byte for so long has failed
@@ -72,15 +74,18 @@ def fetch(name: str, root: Path, progress: Progress, sources: Sequence[Source] |
         progress(f"{name}: generated on the fly, nothing to fetch")
         return target
     if is_complete(name, root):
-        progress(f"{name}: already in {target}")
+        progress(f"{name}: already in {shown_path(target)}")
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not _accept_existing(info, root, progress):
             _fetch_from_sources(info, SOURCES[name] if sources is None else sources, root, progress)
     except OSError as error:  # of the data folder: _fetch_from_sources catches the errors of sources
-        raise Unavailable(f"data folder {root}: not writable ({error}). Set TESTBED_DATA to another one.") from None
-    progress(f"{name}: complete in {target}")
+        if is_full(error):
+            raise os_failure(error, target) from None
+        reason = f"data folder {shown_path(root)}: not writable ({error.strerror})"
+        raise Unavailable(f"{reason}. Change its owner or mode, or set TESTBED_DATA to another one.") from None
+    progress(f"{name}: complete in {shown_path(target)}")
     return target
 
 
@@ -90,18 +95,20 @@ def verify(name: str, root: Path) -> None:
     if info.generated:
         return
     if not has_arrays(name, root):
-        raise Unavailable(f"data set {name}: not complete in {root / name}. Fetch it again, or use --data synthetic.")
+        way_out = f"Fetch it again, or use {setting('data.name', 'synthetic')}."
+        raise Unavailable(f"data set {name}: not complete in {shown_path(root / name)}. {way_out}")
     wrong = _wrong_arrays(info, _load(info, root))
     if wrong:
         names = ", ".join(wrong)
-        raise Unavailable(f"data set {name}: wrong SHA-256 of {names}. Delete {root / name} and fetch it again.")
+        way_out = f"Delete {shown_path(root / name)} and fetch it again."
+        raise Unavailable(f"data set {name}: wrong SHA-256 of {names}. {way_out}")
 
 
 def _accept_existing(info: DatasetInfo, root: Path, progress: Progress) -> bool:
     """Write the marker for arrays that were copied here without it; return False if they are missing or wrong."""
     if not has_arrays(info.name, root):
         return False
-    progress(f"{info.name}: checking the files in {root / info.name}")
+    progress(f"{info.name}: checking the files in {shown_path(root / info.name)}")
     if _wrong_arrays(info, _load(info, root)):
         return False
     with _scratch_folder(info.name, root) as scratch:
@@ -131,7 +138,8 @@ def _fetch_from_sources(info: DatasetInfo, sources: Sequence[Source], root: Path
             return
     raise Unavailable(
         f"data set {info.name} could not be fetched; tried {'; '.join(reasons)}. "
-        f"Use --data synthetic, or put {', '.join(OFFICIAL_FILES[info.name])} in {root.resolve()} and try again."
+        f"Use {setting('data.name', 'synthetic')}, or put {', '.join(OFFICIAL_FILES[info.name])} in "
+        f"{shown_path(root.resolve())} and try again."
     )
 
 
@@ -195,7 +203,7 @@ def _from_folder(*names: str) -> Callable[[Path, Path, Progress], list[Path]]:
     def find(root: Path, scratch: Path, progress: Progress) -> list[Path]:
         missing = [name for name in names if not (root / name).is_file()]
         if missing:
-            raise FileNotFoundError(f"no {', '.join(missing)} in {root}")
+            raise FileNotFoundError(f"no {', '.join(missing)} in {shown_path(root)}")
         return [root / name for name in names]
 
     return find

@@ -9,6 +9,7 @@ import sys
 from testbed.rank import watchdog
 from testbed.rank.request import read_request
 from testbed.spec.errors import TestbedError
+from testbed.spec.words import set_place
 
 log = logging.getLogger("testbed.rank")
 
@@ -20,6 +21,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # messages of the testbed replace the store's warnings
     try:
         request = read_request(sys.argv[1:], os.environ)
+        set_place(request.place)
         from testbed.rank.run import run_rank  # importing torch takes a second; a bad request is refused before that
 
         return run_rank(request)

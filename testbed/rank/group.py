@@ -17,6 +17,7 @@ from torch import Tensor
 from testbed.net.channel import listen
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
 from testbed.spec.errors import PeerLost, TestbedError, Unavailable
+from testbed.spec.words import setting
 
 LATE_DEADLINES = 10  # deadlines by which one rank may be later than another at a test or a comparison
 BACKLOG = 128
@@ -210,7 +211,8 @@ def _listen(address: str, port: int) -> socket.socket:
         return listen(address, port, BACKLOG)
     except OSError as error:
         why = str(error.strerror).partition(" (while")[0]  # socket.create_server repeats the address there
-        raise Unavailable(f"port {port} on {address}: cannot listen ({why}). Set another with --set port=N.") from None
+        way_out = f"Set another with {setting('port', 'N')}."
+        raise Unavailable(f"port {port} on {address}: cannot listen ({why}). {way_out}") from None
 
 
 def leave(group: Group) -> None:

@@ -29,14 +29,14 @@ from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.link import Link, parse_shaping, why_not_shaped
 from testbed.spec.run import DEFAULT_PORT, RunSpec
+from testbed.spec.words import VARIABLES, Place, reading
 
 COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/ under that name
+PLACES = {COMPOSE: Place.COMPOSE, LAUNCHED: Place.LAUNCHER}
 UNSHAPED = "none"  # a launcher's nodes keep their network as it is
 NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that no launcher applies
 # keys of the spec that a launcher cannot apply, so they are refused
 KEYS_NOT_FOR_LAUNCHERS = ("link", "node", "overrides")
-# Variables that describe the run; in lower case they are the flags of `testbed run`.
-VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,11 @@ class Request:
     def not_shaped(self) -> str:
         """Why the run is left out of tables although nothing failed; empty if the network is shaped both ways."""
         return why_not_shaped(self.shaping)
+
+    @property
+    def place(self) -> Place:
+        """Where the messages of this rank are read."""
+        return PLACES.get(self.substrate, Place.COMMAND_LINE)
 
     @property
     def probe_port(self) -> int:
@@ -116,7 +121,8 @@ def request_from_environment(env: Mapping[str, str], *, spec: RunSpec | None = N
         _check_launched(env)
     _check_nodes(env)
     if spec is None:
-        spec = _spec(dict(env) | {"NODES": env["WORLD_SIZE"]} if launched else env, shaping, launched)
+        with reading(PLACES[LAUNCHED if launched else COMPOSE]):
+            spec = _spec(dict(env) | {"NODES": env["WORLD_SIZE"]} if launched else env, shaping, launched)
     rank = _number(env, "RANK", 0)
     if rank >= spec.nodes:
         raise refuse("RANK", rank, f"there are {spec.nodes} nodes", f"Use 0 to {spec.nodes - 1}.")

@@ -44,6 +44,7 @@ from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whol
 from testbed.results.receipt import Receipt
 from testbed.results.records import Error, Step, read
 from testbed.results.table import flatten, format_results
+from testbed.spec.disk import os_failure
 from testbed.spec.errors import (
     Interrupted,
     NetworkInvalid,
@@ -51,7 +52,6 @@ from testbed.spec.errors import (
     RankFailed,
     SpecError,
     TestbedError,
-    os_failure,
 )
 from testbed.spec.run import RunSpec
 

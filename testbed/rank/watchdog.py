@@ -8,7 +8,6 @@ waits inside Gloo) and the heartbeat thread (another rank is dead, frozen or cut
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -25,9 +24,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from testbed.net.channel import Channel, listen, new_token, token_matches
+from testbed.results.folder import runs_dir
 from testbed.results.records import Error
+from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import (
     ChannelClosed,
+    DiskFull,
     Interrupted,
     NetworkInvalid,
     PeerLost,
@@ -466,7 +468,6 @@ def _verdict_message(verdict: TestbedError) -> dict[str, Any]:
 
 # --- the end of a rank ---------------------------------------------------------------------------------------------
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no quota, no larger file
 LAST_VERDICT_TIMEOUT_S = 1.0  # for the verdict of a rank that has just left
 
 
@@ -492,6 +493,8 @@ class Watchdog:
             threading.Event().wait()
         ignore_signals()
         error = self._find_cause(error)
+        if isinstance(error, OSError) and is_full(error):
+            error = DiskFull(str(os_failure(error, self.recorder.folder.path if self.recorder else runs_dir())))
         record = record_failure(error, self.rank, self.recorder)
         if self.heartbeat and not isinstance(error, PeerLost):
             # Every rank detects these errors itself, so no verdict is sent.
@@ -531,9 +534,6 @@ def describe_failure(error: Exception, rank: int) -> Error:
         return Error(code=error.exit_code, message=str(error), failed_rank=failed_rank, at=time.monotonic())
     if isinstance(error, RuntimeError) and is_lost_peer(error):
         return Error(code=PeerLost.exit_code, message=f"rank {rank} lost a peer: {error}", at=time.monotonic())
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        message = f"nothing more can be written: {error.strerror}. Free some space, then --resume"
-        return Error(code=TestbedError.exit_code, message=message, at=time.monotonic())
     log.error("unexpected error", exc_info=error)
     return Error(code=TestbedError.exit_code, message=f"{type(error).__name__}: {error}", at=time.monotonic())
 

@@ -289,7 +289,7 @@ def load(paths: Sequence[Path]) -> Loaded:
             faulted += [history] if history else []
             run = read_run(RunFolder(path))
         except DAMAGE as error:
-            skipped.append(Skipped(path, _sentence(error)))
+            skipped.append(Skipped(path, sentence(error)))
             continue
         if not run.measured:
             skipped.append(Skipped(path, f"no figure: {row_note([run.summary])}"))
@@ -356,7 +356,7 @@ def _read_experiment(run: LoadedRun, known: dict[str, Experiment]) -> None:
         return
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
     """One line about what is wrong. It quotes the file, so control characters are replaced."""
     text = one_line(next(iter(str(error).splitlines()), "")) or type(error).__name__
     return f"damaged ({type(error).__name__}: {text})" if not isinstance(error, TestbedError) else text

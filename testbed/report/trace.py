@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed.report.faulted import FaultedRun, read_faulted
-from testbed.report.load import DAMAGE, LoadedRun, Rank, Steps, read_run
+from testbed.report.load import DAMAGE, LoadedRun, Rank, Steps, read_run, sentence
 from testbed.results.folder import RunFolder, write_whole
-from testbed.spec.errors import UsageError
+from testbed.spec.errors import TestbedError, UsageError
 
 LOOP, BLOCKED, COPIES, WIRE = 0, 1, 2, 3  # thread numbers
 TRACE = "trace.json"
@@ -30,8 +30,10 @@ def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
     try:
         run = read_run(RunFolder(path), whole=False)
         history = read_faulted(run.folder)
+    except TestbedError as error:
+        raise UsageError(f"no trace can be made. {error}") from None
     except DAMAGE as error:
-        raise UsageError(f"{path}: no trace can be made ({error}). Is it a run folder?") from None
+        raise UsageError(f"{path}: no trace can be made, {sentence(error)}. Run it again.") from None
     if not any(len(rank.steps.at) for rank in run.ranks):
         raise UsageError(f"{path}: no trace can be made (no rank finished a step).")
     merged = trace(run, history)

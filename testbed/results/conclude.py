@@ -14,14 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.machines import MachineLoad, machine_loads
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.spec.base import Spec
+from testbed.spec.disk import full_disk, nearly_full, os_failure
 from testbed.spec.errors import (
+    DiskFull,
     NetworkInvalid,
     PeerLost,
     RankFailed,
@@ -30,9 +32,9 @@ from testbed.spec.errors import (
     TestbedError,
     UsageError,
     one_line,
-    os_failure,
 )
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
+from testbed.spec.validation import damage
 
 MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
 Status = Literal["ok", "invalid", "failed", "interrupted"]
@@ -73,10 +75,12 @@ class Summary(Spec):
         """Read summary.json; SpecError if it is damaged, SchemaError if another version wrote it."""
         try:
             values = json.loads(read_bounded(folder.summary, MAX_SUMMARY_BYTES))
-            check_schema(values["schema"], str(folder.summary))
-            summary = cls.model_validate(values)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise SpecError(f"{folder.summary}: damaged ({str(error).splitlines()[0]}). Run it again.") from None
+        except (ValueError, RecursionError) as error:
+            raise SpecError(f"{folder.summary}: damaged, not JSON ({error}). Run it again.") from None
+        if not isinstance(values, dict) or "schema" not in values:
+            raise SpecError(f"{folder.summary}: damaged, it holds no summary. Run it again.")
+        check_schema(values["schema"], str(folder.summary))
+        summary = cls.load_written(values, folder.summary)
         if "left_out_steps" in values or summary.status != "ok" or not summary.spec.faults:
             return summary
         # An earlier version, which counted steps under a fault, wrote this file.
@@ -117,6 +121,8 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
     """Reduce all ranks' records to a Summary; `facts` are the fields that the caller sets (status, ...)."""
     try:
         return _summarise(folder, spec, facts)
+    except ValidationError as error:
+        raise SpecError(f"{folder.path}: its records are damaged ({damage(error, Summary)}). Run it again.") from None
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(
             f"{folder.path}: its records are damaged ({type(error).__name__}: {one_line(str(error))}). Run it again."
@@ -346,6 +352,8 @@ class _RootCause:
         words = error or next(iter(self._reports_on(rank)), None)
         quoted = words is not None and (error is not None or (code or 0) > 0)
         message = f": {words['message'].rstrip('.')}" if words is not None and quoted else ""
+        if code == DiskFull.exit_code and nearly_full(self.folder.path):  # the rank may have recorded nothing
+            message = f": {full_disk(self.folder.path).rstrip('.')}"
         sentence = f"{self._label(rank)} {_how_it_ended(code)} {self._when(rank)}{self._with_node_names(message)}"
         return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
 
@@ -388,4 +396,6 @@ def _names(ranks: Iterable[int]) -> str:
 def _how_it_ended(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
+    if code == DiskFull.exit_code:
+        return "could not write any more"
     return f"ended with code {code}"

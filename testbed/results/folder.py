@@ -16,12 +16,14 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from testbed.spec.errors import SpecError, UsageError, os_failure, refuse
+from testbed.spec.disk import is_full, os_failure
+from testbed.spec.errors import SpecError, UsageError, refuse
 from testbed.spec.run import RunSpec
+from testbed.spec.words import Place, current_place, shown_path
 
 EXPERIMENT = "experiment.json"  # in the folder of a sweep: the experiment that its runs belong to
 TEMPORARY = ".tmp"  # suffix of a file that is still being written
@@ -84,10 +86,15 @@ class RunFolder:
             self.path.mkdir(parents=True)
         except FileExistsError:
             rule = "exists, and a run never overwrites another"
-            raise UsageError(f"run folder {self.path} {rule}. Give another --out.") from None
+            raise UsageError(f"run folder {shown_path(self.path)} {rule}. Give another --out.") from None
         except OSError as error:
+            if is_full(error):
+                raise os_failure(error, self.path) from None
             rule = f"cannot be made ({error.strerror})"
-            raise UsageError(f"run folder {self.path} {rule}. Set TESTBED_RUNS or --out.") from None
+            way_out = "Set TESTBED_RUNS or --out"
+            if current_place() is not Place.COMMAND_LINE:
+                way_out = f"Change the owner or the mode of {shown_path(runs_dir())}"
+            raise UsageError(f"run folder {shown_path(self.path)} {rule}. {way_out}.") from None
         try:
             if substrate:
                 write_whole(self.substrate, substrate)
@@ -126,7 +133,8 @@ class RunFolder:
     def read_spec(self) -> RunSpec:
         """Read spec.json; UsageError if this is no run folder or another version wrote it."""
         if not self.spec.exists():
-            raise UsageError(f"{self.spec} cannot be read (no such file). Is {self.path} a run folder?")
+            way_out = "Give a folder that `testbed run` or `testbed sweep` wrote."
+            raise UsageError(f"{self.path}: has no {self.spec.name}, so it is no run folder. {way_out}")
         try:
             return RunSpec.from_json(read_bounded(self.spec, MAX_SPEC_BYTES).decode(), str(self.spec))
         except UnicodeDecodeError as error:
@@ -173,16 +181,23 @@ def natural(text: str) -> list[tuple[int, int, str]]:
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Write to a temporary name and rename: readers see the old file or the new one, never half of it.
-
-    `durable`: the file is also on disk when this returns, so that it survives a crash of the machine.
-    """
+    """Write a file with `open_whole`; text gets a newline at its end."""
     if isinstance(content, str):
         content = (content if content.endswith("\n") else content + "\n").encode()
+    with open_whole(path, durable) as out:
+        out.write(content)
+
+
+@contextmanager
+def open_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
+    """Open a temporary file and rename it at the end: readers see the old file or the new one, never half of it.
+
+    `durable`: the file is also on disk at the end, so that it survives a crash of the machine.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as out:
-            out.write(content)
+            yield out
             if durable:
                 out.flush()
                 os.fsync(out.fileno())

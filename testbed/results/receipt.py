@@ -102,7 +102,7 @@ class Receipt(Spec):
         if not isinstance(values, dict):
             raise SpecError(f"{path}: damaged, a {type(values).__name__} is no receipt. Run it again.")
         check_schema(values.get("schema"), str(path))
-        return cls.load(values, str(path))
+        return cls.load_written(values, path)
 
     def _rates(self) -> list[MeasuredRate]:
         return [*self.links, *([self.fan_in] if self.fan_in else [])]

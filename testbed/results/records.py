@@ -21,8 +21,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from testbed.spec.errors import SpecError, one_line
+from testbed.spec.errors import SpecError
 from testbed.spec.run import SCHEMA, check_schema
+from testbed.spec.validation import damage
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -155,9 +156,7 @@ def read(path: Path) -> Iterator[Record]:
             record = _RECORD.validate_json(line, strict=True)
         except ValidationError as error:
             _check_start(line, path)
-            wrong = error.errors(include_url=False)[0]
-            what = one_line(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}".removeprefix(": "))
-            raise SpecError(f"{path}: line {number} is damaged ({what}). Run it again with another --out.") from None
+            raise SpecError(f"{path}: line {number} is damaged ({damage(error)}). Run it again.") from None
         if isinstance(record, Start):
             check_schema(record.schema, str(path))
         yield record

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, get_args, get_origin
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from testbed.spec.errors import SpecError, one_line, quote
+from testbed.spec.errors import SpecError
+from testbed.spec.validation import damage, sentences
+from testbed.spec.words import Place, reading
+
+Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 
 class Spec(BaseModel):
@@ -18,37 +25,32 @@ class Spec(BaseModel):
     def load(cls, values: dict[str, Any], where: str) -> Self:
         """Validate `values` and return the spec. Raises SpecError with a sentence for each wrong value.
 
-        `where` is the file that the message names.
+        `where` is the file that the message names; without it, the values are those of the command line or of
+        variables, and the message names them so.
         """
+        with reading(Place.FILE) if where else nullcontext():
+            try:
+                return cls.model_validate(values)
+            except ValidationError as error:
+                text = sentences(error, cls)
+                raise SpecError(f"{where}: {text}" if where else text) from None
+
+    @classmethod
+    def load_written(cls, values: Any, path: object) -> Self:
+        """Validate the content of a file that the testbed has written. Raises SpecError if it is damaged."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            text = "; ".join(_sentence(cls, item) for item in error.errors())
-            raise SpecError(f"{where}: {text}" if where else text) from None
+            raise SpecError(f"{path}: damaged ({damage(error, cls)}). Run it again.") from None
 
 
-def _sentence(cls: type[BaseModel], item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {quote(key)}; known keys: {', '.join(_known_keys(cls, item['loc']))}"
-    text: str = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error" or not key:
-        return text
-    return f"{one_line(key)} = {quote(item['input'])}: {text[:1].lower()}{text[1:]}. Give another value"
+def validator(check: Callable[[Value], Result]) -> Callable[[Value], Result]:
+    """Return `check` for pydantic, which needs a ValueError where `check` raises SpecError."""
 
+    def validate(value: Value) -> Result:
+        try:
+            return check(value)
+        except SpecError as error:
+            raise ValueError(error) from None
 
-def _known_keys(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    """Return the keys that are allowed in the table that contains the unknown key."""
-    entry = False  # True if the next part is a key of a dict of specs, or an index of a tuple of them
-    for part in loc[:-1]:
-        if not entry:
-            annotation = cls.model_fields[part].annotation
-            cls = _spec_in(annotation)
-        entry = not entry and get_origin(annotation) in (dict, tuple)
-    return sorted(cls.model_fields)
-
-
-def _spec_in(annotation: Any) -> type[BaseModel]:
-    """The spec class in the type of a field: `Link`, `Link | None`, `dict[str, Link]` or `tuple[Link, ...]`."""
-    kinds = [*get_args(annotation), annotation]
-    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return validate

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from testbed.spec.errors import Unavailable, refuse
+from testbed.spec.words import setting, shown_path
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 MARKER = "done.json"
@@ -134,8 +135,8 @@ def is_complete(name: str, root: Path) -> bool:
 def require_complete(name: str, root: Path) -> None:
     """Raise Unavailable if the data set is not complete under `root`."""
     if not is_complete(name, root):
-        way_out = f"Get it with `testbed data get {name}`, or use --data synthetic."
-        raise refuse("data", name, f"not in {(root / name).resolve()}", way_out, Unavailable)
+        way_out = f"Get it with `testbed data get {name}`, or use {setting('data.name', 'synthetic')}."
+        raise refuse("data", name, f"not in {shown_path((root / name).resolve())}", way_out, Unavailable)
 
 
 def _is_uint8_array(path: Path, shape: tuple[int, ...]) -> bool:

@@ -10,6 +10,7 @@ TestbedError                  1   any failure of the testbed that is none of the
 ├── ReplicasDiffer            4   parameters are not equal on all ranks
 ├── NetworkInvalid            5   shaping failed, or the receipt is off by more than the tolerance
 │   └── ProbeError                the probe of the network could not finish
+├── DiskFull                  7   of a rank: nothing more can be written, so that its exit code must say why
 ├── ChannelClosed             1   a control connection ended, or received something that is not a message
 ├── CommandFailed             1   a command failed; the exception has its exit code and output
 ├── HostFailed                2   an operation on a host failed; the message begins with its name
@@ -41,9 +42,10 @@ class TestbedError(Exception):
 
 
 class UsageError(TestbedError):
-    """The request cannot be met as it stands; nothing was created."""
+    """The request cannot be met as it stands; nothing was created. `refuse` sets the parts of the message."""
 
     exit_code = 2
+    rule = way_out = ""
 
 
 class SpecError(UsageError):
@@ -90,6 +92,12 @@ class ProbeError(NetworkInvalid):
     """The probe of the network could not finish."""
 
 
+class DiskFull(TestbedError):
+    """A rank cannot write any more, not even its error record; the controller knows the reason from the exit code."""
+
+    exit_code = 7
+
+
 class ChannelClosed(TestbedError):
     """The other end of a control connection is closed, or sent something that is not a message."""
 
@@ -134,15 +142,9 @@ class Interrupted(TestbedError):
 
 def refuse(what: str, value: object, rule: str, way_out: str, kind: type[UsageError] = SpecError) -> UsageError:
     """Return the exception for a value that breaks a rule: "mode 'rong': unknown algorithm. Use ring or tree."."""
-    return kind(f"{what} {quote(value)}: {rule}. {way_out}")
-
-
-def os_failure(error: OSError, where: object) -> TestbedError:
-    """Return the exception for a full disk, a removed folder and the like; `where` replaces a missing file name."""
-    reason = error.strerror or str(error) or type(error).__name__
-    return TestbedError(
-        f"{error.filename or where}: {reason}, so nothing was finished. Make room or fix it, then try again."
-    )
+    error = kind(f"{what} {quote(value)}: {rule}. {way_out}")
+    error.rule, error.way_out = rule, way_out
+    return error
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:

@@ -19,7 +19,8 @@ from pydantic import Field
 
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError, refuse
-from testbed.spec.run import RunSpec
+from testbed.spec.run import FOLDER_NAME, RunSpec
+from testbed.spec.words import FLAGS
 
 MAX_FILE_BYTES = 1 << 20  # far more than an experiment or an inventory needs
 MAX_RUNS = 10_000
@@ -28,14 +29,18 @@ MAX_RUNS = 10_000
 class Experiment(Spec):
     """The question (`title`), the run that all share (`base`), what varies (`axes`, `cells`), how often (`repeats`)."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    title: str
-    takes: str = ""  # how long it takes on two cores; shown to the user
-    base: dict[str, Any] = {}
-    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
-    cells: list[dict[str, Any]] = []  # runs in addition to the product of the axes, such as a baseline
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description=FOLDER_NAME.format(64), examples=["quick"]
+    )
+    title: str = Field(examples=["What does a ring cost?"])
+    takes: str = Field(default="", examples=["2 minutes"])  # how long it takes on two cores; shown to the user
+    base: dict[str, Any] = Field(default={}, examples=[{"model": "lenet5"}])
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={}, examples=[{"mode": ["ring", "ddp"]}])
+    # runs in addition to the product of the axes, such as a baseline
+    cells: list[dict[str, Any]] = Field(default=[], examples=[[{"mode": "single"}]])
     repeats: int = Field(default=1, ge=1, le=1000)
-    published: dict[str, Any] = {}  # published figures for the same question, which the report compares with
+    # published figures for the same question, which the report compares with
+    published: dict[str, Any] = Field(default={}, examples=[{"source": "a paper"}])
 
     @classmethod
     def read(cls, path: Path) -> Experiment:
@@ -95,11 +100,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None
     except (ValueError, RecursionError) as error:  # syntax, encoding, a number or a nesting that is too large
         raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Fix the line it names.") from None
-
-
-# Short names for keys of a spec: flags of `testbed run`, keywords of testbed.run, and in upper case the variables of
-# `docker compose up`. Every other flag has the name of its key.
-FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestion": "node.congestion"}
 
 
 def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = (), where: str = "--set") -> RunSpec:

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from testbed.spec.errors import SpecError, refuse
+from testbed.spec.base import validator
+from testbed.spec.errors import refuse
 from testbed.spec.units import format_duration, format_rate, parse_duration, parse_rate
 
 ANY = "?"
@@ -180,11 +181,13 @@ def draw_random(faults: Sequence[Fault], seed: int, world: int, steps: int | Non
     return tuple(found)
 
 
-def _from_text(value: object) -> object:
-    try:
-        return Fault.parse(value) if isinstance(value, str) else value
-    except SpecError as error:
-        raise ValueError(str(error)) from None
+def _from_text(value: object) -> Fault:
+    if isinstance(value, Fault):
+        return value
+    if not isinstance(value, str):
+        raise refuse("fault", value, "must be text", _WAY_OUT)
+    return Fault.parse(value)
 
 
-FaultText = Annotated[Fault, BeforeValidator(_from_text), PlainSerializer(str)]  # the field type of specs
+# the field type of specs
+FaultText = Annotated[Fault, BeforeValidator(validator(_from_text)), PlainSerializer(str)]

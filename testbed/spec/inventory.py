@@ -4,36 +4,67 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from testbed.spec.base import Spec
-from testbed.spec.errors import SpecError, refuse
+from testbed.spec.errors import SpecError
 from testbed.spec.experiment import read_toml
+from testbed.spec.words import refuse_setting, setting
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?$"  # no character that a shell or a path treats specially
+NAME_RULE = "letters, digits, . and -, with a letter or digit at both ends, at most 63 characters"
+ADDRESS = r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$"
+ADDRESS_RULE = "a host name, an IPv4 or IPv6 address, or an SSH alias: letters, digits, ., : and -, without a port"
 VARIABLE = "TESTBED_INVENTORY"
 DEFAULT = Path("inventory/hosts.toml")
 EXAMPLE = Path("inventory/hosts.example.toml")
 
 
+def _without_brackets(address: object) -> object:
+    """[fe80::1] -> fe80::1. Brackets separate an IPv6 address from a port, and the port is a key of its own."""
+    if isinstance(address, str) and address.startswith("[") and address.endswith("]"):
+        return address[1:-1]
+    return address
+
+
 class HostNode(Spec):
     """One host, which runs one rank. SSH settings that are None come from the user's SSH configuration."""
 
-    name: str = Field(pattern=NAME)
-    address: str = Field(pattern=r"^[A-Za-z0-9:]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?$")  # or an SSH alias
-    user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}$")
-    port: int | None = Field(default=None, ge=1, le=65535)
-    key: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_~/][A-Za-z0-9_.~/@+-]{0,254}$")
-    interface: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$")
-    cpus: float | None = Field(default=None, gt=0, le=1024)
-    jump: str | None = Field(default=None, pattern=NAME)
+    name: str = Field(pattern=NAME, description=NAME_RULE, examples=["node0"])
+    address: Annotated[str, BeforeValidator(_without_brackets)] = Field(
+        pattern=ADDRESS, description=ADDRESS_RULE, examples=["192.0.2.11"]
+    )
+    user: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}$",
+        description="the name of a user: letters, digits, _, . and -, at most 32 characters",
+        examples=["ann"],
+    )
+    port: int | None = Field(default=None, ge=1, le=65535, examples=[22])
+    key: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_~/][A-Za-z0-9_.~/@+-]{0,254}$",
+        description="the path of a private key: letters, digits and _ . ~ / @ + -, at most 255 characters",
+        examples=["~/.ssh/id_ed25519"],
+    )
+    interface: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$",
+        description="the name of a network interface: letters, digits, _, . and -, at most 15 characters",
+        examples=["eth0"],
+    )
+    cpus: float | None = Field(default=None, gt=0, le=1024, examples=[2.0])
+    jump: str | None = Field(default=None, pattern=NAME, description=NAME_RULE, examples=["bastion.example.org"])
 
 
 class Inventory(Spec):
     """The nodes, in rank order."""
 
-    nodes: tuple[HostNode, ...] = Field(min_length=1, max_length=256)
+    nodes: tuple[HostNode, ...] = Field(
+        min_length=1, max_length=256, examples=[[{"name": "node0", "address": "192.0.2.11"}]]
+    )
 
     @classmethod
     def read(cls, path: Path) -> Inventory:
@@ -46,7 +77,7 @@ class Inventory(Spec):
         """The first hosts, for a run with that many ranks; SpecError if there are fewer."""
         if nodes > len(self.nodes):
             rule = f"the inventory has {len(self.nodes)} hosts, and each runs one rank"
-            raise refuse("nodes", nodes, rule, f"Use {len(self.nodes)} or fewer, or add hosts.")
+            raise refuse_setting("nodes", nodes, rule, f"Use {setting('nodes', len(self.nodes))}, or add hosts.")
         return Inventory(nodes=self.nodes[:nodes])
 
     @model_validator(mode="after")
@@ -54,7 +85,7 @@ class Inventory(Spec):
         names = [node.name for node in self.nodes]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"nodes {twice}: node names must be unique. Rename all but one")
+            raise ValueError(f"nodes {twice}: node names must be unique. Rename all but one.")
         return self
 
 

@@ -6,21 +6,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from testbed.spec.base import Spec
-from testbed.spec.errors import SpecError, refuse
+from testbed.spec.base import Spec, validator
+from testbed.spec.errors import refuse
 from testbed.spec.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
+from testbed.spec.words import refuse_setting, setting
 
 
 def _from_text(parse):  # type: ignore[no-untyped-def]
-    """Let a field be written as text. pydantic needs a ValueError, so a SpecError becomes one."""
-
-    def read(value: object) -> object:
-        try:
-            return parse(value) if isinstance(value, str) else value
-        except SpecError as error:
-            raise ValueError(str(error)) from None
-
-    return BeforeValidator(read)
+    """Let a field be written as text."""
+    return BeforeValidator(validator(lambda value: parse(value) if isinstance(value, str) else value))
 
 
 Rate = Annotated[int, _from_text(parse_rate), PlainSerializer(format_rate), Field(gt=0, le=10**15)]
@@ -37,18 +31,20 @@ Duration = Annotated[
 class Link(Spec):
     """One node's link; every value holds for each direction. `rate = None` leaves it unshaped."""
 
-    rate: Rate | None = None  # bit/s on the wire, frame headers included
-    delay: Duration | None = None  # one way, added on egress; needs netem
-    jitter: Duration | None = None
-    loss: float = Field(default=0.0, ge=0.0, lt=1.0)  # fraction of packets; needs netem
-    queue: Duration = 0.05  # tbf's `latency`: the longest time a packet may wait in the queue before it is dropped
-    segment: Segment | None = None  # largest GSO segment that TCP hands over; None: the kernel's 64 KiB
+    rate: Rate | None = Field(default=None, examples=["200mbit"])  # bit/s on the wire, frame headers included
+    delay: Duration | None = Field(default=None, examples=["20ms"])  # one way, added on egress; needs netem
+    jitter: Duration | None = Field(default=None, examples=["2ms"])
+    loss: float = Field(default=0.0, ge=0.0, lt=1.0, examples=[0.01])  # fraction of packets; needs netem
+    # tbf's `latency`: the longest time a packet may wait in the queue before it is dropped
+    queue: Duration = Field(default=0.05, examples=["50ms"])
+    # largest GSO segment that TCP hands over; None: the kernel's 64 KiB
+    segment: Segment | None = Field(default=None, examples=["16KiB"])
 
     @model_validator(mode="after")
     def _jitter_needs_delay(self) -> Link:
         if self.jitter is not None and self.delay is None:
-            value = format_duration(self.jitter)
-            raise ValueError(f"link.jitter = {value}: varies a delay, and none is set. Set link.delay too")
+            rule, way_out = "varies a delay, and none is set", f"Add e.g. {setting('link.delay', '20ms')}."
+            raise ValueError(refuse_setting("link.jitter", format_duration(self.jitter), rule, way_out))
         return self
 
     @property

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from testbed.spec.base import validator
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.units import format_size, parse_size
 
@@ -557,11 +558,12 @@ def _can_follow(mode: SyncMode, word: str) -> bool:
     return True
 
 
-def _read(value: object) -> object:
-    try:
-        return SyncMode.parse(value) if isinstance(value, str) else value
-    except SpecError as error:
-        raise ValueError(str(error)) from None
+def _from_text(value: object) -> SyncMode:
+    if isinstance(value, SyncMode):
+        return value
+    if not isinstance(value, str):
+        raise refuse("mode", value, "must be text", "Write e.g. ring/bucket:2MiB.")
+    return SyncMode.parse(value)
 
 
-Mode = Annotated[SyncMode, BeforeValidator(_read), PlainSerializer(str)]  # the field type of specs
+Mode = Annotated[SyncMode, BeforeValidator(validator(_from_text)), PlainSerializer(str)]  # the field type of specs

@@ -9,37 +9,39 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from testbed.spec.base import Spec
+from testbed.spec.base import Spec, validator
 from testbed.spec.datasets import dataset_info
-from testbed.spec.errors import SchemaError, SpecError, one_line, refuse
+from testbed.spec.errors import SchemaError, SpecError, one_line
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
+from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
 START_DEADLINE_S = 60.0  # for all ranks to start and connect
 STEP_DEADLINE_S = 20.0  # for one wait in a step, in addition to the time of the transfer
 DEFAULT_PORT = 29_500  # of the rendezvous where no other process uses it; the next one is the probe's
+MAX_DIVISOR = 64  # divisors up to this are named in a message
 SCHEMA = 3  # version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together
+FOLDER_NAME = "letters, digits, _, . and -, beginning with a letter or digit, at most {} characters"
 
 
-def _known_dataset(name: str) -> str:
-    try:
-        return dataset_info(name).name
-    except SpecError as error:
-        raise ValueError(str(error)) from None
+# One fault may be written without a list.
+Faults = Annotated[tuple[FaultText, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class DataSpec(Spec):
     """The training data, and how the ranks divide it."""
 
-    name: Annotated[str, AfterValidator(_known_dataset)] = "cifar10"  # one of DATASETS
-    subset: int | None = Field(default=None, gt=0)  # number of training images, drawn with the seed; None: all
-    test_subset: int | None = Field(default=None, gt=0)
+    name: Annotated[str, AfterValidator(validator(lambda name: dataset_info(name).name))] = "cifar10"  # one of DATASETS
+    # number of training images, drawn with the seed; None: all
+    subset: int | None = Field(default=None, gt=0, examples=[1000])
+    test_subset: int | None = Field(default=None, gt=0, examples=[1000])
     partition: Literal["sampler", "fixed"] = "sampler"  # reshuffled every epoch, or the same block every epoch
     augment: bool | None = None  # random crop and flip; None: for cifar10 only
-    shares: tuple[int, ...] | None = None  # images per step of each rank, if they are not equal
+    # images per step of each rank, if they are not equal
+    shares: tuple[int, ...] | None = Field(default=None, examples=[[96, 64, 64, 32]])
 
 
 class OptimizerSpec(Spec):
@@ -49,7 +51,8 @@ class OptimizerSpec(Spec):
     lr: float = Field(default=0.02, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=5e-4, ge=0)
-    base_batch: int | None = Field(default=None, gt=0)  # the global batch that lr is for; lr is scaled to ours
+    # the global batch that lr is for; lr is scaled to ours
+    base_batch: int | None = Field(default=None, gt=0, examples=[256])
     warmup: int = Field(default=0, ge=0)  # steps over which lr rises linearly to its value
     schedule: Literal["constant", "step", "cosine", "cyclic"] = "constant"
     period: int = Field(default=100, gt=0)  # steps between drops (step), of a half cycle (cyclic)
@@ -60,15 +63,17 @@ class OptimizerSpec(Spec):
 class NodeSpec(Spec):
     """A node's share of the machine."""
 
-    cpus: float | None = Field(default=None, gt=0, le=1024)  # cores; None: no limit
+    cpus: float | None = Field(default=None, gt=0, le=1024, examples=[0.4])  # cores; None: no limit
     pinned: bool = True  # to cores of its own, if the cores can be divided evenly
-    congestion: str | None = Field(default="cubic", pattern=r"^[a-z0-9_]{1,15}$")  # TCP congestion control
+    congestion: str | None = Field(  # TCP congestion control
+        default="cubic", pattern=r"^[a-z0-9_]{1,15}$", description="at most 15 lower-case letters, digits and _"
+    )
 
 
 class NodeOverride(Spec):
     """What differs on one node."""
 
-    cpus: float | None = Field(default=None, gt=0, le=1024)
+    cpus: float | None = Field(default=None, gt=0, le=1024, examples=[0.1])
     link: Link | None = None
 
 
@@ -76,24 +81,29 @@ class RunSpec(Spec):
     """One run: mode, size, network, seed. Everything has a default."""
 
     version: int = Field(default=SCHEMA, alias="schema")
-    experiment: str = Field(default="adhoc", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
+    experiment: str = Field(
+        default="adhoc", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description=FOLDER_NAME.format(64)
+    )
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$", description=FOLDER_NAME.format(128))
 
-    mode: Mode = SyncMode.parse("ring")
+    mode: Mode = Field(default=SyncMode.parse("ring"), examples=["ring"])
     # after-step: the mistake of published experiment R3 (experiments/r3.toml)
     placement: Literal["before-step", "after-step"] = "before-step"
     nodes: int = Field(default=4, ge=1, le=256)
-    model: str = Field(default="vgg11", pattern=r"^[a-z0-9_]{1,40}$")
+    model: str = Field(
+        default="vgg11", pattern=r"^[a-z0-9_]{1,40}$", description="at most 40 lower-case letters, digits and _"
+    )
     dtype: Literal["float32", "float64"] = "float32"
     batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
 
     data: DataSpec = DataSpec()
-    batch: int | None = Field(default=None, gt=0)  # images per step over all ranks
-    batch_per_rank: int | None = Field(default=None, gt=0)  # instead of `batch`
+    batch: int | None = Field(default=None, gt=0, examples=[256])  # images per step over all ranks
+    batch_per_rank: int | None = Field(default=None, gt=0, examples=[64])  # instead of `batch`
     accumulate: int = Field(default=1, ge=1)  # micro-batches per step, with one synchronisation
-    micro_batch: int | None = Field(default=None, gt=0)  # instead of `accumulate`: images per forward pass
-    steps: int | None = Field(default=None, gt=0)
-    epochs: int | None = Field(default=None, gt=0)
+    # instead of `accumulate`: images per forward pass
+    micro_batch: int | None = Field(default=None, gt=0, examples=[16])
+    steps: int | None = Field(default=None, gt=0, examples=[40])
+    epochs: int | None = Field(default=None, gt=0, examples=[10])
     warmup: int = Field(default=2, ge=0)  # first steps, left out of all times
     evaluate: Literal["split", "every-rank", "never"] = "split"
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -102,15 +112,18 @@ class RunSpec(Spec):
     threads: int = Field(default=1, ge=1, le=256)  # of torch, on every rank
     node: NodeSpec = NodeSpec()
     link: Link = Link()
-    overrides: dict[str, NodeOverride] = {}  # "node2" -> what differs there
+    # "node2" -> what differs there
+    overrides: dict[str, NodeOverride] = Field(default={}, examples=[{"node2": {"cpus": 0.1}}])
     probe: bool = True  # measure the network before training
     spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
     profile: bool = False  # torch.profiler over the first steps after warm-up; they are slower then
-    deadline: float | None = Field(default=None, gt=0, le=86400)  # seconds of one wait; None: from the rate of the link
+    # seconds of one wait; None: from the rate of the link
+    deadline: float | None = Field(default=None, gt=0, le=86400, examples=[60.0])
     start_deadline: float = Field(default=START_DEADLINE_S, gt=0, le=86400)  # seconds for all ranks to connect
-    checkpoint: int | None = Field(default=None, gt=0)  # steps from one checkpoint to the next; None: none
+    # steps from one checkpoint to the next; None: none
+    checkpoint: int | None = Field(default=None, gt=0, examples=[10])
     retries: int = Field(default=0, ge=0, le=100)  # restarts of all ranks from the last checkpoint
-    faults: tuple[FaultText, ...] = Field(default=(), max_length=MAX_FAULTS)  # e.g. "kill:rank2@step10"
+    faults: Faults = Field(default=(), max_length=MAX_FAULTS, examples=[["kill:rank2@step10"]])
     port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free one
 
     @property
@@ -171,7 +184,9 @@ class RunSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values  # pydantic refuses it
         values = dict(values)
         if values.get("batch") is None and values.get("batch_per_rank") is None:
             values["batch"] = 256
@@ -190,10 +205,7 @@ class RunSpec(Spec):
             _check_length,
             _check_faults,
         ):
-            try:
-                rule(self)
-            except SpecError as error:
-                raise ValueError(str(error)) from None
+            validator(rule)(self)
         return self
 
     def to_json(self) -> str:
@@ -222,27 +234,29 @@ def check_schema(number: object, where: str) -> None:
 
 def _check_nodes(spec: RunSpec) -> None:
     if spec.mode.distributed and spec.nodes < 2:
-        raise refuse("nodes", spec.nodes, f"mode {spec.mode} needs at least 2", "Use --mode single, or --nodes 2.")
+        way_out = f"Use {setting('mode', 'single')}, or {setting('nodes', 2)}."
+        raise refuse_setting("nodes", spec.nodes, f"mode {spec.mode} needs at least 2", way_out)
 
 
 def _check_batch(spec: RunSpec) -> None:
     if spec.batch is not None and spec.batch_per_rank is not None:
-        values = f"{spec.batch} and {spec.batch_per_rank}"
-        raise refuse("batch and batch_per_rank", values, "set the same value", "Give one of them.")
+        other = setting("batch_per_rank", spec.batch_per_rank)
+        raise refuse_setting("batch", spec.batch, f"{other} sets the same value", "Give one of them.")
     if not spec.uneven and spec.global_batch % spec.world:
         n, lower = spec.world, spec.global_batch - spec.global_batch % spec.world
         nearest = f"{lower} or {lower + n}" if lower else f"{n}"
-        raise refuse(
-            "batch", spec.global_batch, f"must be divisible by the {n} ranks", f"Use {nearest}, or --batch-per-rank."
-        )
+        way_out = f"Use {nearest}{', or ' + name_of('batch_per_rank') if can_set('batch_per_rank') else ''}."
+        raise refuse_setting("batch", spec.global_batch, f"must be divisible by the {n} ranks", way_out)
     for rank in range(spec.world):
         key = "accumulate" if spec.micro_batch is None else "micro_batch"
         size, parts = spec.local_batch(rank), getattr(spec, key)
         if size % parts:
-            raise refuse(key, parts, f"must divide the {size} images of a rank", "Use a divisor.")
+            divisors = [str(each) for each in range(1, min(size, MAX_DIVISOR) + 1) if size % each == 0]
+            way_out = f"Use one of {', '.join(divisors)}."
+            raise refuse_setting(key, parts, f"must divide the {size} images of a rank", way_out)
     if spec.micro_batch is not None and spec.accumulate > 1:
-        values = f"{spec.micro_batch} and {spec.accumulate}"
-        raise refuse("micro_batch and accumulate", values, "set the same value", "Give one of them.")
+        other = setting("accumulate", spec.accumulate)
+        raise refuse_setting("micro_batch", spec.micro_batch, f"{other} sets the same value", "Give one of them.")
 
 
 def _check_shares(spec: RunSpec) -> None:
@@ -251,37 +265,40 @@ def _check_shares(spec: RunSpec) -> None:
         return
     if len(shares) != spec.world or sum(shares) != spec.global_batch or min(shares) < 1:
         rule = f"must be {spec.world} numbers of at least 1 that add up to the batch of {spec.global_batch}"
-        raise refuse("data.shares", list(shares), rule, "Change the shares or the batch.")
+        raise refuse_setting("data.shares", list(shares), rule, f"Change them, or {name_of('batch')}.")
     if not spec.mode.synchronous:
         rule = f"mode {spec.mode} averages parameters, which weights all ranks alike"
-        raise refuse("data.shares", list(shares), rule, "Use a mode without every:K.")
+        raise refuse_setting("data.shares", list(shares), rule, "Use a mode without every:K.")
 
 
 def _check_overrides(spec: RunSpec) -> None:
     names = [f"node{k}" for k in range(spec.nodes)]
     for name in spec.overrides:
         if name not in names:
-            raise refuse("overrides", name, f"there is no such node among {spec.nodes}", f"Known: {', '.join(names)}.")
+            rule = f"there is no such node among {spec.nodes}. Known: {', '.join(names)}."
+            raise SpecError(f"{name_of(f'overrides.{one_line(name)}')}: {rule}")
 
 
 def _check_placement(spec: RunSpec) -> None:
     mode = spec.mode
     if spec.placement == "after-step" and not (mode.separable and mode.every == 1 and mode.schedule == "after"):
         rule = f"mode {mode} has no gradient exchange that could come after the step"
-        raise refuse("placement", spec.placement, rule, "Use gather, allreduce, ring, tree or halving.")
+        way_out = f"Use {name_of('mode')} with gather, allreduce, ring, tree or halving."
+        raise refuse_setting("placement", spec.placement, rule, way_out)
 
 
 def _check_faults(spec: RunSpec) -> None:
     for fault in spec.faults:
         if fault.rank is not None and fault.rank >= spec.world:
             rule = f"there are ranks 0 to {spec.world - 1}"
-            raise refuse("fault", str(fault), rule, f"Name one of them, or rank{ANY} for any.")
+            raise refuse_setting("faults", str(fault), rule, f"Name one of them, or rank{ANY} for any.")
         if fault.step is not None and spec.steps is not None and fault.step >= spec.steps:
             rule = f"the run ends after step {spec.steps}"
-            raise refuse("fault", str(fault), rule, "Give an earlier step, or more --steps.")
+            raise refuse_setting("faults", str(fault), rule, f"Give an earlier step, or a larger {name_of('steps')}.")
 
 
 def _check_length(spec: RunSpec) -> None:
     if spec.steps is not None and spec.steps <= spec.warmup:
         rule = f"the first {spec.warmup} iterations are left out of all times, so nothing would remain"
-        raise refuse("steps", spec.steps, rule, f"Use --steps {spec.warmup + 1} or more, or --set warmup=0.")
+        way_out = f"Use {setting('steps', spec.warmup + 1)} or more, or {setting('warmup', 0)}."
+        raise refuse_setting("steps", spec.steps, rule, way_out)

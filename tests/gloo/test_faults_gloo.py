@@ -1,4 +1,4 @@
-"""A sample of `make soak` on plain processes: killed, frozen, resumed, disturbed by other connections, out of space."""
+"""A sample of `make soak` on plain processes: killed, frozen, resumed, random bytes on its ports, a full disk."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from testbed.results.records import read
+from testbed.spec.errors import RankFailed, TestbedError
 from tests.soak import faults, garbage, torn
 from tests.support.command import run_command
 
@@ -107,11 +108,16 @@ def test_a_full_disk_leaves_no_run_that_looks_finished(tmp_path: Path) -> None:
     try:
         flags = [*SMALL, "--nodes", "2", "--steps", "5000", "--set", "deadline=5"]
         result = run_command("run", *flags, "--out", str(disk / "r"), cwd=tmp_path)
-        assert result.returncode in (1, 3) and "Traceback" not in result.stderr, result.stderr
+        assert result.returncode == RankFailed.exit_code and "Traceback" not in result.stderr, result.stderr
+        assert "could not write any more" in result.stderr and "No space left on device" in result.stderr
+        assert f"(file system {disk} (tmpfs): 0.0 of 0.1 MB free). Make room there" in result.stderr
         assert (
             not (disk / "r" / "summary.json").exists()
             or '"status": "ok"' not in (disk / "r" / "summary.json").read_text()
         )
         assert [path.name for path in (disk / "r").iterdir() if path.name.endswith(".tmp")] == []
+        refused = run_command("run", *flags, "--out", str(disk / "second"), cwd=tmp_path)  # there is no room at all
+        assert refused.returncode == TestbedError.exit_code and "Traceback" not in refused.stderr, refused.stderr
+        assert f"(file system {disk} (tmpfs): 0.0 of 0.1 MB free). Make room there" in refused.stderr
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

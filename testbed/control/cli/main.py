@@ -26,7 +26,8 @@ from testbed.control.runs.select import SubstrateType
 from testbed.control.tuning.search import conclusion, curve, document, new_search, tune_modes
 from testbed.data.fetch import fetch, verify
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
-from testbed.spec.errors import Interrupted, TestbedError, os_failure, refuse
+from testbed.spec.disk import os_failure
+from testbed.spec.errors import Interrupted, TestbedError, refuse
 from testbed.spec.mode import CODECS, EVERY, algorithms, codecs_of, every_of, legal_modes
 
 app = typer.Typer(

@@ -63,8 +63,9 @@ def folder_lock(path: Path) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     handle = _lock_folder(file)
     try:
-        os.truncate(handle, 0)
-        os.pwrite(handle, f"{ownership.current()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, but its holder cannot be named
+            os.truncate(handle, 0)
+            os.pwrite(handle, f"{ownership.current()}\n".encode(), 0)
         yield
     finally:
         file.unlink(missing_ok=True)  # before the lock is freed, so that no process locks a deleted file
@@ -76,11 +77,12 @@ def _lock_folder(file: Path) -> int:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         if (state := try_lock(handle, file)) is LockState.OURS:
             return handle
-        holder = os.pread(handle, 64, 0).decode(errors="replace").partition("-")[0].strip() or "unknown"
+        pid = os.pread(handle, 64, 0).decode(errors="replace").partition("-")[0].strip()
         os.close(handle)
         if state is LockState.TAKEN:
             what = str(file.with_name(file.name[1:].removesuffix(".lock")))
-            raise Unavailable(f"{what}: in use by process {holder}. Wait until it ends, or use another folder.")
+            holder = f"process {pid} ({command_of(int(pid))})" if pid.isdecimal() else "another process"
+            raise Unavailable(f"{what}: in use by {holder}. Wait until it ends, or use another folder.")
 
 
 # The lock of the machine

@@ -30,6 +30,7 @@ from testbed.results.conclude import Status, Summary, conclude
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import Receipt
 from testbed.spec.datasets import data_dir, dataset_info, require_complete
+from testbed.spec.disk import os_failure
 from testbed.spec.errors import (
     Interrupted,
     NetworkInvalid,
@@ -37,7 +38,6 @@ from testbed.spec.errors import (
     TestbedError,
     UsageError,
     one_line,
-    os_failure,
     refuse,
 )
 from testbed.spec.mode import ALGORITHMS, methods_dir

@@ -19,6 +19,7 @@ from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.substrates.process import check as check_process
+from testbed.net.congestion import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
@@ -179,9 +180,18 @@ def select(
         raise SpecError(f"--inventory {inventory}: holds for real hosts only. Use it with --on hosts.")
     if accept_new:
         raise SpecError("--accept-new: holds for real hosts only. Use it with --on hosts.")
+    _check_congestion_control(on, specs)
     if isinstance(on, SubstrateType):
         return SubstrateChoice(on, f"requested; {on.description}", allow_concurrent=allow_concurrent)
     return replace(choose(on, largest), allow_concurrent=allow_concurrent)
+
+
+def _check_congestion_control(on: str | SubstrateType, specs: Sequence[RunSpec]) -> None:
+    """Refuse a TCP congestion control that this kernel lacks, where the nodes use it. Raises Unavailable."""
+    if not isinstance(on, str) or on == "process" or (on == "compose" and not SUBSTRATES[on].is_local()):
+        return
+    for name in sorted({spec.node.congestion for spec in specs if spec.node.congestion and spec.world > 1}):
+        check_congestion_control(name)
 
 
 def choose(requested: str, example: RunSpec, types: Mapping[str, SubstrateType] = SUBSTRATES) -> SubstrateChoice:

@@ -12,6 +12,7 @@ from testbed.control.runs.run import Lock, execute
 from testbed.control.runs.select import SubstrateChoice
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
+from testbed.spec.disk import os_failure
 from testbed.spec.errors import Interrupted, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 
@@ -76,8 +77,9 @@ def run_all(
                 if folder.summary.is_file():
                     summaries.append(Summary.read(folder))
             except OSError as error:  # e.g. a full disk; the next run may succeed
-                progress.stage(f"failed: {error}")
-                errors.append(TestbedError(f"{spec.name}: {error.strerror or error}. It has no results."))
+                failure = os_failure(error, folder.path)
+                progress.stage(f"failed: {failure}")
+                errors.append(failure)
     return summaries, errors
 
 

@@ -92,5 +92,9 @@ def test_clocks_of_hosts_are_converted_to_one(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="run folder"):
+    with pytest.raises(UsageError) as refusal:
         write_trace(tmp_path)
+    way_out = "Give a folder that `testbed run` or `testbed sweep` wrote."
+    assert (
+        str(refusal.value) == f"no trace can be made. {tmp_path}: has no spec.json, so it is no run folder. {way_out}"
+    )

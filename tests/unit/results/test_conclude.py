@@ -22,8 +22,11 @@ from testbed.results.records import (
     Step,
     encode,
 )
+from testbed.spec import disk
 from testbed.spec.errors import (
+    DiskFull,
     NetworkInvalid,
+    PeerLost,
     RankFailed,
     ReplicasDiffer,
     SchemaError,
@@ -152,7 +155,7 @@ def test_bytes_per_step_leave_out_what_warm_up_sent(folder: RunFolder) -> None:
     assert summary.received_per_step == [10.0, 10.0]
 
 
-def test_bytes_that_a_test_between_epochs_sent_are_nobodys_step(folder: RunFolder) -> None:
+def test_bytes_that_a_test_between_epochs_sent_are_counted_for_no_step(folder: RunFolder) -> None:
     """Steps 0..5 in epochs of three send 100 each; the test after the first epoch sends 10,000."""
     for rank in range(2):
         sent = [100 * (k + 1) + 10_000 * (k >= 3) for k in range(6)]
@@ -247,7 +250,7 @@ def write_restarted(folder: RunFolder, begin: int) -> None:
 
 
 @pytest.mark.parametrize("begin", [5000, -300], ids=["the interface counted on", "a new process counts anew"])
-def test_bytes_across_the_seam_of_two_attempts_are_nobodys_step(folder: RunFolder, begin: int) -> None:
+def test_bytes_between_two_attempts_are_counted_for_no_step(folder: RunFolder, begin: int) -> None:
     write_restarted(folder, begin=begin)
     summary = summarise(folder, spec_of(warmup=1), status="ok")
     assert (summary.sent_per_step, summary.received_per_step) == ([100.0, 100.0], [100.0, 100.0])
@@ -398,6 +401,18 @@ def test_a_rank_that_ended_with_an_unknown_code_is_not_called_silent(folder: Run
 def test_of_two_ranks_without_a_code_that_nobody_reports_the_one_that_ended_is_named(folder: RunFolder) -> None:
     found = cause(folder, [6, None, None], error(6, "rank 0 lost a peer"), ended=[2])
     assert str(found).startswith("rank 2 (node2) ended after step 4; rank 0 lost it")
+
+
+def test_a_rank_that_could_not_write_is_named_with_the_reason_although_it_recorded_nothing(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cause(folder, [DiskFull.exit_code, PeerLost.exit_code])
+    assert type(found) is RankFailed and found.exit_code == RankFailed.exit_code
+    assert str(found).startswith("rank 0 (node0) could not write any more after step 4. Then rank 1 lost it.")
+    monkeypatch.setattr(disk, "STEP_BYTES", 1 << 62)  # now its file system counts as full
+    message = str(cause(folder, [DiskFull.exit_code] * 2))
+    assert f"after step 4: {folder.path}: No space left on device (file system /" in message
+    assert "Make room there" in message and "Also rank 1 could not write any more." in message
 
 
 @pytest.mark.parametrize(("code", "kind"), [(4, ReplicasDiffer), (5, NetworkInvalid), (2, UsageError), (3, RankFailed)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from testbed.spec.errors import (
     Unavailable,
     UsageError,
     one_line,
-    os_failure,
     refuse,
     require_extra,
     strip_control_chars,
@@ -83,11 +81,3 @@ def test_every_exception_is_drawn_in_the_tree_with_its_exit_code() -> None:
 def test_a_refusal_has_the_value_the_rule_and_the_way_out(kind: type[UsageError]) -> None:
     error = refuse("nodes", 1, "mode ring needs at least 2", "Use --nodes 2.", kind)
     assert type(error) is kind and str(error) == "nodes 1: mode ring needs at least 2. Use --nodes 2."
-
-
-def test_a_failure_of_the_machine_names_the_file_and_the_way_out() -> None:
-    full = os_failure(OSError(errno.ENOSPC, "No space left on device", "/runs/x"), "summary.json")
-    assert (
-        str(full) == "/runs/x: No space left on device, so nothing was finished. Make room or fix it, then try again."
-    )
-    assert str(os_failure(OSError(errno.EIO, "I/O error"), "here")).startswith("here: I/O error")

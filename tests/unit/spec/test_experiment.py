@@ -78,7 +78,7 @@ def test_without_axes_there_is_one_run_and_without_repeats_no_suffix() -> None:
     assert [run.name for run in experiment(repeats=2).runs()] == ["base-r0", "base-r1"]
 
 
-def test_cells_stand_beside_the_product_of_the_axes_and_come_first() -> None:
+def test_cells_are_run_in_addition_to_the_product_of_the_axes_and_come_first() -> None:
     """A single-node baseline has no number of nodes to be swept over."""
     runs = experiment(cells=[{"mode": "single", "link.rate": "1gbit"}], axes={"nodes": [2, 4]}).runs()
     assert [run.name for run in runs] == ["single-rate_1gbit", "nodes_2", "nodes_4"]
@@ -106,7 +106,7 @@ def test_the_experiments_of_this_repository_are_readable() -> None:
         ({"axes": {f"k{n}": list(range(100)) for n in range(10)}}, "more than 10000 runs"),
         ({"axes": {f"k{n}": [1, 2] for n in range(20_000)}}, "more than 10000 runs"),  # no number that prints
         ({"cells": [{"seed": n} for n in range(5001)], "repeats": 2}, "more than 10000 runs"),
-        ({"axes": {"mode": ["star"]}}, "experiment e, run star: mode 'star': unknown algorithm"),
+        ({"axes": {"mode": ["star"]}}, "experiment e, run star: mode = 'star': unknown algorithm"),
         ({"axes": {"sped": [1]}}, "unknown key 'sped'"),
         ({"axes": {"model.x": [1]}, "base": {"model": "lenet5"}}, "'model' holds 'lenet5', not a table"),
         ({"repeats": 0}, "repeats = 0"),

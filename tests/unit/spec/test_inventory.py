@@ -108,3 +108,18 @@ def test_no_nodes_and_unknown_keys_are_refused() -> None:
         Inventory.load({"nodes": []}, "nodes.toml")
     with pytest.raises(SpecError, match=r"unknown key 'nodes\.0\.pasword'; known keys: address, cpus, interface"):
         load(pasword="x")
+
+
+@pytest.mark.parametrize("address", ["[fe80::1]", "fe80::1", "[2001:db8::7]"])
+def test_an_ipv6_address_may_be_in_brackets(address: str) -> None:
+    assert load(address=address).nodes[0].address == address.strip("[]")
+
+
+@pytest.mark.parametrize("address", ["[fe80::1]:22", "[fe80::1", "fe80::1]", "host:22/x", "[]"])
+def test_an_address_of_another_form_is_refused_with_the_rule(address: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        load(address=address)
+    value = repr("" if address == "[]" else address)
+    rule = "a host name, an IPv4 or IPv6 address, or an SSH alias: letters, digits, ., : and -, without a port"
+    way_out = "Write e.g. nodes.0.address = '192.0.2.11'."
+    assert str(refusal.value) == f"nodes.toml: nodes.0.address = {value}: must be {rule}. {way_out}"

@@ -44,7 +44,7 @@ def test_a_rate_alone_needs_no_netem_but_delay_and_loss_do() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"rate": "fast"}, "here: rate 'fast': needs a number and one of bit, kbit, mbit, gbit. Write e.g. 200mbit."),
+        ({"rate": "fast"}, "here: rate = 'fast': needs a number and one of bit, kbit, mbit, gbit. Write e.g. 200mbit."),
         ({"rate": 0}, "rate = 0"),
         ({"rate": -5}, "rate = -5"),
         ({"loss": 1.0}, "loss = 1.0"),
@@ -53,7 +53,7 @@ def test_a_rate_alone_needs_no_netem_but_delay_and_loss_do() -> None:
         ({"delay": float("inf")}, "delay = inf"),
         ({"delay": 1e-9}, "delay = 1e-09"),
         ({"queue": 0}, "queue = 0"),
-        ({"jitter": "1ms"}, "link.jitter = 1ms: varies a delay, and none is set. Set link.delay too"),
+        ({"jitter": "1ms"}, "link.jitter = '1ms': varies a delay, and none is set. Add e.g. link.delay = '20ms'."),
         ({"bandwidth": "1gbit"}, "unknown key 'bandwidth'; known keys: delay, jitter, loss, queue, rate"),
     ],
 )

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import paramiko
 from fabric import Config, Connection
 from invoke.exceptions import CommandTimedOut, ThreadException
+from paramiko.ssh_exception import NoValidConnectionsError
 
 from testbed.control.machine.processes import TIMEOUT_CODE
 from testbed.net.probe import Clock, read_clock
@@ -95,6 +96,21 @@ def _key_changed(error: paramiko.BadHostKeyException) -> str:
     return f"{problem}. {fix}"
 
 
+def host_and_port(address: str, port: int) -> str:
+    """Return "address:port"; an IPv6 address is in brackets."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a connection failed. Paramiko collects the errors of all addresses in one without a number."""
+    if isinstance(error, NoValidConnectionsError):
+        found = dict.fromkeys(_reason(each) for each in error.errors.values())
+        return ", ".join(found) or "no address answers"
+    if isinstance(error, OSError) and error.strerror:
+        return str(error.strerror)
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class Host:
     """A node of the inventory; call `open` before anything else."""
 
@@ -114,6 +130,7 @@ class Host:
         if self.node.key and not Path(self.node.key).expanduser().is_file():
             fix = "Name another in the inventory, or leave it out for those of the SSH configuration"
             raise HostFailed(f"{self.name}: key {self.node.key}: no such file here. {fix}")
+        connection: Connection | None = None
         try:
             self._connection = connection = self.describe_connection()
             check_host_keys(connection, self._accept_new)
@@ -127,10 +144,9 @@ class Host:
         except paramiko.AuthenticationException as error:
             raise AuthenticationFailed(f"{self.name}: {self._not_accepted(error)}") from None
         except (OSError, EOFError, paramiko.SSHException, ValueError) as error:
-            where = f"{self.node.address}:{self.node.port or 22}"
-            reason = " ".join(str(error).split()) or type(error).__name__
-            fix = "Check that the host is up and that the address is right"
-            raise HostFailed(f"{self.name}: no SSH connection to {where} ({reason}). {fix}") from None
+            fix = "Check that the host is up, and its address and port in the inventory"
+            where = host_and_port(self.node.address, connection.port if connection else self.node.port or 22)
+            raise HostFailed(f"{self.name}: no SSH connection to {where} ({_reason(error)}). {fix}.") from None
 
     def describe_connection(self) -> Connection:
         """Return a connection that is not open yet: the SSH configuration, overridden by the inventory."""

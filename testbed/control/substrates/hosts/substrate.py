@@ -50,6 +50,7 @@ from testbed.control.substrates.hosts.node import (
 from testbed.control.substrates.hosts.ssh import CONNECTION_ERRORS, Host
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.datasets import MARKER, data_dir, dataset_info
+from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import CommandFailed, ConnectionLost, HostFailed, RankFailed, TestbedError, Unavailable
 from testbed.spec.inventory import Inventory
 from testbed.spec.mode import ALGORITHMS, methods_dir
@@ -147,8 +148,9 @@ class Mirror:
                 out.seek(self._offset)
                 out.write(data)
         except OSError as error:
-            reason = error.strerror or error
-            raise TestbedError(f"{self.local}: cannot be written ({reason}). Make room here, then run again") from None
+            if is_full(error):
+                raise os_failure(error, self.local) from None
+            raise TestbedError(f"{self.local}: cannot be written ({error.strerror}). Fix it, then run again.") from None
 
 
 class RemoteProcess:

@@ -51,7 +51,7 @@ REFUSALS = {
     "one node, distributed": (["--nodes", "1"], ["nodes 1", "--mode single"]),
     "a rate that is no rate": (["--rate", "fast"], ["'fast'", "200mbit"]),
     "a batch that does not divide": (["--batch", "10"], ["batch 10", "8 or 12"]),
-    "both ways to say batch": (["--batch", "8", "--batch-per-rank", "2"], ["8 and 2"]),
+    "both ways to say batch": (["--batch", "8", "--batch-per-rank", "2"], ["--batch 8", "--batch-per-rank 2"]),
     "steps that leave nothing": (["--steps", "2"], ["steps 2", "--steps 3"]),
     "a number that is none": (["--steps", "many"], ["steps", "'many'"]),
     "an unknown key": (["--set", "optimiser.lr=1"], ["'optimiser'", "optimizer"]),
@@ -89,7 +89,7 @@ def test_options_that_a_resumed_run_would_ignore_are_refused_by_name(tmp_path, m
 def test_options_about_the_substrate_and_retries_are_accepted_with_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     taken = ["--on", "hosts", "--inventory", "i", "--accept-new", "--share", "--retries", "2", "--json"]
-    with pytest.raises(UsageError, match=r"r/spec\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"r: has no spec\.json, so it is no run folder"):
         main.app(["run", "--resume", "r", *taken], standalone_mode=False)
 
 

@@ -79,7 +79,7 @@ def test_a_second_controller_is_refused_with_the_firsts_process_id_and_a_stale_l
     with start(FOLDER_HOLDER, str(tmp_path / "quick")) as holder:
         try:
             assert line(holder.stdout) == "held\n"
-            with pytest.raises(Unavailable, match=rf"quick: in use by process {holder.pid}\. Wait"):
+            with pytest.raises(Unavailable, match=rf"quick: in use by process {holder.pid} \(.*python.*\)\. Wait"):
                 with folder_lock(tmp_path / "quick"):
                     pass
             with folder_lock(tmp_path / "other"):

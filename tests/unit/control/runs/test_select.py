@@ -141,3 +141,21 @@ def test_shaping_means_the_same_as_for_docker_compose_up(monkeypatch):
     monkeypatch.setenv("SHAPING", "some")
     with pytest.raises(SpecError, match="SHAPING 'some'"):
         chosen.drop_unsupported(spec())
+
+
+@pytest.mark.parametrize("on", ["auto", "netns", "compose"])
+def test_a_congestion_control_that_does_not_exist_is_refused_before_a_substrate_is_checked(on, monkeypatch):
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    for name, found in select.SUBSTRATES.items():
+        monkeypatch.setitem(select.SUBSTRATES, name, replace(found, check=lambda plans: pytest.fail("checked")))
+    with pytest.raises(
+        Unavailable, match=r"^--set node\.congestion='foo': this kernel has no such .* Use one of .*reno"
+    ):
+        select.select(on, [spec(), spec(node={"congestion": "foo"})])
+
+
+def test_a_congestion_control_is_not_checked_where_nothing_applies_it(monkeypatch):
+    unknown = [spec(node={"congestion": "foo"})]
+    assert select.select("process", unknown).name == "process"
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2376")  # an engine with a kernel of its own
+    assert select.select("compose", unknown).name == "compose"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shlex
+import socket
 from pathlib import Path
 
 import paramiko
@@ -77,3 +78,16 @@ def test_accept_new_writes_the_key_for_the_next_connection(tmp_path: Path, monke
 
 def test_known_hosts_are_where_the_ssh_configuration_says() -> None:
     assert known_hosts({"userknownhostsfile": "/a none /b"}) == [Path("/a"), Path("/b")]
+
+
+def test_a_host_that_refuses_connections_is_named_with_address_port_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for address, shown in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")):
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+            port = server.getsockname()[1]  # closed again, so that nothing listens there
+        with pytest.raises(HostFailed) as failure:
+            Host(HostNode(name="node0", address=address, port=port)).open()
+        fix = "Check that the host is up, and its address and port in the inventory."
+        assert str(failure.value) == f"node0: no SSH connection to {shown}:{port} (Connection refused). {fix}"

@@ -1,0 +1,127 @@
+"""A message names a setting and a folder in the words of the place where it is read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import typer
+
+from testbed.control.cli.main import app
+from testbed.spec.errors import SpecError
+from testbed.spec.experiment import spec_from_flags
+from testbed.spec.run import RunSpec
+from testbed.spec.words import OPTIONS, Place, current_place, name_of, reading, set_place, setting, shown_path
+
+WORDS = {  # key, value: on the command line, with docker compose up, under a launcher, in a file
+    ("link.rate", "200mbit"): ("--rate 200mbit", "RATE=200mbit", "RATE=200mbit", "link.rate = '200mbit'"),
+    ("nodes", 2): ("--nodes 2", "NODES=2", "WORLD_SIZE=2", "nodes = 2"),
+    ("data.name", "synthetic"): ("--data synthetic", "DATA=synthetic", "DATA=synthetic", "data.name = 'synthetic'"),
+    ("batch_per_rank", 8): (
+        "--batch-per-rank 8",
+        "SET=batch_per_rank=8",
+        "SET=batch_per_rank=8",
+        "batch_per_rank = 8",
+    ),
+    ("warmup", 0): ("--set warmup=0", "SET=warmup=0", "SET=warmup=0", "warmup = 0"),
+    ("probe", False): ("--set probe=false", "SET=probe=false", "SET=probe=false", "probe = false"),
+    ("node.congestion", "bbr"): (
+        "--set node.congestion=bbr",
+        "CONGESTION=bbr",
+        "CONGESTION=bbr",
+        "node.congestion = 'bbr'",
+    ),
+    ("data.shares", (1, 2)): (
+        "--set data.shares=[1, 2]",
+        "SET=data.shares=[1, 2]",
+        "SET=data.shares=[1, 2]",
+        "data.shares = [1, 2]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), WORDS, ids=lambda each: str(each))
+def test_a_setting_is_written_as_the_reader_writes_it(key: str, value: object) -> None:
+    for place, words in zip(Place, WORDS[key, value], strict=True):
+        with reading(place):
+            assert setting(key, value) == words and words.startswith(name_of(key))
+
+
+def test_every_option_exists_on_the_command_line() -> None:
+    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert {f"--{name.replace('_', '-')}" for name in OPTIONS} <= known
+
+
+RULES = {  # flags: the sentence on the command line, and with docker compose up
+    ("batch", 10): (
+        "--batch 10: must be divisible by the 4 ranks. Use 8 or 12, or --batch-per-rank.",
+        "BATCH=10: must be divisible by the 4 ranks. Use 8 or 12.",
+    ),
+    ("steps", 2): (
+        "--steps 2: the first 2 iterations are left out of all times, so nothing would remain. "
+        "Use --steps 3 or more, or --set warmup=0.",
+        "STEPS=2: the first 2 iterations are left out of all times, so nothing would remain. "
+        "Use STEPS=3 or more, or SET=warmup=0.",
+    ),
+    ("steps", "many"): (
+        "--steps 'many': must be a whole number. Write e.g. --steps 40.",
+        "STEPS='many': must be a whole number. Write e.g. STEPS=40.",
+    ),
+    ("rate", "fast"): (
+        "--rate 'fast': needs a number and one of bit, kbit, mbit, gbit. Write e.g. 200mbit.",
+        "RATE='fast': needs a number and one of bit, kbit, mbit, gbit. Write e.g. 200mbit.",
+    ),
+    ("data", "imagenet"): (
+        "--data 'imagenet': is not a known data set. Use one of cifar10, mnist, synthetic.",
+        "DATA='imagenet': is not a known data set. Use one of cifar10, mnist, synthetic.",
+    ),
+    ("fault", "kill:rank9@step3"): (
+        "--fault 'kill:rank9@step3': there are ranks 0 to 3. Name one of them, or rank? for any.",
+        "SET=faults='kill:rank9@step3': there are ranks 0 to 3. Name one of them, or rank? for any.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flag", "value"), RULES, ids=lambda each: str(each))
+def test_a_refusal_names_the_flag_or_the_variable(flag: str, value: object) -> None:
+    for place, sentence in zip((Place.COMMAND_LINE, Place.COMPOSE), RULES[flag, value], strict=True):
+        with reading(place), pytest.raises(SpecError) as refusal:
+            spec_from_flags({flag: value})
+        assert str(refusal.value) == sentence
+
+
+def test_a_value_of_a_file_is_named_as_the_file_has_it_wherever_it_is_read() -> None:
+    with reading(Place.COMPOSE), pytest.raises(SpecError, match=r"^spec\.json: batch = 10: .*, or batch_per_rank\.$"):
+        RunSpec.load({"batch": 10}, "spec.json")
+    assert current_place() is Place.COMMAND_LINE
+
+
+@pytest.fixture
+def in_a_container(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TESTBED_RUNS", "/runs")
+    monkeypatch.setenv("TESTBED_DATA", "/data")
+    set_place(Place.COMPOSE)
+    yield
+    set_place(Place.COMMAND_LINE)
+
+
+def test_the_place_of_a_process_holds_in_all_its_threads(in_a_container: None) -> None:
+    found: list[Place] = []
+    thread = threading.Thread(target=lambda: found.append(current_place()))
+    thread.start()
+    thread.join()
+    assert found == [Place.COMPOSE]
+
+
+def test_a_mounted_folder_is_named_as_the_user_knows_it(in_a_container: None) -> None:
+    assert [shown_path(path) for path in ("/data", "/data/mnist", "/runs/compose/x", "/tmp/x", "/database")] == [
+        "./data",
+        "./data/mnist",
+        "./runs/compose/x",
+        "/tmp/x",
+        "/database",
+    ]
+    set_place(Place.LAUNCHER)
+    assert shown_path("/data/mnist") == "/data/mnist"
