@@ -22,9 +22,7 @@ from testbed.rank.recorder import Recorder
 from testbed.rank.sync.algorithms import MEANS
 from testbed.rank.sync.pipeline import use_sched_batch_in_gloo
 from testbed.rank.train import Trainer
-from testbed.spec.run import RunSpec
-
-PORT = 29500
+from testbed.spec.run import DEFAULT_PORT, RunSpec
 
 
 def train(folder: Path) -> None:
@@ -60,7 +58,7 @@ def _join(deadline_s: float) -> Group:
     torch.set_num_threads(1)
     environment = os.environ
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return join(rank, size, environment["MASTER_ADDR"], PORT, deadline_s)
+    return join(rank, size, environment["MASTER_ADDR"], DEFAULT_PORT, deadline_s)
 
 
 def main(folder: Path, task: str, *arguments: str) -> None:

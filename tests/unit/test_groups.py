@@ -17,18 +17,13 @@ def run_without_tools(tmp_path: Path, ci: str) -> subprocess.CompletedProcess[st
     (tmp_path / "test_one.py").write_text("import pytest\n\n@pytest.mark.net\ndef test_one():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    net: needs root\n")
     env = os.environ | {"PATH": str(tmp_path), "CI": ci, "PYTHONPATH": str(TESTS.parent)}
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.conftest",
-        "-p",
-        "no:cacheprovider",
-        "-rs",
-        str(tmp_path / "test_one.py"),
-    ]
-    return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return run_pytest("-rs", str(tmp_path / "test_one.py"), cwd=tmp_path, env=env)
+
+
+def run_pytest(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a separate pytest with the groups of this project."""
+    argv = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(("ci", "code", "words"), [("", 0, "1 skipped"), ("true", 1, "group net cannot run")])
@@ -58,20 +53,7 @@ def test_two_workers_keep_ranks_and_the_engine_apart(tmp_path: Path) -> None:
         for name in ("test_a.py", "test_b.py"):
             (tmp_path / folder / name).write_text(WRITES_ITS_WORKER)
     env = os.environ | {"PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)}  # with lock files of its own
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.conftest",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "2",
-        "-q",
-        str(tmp_path),
-    ]
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = run_pytest("-n", "2", "-q", str(tmp_path), cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     workers = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.glob("*/*.worker")}
     assert len(workers) == 8

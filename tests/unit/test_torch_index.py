@@ -106,9 +106,7 @@ def take(tmp_path: Path, **env: str) -> tuple[subprocess.CompletedProcess[str], 
     return done, sorted(path.name.removesuffix("-py3-none-any.whl") for path in dest.iterdir())
 
 
-def test_an_index_that_answers_gives_both_packages_and_is_asked_for_nothing_else(
-    tmp_path: Path, cpu_index: Index
-) -> None:
+def test_an_index_that_answers_gives_both_packages_and_gets_no_other_request(tmp_path: Path, cpu_index: Index) -> None:
     done, taken = take(tmp_path, TORCH_INDEX=cpu_index.url)
     assert (done.returncode, done.stderr) == (0, "")
     assert taken == ["torch-2.13.0+cpu", "torchvision-0.28.0+cpu"]

@@ -88,7 +88,7 @@ def test_with_every_k_more_checkpoints_are_kept(tmp_path: Path, mode: str, every
     assert {path.name for path in (tmp_path / "c").iterdir()} == names
 
 
-def test_new_checkpoints_are_kept_beside_those_of_an_older_run_with_later_steps(tmp_path: Path) -> None:
+def test_new_checkpoints_are_kept_if_an_older_run_has_left_later_ones(tmp_path: Path) -> None:
     trained, keeps = Trained(1), checkpoints_in(tmp_path)
     for step in (20, 30, 10):
         keeps.write(trained, step)

@@ -10,7 +10,6 @@ import hashlib
 import os
 import subprocess
 import tarfile
-import tempfile
 import time
 import zlib
 from collections import deque
@@ -36,7 +35,9 @@ from testbed.control.substrates.hosts.node import (
     image_content,
 )
 from testbed.control.substrates.hosts.ssh import Host
+from testbed.results.folder import open_whole
 from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, array_path, data_dir, dataset_info, require_complete
+from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, Unavailable
 
 BLOCK_BYTES = 8 << 20  # compressed as one gzip member
@@ -219,7 +220,7 @@ def pack_image() -> Archive:
     size = int(engine.inspect_image()["Size"])
     path = cache_dir() / f"image-{content_hash()}.tar.gz"
     if not path.exists():
-        with _write_whole(path, "image-*.gz") as out:
+        with _open_archive(path, "image-*.gz") as out:
             _save_image(out)
     return Archive(path, size)
 
@@ -242,7 +243,7 @@ def pack_data(name: str, digests: dict[str, str]) -> Archive:
     key = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
     path, folder = cache_dir() / f"data-{name}-{key}.tar.gz", data_dir() / name
     if not path.exists():
-        with _write_whole(path, f"data-{name}-*.gz") as out:
+        with _open_archive(path, f"data-{name}-*.gz") as out:
             _tar(folder, sorted(digests), out)
     return Archive(path, sum((folder / file).stat().st_size for file in digests))
 
@@ -299,20 +300,15 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def _write_whole(path: Path, older: str) -> Iterator[BinaryIO]:
-    """Write a temporary file and rename it to `path` at the end; files that match `older` are removed."""
+def _open_archive(path: Path, older: str) -> Iterator[BinaryIO]:
+    """Open an archive of the cache for writing; it appears whole, and then others that match `older` are removed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".packing-")
-    except OSError as error:
-        raise Unavailable(f"{path.parent}: cannot be written ({error.strerror}). Set XDG_CACHE_HOME.") from None
-    try:
-        with os.fdopen(handle, "wb") as out:
+        with open_whole(path) as out:
             yield out
-        for old in path.parent.glob(older):
+        for old in set(path.parent.glob(older)) - {path}:
             old.unlink(missing_ok=True)
-        Path(name).replace(path)
     except OSError as error:
-        raise TestbedError(f"{path}: cannot be written ({error.strerror}). Make room, or set XDG_CACHE_HOME.") from None
-    finally:
-        Path(name).unlink(missing_ok=True)
+        if is_full(error):
+            raise os_failure(error, path) from None
+        raise Unavailable(f"{path}: cannot be written ({error.strerror}). Set XDG_CACHE_HOME.") from None
