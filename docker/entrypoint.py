@@ -29,14 +29,17 @@ import tempfile  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from testbed.net.congestion import check_congestion_control  # noqa: E402
 from testbed.net.isolation import default_routes, isolate  # noqa: E402
 from testbed.net.shaping import routes_congestion, shape  # noqa: E402
 from testbed.rank.request import Request, request_from_environment  # noqa: E402
 from testbed.results.folder import fresh_folder, runs_dir, write_whole  # noqa: E402
 from testbed.spec.cpu import divide_cores  # noqa: E402
 from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
+from testbed.spec.disk import os_failure  # noqa: E402
 from testbed.spec.errors import NetworkInvalid, RankFailed, TestbedError, Unavailable  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
+from testbed.spec.words import Place, set_place, shown_path  # noqa: E402
 
 CLONE = Path("/clone")  # the folders testbed and docker of the user's clone, which compose.yaml mounts
 COMMAND_TIMEOUT_S = 20.0  # each of these commands takes milliseconds
@@ -52,6 +55,9 @@ ISOLATE = "the rank cannot be kept from other networks: {}. The container needs 
 def main() -> None:
     """Check the request before anything is changed; then write spec.json, fetch data, shape, and execute the rank."""
     request = request_from_environment(os.environ)
+    shaped = request.spec.world > 1 and request.shaping in ("both", "egress")
+    if shaped:
+        check_congestion_control(request.spec.node.congestion)
     owner = _owner(runs_dir())
     _check_owner(owner, CLONE / "testbed")
     _check_writable(runs_dir(), owner)
@@ -66,7 +72,7 @@ def main() -> None:
         reason = f"data {request.spec.data.name} could not be fetched: synthetic images are used"
         print(reason, flush=True)
         argv += ["--synthetic", reason]
-    if request.spec.world > 1 and request.shaping in ("both", "egress"):
+    if shaped:
         for command in shape(request.link, request.interface, ingress=request.shaping == "both"):
             _apply(command)
         _set_congestion(request.spec.node.congestion, request.interface)
@@ -86,7 +92,7 @@ def _owner(folder: Path) -> tuple[int, int]:
     try:
         status = folder.stat()
     except OSError as error:
-        raise Unavailable(f"{folder}: {error.strerror}. Mount a folder there for the runs.") from None
+        raise Unavailable(f"{shown_path(folder)}: {error.strerror}. compose.yaml must mount it as {folder}.") from None
     return (status.st_uid, status.st_gid) if status.st_uid else (0, 0)
 
 
@@ -120,7 +126,7 @@ def _content(path: Path) -> bytes | None:
 def _check_writable(folder: Path, owner: tuple[int, int]) -> None:
     if subprocess.run([*without_privileges(*owner), "test", "-w", folder], timeout=COMMAND_TIMEOUT_S).returncode:
         way_out = "Make ./runs writable for its owner"
-        raise Unavailable(f"runs folder {folder}: not writable for its owner (uid {owner[0]}). {way_out}.")
+        raise Unavailable(f"runs folder {shown_path(folder)}: not writable for its owner (uid {owner[0]}). {way_out}.")
 
 
 def _write_spec(request: Request) -> Path:
@@ -206,14 +212,18 @@ def _make_folder(request: Request) -> Path:
         os.chown(folder, NOBODY, NOBODY)
     except OSError as error:
         raise Unavailable(
-            f"run folder {folder}: cannot be made ({error.strerror}). Check the owner of ./runs."
+            f"run folder {shown_path(folder)}: cannot be made ({error.strerror}). Check the owner of ./runs."
         ) from None
     return folder
 
 
 if __name__ == "__main__":
+    set_place(Place.COMPOSE)
     try:
         _fetch(sys.argv[2]) if sys.argv[1:2] == ["--fetch"] else main()
     except TestbedError as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(os_failure(error, "the container"), file=sys.stderr, flush=True)
+        sys.exit(TestbedError.exit_code)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from testbed.control.substrates.content import image_files
+from testbed.net.congestion import congestion_controls
+from testbed.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 ENTRYPOINT = ROOT / "docker/entrypoint.py"
@@ -39,6 +41,27 @@ def test_a_rank_that_is_stopped_while_it_starts_still_refuses_a_bad_request(tmp_
     """Compose stops all ranks when the first one has refused; the exit code of rank 0 is the script's."""
     done = stopped_while_it_starts(tmp_path, RATE="fast")
     assert (done.returncode, "'fast'" in done.stderr) == (2, True), done.stderr
+
+
+REFUSED = {  # variables: the message, in the words of `docker compose up`
+    "batch": ({"BATCH": "10"}, "BATCH=10: must be divisible by the 4 ranks. Use 8 or 12.\n"),
+    "congestion": (
+        {"CONGESTION": "foo"},
+        f"CONGESTION='foo': this kernel has no such TCP congestion control. "
+        f"Use one of {', '.join(congestion_controls())}.\n",
+    ),
+    "runs": ({}, "./runs: No such file or directory. compose.yaml must mount it as /nowhere/runs.\n"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_request_is_refused_in_the_words_of_docker_compose_up(case: str) -> None:
+    variables, message = REFUSED[case]
+    env = {**os.environ, "TESTBED_RUNS": "/nowhere/runs", "DATA": "synthetic", "NODES": "4", **variables}
+    done = subprocess.run(
+        [sys.executable, str(ENTRYPOINT)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (UsageError.exit_code, message)
 
 
 @pytest.mark.net  # only root may drop privileges, which it does before it accepts a request

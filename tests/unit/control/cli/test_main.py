@@ -172,7 +172,7 @@ def test_an_error_of_the_machine_outside_of_any_run_is_a_sentence_and_no_traceba
     ("argv", "code", "words"),
     [
         (["modes", "--json"], 0, ""),
-        (["run", "--mode", "rong"], 2, "testbed: mode 'rong'"),
+        (["run", "--mode", "rong"], 2, "testbed: --mode 'rong'"),
         (["nothing"], 2, "No such command"),
     ],
 )
