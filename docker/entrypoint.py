@@ -76,8 +76,9 @@ def main() -> None:
         for command in shape(request.link, request.interface, ingress=request.shaping == "both"):
             _apply(command)
         _set_congestion(request.spec.node.congestion, request.interface)
-    os.environ["MASTER_ADDR"] = _address(request.master)
-    _isolate()
+    if os.environ.get("ISOLATED"):
+        os.environ["MASTER_ADDR"] = _address(request.master)
+        _isolate()
     if request.rank == 0 and owner == (0, 0):
         argv += ["--folder", str(_make_folder(request))]
     _pin(request)
@@ -104,13 +105,19 @@ def _check_owner(owner: tuple[int, int], code: Path) -> None:
 
 
 def stale_files(image: Path, clone: Path) -> list[str]:
-    """Return the files of the image that differ from the clone's, and those that the clone has in the same folders."""
-    if not (clone / "testbed" / "__init__.py").is_file():
-        return []  # compose.yaml was copied without the code
+    """Return the files of the image that differ from the clone's, and those that the clone has in the same folders.
+
+    Empty if the clone cannot be read: root has no capability here to read what only the user may read.
+    """
     whole = [path.relative_to(image) for path in (image / "testbed").iterdir() if path.is_dir()]
     made = {name for part in ("testbed", "docker") for name in _files(image, Path(part))}
-    there = {name for part in whole for name in _files(clone, part)}
-    return sorted(str(name) for name in made | there if _content(image / name) != _content(clone / name))
+    try:
+        if not (clone / "testbed" / "__init__.py").is_file():
+            return []  # compose.yaml was copied without the code
+        there = {name for part in whole for name in _files(clone, part)}
+        return sorted(str(name) for name in made | there if _content(image / name) != _content(clone / name))
+    except PermissionError:
+        return []
 
 
 def _files(root: Path, part: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import pytest
 
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate
-from tests.docker.cluster import Cluster, wait_for
+from tests.docker.cluster import QUICK, Cluster, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 USER = 12345
@@ -104,6 +104,17 @@ def test_a_rank_of_up_reaches_its_peers_and_nothing_else_once_rank_0_has_looked_
         assert undo.returncode != 0
     finally:
         cluster.down()
+
+
+def test_a_container_that_compose_yaml_did_not_start_keeps_its_routes(image: str, tmp_path: Path) -> None:
+    """It may have the network of the host."""
+    (tmp_path / "runs").mkdir()
+    may = [word for cap in ("NET_ADMIN", "SETUID", "SETGID", "SETPCAP", "CHOWN") for word in ("--cap-add", cap)]
+    env = [word for pair in ({**QUICK, "MODE": "single", "NODES": "1"}).items() for word in ("-e", "=".join(pair))]
+    script = ["-c", "python3 docker/entrypoint.py && ip route"]
+    argv = ["docker", "run", "--rm", "--cap-drop", "ALL", *may, *env, "-v", f"{tmp_path / 'runs'}:/runs"]
+    done = subprocess.run([*argv, "--entrypoint", "sh", image, *script], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "default via" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_rank_of_a_controller_reaches_its_peers_and_nothing_else(outside: Listener, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,24 @@ def test_changed_new_and_removed_files_make_an_image_stale(unpacked: Path) -> No
     (unpacked / "testbed/net/shaping.py").unlink()
     (unpacked / "testbed/spec/gone.py").write_text("no longer in the clone")
     assert stale_files(unpacked, ROOT) == ["testbed/net/shaping.py", "testbed/rank/train.py", "testbed/spec/gone.py"]
+
+
+@pytest.mark.net  # root without capabilities, as in a container
+def test_code_that_only_the_user_may_read_says_nothing(unpacked: Path) -> None:
+    (unpacked / "testbed/rank/train.py").write_text("older")
+    private = unpacked.parent / "clone"
+    shutil.copytree(ROOT / "testbed", private / "testbed", ignore=shutil.ignore_patterns("__pycache__"))
+    assert "testbed/rank/train.py" in stale_files(unpacked, private)
+    os.chown(private / "testbed", 12345, 12345)
+    (private / "testbed").chmod(0o700)
+    code = f"""
+import runpy
+from pathlib import Path
+print(runpy.run_path({str(ENTRYPOINT)!r})["stale_files"](Path({str(unpacked)!r}), Path({str(private)!r})))
+"""
+    argv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_a_folder_without_the_code_says_nothing(unpacked: Path, tmp_path: Path) -> None:
