@@ -1,7 +1,9 @@
 """Measure every directed link between nodes: `python -m testbed.net.probe --rank R --addresses a,b,c --port P`.
 
-Every node runs one. In rounds 1..N-1 node i sends to node (i + r) % N, so that each directed link is used once; in
-the last round, the fan-in, nodes 1..N-1 all send into node 0. The receiver counts. Each round is cut into steps in
+Every node runs one. In rounds 1..N-1 node i sends to node (i + r) % N, so that each directed link is used once; above
+ALL_LINKS_NODES only some of the rounds are taken, in each of which every node still sends and receives. Then come the
+fan-ins: several nodes send into one, because one sender alone never fills more than its own link, and so never shows
+whether the ingress of the receiver is shaped. The receiver counts. Each round is cut into steps in
 which no node both sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short
 path) cost up to 15 %, and the link would look that much slower than it is. Before each step all nodes report to node 0
 and wait for its answer. Every wait has a deadline. If a node fails, the probe ends on all nodes with the same message.
@@ -32,8 +34,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from testbed.net.channel import Channel, listen, new_token
-from testbed.net.tcp import MTU_BYTES, bottleneck, burst_bytes, congestion_control, min_round_trip, path_mtu, wire_rate
+from testbed.net.tcp import MTU_BYTES, bottleneck, congestion_control, min_round_trip, path_mtu, wire_rate
 from testbed.spec.errors import ChannelClosed, ProbeError
+from testbed.spec.units import burst_bytes
 
 if TYPE_CHECKING:
     from testbed.results.receipt import Receipt
@@ -41,6 +44,10 @@ if TYPE_CHECKING:
 
 MEETING_TIMEOUT_S = 30.0  # for all nodes to connect, start-up included
 STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
+
+ALL_LINKS_NODES = 16  # with more nodes a sample of the links is measured: 64 nodes have 4032
+SAMPLE_ROUNDS = 8  # of that sample: each node sends on so many links and receives on so many
+FILLS = 1.25  # senders fill a link if their rates together are so many times its own
 
 SLOW_START_S = 0.25  # discarded at the start of a flow
 SLICE_S = 0.1  # a flow is counted in slices
@@ -60,6 +67,9 @@ BUFFER_BYTES = 1024 * 1024  # at each end, so that the link stays busy while a p
 HEADER = struct.Struct("!32sI")  # of a data connection: token, rank
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing discards what is still in flight
 
+# The reason of a run that ends after its probe; between them the caller writes how its user sets `keep_going`.
+NOT_TRAINED, TO_TRAIN = "Nothing was trained: try again on an idle machine, or use", "to train on this network"
+
 Pairs = Sequence[tuple[int, int]]  # (src, dst)
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -78,10 +88,67 @@ class Pace:
         return 2 * (self.slow_start_s + self.max_slices * self.slice_s) + STALL_TIMEOUT_S
 
 
-def schedule(n: int) -> list[Pairs]:
-    """The pairs of every step: N-1 rounds, each cut into steps, then the fan-in."""
-    steps = [step for number in range(1, n) for step in _steps_of_round(n, number)]
-    return [*steps, [(src, 0) for src in range(1, n)]] if n > 1 else []
+def link_steps(n: int) -> list[Pairs]:
+    """The pairs of every step that measures links: all rounds, or SAMPLE_ROUNDS of them, spread evenly."""
+    rounds = range(1, n) if n <= ALL_LINKS_NODES else [1 + k * (n - 1) // SAMPLE_ROUNDS for k in range(SAMPLE_ROUNDS)]
+    return [step for number in rounds for step in _steps_of_round(n, number)]
+
+
+def fan_in_steps(rates: Sequence[int | None]) -> list[Pairs]:
+    """The pairs of every fan-in: all nodes into node 0, then as few as fill the link into every other shaped node.
+
+    Several nodes receive in one step if there are enough senders for each. Two nodes have one fan-in only: a single
+    sender fills no link but its own.
+    """
+    n = len(rates)
+    if n < 2:
+        return []
+    steps: list[Pairs] = [[(src, 0) for src in range(1, n)]]
+    waiting = [dst for dst in range(1, n) if n > 2 and rates[dst] is not None]
+    while waiting:
+        step: list[tuple[int, int]] = []
+        free = set(range(n))
+        for dst in [dst for dst in waiting if dst in free]:
+            # First those that have had their own fan-in, so that the others can receive in the same step.
+            others = sorted(free - {dst}, key=lambda src: (src in waiting, -(rates[src] or math.inf), src))
+            senders = _senders(rates, dst, others) or (others if not step else [])
+            if dst in free and senders:
+                step += [(src, dst) for src in senders]
+                free -= {dst, *senders}
+        waiting = [dst for dst in waiting if dst not in {to for _, to in step}]
+        steps.append(step)
+    return steps
+
+
+def _senders(rates: Sequence[int | None], dst: int, others: Sequence[int]) -> Sequence[int]:
+    """The first of `others`, at least two, that together fill the link of `dst`; none if all of them do not."""
+    for count in range(2, len(others) + 1):
+        sent = bottleneck(None, [rates[src] for src in others[:count]])
+        if sent is None or sent >= FILLS * (rates[dst] or 0):
+            return others[:count]
+    return []
+
+
+def schedule(rates: Sequence[int | None], sample: int | None = None) -> list[Pairs]:
+    """The pairs of every step: the links, then the fan-ins."""
+    links, fan_ins = plan_steps(rates, sample)
+    return [*links, *fan_ins]
+
+
+def plan_steps(rates: Sequence[int | None], sample: int | None = None) -> tuple[list[Pairs], list[Pairs]]:
+    """The steps that measure links, and the fan-ins.
+
+    With `sample`, a number that chooses them: one round of links, in which every node sends and receives once, and the
+    fan-in of one node.
+    """
+    n = len(rates)
+    if sample is None or n < 2:
+        return link_steps(n), fan_in_steps(rates)
+    into = [pair for step in fan_in_steps(rates) for pair in step]
+    receivers = sorted({dst for _, dst in into})
+    chosen = receivers[sample % len(receivers)]
+    fan_ins: list[Pairs] = [[pair for pair in into if pair[1] == chosen]] if n > 2 else []  # two nodes: as the links
+    return _steps_of_round(n, 1 + sample % (n - 1)), fan_ins
 
 
 def _steps_of_round(n: int, number: int) -> list[Pairs]:
@@ -106,9 +173,9 @@ def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
     return Pace(max(SLOW_START_S, SLOW_START_BURSTS * max(burst_s)), max(SLICE_S, SLICE_BURSTS * max(burst_s)))
 
 
-def longest_probe(rates: Sequence[int | None]) -> float:
+def longest_probe(rates: Sequence[int | None], sample: int | None = None) -> float:
     """Seconds after which a probe of these links counts as hung."""
-    return 2 * MEETING_TIMEOUT_S + sum(pace(rates, pairs).timeout_s for pairs in schedule(len(rates)))
+    return 2 * MEETING_TIMEOUT_S + sum(pace(rates, pairs).timeout_s for pairs in schedule(rates, sample))
 
 
 def window(rates: Sequence[int | None], pairs: Pairs, dst: int, round_trip: float) -> int | None:
@@ -147,13 +214,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one receiver counted in one step; `src` is None for the fan-in."""
+    """What one receiver counted in one step; `src` is None for a fan-in."""
 
     src: int | None
     dst: int
     bytes: int
     seconds: float
-    round_trip: float | None = None  # seconds, before any data was sent; None for the fan-in
+    round_trip: float | None = None  # seconds, before any data was sent; None for a fan-in
 
     @property
     def goodput(self) -> float:
@@ -192,17 +259,22 @@ def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt
         error = None if requested is None else measured / requested - 1
         return {"requested": requested, "goodput": flow.goodput, "measured": measured, "error": error}
 
-    links, fan_in = [], None
+    links, fan_ins = [], list[FanIn]()
+    into = [pair for step in fan_in_steps(rates) for pair in step]
     for flow in measurement.flows:
         if flow.src is None:
-            senders = tuple(range(1, len(rates)))
-            fan_in = FanIn(senders=senders, **rate(flow, bottleneck(rates[0], rates[1:])))
+            senders = tuple(src for src, dst in into if dst == flow.dst)
+            requested = bottleneck(rates[flow.dst], [rates[src] for src in senders])
+            fan_ins.append(FanIn(dst=flow.dst, senders=senders, **rate(flow, requested)))
         else:
             requested = bottleneck(rates[flow.dst], [rates[flow.src]])
             links.append(LinkReceipt(src=flow.src, dst=flow.dst, rtt=flow.round_trip, **rate(flow, requested)))
+    between = len(rates) * (len(rates) - 1)
     return Receipt(
         links=tuple(links),
-        fan_in=fan_in,
+        sampled_from=between if len(links) < between else None,
+        fan_in=next((each for each in fan_ins if each.dst == 0), None),
+        fan_in_others=tuple(each for each in fan_ins if each.dst != 0),
         mtu=measurement.mtu,
         congestion=tuple(measurement.congestion),
         duration=measurement.seconds,
@@ -236,7 +308,8 @@ def measure(
         return NetworkCheck("one node, no network")
     if not spec.probe:
         return NetworkCheck("not measured (probe = false)", notes=["probe = false: the network was not checked"])
-    announce(f"measuring the network: {spec.world * (spec.world - 1)} links and the fan-in")
+    links, between = sum(map(len, link_steps(spec.world))), spec.world * (spec.world - 1)
+    announce(f"measuring the network: {links}{f' of {between}' if links < between else ''} links and the fan-ins")
     receipt, notes = probe(), []
     if retry and not receipt.valid():
         notes.append(f"first probe: {receipt.sentence()}")
@@ -244,6 +317,15 @@ def measure(
         receipt = probe()
     announce(receipt.sentence())
     return NetworkCheck(receipt.sentence(), receipt, notes)
+
+
+def measure_again(probe: Callable[[], Receipt], announce: Callable[[str], None]) -> Receipt:
+    """Probe a sample of the links after training, and once more if one is off: the better result of a link counts."""
+    receipt = probe()
+    if not receipt.valid():
+        announce(f"after training: {receipt.sentence()}; measuring once more")
+        receipt = receipt.better(probe())
+    return receipt
 
 
 @dataclass(frozen=True)
@@ -500,12 +582,16 @@ def probe_node(
     rate: int | None,
     on_event: OnEvent,
     timeout_s: float = MEETING_TIMEOUT_S,
+    sample: int | None = None,
 ) -> Measurement:
-    """Take part in a probe as node `rank`, whose link has `rate` bit/s; all nodes call this at the same time."""
+    """Take part in a probe as node `rank`, whose link has `rate` bit/s; all nodes call this at the same time.
+
+    `sample`: see `schedule`; the same on all nodes.
+    """
     began = time.monotonic()
     with meet(rank, addresses, port, Peer(address=addresses[rank], rate=rate), timeout_s) as meeting:
         try:
-            with _Node(rank, meeting, on_event) as node:
+            with _Node(rank, meeting, on_event, sample) as node:
                 node.run()
                 outcomes = meeting.gather(node.outcome())
         except (OSError, ProbeError) as error:
@@ -523,13 +609,15 @@ def probe_node(
 class _Node:
     """One node of a probe. In every step it connects, waits for the others, sends and counts."""
 
-    def __init__(self, rank: int, meeting: Meeting, on_event: OnEvent) -> None:
+    def __init__(self, rank: int, meeting: Meeting, on_event: OnEvent, sample: int | None) -> None:
         self._rank = rank
         self._meeting = meeting
         self._on_event = on_event
         self._address = meeting.peers[rank].address
         self._rates = [peer.rate for peer in meeting.peers]
-        self._steps = schedule(len(self._rates))
+        links, fan_ins = plan_steps(self._rates, sample)
+        self._steps = [*links, *fan_ins]
+        self._links = len(links)
         self._listeners: dict[int, socket.socket] = {}  # one per step in which this node receives
         self._flows: list[Flow] = []
         self._mtu = MTU_BYTES
@@ -635,11 +723,11 @@ class _Node:
         return None
 
     def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
-        last = number == len(self._steps) - 1
-        round_trip = None if last else min_round_trip(incoming[0])  # of the handshake: no data has been sent yet
+        fan_in = number >= self._links
+        round_trip = None if fan_in else min_round_trip(incoming[0])  # of the handshake: no data has been sent yet
         bound = self._window(self._steps[number], self._rank)
         try:
-            flow = Flow(None if last else sources[0], self._rank, *_receive(incoming, plan, bound), round_trip)
+            flow = Flow(None if fan_in else sources[0], self._rank, *_receive(incoming, plan, bound), round_trip)
         except (OSError, ProbeError) as error:
             names = ", ".join(f"node{src}" for src in sources)
             raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None
@@ -705,11 +793,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--port", type=int, required=True, help="where node 0 listens")
     parser.add_argument("--rate", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
+    parser.add_argument("--sample", type=int, default=None, help="measure a few links only, chosen by this number")
     options = parser.parse_args(arguments)
     with suppress(OSError):  # if allowed: the probe measures the link, not how busy the processors are
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
-        result = probe_node(options.rank, options.addresses, options.port, options.rate, _print)
+        where = (options.rank, options.addresses, options.port, options.rate)
+        result = probe_node(*where, _print, sample=options.sample)
     except (OSError, ProbeError) as error:
         _print({"event": "error", "rank": options.rank, "sentence": str(error)})
         return ProbeError.exit_code

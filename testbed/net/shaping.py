@@ -1,25 +1,31 @@
-"""A Link as tc argument lists. Nothing is run here, so tests read the lists without root.
+"""A Link as tc argument lists, and what tc lists of it. Nothing is run here, so tests read the lists without root.
 
-The substrate netns and the entrypoint of a container apply them. The substrates process and hosts do not shape.
+The substrates netns and compose and the entrypoint of a container apply them. process and hosts do not shape. After
+training the buckets are read again (`difference`): a link that lost its shaping meanwhile makes the run invalid.
 
 Both directions of an interface are shaped. Outgoing packets pass a token bucket (tbf) on the interface. Incoming
 packets are redirected to an ifb device and pass an equal bucket there. If only egress were shaped, three senders could
 send to one receiver at three times its rate, and `gather` would look three times too fast. The
-bucket holds what the link sends in BURST_S (net/tcp.py). `Link.queue` is tbf's `latency`.
+bucket holds what the link sends in BURST_S (spec/units.py). `Link.queue` is tbf's `latency`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from testbed.net.tcp import ETHERNET_HEADER_BYTES, MTU_BYTES, burst_bytes
+from testbed.net.tcp import ETHERNET_HEADER_BYTES, MTU_BYTES
+from testbed.spec.errors import NetworkInvalid
 from testbed.spec.link import Link
-from testbed.spec.units import format_rate
+from testbed.spec.units import burst_bytes, format_rate
 
 NETEM_MIN_PACKETS = 1000  # netem's own default limit
 NETEM_TOP_BITS_PER_S = 10**10  # assumed for a link with a delay and no rate
+MAX_PACKET_BYTES = 64 * 1024  # of a packet that a bucket drops: segmentation offload makes them as large
+MIN_PASSED = 0.97  # of what an interface counts, as the bucket counts it
 
 
 def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True) -> list[list[str]]:
@@ -54,6 +60,63 @@ def reshape(
         return []
     removed = [["tc", "qdisc", "del", "dev", iface, "ingress"], ["ip", "link", "del", ifb]] if ingress else []
     return [["tc", "qdisc", "del", "dev", iface, *_parent(link)], *removed]
+
+
+LIST_QDISCS = ["tc", "-s", "-json", "qdisc", "show"]  # of all devices of a node; needs no privilege
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A token bucket as the kernel has it."""
+
+    rate: int  # bit/s
+    bytes: int = 0  # that have passed it
+    drops: int = 0  # packets
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """The link of a node: the rate that is requested now, None for none, and its buckets by device."""
+
+    rate: int | None = None
+    buckets: Mapping[str, Bucket] = field(default_factory=dict)
+
+
+def read_buckets(text: str) -> dict[str, Bucket]:
+    """The token bucket of every device that has one, from the output of LIST_QDISCS. Raises NetworkInvalid."""
+    try:
+        found = [qdisc for qdisc in json.loads(text) if qdisc["kind"] == "tbf"]
+        return {
+            qdisc["dev"]: Bucket(8 * int(qdisc["options"]["rate"]), int(qdisc["bytes"]), int(qdisc["drops"]))
+            for qdisc in found
+        }
+    except (ValueError, KeyError, TypeError):
+        rule = "tc does not list its buckets as JSON"
+        raise NetworkInvalid(f"the shaping cannot be read: {rule}. Install iproute2 5.0 or newer.") from None
+
+
+def difference(
+    name: str, before: Shaping, now: Shaping, counted: tuple[int, int] = (0, 0), iface: str = "eth0", ifb: str = "ifb0"
+) -> str:
+    """Why the shaping of node `name` is not the requested one now; empty if it is.
+
+    `counted` are the bytes (sent, received) that its interface counted since `before`: they must have passed the
+    buckets. An interface counts a received packet before the ingress bucket, which may drop it.
+    """
+    if now.rate is None:
+        return ""
+    for way, device, size in (("egress", iface, counted[0]), ("ingress", ifb, counted[1])):
+        bucket, first = now.buckets.get(device), before.buckets.get(device, Bucket(0))
+        requested = f"{name}: {way} is not shaped as requested: requested {format_rate(now.rate)}"
+        if bucket is None:
+            return f"{requested}, found no token bucket on {device}"
+        if abs(bucket.rate - now.rate) >= 8:  # tc counts bytes
+            return f"{requested}, found {format_rate(bucket.rate)} on {device}"
+        passed = bucket.bytes - first.bytes
+        if passed + MAX_PACKET_BYTES * (bucket.drops - first.drops) < MIN_PASSED * size:
+            moved = f"{passed / 1e6:.4g} MB of the {size / 1e6:.4g} MB of the steps"
+            return f"{requested}, and only {moved} passed the token bucket on {device}"
+    return ""
 
 
 def _parent(link: Link) -> list[str]:

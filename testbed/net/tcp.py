@@ -1,4 +1,4 @@
-"""TCP on Linux: bytes on the wire, token buckets and bottlenecks, and what the kernel reports about a connection.
+"""TCP on Linux: bytes on the wire, bottlenecks, and what the kernel reports about a connection.
 
 Used by the probe, the shaping and the ranks. Standard library only: the probe starts before anything heavy is imported.
 """
@@ -6,7 +6,6 @@ Used by the probe, the shaping and the ranks. Standard library only: the probe s
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import struct
@@ -15,9 +14,6 @@ from collections.abc import Iterable, Iterator
 MTU_BYTES = 1500  # of an IP packet
 IP_TCP_HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
 ETHERNET_HEADER_BYTES = 14  # tbf counts them too
-# A token bucket holds what the link sends in 4 ms: enough for late kernel timers, too small to change a measurement.
-BURST_S = 0.004
-MIN_BURST_BYTES = 16 * 1024  # a smaller bucket holds too few frames to be filled evenly
 
 # Offsets in bytes in Linux's struct tcp_info (include/uapi/linux/tcp.h)
 _PATH_MTU = 60  # u32, bytes
@@ -34,11 +30,6 @@ def efficiency(mtu: int = MTU_BYTES) -> float:
 def wire_rate(goodput: float, mtu: int = MTU_BYTES) -> float:
     """The rate on the wire for a goodput, in the same unit."""
     return goodput / efficiency(mtu)
-
-
-def burst_bytes(rate: int) -> int:
-    """Size of the token bucket in bytes at `rate` bit/s."""
-    return max(MIN_BURST_BYTES, math.ceil(rate * BURST_S / 8))
 
 
 def bottleneck(receiver: int | None, senders: Iterable[int | None]) -> int | None:

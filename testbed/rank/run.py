@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,11 +30,12 @@ from typing import Any
 
 import torch
 
-from testbed.net.probe import measure, probe_node, receipt_of
+from testbed.net.probe import NOT_TRAINED, TO_TRAIN, measure, measure_again, probe_node, receipt_of
+from testbed.net.shaping import LIST_QDISCS, Shaping, difference, read_buckets
 from testbed.rank import watchdog
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import open_counter
-from testbed.rank.group import await_all, connect, leave, make_group, single_rank_group
+from testbed.rank.group import Group, await_all, connect, leave, make_group, single_rank_group
 from testbed.rank.oom import install_oom_handler
 from testbed.rank.recorder import Recorder
 from testbed.rank.request import COMPOSE, Request
@@ -41,6 +43,7 @@ from testbed.rank.train import Trainer
 from testbed.rank.watchdog import Heartbeat, Watchdog
 from testbed.results.conclude import Status, Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
+from testbed.results.limits import counted
 from testbed.results.receipt import Receipt
 from testbed.results.records import Error, Step, read
 from testbed.results.table import flatten, format_results
@@ -63,6 +66,7 @@ CONNECT_RETRY_S = 0.2
 PEER_REPORT_TIMEOUT_S = 2.0  # for the other ranks to send their error records to rank 0
 SUMMARY_TIMEOUT_S = 120.0  # for rank 0 to write the summary, while the other ranks wait
 SUMMARY_TIMEOUT_AFTER_LOSS_S = 5.0  # the same once a rank was lost, which may be cut off from rank 0
+TC_TIMEOUT_S = 20.0  # tc takes milliseconds
 SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
 
 
@@ -116,13 +120,21 @@ def _run_unsupervised(request: Request, guard: Watchdog) -> int:
         log.info("mode %s: rank 0 trains alone, rank %d has nothing to do", run.spec.mode, rank)
         return _wait_for_rank_0(guard, code=0, timeout_s=None)
     _measure(request, run, partial(_probe, request, run))
-    _train(request, run, guard)
     code = NetworkInvalid.exit_code if run.invalid and not request.not_shaped else 0
+    if code and not run.spec.keep_going:
+        run.invalid = f"{run.invalid}. {NOT_TRAINED} KEEP_GOING=true {TO_TRAIN}"
+        assert guard.heartbeat is not None
+        guard.heartbeat.leave()
+    else:
+        _train(request, run, guard, _Recheck(request, run))
+        code = NetworkInvalid.exit_code if run.invalid and not request.not_shaped else 0
     if rank > 0:
         return _wait_for_rank_0(guard, code, SUMMARY_TIMEOUT_S)
     summary = _conclude(request, run, "invalid" if run.invalid else "ok", run.invalid)
     log.info(format_results([summary], _where(run)))
-    return RankFailed.exit_code if summary.status == "failed" else code  # the records may be incomplete
+    if summary.status == "failed":  # the records are incomplete
+        return RankFailed.exit_code
+    return code if request.not_shaped or summary.status == "ok" else NetworkInvalid.exit_code
 
 
 def _connect(request: Request, guard: Watchdog) -> Heartbeat:
@@ -131,8 +143,8 @@ def _connect(request: Request, guard: Watchdog) -> Heartbeat:
     return connect(*where, guard.exit_once, max_ranks=spec.nodes)
 
 
-def _train(request: Request, run: JoinedRun, guard: Watchdog) -> None:
-    """Make the process group, train, leave the group."""
+def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: _Recheck | None = None) -> None:
+    """Make the process group, train, check the network again if there is no controller, leave the group."""
     spec, heartbeat = run.spec, guard.heartbeat
     interface = request.interface or (interface_of(heartbeat.address) if heartbeat else "lo")
     if interface:  # else Gloo chooses by the name of the host
@@ -148,6 +160,8 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog) -> None:
     checkpoints = Checkpoints(spec, run.folder.checkpoints, group, request.resume) if keeps else None
     install_oom_handler(spec)
     Trainer(spec, group, guard.recorder, open_counter(interface), checkpoints).run()
+    if recheck is not None:
+        recheck(group)
     leave(group)
 
 
@@ -320,13 +334,55 @@ def _measure(request: Request, run: JoinedRun, probe: Callable[[], Receipt]) -> 
         run.invalid = check.network
 
 
-def _probe(request: Request, run: JoinedRun) -> Receipt:
-    """Take part in one probe of all links."""
+def _probe(request: Request, run: JoinedRun, sample: int | None = None) -> Receipt:
+    """Take part in one probe of all links, or of a few (`sample`: see net/probe.py)."""
     rank, rates = request.rank, [run.spec.link_of(each).rate for each in range(run.spec.world)]
+    where = (rank, run.addresses, request.probe_port, rates[rank])
     try:
-        return receipt_of(probe_node(rank, run.addresses, request.probe_port, rates[rank], lambda event: None), rates)
+        return receipt_of(probe_node(*where, lambda event: None, sample=sample), rates)
     except OSError as error:
         raise NetworkInvalid(f"the probe of the network failed: {error}") from None
+
+
+class _Recheck:
+    """Compares this node's shaping with the request before and after training; then all ranks probe some links."""
+
+    def __init__(self, request: Request, run: JoinedRun) -> None:
+        rates = [run.spec.link_of(rank).rate for rank in range(run.spec.world)]
+        self._request, self._run = request, run
+        self._shaped = request.shaping == "both" and run.spec.world > 1 and any(rates)
+        self._before = self._read() if self._shaped else Shaping()
+
+    def __call__(self, group: Group) -> None:
+        """Set `invalid` of the run, on all ranks alike, if the network is not the requested one any more."""
+        request, run = self._request, self._run
+        if not self._shaped or run.invalid:
+            return
+        reason = next(filter(None, group.all_gather_text("shaping", self._changed())), "")
+        if not reason and run.spec.probe:
+            try:
+                found = measure_again(partial(_probe, request, run, run.spec.seed), log.info)
+                if request.rank == 0:
+                    Receipt.read(run.folder.receipt).model_copy(update={"after": found}).write(run.folder.receipt)
+                reason = "" if found.valid() else found.sentence()
+            except NetworkInvalid as error:
+                reason = str(error)
+        run.invalid = f"after training: {reason}" if reason else ""
+
+    def _changed(self) -> str:
+        sizes = counted(read(self._run.folder.records(self._request.rank)))
+        try:
+            return difference(f"node{self._request.rank}", self._before, self._read(), sizes, self._request.interface)
+        except NetworkInvalid as error:
+            return str(error)
+
+    def _read(self) -> Shaping:
+        """The node's link as it is requested, and as the kernel has it. Raises NetworkInvalid."""
+        try:
+            done = subprocess.run(LIST_QDISCS, capture_output=True, text=True, timeout=TC_TIMEOUT_S, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise NetworkInvalid(f"the shaping cannot be read: {error}. Use an image with iproute2.") from None
+        return Shaping(self._request.link.rate, read_buckets(done.stdout))
 
 
 # --- without a controller: conclude --------------------------------------------------------------------------------

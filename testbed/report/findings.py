@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from testbed.report import theory
 from testbed.report.faulted import FaultedRun
 from testbed.report.load import Column
 from testbed.report.model import (
@@ -27,6 +26,7 @@ from testbed.report.model import (
     overrides_in_words,
 )
 from testbed.report.stats import seconds
+from testbed.results import theory
 
 SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest
 BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again
@@ -655,7 +655,10 @@ WIRE = (
     " what a ring sends over each link. Link utilisation: what the busiest rank sent or received, whichever is more,"
     " over the time of communication and its rate in the receipt. A link that is used one way at a time reaches half."
 )
-NETWORK = "On the wire, each way, with headers; measured on every directed link and on the fan-in before training."
+NETWORK = (
+    "On the wire, each way, with headers; measured before training on every directed link (above 16 nodes on a sample) "
+    "and on the fan-in of every shaped node."
+)
 WHERE_TIME_GOES = (
     "Mean over steps and ranks. Waiting is timed in the training loop, communication in the layer that sends. Hatched:"
     " communication during which the loop computed, so that it cost no time."

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from testbed.report import theory
 from testbed.report.load import Column, Loaded, LoadedRun, Steps
 from testbed.report.stats import Samples, Stat, describe
 from testbed.report.waiting import Straggler, Waiting, stragglers, waiting
+from testbed.results import theory
 from testbed.results.conclude import Summary
 from testbed.results.folder import natural
 from testbed.results.table import (

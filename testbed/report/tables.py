@@ -13,10 +13,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from testbed.report import findings, theory
+from testbed.report import findings
 from testbed.report.faulted import FaultedRun
 from testbed.report.load import Rank
 from testbed.report.model import Cell, Chapter, names, value_of
+from testbed.results import theory
 from testbed.results.faults import HEADER
 from testbed.results.table import BUSY_MARK, NOTE, busy_footnote, busy_mark, format_table, short_key
 from testbed.spec.datasets import dataset_info
@@ -242,7 +243,7 @@ def network(chapter: Chapter) -> Table | None:
                 number(min(measured) * 8e-6, ".1f"),
                 number(max(measured) * 8e-6, ".1f"),
                 DASH if found.worst_error is None else f"{100 * found.worst_error:+.2f} %",
-                str(len(measured)),
+                f"{len(measured)} of {found.sampled_from}" if found.sampled_from else str(len(measured)),
             )
     return (
         Table("network", "The network, requested and measured", made.header, made.rows, findings.NETWORK, folded=True)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from testbed.report import theory
 from testbed.report.load import LoadedRun
 from testbed.report.stats import seconds
+from testbed.results import theory
 from testbed.spec.units import Interval, covered_length
 
 SLOW_CPU = 1.25

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.folder import RunFolder, read_bounded, write_whole
+from testbed.results.limits import impossible
 from testbed.results.machines import MachineLoad, machine_loads
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.spec.base import Spec
@@ -36,6 +37,7 @@ from testbed.spec.errors import (
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 from testbed.spec.validation import damage
 
+NOT_SHAPED = "The network was not shaped as requested while the ranks trained: run it again"
 MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
 Status = Literal["ok", "invalid", "failed", "interrupted"]
 
@@ -144,7 +146,7 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         machines=machine_loads(ranks),
         **_accuracy(ranks),
         **_timing(folder, spec, steps, facts.get("substrate", "")),
-        **facts | _verdict(ranks, steps, facts["status"]) | {"notes": notes},
+        **facts | _verdict(spec, ranks, steps, facts["status"]) | {"notes": notes},
     )
 
 
@@ -185,11 +187,12 @@ def fault_names(kinds: Iterable[str]) -> str:
     return f"{' and '.join(names)} fault{'s' * (len(names) > 1)}" if names else ""
 
 
-def _verdict(ranks: list[list[Record]], steps: list[list[Step]], status: str) -> dict[str, str]:
-    """Return {} if every rank recorded every step once and in order, else status "failed" and the reason.
+def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], status: str) -> dict[str, str]:
+    """Return {} if every rank recorded every step once and in order, and none was faster than its link allows.
 
-    A missing step would shift all later steps of that rank against the others. A rank without any record is accepted:
-    ranks started by a launcher may have no shared disk, and rank 0 then sees only its own file.
+    Otherwise the status, "failed" or "invalid", and the reason. A missing step would shift all later steps of that rank
+    against the others. A rank without any record is accepted: ranks started by a launcher may have no shared disk, and
+    rank 0 then sees only its own file.
     """
     if status != "ok":
         return {}
@@ -201,7 +204,8 @@ def _verdict(ranks: list[list[Record]], steps: list[list[Step]], status: str) ->
             found = f"step {rows[wrong].step} is in its place" if wrong < len(rows) else "nothing follows"
             rule = "all steps must be recorded"
             return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
-    return {}
+    too_fast = impossible(spec, ranks)
+    return {"status": "invalid", "reason": f"{too_fast}. {NOT_SHAPED}"} if too_fast else {}
 
 
 def _restarted(folder: RunFolder, steps: list[list[Step]]) -> list[str]:

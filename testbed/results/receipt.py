@@ -1,4 +1,4 @@
-"""receipt.json: what a probe measured on every directed link and on the fan-in, requested against measured.
+"""receipt.json: what a probe measured on every directed link and on the fan-ins, requested against measured.
 
 `net.probe` makes a Receipt; the controller, or rank 0 without one, writes it to the run folder. `Network` is the same
 receipt in the units of the report.
@@ -39,8 +39,9 @@ class LinkReceipt(MeasuredRate):
 
 
 class FanIn(MeasuredRate):
-    """All other nodes send into node 0 at once."""
+    """Several nodes send into one at once."""
 
+    dst: int = 0
     senders: tuple[int, ...]
 
 
@@ -52,15 +53,18 @@ class ClockReceipt(Spec):
 
 
 class Receipt(Spec):
-    """Written before training. A run whose receipt is not valid stays out of the tables."""
+    """Written before training, and again with `after`. A run whose receipt is not valid stays out of the tables."""
 
     version: int = Field(default=SCHEMA, alias="schema")
     links: tuple[LinkReceipt, ...]
-    fan_in: FanIn | None  # None with a single node
+    sampled_from: int | None = None  # directed links of which `links` is a sample; None: `links` has all of them
+    fan_in: FanIn | None  # all other nodes into node 0; None with a single node
+    fan_in_others: tuple[FanIn, ...] = ()  # into the other nodes whose links are shaped
     mtu: int  # bytes; the smallest on any path
     congestion: tuple[str, ...]  # TCP congestion control of each node's connections
     duration: float  # seconds
     clock: tuple[ClockReceipt, ...] = ()  # of each node
+    after: Receipt | None = None  # a sample of the links, measured again after training
 
     @property
     def worst_error(self) -> float | None:
@@ -76,7 +80,9 @@ class Receipt(Spec):
         """Return one line with the worst error and its link."""
         if not self.links:
             return "network: one node, no link to measure"
-        count = f"{len(self.links)} links and the fan-in"
+        sample = f" of {self.sampled_from}" if self.sampled_from else ""
+        fan_ins = f"{1 + len(self.fan_in_others)} fan-ins" if self.fan_in_others else "the fan-in"
+        count = f"{len(self.links)}{sample} links and {fan_ins}"
         if self.worst_error is None:
             slowest = min(self._rates(), key=lambda rate: rate.measured)
             return f"network: unshaped; {count} measured, slowest {_mbit(slowest.measured)} ({_name(slowest)})"
@@ -86,6 +92,19 @@ class Receipt(Spec):
         return (
             f"network: {count} {verdict} {100 * tolerance:g} %; "
             f"worst {100 * self.worst_error:+.1f} % on {_name(worst)}: {rates}"
+        )
+
+    def better(self, other: Receipt) -> Receipt:
+        """Of each rate the measurement that is nearer to the request; `other` has measured the same links."""
+        rates = zip(self._rates(), other._rates(), strict=True)
+        best = [min(pair, key=lambda rate: abs(rate.error or 0.0)) for pair in rates]
+        fan_ins = [rate for rate in best if isinstance(rate, FanIn)]
+        return other.model_copy(
+            update={
+                "links": tuple(rate for rate in best if isinstance(rate, LinkReceipt)),
+                "fan_in": next((rate for rate in fan_ins if rate.dst == 0), None),
+                "fan_in_others": tuple(rate for rate in fan_ins if rate.dst != 0),
+            }
         )
 
     def write(self, path: Path) -> None:
@@ -105,11 +124,14 @@ class Receipt(Spec):
         return cls.load_written(values, path)
 
     def _rates(self) -> list[MeasuredRate]:
-        return [*self.links, *([self.fan_in] if self.fan_in else [])]
+        return [*self.links, *([self.fan_in] if self.fan_in else []), *self.fan_in_others]
 
 
 def _name(rate: MeasuredRate) -> str:
-    return f"node{rate.src} -> node{rate.dst}" if isinstance(rate, LinkReceipt) else "the fan-in"
+    if isinstance(rate, FanIn):
+        return f"the fan-in of node{rate.dst}"
+    assert isinstance(rate, LinkReceipt)
+    return f"node{rate.src} -> node{rate.dst}"
 
 
 def _mbit(rate: float) -> str:
@@ -123,6 +145,7 @@ class Network:
     links: dict[tuple[int, int], float] = field(default_factory=dict)  # payload
     requested: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
     measured: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
+    sampled_from: int | None = None  # directed links of which these are a sample; None: all were measured
     worst_error: float | None = None  # measured / requested - 1, the one furthest from 0
     delay: float = 0.0  # seconds, one way: half the shortest round trip, or what was requested
     offsets: dict[int, float] = field(default_factory=dict)  # seconds to subtract from a rank's clock to get rank 0's
@@ -138,6 +161,7 @@ class Network:
             links={pair: link.goodput / 8 for pair, link in links.items()},
             requested={pair: link.requested / 8 for pair, link in links.items() if link.requested is not None},
             measured={pair: link.measured / 8 for pair, link in links.items()},
+            sampled_from=receipt.sampled_from,
             worst_error=receipt.worst_error,
             delay=min(round_trips) / 2 if round_trips else spec.link.delay or 0.0,
             offsets={rank: clock.offset for rank, clock in ahead.items()},

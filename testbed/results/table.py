@@ -30,7 +30,7 @@ MIN_WIDTH = 3  # characters of a column: some readers of Markdown need three in 
 BUSY_MARK = " *"
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
-NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries"}
+NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries", "keep_going"}
 # Keys in which a run may differ from its single-node baseline.
 NOT_IN_BASELINE = NO_COLUMN | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
 

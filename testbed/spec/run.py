@@ -115,6 +115,7 @@ class RunSpec(Spec):
     # "node2" -> what differs there
     overrides: dict[str, NodeOverride] = Field(default={}, examples=[{"node2": {"cpus": 0.1}}])
     probe: bool = True  # measure the network before training
+    keep_going: bool = False  # train even if the network is not the requested one; the run stays invalid
     spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
     profile: bool = False  # torch.profiler over the first steps after warm-up; they are slower then
     # seconds of one wait; None: from the rate of the link

@@ -1,7 +1,11 @@
-"""Parse and print sizes, rates and durations (5MiB, 200mbit, 20ms); a printed value parses back. Intervals of time."""
+"""Parse and print sizes, rates and durations (5MiB, 200mbit, 20ms); a printed value parses back.
+
+Also intervals of time, and the token bucket that belongs to a rate. Standard library only.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -9,6 +13,9 @@ from testbed.spec.errors import refuse
 
 SIZE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+# A token bucket holds what the link sends in 4 ms: enough for late kernel timers, too small to change a measurement.
+BURST_S = 0.004
+MIN_BURST_BYTES = 16 * 1024  # a smaller bucket holds too few frames to be filled evenly
 _NUMBER = re.compile(r"(\d{1,16}(?:\.\d{1,6})?)\s*([A-Za-z]*)", re.ASCII)
 _MAX_VALUE = 10**15  # in the smallest unit: exact in a float, and 16 digits parse back
 
@@ -50,6 +57,11 @@ def parse_rate(text: str) -> int:
 def format_rate(value: int) -> str:
     """200_000_000 -> '200mbit'; exact, so that it parses back and tc accepts it."""
     return _format(value, RATE_UNITS, ("gbit", "mbit", "kbit", "bit"))
+
+
+def burst_bytes(rate: int) -> int:
+    """Size of the token bucket in bytes at `rate` bit/s."""
+    return max(MIN_BURST_BYTES, math.ceil(rate * BURST_S / 8))
 
 
 def parse_duration(text: str) -> float:

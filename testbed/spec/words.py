@@ -24,7 +24,7 @@ FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestio
 # Options of `testbed run` that are keys of a spec. Every other key is set with --set.
 OPTIONS = ("mode", "nodes", "rate", "model", "data", "batch", "batch_per_rank", "steps", "seed", "fault", "retries")
 # Variables that describe a run without a controller; in lower case they are flags. Every other key is set with SET.
-VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION")
+VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION", "KEEP_GOING")
 
 NOT_IN_COMPOSE = ("batch_per_rank",)  # compose.yaml always sets BATCH, which excludes it
 

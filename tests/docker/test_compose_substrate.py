@@ -32,7 +32,7 @@ def host_config(substrate: ComposeSubstrate, node: int) -> dict[str, Any]:
 
 def test_a_shaped_run_leaves_the_same_folder_as_on_other_substrates(tmp_path: Path) -> None:
     flags = ["--mode", "tree", "--nodes", "3", "--rate", "100mbit", "--steps", "5", "--set", "node.cpus=0.4"]
-    result = run_command("run", *flags, *SMALL, "--json", "--out", "runs/r", cwd=tmp_path)
+    result = run_command("run", *flags, *SMALL, "--keep-going", "--json", "--out", "runs/r", cwd=tmp_path)
     assert result.returncode in (0, 5), result.stderr  # 5: the machine was too busy for the probe
     names = {path.name for path in (tmp_path / "runs/r").iterdir()}
     logs = {f"rank{k}.{end}" for k in range(3) for end in ("jsonl", "log")}
@@ -105,7 +105,7 @@ def test_an_override_of_one_node_shapes_one_container(tmp_path: Path) -> None:
         'steps = 4\nevaluate = "never"\nlink = { rate = "100mbit" }\n'
         'overrides = { node2 = { link = { rate = "20mbit" } } }\n'
     )
-    result = run_command("sweep", str(file), "--on", "compose", "--json", cwd=tmp_path)
+    result = run_command("sweep", str(file), "--on", "compose", "--keep-going", "--json", cwd=tmp_path)
     assert result.returncode in (0, 5), result.stderr
     receipt = json.loads((tmp_path / "runs/slow/base/receipt.json").read_text())
     requested = {(link["src"], link["dst"]): link["requested"] for link in receipt["links"]}

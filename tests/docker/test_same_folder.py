@@ -18,13 +18,13 @@ def test_a_run_with_and_without_a_controller_leaves_the_same_files_and_keys(imag
     (tmp_path / "up").mkdir()
     cluster = Cluster(tmp_path / "up")
     try:
-        printed = cluster.up(RATE="100mbit", STEPS="5", BATCH="16", SET="")
+        printed = cluster.up(RATE="100mbit", STEPS="5", BATCH="16", SET="", KEEP_GOING="true")
         assert set(cluster.codes().values()) <= {0, BUSY}, printed
     finally:
         cluster.down()
     (without,) = cluster.folders()
     flags = ["--nodes", "4", "--rate", "100mbit", "--steps", "5", "--batch", "16", "--model", "lenet5"]
-    more = ["--data", "synthetic", "--set", "node.cpus=0.4", "--on", "compose", "--out", "runs/r"]
+    more = ["--data", "synthetic", "--set", "node.cpus=0.4", "--on", "compose", "--keep-going", "--out", "runs/r"]
     done = run_command("run", *flags, *more, cwd=tmp_path)
     assert done.returncode in (0, BUSY), done.stderr
     assert keys_by_file(without) == keys_by_file(tmp_path / "runs/r")

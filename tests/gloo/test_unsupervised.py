@@ -121,6 +121,28 @@ def test_a_single_node_needs_no_meeting(tmp_path: Path) -> None:
     assert summary_of(only_folder(tmp_path))["network"] == "one node, no network"
 
 
+SLOW = {"NODES": "2", "RATE": "10mbit", "GLOO_SOCKET_IFNAME": "lo"}  # of the variables of Compose; nothing shapes here
+
+
+def test_a_network_that_is_not_the_requested_one_ends_the_run_before_training(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, **SLOW) as run:
+        assert run.wait(TIMEOUT_S) == [5, 5], run.log_of(0) + run.log_of(1)
+    (path,) = (tmp_path / "runs" / "compose").iterdir()
+    summary, folder = summary_of(RunFolder(path)), RunFolder(path)
+    assert (summary["status"], summary["steps"]) == ("invalid", 0)
+    assert "NOT within 5 %" in summary["reason"] and "KEEP_GOING=true" in summary["reason"]
+    assert folder.receipt.is_file() and not list(read(folder.records(0))) and not list(read(folder.records(1)))
+    assert f"left out: {path.name}: invalid" in run.log_of(0)
+
+
+def test_with_keep_going_it_trains_and_is_left_out_of_tables(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, **SLOW, KEEP_GOING="true") as run:
+        assert run.wait(TIMEOUT_S) == [5, 5], run.log_of(0) + run.log_of(1)
+    (path,) = (tmp_path / "runs" / "compose").iterdir()
+    summary = summary_of(RunFolder(path))
+    assert (summary["status"], len(summary["losses"])) == ("invalid", 4) and "NOT within 5 %" in summary["reason"]
+
+
 COUNTING = """
 import sys
 from testbed.rank import __main__ as rank

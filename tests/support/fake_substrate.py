@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from testbed.control.runs.select import SubstrateChoice, SubstrateType
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.net.probe import Flow, Measurement, receipt_of
+from testbed.net.shaping import Shaping
 from testbed.net.tcp import efficiency
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
@@ -98,6 +100,8 @@ class FakeRuns:
     def __init__(self) -> None:
         self.play: RankScript = succeeds
         self.receipts: Iterator[Receipt | type[BaseException]] = iter(())
+        self.samples: Iterator[Receipt] = itertools.repeat(GOOD)  # what its probes after training measure, in turn
+        self.shapings: Iterator[Shaping] = itertools.repeat(Shaping())  # of its nodes: before training, then after it
         self.made: list[FakeSubstrate] = []
         self.checks: list[Sequence[NodePlan]] = []  # plans that were checked
         self.type = self.named("fake")
@@ -107,7 +111,7 @@ class FakeRuns:
         """The same substrate under another name."""
 
         def make(spec: RunSpec, folder: Path) -> FakeSubstrate:
-            self.made.append(FakeSubstrate(spec.world, self._script))
+            self.made.append(FakeSubstrate(spec.world, self._script, lambda node: next(self.shapings)))
             self.made[-1].name = name
             return self.made[-1]
 
@@ -121,11 +125,11 @@ class FakeRuns:
 
     def _script(self, node: int, argv: Sequence[str], log: Path) -> int | None:
         if PROBE in argv:
-            return self._probe(log) if node == 0 else 0
+            return self._probe(log, self.samples if "--sample" in argv else self.receipts) if node == 0 else 0
         return self.play(RunFolder(Path(argv[argv.index("--folder") + 1])), node)
 
-    def _probe(self, log: Path) -> int:
-        found = next(self.receipts)
+    def _probe(self, log: Path, receipts: Iterator[Receipt | type[BaseException]]) -> int:
+        found = next(receipts)
         if isinstance(found, Receipt):
             result = next(measured for expected, measured in MEASURED if expected == found)
             log.write_text(json.dumps({"event": "result", **asdict(result)}) + "\n")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from testbed.report import theory
+from testbed.results import theory
 from testbed.results.conclude import Summary, summarise
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.run import SCHEMA, RunSpec

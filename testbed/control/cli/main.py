@@ -80,6 +80,7 @@ def run(
     share: Share = False,
     settings: opt.Set = None,
     profile: Profile = False,
+    keep_going: opt.KeepGoing = False,
     fault: opt.Faults = None,
     retries: opt.Retries = "0",
     resume: Annotated[
@@ -110,6 +111,7 @@ def sweep(
     share: Share = False,
     settings: opt.Set = None,
     profile: Profile = False,
+    keep_going: opt.KeepGoing = False,
     fresh: opt.Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -122,7 +124,11 @@ def sweep(
         allow_concurrent=share,
         fresh=fresh,
         quiet=as_json,
-        settings=[*(settings or []), *(["profile=true"] if profile else [])],
+        settings=[
+            *(settings or []),
+            *(["profile=true"] if profile else []),
+            *(["keep_going=true"] if keep_going else []),
+        ],
     )
     raise typer.Exit(finish_sweep(made, as_json))
 

@@ -22,6 +22,10 @@ Steps = Annotated[str | None, typer.Option(help="training steps [default: 40]")]
 Seed = Annotated[str, typer.Option(help="random seed of parameters, data order and augmentation")]
 Faults = Annotated[list[str] | None, typer.Option(metavar="FAULT", help="inject a fault, e.g. kill:rank2@step10")]
 Retries = Annotated[str, typer.Option(help="restarts from the last checkpoint (--set checkpoint=K)")]
+KeepGoing = Annotated[
+    bool,
+    typer.Option("--keep-going", help="train even if the network is not as requested; the run is left out of tables"),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="any key of testbed/spec/run.py or link.py, e.g. optimizer.lr=0.1"),

@@ -40,6 +40,11 @@ class Injector:
         """Faults that are not due yet."""
         return tuple(self._waiting)
 
+    @property
+    def active(self) -> bool:
+        """True if a fault that lasts is not reverted yet."""
+        return bool(self._active)
+
     def attach(self, processes: Sequence[Process]) -> None:
         """Use the ranks of a new attempt."""
         self._processes = list(processes)

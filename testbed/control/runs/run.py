@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ from testbed.control.runs.progress import Progress
 from testbed.control.runs.select import SubstrateChoice, check_faults, node_plans
 from testbed.control.runs.supervisor import Tail, Timing, supervise
 from testbed.control.substrates.base import NodePlan, Process, Substrate
-from testbed.net.probe import Measurement, longest_probe, measure, receipt_of
+from testbed.net.probe import NOT_TRAINED, TO_TRAIN, Measurement, longest_probe, measure, measure_again, receipt_of
+from testbed.net.shaping import Shaping, difference
 from testbed.results.conclude import Status, Summary, conclude
 from testbed.results.folder import RunFolder
+from testbed.results.limits import counted
 from testbed.results.receipt import Receipt
+from testbed.results.records import read
 from testbed.spec.datasets import data_dir, dataset_info, require_complete
 from testbed.spec.disk import os_failure
 from testbed.spec.errors import (
@@ -212,13 +216,22 @@ def _interrupt_wins() -> Iterator[None]:
 
 
 def measure_and_train(run: RunContext, resume: bool) -> Summary:
-    """Measure the network, train, and write the summary, also when the run fails or is interrupted."""
+    """Measure the network, train, and write the summary, also when the run fails or is interrupted.
+
+    If the network is not as requested, the run ends before training, unless the spec has `keep_going` or the user has
+    switched shaping off.
+    """
     not_shaped = run.substrate.not_shaped if run.spec.world > 1 else ""
     notes = RunNotes(run.substrate.name, [*run.substrate.notes, *([not_shaped] if not_shaped else [])])
     notes.invalid = not_shaped
     try:
         _measure(run, notes)
+        before = [run.substrate.shaping(node) for node in range(run.spec.world)]
+        notes.invalid = notes.invalid or _not_as_requested(run, before)
+        if notes.invalid and not not_shaped and not run.spec.keep_going:
+            return _conclude(run, notes, "invalid", f"{notes.invalid}. {NOT_TRAINED} --keep-going {TO_TRAIN}")
         _train(run, notes, resume)
+        notes.invalid = notes.invalid or _measure_again(run, before)
     except KeyboardInterrupt:
         _ignore_signals()  # a second Ctrl-C must not interrupt the clean-up
         stopped = _stop(run.substrate)
@@ -262,7 +275,7 @@ def _conclude(run: RunContext, notes: RunNotes, status: Status, reason: str) -> 
 
 
 def _measure(run: RunContext, notes: RunNotes) -> None:
-    """Measure the network and write receipt.json. The run trains even if the network is not as requested."""
+    """Measure the network and write receipt.json; note it if the network is not as requested."""
     plans = node_plans(run.spec)
     check = measure(
         run.spec, lambda: probe(run.substrate, plans, run.progress.link), run.progress.stage, not notes.invalid
@@ -275,6 +288,35 @@ def _measure(run: RunContext, notes: RunNotes) -> None:
         notes.invalid = check.network
 
 
+def _not_as_requested(run: RunContext, now: Sequence[Shaping], before: Sequence[Shaping] | None = None) -> str:
+    """Return which node is not shaped as requested, with `before` also while its rank trained; empty if none."""
+    for node, (plan, shaping) in enumerate(zip(node_plans(run.spec), now, strict=True)):
+        if shaping.rate is not None:
+            sizes = counted(read(run.folder.records(node))) if before else (0, 0)
+            reason = difference(plan.name, before[node] if before else Shaping(), shaping, sizes)
+            if reason:
+                return reason
+    return ""
+
+
+def _measure_again(run: RunContext, before: Sequence[Shaping]) -> str:
+    """After training, check the shaping of all nodes and probe some links. Return what is wrong; empty if nothing is.
+
+    While a fault lasts, the links are not probed.
+    """
+    try:
+        now = [run.substrate.shaping(node) for node in range(run.spec.world)]
+        reason, plans = _not_as_requested(run, now, before), node_plans(run.spec)
+        if not reason and run.spec.probe and not run.injector.active and any(shaping.rate for shaping in now):
+            again = partial(probe, run.substrate, plans, run.progress.link, run.spec.seed)
+            found = measure_again(again, run.progress.stage)
+            Receipt.read(run.folder.receipt).model_copy(update={"after": found}).write(run.folder.receipt)
+            reason = "" if found.valid() else found.sentence()
+    except TestbedError as error:
+        reason = f"the network could not be checked: {error}"
+    return f"after training: {reason}" if reason else ""
+
+
 ProbeProgress = Callable[[dict[str, Any]], None]
 _NODE = re.compile(r"\bnode(\d{1,4})\b", re.ASCII)
 PROBE_POLL_S = 0.05  # between reads of the logs
@@ -282,22 +324,29 @@ PROBE_GRACE_S = 3.0  # for the other nodes to report after one has failed
 PROBE_WAY_OUT = "Try again. If it fails again, `testbed doctor` may show the cause; --set probe=false skips the probe"
 
 
-def probe(substrate: Substrate, plans: Sequence[NodePlan], progress: ProbeProgress) -> Receipt:
-    """Measure every directed link and the fan-in with one probe process per node. Raises NetworkInvalid."""
+def probe(
+    substrate: Substrate, plans: Sequence[NodePlan], progress: ProbeProgress, sample: int | None = None
+) -> Receipt:
+    """Measure links and fan-ins, or with `sample` a few of them (net/probe.py), with one probe process per node.
+
+    Raises NetworkInvalid.
+    """
     rates = [plan.link.rate if substrate.shaped else None for plan in plans]
     with tempfile.TemporaryDirectory(prefix="testbed-probe-") as folder:
         logs = [Path(folder) / f"{node.name}.log" for node in substrate.nodes]
-        started = _start_probes(substrate, rates, logs)
+        started = _start_probes(substrate, rates, logs, [] if sample is None else ["--sample", str(sample)])
         try:
-            _follow_probes(started, logs, progress, longest_probe(rates))
+            _follow_probes(started, logs, progress, longest_probe(rates, sample))
             return receipt_of(_measurement(logs[0]), rates)
         finally:
             _end_probes(started)
 
 
-def _start_probes(substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Path]) -> list[Process]:
+def _start_probes(
+    substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Path], more: Sequence[str]
+) -> list[Process]:
     addresses = [node.address for node in substrate.nodes]
-    common = ["-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(substrate.port())]
+    common = ["-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(substrate.port()), *more]
     started = []
     for node, (rate, log) in enumerate(zip(rates, logs, strict=True)):
         argv = [substrate.python, *common, "--rank", str(node), "--rate", str(rate or "none")]

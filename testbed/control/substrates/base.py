@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
+from testbed.net.shaping import Shaping
 from testbed.spec.link import Link
 
 MEMORY_HEADROOM_BYTES = 64 << 20  # `limit_memory` sets the limit to the memory in use plus this
@@ -127,6 +128,10 @@ class Substrate(FaultTarget, Protocol):
 
     def port(self, wanted: int = 0) -> int:
         """Return a port of node 0 to listen on: `wanted` if it is free, any free one for 0."""
+        ...
+
+    def shaping(self, node: int) -> Shaping:
+        """The node's link as it is requested now, and as the kernel has it; Shaping() where nothing is shaped."""
         ...
 
     def prepare_folder(self, folder: Path) -> None:

@@ -43,8 +43,8 @@ from testbed.control.substrates.engine import (
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
 from testbed.net.isolation import default_routes, isolate
-from testbed.net.shaping import routes_congestion
-from testbed.spec.cpu import NO_QUOTA, quota_and_period
+from testbed.net.shaping import Shaping, routes_congestion
+from testbed.spec.cpu import CPU_PERIOD_US, NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
 from testbed.spec.link import why_not_shaped
@@ -197,10 +197,16 @@ class ComposeSubstrate:
         return run(exec_argv(self._containers[node].id, argv), timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a process without any privilege. The first call with `quota` sets the container's CPU quota."""
+        """Start a process without any privilege. The first call with `quota` sets the container's CPU quota.
+
+        A later one without removes it: the probe after training measures the link, not the quota.
+        """
         if quota and node not in self._limited:
             self._limit(node)
             self._limited.add(node)
+        elif not quota and node in self._limited and self._plans[node].cpus is not None:
+            self._update(node, cpu_period=CPU_PERIOD_US, cpu_quota=NO_QUOTA)
+            self._limited.discard(node)
         process = ContainerProcess(self._containers[node].id, argv, env, log, rank_uid_gid())
         self._started.append(process)
         return process
@@ -267,6 +273,10 @@ class ComposeSubstrate:
         """Set the link up, and set the congestion control again on the routes, which the kernel has made anew."""
         self.exec(node, ["ip", "link", "set", INTERFACE, "up"])
         self._set_congestion(node)
+
+    def shaping(self, node: int) -> Shaping:
+        """The node's link as it is requested now, and as the kernel has it."""
+        return self._links.read(node)
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""

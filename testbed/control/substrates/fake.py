@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from testbed.control.substrates.base import NodeHandle, Process
+from testbed.net.shaping import Shaping
 
 
 @dataclass
@@ -50,8 +51,14 @@ class FakeSubstrate:
     python = "python3"
     notes: Sequence[str] = ()
 
-    def __init__(self, n: int, script: Script = lambda node, argv, log: 0) -> None:
+    def __init__(
+        self,
+        n: int,
+        script: Script = lambda node, argv, log: 0,
+        shaping: Callable[[int], Shaping] = lambda node: Shaping(),
+    ) -> None:
         self._script = script
+        self.shaping = shaping  # not recorded
         self.calls: list[tuple[object, ...]] = []
         self.processes: list[FakeProcess] = []
         self.nodes: Sequence[NodeHandle] = tuple(

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from testbed.control.substrates.base import NodePlan
-from testbed.net.shaping import reshape, shape
+from testbed.net.shaping import LIST_QDISCS, Shaping, read_buckets, reshape, shape
 from testbed.spec.errors import CommandFailed, NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.link import Link
 
@@ -45,6 +45,10 @@ class ShapedLinks:
             self._set_congestion(node)
         except TestbedError as error:
             raise NetworkInvalid(f"{plan.name}: {error}") from None
+
+    def read(self, node: int) -> Shaping:
+        """The requested rate as it is now, and the buckets that the node has. Raises TestbedError."""
+        return Shaping(self._rates[node], read_buckets(self._execute(node, LIST_QDISCS)))
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""

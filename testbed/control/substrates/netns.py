@@ -25,7 +25,7 @@ from testbed.control.machine.processes import NETNS, kill_until_gone, pids_in_na
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
 from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
-from testbed.net.shaping import congestion, route_congestion
+from testbed.net.shaping import Shaping, congestion, route_congestion
 from testbed.spec.cpu import quota_and_period
 from testbed.spec.errors import TestbedError, Unavailable, require_extra
 from testbed.spec.run import DEFAULT_PORT
@@ -216,6 +216,10 @@ class NetnsSubstrate:
     def reconnect(self, node: int) -> None:
         """Set the switch's port up."""
         _ip("-n", self._switch, "link", "set", f"port{node}", "up")
+
+    def shaping(self, node: int) -> Shaping:
+        """The node's link as it is requested now, and as the kernel has it."""
+        return self._links.read(node)
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""

@@ -22,6 +22,7 @@ import testbed
 from testbed.control.machine import affinity, ownership
 from testbed.control.machine.processes import kill_until_gone, send
 from testbed.control.substrates.base import NodeHandle, NodePlan, Process
+from testbed.net.shaping import Shaping
 from testbed.spec.errors import Unavailable, require_extra
 from testbed.spec.units import format_rate
 
@@ -185,6 +186,10 @@ class ProcessSubstrate:
     def reconnect(self, node: int) -> None:
         """Raise Unavailable: the loopback has no link per node."""
         self.cut(node)
+
+    def shaping(self, node: int) -> Shaping:
+        """Nothing is shaped."""
+        return Shaping()
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Raise Unavailable: the loopback has no link per node."""

@@ -19,9 +19,13 @@ from testbed.net.probe import (
     Flow,
     Measurement,
     Peer,
+    fan_in_steps,
+    link_steps,
     measure,
+    measure_again,
     meet,
     pace,
+    plan_steps,
     probe_node,
     read_clock,
     receipt_of,
@@ -29,10 +33,11 @@ from testbed.net.probe import (
     steady,
     window,
 )
-from testbed.net.tcp import burst_bytes, efficiency
+from testbed.net.tcp import efficiency
 from testbed.results.receipt import Receipt
 from testbed.spec.errors import ProbeError
 from testbed.spec.run import RunSpec
+from testbed.spec.units import burst_bytes
 
 LOOPBACK = "127.0.0.1"
 MBIT = 10**6
@@ -47,16 +52,79 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
 def test_every_link_is_used_once_and_no_node_sends_while_it_receives(n: int) -> None:
-    *halves, last = schedule(n)
+    halves = link_steps(n)
     assert sorted(pair for half in halves for pair in half) == sorted(itertools.permutations(range(n), 2))
-    assert last == [(src, 0) for src in range(1, n)]
     for half in halves:
         ends = [end for pair in half for end in pair]
         assert len(ends) == len(set(ends)), half
 
 
-def test_four_nodes_take_seven_steps_and_one_takes_none() -> None:
-    assert len(schedule(4)) == 7 and schedule(1) == []
+@pytest.mark.parametrize("n", [3, 4, 5, 7, 16, 64])
+def test_the_fan_ins_go_round_all_nodes_and_fill_their_links(n: int) -> None:
+    rates: list[int | None] = [10 * MBIT] * n
+    steps = fan_in_steps(rates)
+    assert steps[0] == [(src, 0) for src in range(1, n)]
+    assert sorted({dst for step in steps for _, dst in step}) == list(range(n))
+    for step in steps:
+        receivers = {dst for _, dst in step}
+        senders = [src for src, _ in step]
+        assert len(senders) == len(set(senders)) and not receivers & set(senders), step
+        assert all(sum(to == dst for _, to in step) >= 2 for dst in receivers), step
+    assert sum(dst == 1 for step in steps for _, dst in step) == 2  # as few as fill the link
+
+
+def test_a_fast_node_gets_as_many_senders_as_fill_its_link() -> None:
+    steps = fan_in_steps([10 * MBIT, 35 * MBIT, 10 * MBIT, 10 * MBIT, 10 * MBIT, 20 * MBIT])
+    senders = {dst: sorted(src for step in steps for src, to in step if to == dst) for dst in range(6)}
+    assert len(senders[1]) == 4 and 5 in senders[1]  # 20 + 3 x 10 are 50 Mbit/s
+    assert len(senders[2]) == 2
+
+
+def test_a_node_whose_link_nobody_can_fill_gets_all_the_others() -> None:
+    steps = fan_in_steps([10 * MBIT, 1000 * MBIT, 10 * MBIT, 10 * MBIT])
+    assert sorted(src for step in steps for src, to in step if to == 1) == [0, 2, 3]
+
+
+def test_unshaped_nodes_have_one_fan_in_and_so_have_two_nodes() -> None:
+    assert fan_in_steps([None] * 4) == [[(1, 0), (2, 0), (3, 0)]]
+    assert fan_in_steps([10 * MBIT] * 2) == [[(1, 0)]]
+
+
+def test_four_nodes_take_ten_steps_and_one_takes_none() -> None:
+    assert len(schedule([MBIT] * 4)) == 10 and schedule([MBIT]) == []
+
+
+def test_above_16_nodes_a_sample_is_taken_in_which_every_node_sends_and_receives() -> None:
+    assert sum(map(len, link_steps(16))) == 16 * 15
+    for n in (17, 64, 256):
+        steps = link_steps(n)
+        assert len({pair for step in steps for pair in step}) == sum(map(len, steps)) == 8 * n
+        assert all(sum(src == node for step in steps for src, _ in step) == 8 for node in range(n))
+        assert all(sum(dst == node for step in steps for _, dst in step) == 8 for node in range(n))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 64])
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_a_sample_uses_every_node_both_ways_once_and_one_fan_in(n: int, seed: int) -> None:
+    rates: list[int | None] = [10 * MBIT] * n
+    links, fan_ins = plan_steps(rates, seed)
+    pairs = [pair for step in links for pair in step]
+    assert sorted(src for src, _ in pairs) == sorted(dst for _, dst in pairs) == list(range(n)) and len(links) <= 3
+    assert len(fan_ins) == (n > 2) and all(len({dst for _, dst in step}) == 1 for step in fan_ins)
+    assert all(len(step) >= 2 for step in fan_ins)
+    assert schedule(rates, seed) == [*links, *fan_ins]
+
+
+def test_samples_of_different_seeds_differ() -> None:
+    assert len({str(plan_steps([MBIT] * 4, seed)) for seed in range(12)}) == 12
+
+
+def test_64_nodes_take_about_as_long_as_16() -> None:
+    def whole(n: int) -> float:
+        rates: list[int | None] = [10**8] * n
+        return sum(plan.slow_start_s + 3 * plan.slice_s for plan in (pace(rates, each) for each in schedule(rates)))
+
+    assert whole(16) < 21 and whole(64) < 15
 
 
 @pytest.mark.parametrize("rate", [10**6, 10**7, 10**8, 10**9])
@@ -65,11 +133,11 @@ def test_at_least_50_bursts_are_counted(rate: int) -> None:
     assert 3 * plan.slice_s >= 50 * burst_bytes(rate) * 8 / rate and plan.slow_start_s >= 0.25
 
 
-def test_four_nodes_at_100_mbit_take_about_4_seconds_and_unshaped_ones_less() -> None:
+def test_four_nodes_at_100_mbit_take_about_6_seconds_and_unshaped_ones_less() -> None:
     def whole(rates: list[int | None]) -> float:
-        return sum(plan.slow_start_s + 3 * plan.slice_s for plan in (pace(rates, pairs) for pairs in schedule(4)))
+        return sum(plan.slow_start_s + 3 * plan.slice_s for plan in (pace(rates, pairs) for pairs in schedule(rates)))
 
-    assert 3.0 < whole([10**8] * 4) < 4.5 and whole([None] * 4) < 2.5
+    assert 4.5 < whole([10**8] * 4) < 6.5 and whole([None] * 4) < 2.5
 
 
 def test_the_slowest_link_of_a_step_sets_its_length() -> None:
@@ -82,7 +150,7 @@ def test_slow_links_get_a_bounded_window_and_fast_or_long_ones_the_kernels() -> 
     assert window([10**9, 10**9], pairs, 1, round_trip=0.0001) is None
     assert window([10**7, 10**7], pairs, 1, round_trip=0.04) is None
     assert window([None, None], pairs, 1, round_trip=0.0001) is None
-    fan_in = window([2 * 10**7] * 4, schedule(4)[-1], 0, round_trip=0.0001)
+    fan_in = window([2 * 10**7] * 4, fan_in_steps([2 * 10**7] * 4)[0], 0, round_trip=0.0001)
     assert fan_in is not None and 3 * fan_in == pytest.approx(50_000, abs=3)
 
 
@@ -107,7 +175,7 @@ def test_three_nodes_on_loopback_agree_on_what_they_measured() -> None:
     assert all(flow.goodput > 10**6 for flow in results[0].flows)
     assert len(results[0].congestion) == 3 and all(results[0].congestion)
     assert results[0].mtu > 1500  # loopback's, not an assumption
-    assert sorted({event["step"] for event in events}) == list(range(1, len(schedule(3)) + 1))
+    assert sorted({event["step"] for event in events}) == list(range(1, len(schedule([None] * 3)) + 1))
 
 
 def test_as_processes_they_print_flows_and_a_result() -> None:
@@ -244,6 +312,16 @@ def test_the_requested_rate_of_the_fan_in_is_what_the_senders_can_bring() -> Non
     assert receipt.fan_in.requested == 20 * MBIT and receipt.fan_in.senders == (1, 2)
 
 
+def test_a_receipt_has_the_fan_in_of_every_node_and_the_number_of_links_it_is_a_sample_of() -> None:
+    rates: list[int | None] = [10 * MBIT] * 3
+    links = [Flow(src, dst, _payload(10 * MBIT), 1.0) for src, dst in [(0, 1), (1, 2), (2, 0)]]
+    fan_ins = [Flow(None, dst, _payload((10 + 10 * (dst == 2)) * MBIT), 1.0) for dst in range(3)]
+    receipt = receipt_of(Measurement([*links, *fan_ins], 1500, ["cubic"] * 3, 4.0), rates)
+    assert receipt.sampled_from == 6 and receipt.fan_in is not None and receipt.fan_in.dst == 0
+    assert [(each.dst, sorted(each.senders)) for each in receipt.fan_in_others] == [(1, [0, 2]), (2, [0, 1])]
+    assert not receipt.valid() and "the fan-in of node2: requested 10mbit, measured 20 Mbit/s" in receipt.sentence()
+
+
 def test_a_single_node_has_no_link() -> None:
     receipt = receipt_of(Measurement([], 1500, [""], 0.1), [10 * MBIT])
     assert receipt.valid() and receipt.fan_in is None and "one node" in receipt.sentence()
@@ -262,6 +340,22 @@ def test_an_invalid_receipt_is_measured_once_more_and_the_last_one_counts(
     assert check.receipt is receipts[probes - 1] and len(check.notes) == notes
     assert said[-1] == check.network == check.receipt.sentence() and len(said) == 1 + probes
     assert check.invalid is (rates[probes - 1] == 150)
+
+
+def test_after_training_the_better_of_two_measurements_of_a_link_counts() -> None:
+    rates: list[int | None] = [200 * MBIT] * 2
+
+    def sample(first: int, second: int) -> Receipt:
+        flows = [Flow(0, 1, _payload(first * MBIT), 1.0), Flow(1, 0, _payload(second * MBIT), 1.0)]
+        return receipt_of(Measurement(flows, 1500, ["cubic"] * 2, 1.0), rates)
+
+    said = list[str]()
+    waiting = iter([sample(150, 200), sample(200, 160)])
+    assert measure_again(lambda: next(waiting), said.append).valid() and len(said) == 1
+    waiting = iter([sample(150, 200), sample(160, 200)])
+    assert not measure_again(lambda: next(waiting), said.append).valid()
+    waiting = iter([sample(199, 201)])
+    assert measure_again(lambda: next(waiting), said.append).valid()
 
 
 @pytest.mark.parametrize(

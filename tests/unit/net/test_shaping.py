@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from testbed.net.shaping import congestion, reshape, route_congestion, routes_congestion, shape
-from testbed.net.tcp import burst_bytes
+from testbed.net.shaping import (
+    Bucket,
+    Shaping,
+    congestion,
+    difference,
+    read_buckets,
+    reshape,
+    route_congestion,
+    routes_congestion,
+    shape,
+)
+from testbed.spec.errors import NetworkInvalid
 from testbed.spec.link import Link
+from testbed.spec.units import burst_bytes
 
 
 def lines(commands: list[list[str]]) -> list[str]:
@@ -107,3 +120,69 @@ def test_where_only_egress_is_shaped_a_new_rate_changes_only_egress() -> None:
     for before, rate in ((100_000_000, 10_000_000), (None, 10_000_000), (10_000_000, None)):
         (command,) = reshape(link, before, rate, ingress=False)
         assert command[:2] == ["tc", "qdisc"] and command[4] == "eth0"
+
+
+# --- reading it again --------------------------------------------------------------------------------------------
+
+MB = 10**6
+LISTED = """[{"kind":"tbf","handle":"8747:","dev":"eth0","root":true,"refcnt":2,"options":{"rate":6250000,"burst":25000,
+"lat":50000},"bytes":1200,"packets":3,"drops":2,"overlimits":0,"requeues":0,"backlog":0,"qlen":0},{"kind":"ingress",
+"handle":"ffff:","dev":"eth0","parent":"ffff:fff1","options":{},"bytes":0,"packets":0,"drops":0,"overlimits":0},
+{"kind":"pfifo_fast","handle":"0:","dev":"ifb0","root":true,"options":{"bands":3},"bytes":70,"packets":1,"drops":0}]"""
+
+
+def shaping(egress: int = 50 * MB, ingress: int = 50 * MB, passed: tuple[int, int] = (0, 0), drops: int = 0) -> Shaping:
+    """A link of 50mbit whose buckets have these rates, and have passed so many bytes."""
+    return Shaping(50 * MB, {"eth0": Bucket(egress, passed[0]), "ifb0": Bucket(ingress, passed[1], drops)})
+
+
+def test_the_buckets_that_tc_lists_are_read() -> None:
+    assert read_buckets(LISTED) == {"eth0": Bucket(50 * MB, 1200, 2)}
+    assert read_buckets("[]") == {}
+
+
+@pytest.mark.parametrize("text", ["", "qdisc tbf 8001: dev eth0", '[{"kind": "tbf"}]', "[1]"])
+def test_what_is_no_list_of_qdiscs_is_refused(text: str) -> None:
+    with pytest.raises(NetworkInvalid, match="iproute2"):
+        read_buckets(text)
+
+
+def test_a_link_as_requested_does_not_differ() -> None:
+    assert difference("node1", shaping(), shaping(passed=(21 * MB, 11 * MB)), (20 * MB, 10 * MB)) == ""
+    assert difference("node1", Shaping(), Shaping()) == ""  # nothing is requested
+    odd = Shaping(50 * MB + 5, {"eth0": Bucket(50 * MB), "ifb0": Bucket(50 * MB)})
+    assert difference("node1", odd, odd) == ""  # tc counts bytes
+
+
+CHANGED = {
+    "no shaping": (Shaping(50 * MB), "node1: egress .* requested 50mbit, found no token bucket on eth0"),
+    "no ingress": (
+        Shaping(50 * MB, {"eth0": Bucket(50 * MB, 20 * MB)}),
+        "node1: ingress .* requested 50mbit, found no token bucket on ifb0",
+    ),
+    "another rate out": (shaping(egress=60 * MB), "node1: egress .* requested 50mbit, found 60mbit on eth0"),
+    "another rate in": (
+        shaping(ingress=1000 * MB, passed=(20 * MB, 20 * MB)),
+        "node1: ingress .* requested 50mbit, found 1gbit on ifb0",
+    ),
+    "bytes that went round egress": (
+        shaping(passed=(MB, 20 * MB)),
+        "node1: egress .* only 1 MB of the 20 MB of the steps passed the token bucket on eth0",
+    ),
+    "bytes that went round ingress": (
+        shaping(passed=(20 * MB, 0)),
+        "node1: ingress .* only 0 MB of the 10 MB of the steps passed the token bucket on ifb0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("now", "words"), CHANGED.values(), ids=CHANGED.keys())
+def test_a_link_that_changed_is_named_with_requested_and_found(now: Shaping, words: str) -> None:
+    assert re.search(words, difference("node1", shaping(), now, (20 * MB, 10 * MB)))
+
+
+def test_only_what_passed_since_the_first_reading_counts_and_drops_explain_a_difference() -> None:
+    before = shaping(passed=(30 * MB, 30 * MB))
+    assert "only 5 MB" in difference("node1", before, shaping(passed=(60 * MB, 35 * MB)), (20 * MB, 10 * MB))
+    dropped = shaping(passed=(60 * MB, 35 * MB), drops=100)  # the interface counts what the bucket then drops
+    assert difference("node1", before, dropped, (20 * MB, 10 * MB)) == ""

@@ -11,7 +11,6 @@ import pytest
 
 from testbed.net.tcp import (
     bottleneck,
-    burst_bytes,
     byte_counts,
     congestion_control,
     congestion_in_use,
@@ -60,10 +59,6 @@ def test_all_tcp_sockets_and_no_other_descriptors_are_found(
         assert {end.fileno() for end in pair} <= found
         assert not {end.fileno() for end in (unix, other, udp)} & found
     assert sorted(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-
-
-def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
-    assert burst_bytes(10**9) == 500_000 and burst_bytes(10**7) == 16 * 1024
 
 
 def test_headers_leave_0_956_of_the_wire() -> None:

@@ -148,6 +148,21 @@ def test_an_older_summary_is_read_without_the_steps_under_a_fault(folder: RunFol
     assert (summary.steps, summary.seconds_per_step, summary.left_out_steps) == (2, 2.5, 2)
 
 
+def test_a_run_that_was_faster_than_its_links_is_invalid_with_the_arithmetic(folder: RunFolder) -> None:
+    for rank in range(2):
+        steps = [step(k, 0.01, at=0.01 * k, sent=10**6 * k, received=10**6 * k) for k in range(6)]
+        first = start(rank, 2)
+        write(
+            folder, rank, replace(first, counter="interface eth0"), *steps, End(steps=6, seconds=1, sent=1, received=1)
+        )
+    assert summarise(folder, spec_of(), status="ok").status == "ok"  # unshaped
+    summary = summarise(folder, spec_of(link={"rate": "10mbit"}), status="ok")
+    assert summary.status == "invalid" and summary.seconds_per_step == pytest.approx(0.01)
+    assert "rank 0 sent 5 MB during 5 steps in 0.05 s: at 10mbit that takes at least 4 s" in summary.reason
+    failed = summarise(folder, spec_of(link={"rate": "10mbit"}), status="failed", reason="rank 1 died")
+    assert (failed.status, failed.reason) == ("failed", "rank 1 died")
+
+
 def test_bytes_per_step_leave_out_what_warm_up_sent(folder: RunFolder) -> None:
     write_two_ranks(folder)
     summary = summarise(folder, spec_of(), status="ok")

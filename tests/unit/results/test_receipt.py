@@ -41,7 +41,31 @@ def test_within_5_percent_is_valid_and_says_where_it_was_worst() -> None:
 def test_a_fan_in_beyond_tolerance_is_invalid() -> None:
     receipt = made([200 * MBIT] * 2, 600 * MBIT)
     assert not receipt.valid()
-    assert "NOT within 5 %" in receipt.sentence() and "the fan-in: requested 200mbit" in receipt.sentence()
+    assert "NOT within 5 %" in receipt.sentence() and "the fan-in of node0: requested 200mbit" in receipt.sentence()
+
+
+def test_a_fan_in_of_another_node_beyond_tolerance_is_invalid_and_named() -> None:
+    facts = {"senders": (0, 1), "requested": 200 * MBIT, "goodput": 380.0 * MBIT, "measured": 400.0 * MBIT}
+    others = (FanIn(dst=2, error=1.0, **facts),)
+    receipt = made([200 * MBIT] * 2, 200 * MBIT, fan_in_others=others)
+    assert not receipt.valid()
+    assert "2 links and 2 fan-ins NOT within 5 %; worst +100.0 % on the fan-in of node2" in receipt.sentence()
+
+
+def test_a_receipt_of_a_sample_says_of_how_many_links() -> None:
+    receipt = made([200 * MBIT] * 2, 200 * MBIT, sampled_from=4032)
+    assert receipt.sentence().startswith("network: 2 of 4032 links and the fan-in within 5 %")
+    assert Network.of(receipt, SPEC).sampled_from == 4032
+
+
+def test_a_receipt_without_the_keys_for_samples_and_other_fan_ins_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "receipt.json"
+    made([200 * MBIT] * 2, 200 * MBIT).write(path)
+    values = json.loads(path.read_text())
+    del values["sampled_from"], values["fan_in_others"], values["fan_in"]["dst"]
+    path.write_text(json.dumps(values))
+    receipt = Receipt.read(path)
+    assert receipt.fan_in is not None and receipt.fan_in.dst == 0 and receipt.fan_in_others == ()
 
 
 def test_a_receipt_without_requested_rates_is_valid_and_says_unshaped() -> None:

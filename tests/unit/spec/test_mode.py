@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.report import theory
+from testbed.results import theory
 from testbed.spec.errors import SpecError
 from testbed.spec.mode import (
     ALGORITHMS,

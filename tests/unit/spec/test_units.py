@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
 from testbed.spec.units import (
+    burst_bytes,
     format_duration,
     format_rate,
     format_size,
@@ -92,3 +93,7 @@ def _round_trip(parse, form, text: str) -> None:  # type: ignore[no-untyped-def]
     except SpecError:
         return  # refused is fine; accepted and then unreadable is not
     assert parse(form(value)) == value
+
+
+def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
+    assert burst_bytes(10**9) == 500_000 and burst_bytes(10**7) == 16 * 1024

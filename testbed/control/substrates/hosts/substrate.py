@@ -48,6 +48,7 @@ from testbed.control.substrates.hosts.node import (
     run_id,
 )
 from testbed.control.substrates.hosts.ssh import CONNECTION_ERRORS, Host
+from testbed.net.shaping import Shaping
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.datasets import MARKER, data_dir, dataset_info
 from testbed.spec.disk import is_full, os_failure
@@ -508,6 +509,10 @@ class HostsSubstrate:
 
     def reconnect(self, node: int) -> None:
         self.cut(node)
+
+    def shaping(self, node: int) -> Shaping:
+        """Nothing is shaped."""
+        return Shaping()
 
     def set_rate(self, node: int, rate: int | None) -> None:
         self.cut(node)

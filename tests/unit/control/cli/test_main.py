@@ -25,17 +25,19 @@ def test_the_flags_of_run_are_these_and_no_more():
     assert flags_of("run") == {
         *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
         *("--on", "--inventory", "--accept-new", "--set", "--profile", "--out", "--json", "--fault", "--retries"),
-        *("--resume", "--share"),
+        *("--resume", "--share", "--keep-going"),
     }
 
 
 def test_the_flags_of_tune_are_those_of_run_and_minutes():
-    assert flags_of("tune") == flags_of("run") - {"--profile", "--fault", "--retries", "--resume"} | {"--minutes"}
+    of_one_run = {"--profile", "--fault", "--retries", "--resume", "--keep-going"}
+    assert flags_of("tune") == flags_of("run") - of_one_run | {"--minutes"}
 
 
 def test_the_flags_of_sweep_are_these_and_no_more():
     assert flags_of("sweep") == {
-        *("--on", "--inventory", "--accept-new", "--share", "--set", "--profile", "--fresh", "--json")
+        *("--on", "--inventory", "--accept-new", "--share", "--set", "--profile", "--fresh", "--json"),
+        "--keep-going",
     }
 
 
@@ -81,7 +83,7 @@ def test_options_that_a_resumed_run_would_ignore_are_refused_by_name(tmp_path, m
     with pytest.raises(SpecError, match=r"'--mode, --steps, --set, --out': .*keeps its spec.*start a new run without"):
         main.app(["run", "--resume", "r", *wanted], standalone_mode=False)
     for flag in flags_of("run") - RESUMABLE:
-        value = [] if flag == "--profile" else ["1"]
+        value = [] if flag in ("--profile", "--keep-going") else ["1"]
         with pytest.raises(SpecError, match=rf"--resume with '{flag}'"):
             main.app(["run", "--resume", "r", flag, *value], standalone_mode=False)
 

@@ -19,6 +19,7 @@ from testbed.control.runs.supervisor import Timing
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.control.substrates.process import ProcessSubstrate
+from testbed.net.shaping import Bucket, Shaping
 from testbed.net.tcp import efficiency
 from testbed.results.conclude import Summary
 from testbed.results.faults import fault_table
@@ -31,6 +32,7 @@ from tests.support.fake_substrate import (
     BAD,
     GOOD,
     PROBE,
+    RATE,
     WORSE,
     FakeRuns,
     RankScript,
@@ -109,12 +111,22 @@ def test_a_network_that_is_off_twice_makes_the_run_invalid_and_both_receipts_are
     fake: FakeRuns, folder: RunFolder
 ) -> None:
     fake.receipts = iter([WORSE, BAD])
-    summary = run(fake, folder)
+    summary = run(fake, folder, keep_going=True)
     assert (summary.status, summary.reason) == ("invalid", BAD.sentence())
     assert summary.notes == [f"first probe: {WORSE.sentence()}"]
     assert Receipt.read(folder.receipt) == BAD
-    assert summary.steps == 4  # it trained anyway
+    assert summary.steps == 4  # it trained
     assert Summary.read(folder).status == "invalid"
+
+
+def test_a_network_that_is_off_twice_ends_the_run_before_training(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts = iter([WORSE, BAD])
+    summary = run(fake, folder)
+    assert fake.calls == ["enter", "prepare_folder", "exit"]  # no rank was started
+    assert (summary.status, summary.steps) == ("invalid", 0)
+    assert summary.reason.startswith(BAD.sentence()) and "Nothing was trained" in summary.reason
+    assert "--keep-going" in summary.reason and Summary.read(folder) == summary
+    assert Receipt.read(folder.receipt) == BAD
 
 
 def test_a_network_that_is_off_once_is_measured_again_and_the_second_receipt_counts(
@@ -130,6 +142,61 @@ def test_a_network_that_is_off_once_is_measured_again_and_the_second_receipt_cou
 def test_a_good_network_is_measured_once(fake: FakeRuns, folder: RunFolder) -> None:
     fake.receipts = iter([GOOD])  # a second probe would find no receipt
     assert run(fake, folder).notes == []
+
+
+# --- the network after training ----------------------------------------------------------------------------------
+
+
+def shaped(rate: int = RATE, size: int = 0) -> Shaping:
+    """A node's link at 200mbit whose buckets have `rate`, and have passed `size` bytes."""
+    return Shaping(RATE, {device: Bucket(rate, size) for device in ("eth0", "ifb0")})
+
+
+def test_a_network_that_stays_as_requested_is_probed_again_and_the_receipt_has_both(
+    fake: FakeRuns, folder: RunFolder
+) -> None:
+    fake.receipts, fake.shapings = iter([GOOD]), iter([shaped()] * 2 + [shaped(size=10**6)] * 2)
+    summary = run(fake, folder)
+    assert (summary.status, summary.reason, summary.notes) == ("ok", "", [])
+    receipt = Receipt.read(folder.receipt)
+    assert receipt.after is not None and receipt.after == GOOD and receipt.links == GOOD.links
+
+
+def test_shaping_that_is_gone_after_training_makes_the_run_invalid(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts, fake.shapings = iter([GOOD]), iter([shaped()] * 2 + [shaped(size=10**6), Shaping(RATE)])
+    summary = run(fake, folder)
+    assert (summary.status, summary.steps) == ("invalid", 4)
+    assert summary.reason == (
+        "after training: node1: egress is not shaped as requested: requested 200mbit, found no token bucket on eth0"
+    )
+    assert Receipt.read(folder.receipt).after is None
+
+
+def test_a_wrong_rate_before_training_ends_the_run_there(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts, fake.shapings = iter([GOOD]), iter([shaped(), shaped(rate=10**8)])
+    summary = run(fake, folder)
+    assert (summary.status, summary.steps) == ("invalid", 0) and "--keep-going" in summary.reason
+    assert "node1: egress is not shaped as requested: requested 200mbit, found 100mbit on eth0" in summary.reason
+
+
+def test_a_sample_that_is_off_twice_makes_the_run_invalid(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts, fake.samples = iter([GOOD]), iter([WORSE, BAD])
+    fake.shapings = iter([shaped()] * 2 + [shaped(size=10**6)] * 2)
+    summary = run(fake, folder)
+    assert (summary.status, summary.reason) == ("invalid", f"after training: {BAD.sentence()}")
+    assert Receipt.read(folder.receipt).after == BAD
+
+
+def test_a_sample_that_is_off_once_is_measured_again(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.receipts, fake.samples = iter([GOOD]), iter([WORSE, GOOD])
+    fake.shapings = iter([shaped()] * 2 + [shaped(size=10**6)] * 2)
+    assert run(fake, folder).status == "ok" and Receipt.read(folder.receipt).after == GOOD
+
+
+def test_without_a_probe_the_shaping_is_still_compared(fake: FakeRuns, folder: RunFolder) -> None:
+    fake.shapings = iter([shaped()] * 2 + [shaped()] * 2)  # the steps sent bytes that passed no bucket
+    summary = run(fake, folder, probe=False)
+    assert summary.status == "invalid" and "of the steps passed the token bucket on eth0" in summary.reason
 
 
 # --- when things go wrong ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.links import ShapedLinks, trials, try_commands
+from testbed.net.shaping import Bucket, Shaping
 from testbed.spec.errors import CommandFailed, NetworkInvalid, Unavailable
 from testbed.spec.link import Link
 
@@ -49,6 +50,15 @@ def test_a_rate_is_changed_from_what_it_is_now_and_restored() -> None:
     nodes.links.set_rate(1, 10_000_000)
     nodes.links.set_rate(1, None)
     assert nodes.rates() == [(1, "10mbit"), (1, "10mbit")] and nodes.commands[-1] == (1, "ip link del ifb0")
+
+
+def test_the_requested_rate_is_the_one_of_now_and_the_buckets_are_those_that_tc_lists() -> None:
+    nodes = Nodes(FAST, Link())
+    listed = '[{"kind": "tbf", "dev": "eth0", "options": {"rate": 6250000}, "bytes": 7, "drops": 1}]'
+    nodes.links = ShapedLinks(nodes.links._plans, lambda node, argv: listed, nodes.cc)
+    assert nodes.links.read(0) == Shaping(200_000_000, {"eth0": Bucket(50_000_000, 7, 1)})
+    nodes.links.set_rate(0, 50_000_000)
+    assert nodes.links.read(0).rate == 50_000_000 and nodes.links.read(1).rate is None
 
 
 def test_a_command_that_fails_makes_the_network_invalid_and_names_the_node() -> None:

@@ -101,10 +101,11 @@ class Speeds:
             return 1
         size: dict[str, Any] = {"parameters": GRADIENT // 4, "gradient_bytes": GRADIENT, "tensors": 34}
         start = Start(rank=rank, world=spec.world, unix=0.0, deadline=60.0, counter="interface eth0", **size)
-        times = dict.fromkeys(("at", "data", "forward", "backward", "sync", "update"), 0.0)
+        times = dict.fromkeys(("data", "forward", "backward", "sync", "update"), 0.0)
         total = self.seconds(spec.mode) * self.factor
         same: dict[str, Any] = {"epoch": 0, "total": total, "loss": 2.0, "images": 4, **times}
-        steps = [Step(step=k, sent=k, received=k, **same) for k in range(spec.steps or 0)]
+        # Long waits between the steps: the link is slower than some of these speeds.
+        steps = [Step(step=k, at=100.0 * k, sent=k, received=k, **same) for k in range(spec.steps or 0)]
         end = End(steps=len(steps), seconds=1.0, sent=100, received=100)
         write(folder, rank, start, *steps, Hash(step=len(steps), parameters="same", agree=True), end)
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.report import theory
+from testbed.results import theory
 from testbed.spec.mode import ALGORITHMS, SyncMode
 
 S, B = 36_924_456.0, 1e9 / 8

@@ -34,19 +34,19 @@ def log2(n: int) -> int:
 
 
 @cache
-def _traffic(make: MakeRounds, ranks: int) -> tuple[float, int, list[float]]:
-    """Load of the busiest link, number of rounds, and what each rank sends; shares of S."""
+def _traffic(make: MakeRounds, ranks: int) -> tuple[float, int, list[tuple[float, float]]]:
+    """Load of the busiest link, number of rounds, and what each rank sends and receives; shares of S."""
     rounds = make(ranks)
     every_round = (*rounds.reduce, *rounds.gather)
-    load, whole = Fraction(), [Fraction()] * ranks
+    load, whole = Fraction(), [(Fraction(), Fraction())] * ranks
     for round_ in every_round:
         sent, received = [Fraction()] * ranks, [Fraction()] * ranks
         for transfer in round_:
             sent[transfer.sender] += transfer.share
             received[transfer.receiver] += transfer.share
         load += max(*sent, *received)
-        whole = [before + now for before, now in zip(whole, sent, strict=True)]
-    return float(load), len(every_round), [float(share) for share in whole]
+        whole = [(out + o, into + i) for (out, into), o, i in zip(whole, sent, received, strict=True)]
+    return float(load), len(every_round), [(float(out), float(into)) for out, into in whole]
 
 
 def concurrent_buffers(mode: SyncMode) -> bool:
@@ -82,6 +82,12 @@ def bound(mode: SyncMode, ranks: int, size: float, rate: float, delay: float, bu
 
 def sent_share(mode: SyncMode, ranks: int, rank: int) -> float | None:
     """Multiples of S that a rank sends when it synchronises once; None where the rounds are unknown."""
+    found = shares(mode, ranks, rank)
+    return None if found is None else found[0]
+
+
+def shares(mode: SyncMode, ranks: int, rank: int) -> tuple[float, float] | None:
+    """Multiples of S that a rank sends and receives when it synchronises once; None where the rounds are unknown."""
     if mode.silent:
-        return 0.0
+        return 0.0, 0.0
     return None if mode.rounds is None else _traffic(mode.rounds, ranks)[2][rank]

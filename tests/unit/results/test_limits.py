@@ -1,0 +1,132 @@
+"""What shaped links allow: an impossible speed is found, and every legal way to be fast is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from testbed.results.limits import MAX_USE, fastest_rate, impossible
+from testbed.results.records import Record, Start, Step
+from testbed.spec.run import RunSpec
+
+MBIT = 10**6
+S = 1_000_000  # bytes of the gradient
+STEPS = 40
+
+
+def spec_of(mode: str = "ring", **values: Any) -> RunSpec:
+    small = {"mode": mode, "model": "lenet5", "data": {"name": "synthetic"}, "batch": 8, "nodes": 4, "steps": STEPS}
+    return RunSpec.load(small | {"link": {"rate": "50mbit"}} | values, "test")
+
+
+def records(
+    rank: int,
+    seconds: float,
+    sent: int,
+    received: int = 0,
+    steps: int = STEPS,
+    counter: str = "interface eth0",
+    **values: Any,
+) -> list[Record]:
+    """A rank whose steps take `seconds` and send `sent` bytes each."""
+    facts: dict[str, Any] = {"parameters": S // 4, "gradient_bytes": S, "tensors": 2, "deadline": 60.0, "unix": 0.0}
+    start = Start(rank=rank, world=4, counter=counter, **facts)
+    times = dict.fromkeys(("data", "forward", "backward", "sync", "update"), 0.0)
+    return [start, *_steps(seconds, sent, received, steps, {"epoch": 0, "loss": 1.0, "images": 2} | times | values)]
+
+
+def _steps(seconds: float, sent: int, received: int, count: int, values: dict[str, Any]) -> list[Record]:
+    return [
+        Step(step=k, at=k * seconds, total=seconds, sent=(k + 1) * sent, received=(k + 1) * received, **values)
+        for k in range(count)
+    ]
+
+
+def all_ranks(seconds: float, sent: int, **values: Any) -> list[list[Record]]:
+    return [records(rank, seconds, sent, **values) for rank in range(4)]
+
+
+def test_a_link_that_carried_more_than_its_rate_is_named_with_the_arithmetic() -> None:
+    ranks = all_ranks(1.0, 1_000_000)  # 8 Mbit/s
+    ranks[2] = records(2, 0.01, 1_500_000)
+    reason = impossible(spec_of(), ranks)
+    assert reason == (
+        "rank 2 sent 58.5 MB during 39 steps in 0.39 s: at 50mbit that takes at least 9.36 s, "
+        "so 2400 % of the link was used, and at most 103 % is possible"
+    )
+
+
+def test_a_step_faster_than_its_bytes_allow_is_found_without_counters() -> None:
+    """Rank 0 of a gather sends and receives 3 S; theory decides."""
+    ranks = [records(0, 0.05, 0)] + [records(rank, 1.0, 0) for rank in (1, 2, 3)]
+    reason = impossible(spec_of("gather"), ranks)
+    assert "rank 0 did 39 steps in 1.95 s, and gather must send 114 MB during them" in reason
+    assert "at 50mbit that takes at least 18.2 s" in reason
+
+
+@pytest.mark.parametrize("use", [0.5, 0.99, 1.02])
+def test_a_link_in_full_use_is_possible(use: float) -> None:
+    sent = round(50 * MBIT / 8 * use)
+    assert impossible(spec_of(), all_ranks(1.0, sent)) == ""
+
+
+def test_a_few_percent_too_much_are_found_over_many_steps() -> None:
+    sent = round(50 * MBIT / 8 * 1.05)
+    assert impossible(spec_of(), all_ranks(1.0, sent)) != ""
+    short = all_ranks(0.01, round(sent / 100), steps=3)
+    assert impossible(spec_of("ring/fp16"), short) == ""  # too short to tell: a burst
+
+
+RING = 1.5 * S  # bytes that a rank sends
+LEGAL = {
+    "no overlap": ("ring", {}, 1.0, RING),
+    "overlap at the rate of the wire": ("ring/bucket:2MiB/overlap", {}, RING * 8 / (50 * MBIT), RING),
+    "a pipeline that carries work over steps": ("ring/bucket:2MiB/pipeline", {}, RING * 8 / (50 * MBIT), RING),
+    "every:4 sends a quarter": ("ring/every:4", {}, RING * 8 / (50 * MBIT) / 4, RING / 4),
+    "a codec sends half": ("ring/fp16", {}, RING * 8 / (50 * MBIT) / 2, RING / 2),
+    "a codec sends one percent": ("direct/topk:0.01", {}, 0.01, 0.02 * S),
+    "nothing is sent": ("none", {}, 0.001, 0),
+    "one node": ("single", {}, 0.001, 0),
+    "an unshaped network": ("ring", {"link": {}}, 0.001, RING),
+    "one fast link": ("ring", {"overrides": {f"node{k}": {"link": {"rate": "1gbit"}} for k in range(4)}}, 0.02, RING),
+    "a fault that raises the rate": (
+        "ring",
+        {"faults": [f"rate:rank{k}@step1=1gbit" for k in range(4)]},
+        0.02,
+        RING,
+    ),
+    "a fault that lowers the rate": ("ring", {"faults": ["rate:rank1@step3+1s=1mbit"]}, 0.25, RING),
+}
+
+
+@pytest.mark.parametrize(("mode", "values", "seconds", "sent"), LEGAL.values(), ids=LEGAL.keys())
+def test_legal_runs_are_possible(mode: str, values: dict[str, Any], seconds: float, sent: float) -> None:
+    assert impossible(spec_of(mode, **values), all_ranks(seconds, round(sent))) == ""
+
+
+def test_each_attempt_counts_its_own_bytes() -> None:
+    """A restarted rank counts from 0, and its earlier attempt may have run at another time."""
+    ranks = all_ranks(1.0, 1_000_000)
+    early = [record for record in records(0, 1.0, 5_000_000, steps=10, attempt=1) if isinstance(record, Step)]
+    ranks[0] = [ranks[0][0], *early, *ranks[0][11:]]
+    assert impossible(spec_of(), ranks) == ""
+    fast = [record for record in records(0, 0.1, 5_000_000, steps=10, attempt=1) if isinstance(record, Step)]
+    ranks[0] = [ranks[0][0], *fast, *ranks[0][11:]]
+    assert "rank 0 sent 45 MB during 9 steps" in impossible(spec_of(), ranks)
+
+
+def test_the_rate_of_a_node_is_its_own_and_the_highest_of_its_faults() -> None:
+    spec = spec_of(overrides={"node1": {"link": {"rate": "10mbit"}}}, faults=["rate:rank2@step3=1gbit"])
+    assert [fastest_rate(spec, rank) for rank in range(4)] == [50 * MBIT, 10 * MBIT, 1000 * MBIT, 50 * MBIT]
+    assert MAX_USE == 1.03
+
+
+def test_without_records_nothing_is_said() -> None:
+    assert impossible(spec_of(), [[], [], [], []]) == ""
+
+
+def test_counts_of_sockets_are_not_held_against_a_link() -> None:
+    """They include what the sockets buffer; theory still holds."""
+    assert impossible(spec_of("ring/fp16"), all_ranks(0.01, 1_500_000, counter="tcp sockets")) == ""
+    assert "ring must" in impossible(spec_of("ring"), all_ranks(0.01, 1_500_000, counter="tcp sockets"))
