@@ -468,7 +468,7 @@ def _verdict_message(verdict: TestbedError) -> dict[str, Any]:
 
 # --- the end of a rank ---------------------------------------------------------------------------------------------
 
-LAST_VERDICT_TIMEOUT_S = 1.0  # for the verdict of a rank that has just left
+LAST_VERDICT_TIMEOUT_S = 1.0  # for a verdict to arrive from a rank that has just ended
 
 
 class Watchdog:

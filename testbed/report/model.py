@@ -434,7 +434,7 @@ def names(cells: Sequence[Cell]) -> list[str]:
     if len({cell.substrate for cell in cells}) > 1:
         varies.append("on")
     if len({cell.label for cell in cells}) == len(cells):
-        varies = []  # the modes differ: they are enough
+        varies = []  # no two cells have the same mode, so the mode is the name
     return [", ".join([cell.label, *(words_for(key, value_of(cell, key), varies) for key in varies)]) for cell in cells]
 
 

@@ -54,7 +54,7 @@ class SubstrateType:
     check: Callable[[Sequence[NodePlan]], None] = lambda plans: None  # raises Unavailable
     drop_unsupported: Callable[[RunSpec], RunSpec] = lambda spec: spec
     shapes: bool = True
-    is_local: Callable[[], bool] = lambda: False  # do its nodes share the cores of this machine?
+    is_local: Callable[[], bool] = lambda: False  # returns True if its nodes share the cores of this machine
     where: Callable[[], str] = lambda: ""  # words on where its nodes are, if that depends on the user's settings
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
@@ -177,9 +177,9 @@ def select(
         hosts = inventory if isinstance(inventory, Inventory) else read_inventory(inventory)
         return choose_hosts(hosts, largest, accept_new)
     if inventory is not None:
-        raise SpecError(f"--inventory {inventory}: holds for real hosts only. Use it with --on hosts.")
+        raise SpecError(f"--inventory {inventory}: is for real hosts only. Use it with --on hosts.")
     if accept_new:
-        raise SpecError("--accept-new: holds for real hosts only. Use it with --on hosts.")
+        raise SpecError("--accept-new: is for real hosts only. Use it with --on hosts.")
     _check_congestion_control(on, specs)
     if isinstance(on, SubstrateType):
         return SubstrateChoice(on, f"requested; {on.description}", allow_concurrent=allow_concurrent)

@@ -29,9 +29,9 @@ class Timing:
 
     poll_s: float = 0.05
     grace_s: float = 5.0  # for the other ranks to end by themselves after one failed
-    exit_grace_s: float = 1.0  # for a rank that the others have reported as lost
-    start_grace_s: float = 1.0  # instead of grace_s if the failed rank had not joined the others, who cannot notice it
-    stall_deadlines: float = 30.0  # a run fails after so many deadlines without progress; ranks give up much earlier
+    exit_grace_s: float = 1.0  # for a rank to end that the others have reported as lost
+    start_grace_s: float = 1.0  # instead of grace_s if the failed rank had not joined: the others cannot detect its end
+    stall_deadlines: float = 30.0  # a run fails after so many deadlines without progress; a rank fails after one
 
 
 class Tail:
@@ -165,7 +165,7 @@ def _poll_until_end(
 def _wait_for_others(ranks: list[RankState], progress: Progress, timing: Timing) -> None:
     """Wait until the other ranks have recorded the failure and ended; less long for a rank that they report as lost.
 
-    A rank that ended before its first record may not have connected to the others. These wait for it in vain.
+    A rank that ended before its first record may not have connected to the others, which then wait for it.
     """
     joined = all(rank.started is not None for rank in ranks if rank.ended_by_itself)
     end = time.monotonic() + (timing.grace_s if joined else timing.start_grace_s)
