@@ -16,6 +16,7 @@ from testbed.control.machine import ownership
 from testbed.control.substrates import engine
 from testbed.control.substrates.content import image_files
 from testbed.spec.cpu import divide_cores
+from testbed.spec.errors import Interrupted, NetworkInvalid, UsageError
 from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -99,7 +100,7 @@ def test_a_bad_request_is_refused_by_every_container(cluster: Cluster, env: dict
 @pytest.mark.parametrize("attempt", range(4))
 def test_a_refusal_is_the_exit_code_of_a_script_whichever_rank_refuses_first(cluster: Cluster, attempt: int) -> None:
     done = cluster.compose("up", "--no-build", "--abort-on-container-exit", "--exit-code-from", "rank0", RATE="fast")
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == UsageError.exit_code, done.stdout + done.stderr
     assert cluster.codes() == dict.fromkeys(RANKS, 2), done.stdout + done.stderr
 
 
@@ -140,7 +141,7 @@ def test_a_container_without_net_admin_is_refused(image: str, tmp_path: Path) ->
     env = [word for pair in ({**QUICK, "RATE": "100mbit"}).items() for word in ("-e", "=".join(pair))]
     argv = ["docker", "run", "--rm", "--cap-drop", "ALL", *may, *env, "-v", f"{tmp_path}:/runs", image]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 5, done.stderr
+    assert done.returncode == NetworkInvalid.exit_code, done.stderr
     assert "cannot be shaped: tc qdisc add" in done.stderr and "NET_ADMIN" in done.stderr
 
 
@@ -172,11 +173,11 @@ def test_a_running_rank_has_no_privilege_and_ctrl_c_leaves_complete_files(cluste
         assert values["Cpus_allowed_list"] == [cores_of(rank)]
         assert "Read-only" in cluster.compose("exec", "-T", rank, "touch", "/opt/x").stderr
     assert cluster.interrupt(up) < 10
-    assert cluster.codes() == dict.fromkeys(RANKS, 130)
+    assert cluster.codes() == dict.fromkeys(RANKS, Interrupted.exit_code)
     (folder,) = cluster.folders()
     for rank in RANKS:
         records = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
-        assert records[-1]["kind"] == "error" and records[-1]["code"] == 130
+        assert records[-1]["kind"] == "error" and records[-1]["code"] == Interrupted.exit_code
     assert summary_of(folder)["status"] == "interrupted"
     assert not list(folder.glob(".*"))
 
@@ -201,7 +202,7 @@ def test_two_clones_in_folders_of_one_name_do_not_end_each_others_runs(image: st
         before = clones[0].steps(0)
         wait_for(lambda: clones[0].steps(0) > before, "another step of the first clone's run")
         clones[0].compose("stop", "rank0")
-        assert first.wait(60) == 130, "a script sees that its run was stopped"
+        assert first.wait(60) == Interrupted.exit_code, "a script sees that its run was stopped"
     finally:
         for clone in clones:
             clone.down()

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from testbed.spec.errors import NetworkInvalid
 from tests.docker.cluster import Cluster
 from tests.support.command import run_command
 from tests.support.run_files import keys_by_file
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
-BUSY = 5  # exit code if the machine was too busy for the probe, which changes no file and no key
+BUSY = NetworkInvalid.exit_code  # exit code if the machine was too busy for the probe, which changes no file and no key
 
 
 def test_a_run_with_and_without_a_controller_leaves_the_same_files_and_keys(image: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from testbed.results.records import read
-from testbed.spec.errors import RankFailed, TestbedError
+from testbed.spec.errors import RankFailed, TestbedError, UsageError
 from tests.soak import faults, garbage, torn
 from tests.support.command import run_command
 
@@ -42,7 +42,9 @@ def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
 def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: Path) -> None:
     flags = [*SMALL, "--nodes", "2", "--steps", "60", "--set", "checkpoint=10", "--fault", "kill:rank0@step25"]
     failed = run_command("run", *flags, "--out", "r", cwd=tmp_path)
-    assert failed.returncode == 3 and "rank 0 (node0) was killed by SIGKILL" in failed.stderr, failed.stderr
+    assert failed.returncode == RankFailed.exit_code and "rank 0 (node0) was killed by SIGKILL" in failed.stderr, (
+        failed.stderr
+    )
     for rank in range(2):  # a second attempt, which ended before its first step and recorded its start alone
         records = tmp_path / "r" / f"rank{rank}.jsonl"
         start = records.read_text().splitlines(keepends=True)[0]
@@ -60,7 +62,7 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
     usual = statistics.median(b["sent"] - a["sent"] for a, b in itertools.pairwise(steps))
     assert usual > 0 and summary["sent_per_step"][1] == pytest.approx(usual, rel=0.1)
     again = run_command("run", "--resume", "r", "--on", "process", cwd=tmp_path)
-    assert again.returncode == 2 and "is finished" in again.stderr
+    assert again.returncode == UsageError.exit_code and "is finished" in again.stderr
 
 
 @pytest.mark.parametrize(("port", "phase"), [("rendezvous", "train"), ("heartbeat", "meet")])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.spec.errors import Interrupted, RankFailed, UsageError
 from tests.support.command import rank_pids, run_command, start_command, wait_for_steps
 
 pytestmark = pytest.mark.gloo
@@ -53,20 +54,20 @@ def test_other_work_on_the_machine_is_measured_and_the_run_still_counts(tmp_path
 def test_a_folder_that_exists_and_a_port_in_use_are_refused(tmp_path):
     (tmp_path / "r").mkdir()
     result = run_command("run", "--steps", "4", *SMALL, "--out", "r", "--set", "probe=false", cwd=tmp_path)
-    assert result.returncode == 2 and "exists" in result.stderr and "--out" in result.stderr
+    assert result.returncode == UsageError.exit_code and "exists" in result.stderr and "--out" in result.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         flags = ["--steps", "4", *SMALL, "--out", "s", "--set", f"port={port}"]
         result = run_command("run", *flags, cwd=tmp_path)
-    assert result.returncode == 2 and str(port) in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == UsageError.exit_code and str(port) in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "s").exists()
 
 
 def test_an_unknown_model_is_the_users_mistake(tmp_path):
     result = run_command("run", "--steps", "4", *SMALL, "--model", "vgg99", "--set", "probe=false", cwd=tmp_path)
-    assert result.returncode == 2 and "'vgg99'" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == UsageError.exit_code and "'vgg99'" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_sweep_skips_what_is_finished_and_fresh_measures_again(tmp_path):
@@ -93,7 +94,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_measured(tmp_path):
     wait_for_steps(folder, 1, 5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and str(folder) in err and "Traceback" not in err
+    assert process.returncode == Interrupted.exit_code and str(folder) in err and "Traceback" not in err
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted" and len(summary["losses"]) >= 5
     assert rank_pids(folder) == []
@@ -119,7 +120,7 @@ def test_a_killed_rank_is_named(tmp_path):
     wait_for_steps(folder, 1, 5)
     os.kill(pid_of(folder, 1), signal.SIGKILL)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 3
+    assert process.returncode == RankFailed.exit_code
     assert "rank 1 (node1) was killed by SIGKILL" in err, err
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert rank_pids(folder) == []
@@ -151,7 +152,7 @@ def test_ranks_end_with_a_killed_controller_even_while_they_wait_for_a_frozen_on
         for pid in rank_pids(folder):
             os.kill(pid, signal.SIGKILL)
     last = json.loads((folder / "rank0.jsonl").read_text().splitlines()[-1])
-    assert (last["kind"], last["code"]) == ("error", 130) and "SIGTERM" in last["message"]
+    assert (last["kind"], last["code"]) == ("error", Interrupted.exit_code) and "SIGTERM" in last["message"]
 
 
 def test_a_method_of_ones_own_is_one_file(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from testbed.results.conclude import summarise
 from testbed.results.folder import RunFolder
 from testbed.results.records import read
+from testbed.spec.errors import Interrupted
 from testbed.spec.run import SCHEMA, RunSpec
 from tests.support.rank_pool import RankRun, free_port
 
@@ -127,7 +128,7 @@ def test_a_rank_that_is_stopped_keeps_what_it_measured_and_ends_with_130(tmp_pat
     with RankRun(folder.path, 1) as run:
         wait_until(lambda: steps_done(folder, 0) >= 3)
         run.processes[0].send_signal(signal.SIGTERM)
-        assert run.wait(30.0) == [130]
+        assert run.wait(30.0) == [Interrupted.exit_code]
     assert steps_done(folder, 0) >= 3
     assert vars(list(read(folder.records(0)))[-1])["message"] == "stopped by SIGTERM"
 

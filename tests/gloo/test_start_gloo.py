@@ -18,7 +18,7 @@ import pytest
 
 from testbed.results.folder import RunFolder
 from testbed.results.records import read
-from testbed.spec.errors import PeerLost
+from testbed.spec.errors import PeerLost, RankFailed
 from tests.support.command import rank_pids, start_command
 from tests.support.processes import state, until
 from tests.support.rank_pool import RankRun
@@ -86,7 +86,7 @@ def test_a_rank_that_is_killed_before_the_first_step_is_named_and_the_run_ends(
     killed = time.monotonic()
     _, err = process.communicate(timeout=START_S)
     seconds = time.monotonic() - killed
-    assert process.returncode == 3, err
+    assert process.returncode == RankFailed.exit_code, err
     assert "rank 2 (node2) was killed by SIGKILL before its first step" in err, err
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     assert rank_pids(folder) == []
@@ -108,7 +108,10 @@ def test_when_rank_0_is_killed_before_it_listens_the_others_do_not_wait_for_it(t
     killed = time.monotonic()
     _, err = process.communicate(timeout=START_S)
     seconds = time.monotonic() - killed
-    assert process.returncode == 3 and "rank 0 (node0) was killed by SIGKILL before its first step" in err, err
+    assert (
+        process.returncode == RankFailed.exit_code
+        and "rank 0 (node0) was killed by SIGKILL before its first step" in err
+    ), err
     assert rank_pids(folder) == []
     assert seconds < END_S, f"the run ended {seconds:.1f} s after the kill"
     print(f"rank 0: the run ended {seconds:.2f} s after the kill")

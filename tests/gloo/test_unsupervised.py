@@ -231,7 +231,7 @@ def test_ctrl_c_leaves_an_interrupted_run_with_whole_files(tmp_path: Path) -> No
         wait_for_steps(tmp_path, 1, 3)
         for process in run.processes:
             process.send_signal(signal.SIGINT)
-        assert run.wait(30.0) == [130, 130], run.log_of(0)
+        assert run.wait(30.0) == [Interrupted.exit_code, Interrupted.exit_code], run.log_of(0)
     folder = only_folder(tmp_path)
     assert summary_of(folder)["status"] == "interrupted"
     assert [list(read(folder.records(rank)))[-1].kind for rank in range(2)] == ["error", "error"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.spec.errors import Interrupted, RankFailed, UsageError
 from tests.hosts.conftest import Cluster
 from tests.hosts.nodes import Nodes, command, wait_for
 
@@ -98,7 +99,7 @@ def test_each_problem_is_one_line_with_its_fix_and_other_hosts_go_on(nodes: Node
     try:
         for task in (["doctor"], ["deploy", "--data", "synthetic"]):
             done = nodes.fab(*task, "--inventory", inventory)
-            assert done.returncode == 2, done.stdout + done.stderr
+            assert done.returncode == UsageError.exit_code, done.stdout + done.stderr
             lines = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
             by_host = {line.split()[1].rstrip(":"): line for line in lines}
             assert set(by_host) == {"node1", "node2", "node3", "node4", "node5"}, done.stdout
@@ -108,7 +109,7 @@ def test_each_problem_is_one_line_with_its_fix_and_other_hosts_go_on(nodes: Node
             assert "no Docker engine" in by_host["node5"] and "apt-get install docker.io" in by_host["node5"]
         assert "there already" in next(line for line in done.stdout.splitlines() if line.startswith("| node0"))
         run = nodes.fab("run", *QUICK[:4], "--batch", "60", "--inventory", inventory)
-        assert run.returncode == 2 and all(f"node{k}: " in run.stderr for k in (1, 2, 3)), run.stderr
+        assert run.returncode == UsageError.exit_code and all(f"node{k}: " in run.stderr for k in (1, 2, 3)), run.stderr
         assert nothing_runs(nodes) and "Traceback" not in run.stderr
     finally:
         nodes.known.write_text(kept)
@@ -119,7 +120,7 @@ def test_an_unknown_host_key_is_refused_unless_accept_new(nodes: Nodes) -> None:
     nodes.known.write_text("".join(line for line in kept.splitlines(True) if not line.startswith(nodes.addresses[1])))
     try:
         refused = nodes.fab("status")
-        assert refused.returncode == 2
+        assert refused.returncode == UsageError.exit_code
         assert f"ssh-keyscan -p 22 {nodes.addresses[1]} >> ~/.ssh/known_hosts" in refused.stdout
         assert "--accept-new" in refused.stdout and nodes.addresses[1] not in nodes.known.read_text()
         assert nodes.fab("status", "--accept-new").returncode == 0
@@ -158,7 +159,7 @@ def test_ctrl_c_stops_the_ranks_on_all_hosts(nodes: Nodes, tmp_path: Path) -> No
     running = Running(nodes, 5000, tmp_path / "run")
     running.fab.send_signal(signal.SIGINT)
     code, output = running.end()
-    assert code == 130, output
+    assert code == Interrupted.exit_code, output
     assert json.loads((running.folder / "summary.json").read_text())["status"] == "interrupted"
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []], "containers and files of the run are gone"
 
@@ -167,7 +168,7 @@ def test_a_killed_rank_is_named_and_nothing_remains(nodes: Nodes, tmp_path: Path
     running = Running(nodes, 5000, tmp_path / "run")
     nodes.inside(2, "docker", "kill", *nodes.running(2))
     code, output = running.end()
-    assert code == 3 and "rank 2 (node2) was killed by SIGKILL" in output, output
+    assert code == RankFailed.exit_code and "rank 2 (node2) was killed by SIGKILL" in output, output
     assert [nodes.of_runs(node) for node in range(4)] == [[], [], [], []]
 
 
@@ -198,14 +199,14 @@ def test_after_a_lost_connection_the_ranks_finish_and_collect_copies_everything(
     code, output = running.end()
     for node in range(4):
         nodes.inside(node, "/usr/sbin/sshd")
-    assert code == 3 and "connection lost" in output and "fab collect" in output, output
+    assert code == RankFailed.exit_code and "connection lost" in output and "fab collect" in output, output
     status = nodes.fab("status")
     assert status.returncode == 0 and all(f"rank {rank} " in status.stdout for rank in range(4)), status.stdout
     logs = nodes.fab("logs", "--lines", "2").stdout
     assert all(f"rank {rank} on node{rank}" in logs for rank in range(4)) and "loss" in logs, logs
     wait_for(lambda: nothing_runs(nodes), "the ranks to finish", seconds=150)
     kept = nodes.fab("clean")
-    assert kept.returncode == 2 and kept.stdout.count("was not collected") == 4, kept.stdout
+    assert kept.returncode == UsageError.exit_code and kept.stdout.count("was not collected") == 4, kept.stdout
     collected = nodes.fab("collect")
     assert collected.returncode == 0 and "| ring |" in collected.stdout, collected.stdout + collected.stderr
     assert all(len(records(running.folder, rank, "step")) == 250 for rank in range(4))

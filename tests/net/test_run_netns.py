@@ -14,6 +14,7 @@ from testbed.control.machine.affinity import assign_cores, usable_cores
 from testbed.control.machine.cgroups import find_hierarchy
 from testbed.control.runs.select import node_plans
 from testbed.results.receipt import Receipt
+from testbed.spec.errors import NetworkInvalid
 from testbed.spec.run import SCHEMA, RunSpec
 from tests.support.command import rank_pids, run_command, start_command, wait_for_steps
 
@@ -25,7 +26,9 @@ SHAPED = [*SMALL, "--rate", "200mbit", "--set", "node.cpus=0.4"]
 # A rank's step ends when its bytes are in the socket, which may be a segment (1/6 of a step) before the interface
 # counts them. Over so many steps that segment is less than 0.5 %.
 STEPS = 40
-INVALID = 5  # the machine was too busy for the probe, twice; only one test here needs a valid receipt
+INVALID = (
+    NetworkInvalid.exit_code
+)  # the machine was too busy for the probe, twice; only one test here needs a valid receipt
 
 
 @pytest.fixture(scope="module")

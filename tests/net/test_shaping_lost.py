@@ -23,6 +23,7 @@ from testbed.net.shaping import Shaping
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import Receipt
+from testbed.spec.errors import NetworkInvalid
 from testbed.spec.link import Link
 from tests.support.command import wait_for_steps
 from tests.support.processes import until
@@ -34,7 +35,7 @@ pytestmark = [
 ]
 NODES = 3
 SMALL = {"model": "lenet5", "data": "synthetic", "batch": 12, "steps": 8, "nodes": NODES, "rate": "20mbit"}
-INVALID = 5
+INVALID = NetworkInvalid.exit_code
 Change = Callable[["Changing"], None]
 
 

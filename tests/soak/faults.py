@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from testbed.control.substrates import engine
-from testbed.spec.errors import Unavailable
+from testbed.spec.errors import RankFailed, Unavailable
 from tests.soak.outcomes import UNAVAILABLE, Cases, Outcome
 from tests.soak.runs import BATCH, DEADLINE_S, SMALL, left_by_this_process, make_scratch, remove, run_testbed
 
@@ -42,7 +42,14 @@ def fatal_case(
         seconds = round(run.ended - injected["begun"], 2) if injected else None
         left, named, started, in_table = run.left(), run.names(rank), run.started(), run.in_table()
         in_time = seconds is not None and seconds <= limit
-        ok = in_time and not left and started and not in_table and run.status == "failed" and run.code == 3
+        ok = (
+            in_time
+            and not left
+            and started
+            and not in_table
+            and run.status == "failed"
+            and run.code == RankFailed.exit_code
+        )
         outcome: Outcome = {"ok": ok, "seconds": seconds, "named": named, "left": len(left), "code": run.code}
         outcome |= {"started": started, "tabled": in_table}
         if steps != ENDLESS:

@@ -13,7 +13,7 @@ import pytest
 
 from testbed.control.substrates.content import image_files
 from testbed.net.congestion import congestion_controls
-from testbed.spec.errors import UsageError
+from testbed.spec.errors import Interrupted, UsageError
 
 ROOT = Path(__file__).parents[2]
 ENTRYPOINT = ROOT / "docker/entrypoint.py"
@@ -41,7 +41,7 @@ def stopped_while_it_starts(runs: Path, **env: str) -> subprocess.CompletedProce
 def test_a_rank_that_is_stopped_while_it_starts_still_refuses_a_bad_request(tmp_path: Path) -> None:
     """Compose stops all ranks when the first one has refused; the exit code of rank 0 is the script's."""
     done = stopped_while_it_starts(tmp_path, RATE="fast")
-    assert (done.returncode, "'fast'" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "'fast'" in done.stderr) == (UsageError.exit_code, True), done.stderr
 
 
 REFUSED = {  # variables: the message, in the words of `docker compose up`
@@ -68,7 +68,7 @@ def test_a_request_is_refused_in_the_words_of_docker_compose_up(case: str) -> No
 @pytest.mark.net  # only root may drop privileges, which it does before it accepts a request
 def test_a_rank_that_is_stopped_while_it_starts_makes_nothing_of_a_good_request(tmp_path: Path) -> None:
     done = stopped_while_it_starts(tmp_path, RATE="100mbit")
-    assert (done.returncode, list(tmp_path.iterdir())) == (130, []), done.stderr
+    assert (done.returncode, list(tmp_path.iterdir())) == (Interrupted.exit_code, []), done.stderr
 
 
 @pytest.fixture

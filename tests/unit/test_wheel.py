@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import testbed
+from testbed.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 RUN = ("run", "--data", "synthetic", "--model", "lenet5", "--nodes", "2", "--batch", "8", "--steps", "3")
@@ -106,7 +107,7 @@ def test_with_rank_and_report_a_run_and_its_page_work_in_an_empty_folder(install
     assert reported.returncode == 0, reported.stderr
     assert "<svg" in (here.folder / "runs/adhoc/report.html").read_text()
     refused = here.testbed(*RUN, "--on", "compose")
-    assert refused.returncode == 2
+    assert refused.returncode == UsageError.exit_code
     assert "pip install 'testbed[compose]'" in refused.stderr
 
 
@@ -131,14 +132,14 @@ def test_the_bare_wheel_names_the_missing_extra(bare: Installed, arguments: Sequ
     hosts = (f'[[nodes]]\nname = "node{k}"\naddress = "192.0.2.{k}"\n' for k in (1, 2))
     (bare.folder / "hosts.toml").write_text("".join(hosts))
     done = bare.testbed(*arguments, TESTBED_INVENTORY="hosts.toml")
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == UsageError.exit_code, done.stderr
     assert done.stderr.count("\n") == 1, "one sentence, no traceback"
     assert f"Install it with: pip install 'testbed[{extra}]'" in done.stderr
 
 
 def test_with_its_extra_compose_says_that_it_needs_an_engine(install: Callable[..., Installed]) -> None:
     done = install("compose").testbed(*RUN, "--on", "compose")
-    assert done.returncode == 2
+    assert done.returncode == UsageError.exit_code
     assert "no Docker engine answers" in done.stderr
 
 

@@ -22,7 +22,7 @@ from testbed.rank import watchdog
 from testbed.rank.recorder import Recorder
 from testbed.rank.watchdog import STOPPED, Heartbeat, Watchdog
 from testbed.results.records import Error, read
-from testbed.spec.errors import PeerLost, RankFailed, ReplicasDiffer, SpecError
+from testbed.spec.errors import Interrupted, PeerLost, RankFailed, ReplicasDiffer, SpecError, TestbedError
 
 DEADLINE = 30.0  # seconds; an earlier detection has another reason than this deadline
 
@@ -278,7 +278,7 @@ def test_rank_0_waits_for_the_report_of_a_rank_that_said_why_it_fails(ring: Call
     assert failed_ranks([zero]) == [1]
     late = Error(code=1, message="OSError: no space", at=0.0)
     threading.Timer(0.4, one.send_report, (late,)).start()
-    assert zero.collect_reports(5.0)[1]["code"] == 1
+    assert zero.collect_reports(5.0)[1]["code"] == TestbedError.exit_code
 
 
 def test_a_refused_request_ends_all_ranks_with_the_same_sentence(ring: Callable[..., list[Heartbeat]]) -> None:
@@ -359,7 +359,7 @@ def test_only_the_first_failure_counts(tmp_path: Path, guarded: tuple[Watchdog, 
     second = threading.Thread(target=guard.exit_once, args=(RankFailed("second"),), daemon=True)
     second.start()
     second.join(0.3)
-    assert second.is_alive() and codes == [4]  # it waits for the end of the process
+    assert second.is_alive() and codes == [ReplicasDiffer.exit_code]  # it waits for the end of the process
     assert len(list(read(tmp_path / "rank1.jsonl"))) == 1
 
 
@@ -371,7 +371,11 @@ def test_an_error_that_another_rank_caused_becomes_the_verdict_that_names_it(
     two.leave(STOPPED)
     exit_of(guard, RuntimeError("gloo: timed out"))
     record = vars(next(read(tmp_path / "rank1.jsonl")))
-    assert codes == [6] and record["failed_rank"] == 2 and "rank 2 (node2) was stopped" in record["message"]
+    assert (
+        codes == [PeerLost.exit_code]
+        and record["failed_rank"] == 2
+        and "rank 2 (node2) was stopped" in record["message"]
+    )
 
 
 def test_the_others_learn_why_a_rank_fails(
@@ -404,4 +408,4 @@ libc.pthread_mutex_lock(mutex)
 libc.pthread_mutex_lock(mutex)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 130, done.stderr
+    assert done.returncode == Interrupted.exit_code, done.stderr

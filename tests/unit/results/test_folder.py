@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_leaves_no_half_of_a_run(tmp_path: Path, monkeypatch
     monkeypatch.setattr("testbed.results.folder.write_whole", full)
     with pytest.raises(TestbedError, match=r"r/spec\.json: No space left on device.*Make room") as error:
         RunFolder(tmp_path / "r").create(SPEC)
-    assert error.value.exit_code == 1 and not (tmp_path / "r").exists()
+    assert error.value.exit_code == TestbedError.exit_code and not (tmp_path / "r").exists()
 
 
 def test_a_reader_sees_the_old_text_or_the_new_one_never_half(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from testbed.spec.disk import file_system, full_disk, is_full, nearly_full, os_failure
+from testbed.spec.errors import TestbedError
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -16,7 +17,7 @@ def test_a_full_disk_is_named_with_its_free_space_and_the_way_out(number: int, t
     found = str(os_failure(error, "elsewhere"))
     assert found.startswith(f"{tmp_path}/summary.json: no room (file system /") and "MB free)" in found
     assert "Make room there, then try again" in found and "--resume" in found
-    assert is_full(error) and os_failure(error, "").exit_code == 1
+    assert is_full(error) and os_failure(error, "").exit_code == TestbedError.exit_code
 
 
 def test_another_failure_of_the_machine_names_the_file_and_the_way_out() -> None:

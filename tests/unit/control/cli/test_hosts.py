@@ -107,7 +107,7 @@ def test_a_hostile_value_is_refused_with_a_sentence_and_reaches_no_host(file: Pa
         if key == "mode":
             raise hosts("run", f"--inventory={file}", f"--mode={value}", "--data=synthetic").exception
         Inventory.load({"nodes": [{"name": "a", "address": "192.0.2.1"} | {key: value}]}, "hosts.toml")
-    assert key in str(refusal.value) and refusal.value.exit_code == 2
+    assert key in str(refusal.value) and refusal.value.exit_code == UsageError.exit_code
 
 
 CANNOT: dict[str, tuple[list[str], str]] = {
@@ -194,6 +194,6 @@ def test_fab_lists_the_commands_of_testbed_hosts(tmp_path: Path) -> None:
 )
 def test_fab_refuses_with_one_sentence_and_no_traceback(file: Path, argv: list[str], words: str) -> None:
     done = fab(*argv, "--inventory", str(file), cwd=file.parent)
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == UsageError.exit_code, done.stdout + done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr
     assert {path.name for path in file.parent.iterdir()} == {"two.toml"}

@@ -69,7 +69,7 @@ def test_bad_input_is_refused_with_value_and_way_out_and_creates_nothing(argumen
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TestbedError) as refusal:
         main.app(["run", "--data", "synthetic", *arguments], standalone_mode=False)
-    assert refusal.value.exit_code == 2
+    assert refusal.value.exit_code == UsageError.exit_code
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -100,7 +100,7 @@ def test_missing_data_is_refused_before_anything_exists(tmp_path, monkeypatch):
     monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(TestbedError, match=r"testbed data get cifar10.*synthetic") as refusal:
         main.app(["run", "--on", "process"], standalone_mode=False)
-    assert refusal.value.exit_code == 2
+    assert refusal.value.exit_code == UsageError.exit_code
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,7 +166,7 @@ def test_an_error_of_the_machine_outside_of_any_run_is_a_sentence_and_no_traceba
     (tmp_path / "file").write_text("")
     run = ["run", "--on", "process", "--data", "synthetic", "--out", str(tmp_path / "file" / "r")]
     done = subprocess.run([sys.executable, "-m", "testbed.control", *run], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == TestbedError.exit_code and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.startswith(f"testbed: {tmp_path / 'file'}") and "try again" in done.stderr
 
 

@@ -18,7 +18,7 @@ import pytest
 from testbed.control.runs import locks
 from testbed.control.runs.locks import LOCK_NAME, folder_lock, machine_lock, reserve_machine
 from testbed.control.runs.select import SUBSTRATES, SubstrateChoice, hosts_type
-from testbed.spec.errors import Unavailable
+from testbed.spec.errors import Interrupted, Unavailable
 from testbed.spec.inventory import HostNode, Inventory
 
 NOBODY = 65534
@@ -135,7 +135,7 @@ def test_a_run_that_waits_can_be_interrupted_and_has_created_nothing(folder: Pat
             with start(WAITER, str(folder), str(folder / "r")) as waiter:
                 assert f"waiting for process {holder.pid} (" in line(waiter.stderr)
                 waiter.send_signal(signal.SIGINT)
-                assert waiter.wait(20) == 130
+                assert waiter.wait(20) == Interrupted.exit_code
                 assert waiter.stderr is not None
                 assert waiter.stderr.read() == "interrupted while waiting for the machine; nothing was started\n"
             assert [path.name for path in folder.iterdir()] == [LOCK_NAME]
@@ -150,7 +150,7 @@ def test_a_quiet_run_prints_nothing_while_it_waits(folder: Path) -> None:
             with start(WAITER, str(folder), str(folder / "r"), "quiet") as waiter:
                 time.sleep(5)
                 waiter.send_signal(signal.SIGINT)
-                assert waiter.wait(20) == 130
+                assert waiter.wait(20) == Interrupted.exit_code
                 assert waiter.stderr is not None
                 assert waiter.stderr.read() == "interrupted while waiting for the machine; nothing was started\n"
         finally:

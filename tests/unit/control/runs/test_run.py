@@ -285,7 +285,7 @@ def test_a_ranks_refusal_is_raised_as_a_usage_error(fake: FakeRuns, folder: RunF
     fake.play = fails_with(2, "model 'vgg99': unknown. Use vgg11.")
     with pytest.raises(UsageError, match=r"^model 'vgg99': unknown\. Use vgg11\.$") as refusal:
         run(fake, folder)
-    assert refusal.value.exit_code == 2
+    assert refusal.value.exit_code == UsageError.exit_code
     assert Summary.read(folder).status == "failed" and fake.calls[-2:] == ["stop", "exit"]
 
 
@@ -319,7 +319,7 @@ def test_a_file_that_cannot_be_written_stops_everything_and_is_one_sentence(fake
     fake.receipts = receipts()
     with pytest.raises(TestbedError, match=r"Is a directory, so nothing was finished\.") as error:
         run(fake, folder)
-    assert error.value.exit_code == 1 and fake.calls[-2:] == ["stop", "exit"]
+    assert error.value.exit_code == TestbedError.exit_code and fake.calls[-2:] == ["stop", "exit"]
     summary = Summary.read(folder)
     assert summary.status == "failed" and "Is a directory" in summary.reason
 

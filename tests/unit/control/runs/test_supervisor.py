@@ -68,7 +68,7 @@ def test_a_ranks_refusal_is_raised_as_it_is(tmp_path):
 def test_replicas_that_differ_keep_their_exit_code(tmp_path):
     with pytest.raises(ReplicasDiffer) as error:
         supervise([Scripted(4), Scripted(4)], RunFolder(tmp_path))
-    assert error.value.exit_code == 4
+    assert error.value.exit_code == ReplicasDiffer.exit_code
 
 
 def test_a_run_without_progress_ends_and_names_the_slowest(tmp_path):

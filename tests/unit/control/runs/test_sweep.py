@@ -18,7 +18,7 @@ from testbed.control.runs.sweep import finished, run_all
 from testbed.control.substrates.fake import FakeSubstrate
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
-from testbed.spec.errors import CommandFailed, Interrupted, RankFailed, SpecError
+from testbed.spec.errors import CommandFailed, Interrupted, NetworkInvalid, RankFailed, SpecError
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
 from tests.support.fake_substrate import BAD, GOOD, FakeRuns, fails_with, finishes_while_waiting, succeeds
@@ -214,7 +214,7 @@ def test_a_setting_that_is_not_an_axis_applies_to_every_run(fake: FakeRuns, file
 def test_a_sweep_of_invalid_runs_ends_with_5_and_shows_no_numbers_of_them(fake: FakeRuns, file: Path) -> None:
     fake.receipts = itertools.repeat(BAD)
     result = command(fake, file)
-    assert result.exit_code == 5, result.output
+    assert result.exit_code == NetworkInvalid.exit_code, result.output
     assert "| single" in result.stdout and "| ring" not in result.stdout
     assert f"left out: ring: invalid, {BAD.sentence()}" in result.stdout
 

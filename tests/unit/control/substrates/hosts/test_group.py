@@ -22,7 +22,10 @@ def test_the_action_runs_on_all_hosts_and_all_failures_are_raised_together() -> 
     assert [outcome.value for outcome in outcomes] == ["node0", None, "node2", None]
     with pytest.raises(TestbedError) as both:
         results_or_raise(outcomes)
-    assert str(both.value) == "node1: is broken. Fix it; node3: is broken. Fix it" and both.value.exit_code == 2
+    assert (
+        str(both.value) == "node1: is broken. Fix it; node3: is broken. Fix it"
+        and both.value.exit_code == HostFailed.exit_code
+    )
     with pytest.raises(HostFailed, match=r"^node1"):
         results_or_raise(outcomes[:2])
     assert results_or_raise(outcomes[::2]) == ["node0", "node2"]
