@@ -65,7 +65,7 @@ ADDRESS_GONE_S = 20.0  # without the name or the address of rank 0, after which 
 CONNECT_RETRY_S = 0.2
 PEER_REPORT_TIMEOUT_S = 2.0  # for the other ranks to send their error records to rank 0
 SUMMARY_TIMEOUT_S = 120.0  # for rank 0 to write the summary, while the other ranks wait
-SUMMARY_TIMEOUT_AFTER_LOSS_S = 5.0  # the same once a rank was lost, which may be cut off from rank 0
+SUMMARY_TIMEOUT_AFTER_LOSS_S = 5.0  # the same after a rank was lost: rank 0 may be unreachable from here
 TC_TIMEOUT_S = 20.0  # tc takes milliseconds
 SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
 

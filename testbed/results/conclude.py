@@ -192,7 +192,7 @@ def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], 
 
     Otherwise the status, "failed" or "invalid", and the reason. A missing step would shift all later steps of that rank
     against the others. A rank without any record is accepted: ranks started by a launcher may have no shared disk, and
-    rank 0 then sees only its own file.
+    rank 0 then has only its own file.
     """
     if status != "ok":
         return {}
@@ -322,7 +322,7 @@ class _RootCause:
         own_reason = [k for k, code in enumerate(self.codes) if code not in (None, 0, PeerLost.exit_code)]
         if own_reason:
             return self._own_reason(max(own_reason, key=lambda k: (reports[k], -k)))
-        if self.reported == [1, 0]:  # with two ranks no third one can tell which end of the link failed
+        if self.reported == [1, 0]:  # no third rank's report shows which end of the link failed
             since = _since(min(self.last_steps), "their")
             logs = f"{self.folder.log(0)} and {self.folder.log(1)}"
             return RankFailed(f"{self._label(0)} and {self._label(1)} lost each other {since}. See {logs}")
