@@ -12,9 +12,10 @@ from pathlib import Path
 
 from testbed.report import findings
 from testbed.report.load import Skipped, load
-from testbed.report.model import Cell, chapters, condition
+from testbed.report.model import Cell, chapters, condition, value_of
+from testbed.report.sentences import COMPARE_STEPS
 from testbed.report.stats import ratio
-from testbed.results.table import NO_COLUMN, flatten
+from testbed.results.table import NO_COLUMN, PLACES, flatten, varying_places
 from testbed.spec.errors import UsageError
 
 
@@ -28,7 +29,7 @@ class Change:
     ratio: float
     low: float
     high: float
-    verdict: str  # "slower", "faster", "same"
+    verdict: str  # "slower", "faster", "same", "too few steps"
     worse: bool
     loss: tuple[float | None, float | None]
     sent: float | None  # ratio of bytes per step
@@ -36,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes, what only one side has, and what differs in all cells: keys of two single runs, or the substrate."""
+    """All changes, what only one side has, and what differs in all cells: keys of two single runs, or the place."""
 
     changes: list[Change]
     lost: list[str]  # runs that A has and B does not have, each with B's reason if there is one
@@ -54,8 +55,7 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
     """Compare cells of equal spec; two single runs are compared even if their specs differ."""
     one, two = load([a]), load([b])
     sides = [[cell for chapter in chapters(each) for cell in chapter.cells] for each in (one, two)]
-    substrates = [list(dict.fromkeys(cell.substrate for cell in cells)) for cells in sides]
-    several = any(len(each) > 1 for each in substrates)
+    several = list(dict.fromkeys(p for cells in sides for p in varying_places([c.first.summary for c in cells])))
     before, after = ({key(cell, several): cell for cell in cells} for cells in sides)
     skipped = [*one.skipped, *two.skipped]
     for path, cells in ((a, before), (b, after)):
@@ -77,26 +77,27 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
     lost = [_lost(cell, reasons, several) for name, cell in before.items() if name not in after]
     only = [f"only in {b}: {cell.spec.name}{_on(cell, several)}" for name, cell in after.items() if name not in before]
     changes = [_change(before[name], after[name], threshold, several) for name in both]
-    moved = [] if several else _changed_substrate(*(each[0] for each in substrates))
+    first, second = before[both[0]], after[both[0]]
+    moved = [line for place in PLACES if place not in several for line in _changed(place, first, second)]
     notes = _notes([side[name] for name in both for side in (before, after)])
     return Comparison(changes, lost, only, moved, skipped, notes)
 
 
-def _lost(cell: Cell, reasons: dict[str, str], several: bool) -> str:
+def _lost(cell: Cell, reasons: dict[str, str], several: Sequence[str]) -> str:
     """A cell of A that B does not have, with the reason from a folder of the same name in B, if there is one."""
     names = [run.folder.path.name for run in cell.runs]
     why = next((reasons[name] for name in names if name in reasons), "not there")
     return f"{cell.spec.name}{_on(cell, several)}: {why}"
 
 
-def key(cell: Cell, several: bool) -> str:
-    """Equal for two cells that are compared: the spec without names, and the substrate if there are several."""
+def key(cell: Cell, several: Sequence[str]) -> str:
+    """Equal for two cells that are compared: the spec without names; substrate and machine if a side has several."""
     return condition(cell.spec) + _on(cell, several)
 
 
-def _on(cell: Cell, several: bool) -> str:
-    """The substrate, if there are several."""
-    return f" on {cell.substrate}" if several else ""
+def _on(cell: Cell, several: Sequence[str]) -> str:
+    """The substrate and the machine, as far as a side has several."""
+    return "".join(f" on {value_of(cell, place)}" for place in several)
 
 
 def differences(a: Cell, b: Cell) -> list[str]:
@@ -104,11 +105,13 @@ def differences(a: Cell, b: Cell) -> list[str]:
     left, right = flatten(a.spec), flatten(b.spec)
     keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in NO_COLUMN]
     changed = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
-    return [*changed, *_changed_substrate(a.substrate, b.substrate)]
+    return [*changed, *(line for place in PLACES for line in _changed(place, a, b))]
 
 
-def _changed_substrate(a: str, b: str) -> list[str]:
-    return [f"on: {a} -> {b}"] if a != b else []
+def _changed(place: str, a: Cell, b: Cell) -> list[str]:
+    """`on: compose -> netns`, if two cells were measured in different places."""
+    known = varying_places([cell.first.summary for cell in (a, b)])
+    return [f"{place}: {value_of(a, place)} -> {value_of(b, place)}"] if place in known else []
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
@@ -116,11 +119,13 @@ def _notes(cells: Sequence[Cell]) -> list[str]:
     return [findings.ONE_RUN] if any(len(cell.runs) == 1 for cell in cells) else []
 
 
-def _change(a: Cell, b: Cell, threshold: float, several: bool = False) -> Change:
+def _change(a: Cell, b: Cell, threshold: float, several: Sequence[str] = ()) -> Change:
     value, low, high = ratio(b.samples, a.samples, a.by_mean or b.by_mean)
-    real = low > 1 or high < 1
+    enough = min(a.n, b.n) >= COMPARE_STEPS  # the interval of one step has no width
+    real = enough and (low > 1 or high < 1)
     names = list(dict.fromkeys(cell.spec.name for cell in (a, b)))
     verdict = "same" if not real else "slower" if value > 1 else "faster"
+    verdict = verdict if enough else "too few steps"
     return Change(
         name=" -> ".join(names) + _on(a, several),
         before=a.seconds.centre,
@@ -129,7 +134,7 @@ def _change(a: Cell, b: Cell, threshold: float, several: bool = False) -> Change
         low=low,
         high=high,
         verdict=verdict,
-        worse=value > 1 + threshold and low > 1,
+        worse=enough and value > 1 + threshold and low > 1,
         loss=(a.first.summary.test_loss, b.first.summary.test_loss),
         sent=_total(b.sent()) / _total(a.sent()) if _total(a.sent()) else None,
     )

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,9 +28,11 @@ from testbed.results.table import (
     baselines,
     flatten,
     label,
+    machine,
     row_note,
     short_key,
     varying_keys,
+    varying_places,
 )
 from testbed.spec.experiment import Experiment
 from testbed.spec.mode import ALGORITHMS
@@ -82,13 +84,14 @@ class Split:
 
 
 class Cell:
-    """All repeats of one spec on one substrate."""
+    """All repeats of one spec on one substrate of one machine."""
 
     def __init__(self, runs: Sequence[LoadedRun]) -> None:
         self.runs = list(runs)
         self.first = self.runs[0]
         self.spec: RunSpec = self.first.spec
         self.substrate = self.first.summary.substrate
+        self.machine = machine(self.first.summary)
         self.label = label(self.spec)
 
     @cached_property
@@ -134,6 +137,11 @@ class Cell:
     def samples(self) -> Samples:
         """Seconds per step, mean over ranks; one array per repeat."""
         return [np.mean([steps.total for steps in run.kept], axis=0) for run in self.runs]
+
+    @cached_property
+    def n(self) -> int:
+        """The number of steps that count, of all repeats."""
+        return sum(map(len, self.samples))
 
     @cached_property
     def seconds(self) -> Stat:
@@ -214,6 +222,12 @@ class Cell:
         """The training loss of each step of the first repeat, mean over ranks."""
         return np.array(self.first.summary.losses, dtype=np.float64)
 
+    def seconds_so_far(self) -> Column:
+        """When each step of rank 0 ended, in seconds since the first began, evaluation between epochs included."""
+        steps = self.first.ranks[0].steps
+        ends = steps.at + steps.total - steps.at[0]
+        return np.asarray(ends[: len(self.losses())], dtype=np.float64)
+
 
 @dataclass(frozen=True)
 class Chapter:
@@ -232,11 +246,18 @@ class Chapter:
     def summaries(self) -> list[Summary]:
         return [cell.first.summary for cell in self.cells]
 
+    def with_cells(self, cells: list[Cell]) -> Chapter:
+        """The same chapter with some of its cells; the others stay rows, so that the same keys vary."""
+        return replace(self, cells=cells, unmeasured=[*self.unmeasured, *(c for c in self.cells if c not in cells)])
+
+    @cached_property
+    def _rows(self) -> list[Summary]:
+        return [*self.summaries, *(cell.first.summary for cell in self.unmeasured)]
+
     @cached_property
     def varying(self) -> list[str]:
-        """Keys of the spec that differ between cells, without the mode."""
-        rows = [*self.summaries, *(cell.first.summary for cell in self.unmeasured)]
-        return [key for key in varying_keys(rows) if key not in ("mode", "placement")]
+        """Keys of the spec that differ between rows, without the mode."""
+        return [key for key in varying_keys(self._rows) if key not in ("mode", "placement")]
 
     @property
     def substrates(self) -> list[str]:
@@ -244,8 +265,8 @@ class Chapter:
 
     @cached_property
     def keys(self) -> list[str]:
-        """What varies besides the mode; "on" stands for the substrate, which is not a key of the spec."""
-        return [*self.varying, *(["on"] if len(self.substrates) > 1 else [])]
+        """What varies besides the mode; "on" and "machine" stand for the place, which is not a key of the spec."""
+        return [*self.varying, *varying_places(self._rows)]
 
     @cached_property
     def _singles(self) -> dict[int, Cell | None]:
@@ -263,7 +284,7 @@ class Chapter:
 
 
 def chapters(loaded: Loaded) -> list[Chapter]:
-    """Group runs by experiment, and pool the runs of one condition on one substrate."""
+    """Group runs by experiment, and pool the runs of one condition on one substrate of one machine."""
     cells, unmeasured = _pooled(loaded.runs), _pooled(loaded.unmeasured)
     return [
         Chapter(name, loaded.experiments.get(name), _ordered(own, loaded, name), unmeasured.get(name, []))
@@ -275,7 +296,7 @@ def _pooled(runs: Sequence[LoadedRun]) -> dict[str, list[Cell]]:
     """The cells of each experiment."""
     groups: dict[str, dict[str, list[LoadedRun]]] = {}
     for run in runs:
-        key = f"{condition(run.spec)} on {run.summary.substrate}"
+        key = f"{condition(run.spec)} on {run.summary.substrate} of {machine(run.summary)}"
         groups.setdefault(run.spec.experiment, {}).setdefault(key, []).append(run)
     return {name: [Cell(pooled) for pooled in cells.values()] for name, cells in groups.items()}
 
@@ -417,31 +438,62 @@ def focus(chapter: Chapter) -> Focus:
     cells = chapter.cells
     shown = ""
     if len(cells) > MAX_SHOWN:
-        conditions = [tuple(str(value_of(cell, key)) for key in chapter.keys) for cell in cells]
-        counts = Counter(c for c, cell in zip(conditions, cells, strict=True) if cell.spec.mode.distributed)
-        most = max(counts or Counter(conditions), key=lambda c: (counts[c], conditions.index(c)))
-        chosen = [cell for cell, c in zip(cells, conditions, strict=True) if c == most]
+        chosen = _main_condition(chapter, cells)
+        values = [value_of(chosen[0], key) for key in chapter.keys]
         singles = [single for cell in chosen if (single := chapter.single(cell)) and single not in chosen]
         cells = [*dict.fromkeys(singles), *chosen][:MAX_SHOWN]
-        shown_text = ", ".join(words_for(key, value) for key, value in zip(chapter.keys, most, strict=True))
+        shown_text = ", ".join(words_for(key, value) for key, value in zip(chapter.keys, values, strict=True))
         shown = f"Of {len(chapter.cells)} conditions these figures show {shown_text or f'the first {MAX_SHOWN}'}."
     return Focus(cells, names(cells), shown)
 
 
+def _main_condition(chapter: Chapter, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of the condition with most modes; of several such conditions the last."""
+    conditions = [tuple(str(cell.flat.get(key, value_of(cell, key))) for key in chapter.keys) for cell in cells]
+    counts = Counter(c for c, cell in zip(conditions, cells, strict=True) if cell.spec.mode.distributed)
+    most = max(counts or Counter(conditions), key=lambda c: (counts[c], conditions.index(c)))
+    return [cell for cell, c in zip(cells, conditions, strict=True) if c == most]
+
+
+def comparable(chapter: Chapter) -> list[Cell]:
+    """Cells that differ in their mode only, of the condition with most modes; on equal nodes without faults if any.
+
+    A headline that compares speaks of these. Two substrates, rates, numbers of nodes or machines are never mixed in it.
+    """
+    calm = [cell for cell in chapter.cells if not cell.disturbed] or chapter.cells
+    return _main_condition(chapter, [cell for cell in calm if not cell.spec.overrides] or calm)
+
+
+CONDITIONS = ("nodes", "node.", "link.", "overrides", "faults", "on", "machine")  # prefixes of keys
+
+
 def names(cells: Sequence[Cell]) -> list[str]:
-    """The name of each cell: its mode, and the values in which cells of the same mode differ."""
-    varies = [key for key in varying_keys([cell.first.summary for cell in cells]) if key not in ("mode", "placement")]
-    if len({cell.substrate for cell in cells}) > 1:
-        varies.append("on")
+    """The name of each cell: its mode, and the values in which these cells differ.
+
+    If their modes differ, only the network, the nodes and the place are added: a comparison depends on them.
+    """
+    summaries = [cell.first.summary for cell in cells]
+    varies = [key for key in varying_keys(summaries) if key not in ("mode", "placement")] + varying_places(summaries)
     if len({cell.label for cell in cells}) == len(cells):
-        varies = []  # no two cells have the same mode, so the mode is the name
-    return [", ".join([cell.label, *(words_for(key, value_of(cell, key), varies) for key in varies)]) for cell in cells]
+        varies = [key for key in varies if key.startswith(CONDITIONS)]
+    return [name_of(cell, varies) for cell in cells]
+
+
+def name_of(cell: Cell, keys: Sequence[str]) -> str:
+    """A cell's mode and its values of these keys: `ring on netns, 4 nodes`."""
+    on = f" on {cell.substrate}" if "on" in keys else ""
+    others = [key for key in keys if key != "on"]
+    return ", ".join([f"{cell.label}{on}", *(words_for(key, value_of(cell, key), others) for key in others)])
 
 
 def value_of(cell: Cell, key: str) -> Any:
     """A cell's value of a key, as it is printed."""
     if key == "on":
         return cell.substrate
+    if key == "machine":
+        return cell.machine or "unknown machine"
+    if key == "faults":
+        return " ".join(map(str, cell.spec.faults)) or "none"
     if key == "nodes":
         return cell.world
     if key == "overrides":
@@ -462,7 +514,9 @@ def overrides_in_words(cell: Cell) -> str:
 def words_for(key: str, value: Any, among: Sequence[str] = ()) -> str:
     """`4 nodes`, `200mbit`, `batch 64`."""
     if key == "nodes":
-        return f"{value} nodes"
-    if key in ("link.rate", "overrides", "on"):
+        return f"{value} node{'' if value == 1 else 's'}"
+    if key == "faults":
+        return "no faults" if value == "none" else str(value)
+    if key in ("link.rate", "overrides", "on", "machine"):
         return "unshaped" if value is None else "equal nodes" if value == "none" else str(value)
     return f"{short_key(key, among or [key]).replace('_', ' ')} {value}"

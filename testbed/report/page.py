@@ -111,7 +111,7 @@ def make_section(chapter: Chapter) -> Section:
         name=chapter.name,
         title=chapter.title,
         caption=caption(chapter.summaries),
-        verdict=verdict(chapter, focused, swept[0].finding if swept else ""),
+        verdict=verdict(chapter, swept[0].finding if swept else ""),
         tables=_tables(chapter),
         plots=[*swept, *_plots(chapter, focused)],
         published=published(chapter),

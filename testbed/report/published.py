@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from testbed.report.model import Cell, Chapter, value_of
+from testbed.report.sentences import COMPARE_STEPS, Claim, states
 from testbed.report.tables import (
     DASH,
     Table,
@@ -30,6 +31,7 @@ from testbed.report.tables import (
     weak_speed_up,
 )
 
+MISSING = f"no run with {COMPARE_STEPS} steps or more"
 FLAT = 0.05  # a change smaller than this share counts as flat
 MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "seconds_per_step": ("s/iter", lambda chapter, cell: cell.seconds.centre),
@@ -57,18 +59,6 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One published finding: reproduced ("yes"), not reproduced ("no"), or not decided by these runs ("open")."""
-
-    state: str
-    text: str
-
-    @property
-    def word(self) -> str:
-        return {"yes": "Reproduced:", "no": "Not reproduced:", "open": "Open:"}[self.state]
-
-
-@dataclass(frozen=True)
 class Published:
     """A sentence for each claim, and the figures side by side."""
 
@@ -81,13 +71,19 @@ def published(chapter: Chapter) -> Published | None:
     figures = chapter.experiment.published if chapter.experiment else {}
     if not figures:
         return None
-    shape = figures.get("shape") or []
-    claims = [_judge(chapter, claim) for claim in shape if isinstance(claim, dict)]
-    decided = [claim for claim in claims if claim.state != "open"]
+    return Published(claims(chapter), _table(chapter, figures))
+
+
+@states(steps=1, otherwise=[])
+def claims(chapter: Chapter) -> list[Claim]:
+    """Each published finding with its state, and first how many of those that our runs decide hold here."""
+    shape = (chapter.experiment.published if chapter.experiment else {}).get("shape") or []
+    found = [_judge(chapter, claim) for claim in shape if isinstance(claim, dict)]
+    decided = [claim for claim in found if claim.state != "open"]
     good = sum(claim.state == "yes" for claim in decided)
-    whole = "yes" if decided and good == len(decided) else "no" if decided else "open"
+    whole = "yes" if good == len(decided) else "no"
     heads = [Claim(whole, f"{good} of {len(decided)} published findings hold here.")] if decided else []
-    return Published([*heads, *claims], _table(chapter, figures))
+    return [*heads, *found]
 
 
 def _table(chapter: Chapter, figures: dict[str, Any]) -> Table:
@@ -142,16 +138,16 @@ def _judge(chapter: Chapter, claim: dict[str, Any]) -> Claim:
 def _values(chapter: Chapter, claim: dict[str, Any], modes: list[str]) -> dict[str, float]:
     """The measure of each mode that we have runs of."""
     measure = MEASURES[claim["measure"]][1]
-    cells = {mode: _pick(chapter, mode, claim.get("where") or {}) for mode in modes}
+    cells = {mode: _pick(chapter, mode, claim.get("where") or {}, COMPARE_STEPS) for mode in modes}
     found = {mode: measure(chapter, cell) for mode, cell in cells.items() if cell}
     return {mode: value for mode, value in found.items() if value is not None}
 
 
-def _pick(chapter: Chapter, mode: str, where: dict[str, Any]) -> Cell | None:
-    """The cell of a mode with these values; of several the one with most nodes."""
+def _pick(chapter: Chapter, mode: str, where: dict[str, Any], least: int = 1) -> Cell | None:
+    """The cell of a mode with these values and at least so many steps; of several the one with most nodes."""
     mode, _, after = mode.partition("|")
     wanted = {"placement": "after-step" if after else "before-step"} | where
-    fits = [c for c in chapter.cells if str(c.spec.mode) == mode and _fits(c, wanted)]
+    fits = [c for c in chapter.cells if str(c.spec.mode) == mode and c.n >= least and _fits(c, wanted)]
     return max(fits, key=lambda cell: cell.world, default=None)
 
 
@@ -167,9 +163,10 @@ def _rising(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
     modes = [str(mode) for mode in claim["rising"]]
     values = _values(chapter, claim, modes)
     if len(values) < len(modes):
-        return "open", f"no run of {', '.join(mode for mode in modes if mode not in values)}"
-    ours = " < ".join(f"{_mode_text(mode)} {values[mode]:.3g}" for mode in modes)
-    return ("yes" if all(values[a] < values[b] for a, b in pairwise(modes)) else "no"), f"ours: {ours}"
+        return "open", f"{MISSING} of {', '.join(mode for mode in modes if mode not in values)}"
+    rises = all(values[a] < values[b] for a, b in pairwise(modes))
+    ours = (" < " if rises else ", ").join(f"{_mode_text(mode)} {values[mode]:.3g}" for mode in modes)
+    return ("yes" if rises else "no"), f"ours: {ours}"
 
 
 def _equal(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
@@ -186,10 +183,10 @@ def _gap(chapter: Chapter, claim: dict[str, Any], key: str, holds: Callable[[flo
     measure = MEASURES[claim["measure"]][1]
     values = []
     for name in names:
-        cell = _pick(chapter, name, claim.get("where") or {})
+        cell = _pick(chapter, name, claim.get("where") or {}, COMPARE_STEPS)
         value = measure(chapter, cell) if cell else None
         if value is None:
-            return "open", f"no run of {name}"
+            return "open", f"{MISSING} of {name}"
         values.append(value)
     gap = (max(values) - min(values)) / max(abs(value) for value in values)
     ours = ", ".join(f"{_mode_text(name)} {value:.3g}" for name, value in zip(names, values, strict=True))
@@ -202,10 +199,12 @@ def _goes(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
     ends = []
     for value in (claim["from"], claim["to"]):
         where = (claim.get("where") or {}) | {over: value}
-        cell = _pick(chapter, str(claim["mode"]), where) or _pick(chapter, "single", where)
+        cell = _pick(chapter, str(claim["mode"]), where, COMPARE_STEPS) or _pick(
+            chapter, "single", where, COMPARE_STEPS
+        )
         found = measure(chapter, cell) if cell else None
         if found is None:
-            return "open", f"no run of {claim['mode']} with {over} {value}"
+            return "open", f"{MISSING} of {claim['mode']} with {over} {value}"
         ends.append(found)
     change = ends[1] / ends[0] - 1
     went = "flat" if abs(change) < FLAT else "up" if change > 0 else "down"
@@ -217,7 +216,7 @@ def _limit(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
     modes = [str(mode) for mode in claim["modes"]]
     values = _values(chapter, claim, modes)
     if not values:
-        return "open", f"no run of {', '.join(modes)}"
+        return "open", f"{MISSING} of {', '.join(modes)}"
     below, above = claim.get("below"), claim.get("above")
     holds = [(below is None or v < below) and (above is None or v > above) for v in values.values()]
     return ("yes" if all(holds) else "no"), "ours: " + ", ".join(f"{m} {v:.3g}" for m, v in values.items())

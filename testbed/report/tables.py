@@ -338,7 +338,7 @@ def workers_by_batch(chapter: Chapter) -> list[Table]:
 def weak_speed_up(chapter: Chapter, cell: Cell) -> float | None:
     """Speed-up by images per second, over one worker with the same batch per worker."""
     alike = (c for c in chapter.cells if c.world == 1 and c.spec.local_batch(0) == cell.spec.local_batch(0))
-    single = next((c for c in alike if c.substrate == cell.substrate), None)
+    single = next((c for c in alike if (c.substrate, c.machine) == (cell.substrate, cell.machine)), None)
     return cell.images_per_second / single.images_per_second if single else None
 
 

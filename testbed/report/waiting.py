@@ -27,6 +27,7 @@ from testbed.spec.units import Interval, covered_length
 
 SLOW_CPU = 1.25
 CPU_STEPS = 0.75
+MIN_STEPS = 4  # fewer tell no slow rank from a slow step
 SLOW_LINK = 0.8
 LINK_MATTERS = 0.2
 ROUNDING_S = 1e-5  # records keep microseconds
@@ -129,7 +130,7 @@ def _transfers(run: LoadedRun, rank: int) -> dict[str, list[Transfer]]:
 
 def stragglers(run: LoadedRun) -> list[Straggler]:
     """Stragglers by the rules above, the slowest first."""
-    if run.spec.world < 2:
+    if run.spec.world < 2 or len(run.kept[0].total) < MIN_STEPS:
         return []
     found = [*_slow_cpus(run), *_slow_links(run)]
     return sorted(found, key=lambda each: -each.factor)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from testbed.results.conclude import Summary
 from testbed.results.machines import busy_note
+from testbed.spec.errors import one_line
 from testbed.spec.mode import ALGORITHMS, CONTROL
 from testbed.spec.run import RunSpec
 from testbed.spec.units import format_rate
@@ -38,12 +39,19 @@ NOT_IN_BASELINE = NO_COLUMN | {"nodes", "batch", "batch_per_rank", "batchnorm", 
 def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows in the order given. Only runs with status "ok" have a row."""
     counted = [s for s in summaries if s.status == "ok"]
-    varying = varying_keys(counted)
+    varying, places = varying_keys(counted), varying_places(counted)
     rows = [
-        _row(s, single, [str(s.spec.world if key == "nodes" else flatten(s.spec).get(key)) for key in varying])
+        _row(
+            s,
+            single,
+            [
+                *(str(s.spec.world if key == "nodes" else flatten(s.spec).get(key)) for key in varying),
+                *(PLACES[place](s) for place in places),
+            ],
+        )
         for s, single in zip(counted, baselines(counted), strict=True)
     ]
-    header = (HEADER[0], *(short_key(key, varying) for key in varying), *HEADER[1:])
+    header = (HEADER[0], *(short_key(key, varying) for key in varying), *places, *HEADER[1:])
     notes = [row_note([s]) for s in counted]
     if any(notes):
         return (*header, NOTE), [(*row, note or "-") for row, note in zip(rows, notes, strict=True)]
@@ -119,7 +127,7 @@ def caption(summaries: Sequence[Summary]) -> str:
     """What all rows have in common; keys that vary have a column."""
     if not summaries:
         return ""
-    s, spec, varying = summaries[0], summaries[0].spec, set(varying_keys(summaries))
+    spec, varying = summaries[0].spec, set(varying_keys(summaries))
     equal = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     alone = all(x.spec.world == 1 for x in summaries)  # `single` only: the other nodes and the network are not used
     each, over_all = ("", "") if alone else (" each", " over all ranks")
@@ -138,7 +146,8 @@ def caption(summaries: Sequence[Summary]) -> str:
     steps = f"{least} to {most}" if least < most else f"{most}"
     warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
     middle = "median" if all(x.spec.mode.every == 1 for x in summaries) else "median (every:K: mean)"
-    return f"{common}, on {s.substrate}; {middle} of {steps} steps after {warmup}"
+    substrates = " and ".join(dict.fromkeys(s.substrate for s in summaries))
+    return f"{common}, on {substrates}; {middle} of {steps} steps after {warmup}"
 
 
 def label(spec: RunSpec) -> str:
@@ -168,6 +177,24 @@ def varying_keys(summaries: Sequence[Summary]) -> list[str]:
     return [key for key in keys if any(flat.get(key) != flats[0][key] for flat in flats)]
 
 
+def machine(summary: Summary) -> str:
+    """The processor that rank 0 recorded, e.g. `Xeon E5 (8 cores)`; empty if it recorded none.
+
+    Host names would not do: every container has its own.
+    """
+    cpu, cores = summary.environment.get("cpu"), summary.environment.get("cores")
+    return one_line(f"{cpu} ({cores} cores)") if cpu else ""
+
+
+# Where a run was measured is no key of its spec. It has a column where it varies.
+PLACES: dict[str, Callable[[Summary], str]] = {"on": lambda s: s.substrate, "machine": machine}
+
+
+def varying_places(summaries: Sequence[Summary]) -> list[str]:
+    """Those of PLACES in which these runs differ, as far as it was recorded."""
+    return [place for place, of in PLACES.items() if len({of(s) for s in summaries} - {""}) > 1]
+
+
 def short_key(key: str, among: Sequence[str]) -> str:
     """`optimizer.lr` -> `lr`, if no other key ends like that."""
     last = key.rpartition(".")[2]
@@ -184,7 +211,8 @@ def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
         flat = flatten(s.spec)
         network = ("link.", "overrides")
         kept = {k: v for k, v in flat.items() if k not in NOT_IN_BASELINE and not k.startswith(network)}
-        return repr(sorted((kept | {"batch": s.spec.global_batch, "on": s.substrate}).items()))
+        places = {place: of(s) for place, of in PLACES.items()}
+        return repr(sorted((kept | {"batch": s.spec.global_batch} | places).items()))
 
     singles: dict[str, Summary] = {}
     for s in summaries:

@@ -99,7 +99,9 @@ def weak(chapter: Chapter) -> list[Plot]:
             (
                 c
                 for c in chapter.cells
-                if c.world == 1 and c.spec.global_batch == per_rank and c.substrate == curve[0][1].substrate
+                if c.world == 1
+                and c.spec.global_batch == per_rank
+                and (c.substrate, c.machine) == (curve[0][1].substrate, curve[0][1].machine)
             ),
             None,
         )
@@ -168,7 +170,7 @@ def bandwidth(chapter: Chapter) -> list[Plot]:
     _log_ticks(made, found, format_rate)
     made.axes.set_xlabel("rate of every link, each way (○: crossing)")
     made.axes.set_ylabel("seconds per step")
-    return [plot(made, "bandwidth", findings.bandwidth(found, met, single), "Both axes are logarithmic.")]
+    return [plot(made, "bandwidth", findings.bandwidth(found, met=met, single=single), "Both axes are logarithmic.")]
 
 
 def _level(made: Canvas, seconds: float, name: str, tint: str) -> None:
@@ -202,7 +204,7 @@ def buckets(chapter: Chapter) -> list[Plot]:
     made.axes.set_ylim(0, None)
     made.axes.set_xlabel("bucket size")
     made.axes.set_ylabel("seconds per step")
-    return [plot(made, "buckets", findings.buckets(found, levels), "Dashed: modes without a bucket size.")]
+    return [plot(made, "buckets", findings.buckets(found, levels=levels), "Dashed: modes without a bucket size.")]
 
 
 def skipping(chapter: Chapter) -> list[Plot]:
@@ -238,7 +240,7 @@ def substrates(chapter: Chapter) -> list[Plot]:
         return []
     by_spec: dict[str, dict[str, Cell]] = {}
     for cell in chapter.cells:
-        by_spec.setdefault(cell.same_spec, {})[cell.substrate] = cell
+        by_spec.setdefault(f"{cell.same_spec} of {cell.machine}", {})[cell.substrate] = cell
     both = [cells for cells in by_spec.values() if len(cells) > 1][:10]
     if not both:
         return []

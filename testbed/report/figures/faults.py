@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from testbed.report import findings
 from testbed.report.faulted import FaultedRun
 from testbed.report.figures.style import COLOURS, Plot, colour, legend_below, plot, strips
 
@@ -49,10 +50,7 @@ def _noticed(runs: Sequence[FaultedRun]) -> Plot:
     made.axes.set_xlabel("seconds from the fault until the last other rank detected it")
     tints = {mode: colour(mode.split("/")[0]) for mode in modes}
     legend_below(made, [Patch(facecolor=tint, label=mode) for mode, tint in tints.items()])
-    good = sum(run.history.named_right is True for run in runs)
-    slowest = max(run.history.last_notice_s or 0.0 for run in runs)
-    finding = f"All others detected it within {slowest:.1f} s and named the right rank in {good} of {len(runs)} runs"
-    return plot(made, "faults-noticed", finding, "Hollow dot: another rank was named, or none.")
+    return plot(made, "faults-noticed", findings.faults_noticed(runs), "Hollow dot: another rank was named, or none.")
 
 
 def _run(run: FaultedRun, name: str) -> Plot:
@@ -84,16 +82,4 @@ def _run(run: FaultedRun, name: str) -> Plot:
         Line2D([], [], color=FAULT, marker="X", linestyle="", label="ended with an error"),
     ]
     legend_below(made, keys)
-    return plot(made, name, _finding(run), f"Run {run.spec.name}. {NOTE}")
-
-
-def _finding(run: FaultedRun) -> str:
-    mode, fault = run.spec.mode, run.row[1]
-    if run.row[-1] == "went on":
-        return f"{fault} with {mode}: the other ranks wait, and the run goes on"
-    if run.row[-1] == "restarted":
-        return f"{fault} with {mode}: all ranks restart from the last checkpoint and finish"
-    if run.history.last_notice_s is None:
-        return f"{fault} with {mode}: the run ends"
-    named = "and name it" if run.history.named_right else "and name another rank"
-    return f"{fault} with {mode}: all other ranks detect it after {run.history.last_notice_s:.2f} s {named}"
+    return plot(made, name, findings.one_fault(run), f"Run {run.spec.name}. {NOTE}")

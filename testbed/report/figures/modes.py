@@ -129,8 +129,7 @@ def _ranks(cell: Cell, name: str) -> Plot:
         Patch(facecolor=EXPOSED, label="transfer"),
     ]
     legend_below(made, keys)
-    first = cell.stragglers[0].sentence
-    return plot(made, name, f"{first[0].upper()}{first[1:]}", f"Run {cell.spec.name}. {findings.STRAGGLER}")
+    return plot(made, name, findings.straggler(cell), f"Run {cell.spec.name}. {findings.STRAGGLER}")
 
 
 DETAILED = (where_time_goes,)  # for runs that recorded spans

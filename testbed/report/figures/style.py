@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import matplotlib
@@ -20,6 +21,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from testbed.report.sentences import check_sentence
 from testbed.spec.mode import ALGORITHMS, USER_METHOD
 
 matplotlib.use("Agg")
@@ -81,22 +83,6 @@ plt.rcParams.update(
 )
 
 
-@dataclass(frozen=True)
-class Plot:
-    """One figure: the name of its files, the finding that is its title, a note on how to read it, and the drawings."""
-
-    name: str
-    finding: str
-    note: str
-    svg: str  # for a file
-    inline: str  # for the page
-    png: bytes
-
-    def _repr_svg_(self) -> str:
-        """Notebooks show the figure."""
-        return self.svg
-
-
 @dataclass
 class Canvas:
     """A figure with one axes below the room for the title. `tips` are the texts that the pointer shows over a part."""
@@ -110,6 +96,42 @@ class Canvas:
         key = f"tip{len(self.tips)}"
         artist.set_gid(key)
         self.tips[key] = text
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure: the name of its files, the finding that is its title, a note on how to read it, and the drawings.
+
+    A drawing is made when it is used first, because that takes most of the time of a report.
+    """
+
+    name: str
+    finding: str
+    note: str
+    made: Canvas
+
+    @cached_property
+    def svg(self) -> str:
+        """The drawing for a file."""
+        text = io.StringIO()
+        with plt.rc_context({"svg.hashsalt": self.name}):
+            self.made.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        return _with_tips(text.getvalue(), self.made.tips)
+
+    @cached_property
+    def inline(self) -> str:
+        """The drawing for the page."""
+        return _inline(self.svg, self.name, self.finding, self.made.figure.get_size_inches()[1])
+
+    @cached_property
+    def png(self) -> bytes:
+        image = io.BytesIO()
+        self.made.figure.savefig(image, format="png", dpi=120, pil_kwargs={"compress_level": 4})
+        return image.getvalue()
+
+    def _repr_svg_(self) -> str:
+        """Notebooks show the figure."""
+        return self.svg
 
 
 def canvas(
@@ -176,17 +198,15 @@ def legend_above(made: Canvas) -> None:
 
 
 def plot(made: Canvas, name: str, finding: str, note: str = "") -> Plot:
-    """Save a canvas. `name` is a prefix of its ids, so that no two figures of a page share one."""
-    size = made.figure.get_size_inches()
+    """A canvas with its title. `name` is a prefix of its ids, so that no two figures of a page share one.
+
+    TypeError if no registered rule made the finding (report/sentences.py).
+    """
+    check_sentence(finding)
+    height = made.figure.get_size_inches()[1]
     title = "\n".join(textwrap.wrap(finding, 64)[:2])
-    made.figure.text(0.012, 1 - 0.09 / size[1], title, fontsize=10.2, fontweight="bold", va="top", gid="title")
-    with plt.rc_context({"svg.hashsalt": name}):
-        text = io.StringIO()
-        made.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        image = io.BytesIO()
-        made.figure.savefig(image, format="png", dpi=120, pil_kwargs={"compress_level": 4})
-    svg = _with_tips(text.getvalue(), made.tips)
-    return Plot(name, finding, note, svg, _inline(svg, name, finding, size[1]), image.getvalue())
+    made.figure.text(0.012, 1 - 0.09 / height, title, fontsize=10.2, fontweight="bold", va="top", gid="title")
+    return Plot(name, finding, note, made)
 
 
 def _with_tips(svg: str, tips: dict[str, str]) -> str:

@@ -80,13 +80,6 @@ def loss_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
     )
 
 
-def seconds_so_far(cell: Cell) -> Column:
-    """When each step of rank 0 ended, in seconds since the first began, evaluation between epochs included."""
-    steps = cell.first.ranks[0].steps
-    ends = steps.at + steps.total - steps.at[0]
-    return np.asarray(ends[: len(cell.losses())], dtype=np.float64)
-
-
 def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
     """The same losses against the clock, of runs without injected faults."""
     shown = [(cell, name) for cell, name in zip(cells, names, strict=True) if not cell.disturbed]
@@ -94,14 +87,14 @@ def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
         return None
     cells, names = [cell for cell, _ in shown], [name for _, name in shown]
     made = canvas(3.3)
-    curves = [(seconds_so_far(c), c.losses()[: len(seconds_so_far(c))]) for c in cells]
+    curves = [(c.seconds_so_far(), c.losses()) for c in cells]
     _lines(made, curves, cells, names)
     made.axes.set_xlabel("seconds of training")
     made.axes.set_ylabel("training loss")
     return plot(
         made,
         "loss-by-time",
-        findings.loss_by_time(cells, curves),
+        findings.loss_by_time(cells),
         "With warm-up steps and evaluation: the time that a user waits.",
     )
 

@@ -79,6 +79,22 @@ def test_a_change_of_substrate_is_printed(tmp_path: Path) -> None:
     assert compare(tmp_path / "a", tmp_path / "a", 0.05).differences == []
 
 
+def test_a_change_of_machine_is_printed_and_two_machines_are_kept_apart(tmp_path: Path) -> None:
+    for side, cpus in (("a", ("Xeon",)), ("b", ("Epyc",)), ("c", ("Xeon", "Epyc"))):
+        for cpu in cpus:
+            for mode in ("ring", "ddp"):
+                make_run(tmp_path / side / f"{mode}-{cpu}", Conditions(cpu_model=cpu), mode=mode, **LINK)
+    assert compare(tmp_path / "a", tmp_path / "b", 0.05).differences == ["machine: Xeon (2 cores) -> Epyc (2 cores)"]
+    assert len(compare(tmp_path / "c", tmp_path / "c", 0.05).changes) == 4
+
+
+def test_a_change_between_single_steps_is_neither_slower_nor_faster(tmp_path: Path) -> None:
+    for side, compute in (("a", 4.0), ("b", 8.0)):
+        make_run(tmp_path / side, Conditions(compute=compute), mode="ring", steps=3, **LINK)
+    done = CliRunner().invoke(app, ["compare", *sides(tmp_path)])
+    assert done.exit_code == 0 and "too few steps" in done.output and "worse:" not in done.output
+
+
 def sides(folder: Path) -> list[str]:
     return [str(folder / "a"), str(folder / "b")]
 

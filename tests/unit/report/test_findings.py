@@ -108,16 +108,27 @@ def test_copies_are_no_difference_to_the_control_if_they_are_recorded_as_copies(
 
 @pytest.mark.parametrize(
     ("mode", "more", "ok"),
-    [("ring", 1.05, True), ("ring", 1.14, False), ("ring", 0.6, False), ("ddp", 1.14, True), ("ddp", 1.3, False)],
+    [("ring", 1.05, True), ("ring", 1.14, False), ("ring", 0.6, False), ("ddp", 1.14, None), ("ddp", 1.3, False)],
 )
-def test_only_a_mode_that_sends_while_it_computes_may_need_more_than_a_tenth(
-    tmp_path: Path, mode: str, more: float, ok: bool
+def test_only_for_a_mode_that_sends_while_it_computes_more_than_a_tenth_is_open(
+    tmp_path: Path, mode: str, more: float, ok: bool | None
 ) -> None:
-    """These ddp runs send during half of backward, so the limit is about 15 %; ring sends after it: 10 %."""
+    """These ddp runs send during half of backward: contention could explain about 15 %; ring sends after it."""
     make_run(tmp_path / "none", Conditions(compute=6.0, noise=0.0), mode="none", **LINK)
     make_run(tmp_path / mode, Conditions(compute=6.0 * more, noise=0.0), mode=mode, **LINK)
     control = check_of(tmp_path, "Control")
     assert control.ok is ok, control.text
+
+
+@pytest.mark.parametrize("less", [0.95, 0.85])
+def test_less_work_than_the_control_is_no_proof_of_anything(tmp_path: Path, less: float) -> None:
+    """Ranks of gather mostly wait. Why they then need less processor time is not recorded, so the check is open."""
+    make_run(tmp_path / "none", Conditions(compute=6.0, noise=0.0), mode="none", **LINK)
+    make_run(tmp_path / "gather", Conditions(compute=6.0 * less, noise=0.0), mode="gather", **LINK)
+    control = check_of(tmp_path, "Control")
+    unexplained = "none of them is recorded" in control.text
+    assert (control.ok, unexplained) == ((True, False) if less > 0.9 else (None, True)), control.text
+    assert re.search(r"gather (5\.0|15) % less \(limit 10 %\)", control.text)
 
 
 @pytest.mark.parametrize(("more", "ok"), [(1.15, True), (1.25, False)])
@@ -176,9 +187,9 @@ def test_bucket_sizes_and_every_k_have_their_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [("ddp", "the same loss for 5 steps; then rounding"), ("ring/fp16", "do not train the same model")],
+    [("ddp", "the same loss for 5 steps; then they differ"), ("ring/fp16", "The losses differ: after 12 steps")],
 )
-def test_exact_modes_differ_by_rounding_and_others_train_another_model(tmp_path: Path, other: str, said: str) -> None:
+def test_modes_that_agree_at_first_are_told_from_modes_that_never_do(tmp_path: Path, other: str, said: str) -> None:
     make_run(tmp_path / "runs" / "ring", Conditions(loss_rate=0.05), mode="ring")
     make_run(tmp_path / "runs" / "other", Conditions(loss_rate=0.06), mode=other)
     (part,) = write([tmp_path / "runs"], tmp_path).sections

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testbed.report.load import load
-from testbed.report.model import Cell, chapters, crossings
+from testbed.report.model import Cell, chapters, comparable, crossings, names
 from tests.support.synthetic import Conditions, make_run, size_of
 
 MODES = ["single", "none", "gather", "allreduce", "ring", "ddp", "server", "ddp/fp16", "direct/topk:0.01"]
@@ -58,12 +58,33 @@ def test_repeats_are_pooled(tmp_path: Path) -> None:
     assert (len(cell.runs), cell.seconds.n) == (3, 30)
 
 
-def test_runs_of_another_mode_substrate_or_spans_are_not_repeats(tmp_path: Path) -> None:
+def test_runs_of_another_mode_substrate_machine_or_spans_are_not_repeats(tmp_path: Path) -> None:
     make_run(tmp_path / "a", mode="ring")
     make_run(tmp_path / "b", mode="ddp")
     make_run(tmp_path / "c", Conditions(substrate="compose"), mode="ring")
     make_run(tmp_path / "d", mode="ring", spans=False)
-    assert len(chapters(load([tmp_path]))[0].cells) == 4
+    make_run(tmp_path / "e", Conditions(cpu_model="Epyc"), mode="ring")
+    assert len(chapters(load([tmp_path]))[0].cells) == 5
+
+
+def test_a_name_says_where_a_run_was_measured_even_if_its_mode_is_unique(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", mode="ring", link={"rate": "500mbit"})
+    make_run(tmp_path / "b", Conditions(substrate="compose"), mode="ddp", link={"rate": "100mbit"}, batch=32)
+    (chapter,) = chapters(load([tmp_path]))
+    assert names(chapter.cells) == ["ring on netns, 500mbit", "ddp on compose, 100mbit"]
+
+
+def test_only_cells_that_differ_in_their_mode_are_comparable(tmp_path: Path) -> None:
+    for mode in ("ring", "ddp", "tree"):
+        make_run(tmp_path / f"{mode}-4", mode=mode, steps=4)
+    for mode in ("ring", "ddp"):
+        make_run(tmp_path / f"{mode}-2", mode=mode, nodes=2, steps=4)
+        make_run(tmp_path / f"{mode}-there", Conditions(substrate="compose"), mode=mode, steps=4)
+    slow = {"node2": {"cpus": 0.1}}
+    for mode in ("ring", "ddp", "tree", "gather"):
+        make_run(tmp_path / f"{mode}-slow", mode=mode, overrides=slow, steps=4)
+    (chapter,) = chapters(load([tmp_path]))
+    assert {cell.spec.name for cell in comparable(chapter)} == {"ring-4", "ddp-4", "tree-4"}
 
 
 def test_cells_are_sorted_by_the_number_of_nodes(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from testbed.results.table import (
 from testbed.spec.experiment import run_name
 from testbed.spec.run import RunSpec
 
-FACTS = ("status", "reason", "substrate", "test_loss", "test_accuracy", "sent_per_step", "replicas_agree", "machines")
+FACTS = ("status", "reason", "substrate", "environment", "test_loss", "test_accuracy", "sent_per_step")
+FACTS += ("replicas_agree", "machines")
 BUSY = {"ranks": [0, 1], "cores": 2, "others": 1.2}
 QUIET = BUSY | {"others": 0.1}
 
@@ -168,6 +169,25 @@ def test_keys_of_one_last_name_are_told_apart() -> None:
 def test_names_ports_and_deadlines_are_no_column() -> None:
     header, _ = table([made("ring", 1.0), made("ring", 1.0, port=4000, deadline=9.0, probe=False, experiment="e")])
     assert header == HEADER
+
+
+XEON = {"cpu": "Xeon", "cores": 2, "host": "node0"}
+
+
+def test_where_runs_of_two_substrates_or_machines_were_measured_has_a_column() -> None:
+    summaries = [made("ring", 1.0, environment=XEON), made("tree", 1.0, substrate="compose", environment=XEON)]
+    assert column(summaries, "on") == ["netns", "compose"] and "machine" not in table(summaries)[0]
+    assert " on netns and compose; " in caption(summaries)
+    moved = [summaries[0], made("tree", 1.0, environment=XEON | {"cpu": "Epyc", "host": "node1"})]
+    assert column(moved, "machine") == ["Xeon (2 cores)", "Epyc (2 cores)"] and "on" not in table(moved)[0]
+    other_name = [summaries[0], made("tree", 1.0, environment=XEON | {"host": "another container"})]
+    assert table(other_name)[0] == HEADER
+
+
+def test_speed_up_is_over_a_single_run_of_the_same_machine() -> None:
+    elsewhere = made("single", 100.0, environment=XEON | {"cpu": "Epyc"})
+    summaries = [elsewhere, made("single", 2.0, environment=XEON), made("ring", 1.0, environment=XEON)]
+    assert column(summaries, "speed-up") == ["1.00", "1.00", "2.00"]
 
 
 def test_a_run_that_is_left_out_makes_no_column() -> None:

@@ -1,0 +1,181 @@
+"""The register of sentences: each rule that derives a sentence from numbers declares what it needs.
+
+`@states(steps=3, cells=2, otherwise="...")` registers a rule. Before the rule is called, cells with fewer steps are
+left out of its positional arguments. If fewer cells remain than it needs, it is not called, and the result is
+`otherwise`: a title without a claim, or nothing.
+
+What a rule returns is a Sentence, and figures, verdicts and claims refuse any other text. So a rule that is not
+registered cannot write on the page, and tests/unit/report/test_sentences.py calls every registered rule with runs that
+support no claim: one step, one mode, a rising loss, equal values, invalid and faulted runs, two substrates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+COMPARE_STEPS = 3  # the fewest steps of a median that is compared with another
+STEADY_STEPS = 10  # the fewest of which "nine of ten" can be said
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Sentence(str):
+    """Text that the rule `rule` derived from numbers. `claims` is False for a text that says nothing about them."""
+
+    rule: str
+    claims: bool
+
+    def __new__(cls, text: str, rule: str = "", claims: bool = True) -> Sentence:
+        made = super().__new__(cls, text)
+        made.rule, made.claims = rule, claims and bool(text)
+        return made
+
+    def ended(self) -> Sentence:
+        """The same with a full stop."""
+        return Sentence(f"{self}.", self.rule, self.claims)
+
+
+def check_sentence(text: str) -> Sentence:
+    """Return `text`; TypeError if no registered rule made it."""
+    if not isinstance(text, Sentence):
+        raise TypeError(f"{text!r} was made by no registered rule. Decorate the function that made it with @states.")
+    return text
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number in large type, and what it is."""
+
+    figure: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of the numbers with each other; `ok` is None where there was nothing to compare, or no answer."""
+
+    ok: bool | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One published finding: reproduced ("yes"), not reproduced ("no"), or not decided by these runs ("open")."""
+
+    state: str
+    text: str
+
+    @property
+    def word(self) -> str:
+        return {"yes": "Reproduced:", "no": "Not reproduced:", "open": "Open:"}[self.state]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a rule needs before it may speak."""
+
+    name: str
+    steps: int  # of every cell that it speaks of
+    cells: int
+    otherwise: Any
+
+
+RULES: dict[str, Rule] = {}
+
+
+def states(*, steps: int, cells: int = 1, otherwise: Any = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a rule and make its results Sentences. `steps` and `cells`: the fewest that it can speak of."""
+
+    def register(make: Callable[P, R]) -> Callable[P, R]:
+        rule = Rule(f"{make.__module__.rpartition('.')[2]}.{make.__name__}", steps, cells, otherwise)
+        if rule.name in RULES:
+            raise ValueError(f"the rule {rule.name} is registered twice. Give one of them another name.")
+        RULES[rule.name] = rule
+
+        @functools.wraps(make)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                fitting = [_fit(value, rule) for value in args]
+            except _TooFewError:
+                return _marked(rule.otherwise, rule.name, claims=False)  # type: ignore[no-any-return]
+            return _marked(make(*fitting, **kwargs), rule.name)  # type: ignore[no-any-return]
+
+        return checked
+
+    return register
+
+
+class _TooFewError(Exception):
+    pass
+
+
+@runtime_checkable
+class _Counted(Protocol):
+    """A cell: what it says rests on `n` steps."""
+
+    @property
+    def n(self) -> int: ...
+
+
+@runtime_checkable
+class _HasCells(Protocol):
+    """A chapter."""
+
+    cells: list[Any]
+
+    def with_cells(self, cells: list[Any]) -> Any: ...
+
+
+def _fit(value: Any, rule: Rule) -> Any:
+    """An argument without cells that have too few steps; _TooFewError if it has too few cells then."""
+    if isinstance(value, _Counted):
+        if value.n < rule.steps:
+            raise _TooFewError
+        return value
+    if isinstance(value, _HasCells):
+        return value.with_cells(_at_least([c for c in value.cells if _fits(c, rule)], rule.cells))
+    if isinstance(value, Mapping):
+        curves = {key: [point for point in curve if _fits(point, rule)] for key, curve in value.items()}
+        return _at_least({key: curve for key, curve in curves.items() if len(curve) > 1}, 1)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return _fit_sequence(value, rule)
+    return value
+
+
+def _fit_sequence(values: Sequence[Any], rule: Rule) -> Any:
+    if all(isinstance(value, _Counted) for value in values):
+        return _at_least([value for value in values if _fits(value, rule)], rule.cells)
+    if all(isinstance(value, Mapping) for value in values):  # the same spec in several places
+        groups = [{key: cell for key, cell in each.items() if _fits(cell, rule)} for each in values]
+        return _at_least([group for group in groups if len(group) > 1], 1)
+    return values
+
+
+def _fits(value: Any, rule: Rule) -> bool:
+    """True for a cell with enough steps, and for the point of a curve (value, cell) whose cell has."""
+    if isinstance(value, tuple):
+        return all(_fits(each, rule) for each in value)
+    return not isinstance(value, _Counted) or value.n >= rule.steps
+
+
+def _at_least(values: Any, least: int) -> Any:
+    if len(values) < least:
+        raise _TooFewError
+    return values
+
+
+def _marked(result: Any, rule: str, claims: bool = True) -> Any:
+    """The result of a rule with every text in it as a Sentence."""
+    if isinstance(result, Sentence) and not result.claims:
+        return result
+    if isinstance(result, str):
+        return Sentence(result, rule, claims)
+    if isinstance(result, list):
+        return [_marked(each, rule, claims) for each in result]
+    if isinstance(result, Tile | Check | Claim):
+        return replace(result, text=_marked(result.text, rule, claims))
+    return result
