@@ -33,13 +33,15 @@ HOLDER = (
     "with reserve_machine(report, Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(float(sys.argv[3]))\n"
 )
 WAITER = (  # a run as the command line starts it, with a lock of its own: the machine's may be in use
-    "import functools, signal, sys; from pathlib import Path\n"
+    "import signal, sys; from pathlib import Path\n"
     "from testbed.control.runs.locks import machine_lock; from testbed.control.runs.run import execute\n"
     "from testbed.control.runs.progress import Screen, open_progress; from testbed.control.runs.select import choose\n"
     "from testbed.results.folder import RunFolder; from testbed.spec.errors import TestbedError\n"
     "from testbed.spec.experiment import spec_from_flags\n"
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "lock = functools.partial(machine_lock, folders=[Path(sys.argv[1])])\n"
+    "def lock(choice, report):\n"  # a line on stdout says that the wait was reported, also if the run is quiet
+    "    told = lambda text: (report(text), print('reported', flush=True))\n"
+    "    return machine_lock(choice, told, folders=[Path(sys.argv[1])])\n"
     "spec = spec_from_flags({'model': 'lenet5', 'data': 'synthetic', 'nodes': 2, 'batch': 8})\n"
     "progress = open_progress(Screen(stderr=True, soft_wrap=True), quiet=len(sys.argv) > 3)\n"
     "try:\n    execute(spec, choose('process', spec), RunFolder(Path(sys.argv[2])), progress, lock=lock)\n"
@@ -148,7 +150,7 @@ def test_a_quiet_run_prints_nothing_while_it_waits(folder: Path) -> None:
         try:
             assert line(holder.stdout) == "held\n"
             with start(WAITER, str(folder), str(folder / "r"), "quiet") as waiter:
-                time.sleep(5)
+                assert line(waiter.stdout) == "reported\n"
                 waiter.send_signal(signal.SIGINT)
                 assert waiter.wait(20) == Interrupted.exit_code
                 assert waiter.stderr is not None
