@@ -81,7 +81,8 @@ class Receipt(Spec):
         if not self.links:
             return "network: one node, no link to measure"
         sample = f" of {self.sampled_from}" if self.sampled_from else ""
-        fan_ins = f"{1 + len(self.fan_in_others)} fan-ins" if self.fan_in_others else "the fan-in"
+        measured = len(self.fan_in_others) + (self.fan_in is not None)
+        fan_ins = f"{measured} fan-ins" if measured > 1 else "the fan-in"
         count = f"{len(self.links)}{sample} links and {fan_ins}"
         if self.worst_error is None:
             slowest = min(self._rates(), key=lambda rate: rate.measured)

@@ -66,7 +66,8 @@ def _nothing_remains() -> Iterator[None]:
 
 def assert_within(receipt: Receipt, tolerance: float = 0.05) -> None:
     rows = [(f"node{each.src} -> node{each.dst}", each) for each in receipt.links]
-    rows += [("fan-in", receipt.fan_in)] if receipt.fan_in else []  # type: ignore[list-item]
+    fan_ins = [*([receipt.fan_in] if receipt.fan_in else []), *receipt.fan_in_others]
+    rows += [(f"fan-in of node{each.dst}", each) for each in fan_ins]  # type: ignore[misc]
     report = [
         f"{name}: expected {each.requested}, measured {each.measured:.0f}, "
         f"bounds {(each.requested or 0) * (1 - tolerance):.0f}..{(each.requested or 0) * (1 + tolerance):.0f} bit/s"
@@ -88,6 +89,15 @@ def test_every_link_and_the_fan_in_have_the_requested_rate(rate: int) -> None:
         receipt = measured(substrate, requested)
     assert len(receipt.links) == 12 and receipt.fan_in is not None and receipt.fan_in.requested == rate
     assert all(link.requested == rate for link in receipt.links)
+    assert_within(receipt)
+
+
+def test_above_16_nodes_a_sample_of_the_links_is_measured_and_every_fan_in() -> None:
+    requested = plans(17, 3 * 10**7)
+    with NetnsSubstrate(requested) as substrate:
+        receipt = measured(substrate, requested)
+    assert (len(receipt.links), receipt.sampled_from, len(receipt.fan_in_others)) == (8 * 17, 17 * 16, 16)
+    assert {link.src for link in receipt.links} == {link.dst for link in receipt.links} == set(range(17))
     assert_within(receipt)
 
 

@@ -58,6 +58,13 @@ def test_a_receipt_of_a_sample_says_of_how_many_links() -> None:
     assert Network.of(receipt, SPEC).sampled_from == 4032
 
 
+def test_a_sample_without_the_fan_in_of_node_0_has_one_fan_in() -> None:
+    facts = {"senders": (0, 1), "requested": 200 * MBIT, "goodput": 190.0 * MBIT, "measured": 200.0 * MBIT}
+    receipt = made([200 * MBIT] * 2, 200 * MBIT, fan_in_others=(FanIn(dst=2, error=0.0, **facts),))
+    assert "2 links and 2 fan-ins" in receipt.sentence()
+    assert "2 links and the fan-in" in receipt.model_copy(update={"fan_in": None}).sentence()
+
+
 def test_a_receipt_without_the_keys_for_samples_and_other_fan_ins_is_read(tmp_path: Path) -> None:
     path = tmp_path / "receipt.json"
     made([200 * MBIT] * 2, 200 * MBIT).write(path)
