@@ -17,7 +17,9 @@ Folders. tests/unit/test_imports.py checks which of them may import which:
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,5 +32,18 @@ __all__ = ["Run", "Runs", "__version__", "load", "run", "sweep"]
 def __getattr__(name: str) -> Any:
     """Import the API on first use. Raises AttributeError for a name that it does not have."""
     if name in __all__:
-        return getattr(importlib.import_module("testbed.control.api"), name)
+        found = getattr(importlib.import_module("testbed.control.api"), name)
+        return found if isinstance(found, type) else _called_from_python(found)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _called_from_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with messages that name its arguments; the command line calls it without this."""
+    from testbed.spec.words import Place, reading
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with reading(Place.PYTHON):
+            return function(*arguments, **keywords)
+
+    return call

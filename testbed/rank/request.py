@@ -166,7 +166,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
         if key in ("node", "nodes", "node.cpus") or re.fullmatch(r"overrides(\.node\d+(\.cpus)?)?", key):
             way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
             raise refuse("SET", key, "running containers cannot change their number or CPU share", way_out)
-    spec = spec_from_flags({"experiment": LAUNCHED if launched else COMPOSE} | flags, settings, "SET")
+    spec = spec_from_flags({"experiment": LAUNCHED if launched else COMPOSE} | flags, settings)
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import SpecError, UsageError, refuse
 from testbed.spec.run import RunSpec
-from testbed.spec.words import Place, current_place, shown_path
+from testbed.spec.words import Place, current_place, name_of, shown_path
 
 EXPERIMENT = "experiment.json"  # in the folder of a sweep: the experiment that its runs belong to
 TEMPORARY = ".tmp"  # suffix of a file that is still being written
@@ -86,13 +86,13 @@ class RunFolder:
             self.path.mkdir(parents=True)
         except FileExistsError:
             rule = "exists, and a run never overwrites another"
-            raise UsageError(f"run folder {shown_path(self.path)} {rule}. Give another --out.") from None
+            raise UsageError(f"run folder {shown_path(self.path)} {rule}. Give another {name_of('out')}.") from None
         except OSError as error:
             if is_full(error):
                 raise os_failure(error, self.path) from None
             rule = f"cannot be made ({error.strerror})"
-            way_out = "Set TESTBED_RUNS or --out"
-            if current_place() is not Place.COMMAND_LINE:
+            way_out = f"Set TESTBED_RUNS or {name_of('out')}"
+            if current_place() in (Place.COMPOSE, Place.LAUNCHER):
                 way_out = f"Change the owner or the mode of {shown_path(runs_dir())}"
             raise UsageError(f"run folder {shown_path(self.path)} {rule}. {way_out}.") from None
         try:

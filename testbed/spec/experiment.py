@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from testbed.spec import words
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.run import FOLDER_NAME, RunSpec
-from testbed.spec.words import FLAGS
 
 MAX_FILE_BYTES = 1 << 20  # far more than an experiment or an inventory needs
 MAX_RUNS = 10_000
@@ -102,26 +102,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Fix the line it names.") from None
 
 
-def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = (), where: str = "--set") -> RunSpec:
+def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = ()) -> RunSpec:
     """Return the spec that flags, whose values may be text, and KEY=VALUE settings describe. None: flag not given.
 
-    Raises SpecError. `where` is what its message calls the settings.
+    Raises SpecError.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     tables = {name: value for name, value in given.items() if isinstance(value, Mapping)}  # e.g. data={"subset": 512}
-    keys = {FLAGS.get(name, name): value for name, value in given.items() if name not in tables}
-    values = with_settings(merge(tables, keys), settings, where)
+    keys = {words.FLAGS.get(name, name): value for name, value in given.items() if name not in tables}
+    values = with_settings(merge(tables, keys), settings)
     values.setdefault("name", run_name(str(values.get("mode", "ring")), values.get("nodes", 4)))
     return RunSpec.load(values, where="")
 
 
-def with_settings(values: dict[str, Any], settings: Iterable[str], where: str = "--set") -> dict[str, Any]:
-    """A copy of `values` with each KEY=VALUE set; SpecError calls them `where`."""
+def with_settings(values: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """A copy of `values` with each KEY=VALUE set. Raises SpecError."""
     values = copy.deepcopy(values)
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
-            raise refuse(where, setting, "must be KEY=VALUE", f"Write e.g. {where} optimizer.lr=0.1.")
+            way_out = f"Write e.g. {words.setting('optimizer.lr', 0.1)}."
+            raise refuse(words.name_of_settings(), setting, "must be KEY=VALUE", way_out)
         set_key(values, key.strip(), _toml_value(text.strip()))
     return values
 

@@ -109,8 +109,9 @@ def _problem(model: type[BaseModel] | None, item: Any) -> Problem:
             return Problem(field_key, value, cause.rule, cause.way_out)
         return Problem(key, value, "", "", text=str(cause))
     description = (field.description if field else None) or "text of another form"
-    counts = {name: _entries(context[name]) for name in ("min_length", "max_length") if name in context}
-    rule = RULES.get(kind, _OTHER).format_map(context | counts | {"description": description})
+    words = {name: f"{each:g}" for name, each in context.items() if isinstance(each, float)}
+    words |= {name: _entries(context[name]) for name in ("min_length", "max_length") if name in context}
+    rule = RULES.get(kind, _OTHER).format_map(context | words | {"description": description})
     shown = kind != "missing" and bool(key) and not isinstance(value, dict)
     return Problem(key, value, rule, _way_out(kind, field_key, field), shown=shown)
 

@@ -21,8 +21,11 @@ from testbed.spec.errors import SpecError, UsageError, one_line, quote
 # Short names for keys of a spec: flags of `testbed run`, keywords of testbed.run, and in upper case the variables of
 # `docker compose up`. Every other flag has the name of its key.
 FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestion": "node.congestion"}
-# Options of `testbed run` that are keys of a spec. Every other key is set with --set.
-OPTIONS = ("mode", "nodes", "rate", "model", "data", "batch", "batch_per_rank", "steps", "seed", "fault", "retries")
+# Options of `testbed run` that are keys of a spec, and the run folder. Every other key is set with --set.
+OPTIONS = (
+    *("mode", "nodes", "rate", "model", "data", "batch", "batch_per_rank", "steps", "seed", "fault", "retries"),
+    "out",
+)
 # Variables that describe a run without a controller; in lower case they are flags. Every other key is set with SET.
 VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION", "KEEP_GOING")
 
@@ -38,6 +41,7 @@ class Place(Enum):
     COMMAND_LINE = "the command line"
     COMPOSE = "docker compose up"  # variables; ./runs and ./data are mounted into the container
     LAUNCHER = "torchrun or srun"  # variables
+    PYTHON = "testbed.run and the like"
     FILE = "a file"
 
 
@@ -71,11 +75,18 @@ def name_of(key: str) -> str:
     short = _SHORT.get(key, key)
     if place is Place.FILE:
         return key
+    if place is Place.PYTHON:
+        return short
     if place is Place.COMMAND_LINE:
         return f"--{short.replace('_', '-')}" if short in OPTIONS else f"--set {key}"
     if place is Place.LAUNCHER and key == "nodes":
         return "WORLD_SIZE"
     return short.upper() if short.upper() in VARIABLES else f"SET={key}"
+
+
+def name_of_settings() -> str:
+    """Return what the reader writes before a KEY=VALUE."""
+    return {Place.COMPOSE: "SET", Place.LAUNCHER: "SET", Place.PYTHON: "settings"}.get(current_place(), "--set")
 
 
 def can_set(key: str) -> bool:
@@ -101,7 +112,9 @@ def _joined(key: str, text: str) -> str:
 
 
 def _written(value: Any) -> str:
-    """A value as the reader writes it. Lists and tables are TOML, which --set and SET accept as well."""
+    """A value as the reader writes it. Lists and tables are TOML, except in Python; --set and SET accept it."""
+    if current_place() is Place.PYTHON:
+        return quote(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):

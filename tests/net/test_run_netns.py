@@ -26,9 +26,7 @@ SHAPED = [*SMALL, "--rate", "200mbit", "--set", "node.cpus=0.4"]
 # A rank's step ends when its bytes are in the socket, which may be a segment (1/6 of a step) before the interface
 # counts them. Over so many steps that segment is less than 0.5 %.
 STEPS = 40
-INVALID = (
-    NetworkInvalid.exit_code
-)  # the machine was too busy for the probe, twice; only one test here needs a valid receipt
+INVALID = NetworkInvalid.exit_code  # the probe failed twice on a busy machine; only one test needs a valid receipt
 
 
 @pytest.fixture(scope="module")

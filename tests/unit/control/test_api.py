@@ -66,7 +66,9 @@ def test_keys_are_those_of_the_spec_and_the_flags(fake: FakeRuns) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"mode": "rong"}, "'rong'"),
+        ({"mode": "rong"}, "^mode='rong': unknown algorithm"),
+        ({"nodes": 1}, r"^nodes=1: mode ring needs at least 2\. Use mode='single', or nodes=2\.$"),
+        ({"optimizer": {"lr": -1}}, r"^optimizer\.lr=-1: must be greater than 0\. Write e\.g\. optimizer\.lr=0\.02\.$"),
         ({"stepz": 4}, "'stepz'"),
         ({"on": "moon"}, "'moon'"),
         ({"on": "process"}, "cannot be shaped"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
 from testbed.spec.experiment import MAX_FILE_BYTES, Experiment, merge, read_toml, run_name, set_key, with_settings
+from testbed.spec.words import Place, reading
 
 FILE = """
 title = "Does the ring pay?"
@@ -195,7 +196,8 @@ def test_settings_are_read_as_toml_or_as_text_and_the_values_stay_as_they_were()
 @pytest.mark.parametrize("setting", ["lr", "=1", " =1", ""])
 def test_a_setting_that_is_no_key_and_value_is_refused_by_its_flag(setting: str) -> None:
     with pytest.raises(SpecError, match=r"^SET '.*': must be KEY=VALUE\. Write e\.g\. SET"):
-        with_settings({}, [setting], "SET")
+        with reading(Place.COMPOSE):
+            with_settings({}, [setting])
 
 
 def test_the_name_of_a_run_has_its_mode_and_nodes_in_letters_of_a_path() -> None:

@@ -2,48 +2,76 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+import testbed
 from testbed.control.cli.main import app
 from testbed.spec.errors import SpecError
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.run import RunSpec
 from testbed.spec.words import OPTIONS, Place, current_place, name_of, reading, set_place, setting, shown_path
 
-WORDS = {  # key, value: on the command line, with docker compose up, under a launcher, in a file
-    ("link.rate", "200mbit"): ("--rate 200mbit", "RATE=200mbit", "RATE=200mbit", "link.rate = '200mbit'"),
-    ("nodes", 2): ("--nodes 2", "NODES=2", "WORLD_SIZE=2", "nodes = 2"),
-    ("data.name", "synthetic"): ("--data synthetic", "DATA=synthetic", "DATA=synthetic", "data.name = 'synthetic'"),
-    ("batch_per_rank", 8): (
-        "--batch-per-rank 8",
-        "SET=batch_per_rank=8",
-        "SET=batch_per_rank=8",
-        "batch_per_rank = 8",
-    ),
-    ("warmup", 0): ("--set warmup=0", "SET=warmup=0", "SET=warmup=0", "warmup = 0"),
-    ("probe", False): ("--set probe=false", "SET=probe=false", "SET=probe=false", "probe = false"),
-    ("node.congestion", "bbr"): (
-        "--set node.congestion=bbr",
-        "CONGESTION=bbr",
-        "CONGESTION=bbr",
-        "node.congestion = 'bbr'",
-    ),
-    ("data.shares", (1, 2)): (
-        "--set data.shares=[1, 2]",
-        "SET=data.shares=[1, 2]",
-        "SET=data.shares=[1, 2]",
-        "data.shares = [1, 2]",
-    ),
+COMMAND_LINE, COMPOSE, LAUNCHER, PYTHON, FILE = Place
+WORDS: dict[tuple[str, Any], dict[Place, str]] = {  # (key, value): what sets it; LAUNCHER as COMPOSE unless it differs
+    ("link.rate", "200mbit"): {
+        COMMAND_LINE: "--rate 200mbit",
+        COMPOSE: "RATE=200mbit",
+        PYTHON: "rate='200mbit'",
+        FILE: "link.rate = '200mbit'",
+    },
+    ("nodes", 2): {
+        COMMAND_LINE: "--nodes 2",
+        COMPOSE: "NODES=2",
+        LAUNCHER: "WORLD_SIZE=2",
+        PYTHON: "nodes=2",
+        FILE: "nodes = 2",
+    },
+    ("data.name", "synthetic"): {
+        COMMAND_LINE: "--data synthetic",
+        COMPOSE: "DATA=synthetic",
+        PYTHON: "data='synthetic'",
+        FILE: "data.name = 'synthetic'",
+    },
+    ("batch_per_rank", 8): {
+        COMMAND_LINE: "--batch-per-rank 8",
+        COMPOSE: "SET=batch_per_rank=8",
+        PYTHON: "batch_per_rank=8",
+        FILE: "batch_per_rank = 8",
+    },
+    ("probe", False): {
+        COMMAND_LINE: "--set probe=false",
+        COMPOSE: "SET=probe=false",
+        PYTHON: "probe=False",
+        FILE: "probe = false",
+    },
+    ("node.congestion", "bbr"): {
+        COMMAND_LINE: "--set node.congestion=bbr",
+        COMPOSE: "CONGESTION=bbr",
+        PYTHON: "congestion='bbr'",
+        FILE: "node.congestion = 'bbr'",
+    },
+    ("data.shares", (1, 2)): {
+        COMMAND_LINE: "--set data.shares=[1, 2]",
+        COMPOSE: "SET=data.shares=[1, 2]",
+        PYTHON: "data.shares=(1, 2)",
+        FILE: "data.shares = [1, 2]",
+    },
 }
 
 
 @pytest.mark.parametrize(("key", "value"), WORDS, ids=lambda each: str(each))
 def test_a_setting_is_written_as_the_reader_writes_it(key: str, value: object) -> None:
-    for place, words in zip(Place, WORDS[key, value], strict=True):
+    found = WORDS[key, value]
+    for place in Place:
+        words = found.get(place) or found[COMPOSE]
         with reading(place):
             assert setting(key, value) == words and words.startswith(name_of(key))
 
@@ -125,3 +153,23 @@ def test_a_mounted_folder_is_named_as_the_user_knows_it(in_a_container: None) ->
     ]
     set_place(Place.LAUNCHER)
     assert shown_path("/data/mnist") == "/data/mnist"
+
+
+MESSAGE_FOLDERS = ("spec", "results", "net", "data", "rank")  # whose messages are read in several places
+FLAG = re.compile(rf"--(set|{'|'.join(name.replace('_', '-') for name in OPTIONS)})\b")
+
+
+def test_no_message_that_is_read_in_several_places_names_an_option_itself() -> None:
+    """A command in backticks may have options: `testbed run --on compose --nodes 8`."""
+    package = Path(testbed.__file__).parent
+    found = []
+    for path in (path for folder in MESSAGE_FOLDERS for path in (package / folder).rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        parts = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        strings = [node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant) and node not in parts]
+        docs = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in strings if path.name != "words.py" else ():
+            text = re.sub(r"`[^`]*`", "", ast.unparse(node))
+            if " " in text and node not in docs and FLAG.search(text):  # without a space it is an argument
+                found.append(f"{path.name}:{node.lineno}: {text}")
+    assert found == []
