@@ -27,15 +27,17 @@ characters are replaced when a message is printed, and `quote` and `one_line` li
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 MAX_QUOTE_CHARS = 400  # of a value in a message
 
 
 class TestbedError(Exception):
-    """Base of all; `exit_code` is what the process ends with."""
+    """Base of all; `exit_code` is what the process ends with, `folder` that of the run, if one was started."""
 
     __test__ = False  # pytest: not a test class
     exit_code = 1
+    folder: Path | None = None
 
     def __str__(self) -> str:
         return strip_control_chars(super().__str__())

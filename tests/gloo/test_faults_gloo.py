@@ -41,7 +41,10 @@ def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
 
 def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: Path) -> None:
     flags = [*SMALL, "--nodes", "2", "--steps", "60", "--set", "checkpoint=10", "--fault", "kill:rank0@step25"]
-    failed = run_command("run", *flags, "--out", "r", cwd=tmp_path)
+    failed = run_command("run", *flags, "--json", "--out", "r", cwd=tmp_path)
+    document = json.loads(failed.stdout)
+    ended = (document["status"], document["exit_code"], document["folder"])
+    assert ended == ("failed", RankFailed.exit_code, "r")
     assert failed.returncode == RankFailed.exit_code and "rank 0 (node0) was killed by SIGKILL" in failed.stderr, (
         failed.stderr
     )

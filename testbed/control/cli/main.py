@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import sys
@@ -17,6 +16,7 @@ from testbed import __version__
 from testbed.control import api
 from testbed.control.cli import hosts, report
 from testbed.control.cli import options as opt
+from testbed.control.cli.documents import outcome, print_document, print_failure, reset
 from testbed.control.cli.options import Json
 from testbed.control.cli.report import exit_code, finish_sweep, print_results
 from testbed.control.machine import ownership
@@ -27,8 +27,9 @@ from testbed.control.tuning.search import conclusion, curve, document, new_searc
 from testbed.data.fetch import fetch, verify
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.disk import os_failure
-from testbed.spec.errors import Interrupted, TestbedError, refuse
+from testbed.spec.errors import Interrupted, TestbedError, UsageError, refuse
 from testbed.spec.mode import CODECS, EVERY, algorithms, codecs_of, every_of, legal_modes
+from testbed.spec.run import SCHEMA
 
 app = typer.Typer(
     add_completion=False,
@@ -51,6 +52,7 @@ On = Annotated[
 ]
 Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
+WrongCommandLine: Any = typer.BadParameter.__base__  # UsageError of click, which newer versions of typer contain
 WITH_RESUME = {
     "resume",
     "on",
@@ -168,12 +170,16 @@ def tune(
     search = new_search(spec, out)
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"on {choice.name}: {choice.reason}")
+    failure: TestbedError | None = None
     try:
         tune_modes(search, choice, progress, 60 * minutes)
+    except TestbedError as error:
+        failure = error
+        raise
     finally:  # also when it was interrupted: print what was found
         progress.end()
         if search.race.times and as_json:
-            print(json.dumps(document(search), indent=1))
+            print_document(outcome(failure) | document(search))
         elif search.race.times:
             console.print(f"\n{curve(search)}\n")
             for line in conclusion(search):
@@ -213,7 +219,7 @@ def modes(as_json: Json = False) -> None:
         for mode in legal_modes()
     ]
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print_document(rows)
         return
     width = max(len(row["mode"]) for row in rows)
     for row in rows:
@@ -234,7 +240,7 @@ def doctor(as_json: Json = False) -> None:
     """Print what this machine can and cannot do, one line each, with the fix."""
     findings = examine()
     if as_json:
-        print(json.dumps([vars(finding) for finding in findings], indent=1))
+        print_document([vars(finding) for finding in findings])
         return
     for f in findings:
         mark = "yes" if f.ok else "no "
@@ -253,7 +259,7 @@ def clean(
         why = "it belongs to another machine, container or boot, which may use it"
         print(f"{each} stays: {why}. Remove it with --all.", file=sys.stderr)
     if as_json:
-        print(json.dumps(removed, indent=1))
+        print_document(removed)
     for line in [] if as_json else (removed or ["nothing to remove"]):
         console.print(line)
 
@@ -270,7 +276,7 @@ def data_list(as_json: Json = False) -> None:
     """List the known data sets, and which of them are on this machine."""
     rows = {name: is_complete(name, data_dir()) for name in DATASETS}
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print_document(rows)
         return
     for name, here in rows.items():
         console.print(f"{name}: {'ready' if here else f'missing; testbed data get {name}'}")
@@ -284,8 +290,11 @@ def data_verify(name: opt.FetchedData) -> None:
 
 
 @app.command()
-def version() -> None:
+def version(as_json: Json = False) -> None:
     """Print the version."""
+    if as_json:
+        print_document({"version": __version__, "schema": SCHEMA})
+        return
     print(__version__)
 
 
@@ -295,7 +304,10 @@ def main() -> None:
 
 
 def call(name: str, argv: Sequence[str]) -> int:
-    """Run a command line and return its exit code. A TestbedError is printed as one sentence after `name`."""
+    """Run a command line and return its exit code. A TestbedError is printed as one sentence after `name`.
+
+    With --json a document with the reason is printed as well, unless the command has printed its own.
+    """
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -305,19 +317,29 @@ def call(name: str, argv: Sequence[str]) -> int:
         signal.signal(number, interrupt)
     warnings = logging.StreamHandler()  # stderr: with --json, stdout is one JSON document
     logging.getLogger("testbed").addHandler(warnings)
+    reset()
+    error: TestbedError | None = None
     try:
-        app(list(argv), prog_name=name)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except TestbedError as error:
+        code = app(list(argv), prog_name=name, standalone_mode=False)
+    except WrongCommandLine as wrong:  # an unknown option and the like
+        wrong.show()
+        code, error = wrong.exit_code, UsageError(wrong.format_message())
+    except TestbedError as failure:
+        code, error = failure.exit_code, failure
         print(f"{name}: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # of the machine, outside of any run
-        print(f"{name}: {os_failure(error, 'this machine')}", file=sys.stderr)
-        return TestbedError.exit_code
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return Interrupted.exit_code
+    except OSError as failure:  # of the machine, outside of any run
+        error = os_failure(failure, "this machine")
+        code = error.exit_code
+        print(f"{name}: {error}", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort):
+        code = Interrupted.exit_code
+    except SystemExit as end:  # stdout was closed
+        code = end.code
     finally:
         logging.getLogger("testbed").removeHandler(warnings)
-    return 0
+    if code == Interrupted.exit_code and error is None:
+        error = Interrupted("interrupted")
+        print(f"{name}: {error}", file=sys.stderr)
+    if error is not None and "--json" in argv:
+        print_failure(error)
+    return code if isinstance(code, int) else 0

@@ -5,7 +5,6 @@ testbed.report is imported inside functions: matplotlib takes a second to import
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from testbed.control.api import Runs
+from testbed.control.cli.documents import outcome, print_document, results
 from testbed.control.cli.options import Json
 from testbed.control.runs.progress import console
 from testbed.results.conclude import Summary
@@ -41,7 +41,7 @@ def report(
     made = write(runs, out or _report_folder(runs))
     if as_json:
         left_out = [{"folder": str(s.path), "reason": s.reason} for s in made.skipped]
-        print(json.dumps({"page": str(made.page), "left_out": left_out}, indent=1))
+        print_document({"page": str(made.page), "left_out": left_out})
         return
     for part in made.sections:
         console.print(f"{part.name}: {part.verdict.headline}")
@@ -65,7 +65,7 @@ def compare(
     found = find(a, b, threshold)
     if as_json:
         document = asdict(found) | {"worse": [change.name for change in found.worse]}
-        print(json.dumps(finite(document), indent=1, default=str, allow_nan=False))
+        print_document(finite(document))
     else:
         _print_comparison(found)
     if found.worse or (found.lost and not allow_missing):
@@ -94,11 +94,15 @@ def _comparison_row(c: Change) -> tuple[str, ...]:
 def trace(
     run: Annotated[Path, typer.Argument(help="a run folder")],
     out: Annotated[Path | None, typer.Option(help="file to write [default: trace.json in the run folder]")] = None,
+    as_json: Json = False,
 ) -> None:
     """Write one trace of all ranks on one clock, for Perfetto or chrome://tracing."""
     from testbed.report.trace import write_trace
 
     path, spans = write_trace(run, out)
+    if as_json:
+        print_document({"trace": str(path), "spans": spans})
+        return
     console.print(f"{spans} spans in {path}; open it at https://ui.perfetto.dev or chrome://tracing")
 
 
@@ -109,11 +113,15 @@ def _report_folder(runs: list[Path]) -> Path:
     return runs[0].parent if RunFolder(runs[0]).spec.exists() else runs[0]
 
 
-def print_results(summaries: list[Summary], where: Path, as_json: bool) -> None:
-    """Print the table, notes, runs left out of the table and why, the measured network, and the folder."""
+def print_results(summaries: list[Summary], where: Path, as_json: bool, error: TestbedError | None = None) -> None:
+    """Print the table, notes, runs left out of the table and why, the measured network, and the folder.
+
+    `error`: of the first run that failed; only the JSON document has it, because it is printed as a sentence anyway.
+    """
     if as_json:
-        document = {"folder": str(where), "runs": [json.loads(s.model_dump_json(by_alias=True)) for s in summaries]}
-        print(json.dumps(document, indent=1))
+        worst = next((each for status in ("failed", "invalid") for each in summaries if each.status == status), None)
+        ended = outcome(error, worst.status, worst.reason, exit_code(summaries)) if worst else outcome(error)
+        print_document(results(summaries, where, ended))
         return
     console.print(format_results(summaries, where))
 
@@ -128,7 +136,7 @@ def exit_code(summaries: list[Summary]) -> int:
 
 def finish_sweep(runs: Runs, as_json: bool) -> int:
     """Print the table, the faults and the report's path, raise the first error of a run, return the exit code."""
-    print_results(runs.summaries, runs.folder, as_json)
+    print_results(runs.summaries, runs.folder, as_json, next(iter(runs.errors), None))
     if not as_json:
         _print_faults(runs)
     line = _write_report(runs)

@@ -212,7 +212,9 @@ def _interrupt_wins() -> Iterator[None]:
         if context in (None, outer):
             raise
         failure = f"The clean-up failed ({one_line(str(error))}); `testbed clean` removes what is left"
-        raise Interrupted(f"{str(context) or 'interrupted'}. {failure}") from None
+        interrupted = Interrupted(f"{str(context) or 'interrupted'}. {failure}")
+        interrupted.folder = getattr(context, "folder", None)
+        raise interrupted from None
 
 
 def measure_and_train(run: RunContext, resume: bool) -> Summary:
@@ -240,14 +242,19 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
             _conclude(run, notes, "interrupted", "stopped by Ctrl-C")
         except (TestbedError, OSError) as error:
             kept += f", without a summary ({one_line(str(error))})"
-        raise Interrupted(f"interrupted; {stopped}. {kept}") from None
+        raise _with_folder(Interrupted(f"interrupted; {stopped}. {kept}"), run.folder) from None
     except (TestbedError, OSError) as error:
         _stop(run.substrate)
         cause = error if isinstance(error, TestbedError) else os_failure(error, run.folder.path)
         with suppress(TestbedError, OSError):  # an error of writing the summary must not hide the cause
             _conclude(run, notes, "failed", str(cause))
-        raise cause from None
+        raise _with_folder(cause, run.folder) from None
     return _conclude(run, notes, "invalid" if notes.invalid else "ok", notes.invalid)
+
+
+def _with_folder(error: TestbedError, folder: RunFolder) -> TestbedError:
+    error.folder = folder.path
+    return error
 
 
 def _stop(substrate: Substrate) -> str:

@@ -44,7 +44,7 @@ def test_the_flags_of_sweep_are_these_and_no_more():
 def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():
     assert flags_of("report") == {"--out", "--json"}
     assert flags_of("compare") == {"--threshold", "--allow-missing", "--json"}
-    assert flags_of("trace") == {"--out"}
+    assert flags_of("trace") == {"--out", "--json"}
 
 
 REFUSALS = {
