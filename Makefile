@@ -64,5 +64,5 @@ image: ## build the image of a rank, unless it is up to date
 up: image ## build the image, then docker compose up: four nodes in containers, without a controller
 	docker compose up $(ARGS)
 
-clean: $(VENV)/.ready ## remove the namespaces, cgroups, containers and processes of a killed controller; runs/ and data/ stay
-	$(BIN)/testbed clean
+clean: $(VENV)/.ready ## remove what killed controllers left, and this clone's stopped containers (ARGS=--dry-run: only list)
+	$(BIN)/testbed clean $(ARGS)

@@ -13,15 +13,20 @@ from typing import Any
 import pytest
 
 from testbed.control.machine.affinity import assign_cores
+from testbed.control.substrates import engine
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate
-from testbed.control.substrates.engine import check, projects
+from testbed.control.substrates.engine import check
 from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.link import Link
 from tests.support.command import run_command, start_command, wait_for_steps
 
 pytestmark = pytest.mark.docker
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "compose"]
+
+
+def projects() -> set[str]:
+    return {project.name for project in engine.projects()}
 
 
 def host_config(substrate: ComposeSubstrate, node: int) -> dict[str, Any]:

@@ -217,14 +217,22 @@ def test_a_rank_that_waits_for_rank_0_and_is_stopped_does_not_exit_with_0(cluste
     assert (codes["rank0"], codes["rank1"]) == (130, 130)
 
 
-def test_clean_removes_the_project_of_an_interrupted_up(cluster: Cluster) -> None:
+def test_clean_removes_the_project_of_an_interrupted_up_of_this_clone_alone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def owners() -> dict[str | None, str]:
+        return {each.folder: each.owner for each in engine.projects()}
+
     up = cluster.start(STEPS="100000")
     wait_for(lambda: any((folder / "rank0.log").is_file() for folder in cluster.folders()), "a run")
-    project = cluster.project()
-    assert engine.projects()[project] == engine.RUNNING
+    folder = str(cluster.folder)
+    assert owners()[folder] == engine.RUNNING
     cluster.interrupt(up)
     ownership.remove()
-    assert project not in engine.projects()
+    assert owners()[folder] == engine.STOPPED, "it is another clone's"
+    monkeypatch.setattr(ownership, "CLONE", cluster.folder)
+    ownership.remove()
+    assert folder not in owners()
 
 
 def test_the_example_environment_changes_nothing() -> None:

@@ -249,19 +249,28 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def clean(
-    everything: Annotated[bool, typer.Option("--all", help="also what a running controller uses")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="also what this clone has in use")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be removed and why; remove nothing")] = (
+        False
+    ),
     as_json: Json = False,
 ) -> None:
-    """Remove namespaces, cgroups, containers and processes of killed controllers. runs/ and data/ stay."""
-    removed = [str(each) for each in ownership.remove(everything=everything)]
-    kept = [] if everything else [each for each in ownership.find(everything=True) if each.other_host]
+    """Remove what killed controllers left (processes, namespaces, cgroups, containers) and this clone's stopped
+    containers. What another clone or machine made and may use stays. runs/ and data/ stay."""
+    found = ownership.find(everything=True)
+    stays = [each for each in found if not each.removable(everything)]
+    kept = [each for each in stays if everything or each.other_host or not each.in_use]  # the rest is simply in use
+    if dry_run:
+        lines = [f"{each}: {each.why()}" for each in found if each.removable(everything)]
+    else:
+        lines = [str(each) for each in ownership.remove(everything)]
     for each in kept:
-        why = "it belongs to another machine, container or boot, which may use it"
-        print(f"{each} stays: {why}. Remove it with --all.", file=sys.stderr)
+        print(f"{each} stays: {each.why()}. {each.way_out()}.", file=sys.stderr)
     if as_json:
-        print_document(removed)
-    for line in [] if as_json else (removed or ["nothing to remove"]):
-        console.print(line)
+        print_document(lines)
+        return
+    for line in lines or ["nothing to remove"]:
+        console.print(f"would remove {line}" if dry_run and lines else line)
 
 
 @data_app.command("get")

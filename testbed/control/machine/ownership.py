@@ -15,18 +15,21 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from testbed.control.machine import cgroups
 from testbed.control.machine.processes import NETNS, PROC, all_pids, kill_until_gone, pids_in_namespace, run, start_time
 from testbed.control.substrates import engine
+from testbed.control.substrates.content import ROOT
 
 VARIABLE = "TESTBED_OWNER"  # in the environment of every process that a substrate starts
+PACKAGE_PATH = "PYTHONPATH"  # begins with the folder of the clone in every such process
 PREFIX = "testbed"
 PATTERN = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})")
 OWNED_NAME = re.compile(rf"{PREFIX}-({PATTERN.pattern})-.+")
 COMMAND_TIMEOUT_S = 20.0
+CLONE = ROOT  # the folder of this clone
 
 
 def realm(proc: Path = PROC) -> str:
@@ -57,17 +60,38 @@ def other_host(owner: str) -> bool:
 def alive(owner: str) -> bool:
     """Return True if the owner's process runs, or is on another host and may run."""
     match = PATTERN.fullmatch(owner)
-    return other_host(owner) or (match is not None and start_time(int(match[1])) == match[2])
+    return other_host(owner) or (match is not None and _runs(int(match[1]), match[2]))
+
+
+def _runs(pid: int, started: str) -> bool:
+    """Return True if a process has that pid and start time, or if /proc hides it because it is another user's."""
+    found = start_time(pid)
+    if found is None:
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            return True
+        except (ProcessLookupError, OverflowError):
+            return False
+    return found == started
 
 
 def owned_processes() -> dict[int, str]:
     """Return the pids of all live processes with a mark in their environment, and their owners."""
+    return {pid: environment[VARIABLE] for pid, environment in _marked_environments().items()}
+
+
+def _marked_environments() -> dict[int, dict[str, str]]:
+    """Return the environments of live processes with a mark, by pid; those that this user may not read are missing."""
     found = {}
     for pid in all_pids():
         with contextlib.suppress(OSError):
-            match = re.search(rf"(?:^|\0){VARIABLE}=([^\0]*)".encode(), (PROC / str(pid) / "environ").read_bytes())
-            if match and start_time(pid) is not None:
-                found[pid] = match[1].decode(errors="replace")
+            content = (PROC / str(pid) / "environ").read_bytes()
+            if VARIABLE.encode() in content and start_time(pid) is not None:
+                words = content.decode(errors="replace").split("\0")
+                environment = {key: value for key, _, value in (word.partition("=") for word in words)}
+                if VARIABLE in environment:
+                    found[pid] = environment
     return found
 
 
@@ -86,6 +110,12 @@ class OwnedResource:
     kind: str
     name: str
     owner: str
+    clone: str | None = None  # the folder of the clone that made it; None if it is not known
+
+    @property
+    def marked(self) -> bool:
+        """True if a controller made it, False if `docker compose up` did."""
+        return PATTERN.fullmatch(self.owner) is not None
 
     @property
     def in_use(self) -> bool:
@@ -96,6 +126,37 @@ class OwnedResource:
     def other_host(self) -> bool:
         """True if it was made on another machine, in another container or before a reboot."""
         return other_host(self.owner)
+
+    @property
+    def of_this_clone(self) -> bool:
+        return self.clone is not None and Path(self.clone).resolve() == CLONE
+
+    def removable(self, everything: bool = False) -> bool:
+        """Return True for what is dead, and for what this clone has stopped; with `everything` also if it is in use."""
+        if self.marked and not self.in_use:
+            return True
+        return self.of_this_clone and (everything or not self.in_use)
+
+    def why(self) -> str:
+        """Say why it can be removed, or why it stays."""
+        if not self.marked:
+            state = "runs" if self.in_use else "is stopped"
+            where = f"in {self.clone}" if self.clone else "in a folder that is not recorded"
+            return f"`docker compose up` made it {where}, and it {state}"
+        if self.other_host:
+            return "it belongs to another machine, container or boot, which may use it"
+        made = f", made in {self.clone}" if self.clone else ""
+        controller = f"its controller (process {self.owner.partition('-')[0]}{made})"
+        return f"{controller} {'runs' if self.in_use else 'is dead'}"
+
+    def way_out(self) -> str:
+        """Say how to remove what stays."""
+        if self.of_this_clone:
+            return "Remove it with --all"
+        there = f"in {self.clone}" if self.clone else "in the folder of its clone"
+        if not self.marked:
+            return f"Remove it with `docker compose --project-name {self.name} down` {there}"
+        return f"Remove it with `testbed clean --all` {there}"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -111,7 +172,7 @@ class OwnedResource:
             case "cgroup":
                 return self._remove_cgroup()
             case "project":
-                engine.remove_project(self.name)
+                engine.remove_project(engine.Project(self.name, self.owner, self.clone))
             case "folder":
                 shutil.rmtree(self.name, ignore_errors=True)
         return []
@@ -127,8 +188,12 @@ class OwnedResource:
 
 def find_processes() -> list[OwnedResource]:
     """Live processes with a mark."""
-    found = owned_processes().items()
-    return [OwnedResource("process", str(pid), owner) for pid, owner in found if PATTERN.fullmatch(owner)]
+    found = [(pid, each[VARIABLE], each.get(PACKAGE_PATH, "")) for pid, each in _marked_environments().items()]
+    return [
+        OwnedResource("process", str(pid), owner, path.split(os.pathsep)[0] or None)
+        for pid, owner, path in found
+        if PATTERN.fullmatch(owner)
+    ]
 
 
 def find_namespaces() -> list[OwnedResource]:
@@ -151,7 +216,7 @@ def find_cgroups() -> list[OwnedResource]:
 
 def find_projects() -> list[OwnedResource]:
     """Compose projects on the Docker engine."""
-    return [OwnedResource("project", name, owner) for name, owner in sorted(engine.projects().items())]
+    return [OwnedResource("project", each.name, each.owner, each.folder) for each in engine.projects()]
 
 
 def find_folders() -> list[OwnedResource]:
@@ -172,16 +237,20 @@ FINDERS: Sequence[Callable[[], list[OwnedResource]]] = (
 
 
 def find(everything: bool = False) -> list[OwnedResource]:
-    """List what has no living owner; with `everything` also what is in use."""
-    return [each for finder in FINDERS for each in finder() if everything or not each.in_use]
+    """List what is removable; with `everything` all that has a mark or that `docker compose up` made."""
+    found = [each for finder in FINDERS for each in finder()]
+    # Only processes and projects record their clone. What else has the same mark is of the same controller.
+    clones = {each.owner: each.clone for each in found if each.marked and each.clone}
+    known = [replace(each, clone=clones.get(each.owner, each.clone)) for each in found]
+    return known if everything else [each for each in known if each.removable()]
 
 
 def remove(everything: bool = False) -> list[OwnedResource]:
-    """Kill and remove what `find` lists; return what was removed, with each killed process as an entry of its own."""
+    """Kill and remove what is removable; return what was removed, with each killed process as an entry of its own."""
     removed: list[OwnedResource] = []
-    for each in find(everything):
+    for each in (each for each in find(everything=True) if each.removable(everything)):
         killed = each.remove()
-        removed += [OwnedResource("process", str(pid), each.owner) for pid in killed]
+        removed += [OwnedResource("process", str(pid), each.owner, each.clone) for pid in killed]
         removed += [each] if each.kind != "process" else []
     return list(dict.fromkeys(removed))
 
@@ -197,7 +266,7 @@ def remove_dead_projects(projects: Sequence[OwnedResource]) -> list[str]:
         if each.other_host:
             other = "belongs to another machine, container or boot"
             notes.append(f"{each} on this engine {other}: it may have used the CPU during the run")
-        elif PATTERN.fullmatch(each.owner) and not each.in_use:
+        elif each.marked and not each.in_use:
             each.remove()
             notes.append(
                 f"{each} was removed before the run: its controller was dead, and its ranks still used the CPU"

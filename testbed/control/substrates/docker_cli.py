@@ -25,6 +25,7 @@ LABEL = "testbed"  # on every container and network of the testbed; its value is
 CONTENT_LABEL = "testbed.content"  # on the image: the hash of what it is made of
 OWNER_LABEL = "testbed.owner"  # on what a controller made on this engine: the mark of machine/ownership.py
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
+FOLDER_LABEL = "com.docker.compose.project.working_dir"  # on containers: the folder that the project was made in
 HOSTS_LABEL = f"{LABEL}=hosts"  # on every container of ours on a host
 RUN_LABEL, RANK_LABEL, PURPOSE_LABEL = "testbed.run", "testbed.rank", "testbed.purpose"
 USER_LABEL = "testbed.user"  # on containers on hosts: who started them, because several people may use one engine

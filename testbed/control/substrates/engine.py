@@ -9,7 +9,8 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.content import ROOT, content_hash
 from testbed.control.substrates.docker_cli import (
     CONTENT_LABEL,
+    FOLDER_LABEL,
     IMAGE,
     LABEL,
     OWNER_LABEL,
@@ -40,6 +42,7 @@ ENGINE_TIMEOUT_S = 120.0  # creating four containers takes a few seconds
 SOCKET_TIMEOUT_S = 5.0
 LOCAL_SCHEMES = ("", "unix", "http+unix", "npipe")  # of the address of an engine on this machine
 RUNNING, STOPPED = "running", "stopped"  # in place of the owner, for a project that `docker compose up` made
+OURS = {"label": [LABEL, PROJECT_LABEL]}  # filters of the engine's lists
 
 
 def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
@@ -187,40 +190,65 @@ def _run_in_container(script: str) -> None:
     run(trial_argv(image_name(), script), ENGINE_TIMEOUT_S)
 
 
-def projects() -> dict[str, str]:
-    """Return our Compose projects with their owners; without an engine an empty dictionary.
+@dataclass(frozen=True)
+class Project:
+    """Containers and networks of ours with one Compose project, one owner and one folder that they were made in.
 
-    A project that `docker compose up` made has the owner RUNNING while a container of it runs, else STOPPED.
+    Two clones in folders of the same name share a project name, so the name alone does not tell whose they are.
     """
+
+    name: str
+    owner: str  # a mark; RUNNING or STOPPED if `docker compose up` made it
+    folder: str | None = None  # None: only networks are left, and Compose does not label them with the folder
+
+    def contains(self, labels: Mapping[str, str]) -> bool:
+        """Return True for the labels of a container of this project."""
+        marked = self.owner not in (RUNNING, STOPPED)
+        own = (self.name, self.owner if marked else None)
+        same = (labels.get(PROJECT_LABEL), labels.get(OWNER_LABEL)) == own
+        return same and (marked or labels.get(FOLDER_LABEL) == self.folder)
+
+
+def projects() -> list[Project]:
+    """Return our Compose projects, sorted by name; without an engine an empty list."""
     try:
         client = connect()
     except Unavailable:
-        return {}
-    found: dict[str, str] = {}
-    ours = {"label": [LABEL, PROJECT_LABEL]}
+        return []
+    found: dict[tuple[str, str | None, str | None], Project] = {}
     with contextlib.closing(client), wrap_docker_errors():
-        for network in client.networks.list(filters=ours):
-            labels = network.attrs["Labels"]
-            found[labels[PROJECT_LABEL]] = labels.get(OWNER_LABEL, STOPPED)
-        for container in client.containers.list(all=True, filters=ours, sparse=True):  # sparse: they are not inspected
+        for container in client.containers.list(all=True, filters=OURS, sparse=True):  # sparse: they are not inspected
             labels = container.attrs["Labels"]
-            project, runs = labels[PROJECT_LABEL], container.status in ("running", "paused")
-            found[project] = labels.get(OWNER_LABEL, RUNNING if runs else found.get(project, STOPPED))
-    return found
+            name, mark, folder = labels[PROJECT_LABEL], labels.get(OWNER_LABEL), labels.get(FOLDER_LABEL)
+            key = (name, mark, None if mark else folder)
+            runs = container.status in ("running", "paused") or (key in found and found[key].owner == RUNNING)
+            found[key] = Project(name, mark or (RUNNING if runs else STOPPED), folder)
+        for network in client.networks.list(filters=OURS):
+            labels = network.attrs["Labels"]
+            name, mark = labels[PROJECT_LABEL], labels.get(OWNER_LABEL)
+            if not any(key[:2] == (name, mark) for key in found):
+                found[name, mark, None] = Project(name, mark or STOPPED)
+    return sorted(found.values(), key=lambda project: (project.name, project.folder or ""))
 
 
-def remove_project(project: str) -> None:
-    """Remove the containers and networks of a project; what is gone already is ignored."""
-    label = {"label": f"{PROJECT_LABEL}={project}"}
+def remove_project(project: Project) -> None:
+    """Remove the containers of a project, and its networks if no other container has that project name.
+
+    What is gone already is ignored.
+    """
     with contextlib.closing(connect()) as client, wrap_docker_errors():
         from docker.errors import NotFound
 
-        for container in client.containers.list(all=True, filters=label, sparse=True):
+        named = {"label": f"{PROJECT_LABEL}={project.name}"}
+        containers = client.containers.list(all=True, filters=named, sparse=True)
+        own = [each for each in containers if LABEL in each.attrs["Labels"] and project.contains(each.attrs["Labels"])]
+        for container in own:
             with contextlib.suppress(NotFound):
                 container.remove(force=True, v=True)
-        for network in client.networks.list(filters=label):
-            with contextlib.suppress(NotFound):
-                network.remove()
+        if len(own) == len(containers):
+            for network in client.networks.list(filters={"label": [LABEL, f"{PROJECT_LABEL}={project.name}"]}):
+                with contextlib.suppress(NotFound):
+                    network.remove()
 
 
 def used_memory_bytes(container: Any) -> int:

@@ -79,7 +79,7 @@ def dies_with_parent() -> list[str]:
 def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProcess:
     """Start a process with our mark in a session of its own; stdout and stderr are appended to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**os.environ, "PYTHONPATH": _package_path(), **env, ownership.VARIABLE: ownership.current()}
+    whole = {**os.environ, ownership.PACKAGE_PATH: _package_path(), **env, ownership.VARIABLE: ownership.current()}
     with log.open("ab") as output:
         popen = subprocess.Popen(
             argv, env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -90,7 +90,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProces
 def _package_path() -> str:
     """Return PYTHONPATH with this package's folder first, so that a child imports the same code, installed or not."""
     root = str(Path(testbed.__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
+    inherited = os.environ.get(ownership.PACKAGE_PATH)
     return root + (os.pathsep + inherited if inherited else "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -96,46 +97,98 @@ def test_a_rank_that_ignores_sigterm_is_a_leftover_and_is_removed(tmp_path: Path
     assert state(int(pid)) in ("", "Z")
 
 
-PROJECTS = {
-    "mine": ownership.current(),
-    "killed": DEAD,
-    "elsewhere": ELSEWHERE,
-    "up": engine.RUNNING,
-    "down": engine.STOPPED,  # made by `docker compose up` and ended; its logs are the user's
-}
+HERE, THERE = str(ownership.CLONE), "/home/bob/testbed"
+PROJECTS = [
+    engine.Project("down", engine.STOPPED, HERE),  # made by `docker compose up` and ended
+    engine.Project("down", engine.STOPPED, THERE),  # of another clone in a folder of the same name
+    engine.Project("elsewhere", ELSEWHERE, THERE),
+    engine.Project("killed", DEAD, THERE),
+    engine.Project("mine", ownership.current(), HERE),
+    engine.Project("theirs", engine.STOPPED, THERE),
+    engine.Project("up", engine.RUNNING, HERE),
+]
+STRANGERS = {"com.docker.compose.project": "down"}  # a project that is not ours, with the same name
 
 
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedEngine]:
     """An engine with a container and a network of each of these projects."""
     made = ScriptedEngine()
-    for name, owner in PROJECTS.items():
-        mark = {} if owner in (engine.RUNNING, engine.STOPPED) else {"testbed.owner": owner}
-        labels = {"testbed": "compose", "com.docker.compose.project": name} | mark
-        made.add_container(name, labels, "running" if name == "up" else "exited")
-        made.networks[name] = labels
+    for number, each in enumerate(PROJECTS):
+        mark = {} if each.owner in (engine.RUNNING, engine.STOPPED) else {"testbed.owner": each.owner}
+        labels = {"testbed": "compose", "com.docker.compose.project": each.name} | mark
+        folder = {"com.docker.compose.project.working_dir": str(each.folder)}
+        made.add_container(f"{each.name}{number}", labels | folder, "running" if each.name == "up" else "exited")
+        made.networks[each.name] = labels
     made.networks["network of others"] = {"testbed": "x"}
+    made.add_container("stranger", STRANGERS)
+    monkeypatch.setattr(ownership, "FINDERS", (ownership.find_projects,))  # nothing else of this machine
     with serve(made, tmp_path / "docker.sock") as url:
         monkeypatch.setenv("DOCKER_HOST", url)
         yield made
 
 
-def test_projects_are_listed_with_their_owners(docker: ScriptedEngine) -> None:
-    assert engine.projects() == PROJECTS
+def test_projects_are_listed_with_their_owners_and_folders(docker: ScriptedEngine) -> None:
+    assert sorted(engine.projects(), key=str) == sorted(PROJECTS, key=str)
+    docker.networks["left"] = {"testbed": "compose", "com.docker.compose.project": "left"}
+    assert engine.Project("left", engine.STOPPED, None) in engine.projects()
 
 
 def test_only_projects_whose_controller_is_dead_are_removed_before_a_run(docker: ScriptedEngine) -> None:
     elsewhere, killed = ownership.remove_dead_projects(ownership.find_projects())
-    assert docker.removed == ["killed"] and "killed" not in docker.networks and "up" in docker.networks
+    assert docker.removed == ["killed3"] and "killed" not in docker.networks and "up" in docker.networks
     assert killed.startswith("project killed was removed") and elsewhere.startswith("project elsewhere on this engine")
 
 
-def test_clean_keeps_what_another_host_may_use_and_says_so(
-    docker: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ownership, "FINDERS", (ownership.find_projects,))  # nothing else of this machine
+def test_clean_removes_what_is_dead_or_stopped_by_this_clone_and_names_what_stays(docker: ScriptedEngine) -> None:
     result = CliRunner().invoke(main.app, ["clean"])
-    assert result.exit_code == 0 and docker.removed == ["down", "killed"]
+    assert result.exit_code == 0 and docker.removed == ["down0", "killed3"]
+    assert "down" in docker.networks, "another clone's containers have the same project name"
     assert result.stdout == "project down\nproject killed\n"
-    assert result.stderr.startswith("project elsewhere stays: ") and "--all" in result.stderr
-    assert "mine" not in result.output
+    down, elsewhere, theirs = result.stderr.splitlines()
+    assert down.startswith(f"project down stays: `docker compose up` made it in {THERE}, and it is stopped. ")
+    assert elsewhere.startswith("project elsewhere stays: ") and "--all" in elsewhere and THERE in elsewhere
+    assert "docker compose --project-name theirs down" in theirs
+    assert "mine" not in result.output and "up stays" not in result.output
+
+
+def test_clean_all_removes_what_this_clone_uses_and_nothing_of_another_one(docker: ScriptedEngine) -> None:
+    result = CliRunner().invoke(main.app, ["clean", "--all"])
+    assert docker.removed == ["down0", "killed3", "mine4", "up6"]
+    assert {"down1", "elsewhere2", "theirs5", "stranger"} == set(docker.containers)
+    assert [line.split(" stays")[0] for line in result.stderr.splitlines()] == [
+        "project down",
+        "project elsewhere",
+        "project theirs",
+    ]
+
+
+def test_a_dry_run_lists_what_clean_would_remove_and_why_and_removes_nothing(docker: ScriptedEngine) -> None:
+    result = CliRunner().invoke(main.app, ["clean", "--dry-run"])
+    assert docker.removed == [] and len(docker.networks) == len(PROJECTS)  # two have one name; one is of others
+    down, killed = result.stdout.splitlines()
+    assert down.startswith("would remove project down: `docker compose up` made it in")
+    assert killed == f"would remove project killed: its controller (process {2**22 + 1}, made in {THERE}) is dead"
+    listed = json.loads(CliRunner().invoke(main.app, ["clean", "--dry-run", "--json"]).stdout)
+    assert [line.partition(":")[0] for line in listed] == ["project down", "project killed"]
+
+
+def test_a_folder_has_the_clone_of_a_process_with_the_same_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        OwnedResource("process", "7", ELSEWHERE, HERE),
+        OwnedResource("folder", "/tmp/x", ELSEWHERE),
+        OwnedResource("folder", "/tmp/y", f"9-9-{'1' * 16}"),
+    ]
+    monkeypatch.setattr(ownership, "FINDERS", (lambda: found,))
+    assert [each.removable(everything=True) for each in ownership.find(everything=True)] == [True, True, False]
+
+
+def test_a_process_that_cannot_be_seen_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With /proc mounted hidepid=2, the processes of other users are missing there."""
+
+    def refuse(pid: int, signum: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(ownership, "start_time", lambda pid: None)
+    monkeypatch.setattr(os, "kill", refuse)
+    assert ownership.alive(f"1-1-{REALM}")
