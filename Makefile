@@ -52,17 +52,17 @@ fuzz: $(VENV)/.ready ## try random specs, modes, faults and files, many more tha
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/unit/spec -q $(ARGS)
 	$(BIN)/python -m tests.soak hostile
 
-engine: ## install and start a Docker engine with Compose (Debian, as root; asks first)
+engine: ## install and start a Docker engine with Compose (Debian, as root; asks first, ARGS=-y: does not)
 	docker/engine.sh $(ARGS)
 
 wheels: ## download the packages of a rank, to build the image without a package index
 	PYTHON=$(PYTHON) docker/wheels.sh
 
-image: ## build the image of a rank, unless it is up to date
-	PYTHON=$(PYTHON) docker/image.sh
+image: ## build the image of a rank, unless it is up to date (ARGS=-y: install what a base image needs without asking)
+	PYTHON=$(PYTHON) docker/image.sh $(filter -y,$(ARGS))
 
 up: image ## build the image, then docker compose up: four nodes in containers, without a controller
-	docker compose up $(ARGS)
+	docker compose up $(filter-out -y,$(ARGS))
 
 clean: $(VENV)/.ready ## remove what killed controllers left, and this clone's stopped containers (ARGS=--dry-run: only list)
 	$(BIN)/testbed clean $(ARGS)

@@ -20,7 +20,7 @@ mirror() { # the machine's own apt source, so that no host name is written here
 install_debootstrap() {
   command -v debootstrap >/dev/null && return
   if [[ ${CI:-} != true && ${yes:-} != 1 ]]; then
-    [[ -t 0 ]] || fail "debootstrap is missing. Use -y to install it with apt."
+    [[ -t 0 ]] || fail "missing package: debootstrap. There is no terminal to ask at: make image ARGS=-y installs it with apt."
     read -rp "Install debootstrap with apt? [y/N] " reply
     [[ $reply == [yY]* ]] || fail "nothing was installed."
   fi
@@ -40,7 +40,7 @@ case ${1:-} in
 esac
 docker info >/dev/null 2>&1 || fail "no Docker engine answers. Start one with make engine."
 if ! docker image inspect "$image" >/dev/null 2>&1; then
-  ((EUID == 0)) || fail "debootstrap needs root. Run it with sudo, once."
+  ((EUID == 0)) || fail "making $image needs root and the package debootstrap: use sudo make image ARGS=-y, once."
   command -v apt-get >/dev/null || fail "this is not Debian. Pull a Debian image and build with BASE=IMAGE."
   source=$(mirror)
   [[ $source ]] || fail "no apt source for $release was found."

@@ -19,14 +19,17 @@ answers() { docker info >/dev/null 2>&1; }
 # alive FILE NAME: succeed if FILE holds the pid of a running program NAME; a zombie does not count.
 alive() { [[ -r $1 ]] && [[ $(awk '{ print $2, $3 }' "/proc/$(<"$1")/stat" 2>/dev/null) == "($2) "[^Z] ]]; }
 
-missing() {
-  command -v docker >/dev/null && command -v dockerd >/dev/null && command -v iptables >/dev/null || echo engine
-  docker compose version >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1 || echo plugins
+missing() { # print the Debian packages that are missing
+  command -v docker >/dev/null && command -v dockerd >/dev/null || echo docker.io
+  command -v iptables >/dev/null || echo iptables
+  docker compose version >/dev/null 2>&1 || echo docker-compose
+  docker buildx version >/dev/null 2>&1 || echo docker-buildx
 }
 
 ask_to_install() {
+  ((EUID == 0)) || fail "missing packages: $*. Only root can install them: use sudo make engine ARGS=-y."
   [[ ${CI:-} == true || ${yes:-} == 1 ]] && return
-  [[ -t 0 ]] || fail "missing: $*. Use -y to install it with apt."
+  [[ -t 0 ]] || fail "missing packages: $*. There is no terminal to ask at: make engine ARGS=-y installs them with apt."
   read -rp "Install $* with apt? [y/N] " reply
   [[ $reply == [yY]* ]] || fail "nothing was installed."
 }
@@ -48,8 +51,7 @@ install() {
   command -v apt-get >/dev/null || fail "this is not Debian. Install Docker with Compose v2 by the instructions on docker.com."
   [[ $codename != bookworm ]] || { add_next_release; from=/trixie; }
   "${apt[@]}" update
-  [[ $* != *engine* ]] || "${apt[@]}" install -y --no-install-recommends docker.io iptables >/dev/null
-  [[ $* != *plugins* ]] || "${apt[@]}" install -y --no-install-recommends "docker-compose$from" "docker-buildx$from" >/dev/null
+  "${apt[@]}" install -y --no-install-recommends $(printf '%s\n' "$@" | sed "/^docker-/s|\$|$from|") >/dev/null
 }
 
 # A killed engine leaves pid and socket files, which prevent the next one from starting.
@@ -92,11 +94,10 @@ case ${1:-} in
   "") ;;
   *) fail "'$1' is unknown. Use docker/engine.sh [-y] or docker/engine.sh stop." ;;
 esac
-needs=$(missing | xargs)
-if [[ $needs ]]; then
-  ((EUID == 0)) || fail "missing: $needs. Only root can install it: run this with sudo."
-  ask_to_install "$needs"
-  install "$needs"
+mapfile -t needs < <(missing)
+if ((${#needs[@]})); then
+  ask_to_install "${needs[@]}"
+  install "${needs[@]}"
 fi
 if answers; then
   say "an engine answers (version $(docker info --format '{{.ServerVersion}}'))."

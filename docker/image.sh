@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Build the image of a rank, unless the existing one was built from the same content. BASE names another base image.
+#
+#   docker/image.sh [-y]     -y: install what making a base image needs without asking (docker/base.sh)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,9 +14,15 @@ base() { # print the name of the base image: BASE, else the public one, else one
   local public=debian:bookworm-slim
   if [[ ${BASE:-} ]]; then echo "$BASE"; return; fi
   docker image inspect "$public" >/dev/null 2>&1 || timeout "$pull_timeout_s" docker pull --quiet "$public" >/dev/null 2>&1 && echo "$public" && return
-  say "$public cannot be pulled; making an equivalent base here"
-  docker/base.sh
+  say "$public cannot be pulled; the base is one that is made here"
+  docker/base.sh "${answer[@]}" # it says so if it makes one now
 }
+
+case ${1:-} in
+  -y) answer=(-y) ;;
+  "") answer=() ;;
+  *) say "'$1' is unknown. Use docker/image.sh [-y]."; exit 2 ;;
+esac
 
 docker info >/dev/null 2>&1 || { say "no Docker engine answers. Start Docker, or install one with make engine."; exit 2; }
 docker compose version >/dev/null 2>&1 || { say "Compose v2 is missing. Install it, or run make engine."; exit 2; }
