@@ -5,10 +5,19 @@
 #   docker/engine.sh stop    stop the engine that this script started
 #
 # The script asks before it installs anything, unless -y is given or CI=true.
+# ENGINE_FOLDER=FOLDER: a second engine, with all its files in FOLDER; DOCKER_HOST is then unix://FOLDER/docker.sock. It
+# needs a network namespace of its own, because every engine rewrites the firewall rules of its namespace.
 set -euo pipefail
 
-pid_file=/run/testbed-engine.pid   # of the engine that this script started
+folder=${ENGINE_FOLDER:-/run}
+pid_file=$folder/testbed-engine.pid   # of the engine that this script started
 log=/var/log/testbed-engine.log
+options=()
+if [[ ${ENGINE_FOLDER:-} ]]; then
+  log=$folder/engine.log
+  export DOCKER_HOST=unix://$folder/docker.sock
+  options=(--data-root "$folder/data" --exec-root "$folder/docker" --pidfile "$folder/docker.pid" --host "$DOCKER_HOST")
+fi
 timeout_s=60                       # for the engine to answer or to end
 apt=(apt-get -qq -o DPkg::Lock::Timeout=120)
 export DEBIAN_FRONTEND=noninteractive
@@ -54,17 +63,19 @@ install() {
   "${apt[@]}" install -y --no-install-recommends $(printf '%s\n' "$@" | sed "/^docker-/s|\$|$from|") >/dev/null
 }
 
-# A killed engine leaves pid and socket files, which prevent the next one from starting.
+# A killed engine leaves pid and socket files, which prevent the next one from starting. Everything else of containerd
+# stays: containers of the killed engine may still run, and only by this state can the next engine find and end them.
 remove_stale() {
-  alive /run/docker.pid dockerd && fail "a Docker engine runs (pid $(</run/docker.pid)) but does not answer. Stop it, then try again."
-  rm -f /run/docker.pid /run/docker.sock
-  alive /run/docker/containerd/containerd.pid containerd || rm -rf /run/docker/containerd
+  local containerd=$folder/docker/containerd
+  alive "$folder/docker.pid" dockerd && fail "a Docker engine runs (pid $(<"$folder/docker.pid")) but does not answer. Stop it, then try again."
+  rm -f "$folder/docker.pid" "$folder/docker.sock"
+  alive "$containerd/containerd.pid" containerd || rm -f "$containerd"/containerd{.pid,.sock,.sock.ttrpc,-debug.sock}
 }
 
 start() {
   remove_stale
   # In its own session the engine continues when this shell ends, and Ctrl-C does not reach it.
-  setsid dockerd >"$log" 2>&1 </dev/null &
+  setsid dockerd "${options[@]}" >"$log" 2>&1 </dev/null &
   local pid=$!
   for ((i = 0; i < timeout_s * 5; i++)); do
     answers && { echo "$pid" >"$pid_file"; say "started, pid $pid, log in $log."; return; }

@@ -18,6 +18,7 @@ TestbedError                  1   any failure of the testbed that is none of the
 │   ├── AuthenticationFailed      it answers, but does not accept our user or key
 │   └── HostCommandFailed         a command on it failed (also a CommandFailed)
 ├── ConnectionLost            3   an open connection to a host broke; processes on the host keep running
+│   └── EngineLost                the Docker engine of this machine stopped answering during a run
 └── Interrupted             130   Ctrl-C or SIGTERM; what was measured is kept
 
 All packages raise these. Messages quote files and the output of programs, which are not trusted: control
@@ -134,6 +135,10 @@ class ConnectionLost(TestbedError):
     """An open connection to a host broke; processes on the host keep running."""
 
     exit_code = 3
+
+
+class EngineLost(ConnectionLost):
+    """The Docker engine of this machine stopped answering; its containers may still run."""
 
 
 class Interrupted(TestbedError):

@@ -264,6 +264,7 @@ def of_owner(mark: str) -> list[ownership.OwnedResource]:
     return [each for each in ownership.find(everything=True) if each.owner == mark]
 
 
+@pytest.mark.quiet  # a run of another test kills what dead controllers left
 def test_a_killed_controller_leaves_what_clean_removes_and_a_living_one_is_not_touched(tmp_path: Path) -> None:
     killed, mark = start_controller(tmp_path)
     living, other = start_controller(tmp_path)  # two controllers at once

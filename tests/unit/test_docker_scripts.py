@@ -51,7 +51,7 @@ class Machine:
     def run(self, name: str, *argv: str) -> subprocess.CompletedProcess[str]:
         """Run a script of docker/ without a terminal."""
         command = [str(self.folder / "docker" / name), *argv]
-        null, env = subprocess.DEVNULL, {"PATH": str(self.commands)}
+        null, env = subprocess.DEVNULL, {"PATH": str(self.commands), "TMPDIR": str(self.folder)}
         return subprocess.run(command, env=env, stdin=null, capture_output=True, text=True, timeout=60)
 
 

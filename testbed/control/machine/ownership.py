@@ -95,6 +95,11 @@ def _marked_environments() -> dict[int, dict[str, str]]:
     return found
 
 
+def kill_processes(owner: str) -> list[int]:
+    """Kill all processes with this mark, also inside containers; return their pids."""
+    return kill_until_gone(lambda: [pid for pid, found in owned_processes().items() if found == owner])
+
+
 def remove_namespace(name: str) -> list[int]:
     """Kill what runs in a network namespace and delete it with its links and queues; return the killed pids."""
     killed = kill_until_gone(lambda: pids_in_namespace(name))
@@ -253,6 +258,20 @@ def remove(everything: bool = False) -> list[OwnedResource]:
         removed += [OwnedResource("process", str(pid), each.owner, each.clone) for pid in killed]
         removed += [each] if each.kind != "process" else []
     return list(dict.fromkeys(removed))
+
+
+def end_orphans() -> list[str]:
+    """Kill the processes of dead controllers, because they use the processor; return notes.
+
+    Ranks in containers outlive an engine that is killed, and the next engine may not know them.
+    """
+    notes = []
+    for owner in sorted({each.owner for each in find_processes() if not each.in_use}):
+        killed = kill_processes(owner)
+        if killed:
+            pids = ", ".join(map(str, killed))
+            notes.append(f"killed before the run: what a dead controller had left running (pid {pids})")
+    return notes
 
 
 def remove_dead_projects(projects: Sequence[OwnedResource]) -> list[str]:

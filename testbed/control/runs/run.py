@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from testbed.control.machine import ownership
 from testbed.control.runs.faults import Injector
 from testbed.control.runs.locks import folder_lock, machine_lock
 from testbed.control.runs.progress import Progress
@@ -32,10 +33,11 @@ from testbed.results.conclude import Status, Summary, conclude
 from testbed.results.folder import RunFolder
 from testbed.results.limits import counted
 from testbed.results.receipt import Receipt
-from testbed.results.records import read
+from testbed.results.records import Step, read
 from testbed.spec.datasets import data_dir, dataset_info, require_complete
 from testbed.spec.disk import os_failure
 from testbed.spec.errors import (
+    EngineLost,
     Interrupted,
     NetworkInvalid,
     RankFailed,
@@ -72,6 +74,7 @@ class RunContext:
     injector: Injector
     retries: int
     timing: Timing
+    notes: Sequence[str] = ()  # on what was done before the nodes were made
 
 
 def execute(
@@ -98,6 +101,7 @@ def execute(
         _restored_signals(),
         lock(choice, progress.stage),
         folder_lock(folder.path),
+        _orphans_ended(choice, progress) as notes,
         choice.make(spec, folder.path) as substrate,
     ):
         injector = Injector(() if resume else spec.fault_schedule(), substrate, folder.faults)
@@ -109,7 +113,8 @@ def execute(
             folder.create(applied, choice.name)
         substrate.prepare_folder(folder.path)
         retries = spec.retries if retries is None else retries
-        return measure_and_train(RunContext(applied, substrate, folder, progress, injector, retries, timing), resume)
+        context = RunContext(applied, substrate, folder, progress, injector, retries, timing, notes)
+        return measure_and_train(context, resume)
 
 
 def resume_run(
@@ -172,6 +177,15 @@ def check_inputs(spec: RunSpec) -> None:
 
 
 @contextmanager
+def _orphans_ended(choice: SubstrateChoice, progress: Progress) -> Iterator[list[str]]:
+    """Kill ranks of dead controllers if they use the cores of this run; yield notes, which are shown too."""
+    notes = ownership.end_orphans() if choice.type.is_local() else []
+    for note in notes:
+        progress.stage(note)
+    yield notes
+
+
+@contextmanager
 def _restored_signals() -> Iterator[None]:
     """Restore the signal handlers at the end, because an interrupted run ignores signals while it cleans up.
 
@@ -224,7 +238,7 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     switched shaping off.
     """
     not_shaped = run.substrate.not_shaped if run.spec.world > 1 else ""
-    notes = RunNotes(run.substrate.name, [*run.substrate.notes, *([not_shaped] if not_shaped else [])])
+    notes = RunNotes(run.substrate.name, [*run.notes, *run.substrate.notes, *([not_shaped] if not_shaped else [])])
     notes.invalid = not_shaped
     try:
         _measure(run, notes)
@@ -246,10 +260,26 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     except (TestbedError, OSError) as error:
         _stop(run.substrate)
         cause = error if isinstance(error, TestbedError) else os_failure(error, run.folder.path)
+        if isinstance(cause, EngineLost):
+            cause = EngineLost(f"{cause} {_when(run)}. {_kept(run.folder)}")
         with suppress(TestbedError, OSError):  # an error of writing the summary must not hide the cause
             _conclude(run, notes, "failed", str(cause))
         raise _with_folder(cause, run.folder) from None
     return _conclude(run, notes, "invalid" if notes.invalid else "ok", notes.invalid)
+
+
+def _when(run: RunContext) -> str:
+    """Say how many steps were done."""
+    done = 0
+    for rank in range(run.spec.world):
+        with suppress(TestbedError, OSError):
+            done = max([done, *(each.step + 1 for each in read(run.folder.records(rank)) if isinstance(each, Step))])
+    return f"at step {done}" if done else "before the first step"
+
+
+def _kept(folder: RunFolder) -> str:
+    again = f"Start the engine again (make engine), then continue with testbed run --resume {folder.path}"
+    return f"What was measured is in {folder.path}. {again}, or start a new run"
 
 
 def _with_folder(error: TestbedError, folder: RunFolder) -> TestbedError:

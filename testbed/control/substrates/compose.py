@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from testbed.control.machine import affinity, ownership
-from testbed.control.machine.processes import run
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import ROOT
 from testbed.control.substrates.docker_cli import (
@@ -33,9 +32,12 @@ from testbed.control.substrates.docker_cli import (
 )
 from testbed.control.substrates.engine import (
     ENGINE_TIMEOUT_S,
+    answers,
+    check_answers,
     connect,
     image_name,
     render,
+    run_docker,
     shaping,
     used_memory_bytes,
     wrap_docker_errors,
@@ -46,7 +48,7 @@ from testbed.net.isolation import default_routes, isolate
 from testbed.net.shaping import Shaping, routes_congestion
 from testbed.spec.cpu import CPU_PERIOD_US, NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
-from testbed.spec.errors import TestbedError
+from testbed.spec.errors import EngineLost, TestbedError
 from testbed.spec.link import why_not_shaped
 from testbed.spec.mode import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
@@ -67,11 +69,20 @@ class ContainerProcess:
         self._pid_file = f"/tmp/pid-{time.monotonic_ns()}"
         wrapped = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', self._pid_file, *without_privileges(*uid_gid), *argv]
         self._exec = spawn(exec_argv(container, wrapped, env=env), {}, log)
+        self._verified = False  # True: the exit code is that of the process
         self.pid = self._exec.pid
 
+    @property
+    def running(self) -> bool:
+        """True until its `docker exec` has ended."""
+        return self._exec.poll() is None
+
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, negative for a signal; None while the process runs. Raises EngineLost."""
         code = self._exec.poll()
+        if code and not self._verified:
+            check_answers()  # without an engine `docker exec` ends with a code of its own, and the process runs on
+            self._verified = True
         return None if code is None else exit_code(code)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -80,7 +91,7 @@ class ContainerProcess:
 
     def signal(self, signum: int) -> None:
         """Send a signal from inside, as the process's own user: the container's root has no KILL capability."""
-        if self._exec.poll() is None:
+        if self.running:
             with contextlib.suppress(TestbedError):  # the process has ended meanwhile
                 self._run_inside(f'kill -{int(signum)} "$(cat "$0")"')
 
@@ -89,7 +100,7 @@ class ContainerProcess:
         self._run_inside('prlimit --pid "$(cat "$0")" --fsize=1')
 
     def _run_inside(self, script: str) -> None:
-        run(exec_argv(self._container, ["sh", "-c", script, self._pid_file], user=self._user), SIGNAL_TIMEOUT_S)
+        run_docker(exec_argv(self._container, ["sh", "-c", script, self._pid_file], user=self._user), SIGNAL_TIMEOUT_S)
 
     def abandon(self) -> None:
         """Kill the `docker exec` here; the process itself ends with its container."""
@@ -155,8 +166,8 @@ class ComposeSubstrate:
         )  # JSON is YAML
         compose = ["docker", "compose", "--project-name", self._project, "--project-directory", str(ROOT)]
         compose += ["--file", str(files / "compose.yaml"), "--file", str(files / "idle.yaml")]
-        undo.callback(run, [*compose, "down", "--timeout", "0", "--volumes"], ENGINE_TIMEOUT_S)
-        run([*compose, "up", "--detach", "--no-build", "--quiet-pull"], ENGINE_TIMEOUT_S)
+        undo.callback(_remove, [*compose, "down", "--timeout", "0", "--volumes"])
+        run_docker([*compose, "up", "--detach", "--no-build", "--quiet-pull"], ENGINE_TIMEOUT_S)
         for node, plan in enumerate(self._plans):
             labels = [f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}=rank{node}"]
             with wrap_docker_errors():
@@ -194,7 +205,7 @@ class ComposeSubstrate:
 
     def exec(self, node: int, argv: Sequence[str], timeout_s: float = ENGINE_TIMEOUT_S) -> str:
         """Run a command to its end in the container as root; return its stdout."""
-        return run(exec_argv(self._containers[node].id, argv), timeout_s)
+        return run_docker(exec_argv(self._containers[node].id, argv), timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process without any privilege. The first call with `quota` sets the container's CPU quota.
@@ -232,12 +243,12 @@ class ComposeSubstrate:
             os.chown(folder, *rank_uid_gid())
 
     def stop(self) -> None:
-        """Resume paused containers, send SIGTERM, wait, then send SIGKILL."""
+        """Resume paused containers, send SIGTERM, wait, then send SIGKILL. Without an engine only SIGKILL is sent."""
         for node in tuple(self._paused):
             with contextlib.suppress(TestbedError):
                 self.resume(node)
         for signum in (signal.SIGTERM, signal.SIGKILL):
-            running = [process for process in self._started if process.poll() is None]
+            running = [process for process in self._started if process.running]
             for process in running:
                 process.signal(signum)
             for process in running:
@@ -245,12 +256,14 @@ class ComposeSubstrate:
                     process.wait(STOP_GRACE_S)
         for process in self._started:
             process.abandon()
+        if self._started and not answers():
+            ownership.kill_processes(ownership.current())  # they outlive their engine
         self._started.clear()
 
     def kill(self, node: int) -> None:
         """Send SIGKILL to all processes of the ranks' user in the container. The container stays."""
         user = "{}:{}".format(*rank_uid_gid())
-        run(exec_argv(self._containers[node].id, ["sh", "-c", "kill -9 -1; true"], user=user), ENGINE_TIMEOUT_S)
+        run_docker(exec_argv(self._containers[node].id, ["sh", "-c", "kill -9 -1; true"], user=user), ENGINE_TIMEOUT_S)
 
     def pause(self, node: int) -> None:
         """Freeze the container."""
@@ -301,6 +314,12 @@ class ComposeSubstrate:
         self._update(node, mem_limit=most, memswap_limit=first["MemorySwap"] or most)
 
 
+def _remove(down: Sequence[str]) -> None:
+    """Remove the project. Without an engine it stays; the next run on this engine removes it by its mark."""
+    with contextlib.suppress(EngineLost):
+        run_docker(down, ENGINE_TIMEOUT_S)
+
+
 def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
     """Return the override of compose.yaml: idle containers with the owner's label and without a CPU quota."""
     service = {
@@ -308,6 +327,7 @@ def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
         "entrypoint": ["sleep", "infinity"],
         "stop_signal": "SIGKILL",  # `sleep` as process 1 ignores SIGTERM
         "healthcheck": {"disable": True},
+        "environment": {ownership.VARIABLE: ownership.current()},  # ranks are found by it if the engine is lost
         "cpu_quota": NO_QUOTA,
         "volumes": list(volumes),
         "labels": {OWNER_LABEL: ownership.current()},

@@ -29,7 +29,7 @@ from testbed.control.substrates.docker_cli import (
 )
 from testbed.control.substrates.links import trials, try_commands
 from testbed.spec.cpu import CPU_PERIOD_US
-from testbed.spec.errors import CommandFailed, TestbedError, Unavailable, refuse, require_extra
+from testbed.spec.errors import CommandFailed, EngineLost, TestbedError, Unavailable, refuse, require_extra
 from testbed.spec.link import parse_shaping
 from testbed.spec.run import SCHEMA
 
@@ -41,6 +41,7 @@ MAX_NODES = 256
 ENGINE_TIMEOUT_S = 120.0  # creating four containers takes a few seconds
 SOCKET_TIMEOUT_S = 5.0
 LOCAL_SCHEMES = ("", "unix", "http+unix", "npipe")  # of the address of an engine on this machine
+ANSWER_TIMEOUT_S = 10.0  # an engine that takes longer is lost
 RUNNING, STOPPED = "running", "stopped"  # in place of the owner, for a project that `docker compose up` made
 OURS = {"label": [LABEL, PROJECT_LABEL]}  # filters of the engine's lists
 
@@ -78,7 +79,7 @@ def shaping() -> str:
     return parse_shaping(variable("SHAPING"))
 
 
-def connect() -> DockerClient:
+def connect(timeout_s: float = ENGINE_TIMEOUT_S) -> DockerClient:
     """Return a client of the engine that `docker` commands use; raise Unavailable if no engine answers."""
     require_extra("substrate compose", "compose", "docker")
     import docker  # here, because it is slow to import and most commands need no engine
@@ -86,7 +87,7 @@ def connect() -> DockerClient:
 
     try:
         check_socket(engine_url())
-        return docker.from_env(timeout=ENGINE_TIMEOUT_S, use_ssh_client=True)  # it asks for the engine's API version
+        return docker.from_env(timeout=timeout_s, use_ssh_client=True)  # it asks for the engine's API version
     except (DockerException, OSError) as error:
         reason = str(error).split("(", 1)[0].strip()
         way_out = "Start one; `make engine` installs it"
@@ -124,14 +125,40 @@ def check_socket(url: str) -> None:
                 raise OSError(f"{path}: {error.strerror or error}") from None
 
 
+def answers() -> bool:
+    """Return True if the engine answers."""
+    try:
+        connect(ANSWER_TIMEOUT_S).close()  # it asks for the engine's API version
+    except Unavailable:
+        return False
+    return True
+
+
+def check_answers() -> None:
+    """Raise EngineLost if the engine does not answer any more."""
+    if not answers():
+        raise EngineLost("the Docker engine stopped answering")
+
+
+def run_docker(argv: Sequence[str], timeout_s: float) -> str:
+    """Run a `docker` command to its end and return its stdout; raise EngineLost or CommandFailed."""
+    try:
+        return run(argv, timeout_s)
+    except CommandFailed:
+        check_answers()
+        raise
+
+
 @contextlib.contextmanager
 def wrap_docker_errors() -> Iterator[None]:
-    """Raise TestbedError for what the SDK raises: a refusal of the engine, a timeout, a lost connection."""
-    from docker.errors import DockerException
+    """Raise TestbedError for what the SDK raises: a refusal of the engine; EngineLost for a lost connection."""
+    from docker.errors import APIError, DockerException
 
     try:
         yield
     except (DockerException, OSError) as error:
+        if not isinstance(error, APIError):  # which is an answer
+            check_answers()
         reason = getattr(error, "explanation", None) or error
         raise TestbedError(f"the Docker engine refused: {str(reason).strip()}") from None
 

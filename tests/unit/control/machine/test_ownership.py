@@ -77,6 +77,7 @@ def start_controller(folder: Path, script: str) -> subprocess.Popen[bytes]:
     return controller
 
 
+@pytest.mark.quiet  # a run of another test kills what dead controllers left
 def test_ranks_get_sigterm_when_the_controller_is_killed(tmp_path: Path) -> None:
     controller = start_controller(tmp_path, "trap 'echo told to end; exit' TERM; while :; do sleep 0.02; done")
     controller.kill()
@@ -84,6 +85,7 @@ def test_ranks_get_sigterm_when_the_controller_is_killed(tmp_path: Path) -> None
     until(lambda: "told to end" in (tmp_path / "log").read_text())
 
 
+@pytest.mark.quiet
 def test_a_rank_that_ignores_sigterm_is_a_leftover_and_is_removed(tmp_path: Path) -> None:
     controller = start_controller(tmp_path, "trap '' TERM; echo $$; while :; do sleep 0.02; done")
     until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().strip().isdigit())
@@ -95,6 +97,31 @@ def test_a_rank_that_ignores_sigterm_is_a_leftover_and_is_removed(tmp_path: Path
     assert found in ownership.find()
     assert found.remove() == [int(pid)]
     assert state(int(pid)) in ("", "Z")
+
+
+@pytest.mark.quiet
+def test_what_a_dead_controller_left_running_is_killed_before_a_run_and_a_living_one_keeps_its_ranks(
+    tmp_path: Path,
+) -> None:
+    pids = []
+    for name in ("killed", "living"):
+        (tmp_path / name).mkdir()
+        controller = start_controller(tmp_path / name, "trap '' TERM; echo $$; while :; do sleep 0.02; done")
+        log = tmp_path / name / "log"
+        until(lambda log=log: log.exists() and log.read_text().strip().isdigit())
+        pids.append(int(log.read_text()))
+        if name == "killed":
+            controller.kill()
+            controller.wait(10)
+    try:
+        notes = [note for note in ownership.end_orphans() if str(pids[0]) in note]
+        assert len(notes) == 1 and "dead controller" in notes[0]
+        assert state(pids[0]) in ("", "Z") and state(pids[1]) not in ("", "Z")
+        assert not any(str(pids[0]) in note for note in ownership.end_orphans())
+    finally:
+        controller.kill()
+        controller.wait(10)
+        ownership.end_orphans()
 
 
 HERE, THERE = str(ownership.CLONE), "/home/bob/testbed"

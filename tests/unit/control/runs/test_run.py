@@ -25,7 +25,7 @@ from testbed.results.conclude import Summary
 from testbed.results.faults import fault_table
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import Receipt
-from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, SpecError, TestbedError, UsageError
+from testbed.spec.errors import EngineLost, Interrupted, NetworkInvalid, RankFailed, SpecError, TestbedError, UsageError
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
 from tests.support.fake_substrate import (
@@ -329,6 +329,24 @@ def test_a_summary_that_cannot_be_written_does_not_hide_which_rank_failed(fake: 
     with pytest.raises(RankFailed, match=r"rank 0 \(node0\) ended with code 3 .*boom"):
         run(fake, folder)
     assert folder.summary.is_dir()
+
+
+@pytest.mark.parametrize(("trained", "when"), [(True, "at step 6"), (False, "before the first step")])
+def test_a_run_that_loses_its_engine_says_when_names_its_folder_and_writes_the_summary(
+    fake: FakeRuns, folder: RunFolder, trained: bool, when: str
+) -> None:
+    def lose(folder: RunFolder, rank: int) -> int | None:
+        if rank == 0 and trained:
+            return succeeds(folder, rank)
+        raise EngineLost("the engine stopped answering")
+
+    fake.receipts, fake.play = iter([GOOD]), lose
+    with pytest.raises(EngineLost, match=rf"the engine stopped answering {when}\. .* --resume") as lost:
+        run(fake, folder)
+    assert lost.value.exit_code == 3 and lost.value.folder == folder.path and str(folder.path) in str(lost.value)
+    summary = Summary.read(folder)
+    assert (summary.status, summary.reason) == ("failed", str(lost.value))
+    assert fake.calls[-2:] == ["stop", "exit"]
 
 
 def test_a_good_run_whose_summary_cannot_be_written_fails(fake: FakeRuns, folder: RunFolder) -> None:

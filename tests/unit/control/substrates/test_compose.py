@@ -14,9 +14,9 @@ import pytest
 
 from testbed.control.machine import ownership
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodePlan
-from testbed.control.substrates.compose import ComposeSubstrate, idle_override
+from testbed.control.substrates.compose import ComposeSubstrate, ContainerProcess, idle_override
 from testbed.control.substrates.engine import PROJECT_LABEL, connect
-from testbed.spec.errors import TestbedError
+from testbed.spec.errors import EngineLost, TestbedError
 from tests.support.scripted_engine import MEMORY_BYTES, ScriptedEngine, serve
 
 
@@ -74,6 +74,45 @@ def test_idle_containers_have_the_owners_mark() -> None:
     service = idle_override(2, ["/a:/a"])["services"]["rank1"]
     assert service["entrypoint"] == ["sleep", "infinity"]
     assert str(os.getpid()) in service["labels"]["testbed.owner"]
+    assert service["environment"] == {ownership.VARIABLE: ownership.current()}, (
+        "by it ranks are found without an engine"
+    )
+
+
+def add_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a command `docker` in front of the path."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "docker").write_text(script)
+    (folder / "bin" / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+
+
+def test_the_exit_code_of_a_rank_is_not_that_of_a_docker_exec_without_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_docker(tmp_path, monkeypatch, "#!/bin/sh\nexit 7\n")
+    ended = [ContainerProcess("c", ["rank"], {}, tmp_path / "log", (0, 0)) for _ in range(2)]
+    assert [process.wait(30) for process in ended] == [7, 7]
+    with serve(ScriptedEngine(), tmp_path / "e.sock") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        assert ended[0].poll() == 7
+    assert ended[0].poll() == 7, "it was the exit code of the rank"
+    with pytest.raises(EngineLost):
+        ended[1].poll()
+
+
+def test_what_a_lost_engine_left_running_is_killed_by_its_mark(
+    substrate: ComposeSubstrate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has another parent than its `docker exec`, as in a container."""
+    add_docker(tmp_path, monkeypatch, "#!/bin/sh\nsleep 1000 & echo $!\nexit 1\n")
+    monkeypatch.setattr(ownership, "current", lambda: "1-1-0123456789abcdef")
+    substrate.start(0, ["rank"], {}, tmp_path / "log", quota=False).wait(30)
+    (pid,) = (tmp_path / "log").read_text().split()
+    assert ownership.owned_processes()[int(pid)] == ownership.current()
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing.sock")
+    substrate.stop()
+    assert int(pid) not in ownership.owned_processes()
 
 
 def test_projects_of_dead_controllers_are_removed_before_containers_are_made(
@@ -95,10 +134,7 @@ if "up" in sys.argv:
         open({str(seen)!r}, "wb").write(request.getresponse().read())
     sys.exit("no containers in this test")
 """
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "docker").write_text(script)
-    (tmp_path / "bin" / "docker").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    add_docker(tmp_path, monkeypatch, script)
     with serve(engine, socket) as url:
         monkeypatch.setenv("DOCKER_HOST", url)
         made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "r")

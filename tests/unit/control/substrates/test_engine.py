@@ -15,7 +15,7 @@ from testbed.control.substrates import engine
 from testbed.control.substrates.compose import idle_override
 from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.engine import render
-from testbed.spec.errors import SpecError, TestbedError, Unavailable
+from testbed.spec.errors import CommandFailed, EngineLost, SpecError, TestbedError, Unavailable
 from tests.support.scripted_engine import ScriptedEngine, serve
 
 ROOT = Path(__file__).parents[4]
@@ -66,7 +66,7 @@ def test_no_engine_is_unavailable_and_has_no_project(tmp_path: Path, monkeypatch
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing.sock")
     with pytest.raises(Unavailable, match=r"no Docker engine answers \(.*missing\.sock: No such file.*`make engine`"):
         engine.engine_version()
-    assert engine.projects() == {}
+    assert engine.projects() == []
 
 
 def test_the_engine_is_that_of_the_current_docker_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_an_image_of_other_code_is_refused(
 
 def test_what_is_gone_already_is_ignored_and_a_refusal_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = ScriptedEngine()
-    scripted.networks["n"] = {"com.docker.compose.project": "p"}
+    scripted.networks["n"] = {"testbed": "compose", "com.docker.compose.project": "p"}
     with serve(scripted, tmp_path / "e.sock") as url:
         monkeypatch.setenv("DOCKER_HOST", url)
         answer = scripted.answer
@@ -117,7 +117,7 @@ def test_what_is_gone_already_is_ignored_and_a_refusal_is_not(tmp_path: Path, mo
             monkeypatch.setattr(scripted, "answer", failing)
             refused = pytest.raises(TestbedError, match="the Docker engine refused: in use")
             with contextlib.nullcontext() if status == 404 else refused:
-                engine.remove_project("p")
+                engine.remove_project(engine.Project("p", engine.STOPPED))
 
 
 def test_a_variable_is_that_of_the_environment_else_that_of_the_file(
@@ -143,3 +143,18 @@ def test_the_image_is_that_of_the_variable(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(Unavailable, match=r"image mine:1 is missing"):
             engine.inspect_image()
     assert idle_override(1, [])["services"]["rank0"]["image"] == "mine:1"
+
+
+def test_a_command_that_fails_without_an_engine_says_that_the_engine_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(ScriptedEngine(), tmp_path / "e.sock") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        assert engine.run_docker(["echo", "fine"], 10.0) == "fine\n"
+        with pytest.raises(CommandFailed, match="false: exit code 1"):
+            engine.run_docker(["false"], 10.0)
+    with pytest.raises(EngineLost, match="the Docker engine stopped answering"):
+        engine.run_docker(["false"], 10.0)
+    with pytest.raises(EngineLost) as lost, engine.wrap_docker_errors():
+        raise ConnectionError("what the SDK raises")
+    assert lost.value.exit_code == 3

@@ -1,0 +1,76 @@
+"""A second Docker engine that a test may kill: docker/engine.sh with files and a network namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+from testbed.control.machine import ownership
+from testbed.control.machine.processes import NETNS
+from tests.docker.cluster import ROOT, wait_for
+
+START_TIMEOUT_S = 180.0
+
+
+class PrivateEngine:
+    """An engine in a temporary folder. `close` ends it and its containers, and removes its files."""
+
+    def __init__(self) -> None:
+        self._namespace = ownership.owned_name("engine")
+        self.folder = Path(tempfile.gettempdir()) / self._namespace
+        self.folder.mkdir()
+        subprocess.run(["ip", "netns", "add", self._namespace], check=True)
+        subprocess.run(["ip", "-netns", self._namespace, "link", "set", "lo", "up"], check=True)
+        self.host = f"unix://{self.folder}/docker.sock"
+
+    def start(self) -> None:
+        """Start the engine and wait until it answers. (`ip netns exec` would hide the cgroups.)"""
+        self._script()
+
+    def stop(self) -> None:
+        """End the engine as a service manager does, with its containers."""
+        self._script("stop")
+
+    def kill(self) -> None:
+        """Kill the engine; containers go on."""
+        pid = int((self.folder / "testbed-engine.pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or _ended(pid), "the engine to end")
+
+    def load(self, image: str) -> None:
+        """Copy an image of the machine's engine."""
+        with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as save:
+            subprocess.run(["docker", "--host", self.host, "load", "--quiet"], stdin=save.stdout, check=True)
+        assert save.returncode == 0
+
+    def close(self) -> None:
+        """End what is left of the engine, and remove its files."""
+        try:
+            self.start()  # a killed engine cannot end its containers, the next one does
+            self.stop()
+        finally:
+            ownership.remove_namespace(self._namespace)
+            for mount in reversed(_mounts(self.folder)):
+                subprocess.run(["umount", "--lazy", mount], check=False)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _script(self, *argv: str) -> None:
+        command = ["nsenter", f"--net={NETNS / self._namespace}", str(ROOT / "docker/engine.sh"), *argv]
+        env = os.environ | {"ENGINE_FOLDER": str(self.folder)}
+        log = self.folder / "script.log"
+        with log.open("ab") as output:  # not a pipe, which the engine would keep open
+            done = subprocess.run(command, env=env, stdout=output, stderr=output, timeout=START_TIMEOUT_S)
+        assert done.returncode == 0, log.read_text()
+
+
+def _ended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def _mounts(folder: Path) -> list[str]:
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [line.split()[1] for line in lines if line.split()[1].startswith(f"{folder}/")]
