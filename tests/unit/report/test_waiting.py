@@ -48,7 +48,7 @@ def test_equal_ranks_with_noise_have_no_straggler(tmp_path: Path, seed: int) -> 
 
 def test_without_a_probe_the_requested_rate_names_the_link(tmp_path: Path) -> None:
     overrides = {"node1": {"link": {"rate": "100mbit"}}}
-    run = run_of(tmp_path / "run", Conditions(), mode="ring", nodes=2, overrides=overrides)
+    run = run_of(tmp_path / "run", Conditions(slow_link={1: 0.2}), mode="ring", nodes=2, overrides=overrides)
     assert [(each.rank, each.cause) for each in stragglers(run)] == [(1, "link")]
 
 
