@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -91,8 +92,15 @@ def run_rank(request: Request) -> int:
         if request.supervised:
             return _run_supervised(request, guard)
         return _run_unsupervised(request, guard)
+    except SystemExit as error:  # by code that the run loaded, e.g. a user's method; the others would see a lost rank
+        guard.exit_once(TestbedError(_describe_exit(error)))
     except Exception as error:
         guard.exit_once(error)
+
+
+def _describe_exit(error: SystemExit) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"sys.exit({error.code!r}) was called in {frame.filename}, line {frame.lineno}, before the run was over"
 
 
 def _run_supervised(request: Request, guard: Watchdog) -> int:

@@ -22,6 +22,7 @@ from testbed.rank.profiler import Profiler
 from testbed.rank.recorder import Recorder, Timeline, describe_environment
 from testbed.rank.replicas import compare, share_statistics
 from testbed.rank.sync.buckets import trained
+from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.schedules import build
 from testbed.results.records import End, Eval, Start, Step
 from testbed.spec.datasets import data_dir
@@ -64,6 +65,7 @@ class Trainer:
         """Train, test, and check that the replicas agree."""
         self._record_start()
         self._compare(0)
+        check_mode(self.spec, self.model, self.group)
         module = self.sync.attach(self.model, self.optimizer)
         begun = time.monotonic()
         step = self._resume(module)
@@ -78,6 +80,7 @@ class Trainer:
                 if self.profiler:
                     self.profiler.before(step, self.sync.flush)
                 self.recorder.write(self._step(module, batches, step, epoch))
+                self.sync.verify()
                 if self.profiler:
                     self.profiler.after(step, self.sync.flush)
                 step += 1

@@ -37,6 +37,7 @@ from testbed.spec.errors import (
     ReplicasDiffer,
     SpecError,
     TestbedError,
+    UsageError,
 )
 
 if TYPE_CHECKING:  # importing torch takes a second, and signal handlers are installed before that
@@ -103,7 +104,7 @@ def start_signal_watchdog(guard: Watchdog) -> None:
 #   {"step": 7, "phase": "sync"}              heartbeat; with "wait_failed" if the main thread's wait failed
 #   {"verdict": 1, "why": ...}                rank 1 failed: all ranks end
 #   {"refused": ...}                          the request is refused: all ranks end
-#   {"bye": "done", "rank": 2}                this rank ends, and why
+#   {"bye": "done", "rank": 2}                this rank ends, and why; with "refused" if it refuses the request
 #   {"report": {"code": 6, "message": ...}}   a failed rank's error record, for rank 0's summary
 
 PERIOD_S = 0.25  # between two heartbeats
@@ -113,6 +114,7 @@ VERDICT_TIMEOUT_S = 3.0  # for rank 0 to name the failed rank, after a wait of t
 KEEPALIVE_S = 60  # after so long without a packet the kernel sends keepalive probes to rank 0's machine
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARS = 1000
+MAX_REFUSAL_BYTES = 3000  # of the reason in a line of MAX_LINE_BYTES
 MAX_UNIDENTIFIED = 64  # connections that have not sent a hello
 BACKLOG = 1024  # a connection that the kernel refuses is retried only after a second
 STORE_KEY = "heartbeat"
@@ -163,6 +165,8 @@ class Heartbeat:
         self.end = end
         self.step, self.phase = 0, "start"  # set by the main thread
         self.address = ""  # of this node, on the way to rank 0
+        self.own_method = ""  # the user's code that exchanges gradients; empty: it is built in
+        self.trying = False  # True while that code is tried before training: if it fails, the request is refused
         self.verdict: TestbedError | None = None
         self.steps: dict[int, int] = {}  # rank 0: the last step that each of the others reported
         self.reports: dict[int, dict[str, Any]] = {}  # rank 0: error records of the others
@@ -170,7 +174,7 @@ class Heartbeat:
         self._known = threading.Event()  # set once the verdict was sent to the others
         self._wait_failed_at: float | None = None  # when the main thread's wait failed
         self._leaving = threading.Event()
-        self._leave_reason = ""
+        self._leave_reason = self._refused = ""
         self._peers: list[Peer] = []
         self._lost_rank_0: dict[int, str] = {}  # rank 0: ranks that report rank 0 as lost, with their reason
         self._selector = selectors.DefaultSelector()
@@ -225,11 +229,14 @@ class Heartbeat:
             self._known.wait(timeout_s)
         return self.verdict
 
-    def leave(self, reason: str = DONE) -> None:
-        """Stop the thread and send the reason to the other ranks. Connections stay open until the process ends."""
+    def leave(self, reason: str = DONE, refused: str = "") -> None:
+        """Stop the thread and send the reason to the other ranks. Connections stay open until the process ends.
+
+        `refused`: why this rank refuses the request; then all ranks refuse it with the same sentence.
+        """
         if self._thread.ident is None or threading.current_thread() is self._thread:
             return
-        self._leave_reason = reason
+        self._leave_reason, self._refused = reason, _fit(refused)
         self._leaving.set()
         self._thread.join(2 * PERIOD_S + 0.5)
 
@@ -317,7 +324,8 @@ class Heartbeat:
             self._known.set()
             self.end(self.verdict)
         else:
-            self._send_to_all({"bye": self._leave_reason, "rank": self.rank})
+            refused = {"refused": self._refused} if self._refused else {}
+            self._send_to_all({"bye": self._leave_reason, "rank": self.rank} | refused)
 
     def _add(self, connection: socket.socket) -> Peer:
         connection.setblocking(False)
@@ -379,7 +387,9 @@ class Heartbeat:
                 self._lost_rank_0[peer.rank] = why  # judged after all messages of this round
             else:
                 self._decide(PeerLost(why, failed if isinstance(failed, int) else None))
-        elif "refused" in message and peer.rank == 0:
+        elif "refused" in message and (peer.rank == 0 or self.rank == 0):
+            if "bye" in message:
+                self.ended[peer.rank] = str(message["bye"])[:MAX_REASON_CHARS]
             self._decide(SpecError(str(message["refused"])[:MAX_LINE_BYTES]))
         elif "bye" in message:
             why = str(message["bye"])[:MAX_REASON_CHARS]
@@ -445,10 +455,20 @@ class Heartbeat:
             return self._mark_failed(stopped[0], "was stopped")
         progress = [(peer.step, peer.phase == WAITING, peer.rank or 0) for peer in ranks]
         progress = sorted([*progress, (self.step, self.phase == WAITING, self.rank)])
+        if self.own_method and all(waits for _, waits, _ in progress):
+            return self._decide(self._deadlock(progress[0][0]))
         (step, waits, last), *others = progress
         if others and others[0][:2] != (step, waits):
             return self._mark_failed(last, f"is behind: it runs, but is still in step {step + 1}")
         return self._decide(PeerLost(f"all ranks run, but a wait failed in step {step + 1}", None))
+
+    def _deadlock(self, step: int) -> TestbedError:
+        """All ranks run, and all are in the user's method: no rank is to blame."""
+        rule = f"deadlock in {self.own_method}: all ranks run, but a rank waits for what no other sends"
+        way_out = "Give every receive one send of the same size, in the same order on both ends (docs/modes.md)"
+        if self.trying:
+            return SpecError(f"{rule} (known numbers, before the first step). {way_out}, then try again.")
+        return PeerLost(f"{rule} in step {step + 1}. {way_out}", None)
 
     def _mark_failed(self, rank: int | None, why: str) -> None:
         if rank == 0 and self.rank != 0:
@@ -460,10 +480,17 @@ class Heartbeat:
             self.verdict = verdict
 
 
+def _fit(text: str) -> str:
+    """The text, cut so that it needs at most MAX_REFUSAL_BYTES as JSON."""
+    while len(json.dumps(text)) > MAX_REFUSAL_BYTES:
+        text = text[: len(text) * 3 // 4]
+    return text
+
+
 def _verdict_message(verdict: TestbedError) -> dict[str, Any]:
     if isinstance(verdict, PeerLost):
         return {"verdict": verdict.failed_rank, "why": str(verdict)}
-    return {"refused": str(verdict)}
+    return {"refused": _fit(str(verdict))}
 
 
 # --- the end of a rank ---------------------------------------------------------------------------------------------
@@ -499,7 +526,8 @@ class Watchdog:
         if self.heartbeat and not isinstance(error, PeerLost):
             # Every rank detects these errors itself, so no verdict is sent.
             common = isinstance(error, Interrupted | ReplicasDiffer | NetworkInvalid)
-            self.heartbeat.leave(STOPPED if common else f"{type(error).__name__}: {error}"[:500])
+            reason = STOPPED if common else f"{type(error).__name__}: {error}"[:500]
+            self.heartbeat.leave(reason, refused=str(error) if isinstance(error, UsageError) else "")
         if self.after_failure:
             self.after_failure(record)
         flush()

@@ -333,12 +333,20 @@ class _RootCause:
             return self._lost(min(candidates, key=lambda k: (k not in unknown, self.last_steps[k], k)))
         if unknown:
             return self._lost(min(unknown, key=lambda k: (k not in self.ended, self.last_steps[k])))
-        return self._own_reason(next(k for k, code in enumerate(self.codes) if code))
+        return self._nobody()
+
+    def _nobody(self) -> RankFailed:
+        """Ranks lost another, but none can be named: e.g. all of them wait in a user's method."""
+        rank = next(k for k, code in enumerate(self.codes) if code)
+        words = (self.errors[rank] or {}).get("message", f"rank {rank} lost another rank, and it is not known which")
+        return RankFailed(f"{self._with_node_names(words).rstrip('.')}. See {self.folder.log(rank)}")
 
     def _lost(self, rank: int) -> RankFailed:
         """A rank that does not answer, one that ended with an unknown code, or one that could not reach the others."""
         since = _since(self.last_steps[rank])
-        if self.codes[rank] is not None:
+        if self.codes[rank] == 0:
+            how = f"ended with code 0 {self._when(rank)}, although the run was not over"
+        elif self.codes[rank] is not None:
             how = f"was cut off {since}"
         else:
             how = f"ended {self._when(rank)}" if rank in self.ended else f"is silent {since}"

@@ -16,19 +16,18 @@ docs/modes.md and .env.example.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
 from testbed.spec.base import validator
-from testbed.spec.errors import SpecError, refuse
+from testbed.spec.errors import SpecError, UsageError, refuse
+from testbed.spec.methods import method_path, mode_name, own_methods
 from testbed.spec.units import format_size, parse_size
 
 # --- rounds: which rank sends which share of a buffer to which rank --------------------------------------------------
@@ -307,16 +306,22 @@ EVERY = {  # an example: what it does
 _EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
 
 
-def methods_dir() -> Path:
-    """The folder of a user's own algorithms: a file NAME.py with a `mean_(buffer, group)` makes the mode NAME."""
-    return Path(os.environ.get("TESTBED_METHODS", "methods"))
-
-
 def algorithms() -> dict[str, Algorithm]:
-    """The built-in algorithms and the user's own."""
-    files = sorted(methods_dir().glob("[a-z]*.py"))
-    own = {f.stem.replace("_", "-"): replace(USER_METHOD, does=f"your own, from {f}") for f in files}
-    return ALGORITHMS | {name: own[name] for name in own if name not in ALGORITHMS}
+    """The built-in algorithms and the user's own. What is in a file is not looked at: see `unusable_methods`."""
+    own = [method for method in own_methods(ALGORITHMS) if not method.name_problem]
+    return ALGORITHMS | {each.name: replace(USER_METHOD, does=f"your own, from {each.path}") for each in own}
+
+
+def unusable_methods() -> dict[str, str]:
+    """The files in the methods folder that no run can use, each with the reason."""
+    return {str(method.path): problem for method in own_methods(ALGORITHMS) if (problem := method.problem)}
+
+
+def check_method(mode: SyncMode) -> None:
+    """Raise SpecError if a file of the user has the mode's name and cannot be used."""
+    for method in own_methods(ALGORITHMS):
+        if method.name == mode.algorithm and (problem := method.problem):
+            raise SpecError(f"mode {str(mode)!r}: {method.path} cannot be used: {problem}.")
 
 
 # --- the mode --------------------------------------------------------------------------------------------------------
@@ -406,12 +411,22 @@ class SyncMode:
         name, *words = text.strip().split("/")
         known = algorithms()
         if name not in known:
-            raise refuse("mode", text, f"unknown algorithm {name!r}", f"Known: {', '.join(known)}.")
+            if mode_name(name) not in known:
+                raise _unknown_algorithm(text, name)
+            name = mode_name(name)  # a method may be spelled like its file
         mode = cls(name, granularity=known[name].default)
         axes = [_read_granularity, _read_schedule, _read_codec, _read_every]  # the order of the words
         for word in words:
             mode = _read_word(mode, word, axes, text)
         return mode
+
+
+def _unknown_algorithm(text: str, name: str) -> UsageError:
+    unusable = unusable_methods()
+    own = [method for method in own_methods(ALGORITHMS) if str(method.path) not in unusable]
+    known = [*ALGORITHMS, *(method.name for method in own)]
+    others = "".join(f" {path} cannot be used: {problem}." for path, problem in unusable.items())
+    return refuse("mode", text, f"unknown algorithm {name!r}", f"Known: {', '.join(known)}.{others}")
 
 
 def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMode:
@@ -530,7 +545,10 @@ def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
     `codecs_of` and `every_of` list what can follow.
     """
     sizes = {"bucket": f"bucket:{bucket}"}
+    unusable = unusable_methods()
     for name, algorithm in algorithms().items():
+        if name not in ALGORITHMS and str(method_path(name)) in unusable:
+            continue
         if algorithm.default is None:
             yield SyncMode.parse(name)
         for granularity in algorithm.granularities:

@@ -22,9 +22,11 @@ from testbed.rank.group import Group, join, single_rank_group
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Recorder, Timeline
 from testbed.rank.replicas import parameter_hash
+from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.pipeline import gloo_threads
 from testbed.rank.sync.schedules import build
 from testbed.rank.train import Trainer
+from testbed.spec.errors import UsageError
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec
 
@@ -125,16 +127,42 @@ def _gloo_classes() -> list[int]:
 
 
 def train(case: Case, group: Group) -> Case:
-    """A whole training run with the real loop. Records go to `run`, parameters and buffers to the .npz file."""
+    """A whole training run with the real loop. Records go to `run`, parameters and buffers to the .npz file.
+
+    `extra_checks`: how often the mode is tried on known numbers in addition. `methods`: the folder of own methods.
+    """
+    os.environ["TESTBED_METHODS"] = case.get("methods", "methods")
     spec = RunSpec.load(case["spec"], "case")
     own = single_rank_group() if spec.world == 1 else group
     if group.rank >= spec.world:
         return {}
     with Recorder(Path(case["run"]) / f"rank{group.rank}.jsonl") as recorder:
         trainer = Trainer(spec, own, recorder, SocketCounter())
-        trainer.run()
+        for _ in range(case.get("extra_checks", 0)):
+            check_mode(spec, trainer.model, own)
+        try:
+            trainer.run()
+        except UsageError as error:
+            return {"refused": str(error)}
     _save(case, group.rank, trainer.model)
     return {"hash": parameter_hash(trainer.model)}
+
+
+def check(case: Case, group: Group) -> Case:
+    """Try the modes of these specs on known numbers in place of parameters of these shapes; why each was refused."""
+    os.environ["TESTBED_METHODS"] = case.get("methods", "methods")
+    model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in case["shapes"])
+    before, refusals = torch.get_rng_state(), []
+    for values in case["specs"]:
+        own = Group(group.rank, group.size, dist.PrefixStore(str(len(refusals)), group.store), DEADLINE)
+        try:
+            check_mode(RunSpec.load(values, "case"), model, own)
+            refusals.append("")
+        except UsageError as error:
+            refusals.append(str(error))
+        assert set(own.payload) == {"metrics"}, "what the check sends is not counted as gradients"
+    assert torch.equal(torch.get_rng_state(), before)
+    return {"refusals": refusals}
 
 
 def _save(case: Case, rank: int, model: nn.Module) -> None:
@@ -142,7 +170,12 @@ def _save(case: Case, rank: int, model: nn.Module) -> None:
     np.savez(Path(case["folder"]) / f"{case['name']}.rank{rank}.npz", **arrays)
 
 
-KINDS: dict[str, Callable[[Case, Group], Case]] = {"mean": mean, "train": train, "sched_classes": sched_classes}
+KINDS: dict[str, Callable[[Case, Group], Case]] = {
+    "mean": mean,
+    "train": train,
+    "sched_classes": sched_classes,
+    "check": check,
+}
 
 
 def answer(text: str, group: Group) -> Case:

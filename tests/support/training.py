@@ -50,7 +50,8 @@ def lenet(**changes: Any) -> RunSpec:
     return RunSpec.load(merge(LENET, changes), "case")
 
 
-def train(pool: RankPool, spec: RunSpec, folder: Path) -> TrainedRun:
-    """Train on the first ranks of the pool; records go to the folder."""
-    answers = pool.run("train", spec=spec.model_dump(mode="json", by_alias=True), run=str(folder))
+def train(pool: RankPool, spec: RunSpec, folder: Path, **case: Any) -> TrainedRun:
+    """Train on the first ranks of the pool; records go to the folder. `case`: see `train` in tests/gloo/worker.py."""
+    folder.mkdir(exist_ok=True)
+    answers = pool.run("train", spec=spec.model_dump(mode="json", by_alias=True), run=str(folder), **case)
     return TrainedRun(spec, folder, answers)

@@ -28,7 +28,7 @@ from testbed.data.fetch import fetch, verify
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.disk import os_failure
 from testbed.spec.errors import Interrupted, TestbedError, UsageError, refuse
-from testbed.spec.mode import CODECS, EVERY, algorithms, codecs_of, every_of, legal_modes
+from testbed.spec.mode import CODECS, EVERY, algorithms, codecs_of, every_of, legal_modes, unusable_methods
 from testbed.spec.run import SCHEMA
 
 app = typer.Typer(
@@ -209,6 +209,8 @@ def _check_with_resume(context: typer.Context) -> None:
 @app.command()
 def modes(as_json: Json = False) -> None:
     """List every legal mode: algorithm x granularity x schedule, and what can follow: codecs and every:K."""
+    for path, problem in unusable_methods().items():
+        print(f"{path} cannot be used: {problem}.", file=sys.stderr)
     rows: list[dict[str, Any]] = [
         {
             "mode": str(mode),

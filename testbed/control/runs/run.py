@@ -46,7 +46,8 @@ from testbed.spec.errors import (
     one_line,
     refuse,
 )
-from testbed.spec.mode import ALGORITHMS, methods_dir
+from testbed.spec.methods import methods_dir
+from testbed.spec.mode import check_method
 from testbed.spec.run import RunSpec
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -160,20 +161,14 @@ def _read_summary(folder: RunFolder) -> Summary | None:
 
 
 def check_inputs(spec: RunSpec) -> None:
-    """Raise UsageError for missing data, for more images than the data set has, or a method that is not Python."""
+    """Raise UsageError for missing data, for more images than the data set has, or a method that cannot be used."""
     name, info = spec.data.name, dataset_info(spec.data.name)
     require_complete(name, data_dir())
     sizes = (("subset", spec.data.subset, info.train), ("test_subset", spec.data.test_subset, info.test))
     for key, requested, available in sizes:
         if requested is not None and requested > available:
             raise refuse(f"data.{key}", requested, f"{name} has {available} such images", "Request fewer.")
-    if spec.mode.algorithm not in ALGORITHMS:
-        path = methods_dir() / f"{spec.mode.algorithm.replace('-', '_')}.py"
-        try:
-            compile(path.read_text(encoding="utf-8"), str(path), "exec")
-        except (OSError, ValueError, SyntaxError) as error:
-            way_out = "Fix the file and try again."
-            raise UsageError(f"mode {spec.mode}: {path} cannot be used ({error}). {way_out}") from None
+    check_method(spec.mode)
 
 
 @contextmanager

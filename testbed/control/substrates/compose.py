@@ -50,7 +50,7 @@ from testbed.spec.cpu import CPU_PERIOD_US, NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import EngineLost, TestbedError
 from testbed.spec.link import why_not_shaped
-from testbed.spec.mode import methods_dir
+from testbed.spec.methods import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
 from testbed.spec.run import DEFAULT_PORT
 

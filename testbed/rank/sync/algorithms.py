@@ -7,9 +7,11 @@ What each one sends, and the time it needs at least, is in its row in spec/mode.
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -17,11 +19,13 @@ from torch import Tensor
 
 from testbed.rank.group import Group, Work
 from testbed.rank.sync.buckets import split
-from testbed.spec.errors import SpecError
-from testbed.spec.mode import ALGORITHMS, Round, methods_dir
+from testbed.spec.errors import SpecError, one_line, refuse
+from testbed.spec.methods import SIGNATURE, method_path
+from testbed.spec.mode import ALGORITHMS, Round
 
 SEGMENT_BYTES = 2 << 20  # a ring's shard is sent in segments of about this size: one is added while the next is sent
 MAX_SEGMENTS = 8
+MAX_TOLERANCE = 0.25  # of a user's method; a sum that was not divided is off by more than that
 
 Mean = Callable[[Tensor, Group], None]
 MEANS: dict[str, Mean] = {}
@@ -37,19 +41,48 @@ def algorithm(name: str) -> Callable[[Mean], Mean]:
     return register
 
 
+@dataclass(frozen=True)
+class OwnMethod:
+    """A user's algorithm: a `Mean`. `tolerance`: TOLERANCE of its file, for a method that rounds on purpose."""
+
+    path: Path
+    mean_: Mean
+    tolerance: float = 0.0  # of the largest number
+
+    def __call__(self, buffer: Tensor, group: Group) -> None:
+        return self.mean_(buffer, group)
+
+
 def find_mean(name: str) -> Mean:
     """Return the function of a built-in algorithm, or the user's own from its file; SpecError if there is none."""
-    if name in MEANS:
-        return MEANS[name]
-    path = methods_dir() / f"{name.replace('-', '_')}.py"
+    return MEANS[name] if name in MEANS else _load_method(name, method_path(name))
+
+
+def _load_method(name: str, path: Path) -> OwnMethod:
+    """Execute the file of a user's algorithm, every time anew, so that no two users of it share its state."""
     spec = importlib.util.spec_from_file_location(f"methods.{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise SpecError(f"algorithm {name!r}: no file {path} on this node. Copy it there, or set TESTBED_METHODS.")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise SpecError(f"algorithm {name!r}: {blame_line(path, error)}. Fix the file.") from None
     if not callable(getattr(module, "mean_", None)):
-        raise SpecError(f"algorithm {name!r}: {path} defines no mean_(buffer, group). Add it.")
-    return cast(Mean, module.mean_)
+        raise SpecError(f"algorithm {name!r}: {path} defines no {SIGNATURE}. Add it.")
+    tolerance = getattr(module, "TOLERANCE", 0.0)
+    if not isinstance(tolerance, int | float) or not 0 <= tolerance <= MAX_TOLERANCE:
+        rule = f"TOLERANCE in {path} must be a number from 0 to {MAX_TOLERANCE:g}, a share of the largest number"
+        raise refuse("TOLERANCE", tolerance, rule, "Leave it out for a method that does not round on purpose.")
+    return OwnMethod(path, cast(Mean, module.mean_), float(tolerance))
+
+
+def blame_line(path: Path, error: BaseException) -> str:
+    """Where in a user's file an error was raised, and what it is: "methods/x.py, line 3: TypeError: ..."."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f", line {frame.lineno}" for frame in reversed(frames) if frame.filename == str(path)), "")
+    said = f"sys.exit({error.code!r}) was called" if isinstance(error, SystemExit) else ""
+    return f"{path}{line}: {said or one_line(f'{type(error).__name__}: {error}')}"
 
 
 @algorithm("gather")

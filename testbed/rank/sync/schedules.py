@@ -20,12 +20,13 @@ from torch.nn import Module, Parameter
 
 from testbed.rank.group import Group
 from testbed.rank.recorder import Timeline
-from testbed.rank.sync.algorithms import Mean, broadcast_, collect_, find_mean
+from testbed.rank.sync.algorithms import Mean, OwnMethod, broadcast_, collect_, find_mean
 from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets, time_copies, trained
 from testbed.rank.sync.codecs import BufferInfo, make_coder
 from testbed.rank.sync.ddp import DDP
 from testbed.rank.sync.pipeline import Pipeline
 from testbed.rank.sync.synchronizer import BaseSynchronizer, NoSync, Synchronizer, Update
+from testbed.rank.sync.verify import Witness
 from testbed.spec.mode import SyncMode
 
 
@@ -73,6 +74,10 @@ class Averager(Bucketed):
     def state(self) -> dict[str, Tensor]:
         """What the coders keep from one step to the next."""
         return {f"{number}.{name}": kept for number, c in enumerate(self.coders) for name, kept in c.state.items()}
+
+    def verify(self) -> None:
+        if isinstance(self.mean_, Witness):
+            self.mean_.verify(self.group)
 
     def load(self, state: dict[str, Tensor]) -> None:
         for number, coder in enumerate(self.coders):
@@ -215,4 +220,5 @@ def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline, seed
         averager = AfterStep
     elif mode.every > 1:
         averager = ParameterMean
-    return averager(mode, group, timeline, find_mean(mode.algorithm), seed)
+    mean_ = find_mean(mode.algorithm)
+    return averager(mode, group, timeline, Witness(mode, mean_) if isinstance(mean_, OwnMethod) else mean_, seed)

@@ -57,6 +57,10 @@ class Synchronizer(Protocol):
         """Finish all communication, so that the parameters can be read."""
         ...
 
+    def verify(self) -> None:
+        """Raise SpecError if the first exchange of a user's method was not the mean; called after every step."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """The state that the mode keeps between two steps, for a checkpoint; call `flush` before."""
         ...
@@ -98,6 +102,9 @@ class BaseSynchronizer:
 
     def flush(self) -> None:
         """Nothing is on the wire between steps."""
+
+    def verify(self) -> None:
+        """Built-in modes are tested; check.py tries them, too."""
 
     def state(self) -> dict[str, Tensor]:
         """Nothing but the state of model and optimizer."""

@@ -54,7 +54,8 @@ from testbed.spec.datasets import MARKER, data_dir, dataset_info
 from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import CommandFailed, ConnectionLost, HostFailed, RankFailed, TestbedError, Unavailable
 from testbed.spec.inventory import Inventory
-from testbed.spec.mode import ALGORITHMS, methods_dir
+from testbed.spec.methods import method_path, methods_dir
+from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 
 LOG = logging.getLogger(__name__)
@@ -440,9 +441,9 @@ class HostsSubstrate:
         user, run_dir = self._accounts[self._hosts.index(host)], self._run_dir(host)
         _put(host, RunFolder(self._folder).spec, run_dir / "spec.json")
         if self._has_own_method():
-            name = f"{self._spec.mode.algorithm.replace('-', '_')}.py"
+            file = method_path(self._spec.mode.algorithm)
             host.run(["mkdir", "-p", str(run_dir / "methods")], QUERY_TIMEOUT_S)
-            _put(host, methods_dir() / name, run_dir / "methods" / name)
+            _put(host, file, run_dir / "methods" / file.name)
         if user.uid == 0:  # the rank runs as nobody then
             host.run(["chown", "-R", user.rank_user, str(run_dir)], QUERY_TIMEOUT_S)
 

@@ -1,0 +1,89 @@
+"""A user's own algorithms: a file NAME.py in the methods folder with a `mean_(buffer, group)` makes the mode NAME.
+
+Files are read, never executed: the controller has no torch. A rank executes them (rank/sync/algorithms.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.spec.errors import one_line
+
+_NAME = re.compile(r"[a-z][A-Za-z0-9_.]*", re.ASCII)
+SIGNATURE = "mean_(buffer, group)"
+
+
+def methods_dir() -> Path:
+    """The folder of a user's own algorithms: TESTBED_METHODS, else ./methods."""
+    return Path(os.environ.get("TESTBED_METHODS", "methods"))
+
+
+@dataclass(frozen=True)
+class Method:
+    """One file. `name_problem`: why no mode can have its name; empty: the mode `name` is this file."""
+
+    name: str
+    path: Path
+    name_problem: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why no run can use the file; empty if nothing is known against it. The file is parsed, not executed."""
+        return self.name_problem or _code_problem(self.path)
+
+
+def own_methods(built_in: Collection[str]) -> list[Method]:
+    """All methods in the folder, also those that cannot be used; names with a leading _ or . are not methods."""
+    files = sorted(path for path in methods_dir().glob("*.py") if path.name[0] not in "_.")
+    return [Method(name := mode_name(path.stem), path, _name_problem(name, path, built_in)) for path in files]
+
+
+def mode_name(stem: str) -> str:
+    """The name of a mode as tables print it: `my_way` -> `my-way`."""
+    return stem.replace("_", "-")
+
+
+def method_path(name: str) -> Path:
+    """The file of the mode `name`."""
+    return methods_dir() / f"{name.replace('-', '_')}.py"
+
+
+def _name_problem(name: str, path: Path, built_in: Collection[str]) -> str:
+    if name in built_in:
+        return f"{name} is a built-in mode. Rename the file"
+    if not _NAME.fullmatch(path.stem):
+        return "a name begins with a lower-case letter and has letters, digits and _ only. Rename the file"
+    return ""
+
+
+def _code_problem(path: Path) -> str:
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}. Fix the file"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"cannot be read ({one_line(str(error))}). Fix the file"
+    definition = next((d for d in reversed(tree.body) if isinstance(d, ast.FunctionDef) and d.name == "mean_"), None)
+    if definition is not None:
+        return "" if _takes_two(definition.args) else f"its mean_ does not take two arguments. Write {SIGNATURE}"
+    if any(isinstance(node, ast.Name | ast.alias) and _binds_mean(node) for node in ast.walk(tree)):
+        return ""  # assigned or imported: what it is shows when a rank executes the file
+    return f"defines no {SIGNATURE}. Add it"
+
+
+def _takes_two(arguments: ast.arguments) -> bool:
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    required = positional - len(arguments.defaults)
+    named = len(arguments.kwonlyargs) - sum(default is not None for default in arguments.kw_defaults)
+    return required <= 2 and not named and (positional >= 2 or arguments.vararg is not None)
+
+
+def _binds_mean(node: ast.Name | ast.alias) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id == "mean_" and isinstance(node.ctx, ast.Store)
+    return (node.asname or node.name) in ("mean_", "*")
