@@ -39,12 +39,13 @@ class Dataset:
     images: NDArray[np.uint8]  # stored images, N x H x W x C
     rows: NDArray[np.int64]  # a subset, or a repetition, of the stored images
     labels: NDArray[np.int64]
-    shape: Shape  # C, H, W after padding
+    shape: Shape  # C, H, W of a batch
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     pad: int
     augment: bool  # whether training crops and flips by default
+    size: int | None = None  # height and width that a batch is resized to; None: as stored and padded
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,11 +56,22 @@ class Dataset:
 
 
 def open_dataset(
-    name: str, root: Path, train: bool, subset: int | None = None, seed: int = 0, shape: Shape | None = None
+    name: str,
+    root: Path,
+    train: bool,
+    subset: int | None = None,
+    seed: int = 0,
+    shape: Shape | None = None,
+    size: int | None = None,
 ) -> Dataset:
-    """Open a fetched data set, or generate the synthetic one in `shape`; draw `subset` of its images with `seed`."""
+    """Open a fetched data set, or generate the synthetic one in `shape`; draw `subset` of its images with `seed`.
+
+    Batches are resized to `size` x `size`. They are stored, cropped and flipped before that.
+    """
     info = dataset_info(name)
     dataset = _synthetic(info, train, shape or info.shape) if info.generated else _stored(info, root, train)
+    if size is not None:
+        dataset = replace(dataset, size=size, shape=(dataset.shape[0], size, size))
     return dataset if subset is None else _subset(dataset, subset, seed)
 
 
@@ -246,6 +258,13 @@ def normalise(
     return pixels.sub_(centre).div_(scale)
 
 
+def resize(images: torch.Tensor, size: int | None) -> torch.Tensor:
+    """Images N x C x H x W as N x C x size x size, bilinear; as they are if they have that size, or for None."""
+    if size is None or images.shape[-2:] == (size, size):
+        return images
+    return torch.nn.functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
+
+
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +314,8 @@ def test_batches(
 def _batch(dataset: Dataset, indices: NDArray[np.int64], crops: Crops | None, dtype: torch.dtype) -> Batch:
     stored = dataset.pick(indices)
     images = channels_first(stored) if crops is None else crop_and_flip(stored, crops)
-    return normalise(images, dataset.mean, dataset.std, dtype), torch.from_numpy(dataset.labels[indices])
+    pixels = normalise(images, dataset.mean, dataset.std, dtype)
+    return resize(pixels, dataset.size), torch.from_numpy(dataset.labels[indices])
 
 
 test_batches.__test__ = False  # type: ignore[attr-defined]  # pytest takes functions named test_* for tests

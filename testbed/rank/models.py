@@ -8,7 +8,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from testbed.spec.errors import SpecError
+from testbed.spec.datasets import Shape
+from testbed.spec.errors import one_line, refuse
 
 VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # widths, M: max-pool 2
 _declared: list[torch.library.Library] = []
@@ -64,47 +65,40 @@ def resnet18(classes: int, channels: int) -> nn.Module:
     return model
 
 
-REPORT_MODELS = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}  # the others are torchvision's
+MAKERS = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}  # the others are torchvision's
 
 
-def usual_shape(name: str) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a model is made for."""
-    return (1, 32, 32) if name == "lenet5" else (3, 32, 32)
+def build_model(name: str, classes: int, shape: Shape, dtype: torch.dtype) -> nn.Module:
+    """Build a model for images of this shape. Its weights come from torch's global generator, which is seeded before.
 
-
-def build_model(name: str, classes: int, channels: int, dtype: torch.dtype) -> nn.Module:
-    """Build a model. Its weights come from torch's global generator, which the caller has seeded."""
-    make = REPORT_MODELS.get(name)
-    model = make(classes, channels) if make else _from_torchvision(name, classes, channels)
+    RunSpec has checked the name and the shape; only another version of torchvision makes this raise SpecError.
+    """
+    make = MAKERS.get(name)
+    model = make(classes, shape[0]) if make else _from_torchvision(name, classes, shape)
     return model.to(dtype)
 
 
-def _from_torchvision(name: str, classes: int, channels: int) -> nn.Module:
+def _from_torchvision(name: str, classes: int, shape: Shape) -> nn.Module:
     models = _torchvision()
-    names = models.list_models(module=models)
-    if name not in names:
-        known = f"{', '.join(REPORT_MODELS)}, or of torchvision: {', '.join(names)}"
-        raise SpecError(f"model {name!r}: unknown. Use one of {known}.")
-    if channels != 3:
-        raise SpecError(f"model {name!r}: takes 3 channels, the data has {channels}. Use lenet5 or vgg11.")
+    if name not in models.list_models(module=models):
+        raise refuse("model", name, "this node's torchvision does not have it", "Use the testbed's image on all nodes.")
     # Two models have auxiliary outputs, which the training loop does not use.
     options = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
-    _check_shape(name, model, usual_shape(name))
+    _check_shape(name, model, shape)
     return model
 
 
-def _check_shape(name: str, model: nn.Module, shape: tuple[int, int, int]) -> None:
-    """Try one forward pass: some models need larger images than 32 x 32. Raises SpecError."""
+def _check_shape(name: str, model: nn.Module, shape: Shape) -> None:
+    """Try one forward pass. Raises SpecError."""
     model.eval()
     try:
         with torch.no_grad():
             model(torch.zeros(2, *shape))
     except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise SpecError(
-            f"model {name!r}: cannot take images of {shape[1]} x {shape[2]} ({reason}). Use another."
-        ) from None
+        reason = one_line(str(error).splitlines()[0])
+        rule = f"cannot take images of {shape[1]} x {shape[2]} ({reason})"
+        raise refuse("model", name, rule, "Use another, or another data.size.") from None
     model.train()
 
 

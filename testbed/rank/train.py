@@ -16,7 +16,7 @@ from testbed.rank.counters import Counter
 from testbed.rank.cpu_time import CpuMeter
 from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
 from testbed.rank.group import Group
-from testbed.rank.models import build_model, untrack_statistics, usual_shape
+from testbed.rank.models import build_model, untrack_statistics
 from testbed.rank.optim import Optimizer
 from testbed.rank.profiler import Profiler
 from testbed.rank.recorder import Recorder, Timeline, describe_environment
@@ -47,7 +47,7 @@ class Trainer:
         self.test_set = self._open(train=False, subset=spec.data.test_subset)
         self.batches = self._batches(dtype)
         self.total = _total_steps(spec, len(self.batches))
-        self.model = build_model(spec.model, self.train_set.classes, self.train_set.shape[0], dtype)
+        self.model = build_model(spec.model, self.train_set.classes, self.train_set.shape, dtype)
         if spec.batchnorm == "untracked":
             untrack_statistics(self.model)
         self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
@@ -206,9 +206,9 @@ class Trainer:
         return profiler
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
-        name, seed = self.spec.data.name, self.spec.seed
-        shape = usual_shape(self.spec.model) if name == "synthetic" else None
-        return open_dataset(name, data_dir(), train=train, subset=subset, seed=seed, shape=shape)
+        data, seed = self.spec.data, self.spec.seed
+        shape = self.spec.image_shape(resized=False)
+        return open_dataset(data.name, data_dir(), train=train, subset=subset, seed=seed, shape=shape, size=data.size)
 
     def _batches(self, dtype: torch.dtype) -> Batches:
         spec, rank = self.spec, self.group.rank

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from testbed.spec.base import Spec, validator
-from testbed.spec.datasets import dataset_info
-from testbed.spec.errors import SchemaError, SpecError, one_line
+from testbed.spec.datasets import Shape, dataset_info
+from testbed.spec.errors import SchemaError, SpecError, one_line, refuse
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
+from testbed.spec.models import REPORT_MODELS, model_info
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
 START_DEADLINE_S = 60.0  # for all ranks to start and connect
@@ -42,6 +43,7 @@ class DataSpec(Spec):
     augment: bool | None = None  # random crop and flip; None: for cifar10 only
     # images per step of each rank, if they are not equal
     shares: tuple[int, ...] | None = Field(default=None, examples=[[96, 64, 64, 32]])
+    size: int | None = Field(default=None, ge=8, le=1024)  # images are resized to size x size; None: as they are
 
 
 class OptimizerSpec(Spec):
@@ -90,9 +92,7 @@ class RunSpec(Spec):
     # after-step: the mistake of published experiment R3 (experiments/r3.toml)
     placement: Literal["before-step", "after-step"] = "before-step"
     nodes: int = Field(default=4, ge=1, le=256)
-    model: str = Field(
-        default="vgg11", pattern=r"^[a-z0-9_]{1,40}$", description="at most 40 lower-case letters, digits and _"
-    )
+    model: str = "vgg11"  # one of MODELS
     dtype: Literal["float32", "float64"] = "float32"
     batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
 
@@ -143,6 +143,15 @@ class RunSpec(Spec):
     def passes(self, rank: int) -> int:
         """Micro-batches per step of one rank."""
         return self.local_batch(rank) // self.micro_batch if self.micro_batch else self.accumulate
+
+    def image_shape(self, *, resized: bool = True) -> Shape:
+        """Channels, height and width of an image as the model gets it; `resized` False: before data.size is applied."""
+        info = dataset_info(self.data.name)
+        channels, height, width = info.shape
+        if info.generated:
+            channels = model_info(self.model).usual_channels
+        size = self.data.size if resized else None
+        return (channels, size or height, size or width)
 
     def link_of(self, rank: int) -> Link:
         """The link of a node: its override, else that of all nodes."""
@@ -198,6 +207,8 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _rules(self) -> RunSpec:
         for rule in (
+            _check_model,
+            _check_images,
             _check_nodes,
             _check_shares,
             _check_batch,
@@ -231,6 +242,26 @@ def check_schema(number: object, where: str) -> None:
     if number != SCHEMA:
         rule = f"schema {one_line(str(number))}, this testbed reads schema {SCHEMA}"
         raise SchemaError(f"{where}: {rule}. Run it again, or use the version of testbed that wrote it.")
+
+
+def _check_model(spec: RunSpec) -> None:
+    info, (channels, size, _) = model_info(spec.model), spec.image_shape()
+    if info.channels not in (None, channels):
+        rule = f"takes images of {info.channels} channels, and {spec.data.name} has {channels}"
+        raise refuse("model", spec.model, rule, f"Use {', '.join(REPORT_MODELS)}, or other data.")
+    if not info.smallest <= size <= (info.largest or size):
+        rule = f"takes images of {info.sizes}, and these have {size} x {size}"
+        raise refuse("model", spec.model, rule, f"Use {setting('data.size', info.smallest)}, or another model.")
+
+
+def _check_images(spec: RunSpec) -> None:
+    info, data = dataset_info(spec.data.name), spec.data
+    for key, requested, available in (
+        ("subset", data.subset, info.train),
+        ("test_subset", data.test_subset, info.test),
+    ):
+        if requested is not None and requested > available:
+            raise refuse_setting(f"data.{key}", requested, f"{data.name} has {available} such images", "Request fewer.")
 
 
 def _check_nodes(spec: RunSpec) -> None:

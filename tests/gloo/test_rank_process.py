@@ -163,7 +163,8 @@ def test_a_variable_that_is_no_number_is_refused(tmp_path: Path, variable: str, 
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    folder = make(tmp_path, mode="single", model="vgg99")
+    folder = make(tmp_path, mode="single")
+    folder.spec.write_text(folder.spec.read_text().replace('"lenet5"', '"vgg99"'))
     assert_refused(RankRun(folder.path, 1), "model 'vgg99': unknown", "vgg11, resnet18, lenet5")
 
 

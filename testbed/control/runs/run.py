@@ -34,7 +34,7 @@ from testbed.results.folder import RunFolder
 from testbed.results.limits import counted
 from testbed.results.receipt import Receipt
 from testbed.results.records import Step, read
-from testbed.spec.datasets import data_dir, dataset_info, require_complete
+from testbed.spec.datasets import data_dir, require_complete
 from testbed.spec.disk import os_failure
 from testbed.spec.errors import (
     EngineLost,
@@ -161,13 +161,8 @@ def _read_summary(folder: RunFolder) -> Summary | None:
 
 
 def check_inputs(spec: RunSpec) -> None:
-    """Raise UsageError for missing data, for more images than the data set has, or a method that cannot be used."""
-    name, info = spec.data.name, dataset_info(spec.data.name)
-    require_complete(name, data_dir())
-    sizes = (("subset", spec.data.subset, info.train), ("test_subset", spec.data.test_subset, info.test))
-    for key, requested, available in sizes:
-        if requested is not None and requested > available:
-            raise refuse(f"data.{key}", requested, f"{name} has {available} such images", "Request fewer.")
+    """Raise UsageError for missing data, or a method that cannot be used."""
+    require_complete(spec.data.name, data_dir())
     check_method(spec.mode)
 
 

@@ -68,6 +68,18 @@ def test_synthetic_images_have_the_requested_shape() -> None:
     assert images.shape == (8, 1, 28, 30)
 
 
+def test_images_are_resized_after_they_are_cropped() -> None:
+    small = open_dataset("synthetic", NOWHERE, True, 48)
+    large = open_dataset("synthetic", NOWHERE, True, 48, size=80)
+    assert (small.shape, large.shape) == ((3, 32, 32), (3, 80, 80))
+    batches = [next(Batches(each, Partition(size=48, batch=8), 0, 1, augment=True).epoch(0)) for each in (small, large)]
+    (plain, labels), (resized, same) = batches
+    assert resized.shape == (8, 3, 80, 80) and torch.equal(labels, same)
+    back = torch.nn.functional.interpolate(resized, (32, 32), mode="bilinear", antialias=True)
+    assert float((back - plain).abs().mean()) < 0.5 * float(plain.abs().mean())  # the same images, a little blurred
+    assert torch.equal(data.resize(plain, 32), plain) and torch.equal(data.resize(plain, None), plain)
+
+
 def test_synthetic_is_about_normal_after_normalising() -> None:
     images, _ = next(test_batches(small(), 0, 1, split=False))
     assert abs(float(images.mean())) < 0.05
