@@ -137,6 +137,36 @@ def test_a_single_rank_that_reports_rank_0_as_lost_was_cut_off(ring: Callable[..
     assert "rank 2 (node2) was cut off" in str(one.verdict)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_one_rank_refuses_all_refuse_with_the_same_sentence(
+    ring: Callable[..., list[Heartbeat]], rank: int
+) -> None:
+    beats = ring(3)
+    sentence = "model 'x': unknown. " + "Use y. " * 1000  # too long for one message: it is cut
+    beats[rank].leave("SpecError", refused=sentence)
+    others = [beat for beat in beats if beat.rank != rank]
+    until(lambda: all(beat.verdict for beat in others))
+    for beat in others:
+        assert type(beat.verdict) is SpecError
+        assert sentence.startswith(str(beat.verdict)) and len(str(beat.verdict)) > 1000
+
+
+@pytest.mark.parametrize("trying", [True, False])
+def test_ranks_that_wait_for_each_other_in_a_users_method_blame_the_method(
+    ring: Callable[..., list[Heartbeat]], trying: bool
+) -> None:
+    beats = ring(3)
+    for beat in beats:
+        beat.own_method, beat.trying = "mean_ of methods/mine.py", trying
+        beat.at(4, "sync")
+    until(lambda: beats[0].steps == {1: 4, 2: 4})
+    beats[1].identify_lost()
+    until(lambda: all(beat.verdict for beat in beats))
+    for beat in beats:
+        assert str(beat.verdict).startswith("deadlock in mean_ of methods/mine.py: all ranks run, but a rank waits for")
+        assert type(beat.verdict) is (SpecError if trying else PeerLost)
+
+
 def test_when_most_ranks_report_rank_0_as_lost_it_accepts(ring: Callable[..., list[Heartbeat]]) -> None:
     zero, *others = ring(4)
     with frozen(zero):

@@ -434,3 +434,19 @@ def test_a_rank_that_could_not_write_is_named_with_the_reason_although_it_record
 def test_the_root_cause_keeps_its_exit_code(folder: RunFolder, code: int, kind: type[TestbedError]) -> None:
     found = cause(folder, [code, 6], error(code, "as it said"))
     assert type(found) is kind and found.exit_code == code and "as it said" in str(found)
+
+
+def test_where_no_rank_can_be_named_none_is_blamed(folder: RunFolder) -> None:
+    """All ranks wait for each other in a user's method."""
+    said = error(6, "deadlock in mean_ of methods/mine.py: all ranks run, but a rank waits for what no other sends.")
+    found = cause(folder, [6, 6, 6], said, said, said)
+    assert type(found) is RankFailed
+    assert str(found) == f"{said['message']} See {folder.log(0)}"
+
+
+def test_a_rank_that_ended_with_0_too_early_is_not_called_cut_off(folder: RunFolder) -> None:
+    gone = error(6, "rank 1 (node1) is gone: its connection ended", 1)
+    found = cause(folder, [6, 0, 6], gone, None, gone)
+    assert str(found).startswith(
+        "rank 1 (node1) ended with code 0 after step 4, although the run was not over; rank 0, "
+    )
