@@ -5,7 +5,7 @@ The table lets a controller, or a container before it shapes its network, refuse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from testbed.spec.errors import refuse
 
@@ -18,6 +18,7 @@ class ModelInfo:
     largest: int | None = None
     channels: int | None = 3  # None: any number
     usual_channels: int = 3  # of the synthetic images that it gets
+    name: str = ""
 
     @property
     def sizes(self) -> str:
@@ -73,4 +74,4 @@ def model_info(name: str) -> ModelInfo:
     if name not in MODELS:
         others = ", ".join(each for each in TORCHVISION_MODELS if each not in REPORT_MODELS)
         raise refuse("model", name, "unknown", f"Use one of {', '.join(REPORT_MODELS)}, or of torchvision: {others}.")
-    return MODELS[name]
+    return replace(MODELS[name], name=name)

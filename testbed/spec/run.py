@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from testbed.spec.base import Spec, validator
 from testbed.spec.datasets import Shape, dataset_info
-from testbed.spec.errors import SchemaError, SpecError, one_line, refuse
+from testbed.spec.errors import SchemaError, SpecError, one_line
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
@@ -43,7 +43,8 @@ class DataSpec(Spec):
     augment: bool | None = None  # random crop and flip; None: for cifar10 only
     # images per step of each rank, if they are not equal
     shares: tuple[int, ...] | None = Field(default=None, examples=[[96, 64, 64, 32]])
-    size: int | None = Field(default=None, ge=8, le=1024)  # images are resized to size x size; None: as they are
+    # images are resized to size x size; None: as they are
+    size: int | None = Field(default=None, ge=8, le=1024, examples=[224])
 
 
 class OptimizerSpec(Spec):
@@ -92,7 +93,7 @@ class RunSpec(Spec):
     # after-step: the mistake of published experiment R3 (experiments/r3.toml)
     placement: Literal["before-step", "after-step"] = "before-step"
     nodes: int = Field(default=4, ge=1, le=256)
-    model: str = "vgg11"  # one of MODELS
+    model: Annotated[str, AfterValidator(validator(lambda name: model_info(name).name))] = "vgg11"  # one of MODELS
     dtype: Literal["float32", "float64"] = "float32"
     batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
 
@@ -248,10 +249,10 @@ def _check_model(spec: RunSpec) -> None:
     info, (channels, size, _) = model_info(spec.model), spec.image_shape()
     if info.channels not in (None, channels):
         rule = f"takes images of {info.channels} channels, and {spec.data.name} has {channels}"
-        raise refuse("model", spec.model, rule, f"Use {', '.join(REPORT_MODELS)}, or other data.")
+        raise refuse_setting("model", spec.model, rule, f"Use {', '.join(REPORT_MODELS)}, or other data.")
     if not info.smallest <= size <= (info.largest or size):
         rule = f"takes images of {info.sizes}, and these have {size} x {size}"
-        raise refuse("model", spec.model, rule, f"Use {setting('data.size', info.smallest)}, or another model.")
+        raise refuse_setting("model", spec.model, rule, f"Use {setting('data.size', info.smallest)}, or another model.")
 
 
 def _check_images(spec: RunSpec) -> None:

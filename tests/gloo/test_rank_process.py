@@ -165,7 +165,7 @@ def test_a_variable_that_is_no_number_is_refused(tmp_path: Path, variable: str, 
 def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     folder = make(tmp_path, mode="single")
     folder.spec.write_text(folder.spec.read_text().replace('"lenet5"', '"vgg99"'))
-    assert_refused(RankRun(folder.path, 1), "model 'vgg99': unknown", "vgg11, resnet18, lenet5")
+    assert_refused(RankRun(folder.path, 1), "'vgg99': unknown", "vgg11, resnet18, lenet5")
 
 
 def test_a_port_in_use_is_refused_at_once(tmp_path: Path) -> None:

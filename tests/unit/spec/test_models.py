@@ -53,7 +53,7 @@ def test_the_sizes_are_those_that_a_model_takes(name: str) -> None:
 def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(SpecError, match=f"model '{name}': unknown. Use one of vgg11, resnet18, lenet5, or of torchvis"):
         model_info(name)
-    with pytest.raises(SpecError, match=f"model '{name}': unknown"):
+    with pytest.raises(SpecError, match=f"--model '{name}': unknown"):
         RunSpec.load({"model": name}, "")
 
 
@@ -62,7 +62,7 @@ def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
     [
         (
             {"model": "vit_b_16"},
-            "model 'vit_b_16': takes images of 224 x 224, and these have 32 x 32. Set data.size=224, or use another",
+            "--model 'vit_b_16': takes images of 224 x 224, and these have 32 x 32. Use --set data.size=224, or",
         ),
         ({"model": "vit_b_16", "data": {"size": 225}}, "takes images of 224 x 224, and these have 225 x 225"),
         ({"model": "alexnet", "data": {"name": "synthetic"}}, "takes images of 63 x 63 and larger, and these have 32"),
