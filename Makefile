@@ -62,7 +62,7 @@ image: ## build the image of a rank, unless it is up to date (ARGS=-y: install w
 	PYTHON=$(PYTHON) docker/image.sh $(filter -y,$(ARGS))
 
 up: image ## build the image, then docker compose up: four nodes in containers, without a controller
-	docker compose up $(filter-out -y,$(ARGS))
+	cd . && docker compose up $(filter-out -y,$(ARGS)) # cd sets PWD, which names the project: with make -C it is the caller's
 
 clean: $(VENV)/.ready ## remove what killed controllers left, and this clone's stopped containers (ARGS=--dry-run: only list)
 	$(BIN)/testbed clean $(ARGS)

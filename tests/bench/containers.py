@@ -94,8 +94,8 @@ def _first_step() -> Figure:
 
 def _compose_up() -> float:
     """Return the seconds from `docker compose up` to the end of rank 0's first step."""
-    environment = os.environ | QUICK
     with tempfile.TemporaryDirectory() as name:
+        environment = os.environ | QUICK | {"PWD": name}  # which names the project
         shutil.copy(ROOT / "compose.yaml", name)
         for folder in ("runs", "data"):
             (Path(name) / folder).mkdir()

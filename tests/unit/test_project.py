@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -87,6 +88,17 @@ def test_the_entrypoint_of_the_image_ends_as_an_interrupted_run() -> None:
     """It needs the code before it imports testbed."""
     text = (ROOT / "docker" / "entrypoint.py").read_text()
     assert int(re.search(r"^INTERRUPTED = (\d+)", text, re.MULTILINE)[1]) == Interrupted.exit_code
+
+
+def test_make_up_uses_the_project_of_its_own_clone_wherever_it_is_called(tmp_path: Path) -> None:
+    """compose.yaml takes the project's name from PWD; this `docker` prints it."""
+    script = f"#!{sys.executable}\nimport os, sys\nprint(os.environ['PWD'], *sys.argv[1:])\n"  # a shell would set PWD
+    (tmp_path / "docker").write_text(script)
+    (tmp_path / "docker").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PWD": str(tmp_path)}
+    argv = ["make", "--silent", "-C", str(ROOT), "--assume-old=image", "up", "ARGS=--wait"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{ROOT} compose up --wait\n", done.stderr
 
 
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
