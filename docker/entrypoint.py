@@ -13,8 +13,8 @@ import signal
 INTERRUPTED = 130  # Interrupted.exit_code, needed before testbed is imported
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 if __name__ == "__main__":  # before the imports, which take a while: process 1 has no default handlers
-    # Blocked until the request is checked: `docker compose up --exit-code-from rank0` stops all containers when one has
-    # refused the request, and the others must refuse it with the same exit code.
+    # Blocked until the request is checked and the network shaped: `docker compose up --exit-code-from rank0` stops all
+    # containers when one has failed there, and the others must fail with the same exit code.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for number in SIGNALS:
         # This process may not signal a child of another user, but all processes of a container end with process 1.
@@ -31,7 +31,7 @@ from pathlib import Path  # noqa: E402
 
 from testbed.net.congestion import check_congestion_control  # noqa: E402
 from testbed.net.isolation import default_routes, isolate  # noqa: E402
-from testbed.net.shaping import routes_congestion, shape  # noqa: E402
+from testbed.net.shaping import routes_congestion, shape, unshape  # noqa: E402
 from testbed.rank.request import Request, request_from_environment  # noqa: E402
 from testbed.results.folder import fresh_folder, runs_dir, write_whole  # noqa: E402
 from testbed.spec.cpu import divide_cores  # noqa: E402
@@ -61,6 +61,8 @@ def main() -> None:
     owner = _owner(runs_dir())
     _check_owner(owner, CLONE / "testbed")
     _check_writable(runs_dir(), owner)
+    if shaped:
+        _shape(request)  # here, because every rank must fail alike if it fails
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     argv = ["python3", "-m", "testbed.rank", "--spec", str(_write_spec(request))]
     if request.rank == 0 and (stale := stale_files(Path(__file__).resolve().parents[1], CLONE)):
@@ -68,14 +70,15 @@ def main() -> None:
         note = f"the image is older than the code: {stale[0]}{more} changed. `make image` builds it again"
         print(note, flush=True)
         argv += ["--note", note]
-    if request.rank == 0 and not _ensure_data(request, owner):
-        reason = f"data {request.spec.data.name} could not be fetched: synthetic images are used"
-        print(reason, flush=True)
-        argv += ["--synthetic", reason]
-    if shaped:
-        for command in shape(request.link, request.interface, ingress=request.shaping == "both"):
-            _apply(command)
-        _set_congestion(request.spec.node.congestion, request.interface)
+    if request.rank == 0 and not is_complete(request.spec.data.name, data_dir()):
+        if shaped:
+            _unshape(request)
+        if not _fetch_as_owner(request, owner):
+            reason = f"data {request.spec.data.name} could not be fetched: synthetic images are used"
+            print(reason, flush=True)
+            argv += ["--synthetic", reason]
+        if shaped:
+            _shape(request)
     if os.environ.get("ISOLATED"):
         os.environ["MASTER_ADDR"] = _address(request.master)
         _isolate()
@@ -144,11 +147,9 @@ def _write_spec(request: Request) -> Path:
     return path
 
 
-def _ensure_data(request: Request, owner: tuple[int, int]) -> bool:
-    """Fetch the data set if it is missing, as the owner of the data folder; return False if that failed."""
+def _fetch_as_owner(request: Request, owner: tuple[int, int]) -> bool:
+    """Fetch the data set as the owner of the data folder; return False if that failed."""
     name, root = request.spec.data.name, data_dir()
-    if is_complete(name, root):
-        return True
     if not root.is_dir():
         return False
     if _owner(root) == (0, 0) and not any(root.iterdir()):
@@ -190,6 +191,18 @@ def _pin(request: Request) -> None:
         cores = divide_cores(spec.threads, shares, sorted(os.sched_getaffinity(0)))[request.rank]
         if cores is not None:
             os.sched_setaffinity(0, cores)
+
+
+def _shape(request: Request) -> None:
+    for command in shape(request.link, request.interface, ingress=request.shaping == "both"):
+        _apply(command)
+    _set_congestion(request.spec.node.congestion, request.interface)
+
+
+def _unshape(request: Request) -> None:
+    """Remove what `_shape` has made, so that a download does not take as long as the link is slow."""
+    for command in unshape(request.link, request.interface, ingress=request.shaping == "both"):
+        _apply(command)
 
 
 def _set_congestion(name: str | None, interface: str) -> None:

@@ -39,6 +39,14 @@ def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = Tr
     return commands
 
 
+def unshape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True) -> list[list[str]]:
+    """The commands that remove what `shape` has made. The largest segment stays, which changes no rate."""
+    commands = [["tc", "qdisc", "del", "dev", iface, "root"]] if link.rate is not None or link.needs_netem else []
+    if link.rate is not None and ingress:
+        commands += [["tc", "qdisc", "del", "dev", iface, "ingress"], ["ip", "link", "del", ifb]]
+    return commands
+
+
 def reshape(
     link: Link, before: int | None, rate: int | None, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True
 ) -> list[list[str]]:

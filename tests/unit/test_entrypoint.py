@@ -13,7 +13,7 @@ import pytest
 
 from testbed.control.substrates.content import image_files
 from testbed.net.congestion import congestion_controls
-from testbed.spec.errors import Interrupted, UsageError
+from testbed.spec.errors import Interrupted, NetworkInvalid, UsageError
 
 ROOT = Path(__file__).parents[2]
 ENTRYPOINT = ROOT / "docker/entrypoint.py"
@@ -32,9 +32,9 @@ runpy.run_path({str(ENTRYPOINT)!r}, run_name="__main__")
 """
 
 
-def stopped_while_it_starts(runs: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def stopped_while_it_starts(runs: Path, *prefix: str, **env: str) -> subprocess.CompletedProcess[str]:
     whole = {**os.environ, "TESTBED_RUNS": str(runs), "DATA": "synthetic", **env}
-    argv = [sys.executable, "-c", STOPPED_DURING_IMPORTS]
+    argv = [*prefix, sys.executable, "-c", STOPPED_DURING_IMPORTS]
     return subprocess.run(argv, env=whole, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -65,10 +65,19 @@ def test_a_request_is_refused_in_the_words_of_docker_compose_up(case: str) -> No
     assert (done.returncode, done.stderr) == (UsageError.exit_code, message)
 
 
+OWN_NETWORK = ("unshare", "--net")  # a network without eth0
+
+
 @pytest.mark.net  # only root may drop privileges, which it does before it accepts a request
 def test_a_rank_that_is_stopped_while_it_starts_makes_nothing_of_a_good_request(tmp_path: Path) -> None:
-    done = stopped_while_it_starts(tmp_path, RATE="100mbit")
+    done = stopped_while_it_starts(tmp_path, *OWN_NETWORK, SHAPING="off")
     assert (done.returncode, list(tmp_path.iterdir())) == (Interrupted.exit_code, []), done.stderr
+
+
+@pytest.mark.net
+def test_a_rank_that_is_stopped_while_it_starts_still_says_that_its_network_cannot_be_shaped(tmp_path: Path) -> None:
+    done = stopped_while_it_starts(tmp_path, *OWN_NETWORK, RATE="100mbit")
+    assert (done.returncode, "cannot be shaped" in done.stderr) == (NetworkInvalid.exit_code, True), done.stderr
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 
 import pytest
 
@@ -16,6 +18,7 @@ from testbed.net.shaping import (
     route_congestion,
     routes_congestion,
     shape,
+    unshape,
 )
 from testbed.spec.errors import NetworkInvalid
 from testbed.spec.link import Link
@@ -186,3 +189,19 @@ def test_only_what_passed_since_the_first_reading_counts_and_drops_explain_a_dif
     assert "only 5 MB" in difference("node1", before, shaping(passed=(60 * MB, 35 * MB)), (20 * MB, 10 * MB))
     dropped = shaping(passed=(60 * MB, 35 * MB), drops=100)  # the interface counts what the bucket then drops
     assert difference("node1", before, dropped, (20 * MB, 10 * MB)) == ""
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("ingress", [True, False])
+def test_what_was_shaped_can_be_removed_and_shaped_again(ingress: bool) -> None:
+    link = Link(rate=100_000_000)
+    made, removed = ([shlex.join(command) for command in make(link, ingress=ingress)] for make in (shape, unshape))
+    script = ["ip link add eth0 type veth peer name other", *made, *removed, "tc qdisc show dev eth0 >&2", *made]
+    argv = ["unshare", "--net", "sh", "-ec", "\n".join([*script, "tc qdisc show dev eth0"])]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "tbf" in done.stdout and "tbf" not in done.stderr, done.stderr
+
+
+def test_nothing_is_removed_where_nothing_was_shaped() -> None:
+    assert unshape(Link()) == []
+    assert unshape(Link(delay=0.01)) == [["tc", "qdisc", "del", "dev", "eth0", "root"]]
