@@ -67,6 +67,7 @@ def test_single_trains_on_rank_0_and_the_others_print_a_note(cluster: Cluster) -
     printed = cluster.up(MODE="single")
     assert cluster.codes() == ALL_OK, printed
     assert printed.count("has nothing to do") == 3
+    assert "1 node, 0.4 cores, 1 thread, on compose" in printed, printed
     assert not (cluster.folders()[0] / "rank1.jsonl").exists()
 
 
