@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from testbed.net.channel import listen
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
-from testbed.spec.errors import PeerLost, TestbedError, Unavailable
+from testbed.spec.errors import PeerLost, TestbedError, Unavailable, refuse
 from testbed.spec.words import setting
 
 LATE_DEADLINES = 10  # deadlines by which one rank may be later than another at a test or a comparison
@@ -211,6 +212,10 @@ def _listen(address: str, port: int) -> socket.socket:
         return listen(address, port, BACKLOG)
     except OSError as error:
         why = str(error.strerror).partition(" (while")[0]  # socket.create_server repeats the address there
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            rule = f"rank 0 cannot listen there ({why})"
+            way_out = "Set it to an address of rank 0's machine."
+            raise refuse("MASTER_ADDR", address, rule, way_out, Unavailable) from None
         way_out = f"Set another with {setting('port', 'N')}."
         raise Unavailable(f"port {port} on {address}: cannot listen ({why}). {way_out}") from None
 

@@ -16,9 +16,9 @@ import pytest
 
 from testbed.results.folder import RunFolder
 from testbed.results.records import read
-from testbed.spec.errors import Interrupted, PeerLost, SpecError, TestbedError
+from testbed.spec.errors import Interrupted, PeerLost, SpecError, TestbedError, UsageError
 from tests.support.command import run_command
-from tests.support.rank_pool import ROOT, RankRun
+from tests.support.rank_pool import ROOT, RankRun, free_port, rank_environment
 from tests.support.run_files import keys_by_file
 
 pytestmark = pytest.mark.gloo
@@ -155,6 +155,16 @@ code = rank.main()
 print("parsed", len(count), "times")
 sys.exit(code)
 """
+
+
+def test_an_address_of_another_machine_is_refused_as_the_address_of_rank_0(tmp_path: Path) -> None:
+    """Only rank 0 is started: another one would try to connect to that address."""
+    env = rank_environment(0, 2, free_port()) | SMALL | {"MASTER_ADDR": "192.0.2.1", "TESTBED_RUNS": str(tmp_path)}
+    argv = [sys.executable, "-m", "testbed.rank"]
+    done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == UsageError.exit_code, done.stderr
+    rule = "rank 0 cannot listen there (Cannot assign requested address)"
+    assert f"MASTER_ADDR '192.0.2.1': {rule}. Set it to an address of rank 0's machine." in done.stderr
 
 
 def test_a_rank_parses_its_spec_once(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from testbed.net.congestion import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
-from testbed.spec.run import NodeOverride, RunSpec
+from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
 
 HOSTS = "hosts"
 NEVER_SHAPED = "the network of real hosts is measured, never shaped"
@@ -187,11 +187,19 @@ def select(
 
 
 def _check_congestion_control(on: str | SubstrateType, specs: Sequence[RunSpec]) -> None:
-    """Refuse a TCP congestion control that this kernel lacks, where the nodes use it. Raises Unavailable."""
-    if not isinstance(on, str) or on == "process" or (on == "compose" and not SUBSTRATES[on].is_local()):
+    """Refuse a TCP congestion control that this kernel lacks, where the nodes use it. Raises Unavailable.
+
+    `auto` accepts the default: without it a substrate is left that does not shape.
+    """
+    if not isinstance(on, str) or on == "process":
         return
-    for name in sorted({spec.node.congestion for spec in specs if spec.node.congestion and spec.world > 1}):
-        check_congestion_control(name)
+    accepted = {None, NodeSpec().congestion if on == "auto" else None}
+    for name in sorted({spec.node.congestion or "" for spec in specs if spec.world > 1} - accepted - {""}):
+        try:
+            check_congestion_control(name)
+        except Unavailable:
+            if on == "netns" or SUBSTRATES["compose"].is_local():  # else the engine's machine has another kernel
+                raise
 
 
 def choose(requested: str, example: RunSpec, types: Mapping[str, SubstrateType] = SUBSTRATES) -> SubstrateChoice:

@@ -9,6 +9,7 @@ import pytest
 
 from testbed.spec.disk import file_system, full_disk, is_full, nearly_full, os_failure
 from testbed.spec.errors import TestbedError
+from testbed.spec.words import Place, set_place
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -34,3 +35,16 @@ def test_the_file_system_of_a_path_that_does_not_exist_is_that_of_its_parent(tmp
 def test_a_disk_with_room_is_not_nearly_full(tmp_path: Path) -> None:
     assert not nearly_full(tmp_path)
     assert not nearly_full(tmp_path / "none")
+
+
+def test_in_a_container_the_file_system_has_the_name_that_the_user_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTBED_RUNS", str(tmp_path))
+    set_place(Place.COMPOSE)
+    try:
+        message = full_disk(tmp_path / "compose" / "x")
+    finally:
+        set_place(Place.COMMAND_LINE)
+    assert message.startswith("./runs/compose/x: No space left on device (file system /")
+    assert message.endswith("Make room there, then try again.")
