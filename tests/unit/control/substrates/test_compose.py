@@ -61,6 +61,21 @@ def test_none_restores_the_planned_quota(substrate: ComposeSubstrate, engine: Sc
     assert quotas == [(1000, 10_000), (4000, 10_000), (1000, 20_000)]
 
 
+def test_a_rank_has_the_quota_and_the_probe_after_it_has_none(
+    substrate: ComposeSubstrate, engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = tmp_path / "bin" / "docker"
+    client.parent.mkdir()
+    client.write_text("#!/bin/sh\n")
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    substrate._cores = [None]
+    for quota in (False, True, True, False, False):
+        substrate.start(0, ["true"], {}, tmp_path / "log", quota=quota)
+    substrate.stop()
+    assert [(update["CpuQuota"], update["CpuPeriod"]) for update in engine.updates] == [(4000, 10_000), (-1, 10_000)]
+
+
 def test_a_memory_limit_is_the_usage_and_a_headroom_and_is_reverted_to_all_memory_where_there_was_none(
     substrate: ComposeSubstrate, engine: ScriptedEngine
 ) -> None:
