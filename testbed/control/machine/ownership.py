@@ -263,10 +263,12 @@ def remove(everything: bool = False) -> list[OwnedResource]:
 def end_orphans() -> list[str]:
     """Kill the processes of dead controllers, because they use the processor; return notes.
 
-    Ranks in containers outlive an engine that is killed, and the next engine may not know them.
+    Ranks in containers outlive an engine that is killed, and the next engine may not know them. A mark that this
+    process has inherited is left out: the user's shell has it too.
     """
     notes = []
-    for owner in sorted({each.owner for each in find_processes() if not each.in_use}):
+    inherited = os.environ.get(VARIABLE)
+    for owner in sorted({each.owner for each in find_processes() if not each.in_use} - {inherited}):
         killed = kill_processes(owner)
         if killed:
             pids = ", ".join(map(str, killed))

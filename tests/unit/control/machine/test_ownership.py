@@ -124,6 +124,14 @@ def test_what_a_dead_controller_left_running_is_killed_before_a_run_and_a_living
         ownership.end_orphans()
 
 
+@pytest.mark.quiet
+def test_a_run_in_a_shell_of_a_dead_controller_does_not_kill_that_shell() -> None:
+    program = "from testbed.control.machine import ownership; ownership.end_orphans()"
+    env = os.environ | {ownership.VARIABLE: DEAD}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done
+
+
 HERE, THERE = str(ownership.CLONE), "/home/bob/testbed"
 PROJECTS = [
     engine.Project("down", engine.STOPPED, HERE),  # made by `docker compose up` and ended
