@@ -212,7 +212,8 @@ def _markdown(section: Section) -> str:
         f"{section.caption}.",
         "",
     ]
-    lines += [f"- {check.text}" for check in section.verdict.checks]
+    states = {True: "passed", False: "FAILED", None: "open"}
+    lines += [f"- {states[check.ok]}: {check.text}" for check in section.verdict.checks]
     if section.published:
         lines += ["", *(f"- {claim.word} {claim.text}" for claim in section.published.sentences)]
         lines += ["", section.published.table.markdown()] if section.published.table.rows else []

@@ -170,6 +170,14 @@ def test_two_hundred_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
     assert taken < 10, f"{taken:.1f} s"
 
 
+def test_report_md_says_which_checks_failed(tmp_path: Path) -> None:
+    for mode, compute in (("none", 2.0), ("ring", 4.0)):
+        make_run(tmp_path / mode, Conditions(compute=compute), mode=mode, **LINK)
+    write([tmp_path], tmp_path)
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "- FAILED: Control: " in text and "- passed: Times: " in text
+
+
 def markdown_tables(text: str) -> list[list[list[str]]]:
     """Every table that a Markdown parser finds: its rows of cells, the header first."""
     tables: list[list[list[str]]] = []
