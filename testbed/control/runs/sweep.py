@@ -26,10 +26,15 @@ def folder_for(spec: RunSpec, choice: SubstrateChoice, root: Path) -> RunFolder:
 
 
 def finished(folder: RunFolder, spec: RunSpec, choice: SubstrateChoice) -> Summary | None:
-    """Return the summary of a successful run with exactly this spec on this substrate; else None."""
+    """Return the summary of a successful run with exactly this spec on this substrate; else None.
+
+    `keep_going` may differ: it changes nothing in a run whose network is as requested.
+    """
     summary = _read_ok(folder)
-    same = summary and summary.spec == choice.drop_unsupported(spec) and summary.substrate == choice.name
-    return summary if same else None
+    if summary is None or summary.substrate != choice.name:
+        return None
+    wanted = choice.drop_unsupported(spec).model_copy(update={"keep_going": summary.spec.keep_going})
+    return summary if summary.spec == wanted else None
 
 
 def _read_ok(folder: RunFolder) -> Summary | None:

@@ -219,6 +219,18 @@ def test_a_sweep_of_invalid_runs_ends_with_5_and_shows_no_numbers_of_them(fake: 
     assert f"left out: ring: invalid, {BAD.sentence()}" in result.stdout
 
 
+def test_with_keep_going_invalid_runs_are_trained_and_finished_ones_are_skipped(fake: FakeRuns, file: Path) -> None:
+    assert command(fake, file).exit_code == 0
+    made = len(fake.made)
+    fake.receipts = itertools.repeat(BAD)
+    assert command(fake, file, "--keep-going").exit_code == 0
+    assert len(fake.made) == made  # nothing was run again
+    result = command(fake, file, "--keep-going", "--fresh")
+    assert result.exit_code == 5 and len(fake.made) > made
+    ring = Summary.read(RunFolder(Path("runs/three/ring")))
+    assert (ring.status, ring.spec.keep_going, ring.steps > 0) == ("invalid", True, True)
+
+
 def test_a_sweep_of_good_runs_ends_with_0_and_a_report(fake: FakeRuns, file: Path) -> None:
     result = command(fake, file)
     assert result.exit_code == 0, result.output
