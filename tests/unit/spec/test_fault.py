@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.spec.errors import SpecError
+from testbed.spec.experiment import spec_from_flags
 from testbed.spec.fault import KINDS, LASTING, Fault, draw_random
 from testbed.spec.run import RunSpec
 
@@ -75,3 +76,12 @@ def test_what_is_drawn_follows_from_the_seed_and_lies_within_the_run() -> None:
 def test_what_is_given_is_not_drawn() -> None:
     (fault,) = RunSpec.load({"faults": ["cut:rank3@20s+5s"]}, "").fault_schedule()
     assert (fault.rank, fault.step, fault.after, fault.lasts) == (3, None, 20.0, 5.0)
+
+
+def test_one_fault_may_be_written_without_a_list() -> None:
+    text = "kill:rank2@step10"
+    assert [str(fault) for fault in RunSpec.load({"faults": text}, "a.toml").faults] == [text]
+    assert spec_from_flags({}, [f"faults={text}"]).faults == spec_from_flags({"fault": [text]}).faults
+    for value in (5, {"kill": 2}, [5]):
+        with pytest.raises(SpecError, match=r"^a\.toml: faults.*: must be (text|a list)\. Write e\.g\. "):
+            RunSpec.load({"faults": value}, "a.toml")
