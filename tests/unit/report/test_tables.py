@@ -41,6 +41,19 @@ def test_received_bytes_are_in_the_table_and_in_report_json(tmp_path: Path) -> N
     assert figures["experiments"]["adhoc"][0]["received_per_step"] == [6e6, 1e6, 2e6, 3e6]
 
 
+def test_a_sample_of_the_links_is_shown_with_the_number_of_all_links(tmp_path: Path) -> None:
+    make_run(tmp_path / "ring", mode="ring", **LINK)
+    path = tmp_path / "ring" / "receipt.json"
+    values = json.loads(path.read_text())
+    shown = []
+    for sampled_from in (None, 4032):
+        path.write_text(json.dumps(values | {"sampled_from": sampled_from}))
+        tables = write([tmp_path], tmp_path).sections[0].tables
+        table = next(table for table in tables if table.name == "network")
+        shown.append(dict(zip(table.header, table.rows[0], strict=True))["links"])
+    assert shown == ["12", "12 of 4032"]
+
+
 def test_a_run_beside_heavy_load_has_a_footnote_in_the_table_and_a_number_in_the_csv(tmp_path: Path) -> None:
     summary = make_run(tmp_path / "ring", mode="ring", **LINK)
     make_run(tmp_path / "tree", mode="tree", **LINK)
