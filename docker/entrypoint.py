@@ -38,6 +38,7 @@ from testbed.spec.cpu import divide_cores  # noqa: E402
 from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
 from testbed.spec.disk import os_failure  # noqa: E402
 from testbed.spec.errors import NetworkInvalid, RankFailed, TestbedError, Unavailable  # noqa: E402
+from testbed.spec.memory import check_memory, limit_of_container  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
 from testbed.spec.words import Place, set_place, shown_path  # noqa: E402
 
@@ -55,6 +56,7 @@ ISOLATE = "the rank cannot be kept from other networks: {}. The container needs 
 def main() -> None:
     """Check the request before anything is changed; then write spec.json, fetch data, shape, and execute the rank."""
     request = request_from_environment(os.environ)
+    check_memory(request.spec, limit_of_container())
     shaped = request.spec.world > 1 and request.shaping in ("both", "egress")
     if shaped:
         check_congestion_control(request.spec.node.congestion)

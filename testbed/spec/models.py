@@ -18,6 +18,7 @@ class ModelInfo:
     largest: int | None = None
     channels: int | None = 3  # None: any number
     usual_channels: int = 3  # of the synthetic images that it gets
+    parameters: int = 0  # with 10 classes; 0: not in this table
     name: str = ""
 
     @property
@@ -31,9 +32,9 @@ class ModelInfo:
 
 # Those of the published reports, made for 32 x 32 images.
 REPORT_MODELS = {
-    "vgg11": ModelInfo(32, 63, None),
-    "resnet18": ModelInfo(1, None, None),
-    "lenet5": ModelInfo(32, 35, None, 1),
+    "vgg11": ModelInfo(32, 63, None, parameters=9_231_114),
+    "resnet18": ModelInfo(1, None, None, parameters=11_173_962),
+    "lenet5": ModelInfo(32, 35, None, 1, parameters=61_706),
 }
 # torchvision's classifiers.
 _NAMES = """

@@ -166,3 +166,26 @@ def test_a_method_of_ones_own_is_one_file(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "| naive/param" in result.stdout
     assert "naive" in run_command("modes", cwd=tmp_path).stdout
+
+
+def test_a_method_that_forgets_to_divide_is_refused_with_expected_and_found(tmp_path):
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "my_sum.py").write_text("def mean_(buffer, group):\n    group.all_reduce(buffer)\n")
+    flags = ["--mode", "my_sum", "--nodes", "2", "--steps", "4", *SMALL, "--set", "probe=false", "--out", "r"]
+    result = run_command("run", *flags, cwd=tmp_path)
+    assert result.returncode == UsageError.exit_code, result.stderr
+    assert (
+        "mode 'my-sum': wrong on all ranks: requested the mean of 2 ranks of known numbers in float32" in result.stderr
+    )
+    assert "2 times the mean: the sum was not divided by N" in result.stderr
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert summary["status"] == "failed" and "2 times the mean" in summary["reason"]
+
+
+def test_what_cannot_work_is_refused_before_a_folder_exists(tmp_path):
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "broken.py").write_text("def mean_(buffer, group)\n")
+    for wrong in (["--model", "vit_b_16"], ["--model", "nosuch"], ["--mode", "broken"]):
+        result = run_command("run", "--steps", "4", *SMALL, *wrong, "--out", "r", cwd=tmp_path)
+        assert result.returncode == UsageError.exit_code and wrong[1] in result.stderr, result.stderr
+        assert not (tmp_path / "r").exists()

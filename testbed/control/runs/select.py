@@ -7,6 +7,7 @@ reason, which is printed. A substrate that does not shape the network drops link
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from testbed.net.congestion import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
+from testbed.spec.memory import check_memory, read_limit
 from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
 
 HOSTS = "hosts"
@@ -69,11 +71,17 @@ def shaped_by_variable(spec: RunSpec) -> RunSpec:
     return spec.without_shaping(keep_cpus=True) if shaping() == "off" else spec
 
 
+def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
+    if limit := os.environ.get("MEM_LIMIT"):
+        check_memory(spec, read_limit(limit))
+    return ComposeSubstrate(node_plans(shaped_by_variable(spec)), folder)
+
+
 SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "compose": SubstrateType(
         name="compose",
         description="one container per node, links shaped as requested",
-        make=lambda spec, folder: ComposeSubstrate(node_plans(shaped_by_variable(spec)), folder),
+        make=_make_compose,
         check=check_compose,
         drop_unsupported=shaped_by_variable,
         faults=kinds_on("compose"),

@@ -12,6 +12,7 @@ from testbed.results.folder import RunFolder
 from testbed.spec.errors import SpecError
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
+from testbed.spec.words import Place, reading
 
 
 def test_without_variables_the_request_is_the_default_spec() -> None:
@@ -115,6 +116,22 @@ def test_what_needs_a_controller_is_refused(setting: str) -> None:
 
 def test_notes_of_the_entrypoint_are_kept() -> None:
     assert read_request(["--note", "one", "--note", "two"], {}).notes == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"MODEL": "nosuch"}, "MODEL='nosuch': unknown. Use one of vgg11"),
+        ({"MODEL": "vit_b_16"}, "MODEL='vit_b_16': takes images of 224 x 224, and these have 32 x 32. Use SET=data.si"),
+        ({"SET": "data.subset=60000"}, "SET=data.subset=60000: cifar10 has 50000 such images"),
+        ({"MODE": "my-method"}, "unknown algorithm 'my-method'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_ranks_meet(variables: dict[str, str], reason: str) -> None:
+    for rank in range(4):
+        with reading(Place.COMPOSE), pytest.raises(SpecError) as refusal:
+            read_request([], {"NODES": "4", "RANK": str(rank), "RATE": "1gbit"} | variables)
+        assert reason in str(refusal.value)
 
 
 # --- from a file ---------------------------------------------------------------------------------------------------

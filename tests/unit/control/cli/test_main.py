@@ -128,6 +128,17 @@ def test_modes_as_json_lists_every_legal_mode_once():
     assert "int8" in taken["direct"] and "int8" not in taken["ring"] and "fp16" in taken["ring"]
 
 
+def test_modes_name_a_method_that_cannot_be_used(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("def mean_(buffer, group)\n")
+    (tmp_path / "ring.py").write_text("def mean_(buffer, group): ...\n")
+    monkeypatch.setenv("TESTBED_METHODS", str(tmp_path))
+    for flags in ([], ["--json"]):
+        result = CliRunner().invoke(main.app, ["modes", *flags])
+        assert f"{tmp_path / 'broken.py'} cannot be used: line 1: expected ':'. Fix the file." in result.stderr
+        assert f"{tmp_path / 'ring.py'} cannot be used: ring is a built-in mode. Rename the file." in result.stderr
+        assert "broken" not in result.stdout
+
+
 def test_modes_list_every_k_where_it_can_follow():
     rows = json.loads(CliRunner().invoke(main.app, ["modes", "--json"]).stdout)
     every = {row["mode"]: row["every"] for row in rows}

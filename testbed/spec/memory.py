@@ -1,0 +1,49 @@
+"""The memory limit of a container: a rank that cannot even load is refused, instead of killed without a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from testbed.spec.errors import refuse
+from testbed.spec.models import model_info
+from testbed.spec.run import RunSpec
+
+LOADED_BYTES = 128 << 20  # a rank that has imported torch uses about 155 MiB that the kernel cannot drop
+COPIES = 3  # of the parameters: values, gradients, and the optimizer's state or a buffer that is sent
+CGROUP = Path("/sys/fs/cgroup")  # in a container: its own
+LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # cgroups v2, v1
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([bkmgt]?)b?", re.ASCII | re.IGNORECASE)
+_FACTORS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def least_memory_bytes(spec: RunSpec) -> int:
+    """Bytes without which no rank of the run can train; what it really needs is more."""
+    itemsize = {"float32": 4, "float64": 8}[spec.dtype]
+    return LOADED_BYTES + COPIES * itemsize * model_info(spec.model).parameters
+
+
+def check_memory(spec: RunSpec, limit_bytes: int | None) -> None:
+    """Raise SpecError if a container with this limit (None: no limit) cannot hold a rank of the run."""
+    least = least_memory_bytes(spec)
+    if limit_bytes is not None and limit_bytes < least:
+        rule = f"a rank that trains {spec.model} needs more than {least >> 20}m"
+        raise refuse("MEM_LIMIT", f"{limit_bytes >> 20}m", rule, "Use MEM_LIMIT=2g, which is enough for vgg11.")
+
+
+def read_limit(text: str) -> int:
+    """The bytes that MEM_LIMIT means, in Docker's spelling: 512m, 2g. Raises SpecError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise refuse("MEM_LIMIT", text, "must be a number and one of b, k, m, g", "Write e.g. MEM_LIMIT=2g.")
+    return int(float(found[1]) * _FACTORS[found[2].lower()])
+
+
+def limit_of_container(cgroup: Path = CGROUP) -> int | None:
+    """The memory limit of the container that this process is in; None if there is none."""
+    for name in LIMIT_FILES:
+        try:
+            return int((cgroup / name).read_text())
+        except (OSError, ValueError):  # no such file; "max"
+            continue
+    return None

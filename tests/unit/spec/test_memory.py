@@ -1,0 +1,64 @@
+"""A memory limit in which no rank can train is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.control.runs.select import SUBSTRATES
+from testbed.spec.errors import SpecError
+from testbed.spec.memory import check_memory, least_memory_bytes, limit_of_container, read_limit
+from testbed.spec.run import RunSpec
+
+VGG = RunSpec.load({}, "")
+MIB = 1 << 20
+
+
+def test_a_limit_below_what_a_rank_needs_is_refused_with_a_way_out() -> None:
+    with pytest.raises(SpecError, match=r"MEM_LIMIT '64m': a rank that trains vgg11 needs more than 2\d\dm\. Use MEM"):
+        check_memory(VGG, 64 * MIB)
+    check_memory(VGG, least_memory_bytes(VGG))
+    check_memory(VGG, None)
+
+
+def test_a_larger_model_and_a_wider_type_need_more() -> None:
+    small, wide = RunSpec.load({"model": "lenet5"}, ""), RunSpec.load({"dtype": "float64"}, "")
+    assert least_memory_bytes(small) < least_memory_bytes(VGG) < least_memory_bytes(wide) < 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2g", 2 << 30), ("512M", 512 * MIB), ("64mb", 64 * MIB), ("1.5g", 1536 * MIB), ("4096", 4096)]
+)
+def test_a_limit_is_read_as_docker_reads_it(text: str, size: int) -> None:
+    assert read_limit(text) == size
+
+
+@pytest.mark.parametrize("text", ["lots", "", "-1g", "2 gigabytes"])
+def test_a_limit_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"MEM_LIMIT .*Write e\.g\. MEM_LIMIT=2g"):
+        read_limit(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [({"memory.max": "67108864\n"}, 64 * MIB), ({"memory.max": "max\n"}, None), ({}, None)],
+)
+def test_the_limit_of_a_container_is_that_of_its_cgroup(tmp_path: Path, files: dict[str, str], limit: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert limit_of_container(tmp_path) == limit
+
+
+def test_the_limit_of_cgroups_v1_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("67108864\n")
+    assert limit_of_container(tmp_path) == 64 * MIB
+
+
+def test_a_controller_refuses_the_limit_before_it_makes_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEM_LIMIT", "64m")
+    with pytest.raises(SpecError, match="MEM_LIMIT '64m'"):
+        SUBSTRATES["compose"].make(VGG, tmp_path)
