@@ -263,6 +263,10 @@ def _check_images(spec: RunSpec) -> None:
     ):
         if requested is not None and requested > available:
             raise refuse_setting(f"data.{key}", requested, f"{data.name} has {available} such images", "Request fewer.")
+    need = spec.global_batch if spec.uneven else spec.world
+    if data.subset is not None and data.subset < need:
+        rule = f"one step needs {need} images at least"
+        raise refuse_setting("data.subset", data.subset, rule, "Request more.")
 
 
 def _check_nodes(spec: RunSpec) -> None:

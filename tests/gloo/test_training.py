@@ -284,6 +284,16 @@ def test_after_the_step_every_rank_trains_alone(train: Train) -> None:
         np.testing.assert_allclose(value, mean, rtol=1e-12, atol=1e-14, err_msg=name)
 
 
+# --- resized images ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_for_larger_images_trains_and_is_tested_on_resized_ones(train: Train) -> None:
+    resized = {"model": "squeezenet1_1", "data": {"size": 40, "test_subset": 4}, "batch": 4, "steps": 2, "warmup": 0}
+    run = train(mode="ring", nodes=2, **resized)
+    assert len(run.summary.losses) == 2 and len(set(run.hashes)) == 1
+    assert [test["images"] for tests in run.of_kind("eval") for test in tests] == [4, 4]
+
+
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
         ({"model": "alexnet", "data": {"name": "synthetic"}}, "takes images of 63 x 63 and larger, and these have 32"),
         ({"model": "vgg11", "data": {"size": 64}}, "takes images of 32 x 32 to 63 x 63, and these have 64 x 64"),
         ({"model": "resnet50", "data": {"name": "mnist"}}, "takes images of 3 channels, and mnist has 1. Use vgg11, "),
-        ({"data": {"size": 7}}, "data.size"),
+        ({"data": {"size": 7}}, "--set data.size=7: must be at least 8. Write e.g. --set data.size=224."),
     ],
 )
 def test_images_that_a_model_cannot_take_are_refused_before_anything_starts(

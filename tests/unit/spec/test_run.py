@@ -95,6 +95,10 @@ REFUSED = {
         {"mode": "ring/every:2", "batch": 8, "nodes": 2, "data": {"shares": [3, 5]}},
         "mode ring/every:2 averages parameters, which weights all ranks alike. Use a mode without every:K.",
     ),
+    "fewer images than ranks": (
+        {"nodes": 4, "data": {"name": "synthetic", "subset": 3}},
+        "data.subset = 3: one step needs 4 images at least. Request more.",
+    ),
     "override of no node": (
         {"nodes": 2, "overrides": {"node2": {"cpus": 0.1}}},
         "overrides.node2: there is no such node among 2. Known: node0, node1.",
