@@ -62,7 +62,7 @@ image: ## build the image of a rank, unless it is up to date (ARGS=-y: install w
 	PYTHON=$(PYTHON) docker/image.sh $(filter -y,$(ARGS))
 
 up: image ## build the image, then docker compose up: four nodes in containers, without a controller
-	cd . && docker compose up $(filter-out -y,$(ARGS)) # cd sets PWD, which names the project: with make -C it is the caller's
+	COMPOSE_PROJECT_NAME=$$($(PYTHON) -m testbed.control.substrates.project) PWD="$(CURDIR)" docker compose up $(filter-out -y,$(ARGS))
 
 clean: $(VENV)/.ready ## remove what killed controllers left, and this clone's stopped containers (ARGS=--dry-run: only list)
 	$(BIN)/testbed clean $(ARGS)

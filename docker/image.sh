@@ -25,7 +25,12 @@ case ${1:-} in
 esac
 
 docker info >/dev/null 2>&1 || { say "no Docker engine answers. Start Docker, or install one with make engine."; exit 2; }
-docker compose version >/dev/null 2>&1 || { say "Compose v2 is missing. Install it, or run make engine."; exit 2; }
+compose=$(docker compose version --short 2>/dev/null) || { say "Compose v2 is missing. Install it, or run make engine."; exit 2; }
+# Compose 2.16 is the first that replaces a variable in the project's name; with an older one all clones share a project.
+if [[ $compose =~ ^v?([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] < 2016)); then
+  say "Compose $compose is too old. Install 2.16 or later."
+  exit 2
+fi
 hash=$("${PYTHON:-python3}" -m testbed.control.substrates.content)
 made=$(docker image inspect --format '{{index .Config.Labels "testbed.content"}}' "$image" 2>/dev/null || true)
 if [[ $made == "$hash" ]]; then

@@ -41,9 +41,9 @@ class Machine:
         path.write_text(f'#!/bin/sh\necho "{name} $*" >>"{self.log}"\n{body}\n')
         path.chmod(0o755)
 
-    def add_engine(self, *images: str) -> None:
+    def add_engine(self, *images: str, compose: str = "2.16.0") -> None:
         """Add an engine with these images and without a registry, and what else image.sh needs."""
-        known = "".join(f"*inspect*{image}*) exit 0 ;; " for image in images)
+        known = f"compose*version*) echo {compose} ;; " + "".join(f"*inspect*{image}*) exit 0 ;; " for image in images)
         self.add("docker", f'case "$*" in {known} *inspect*|pull*) exit 1 ;; esac')
         self.add("python3", "echo c0ffee")
         self.add("docker/wheels.sh")
@@ -88,6 +88,18 @@ def test_a_base_that_exists_is_used_and_nothing_says_that_one_is_made(machine: M
     assert done.returncode == 0, done.stderr
     assert "debian:bookworm-slim cannot be pulled" in done.stderr and "making" not in done.stderr
     assert re.search(r"^docker .*build", machine.log.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("2.14.1", False), ("v2.15.1", False), ("v2.16.0", True), ("5.0.1", True)]
+)
+def test_a_compose_that_would_give_all_clones_one_project_is_refused(
+    machine: Machine, version: str, accepted: bool
+) -> None:
+    machine.add_engine(BASE, compose=version)
+    done = machine.run("image.sh")
+    assert done.returncode == (0 if accepted else 2), done.stderr
+    assert (f"Compose {version} is too old. Install 2.16 or later." in done.stderr) is not accepted
 
 
 def test_image_with_y_installs_what_the_base_needs(machine: Machine) -> None:

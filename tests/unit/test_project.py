@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import testbed
+from testbed.control.substrates.project import project_name
 from testbed.spec.errors import Interrupted
 
 ROOT = Path(__file__).parents[2]
@@ -91,14 +92,22 @@ def test_the_entrypoint_of_the_image_ends_as_an_interrupted_run() -> None:
 
 
 def test_make_up_uses_the_project_of_its_own_clone_wherever_it_is_called(tmp_path: Path) -> None:
-    """compose.yaml takes the project's name from PWD; this `docker` prints it."""
-    script = f"#!{sys.executable}\nimport os, sys\nprint(os.environ['PWD'], *sys.argv[1:])\n"  # a shell would set PWD
+    """This `docker` prints the project's name, and PWD, which compose.yaml needs."""
+    names = "os.environ['COMPOSE_PROJECT_NAME'], os.environ['PWD']"
+    script = f"#!{sys.executable}\nimport os, sys\nprint({names}, *sys.argv[1:])\n"  # a shell would set PWD
     (tmp_path / "docker").write_text(script)
     (tmp_path / "docker").chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PWD": str(tmp_path)}
+    env.pop("COMPOSE_PROJECT_NAME", None)
     argv = ["make", "--silent", "-C", str(ROOT), "--assume-old=image", "up", "ARGS=--wait"]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{ROOT} compose up --wait\n", done.stderr
+    assert done.stdout == f"{project_name(ROOT)} {ROOT} compose up --wait\n", done.stderr
+
+
+def test_plain_compose_without_the_variable_that_names_the_project_is_refused_with_the_way_out() -> None:
+    """cron and systemd do not set PWD; all clones would be one project."""
+    (name,) = re.findall(r"^name: (.+)$", (ROOT / "compose.yaml").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"testbed-\$\{PWD:\?[^}]*`make up`[^}]*\}", name)
 
 
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -160,7 +160,7 @@ class ComposeSubstrate:
         self._runs.mkdir(parents=True, exist_ok=True)  # otherwise the engine creates it as root
         files = Path(tempfile.mkdtemp(prefix=f"{self._project}-"))
         undo.callback(shutil.rmtree, files, ignore_errors=True)
-        (files / "compose.yaml").write_text(render(len(self._plans)))
+        (files / "compose.yaml").write_text(render(len(self._plans), project=self._project))
         (files / "idle.yaml").write_text(
             json.dumps(idle_override(len(self._plans), self._volumes()), indent=1)
         )  # JSON is YAML

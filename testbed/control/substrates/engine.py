@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
 TEMPLATE = "compose.yaml.j2"
+# The project's name in compose.yaml. Compose prints the text after `?` where PWD is not set, as in cron and systemd.
+PROJECT = "testbed-${PWD:?It names the project. Use `make up`, or set PWD to the folder of compose.yaml}"
+OLDEST_COMPOSE = (2, 16)  # older ones do not replace variables in `name`, so that all clones would share a project
 MAX_NODES = 256
 ENGINE_TIMEOUT_S = 120.0  # creating four containers takes a few seconds
 SOCKET_TIMEOUT_S = 5.0
@@ -46,7 +49,7 @@ RUNNING, STOPPED = "running", "stopped"  # in place of the owner, for a project 
 OURS = {"label": [LABEL, PROJECT_LABEL]}  # filters of the engine's lists
 
 
-def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
+def render(nodes: int = 4, folder: Path = ROOT / "docker", project: str = PROJECT) -> str:
     """Return the text of the Compose file for so many nodes."""
     if not 1 <= nodes <= MAX_NODES:
         raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use e.g. 4.")
@@ -55,7 +58,7 @@ def render(nodes: int = 4, folder: Path = ROOT / "docker") -> str:
 
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
     values = {"nodes": nodes, "version": __version__, "schema": SCHEMA, "cpu_period": CPU_PERIOD_US}
-    return templates.get_template(TEMPLATE).render(**values)
+    return templates.get_template(TEMPLATE).render(**values, project=project)
 
 
 def variable(name: str, root: Path = ROOT) -> str:
@@ -170,13 +173,18 @@ def engine_version() -> str:
 
 
 def compose_version() -> str:
-    """Return the version of the Compose plugin; raise Unavailable if there is none."""
+    """Return the version of the Compose plugin; raise Unavailable if there is none, or if it is too old."""
+    oldest = ".".join(map(str, OLDEST_COMPOSE))
     try:
-        return run(["docker", "compose", "version", "--short"], ENGINE_TIMEOUT_S).strip()
+        version = run(["docker", "compose", "version", "--short"], ENGINE_TIMEOUT_S).strip()
     except (CommandFailed, OSError):
         raise Unavailable(
-            "substrate compose: `docker compose` is missing. Install Compose v2, or `make engine`"
+            f"substrate compose: `docker compose` is missing. Install Compose {oldest} or later, or `make engine`"
         ) from None
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    if match and (int(match[1]), int(match[2])) < OLDEST_COMPOSE:
+        raise Unavailable(f"substrate compose: Compose {version} is too old. Install {oldest} or later")
+    return version
 
 
 def inspect_image() -> dict[str, Any]:

@@ -158,3 +158,24 @@ def test_a_command_that_fails_without_an_engine_says_that_the_engine_is_lost(
     with pytest.raises(EngineLost) as lost, engine.wrap_docker_errors():
         raise ConnectionError("what the SDK raises")
     assert lost.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("2.15.1", False), ("v2.16.0", True), ("2.26.1-4", True), ("5.0", True)]
+)
+def test_a_compose_that_would_give_all_clones_one_project_is_refused(
+    version: str, accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docker").write_text(f"#!/bin/sh\necho {version}\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if accepted:
+        assert engine.compose_version() == version
+        return
+    with pytest.raises(Unavailable, match=rf"Compose {version} is too old\. Install 2\.16 or later"):
+        engine.compose_version()
+
+
+def test_the_file_of_a_controller_needs_no_variable_for_the_name_of_its_project() -> None:
+    """Compose refuses a file with ${PWD:?} without PWD, also if --project-name is given."""
+    assert "PWD" in render(2) and "PWD" not in render(2, project="testbed-1")
