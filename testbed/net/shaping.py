@@ -109,17 +109,20 @@ def difference(
     """Why the shaping of node `name` is not the requested one now; empty if it is.
 
     `counted` are the bytes (sent, received) that its interface counted since `before`: they must have passed the
-    buckets. An interface counts a received packet before the ingress bucket, which may drop it.
+    buckets that existed then. A fault adds a bucket later to a link without a rate. An interface counts a received
+    packet before the ingress bucket, which may drop it.
     """
     if now.rate is None:
         return ""
     for way, device, size in (("egress", iface, counted[0]), ("ingress", ifb, counted[1])):
-        bucket, first = now.buckets.get(device), before.buckets.get(device, Bucket(0))
+        bucket, first = now.buckets.get(device), before.buckets.get(device)
         requested = f"{name}: {way} is not shaped as requested: requested {format_rate(now.rate)}"
         if bucket is None:
             return f"{requested}, found no token bucket on {device}"
         if abs(bucket.rate - now.rate) >= 8:  # tc counts bytes
             return f"{requested}, found {format_rate(bucket.rate)} on {device}"
+        if first is None:
+            continue
         passed = bucket.bytes - first.bytes
         if passed + MAX_PACKET_BYTES * (bucket.drops - first.drops) < MIN_PASSED * size:
             moved = f"{passed / 1e6:.4g} MB of the {size / 1e6:.4g} MB of the steps"

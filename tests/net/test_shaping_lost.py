@@ -149,6 +149,7 @@ def test_an_impossible_speed_is_found_by_the_records_alone(tmp_path: Path) -> No
     ("mode", "keys"),
     [
         ("ring", {}),
+        ("single", {"probe": True}),
         ("ring/bucket:64KiB/pipeline", {}),
         ("ring/bucket:64KiB/overlap", {}),
         ("ring/every:3", {}),
@@ -157,11 +158,12 @@ def test_an_impossible_speed_is_found_by_the_records_alone(tmp_path: Path) -> No
         ("ddp", {}),
         ("ring", {"overrides": {"node1": {"link": {"rate": "5mbit"}}}}),
         ("ring", {"faults": ["rate:rank1@step2+1s=5mbit"]}),
+        ("ring", {"rate": None, "steps": 60, "faults": ["rate:rank1@step20=20mbit"]}),
         ("ring", {"faults": ["rate:rank1@step2=100mbit", "rate:rank0@step3=40mbit"]}),
     ],
 )
 def test_legal_runs_stay_valid(tmp_path: Path, mode: str, keys: dict[str, Any]) -> None:
-    summary = run(tmp_path / "r", {}, probe=False, mode=mode, **keys)
+    summary = run(tmp_path / "r", {}, **{"probe": False, "mode": mode} | keys)
     assert (summary.status, summary.reason) == ("ok", "")
 
 

@@ -232,7 +232,7 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     notes.invalid = not_shaped
     try:
         _measure(run, notes)
-        before = [run.substrate.shaping(node) for node in range(run.spec.world)]
+        before = _read_shaping(run)
         notes.invalid = notes.invalid or _not_as_requested(run, before)
         if notes.invalid and not not_shaped and not run.spec.keep_going:
             return _conclude(run, notes, "invalid", f"{notes.invalid}. {NOT_TRAINED} --keep-going {TO_TRAIN}")
@@ -315,6 +315,11 @@ def _measure(run: RunContext, notes: RunNotes) -> None:
         notes.invalid = check.network
 
 
+def _read_shaping(run: RunContext) -> list[Shaping]:
+    """The shaping of all nodes. One node sends nothing through its link, so nothing is compared there."""
+    return [run.substrate.shaping(node) if run.spec.world > 1 else Shaping() for node in range(run.spec.world)]
+
+
 def _not_as_requested(run: RunContext, now: Sequence[Shaping], before: Sequence[Shaping] | None = None) -> str:
     """Return which node is not shaped as requested, with `before` also while its rank trained; empty if none."""
     for node, (plan, shaping) in enumerate(zip(node_plans(run.spec), now, strict=True)):
@@ -332,13 +337,15 @@ def _measure_again(run: RunContext, before: Sequence[Shaping]) -> str:
     While a fault lasts, the links are not probed.
     """
     try:
-        now = [run.substrate.shaping(node) for node in range(run.spec.world)]
+        now = _read_shaping(run)
         reason, plans = _not_as_requested(run, now, before), node_plans(run.spec)
         if not reason and run.spec.probe and not run.injector.active and any(shaping.rate for shaping in now):
             again = partial(probe, run.substrate, plans, run.progress.link, run.spec.seed)
             found = measure_again(again, run.progress.stage)
             Receipt.read(run.folder.receipt).model_copy(update={"after": found}).write(run.folder.receipt)
             reason = "" if found.valid() else found.sentence()
+    except (EngineLost, Interrupted):
+        raise
     except TestbedError as error:
         reason = f"the network could not be checked: {error}"
     return f"after training: {reason}" if reason else ""

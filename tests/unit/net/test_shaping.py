@@ -191,6 +191,12 @@ def test_only_what_passed_since_the_first_reading_counts_and_drops_explain_a_dif
     assert difference("node1", before, dropped, (20 * MB, 10 * MB)) == ""
 
 
+def test_a_bucket_that_a_fault_added_during_training_is_compared_by_its_rate_only() -> None:
+    sizes = (20 * MB, 10 * MB)  # most of it was sent before the fault
+    assert difference("node1", Shaping(), shaping(passed=(6 * MB, 3 * MB)), sizes) == ""
+    assert "found 60mbit on eth0" in difference("node1", Shaping(), shaping(egress=60 * MB), sizes)
+
+
 @pytest.mark.net
 @pytest.mark.parametrize("ingress", [True, False])
 def test_what_was_shaped_can_be_removed_and_shaped_again(ingress: bool) -> None:

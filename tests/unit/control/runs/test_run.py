@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections.abc import Iterator, Sequence
@@ -197,6 +198,24 @@ def test_without_a_probe_the_shaping_is_still_compared(fake: FakeRuns, folder: R
     fake.shapings = iter([shaped()] * 2 + [shaped()] * 2)  # the steps sent bytes that passed no bucket
     summary = run(fake, folder, probe=False)
     assert summary.status == "invalid" and "of the steps passed the token bucket on eth0" in summary.reason
+
+
+def test_one_node_with_a_rate_has_no_network_to_check(fake: FakeRuns, folder: RunFolder) -> None:
+    """With SHAPING=egress its link has no ingress bucket either."""
+    fake.shapings = itertools.repeat(Shaping(RATE, {"eth0": Bucket(RATE)}))
+    summary = run(fake, folder, mode="single")
+    assert (summary.status, summary.reason, summary.network) == ("ok", "", "one node, no network")
+
+
+def test_an_engine_that_is_lost_right_after_training_fails_the_run(fake: FakeRuns, folder: RunFolder) -> None:
+    def shapings() -> Iterator[Shaping]:
+        yield from [shaped()] * 2
+        raise EngineLost("the Docker engine stopped answering")
+
+    fake.receipts, fake.shapings = iter([GOOD]), shapings()
+    with pytest.raises(EngineLost, match="stopped answering at step 6"):
+        run(fake, folder)
+    assert Summary.read(folder).status == "failed"
 
 
 # --- when things go wrong ----------------------------------------------------------------------------------------
