@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import selectors
 import signal
@@ -39,6 +40,7 @@ from testbed.spec.errors import (
     TestbedError,
     UsageError,
 )
+from testbed.spec.words import setting
 
 if TYPE_CHECKING:  # importing torch takes a second, and signal handlers are installed before that
     import torch.distributed as dist
@@ -464,11 +466,14 @@ class Heartbeat:
 
     def _deadlock(self, step: int) -> TestbedError:
         """All ranks run, and all are in the user's method: no rank is to blame."""
-        rule = f"deadlock in {self.own_method}: all ranks run, but a rank waits for what no other sends"
+        waits = "all ranks run, but a rank waits for what no other sends"
         way_out = "Give every receive one send of the same size, in the same order on both ends (docs/modes.md)"
         if self.trying:
-            return SpecError(f"{rule} (known numbers, before the first step). {way_out}, then try again.")
-        return PeerLost(f"{rule} in step {step + 1}. {way_out}", None)
+            where = "(known numbers, before the first step)"
+            return SpecError(f"deadlock in {self.own_method}: {waits} {where}. {way_out}, then try again.")
+        slow = f", or one exchange takes longer than the deadline of {self.deadline:g} s"
+        longer = f"; if the network is that slow, use {setting('deadline', math.ceil(2 * self.deadline))}"
+        return PeerLost(f"deadlock in {self.own_method}: {waits}{slow}, in step {step + 1}. {way_out}{longer}", None)
 
     def _mark_failed(self, rank: int | None, why: str) -> None:
         if rank == 0 and self.rank != 0:
