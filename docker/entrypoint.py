@@ -42,7 +42,7 @@ from testbed.spec.memory import check_memory, limit_of_container  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
 from testbed.spec.words import Place, set_place, shown_path  # noqa: E402
 
-CLONE = Path("/clone")  # the folders testbed and docker of the user's clone, which compose.yaml mounts
+CLONE = Path("/clone/files")  # the folder of compose.yaml, the user's clone; ranks may not enter its parent
 COMMAND_TIMEOUT_S = 20.0  # each of these commands takes milliseconds
 NAME_TIMEOUT_S = 60.0  # for the container of rank 0 to start
 NAME_RETRY_S = 0.2
@@ -61,7 +61,7 @@ def main() -> None:
     if shaped:
         check_congestion_control(request.spec.node.congestion)
     owner = _owner(runs_dir())
-    _check_owner(owner, CLONE / "testbed")
+    _check_owner(owner, CLONE)
     _check_writable(runs_dir(), owner)
     if shaped:
         _shape(request)  # here, because every rank must fail alike if it fails

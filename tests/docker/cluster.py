@@ -28,10 +28,11 @@ class Cluster:
         for path in (self.runs, folder / "data"):
             path.mkdir(parents=True)
             os.chown(path, owner, owner)
+        os.chown(folder, owner, owner)
+        folder.chmod(0o755)
         shutil.copyfile(ROOT / "compose.yaml", folder / "compose.yaml")
         for name in ("testbed", "docker"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            os.chown(folder / name, owner, owner)
         self._started: list[subprocess.Popen[str]] = []
 
     def compose(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:

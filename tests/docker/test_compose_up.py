@@ -120,6 +120,25 @@ def test_a_runs_folder_that_the_engine_made_as_root_is_refused_by_every_containe
     assert printed.count(f"sudo chown {USER}:{USER} runs") == 4
 
 
+def test_with_compose_yaml_alone_the_owner_is_known_and_no_folder_of_the_clone_is_created(cluster: Cluster) -> None:
+    for name in ("testbed", "docker", "runs"):
+        shutil.rmtree(cluster.folder / name)
+    printed = cluster.up()
+    assert printed.count(f"sudo chown {USER}:{USER} runs") == 4, printed
+    assert {path.name for path in cluster.folder.iterdir()} == {"compose.yaml", "runs", "data"}
+
+
+def test_a_rank_cannot_read_the_clone(cluster: Cluster) -> None:
+    cluster.start(STEPS="100000")
+    wait_for(lambda: cluster.steps(0) >= 1, "a step")
+    found = {
+        user: cluster.compose("exec", "-T", "--user", user, "rank0", "ls", "/clone/files")
+        for user in ("0", f"{USER}:{USER}")
+    }
+    assert "compose.yaml" in found["0"].stdout, "the entrypoint can"
+    assert "Permission denied" in found[f"{USER}:{USER}"].stderr and not found[f"{USER}:{USER}"].stdout
+
+
 def test_code_that_was_changed_after_the_image_was_built_is_noted(cluster: Cluster) -> None:
     assert "older than the code" not in cluster.up()
     (cluster.folder / "testbed/rank/train.py").write_text("# edited\n")
