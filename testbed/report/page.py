@@ -20,9 +20,8 @@ from testbed.report.findings import Verdict, verdict
 from testbed.report.load import Loaded, Skipped, load
 from testbed.report.model import Cell, Chapter, Focus, chapters, focus
 from testbed.report.published import Published, published
-from testbed.report.stats import finite
 from testbed.report.tables import Table
-from testbed.results.folder import write_whole
+from testbed.results.folder import finite, write_whole
 from testbed.results.table import caption
 from testbed.spec.errors import UsageError, refuse
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,15 +68,6 @@ def ratio(over: Samples, under: Samples, by_mean: bool = False) -> tuple[float, 
     draws = resample(over, by_mean) / resample(under, by_mean, SEED + 1)
     value = float(centre(np.concatenate(list(over))) / centre(np.concatenate(list(under))))
     return value, *interval(draws)
-
-
-def finite(value: Any) -> Any:
-    """The same value with None for nan and infinity, which JSON cannot write."""
-    if isinstance(value, dict):
-        return {str(key): finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def seconds(value: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -237,6 +238,15 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 def read_json(path: Path) -> Any:
     """Parse a JSON file of at most MAX_JSON_BYTES; ValueError or RecursionError if it is damaged."""
     return json.loads(read_bounded(path, MAX_JSON_BYTES))
+
+
+def finite(value: Any) -> Any:
+    """The same value with None for nan and infinity, which JSON cannot write."""
+    if isinstance(value, dict):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_size(paths: Iterable[Path], max_bytes: int) -> None:

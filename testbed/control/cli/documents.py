@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.results.conclude import Summary
-from testbed.results.folder import RunFolder
+from testbed.results.folder import RunFolder, finite
 from testbed.spec.errors import Interrupted, TestbedError, UsageError
 
 _printed: list[object] = []  # the document of this command line, once it is printed
@@ -21,9 +21,9 @@ def reset() -> None:
 
 
 def print_document(value: object) -> None:
-    """Print the document; `print_failure` then prints no other."""
+    """Print the document, with null for nan and infinity; `print_failure` then prints no other."""
     _printed.append(value)
-    print(json.dumps(value, indent=1, default=str))
+    print(json.dumps(finite(value), indent=1, default=str, allow_nan=False))
 
 
 def print_failure(error: TestbedError) -> None:

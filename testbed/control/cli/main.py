@@ -344,8 +344,15 @@ def call(name: str, argv: Sequence[str]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
     except (KeyboardInterrupt, typer.Abort):
         code = Interrupted.exit_code
-    except SystemExit as end:  # stdout was closed
+    except SystemExit as end:  # stdout was closed, or the process ends with a text
         code = end.code
+        if isinstance(end.code, str):
+            code, error = TestbedError.exit_code, TestbedError(end.code)
+            print(error, file=sys.stderr)
+    except Exception as failure:  # a mistake of ours; Python prints the traceback
+        if "--json" in argv:
+            print_failure(TestbedError(f"unexpected error: {type(failure).__name__}: {failure}"))
+        raise
     finally:
         logging.getLogger("testbed").removeHandler(warnings)
     if code == Interrupted.exit_code and error is None:

@@ -60,12 +60,11 @@ def compare(
 ) -> None:
     """Compare B with A, with confidence intervals; exit code 1 if B is slower than the threshold or lacks a run."""
     from testbed.report.compare import compare as find
-    from testbed.report.stats import finite
 
     found = find(a, b, threshold)
     if as_json:
         document = asdict(found) | {"worse": [change.name for change in found.worse]}
-        print_document(finite(document))
+        print_document(document)
     else:
         _print_comparison(found)
     if found.worse or (found.lost and not allow_missing):

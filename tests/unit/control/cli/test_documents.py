@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,52 @@ def test_version_and_trace_have_a_document(tmp_path: Path) -> None:
     trace = json.loads(CliRunner().invoke(main.app, ["trace", str(tmp_path / "r"), "--json"]).stdout)
     events = json.loads(Path(trace["trace"]).read_text())["traceEvents"]
     assert trace["spans"] == sum(event["ph"] == "X" for event in events) > 0
+
+
+def test_a_number_that_json_cannot_write_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    documents.reset()
+    documents.print_document({"loss": float("nan"), "times": [1.0, float("inf")], "path": Path("r")})
+    printed = capsys.readouterr().out
+    assert json.loads(printed, parse_constant=pytest.fail) == {"loss": None, "times": [1.0, None], "path": "r"}
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], int]:
+    """Call `testbed version --json`, which raises this exception instead."""
+
+    def call(raised: BaseException) -> int:
+        def fail(*_: object, **__: object) -> None:
+            raise raised
+
+        monkeypatch.setattr(main, "print_document", fail)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            return main.call("testbed", ["version", "--json"])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    return call
+
+
+def test_an_unexpected_exception_is_a_document_and_keeps_its_traceback(
+    call: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyError):
+        call(KeyError("lost"))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["exit_code"], found["runs"]) == ("failed", 1, [])
+    assert found["reason"] == "unexpected error: KeyError: 'lost'"
+
+
+def test_an_end_with_a_text_is_a_failure_with_that_text(
+    call: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python does the same: sys.exit("text") prints it and exits with 1."""
+    assert call(SystemExit("it cannot go on")) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "it cannot go on\n" and json.loads(printed.out)["reason"] == "it cannot go on"
+
+
+def test_an_end_without_a_code_is_a_success(call: Callable[[BaseException], int]) -> None:
+    assert call(SystemExit()) == 0
