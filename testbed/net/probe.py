@@ -8,7 +8,8 @@ which no node both sends and receives: acknowledgements that queue behind a node
 path) cost up to 15 %, and the link would look that much slower than it is. Before each step all nodes report to node 0
 and wait for its answer. Every wait has a deadline. If a node fails, the probe ends on all nodes with the same message.
 
-The controller starts the probe on every node; ranks without a controller call `probe_node`. Both call `measure`.
+The controller starts the probe on every node; ranks without a controller call `probe_node`. Both check the result
+by net/check.py.
 Standard library only, so that it starts quickly on a slow node; `receipt_of` imports what it needs when called.
 """
 
@@ -40,7 +41,6 @@ from testbed.spec.units import burst_bytes
 
 if TYPE_CHECKING:
     from testbed.results.receipt import Receipt
-    from testbed.spec.run import RunSpec
 
 MEETING_TIMEOUT_S = 30.0  # for all nodes to connect, start-up included
 STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
@@ -66,9 +66,6 @@ CHUNK_BYTES = 256 * 1024  # per send and receive call
 BUFFER_BYTES = 1024 * 1024  # at each end, so that the link stays busy while a process waits for a processor
 HEADER = struct.Struct("!32sI")  # of a data connection: token, rank
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing discards what is still in flight
-
-# The reason of a run that ends after its probe; between them the caller writes how its user sets `keep_going`.
-NOT_TRAINED, TO_TRAIN = "Nothing was trained: try again on an idle machine, or use", "to train on this network"
 
 Pairs = Sequence[tuple[int, int]]  # (src, dst)
 OnEvent = Callable[[dict[str, Any]], None]
@@ -280,52 +277,6 @@ def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt
         duration=measurement.seconds,
         clock=tuple(ClockReceipt(offset=clock.offset, error=clock.error) for clock in measurement.clocks),
     )
-
-
-@dataclass(frozen=True)
-class NetworkCheck:
-    """The result of `measure`."""
-
-    network: str  # one line, for summary.json
-    receipt: Receipt | None = None  # None: nothing was measured
-    notes: Sequence[str] = ()
-
-    @property
-    def invalid(self) -> bool:
-        """True if a requested rate was not measured within the tolerance."""
-        return self.receipt is not None and not self.receipt.valid()
-
-
-def measure(
-    spec: RunSpec, probe: Callable[[], Receipt], announce: Callable[[str], None], retry: bool = True
-) -> NetworkCheck:
-    """Probe the network of a run, and once more if the receipt is invalid: a busy machine can spoil one probe.
-
-    The last receipt counts. All nodes of a probe get the same receipt, so all of them make the same decision. Raises
-    NetworkInvalid if the probe could not finish. `announce` gets sentences about the progress.
-    """
-    if spec.world == 1:
-        return NetworkCheck("one node, no network")
-    if not spec.probe:
-        return NetworkCheck("not measured (probe = false)", notes=["probe = false: the network was not checked"])
-    links, between = sum(map(len, link_steps(spec.world))), spec.world * (spec.world - 1)
-    announce(f"measuring the network: {links}{f' of {between}' if links < between else ''} links and the fan-ins")
-    receipt, notes = probe(), []
-    if retry and not receipt.valid():
-        notes.append(f"first probe: {receipt.sentence()}")
-        announce(f"{receipt.sentence()}; measuring once more")
-        receipt = probe()
-    announce(receipt.sentence())
-    return NetworkCheck(receipt.sentence(), receipt, notes)
-
-
-def measure_again(probe: Callable[[], Receipt], announce: Callable[[str], None]) -> Receipt:
-    """Probe a sample of the links after training, and once more if one is off: the better result of a link counts."""
-    receipt = probe()
-    if not receipt.valid():
-        announce(f"after training: {receipt.sentence()}; measuring once more")
-        receipt = receipt.better(probe())
-    return receipt
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 
-from testbed.net.probe import NOT_TRAINED, TO_TRAIN, measure, measure_again, probe_node, receipt_of
-from testbed.net.shaping import LIST_QDISCS, Shaping, difference, read_buckets
+from testbed.net.check import Recheck, measure, why_not_trained
+from testbed.net.probe import probe_node, receipt_of
+from testbed.net.shaping import LIST_QDISCS, Shaping, read_buckets
 from testbed.rank import watchdog
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import open_counter
@@ -44,7 +45,6 @@ from testbed.rank.train import Trainer
 from testbed.rank.watchdog import Heartbeat, Watchdog
 from testbed.results.conclude import Status, Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
-from testbed.results.limits import counted
 from testbed.results.receipt import Receipt
 from testbed.results.records import Error, Step, read
 from testbed.results.table import flatten, format_results
@@ -128,14 +128,15 @@ def _run_unsupervised(request: Request, guard: Watchdog) -> int:
         log.info("mode %s: rank 0 trains alone, rank %d has nothing to do", run.spec.mode, rank)
         return _wait_for_rank_0(guard, code=0, timeout_s=None)
     _measure(request, run, partial(_probe, request, run))
-    code = NetworkInvalid.exit_code if run.invalid and not request.not_shaped else 0
-    if code and not run.spec.keep_going:
-        run.invalid = f"{run.invalid}. {NOT_TRAINED} KEEP_GOING=true {TO_TRAIN}"
+    reason = "" if request.not_shaped else why_not_trained(run.spec, run.invalid)
+    if reason:
+        run.invalid = reason
         assert guard.heartbeat is not None
         guard.heartbeat.leave()
     else:
-        _train(request, run, guard, _Recheck(request, run))
-        code = NetworkInvalid.exit_code if run.invalid and not request.not_shaped else 0
+        recheck = Recheck(run.folder, partial(_read_shaping, request, run), request.interface)
+        _train(request, run, guard, partial(_measure_again, request, run, recheck))
+    code = NetworkInvalid.exit_code if run.invalid and not request.not_shaped else 0
     if rank > 0:
         return _wait_for_rank_0(guard, code, SUMMARY_TIMEOUT_S)
     summary = _conclude(request, run, "invalid" if run.invalid else "ok", run.invalid)
@@ -151,7 +152,7 @@ def _connect(request: Request, guard: Watchdog) -> Heartbeat:
     return connect(*where, guard.exit_once, max_ranks=spec.nodes)
 
 
-def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: _Recheck | None = None) -> None:
+def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: Callable[[Group], None] | None = None) -> None:
     """Make the process group, train, check the network again if there is no controller, leave the group."""
     spec, heartbeat = run.spec, guard.heartbeat
     interface = request.interface or (interface_of(heartbeat.address) if heartbeat else "lo")
@@ -328,12 +329,7 @@ def _log_to(path: Path) -> None:
 
 def _measure(request: Request, run: JoinedRun, probe: Callable[[], Receipt]) -> None:
     """Measure all links; rank 0 writes the receipt. A rate outside the tolerance makes the run invalid."""
-
-    def announce(sentence: str) -> None:
-        if request.rank == 0:
-            log.info(sentence)
-
-    check = measure(run.spec, probe, announce, retry=not request.not_shaped)
+    check = measure(run.spec, probe, partial(_announce, request), retry=not request.not_shaped)
     if check.receipt is not None and request.rank == 0:
         check.receipt.write(run.folder.receipt)
     run.notes += check.notes
@@ -342,9 +338,14 @@ def _measure(request: Request, run: JoinedRun, probe: Callable[[], Receipt]) -> 
         run.invalid = check.network
 
 
+def _announce(request: Request, sentence: str) -> None:
+    if request.rank == 0:
+        log.info(sentence)
+
+
 def _probe(request: Request, run: JoinedRun, sample: int | None = None) -> Receipt:
     """Take part in one probe of all links, or of a few (`sample`: see net/probe.py)."""
-    rank, rates = request.rank, [run.spec.link_of(each).rate for each in range(run.spec.world)]
+    rank, rates = request.rank, run.spec.rates
     where = (rank, run.addresses, request.probe_port, rates[rank])
     try:
         return receipt_of(probe_node(*where, lambda event: None, sample=sample), rates)
@@ -352,45 +353,33 @@ def _probe(request: Request, run: JoinedRun, sample: int | None = None) -> Recei
         raise NetworkInvalid(f"the probe of the network failed: {error}") from None
 
 
-class _Recheck:
-    """Compares this node's shaping with the request before and after training; then all ranks probe some links."""
+def _measure_again(request: Request, run: JoinedRun, recheck: Recheck, group: Group) -> None:
+    """Set `invalid` of the run, on all ranks alike, if the network is not the requested one any more."""
+    if run.invalid or not _is_shaped(request, run):
+        return
 
-    def __init__(self, request: Request, run: JoinedRun) -> None:
-        rates = [run.spec.link_of(rank).rate for rank in range(run.spec.world)]
-        self._request, self._run = request, run
-        self._shaped = request.shaping == "both" and run.spec.world > 1 and any(rates)
-        self._before = self._read() if self._shaped else Shaping()
+    def agree(key: str, reason: str) -> str:
+        return next(filter(None, group.all_gather_text(key, reason)), "")
 
-    def __call__(self, group: Group) -> None:
-        """Set `invalid` of the run, on all ranks alike, if the network is not the requested one any more."""
-        request, run = self._request, self._run
-        if not self._shaped or run.invalid:
-            return
-        reason = next(filter(None, group.all_gather_text("shaping", self._changed())), "")
-        if not reason and run.spec.probe:
-            try:
-                found = measure_again(partial(_probe, request, run, run.spec.seed), log.info)
-                if request.rank == 0:
-                    Receipt.read(run.folder.receipt).model_copy(update={"after": found}).write(run.folder.receipt)
-                reason = "" if found.valid() else found.sentence()
-            except NetworkInvalid as error:
-                reason = str(error)
-        run.invalid = f"after training: {reason}" if reason else ""
+    again = partial(_probe, request, run, run.spec.seed) if run.spec.probe else None
+    found = recheck.after(again, partial(_announce, request), request.rank == 0, agree)
+    run.invalid = found.invalid
+    run.notes += found.notes
 
-    def _changed(self) -> str:
-        sizes = counted(read(self._run.folder.records(self._request.rank)))
-        try:
-            return difference(f"node{self._request.rank}", self._before, self._read(), sizes, self._request.interface)
-        except NetworkInvalid as error:
-            return str(error)
 
-    def _read(self) -> Shaping:
-        """The node's link as it is requested, and as the kernel has it. Raises NetworkInvalid."""
-        try:
-            done = subprocess.run(LIST_QDISCS, capture_output=True, text=True, timeout=TC_TIMEOUT_S, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise NetworkInvalid(f"the shaping cannot be read: {error}. Use an image with iproute2.") from None
-        return Shaping(self._request.link.rate, read_buckets(done.stdout))
+def _is_shaped(request: Request, run: JoinedRun) -> bool:
+    return request.shaping == "both" and run.spec.world > 1 and any(run.spec.rates)
+
+
+def _read_shaping(request: Request, run: JoinedRun) -> dict[int, Shaping]:
+    """This node's link as it is requested, and as the kernel has it. Raises NetworkInvalid."""
+    if not _is_shaped(request, run):
+        return {}
+    try:
+        done = subprocess.run(LIST_QDISCS, capture_output=True, text=True, timeout=TC_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NetworkInvalid(f"the shaping cannot be read: {error}. Use an image with iproute2.") from None
+    return {request.rank: Shaping(request.link.rate, read_buckets(done.stdout))}
 
 
 # --- without a controller: conclude --------------------------------------------------------------------------------

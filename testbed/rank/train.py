@@ -235,8 +235,7 @@ def deadline(spec: RunSpec, size: int) -> float:
     """
     if spec.deadline is not None:
         return spec.deadline
-    links = [spec.link_of(rank).rate for rank in range(spec.world)]
-    rates = [rate for rate in (*links, *(fault.rate for fault in spec.faults)) if rate]
+    rates = [rate for rate in (*spec.rates, *(fault.rate for fault in spec.faults)) if rate]
     return STEP_DEADLINE_S * min(spec.mode.every, 30) + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
 
 

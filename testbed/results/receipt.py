@@ -76,8 +76,12 @@ class Receipt(Spec):
         """Return True if every requested rate was measured within the tolerance, or none was requested."""
         return self.worst_error is None or abs(self.worst_error) <= tolerance
 
-    def sentence(self, tolerance: float = TOLERANCE) -> str:
-        """Return one line with the worst error and its link."""
+    def too_fast(self, tolerance: float = TOLERANCE) -> bool:
+        """Return True if a rate was measured above the request by more than the tolerance."""
+        return any(rate.error is not None and rate.error > tolerance for rate in self._rates())
+
+    def sentence(self, tolerance: float = TOLERANCE, fastest: bool = False) -> str:
+        """Return one line with the worst error and its link; `fastest`: with the one furthest above its request."""
         if not self.links:
             return "network: one node, no link to measure"
         sample = f" of {self.sampled_from}" if self.sampled_from else ""
@@ -87,12 +91,12 @@ class Receipt(Spec):
         if self.worst_error is None:
             slowest = min(self._rates(), key=lambda rate: rate.measured)
             return f"network: unshaped; {count} measured, slowest {_mbit(slowest.measured)} ({_name(slowest)})"
-        worst = max((rate for rate in self._rates() if rate.error is not None), key=lambda rate: abs(rate.error or 0.0))
+        errors = [(rate.error, rate) for rate in self._rates() if rate.error is not None]
+        error, worst = max(errors, key=lambda each: each[0] if fastest else abs(each[0]))
         verdict = "within" if self.valid(tolerance) else "NOT within"
         rates = f"requested {format_rate(worst.requested or 0)}, measured {_mbit(worst.measured)}"
         return (
-            f"network: {count} {verdict} {100 * tolerance:g} %; "
-            f"worst {100 * self.worst_error:+.1f} % on {_name(worst)}: {rates}"
+            f"network: {count} {verdict} {100 * tolerance:g} %; worst {100 * error:+.1f} % on {_name(worst)}: {rates}"
         )
 
     def better(self, other: Receipt) -> Receipt:

@@ -158,6 +158,11 @@ class RunSpec(Spec):
         """The link of a node: its override, else that of all nodes."""
         return self._override(rank).link or self.link
 
+    @property
+    def rates(self) -> list[int | None]:
+        """The requested rates of the links of all ranks in bit/s; None where it is not limited."""
+        return [self.link_of(rank).rate for rank in range(self.world)]
+
     def cpus_of(self, rank: int) -> float | None:
         """The CPU share of a node in cores: its override, else that of all nodes."""
         return self._override(rank).cpus or self.node.cpus

@@ -24,11 +24,12 @@ FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestio
 # Options of `testbed run` that are keys of a spec, and the run folder. Every other key is set with --set.
 OPTIONS = (
     *("mode", "nodes", "rate", "model", "data", "batch", "batch_per_rank", "steps", "seed", "fault", "retries"),
-    "out",
+    *("keep_going", "out"),
 )
 # Variables that describe a run without a controller; in lower case they are flags. Every other key is set with SET.
 VARIABLES = ("MODE", "NODES", "RATE", "MODEL", "DATA", "BATCH", "STEPS", "SEED", "CONGESTION", "KEEP_GOING")
 
+SWITCHES = ("keep_going",)  # options of `testbed run` that set their key to true and take no value
 NOT_IN_COMPOSE = ("batch_per_rank",)  # compose.yaml always sets BATCH, which excludes it
 
 _SHORT = {key: flag for flag, key in FLAGS.items()}
@@ -96,6 +97,8 @@ def can_set(key: str) -> bool:
 
 def setting(key: str, value: Any) -> str:
     """Return what the reader writes to set a key: "--nodes 2", "NODES=2", "nodes = 2"; "--set warmup=0"."""
+    if value is True and key in SWITCHES and current_place() is Place.COMMAND_LINE:
+        return name_of(key)
     return _joined(key, _written(value))
 
 

@@ -94,7 +94,7 @@ def run(folder: Path, changes: Mapping[str, Any], **keys: Any) -> Summary:
 def test_one_node_without_ingress_shaping_is_found_by_the_probe_and_nothing_is_trained(tmp_path: Path) -> None:
     summary = run(tmp_path / "r", {"before_probe": lambda substrate: remove_ingress(substrate, 2)})
     assert (summary.status, summary.steps) == ("invalid", 0)
-    assert "the fan-in of node2: requested 20mbit, measured" in summary.reason and "--keep-going" in summary.reason
+    assert "the fan-in of node2: requested 20mbit, measured" in summary.reason and "keep_going=True" in summary.reason
     receipt = Receipt.read(RunFolder(tmp_path / "r").receipt)
     errors = {each.dst: each.error for each in receipt.fan_in_others}
     assert (errors[2] or 0) > 0.5 > (errors[1] or 0)

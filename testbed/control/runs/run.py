@@ -27,11 +27,11 @@ from testbed.control.runs.progress import Progress
 from testbed.control.runs.select import SubstrateChoice, check_faults, node_plans
 from testbed.control.runs.supervisor import Tail, Timing, supervise
 from testbed.control.substrates.base import NodePlan, Process, Substrate
-from testbed.net.probe import NOT_TRAINED, TO_TRAIN, Measurement, longest_probe, measure, measure_again, receipt_of
-from testbed.net.shaping import Shaping, difference
+from testbed.net.check import Recheck, measure, why_not_trained
+from testbed.net.probe import Measurement, longest_probe, receipt_of
+from testbed.net.shaping import Shaping
 from testbed.results.conclude import Status, Summary, conclude
 from testbed.results.folder import RunFolder
-from testbed.results.limits import counted
 from testbed.results.receipt import Receipt
 from testbed.results.records import Step, read
 from testbed.spec.datasets import data_dir, require_complete
@@ -232,12 +232,14 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     notes.invalid = not_shaped
     try:
         _measure(run, notes)
-        before = _read_shaping(run)
-        notes.invalid = notes.invalid or _not_as_requested(run, before)
-        if notes.invalid and not not_shaped and not run.spec.keep_going:
-            return _conclude(run, notes, "invalid", f"{notes.invalid}. {NOT_TRAINED} --keep-going {TO_TRAIN}")
+        recheck = Recheck(run.folder, lambda: _read_shaping(run))
+        notes.invalid = notes.invalid or recheck.before()
+        reason = "" if not_shaped else why_not_trained(run.spec, notes.invalid)
+        if reason:
+            return _conclude(run, notes, "invalid", reason)
         _train(run, notes, resume)
-        notes.invalid = notes.invalid or _measure_again(run, before)
+        if not notes.invalid:
+            _measure_again(run, notes, recheck)
     except KeyboardInterrupt:
         _ignore_signals()  # a second Ctrl-C must not interrupt the clean-up
         stopped = _stop(run.substrate)
@@ -315,40 +317,19 @@ def _measure(run: RunContext, notes: RunNotes) -> None:
         notes.invalid = check.network
 
 
-def _read_shaping(run: RunContext) -> list[Shaping]:
+def _read_shaping(run: RunContext) -> dict[int, Shaping]:
     """The shaping of all nodes. One node sends nothing through its link, so nothing is compared there."""
-    return [run.substrate.shaping(node) if run.spec.world > 1 else Shaping() for node in range(run.spec.world)]
+    ranks = range(run.spec.world if run.spec.world > 1 else 0)
+    return {rank: run.substrate.shaping(rank) for rank in ranks}
 
 
-def _not_as_requested(run: RunContext, now: Sequence[Shaping], before: Sequence[Shaping] | None = None) -> str:
-    """Return which node is not shaped as requested, with `before` also while its rank trained; empty if none."""
-    for node, (plan, shaping) in enumerate(zip(node_plans(run.spec), now, strict=True)):
-        if shaping.rate is not None:
-            sizes = counted(read(run.folder.records(node))) if before else (0, 0)
-            reason = difference(plan.name, before[node] if before else Shaping(), shaping, sizes)
-            if reason:
-                return reason
-    return ""
-
-
-def _measure_again(run: RunContext, before: Sequence[Shaping]) -> str:
-    """After training, check the shaping of all nodes and probe some links. Return what is wrong; empty if nothing is.
-
-    While a fault lasts, the links are not probed.
-    """
-    try:
-        now = _read_shaping(run)
-        reason, plans = _not_as_requested(run, now, before), node_plans(run.spec)
-        if not reason and run.spec.probe and not run.injector.active and any(shaping.rate for shaping in now):
-            again = partial(probe, run.substrate, plans, run.progress.link, run.spec.seed)
-            found = measure_again(again, run.progress.stage)
-            Receipt.read(run.folder.receipt).model_copy(update={"after": found}).write(run.folder.receipt)
-            reason = "" if found.valid() else found.sentence()
-    except (EngineLost, Interrupted):
-        raise
-    except TestbedError as error:
-        reason = f"the network could not be checked: {error}"
-    return f"after training: {reason}" if reason else ""
+def _measure_again(run: RunContext, notes: RunNotes, recheck: Recheck) -> None:
+    """Check the network after training. While a fault lasts, and where nothing is shaped, no link is probed."""
+    again = partial(probe, run.substrate, node_plans(run.spec), run.progress.link, run.spec.seed)
+    wanted = run.spec.probe and recheck.shaped and not run.injector.active
+    found = recheck.after(again if wanted else None, run.progress.stage)
+    notes.invalid = found.invalid
+    notes.notes += found.notes
 
 
 ProbeProgress = Callable[[dict[str, Any]], None]

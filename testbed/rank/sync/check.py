@@ -99,7 +99,7 @@ def cut_case(spec: RunSpec, shapes: Sequence[torch.Size]) -> Case:
 
 def _most_numbers(spec: RunSpec) -> int:
     """How many numbers each rank may send, so that it takes about WIRE_S on the slowest link."""
-    rates = [rate for rate in (spec.link_of(rank).rate for rank in range(spec.world)) if rate]
+    rates = [rate for rate in spec.rates if rate]
     itemsize = getattr(torch, spec.dtype).itemsize
     sent = int(min(rates) / 8 * WIRE_S / spec.world / itemsize) if rates else MAX_NUMBERS
     return max(MIN_NUMBERS, min(sent, MAX_NUMBERS // spec.world))

@@ -21,8 +21,6 @@ from testbed.net.probe import (
     Peer,
     fan_in_steps,
     link_steps,
-    measure,
-    measure_again,
     meet,
     pace,
     plan_steps,
@@ -34,15 +32,11 @@ from testbed.net.probe import (
     window,
 )
 from testbed.net.tcp import efficiency
-from testbed.results.receipt import Receipt
 from testbed.spec.errors import ProbeError
-from testbed.spec.run import RunSpec
 from testbed.spec.units import burst_bytes
 
 LOOPBACK = "127.0.0.1"
 MBIT = 10**6
-BASE: dict[str, Any] = {"mode": "ring", "nodes": 2, "batch": 16}
-SPEC = RunSpec.load(BASE, "test")
 
 
 def free_port() -> int:
@@ -325,50 +319,3 @@ def test_a_receipt_has_the_fan_in_of_every_node_and_the_number_of_links_it_is_a_
 def test_a_single_node_has_no_link() -> None:
     receipt = receipt_of(Measurement([], 1500, [""], 0.1), [10 * MBIT])
     assert receipt.valid() and receipt.fan_in is None and "one node" in receipt.sentence()
-
-
-@pytest.mark.parametrize(
-    ("rates", "retry", "probes", "notes"),
-    [([200, 200], True, 1, 0), ([150, 200], True, 2, 1), ([150, 150], True, 2, 1), ([150, 200], False, 1, 0)],
-)
-def test_an_invalid_receipt_is_measured_once_more_and_the_last_one_counts(
-    rates: list[int], retry: bool, probes: int, notes: int
-) -> None:
-    receipts = [receipt_of(measurement([rate * MBIT] * 2, 2, rate * MBIT), [200 * MBIT] * 2) for rate in rates]
-    waiting, said = iter(receipts), list[str]()
-    check = measure(SPEC, lambda: next(waiting), said.append, retry=retry)
-    assert check.receipt is receipts[probes - 1] and len(check.notes) == notes
-    assert said[-1] == check.network == check.receipt.sentence() and len(said) == 1 + probes
-    assert check.invalid is (rates[probes - 1] == 150)
-
-
-def test_after_training_the_better_of_two_measurements_of_a_link_counts() -> None:
-    rates: list[int | None] = [200 * MBIT] * 2
-
-    def sample(first: int, second: int) -> Receipt:
-        flows = [Flow(0, 1, _payload(first * MBIT), 1.0), Flow(1, 0, _payload(second * MBIT), 1.0)]
-        return receipt_of(Measurement(flows, 1500, ["cubic"] * 2, 1.0), rates)
-
-    said = list[str]()
-    waiting = iter([sample(150, 200), sample(200, 160)])
-    assert measure_again(lambda: next(waiting), said.append).valid() and len(said) == 1
-    waiting = iter([sample(150, 200), sample(160, 200)])
-    assert not measure_again(lambda: next(waiting), said.append).valid()
-    waiting = iter([sample(199, 201)])
-    assert measure_again(lambda: next(waiting), said.append).valid()
-
-
-@pytest.mark.parametrize(
-    ("values", "network", "notes"),
-    [({"mode": "single"}, "one node, no network", 0), ({"probe": False}, "not measured (probe = false)", 1)],
-)
-def test_without_links_or_without_a_probe_nothing_is_measured(values: dict[str, Any], network: str, notes: int) -> None:
-    def fail() -> Receipt:
-        raise AssertionError("probed")
-
-    check = measure(RunSpec.load(BASE | values, "test"), fail, fail_to_announce)
-    assert check.network == network and check.receipt is None and not check.invalid and len(check.notes) == notes
-
-
-def fail_to_announce(sentence: str) -> None:
-    raise AssertionError(sentence)

@@ -58,6 +58,12 @@ WORDS: dict[tuple[str, Any], dict[Place, str]] = {  # (key, value): what sets it
         PYTHON: "congestion='bbr'",
         FILE: "node.congestion = 'bbr'",
     },
+    ("keep_going", True): {
+        COMMAND_LINE: "--keep-going",
+        COMPOSE: "KEEP_GOING=true",
+        PYTHON: "keep_going=True",
+        FILE: "keep_going = true",
+    },
     ("data.shares", (1, 2)): {
         COMMAND_LINE: "--set data.shares=[1, 2]",
         COMPOSE: "SET=data.shares=[1, 2]",
