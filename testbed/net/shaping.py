@@ -100,7 +100,7 @@ def read_buckets(text: str) -> dict[str, Bucket]:
         }
     except (ValueError, KeyError, TypeError):
         rule = "tc does not list its buckets as JSON"
-        raise NetworkInvalid(f"the shaping cannot be read: {rule}. Install iproute2 5.0 or newer.") from None
+        raise NetworkInvalid(f"the shaping cannot be read: {rule}. Install iproute2 5.5 or newer.") from None
 
 
 def difference(

@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -139,8 +139,7 @@ class ComposeSubstrate:
         with ExitStack() as undo:
             self._client = connect()
             undo.callback(self._client.close)
-            cores = range(self._info()["NCPU"])  # of the engine's machine, not of this one
-            self._cores = affinity.assign_cores(self._plans, cores)
+            self._cores = affinity.assign_cores(self._plans, self._all_cores())
             self._make_containers(undo)
             for node in range(len(self._plans)):
                 self._links.shape(node)
@@ -208,15 +207,15 @@ class ComposeSubstrate:
         return run_docker(exec_argv(self._containers[node].id, argv), timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a process without any privilege. The first call with `quota` sets the container's CPU quota.
+        """Start a process without any privilege. The first call with `quota` sets the container's CPU quota and cores.
 
-        A later one without removes it: the probe after training measures the link, not the quota.
+        A later one without removes both: the probe after training has what the first one had.
         """
         if quota and node not in self._limited:
             self._limit(node)
             self._limited.add(node)
-        elif not quota and node in self._limited and self._plans[node].cpus is not None:
-            self._update(node, cpu_period=CPU_PERIOD_US, cpu_quota=NO_QUOTA)
+        elif not quota and node in self._limited:
+            self._unlimit(node)
             self._limited.discard(node)
         process = ContainerProcess(self._containers[node].id, argv, env, log, rank_uid_gid())
         self._started.append(process)
@@ -227,7 +226,16 @@ class ComposeSubstrate:
             self.set_cpus(node, None)
         cores = self._cores[node]
         if cores is not None:
-            self._update(node, cpuset_cpus=",".join(map(str, sorted(cores))))
+            self._update(node, cpuset_cpus=_cpuset(cores))
+
+    def _unlimit(self, node: int) -> None:
+        if self._plans[node].cpus is not None:
+            self._update(node, cpu_period=CPU_PERIOD_US, cpu_quota=NO_QUOTA)
+        if self._cores[node] is not None:
+            self._update(node, cpuset_cpus=_cpuset(self._all_cores()))
+
+    def _all_cores(self) -> range:
+        return range(self._info()["NCPU"])  # of the engine's machine, not of this one
 
     def _update(self, node: int, **limits: int | str) -> None:
         with wrap_docker_errors():
@@ -312,6 +320,10 @@ class ComposeSubstrate:
         first = self._containers[node].attrs["HostConfig"]
         most = first["Memory"] or self._info()["MemTotal"]
         self._update(node, mem_limit=most, memswap_limit=first["MemorySwap"] or most)
+
+
+def _cpuset(cores: Iterable[int]) -> str:
+    return ",".join(map(str, sorted(cores)))
 
 
 def _remove(down: Sequence[str]) -> None:

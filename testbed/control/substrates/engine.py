@@ -221,8 +221,8 @@ def check(plans: Sequence[NodePlan]) -> None:
         try_commands("substrate compose: the engine's kernel", whole, feature, _run_in_container)
 
 
-def _run_in_container(script: str) -> None:
-    run(trial_argv(image_name(), script), ENGINE_TIMEOUT_S)
+def _run_in_container(script: str) -> str:
+    return run(trial_argv(image_name(), script), ENGINE_TIMEOUT_S)
 
 
 @dataclass(frozen=True)

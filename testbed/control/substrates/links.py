@@ -60,23 +60,32 @@ class ShapedLinks:
 
 
 def trials(plans: Iterable[NodePlan], ingress: bool = True) -> Iterator[tuple[list[list[str]], str]]:
-    """Yield for each distinct link the commands that shape the loopback, and the kernel feature that they need."""
+    """Yield for each distinct link the commands that shape the loopback, and the kernel feature that they need.
+
+    Where a rate is tried, the last command lists the buckets, as it is done before and after training.
+    """
     for link in dict.fromkeys(plan.link for plan in plans if plan.link.shaped):
         if link.rate is not None:
             only_rate = Link(rate=link.rate, queue=link.queue)
             needs = "shaping (tbf, ifb, ingress, u32, mirred)" if ingress else "shaping (tbf)"
-            yield shape(only_rate, "lo", ingress=ingress), needs
+            yield [*shape(only_rate, "lo", ingress=ingress), LIST_QDISCS], needs
         if link.needs_netem:
             yield shape(link, "lo", ingress=ingress), "delay and loss (netem)"
 
 
-def try_commands(subject: str, commands: list[list[str]], feature: str, execute: Callable[[str], object]) -> None:
-    """Run the commands as one shell script by `execute`, in a temporary network. Raises Unavailable if one fails.
+def try_commands(subject: str, commands: list[list[str]], feature: str, execute: Callable[[str], str]) -> None:
+    """Run the commands as one shell script by `execute`, in a temporary network; it returns what they print.
 
-    `subject` begins the message, e.g. "substrate netns: this machine's kernel".
+    Raises Unavailable if one fails, or if the last is LIST_QDISCS and what it lists cannot be read. `subject` begins
+    the message, e.g. "substrate netns: this machine's kernel".
     """
     try:
-        execute(" && ".join(shlex.join(command) for command in commands))
+        printed = execute(" && ".join(shlex.join(command) for command in commands))
     except CommandFailed as error:
         reason = error.output.rpartition(": ")[2].replace("\n", " ").rstrip(".")
         raise Unavailable(f"{subject} lacks {feature}: {reason}. Leave it out, or load the module") from None
+    if commands[-1] == LIST_QDISCS:
+        try:
+            read_buckets(printed)
+        except NetworkInvalid as error:
+            raise Unavailable(f"{subject.partition(':')[0]}: {error}") from None

@@ -75,9 +75,9 @@ def check_count(nodes: int) -> None:
         raise Unavailable(f"substrate netns: {nodes} nodes, {room}. Use --nodes {MAX_NODES} or fewer")
 
 
-def _run_in_temporary_namespace(script: str) -> None:
-    """Run a script in a new network namespace, which the kernel removes when the script ends."""
-    run(["unshare", "--net", "sh", "-c", script], COMMAND_TIMEOUT_S)
+def _run_in_temporary_namespace(script: str) -> str:
+    """Run a script in a new network namespace, which the kernel removes when the script ends; return its stdout."""
+    return run(["unshare", "--net", "sh", "-c", script], COMMAND_TIMEOUT_S)
 
 
 class NetnsSubstrate:

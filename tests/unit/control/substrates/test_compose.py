@@ -76,6 +76,17 @@ def test_a_rank_has_the_quota_and_the_probe_after_it_has_none(
     assert [(update["CpuQuota"], update["CpuPeriod"]) for update in engine.updates] == [(4000, 10_000), (-1, 10_000)]
 
 
+def test_the_probe_after_training_has_all_cores_also_without_a_quota(
+    substrate: ComposeSubstrate, engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_docker(tmp_path, monkeypatch, "#!/bin/sh\n")
+    substrate._plans, substrate._cores = (NodePlan(name="node0"),), [frozenset({1})]
+    for quota in (False, True, False, False):
+        substrate.start(0, ["true"], {}, tmp_path / "log", quota=quota)
+    substrate.stop()
+    assert [update["CpusetCpus"] for update in engine.updates] == ["1", "0,1,2,3"]
+
+
 def test_a_memory_limit_is_the_usage_and_a_headroom_and_is_reverted_to_all_memory_where_there_was_none(
     substrate: ComposeSubstrate, engine: ScriptedEngine
 ) -> None:

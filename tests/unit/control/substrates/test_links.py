@@ -78,7 +78,7 @@ def test_each_distinct_link_is_tried_once_and_rate_and_delay_apart() -> None:
 
 
 def test_a_trial_that_fails_names_the_feature_and_the_kernels_reason() -> None:
-    def fail(script: str) -> None:
+    def fail(script: str) -> str:
         assert script == "tc a && tc 'b c'"
         raise CommandFailed("sh: exit code 2", 2, "Error: Specified qdisc kind is unknown.")
 
@@ -93,4 +93,15 @@ def test_without_ingress_one_bucket_is_made_changed_and_tried() -> None:
     assert nodes.rates() == [(0, "200mbit"), (0, "10mbit")]
     assert not any("ifb" in text for _, text in nodes.commands)
     ((commands, feature),) = trials([NodePlan(name="node0", link=FAST)], ingress=False)
-    assert len(commands) == 1 and feature == "shaping (tbf)"
+    assert len(commands) == 2 and feature == "shaping (tbf)"
+
+
+@pytest.mark.parametrize(
+    "listed", ['[{"kind":"tbf","dev":"lo","options":{rate 10Mbit burst 5000b}}]', "qdisc tbf 8001:"]
+)
+def test_a_tc_that_does_not_list_its_buckets_as_json_is_refused_before_anything_starts(listed: str) -> None:
+    """Older ones print the options of a token bucket as text."""
+    ((commands, feature),) = trials([NodePlan(name="node0", link=FAST)])
+    with pytest.raises(Unavailable, match=r"^substrate netns: the shaping cannot be read: .* iproute2 5\.5 or newer"):
+        try_commands("substrate netns: this machine's kernel", commands, feature, lambda script: listed)
+    try_commands("substrate netns: this machine's kernel", commands, feature, lambda script: "[]")
