@@ -24,7 +24,10 @@ START_DEADLINE_S = 60.0  # for all ranks to start and connect
 STEP_DEADLINE_S = 20.0  # for one wait in a step, in addition to the time of the transfer
 DEFAULT_PORT = 29_500  # of the rendezvous where no other process uses it; the next one is the probe's
 MAX_DIVISOR = 64  # divisors up to this are named in a message
-SCHEMA = 3  # version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together
+# Version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together. It is raised if a key changes
+# its meaning or is removed. A new key with a default does not raise it: files without it stay readable, and ranks read
+# spec.json with the code that wrote it (an image of other code is refused). An older testbed names the unknown key.
+SCHEMA = 3
 FOLDER_NAME = "letters, digits, _, . and -, beginning with a letter or digit, at most {} characters"
 
 

@@ -30,6 +30,13 @@ PATTERN = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})")
 OWNED_NAME = re.compile(rf"{PREFIX}-({PATTERN.pattern})-.+")
 COMMAND_TIMEOUT_S = 20.0
 CLONE = ROOT  # the folder of this clone
+BY_HAND = {  # kind of a resource: the command that removes it
+    "process": "kill {}",
+    "namespace": "ip netns delete {}",
+    "cgroup": "find /sys/fs/cgroup -depth -path '*/{}' -exec rmdir {{}} ;",
+    "project": "docker compose --project-name {} down",
+    "folder": "rm -r {}",
+}
 
 
 def realm(proc: Path = PROC) -> str:
@@ -158,10 +165,10 @@ class OwnedResource:
         """Say how to remove what stays."""
         if self.of_this_clone:
             return "Remove it with --all"
-        there = f"in {self.clone}" if self.clone else "in the folder of its clone"
-        if not self.marked:
-            return f"Remove it with `docker compose --project-name {self.name} down` {there}"
-        return f"Remove it with `testbed clean --all` {there}"
+        if self.clone is None:  # `testbed clean` would keep it in every clone
+            return f"If nothing uses it, remove it with `{BY_HAND[self.kind].format(self.name)}`"
+        command = "testbed clean --all" if self.marked else BY_HAND["project"].format(self.name)
+        return f"Remove it with `{command}` in {self.clone}"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"

@@ -227,3 +227,13 @@ def test_a_process_that_cannot_be_seen_counts_as_alive(monkeypatch: pytest.Monke
     monkeypatch.setattr(ownership, "start_time", lambda pid: None)
     monkeypatch.setattr(os, "kill", refuse)
     assert ownership.alive(f"1-1-{REALM}")
+
+
+def test_what_no_recorded_clone_made_is_removed_by_a_command_that_needs_none() -> None:
+    """`testbed clean --all` keeps it in every clone."""
+    ways = {kind: OwnedResource(kind, "x", ELSEWHERE).way_out() for kind in ownership.BY_HAND}
+    assert ways["namespace"] == "If nothing uses it, remove it with `ip netns delete x`"
+    assert ways["project"] == "If nothing uses it, remove it with `docker compose --project-name x down`"
+    assert not any("testbed clean" in way for way in ways.values())
+    known = OwnedResource("project", "x", ELSEWHERE, "/elsewhere")
+    assert known.way_out() == "Remove it with `testbed clean --all` in /elsewhere"
