@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from testbed.spec.models import model_info
 from testbed.spec.run import RunSpec
 
 LOADED_BYTES = 128 << 20  # a rank that has imported torch uses about 155 MiB that the kernel cannot drop
-COPIES = 3  # of the parameters: values, gradients, and the optimizer's state or a buffer that is sent
+DEFAULT_LIMIT = "2g"  # of a container, where MEM_LIMIT is not set
 CGROUP = Path("/sys/fs/cgroup")  # in a container: its own
 LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # cgroups v2, v1
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([bkmgt]?)b?", re.ASCII | re.IGNORECASE)
@@ -20,7 +21,16 @@ _FACTORS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 4
 def least_memory_bytes(spec: RunSpec) -> int:
     """Bytes without which no rank of the run can train; what it really needs is more."""
     itemsize = {"float32": 4, "float64": 8}[spec.dtype]
-    return LOADED_BYTES + COPIES * itemsize * model_info(spec.model).parameters
+    copies = 2 + max(1, _optimizer_copies(spec))  # values, gradients, and the state or a buffer that is sent
+    return LOADED_BYTES + copies * itemsize * model_info(spec.model).parameters
+
+
+def _optimizer_copies(spec: RunSpec) -> int:
+    """Numbers that the optimizer keeps of each parameter."""
+    if spec.mode.schedule == "pipeline":
+        return 0  # of 1/N of the parameters only
+    momentum = 1 if spec.optimizer.momentum else 0
+    return {"sgd": momentum, "adam": 2, "rmsprop": 1 + momentum}[spec.optimizer.name]
 
 
 def check_memory(spec: RunSpec, limit_bytes: int | None) -> None:
@@ -28,7 +38,8 @@ def check_memory(spec: RunSpec, limit_bytes: int | None) -> None:
     least = least_memory_bytes(spec)
     if limit_bytes is not None and limit_bytes < least:
         rule = f"a rank that trains {spec.model} needs more than {least >> 20}m"
-        raise refuse("MEM_LIMIT", f"{limit_bytes >> 20}m", rule, "Use MEM_LIMIT=2g, which is enough for vgg11.")
+        way_out = f"Use e.g. MEM_LIMIT={max(2, math.ceil(2 * least / (1 << 30)))}g, or a smaller model."
+        raise refuse("MEM_LIMIT", f"{limit_bytes >> 20}m", rule, way_out)
 
 
 def read_limit(text: str) -> int:

@@ -18,7 +18,7 @@ class ModelInfo:
     largest: int | None = None
     channels: int | None = 3  # None: any number
     usual_channels: int = 3  # of the synthetic images that it gets
-    parameters: int = 0  # with 10 classes; 0: not in this table
+    parameters: int = 0  # with 10 classes
     name: str = ""
 
     @property
@@ -36,17 +36,25 @@ REPORT_MODELS = {
     "resnet18": ModelInfo(1, None, None, parameters=11_173_962),
     "lenet5": ModelInfo(32, 35, None, 1, parameters=61_706),
 }
-# torchvision's classifiers.
-_NAMES = """
-alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169 densenet201
-efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4 efficientnet_b5 efficientnet_b6
-efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
-mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2 mobilenet_v3_large mobilenet_v3_small regnet_x_16gf regnet_x_1_6gf
-regnet_x_32gf regnet_x_3_2gf regnet_x_400mf regnet_x_800mf regnet_x_8gf regnet_y_128gf regnet_y_16gf regnet_y_1_6gf
-regnet_y_32gf regnet_y_3_2gf regnet_y_400mf regnet_y_800mf regnet_y_8gf resnet101 resnet152 resnet18 resnet34 resnet50
-resnext101_32x8d resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5
-shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t vgg11 vgg11_bn vgg13
-vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32 wide_resnet101_2 wide_resnet50_2
+# torchvision's classifiers, each with its number of parameters with 10 classes.
+_PARAMETERS = """
+alexnet:57044810 convnext_base:87576714 convnext_large:196245706 convnext_small:49462378 convnext_tiny:27827818
+densenet121:6964106 densenet161:26494090 densenet169:12501130 densenet201:18112138 efficientnet_b0:4020358
+efficientnet_b1:6525994 efficientnet_b2:7715084 efficientnet_b3:10711602 efficientnet_b4:17566546
+efficientnet_b5:28361274 efficientnet_b6:40758754 efficientnet_b7:63812570 efficientnet_v2_l:117247082
+efficientnet_v2_m:52871166 efficientnet_v2_s:20190298 googlenet:5610154 inception_v3:21806058 maxvit_t:30412744
+mnasnet0_5:950322 mnasnet0_75:1902018 mnasnet1_0:3115122 mnasnet1_3:5014066 mobilenet_v2:2236682
+mobilenet_v3_large:4214842 mobilenet_v3_small:1528106 regnet_x_16gf:52250026 regnet_x_1_6gf:8286266
+regnet_x_32gf:105315770 regnet_x_3_2gf:14297642 regnet_x_400mf:5098986 regnet_x_800mf:6593386 regnet_x_8gf:37670858
+regnet_y_128gf:637493824 regnet_y_16gf:80595390 regnet_y_1_6gf:10322320 regnet_y_32gf:141370900
+regnet_y_3_2gf:17938468 regnet_y_400mf:3907554 regnet_y_800mf:5655362 regnet_y_8gf:37384642 resnet101:42520650
+resnet152:58164298 resnet18:11181642 resnet34:21289802 resnet50:23528522 resnext101_32x8d:86762826
+resnext101_64x4d:81426762 resnext50_32x4d:23000394 shufflenet_v2_x0_5:352042 shufflenet_v2_x1_0:1263854
+shufflenet_v2_x1_5:2488874 shufflenet_v2_x2_0:5365486 squeezenet1_0:740554 squeezenet1_1:727626 swin_b:86753474
+swin_s:48844948 swin_t:27527044 swin_v2_b:86916098 swin_v2_s:48976132 swin_v2_t:27590260 vgg11:128807306
+vgg11_bn:128812810 vgg13:128991818 vgg13_bn:128997706 vgg16:134301514 vgg16_bn:134309962 vgg19:139611210
+vgg19_bn:139622218 vit_b_16:85806346 vit_b_32:87462922 vit_h_14:630777610 vit_l_16:303311882 vit_l_32:305520650
+wide_resnet101_2:124858186 wide_resnet50_2:66854730
 """
 FIXED_SIZE = 224
 _LIMITS = {  # by the beginning of the name; all others take images of any size
@@ -66,7 +74,10 @@ def _of_torchvision(name: str) -> ModelInfo:
     return next((info for begin, info in _LIMITS.items() if name.startswith(begin)), ModelInfo())
 
 
-TORCHVISION_MODELS = {name: _of_torchvision(name) for name in _NAMES.split()}
+TORCHVISION_MODELS = {
+    name: replace(_of_torchvision(name), parameters=int(count))
+    for name, _, count in (word.partition(":") for word in _PARAMETERS.split())
+}
 MODELS = TORCHVISION_MODELS | REPORT_MODELS  # two of torchvision's are replaced
 
 

@@ -7,7 +7,6 @@ reason, which is printed. A substrate that does not shape the network drops link
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check as check_compose
-from testbed.control.substrates.engine import remote_engine, shaping
+from testbed.control.substrates.engine import remote_engine, shaping, variable
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
@@ -24,7 +23,7 @@ from testbed.net.congestion import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
-from testbed.spec.memory import check_memory, read_limit
+from testbed.spec.memory import DEFAULT_LIMIT, check_memory, read_limit
 from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
 
 HOSTS = "hosts"
@@ -72,8 +71,7 @@ def shaped_by_variable(spec: RunSpec) -> RunSpec:
 
 
 def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
-    if limit := os.environ.get("MEM_LIMIT"):
-        check_memory(spec, read_limit(limit))
+    check_memory(spec, read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT))
     return ComposeSubstrate(node_plans(shaped_by_variable(spec)), folder)
 
 

@@ -31,6 +31,7 @@ from testbed.control.substrates.links import trials, try_commands
 from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import CommandFailed, EngineLost, TestbedError, Unavailable, refuse, require_extra
 from testbed.spec.link import parse_shaping
+from testbed.spec.memory import DEFAULT_LIMIT
 from testbed.spec.run import SCHEMA
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def render(nodes: int = 4, folder: Path = ROOT / "docker", project: str = PROJEC
 
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
     values = {"nodes": nodes, "version": __version__, "schema": SCHEMA, "cpu_period": CPU_PERIOD_US}
-    return templates.get_template(TEMPLATE).render(**values, project=project)
+    return templates.get_template(TEMPLATE).render(**values, project=project, mem_limit=DEFAULT_LIMIT)
 
 
 def variable(name: str, root: Path = ROOT) -> str:

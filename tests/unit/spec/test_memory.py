@@ -16,7 +16,9 @@ MIB = 1 << 20
 
 
 def test_a_limit_below_what_a_rank_needs_is_refused_with_a_way_out() -> None:
-    with pytest.raises(SpecError, match=r"MEM_LIMIT '64m': a rank that trains vgg11 needs more than 2\d\dm\. Use MEM"):
+    with pytest.raises(
+        SpecError, match=r"MEM_LIMIT '64m': a rank that trains vgg11 needs more than 2\d\dm\. Use e\.g\. MEM_LIMIT=2g"
+    ):
         check_memory(VGG, 64 * MIB)
     check_memory(VGG, least_memory_bytes(VGG))
     check_memory(VGG, None)
@@ -25,6 +27,22 @@ def test_a_limit_below_what_a_rank_needs_is_refused_with_a_way_out() -> None:
 def test_a_larger_model_and_a_wider_type_need_more() -> None:
     small, wide = RunSpec.load({"model": "lenet5"}, ""), RunSpec.load({"dtype": "float64"}, "")
     assert least_memory_bytes(small) < least_memory_bytes(VGG) < least_memory_bytes(wide) < 2 << 30
+
+
+def test_adam_needs_more_than_sgd_and_a_sharded_optimizer_less() -> None:
+    adam = {"optimizer": {"name": "adam"}}
+    whole, sharded = RunSpec.load(adam, ""), RunSpec.load(adam | {"mode": "ring/bucket:5MiB/pipeline"}, "")
+    assert least_memory_bytes(sharded) == least_memory_bytes(VGG) < least_memory_bytes(whole)
+
+
+def test_the_usual_limit_is_refused_for_a_model_that_it_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """630 million parameters, three times 4 bytes each."""
+    monkeypatch.delenv("MEM_LIMIT", raising=False)
+    spec = RunSpec.load({"model": "vit_h_14", "data": {"size": 224}}, "")
+    with pytest.raises(SpecError, match=r"MEM_LIMIT '2048m': .* vit_h_14 needs more than 7\d\d\dm\. .*MEM_LIMIT=15g"):
+        SUBSTRATES["compose"].make(spec, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,14 @@ def test_the_names_are_those_of_the_code() -> None:
     assert list(REPORT_MODELS) == list(MAKERS)
 
 
+@pytest.mark.parametrize("name", [name for name in TORCHVISION_MODELS if name not in ("googlenet", "inception_v3")])
+def test_the_number_of_parameters_is_that_of_torchvision(name: str) -> None:
+    """Its table has the number with 1000 classes. What 990 more need is a multiple of 990: weights and a bias each."""
+    published = {each.meta["num_params"] for each in _torchvision().get_model_weights(name)}  # of several image sizes
+    more = [number - TORCHVISION_MODELS[name].parameters for number in published]
+    assert any(number % 990 == 0 and 100 < number / 990 < 8000 for number in more)
+
+
 def takes(name: str, size: int) -> bool:
     """Build the model without memory for its numbers, and try one forward pass."""
     with torch.device("meta"), torch.no_grad():
