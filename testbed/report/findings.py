@@ -41,6 +41,7 @@ from testbed.report.sentences import (
 )
 from testbed.report.stats import seconds
 from testbed.results import theory
+from testbed.results.limits import MAX_USE
 from testbed.results.receipt import TOLERANCE
 
 SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest
@@ -50,7 +51,6 @@ MAX_NOISE = 0.10  # added to that tolerance at most, if the control's own ranks,
 CONTENTION = 0.15  # beyond that a difference is open up to this much more, and then counts as wrong; docs/report.md
 MIN_CHANGE = 0.02  # a smaller relative change counts as none
 AGREE = 0.05  # substrates whose steps differ by no more agree
-FASTER_THAN_POSSIBLE = 0.97  # of a lower bound: a shorter time means that the bound is not that of this network
 MAX_LISTED = 4  # modes that a sentence names one by one
 EXACT_STEPS = 3  # steps in which exact modes must agree, so that a later difference counts as rounding
 
@@ -261,7 +261,7 @@ def limit(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
         return []
     s, wire, step = best.split, best.bound, best.seconds.centre
     own = s.compute + s.copies
-    if step < FASTER_THAN_POSSIBLE * max(own, wire):
+    if MAX_USE * step < max(own, wire):
         return []  # then one of the two is not what limits
     if s.exposed > own and wire < s.busy / 2:
         return [
@@ -528,9 +528,9 @@ def roofline(cells: Sequence[Cell]) -> str:
     if not ratios:
         return Sentence("Seconds of communication", claims=False)
     worst, best = max(ratios, key=lambda each: ratios[each]), min(ratios, key=lambda each: ratios[each])
-    if ratios[best] < FASTER_THAN_POSSIBLE:
+    if MAX_USE * ratios[best] < 1:
         less = f"{times(ratios[best])} times its lower bound"
-        return f"Communication of {best} takes {less}: the network was faster than the probe measured it"
+        return f"Communication of {best} takes {less}, in which rounds follow each other at the rate of the probe"
     if ratios[worst] <= 1.1:
         most = percent(ratios[worst] - 1)
         return f"Communication is within {most} of its lower bound: only fewer bytes or more overlap can be faster"

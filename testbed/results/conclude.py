@@ -37,7 +37,7 @@ from testbed.spec.errors import (
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 from testbed.spec.validation import damage
 
-NOT_SHAPED = "The network was not shaped as requested while the ranks trained: run it again"
+TOO_FAST = "This is faster than the requested links allow: run it again"
 MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
 Status = Literal["ok", "invalid", "failed", "interrupted"]
 
@@ -205,7 +205,7 @@ def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], 
             rule = "all steps must be recorded"
             return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
     too_fast = impossible(spec, ranks)
-    return {"status": "invalid", "reason": f"{too_fast}. {NOT_SHAPED}"} if too_fast else {}
+    return {"status": "invalid", "reason": f"{too_fast}. {TOO_FAST}"} if too_fast else {}
 
 
 def _restarted(folder: RunFolder, steps: list[list[Step]]) -> list[str]:

@@ -19,7 +19,7 @@ from testbed.results.records import Record, Start, Step
 from testbed.spec.run import RunSpec
 from testbed.spec.units import burst_bytes, format_rate
 
-MAX_USE = 1.03  # of a link's rate, by the bytes over all steps
+MAX_USE = 1.03  # of a link's rate by the bytes over all steps; also how far a time may be below its lower bound
 # A step's end and its byte counter are read one after the other; on a busy machine the rank may wait in between.
 READING_S = 0.1
 CARRIED = 1  # synchronisations that may end after the last step, because a pipeline carries work into the next one
@@ -78,13 +78,17 @@ def _too_fast(spec: RunSpec, start: Start, steps: Sequence[Step], rate: int) -> 
 
 
 def _needed(spec: RunSpec, start: Start, first: int, last: int) -> tuple[float, str]:
-    """Payload bytes that theory requires of a rank in these steps, in the direction with more; 0 if it is unknown."""
+    """Payload bytes that theory requires of a rank in these steps, in the direction with more; 0 if it is unknown.
+
+    The root of a mode without overlap sends after it has received (theory.turnaround).
+    """
     mode = spec.mode
     shares = None if mode.codec else theory.shares(mode, spec.world, start.rank)  # with a codec S is not known here
     if shares is None:
         return 0.0, ""
     syncs = theory.syncs_per_step(mode, range(first, last + 1)) * (last - first + 1) - CARRIED
-    share, direction = max((shares[0], "send"), (shares[1], "receive"))
+    in_turn = (theory.turnaround(mode, spec.world) or 0.0) if start.rank == 0 else 0.0
+    share, direction = max((shares[0], "send"), (shares[1], "receive"), (in_turn, "receive and send in turn"))
     return max(0.0, syncs) * share * start.gradient_bytes, direction
 
 

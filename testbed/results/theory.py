@@ -91,3 +91,20 @@ def shares(mode: SyncMode, ranks: int, rank: int) -> tuple[float, float] | None:
     if mode.silent:
         return 0.0, 0.0
     return None if mode.rounds is None else _traffic(mode.rounds, ranks)[2][rank]
+
+
+def turnaround(mode: SyncMode, ranks: int) -> float | None:
+    """Multiples of S that the root's link carries in turn, at least, from one synchronisation's end to the next one's.
+
+    The rank that receives last sends its next part only then, and the root sends when it has that part. What the other
+    ranks send may arrive before, while sockets and queues still hold what the root has sent, so this is less than
+    `Cost.load`, and no run is faster. None where rank 0 is not the root, or where buffers overlap.
+    """
+    if mode.rounds is None or concurrent_buffers(mode) or mode.schedule != "after":
+        return None
+    rounds = mode.rounds(ranks)
+    reduce, gather = ([each for round_ in half for each in round_] for half in (rounds.reduce, rounds.gather))
+    received = [each.share for each in reduce if each.receiver == 0]
+    if not received or any(each.sender == 0 for each in reduce) or any(each.receiver == 0 for each in gather):
+        return None
+    return float(min(received) + sum(each.share for each in gather if each.sender == 0))

@@ -308,9 +308,12 @@ def test_a_rising_loss_is_said_to_rise() -> None:
     assert "rises from 2.3" in found["findings.loss_by_time"] and "rises from 2.3" in found["findings.loss_by_step"]
 
 
-def test_a_network_that_was_faster_than_the_probe_says_is_named() -> None:
+def test_communication_below_its_bound_is_named_without_a_cause() -> None:
     found = {each.rule: each for each in said("faster_than_its_bound").sentences}
-    assert "the network was faster than the probe measured it" in found["findings.roofline"]
+    assert (
+        "times its lower bound, in which rounds follow each other at the rate of the probe"
+        in found["findings.roofline"]
+    )
 
 
 def test_bytes_beyond_headers_and_acknowledgements_are_no_theory() -> None:

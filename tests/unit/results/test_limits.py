@@ -58,11 +58,24 @@ def test_a_link_that_carried_more_than_its_rate_is_named_with_the_arithmetic() -
 
 
 def test_a_step_faster_than_its_bytes_allow_is_found_without_counters() -> None:
-    """Rank 0 of a gather sends and receives 3 S; theory decides."""
+    """Rank 0 of a gather sends 3 S after it has received the last S; theory decides."""
     ranks = [records(0, 0.05, 0)] + [records(rank, 1.0, 0) for rank in (1, 2, 3)]
     reason = impossible(spec_of("gather"), ranks)
-    assert "rank 0 did 39 steps in 1.95 s, and gather must send 114 MB during them" in reason
-    assert "at 50mbit that takes at least 18.2 s" in reason
+    assert "rank 0 did 39 steps in 1.95 s, and gather must receive and send in turn 152 MB during them" in reason
+    assert "at 50mbit that takes at least 24.3 s" in reason
+
+
+@pytest.mark.parametrize(("mode", "load"), [("gather", 6), ("gather/bucket:64KiB", 6), ("tree", 4)])
+def test_a_run_at_half_its_bound_is_found_and_one_a_little_below_it_is_not(mode: str, load: int) -> None:
+    """Sockets and queues hold what the root has sent, so that a part of two rounds overlaps: 7 % were measured."""
+    once = load * S * 8 / (50 * MBIT)
+    assert "must receive and send in turn" in impossible(spec_of(mode), all_ranks(once / 2, 0))
+    assert impossible(spec_of(mode), all_ranks(0.9 * once, 0)) == ""
+
+
+@pytest.mark.parametrize("mode", ["gather/bucket:64KiB/overlap", "tree/bucket:64KiB/overlap"])
+def test_with_overlap_a_root_receives_while_it_sends(mode: str) -> None:
+    assert impossible(spec_of(mode), all_ranks(3 * S * 8 / (50 * MBIT), 0)) == ""
 
 
 @pytest.mark.parametrize("use", [0.5, 0.99, 1.02])

@@ -65,3 +65,13 @@ def test_all_ranks_together_send_at_least_2_n_minus_1_times_s(mode: str, ranks: 
 )
 def test_syncs_per_step_of_every_k(mode: str, first: int, last: int, per_step: float) -> None:
     assert theory.syncs_per_step(SyncMode.parse(mode), range(first, last + 1)) == pytest.approx(per_step)
+
+
+TURNS = {"gather": 4.0, "gather/bucket:2MiB": 4.0, "server": 4.0, "tree": 3.0, "ring": None, "ddp": None}
+
+
+@pytest.mark.parametrize(("mode", "share"), [*TURNS.items(), ("gather/bucket:2MiB/overlap", None), ("none", None)])
+def test_a_root_sends_after_it_has_received_the_last_part(mode: str, share: float | None) -> None:
+    found = theory.turnaround(SyncMode.parse(mode), 4)
+    known = theory.cost(SyncMode.parse(mode), 4)
+    assert found == share and (found is None or known is None or found <= known.load)
