@@ -12,6 +12,7 @@ from pathlib import Path
 from testbed.control.machine import ownership
 from testbed.control.machine.processes import NETNS
 from tests.docker.cluster import ROOT, wait_for
+from tests.support.processes import state
 
 START_TIMEOUT_S = 180.0
 
@@ -36,10 +37,11 @@ class PrivateEngine:
         self._script("stop")
 
     def kill(self) -> None:
-        """Kill the engine; containers go on."""
-        pid = int((self.folder / "testbed-engine.pid").read_text())
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or _ended(pid), "the engine to end")
+        """Kill dockerd and containerd, as a lack of memory may; containers go on."""
+        for file in ("testbed-engine.pid", "docker/containerd/containerd.pid"):
+            pid = int((self.folder / file).read_text())
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: state(pid) in ("", "Z"), "the engine to end")
 
     def load(self, image: str) -> None:
         """Copy an image of the machine's engine."""
@@ -65,10 +67,6 @@ class PrivateEngine:
         with log.open("ab") as output:  # not a pipe, which the engine would keep open
             done = subprocess.run(command, env=env, stdout=output, stderr=output, timeout=START_TIMEOUT_S)
         assert done.returncode == 0, log.read_text()
-
-
-def _ended(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def _mounts(folder: Path) -> list[str]:
