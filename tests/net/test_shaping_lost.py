@@ -168,8 +168,17 @@ def test_legal_runs_stay_valid(tmp_path: Path, mode: str, keys: dict[str, Any]) 
 
 
 @pytest.mark.quiet
-def test_a_run_with_an_intact_network_is_probed_again_and_stays_valid(tmp_path: Path) -> None:
-    summary = run(tmp_path / "r", {})
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"mode": "gather"},
+        {"overrides": {"node1": {"link": {"rate": "5mbit"}}}},
+        {"faults": ["rate:rank1@step2+1s=5mbit"], "steps": 20},
+    ],
+)
+def test_a_run_with_an_intact_network_is_probed_again_and_stays_valid(tmp_path: Path, keys: dict[str, Any]) -> None:
+    summary = run(tmp_path / "r", {}, **keys)
     assert (summary.status, summary.reason) == ("ok", "")
     receipt = Receipt.read(RunFolder(tmp_path / "r").receipt)
     assert receipt.after is not None and receipt.after.valid() and len(receipt.after.links) == NODES
