@@ -47,7 +47,7 @@ def test_other_work_on_the_machine_is_measured_and_the_run_still_counts(tmp_path
     (summary,) = json.loads(result.stdout)["runs"]
     (machine,) = summary["machines"]
     assert summary["status"] == "ok" and (machine["ranks"], machine["cores"]) == ([0], os.cpu_count())
-    assert machine["others"] > 0.3, machine  # cores; a quiet machine has less than 0.1
+    assert machine["others"] > 0.3, machine  # cores
     assert machine["load_at_start"] is not None
 
 
