@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import platform
 import resource
@@ -66,15 +67,20 @@ class Timeline:
         self._phase = ""  # the phase that the loop is in
         self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # set by a profiler: a context around stalls
         self.begun = clock()
+        self._taken = math.inf  # when the last step ended
 
     def start(self) -> None:
-        """Begin a step. What happened between two steps belongs to neither."""
+        """Begin a step. Time between two steps belongs to neither.
+
+        A buffer that was sent between them is recorded with 0 s at the start, so that all ranks record equally many.
+        """
         self.begun = self.clock()
         with self._lock:
-            self._finished.clear()
-            for transfer in self._in_flight.values():
+            between = [transfer for transfer, _ in self._finished if transfer.begun >= self._taken]
+            for transfer in [*between, *self._in_flight.values()]:
                 transfer.begun = self.begun
                 transfer.name = transfer.name.removesuffix(CONTINUED) + CONTINUED
+            self._finished = [(transfer, self.begun) for transfer in between]
         self._stalls.clear()
         self._phases.clear()
         self._copies.clear()
@@ -152,6 +158,7 @@ class Timeline:
     def take(self) -> dict[str, Any]:
         """Return the times of the step so far as fields of a Step record."""
         begun, now = self.begun, self.clock()
+        self._taken = now
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, a, b in self._phases:
             seconds[name] += b - a

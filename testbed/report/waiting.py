@@ -99,15 +99,17 @@ def _exchanges(run: LoadedRun) -> Iterator[list[Transfer]]:
     """One list per exchange: the transfer of each rank, where rank 0 began it in a step that counts.
 
     The n-th transfer of a name in the run is the n-th on every rank. Steps are not compared, because one rank may begin
-    a transfer before the end of its step and another after it. Names that occur unequally often are left out.
+    a transfer before the end of its step and another after it. Only the last one of a name may be missing on a rank,
+    where it began after the last step was recorded. Other names that occur unequally often are left out.
     """
     ranks = [_transfers(run, rank) for rank in range(len(run.ranks))]
-    counted = set(run.kept[0].numbers)
-    for name, own in ranks[0].items():
-        others = [transfers.get(name, []) for transfers in ranks[1:]]
-        if others and all(len(each) == len(own) for each in others):
-            found = zip(own, *others, strict=True)
-            yield from (list(each) for each in found if each[0].step in counted)
+    counted, last = set(run.kept[0].numbers), int(run.ranks[0].steps.step[-1])
+    for name in ranks[0]:
+        found = [transfers.get(name, []) for transfers in ranks]
+        fewest = min(map(len, found))
+        ended = all(len(each) > fewest or each[-1].step < last for each in found) if fewest else False
+        if len(found) > 1 and all(len(each) <= fewest + ended for each in found):
+            yield from (list(each) for each in zip(*found, strict=False) if each[0].step in counted)
 
 
 def _transfers(run: LoadedRun, rank: int) -> dict[str, list[Transfer]]:

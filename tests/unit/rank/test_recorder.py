@@ -174,6 +174,22 @@ def test_what_happens_between_two_steps_belongs_to_neither(timeline: Timeline, c
     assert (step["busy"], step["blocked"], step["comm"]) == (0, 0, [])
 
 
+def test_a_buffer_that_was_sent_between_two_steps_is_recorded_without_time(timeline: Timeline, clock: Clock) -> None:
+    """Every rank records as many transfers as the others, whether one falls between its steps or not."""
+    timeline.start()
+    token = timeline.begin_comm("bucket 0 reduce", 8)
+    clock.now += 1
+    timeline.take()
+    clock.now += 1
+    timeline.end_comm(token)  # its time in the first step is recorded; the rest is not
+    with timeline.comm("bucket 0 gather", 8):
+        clock.now += 1
+    timeline.start()
+    clock.now += 1
+    step = timeline.take()
+    assert (step["busy"], step["comm"]) == (0, [("bucket 0 gather (cont.)", 0, 0, 8)])
+
+
 def test_without_details_only_sums_are_kept(clock: Clock) -> None:
     timeline = Timeline(detailed=False, clock=clock)
     timeline.start()

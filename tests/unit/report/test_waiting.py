@@ -121,6 +121,15 @@ def test_a_name_that_occurs_unequally_often_is_left_out(tmp_path: Path) -> None:
     assert waiting(load([folder]).runs[0]).exchanges == 10 * 3
 
 
+@pytest.mark.parametrize(("step", "exchanges"), [(11, 10 * 4 - 1), (10, 10 * 3)])
+def test_only_the_last_transfer_of_a_name_may_be_missing(tmp_path: Path, step: int, exchanges: int) -> None:
+    """A rank may begin it after the last step was recorded. One that is missing earlier would shift all later ones."""
+    folder = tmp_path / "run"
+    make_run(folder, Conditions(noise=0.0), mode="ring", **LINK)
+    rewrite(folder, 3, lambda record: record["comm"].pop() if record["step"] == step else None)
+    assert waiting(load([folder]).runs[0]).exchanges == exchanges
+
+
 def test_whether_a_slow_link_matters_depends_on_the_bytes_sent(tmp_path: Path) -> None:
     """1 % of the gradient at a quarter of the rate is a small part of the time of communication here."""
     folder = tmp_path / "run"
