@@ -98,9 +98,8 @@ def states(*, steps: int, cells: int = 1, otherwise: Any = "") -> Callable[[Call
 
         @functools.wraps(make)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                fitting = [_fit(value, rule) for value in args]
-            except _TooFewError:
+            fitting = [_fit(value, rule) for value in args]
+            if any(value is _TOO_FEW for value in fitting):
                 return _marked(rule.otherwise, rule.name, claims=False)  # type: ignore[no-any-return]
             return _marked(make(*fitting, **kwargs), rule.name)  # type: ignore[no-any-return]
 
@@ -109,8 +108,7 @@ def states(*, steps: int, cells: int = 1, otherwise: Any = "") -> Callable[[Call
     return register
 
 
-class _TooFewError(Exception):
-    pass
+_TOO_FEW = object()  # instead of an argument with too few cells or steps
 
 
 @runtime_checkable
@@ -131,13 +129,12 @@ class _HasCells(Protocol):
 
 
 def _fit(value: Any, rule: Rule) -> Any:
-    """An argument without cells that have too few steps; _TooFewError if it has too few cells then."""
+    """An argument without cells that have too few steps; _TOO_FEW if it has too few cells then."""
     if isinstance(value, _Counted):
-        if value.n < rule.steps:
-            raise _TooFewError
-        return value
+        return value if _fits(value, rule) else _TOO_FEW
     if isinstance(value, _HasCells):
-        return value.with_cells(_at_least([c for c in value.cells if _fits(c, rule)], rule.cells))
+        cells = [cell for cell in value.cells if _fits(cell, rule)]
+        return value.with_cells(cells) if len(cells) >= rule.cells else _TOO_FEW
     if isinstance(value, Mapping):
         curves = {key: [point for point in curve if _fits(point, rule)] for key, curve in value.items()}
         return _at_least({key: curve for key, curve in curves.items() if len(curve) > 1}, 1)
@@ -163,9 +160,7 @@ def _fits(value: Any, rule: Rule) -> bool:
 
 
 def _at_least(values: Any, least: int) -> Any:
-    if len(values) < least:
-        raise _TooFewError
-    return values
+    return values if len(values) >= least else _TOO_FEW
 
 
 def _marked(result: Any, rule: str, claims: bool = True) -> Any:
