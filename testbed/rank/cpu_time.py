@@ -19,7 +19,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Seconds of processor time since the machine, or this process, started."""
+    """Seconds of processor time; only differences between two readings have a meaning."""
 
     at: float  # monotonic time of the reading
     machine: float  # all processes on all cores
@@ -29,18 +29,22 @@ class CpuTime:
 def read_cpu_time(stat: Path = STAT) -> CpuTime | None:
     """Return the processor time used so far; None where the kernel does not count it.
 
-    The machine's is user + nice + system. Interrupts (irq, softirq) are left out: most of them are the network traffic
-    of the ranks, which is no work of others.
+    The machine's is all time of its cores without idle, iowait, irq, softirq and steal. The kernel measures idle time.
+    User and system time it samples at ticks, and a rank with a CPU quota starts at a tick: with a quota of 0.4 cores
+    their sum was 0.2 cores too large. Interrupts are left out, because most of them are the network traffic of the
+    ranks, which is no work of others.
     """
     try:
-        name, *ticks = stat.read_text(encoding="ascii").partition("\n")[0].split()
-        user, nice, system = (int(tick) for tick in ticks[:3])
-    except (OSError, ValueError):
+        lines = stat.read_text(encoding="ascii").splitlines()
+        name, *ticks = lines[0].split()
+        idle, iowait, irq, softirq, steal = (int(tick) for tick in ticks[3:8])
+    except (OSError, ValueError, IndexError):
         return None
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time() + children.ru_utime + children.ru_stime
-    machine = (user + nice + system) / os.sysconf("SC_CLK_TCK")
-    return CpuTime(time.monotonic(), machine, own) if name == "cpu" else None
+    now, cores = time.monotonic(), sum(line.startswith("cpu") for line in lines[1:])
+    unused = (idle + iowait + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return CpuTime(now, cores * now - unused, own) if name == "cpu" and cores else None
 
 
 def machine_id(boot_id: Path = BOOT_ID) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from testbed.results.records import End, Record, Start
 from testbed.spec.base import Spec
 
-MAX_OTHERS_SHARE = 0.1  # of a machine's cores that others may use; chosen, not fitted: see docs/report.md
+MAX_OTHERS_SHARE = 0.1  # of a machine's cores that others may use; a quiet machine has 0.01: see docs/report.md
 MIN_MEASURED_S = 1.0  # the kernel counts ticks of 1 to 10 ms: over a shorter time the result is too coarse
 
 

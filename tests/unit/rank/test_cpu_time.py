@@ -30,14 +30,20 @@ def burn() -> None:
         pass
 
 
-def test_the_machines_time_is_user_nice_and_system_without_interrupts(tmp_path: Path) -> None:
-    stat = tmp_path / "stat"
-    stat.write_text("cpu  500 20 80 9000 70 400 300 11 0 0\ncpu0 1 1 1 1 1 1 1 0 0 0\n")
-    found = read_cpu_time(stat)
-    assert found is not None and found.machine == 600 / os.sysconf("SC_CLK_TCK")
+def test_the_machines_time_is_that_of_its_cores_without_idle_time_and_interrupts(tmp_path: Path) -> None:
+    """User, nice and system are sampled at ticks, so they are not used."""
+    stat, found = tmp_path / "stat", list[CpuTime]()
+    for unused in ("9000 70 400 300 30", "9010 80 420 330 60"):
+        stat.write_text(f"cpu  500 20 80 {unused} 0 0\ncpu0 1 1 1 1 1 1 1 0 0 0\ncpu1 1 1 1 1 1 1 1 0 0 0\nintr 1\n")
+        reading = read_cpu_time(stat)
+        assert reading is not None
+        found.append(reading)
+    first, second = found
+    elapsed = second.at - first.at
+    assert second.machine - first.machine == pytest.approx(2 * elapsed - 100 / os.sysconf("SC_CLK_TCK"), abs=1e-6)
 
 
-@pytest.mark.parametrize("text", [None, "", "cpu\n", "cpu a b c\n", "intr 1 2 3\n"])
+@pytest.mark.parametrize("text", [None, "", "cpu\n", "cpu 1 2 3 a b c d e\n", "cpu 1 2 3 4 5 6 7 8\n", "intr 1 2 3\n"])
 def test_a_kernel_that_counts_nothing_is_no_error(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "stat").write_text(text)
