@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -99,8 +100,9 @@ def listening(pid: int) -> list[str]:
     """Local addresses, in the kernel's hexadecimal, of a process's listening TCP sockets."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(descriptor.readlink())
-        inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+        with contextlib.suppress(FileNotFoundError):  # the rank is training: it closes files between these two calls
+            target = str(descriptor.readlink())
+            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
 
