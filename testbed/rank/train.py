@@ -19,12 +19,13 @@ from testbed.rank.group import Group
 from testbed.rank.models import build_model, untrack_statistics
 from testbed.rank.optim import Optimizer
 from testbed.rank.profiler import Profiler
-from testbed.rank.recorder import Recorder, Timeline, describe_environment
+from testbed.rank.recorder import Recorder, describe_environment
 from testbed.rank.replicas import compare, share_statistics
 from testbed.rank.sync.buckets import trained
 from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.schedules import build
 from testbed.results.records import End, Eval, Start, Step
+from testbed.results.timeline import Timeline
 from testbed.spec.datasets import data_dir
 from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 

@@ -42,8 +42,9 @@ from testbed.results.folder import (
     read_json,
 )
 from testbed.results.receipt import Network, read_network
-from testbed.results.records import CONTINUED, End, Eval, Start, Step, read
+from testbed.results.records import End, Eval, Start, Step, read
 from testbed.results.table import row_note
+from testbed.results.timeline import CONTINUED
 from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec

@@ -7,6 +7,8 @@ hash   some      hash of the parameters, to prove that replicas agree
 end    once      the last line of a rank that finished
 error  once      the last line of a rank that did not
 
+A user's own script has further kinds (results/observations.py).
+
 Every line is checked against its class when it is read, because a run folder may come from another user. The
 check costs no time: pydantic parses and checks 20,000 steps with 12 buffers each in half the time of json.loads.
 """
@@ -21,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from testbed.results.observations import Observation
 from testbed.spec.errors import SpecError
 from testbed.spec.run import SCHEMA, check_schema
 from testbed.spec.validation import damage
@@ -28,7 +31,6 @@ from testbed.spec.validation import damage
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 MAX_LINE_BYTES = 4 << 20  # a step of a deep model with all its buffers has some thousand bytes
-CONTINUED = " (cont.)"  # ends the name in `comm` of a buffer that was in flight when the step began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,7 @@ class Error:
     at: float | None = None  # monotonic time
 
 
-Record = Start | Step | Eval | Hash | End | Error
+Record = Start | Step | Eval | Hash | End | Error | Observation
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 

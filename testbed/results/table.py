@@ -131,11 +131,15 @@ def caption(summaries: Sequence[Summary]) -> str:
     equal = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     alone = all(x.spec.world == 1 for x in summaries)  # `single` only: the other nodes and the network are not used
     each, over_all = ("", "") if alone else (" each", " over all ranks")
+    trained = {"model": spec.model, "data.name": spec.data.name}
     parts = {
-        "model": spec.model,
-        "data.name": spec.data.name,
+        **(trained if spec.script is None else {"script.argv": " ".join(spec.script.argv)}),
         **({"batch": f"batch {spec.batch}{over_all}"} if spec.batch else {}),
-        **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
+        **(
+            {"batch_per_rank": f"batch {spec.batch_per_rank} per rank"}
+            if spec.batch_per_rank and not spec.script
+            else {}
+        ),
         "nodes": "1 node" if alone else f"{spec.nodes} {equal}nodes",
         "node.cpus": f"{spec.node.cpus:g} cores{each}" if spec.node.cpus else "no CPU limit",
         "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)}{each}",
@@ -150,11 +154,23 @@ def caption(summaries: Sequence[Summary]) -> str:
     return f"{common}, on {substrates}; {middle} of {steps} steps after {warmup}"
 
 
+def _trained(spec: RunSpec, over_all: str) -> dict[str, str]:
+    """What our own loop trains, by key."""
+    return {
+        "model": spec.model,
+        "data.name": spec.data.name,
+        **({"batch": f"batch {spec.batch}{over_all}"} if spec.batch else {}),
+        **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
+    }
+
+
 def label(spec: RunSpec) -> str:
-    """The mode as a table shows it, with a mark for placement "after-step".
+    """The mode as a table shows it, with a mark for placement "after-step"; of a user's script its name.
 
     That placement is the mistake of published experiment R3 (experiments/r3.toml).
     """
+    if spec.script is not None:
+        return spec.script.name if spec.mode.is_script else f"{spec.script.name} + {spec.mode}"
     return str(spec.mode) if spec.placement == "before-step" else f"{spec.mode} (after step)"
 
 

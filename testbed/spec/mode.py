@@ -235,6 +235,14 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 # The row of every algorithm that is a file of the user.
 USER_METHOD = Algorithm(does="your own", colour=("#3f4a1f", "#b9c67d"), default="flat")
+# The row of a run of the user's own training script, which synchronises as it likes.
+OWN_SCRIPT = Algorithm(
+    does="your own training script, with the synchronisation it has",
+    colour=("#8a3ffc", "#b794f6"),
+    granularities=(),
+    every_refused="the script decides when it synchronises",
+)
+SCRIPT = "script"  # not in ALGORITHMS: `testbed exec` alone runs it
 CONTROL = "none"  # the same ranks without synchronisation; other modes are compared with it
 REFERENCE = "ddp"  # PyTorch's standard way to train on several nodes
 
@@ -308,18 +316,18 @@ _EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
 
 def algorithms() -> dict[str, Algorithm]:
     """The built-in algorithms and the user's own. What is in a file is not looked at: see `unusable_methods`."""
-    own = [method for method in own_methods(ALGORITHMS) if not method.name_problem]
+    own = [method for method in own_methods([*ALGORITHMS, SCRIPT]) if not method.name_problem]
     return ALGORITHMS | {each.name: replace(USER_METHOD, does=f"your own, from {each.path}") for each in own}
 
 
 def unusable_methods() -> dict[str, str]:
     """The files in the methods folder that no run can use, each with the reason."""
-    return {str(method.path): problem for method in own_methods(ALGORITHMS) if (problem := method.problem)}
+    return {str(method.path): problem for method in own_methods([*ALGORITHMS, SCRIPT]) if (problem := method.problem)}
 
 
 def check_method(mode: SyncMode) -> None:
     """Raise SpecError if a file of the user has the mode's name and cannot be used."""
-    for method in own_methods(ALGORITHMS):
+    for method in own_methods([*ALGORITHMS, SCRIPT]):
         if method.name == mode.algorithm and (problem := method.problem):
             raise SpecError(f"mode {str(mode)!r}: {method.path} cannot be used: {problem}.")
 
@@ -342,8 +350,8 @@ class SyncMode:
 
     @property
     def row(self) -> Algorithm:
-        """The row of the algorithm in ALGORITHMS; USER_METHOD if it is a method of the user."""
-        return ALGORITHMS.get(self.algorithm, USER_METHOD)
+        """The row of the algorithm in ALGORITHMS; USER_METHOD for a method of the user, OWN_SCRIPT for a script."""
+        return OWN_SCRIPT if self.is_script else ALGORITHMS.get(self.algorithm, USER_METHOD)
 
     @property
     def rounds(self) -> MakeRounds | None:
@@ -363,6 +371,11 @@ class SyncMode:
     def is_control(self) -> bool:
         """True if N ranks train independently: the run's time is of interest, its accuracy is not."""
         return self.algorithm == CONTROL
+
+    @property
+    def is_script(self) -> bool:
+        """True if the user's script synchronises by itself: what it sends is observed, not known beforehand."""
+        return self.algorithm == SCRIPT
 
     @property
     def is_reference(self) -> bool:
@@ -409,7 +422,7 @@ class SyncMode:
     def parse(cls, text: str) -> SyncMode:
         """Read a mode; raise SpecError with the reason if the cell is illegal."""
         name, *words = text.strip().split("/")
-        known = algorithms()
+        known = algorithms() | {SCRIPT: OWN_SCRIPT}
         if name not in known:
             if mode_name(name) not in known:
                 raise _unknown_algorithm(text, name)
@@ -423,7 +436,7 @@ class SyncMode:
 
 def _unknown_algorithm(text: str, name: str) -> UsageError:
     unusable = unusable_methods()
-    own = [method for method in own_methods(ALGORITHMS) if str(method.path) not in unusable]
+    own = [method for method in own_methods([*ALGORITHMS, SCRIPT]) if str(method.path) not in unusable]
     known = [*ALGORITHMS, *(method.name for method in own)]
     others = "".join(f" {path} cannot be used: {problem}." for path, problem in unusable.items())
     return refuse("mode", text, f"unknown algorithm {name!r}", f"Known: {', '.join(known)}.{others}")
@@ -459,6 +472,7 @@ def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | Non
     if word not in SCHEDULES:
         return None
     own = "nothing is synchronised" if mode.silent else "DDP has its own" if mode.is_reference else ""
+    own = "the script has its own" if mode.is_script else own
     if own:
         raise refuse("mode", text, f"{mode.algorithm} takes no schedule: {own}", "Leave the word out.")
     why, way_out = _schedule_illegal(mode, word)
@@ -503,8 +517,9 @@ def _read_codec(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
 
 def _codec_illegal(mode: SyncMode, codec: Codec, word: str) -> tuple[str, str]:
     """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
-    if mode.silent:
-        return f"changes what is sent, and {mode.algorithm} sends nothing", "Leave the word out."
+    if mode.silent or mode.is_script:
+        does = "decides that itself" if mode.is_script else "sends nothing"
+        return f"changes what is sent, and {mode.algorithm} {does}", "Leave the word out."
     if mode.is_reference:
         own = ("has no hook in torch's DDP", f"Use direct/bucket:5MiB/overlap/{word}.")
         return ("", "") if codec.in_ddp else own

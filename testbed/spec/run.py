@@ -18,6 +18,7 @@ from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import Mode, SyncMode
 from testbed.spec.models import REPORT_MODELS, model_info
+from testbed.spec.script import ScriptSpec
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
 START_DEADLINE_S = 60.0  # for all ranks to start and connect
@@ -93,6 +94,8 @@ class RunSpec(Spec):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$", description=FOLDER_NAME.format(128))
 
     mode: Mode = Field(default=SyncMode.parse("ring"), examples=["ring"])
+    # the user's training script, instead of our loop; model, data and batch are its own then
+    script: ScriptSpec | None = None
     # after-step: the mistake of published experiment R3 (experiments/r3.toml)
     placement: Literal["before-step", "after-step"] = "before-step"
     nodes: int = Field(default=4, ge=1, le=256)
@@ -209,13 +212,14 @@ class RunSpec(Spec):
         values = dict(values)
         if values.get("batch") is None and values.get("batch_per_rank") is None:
             values["batch"] = 256
-        if values.get("steps") is None and values.get("epochs") is None:
+        if values.get("steps") is None and values.get("epochs") is None and values.get("script") is None:
             values["steps"] = 40
         return values
 
     @model_validator(mode="after")
     def _rules(self) -> RunSpec:
         for rule in (
+            _check_script,
             _check_model,
             _check_images,
             _check_nodes,
@@ -253,6 +257,12 @@ def check_schema(number: object, where: str) -> None:
         raise SchemaError(f"{where}: {rule}. Run it again, or use the version of testbed that wrote it.")
 
 
+def _check_script(spec: RunSpec) -> None:
+    if spec.mode.is_script and spec.script is None:
+        rule = "is the mode of your own training script, and there is none"
+        raise refuse_setting("mode", str(spec.mode), rule, "Use `testbed exec -- python main.py`.")
+
+
 def _check_model(spec: RunSpec) -> None:
     info, (channels, size, _) = model_info(spec.model), spec.image_shape()
     if info.channels not in (None, channels):
@@ -278,7 +288,7 @@ def _check_images(spec: RunSpec) -> None:
 
 
 def _check_nodes(spec: RunSpec) -> None:
-    if spec.mode.distributed and spec.nodes < 2:
+    if spec.mode.distributed and spec.nodes < 2 and not spec.mode.is_script:
         way_out = f"Use {setting('mode', 'single')}, or {setting('nodes', 2)}."
         raise refuse_setting("nodes", spec.nodes, f"mode {spec.mode} needs at least 2", way_out)
 

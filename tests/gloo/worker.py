@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from testbed.rank.counters import SocketCounter
 from testbed.rank.group import Group, join, single_rank_group
 from testbed.rank.optim import Optimizer
-from testbed.rank.recorder import Recorder, Timeline
+from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import parameter_hash
 from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.pipeline import gloo_threads
 from testbed.rank.sync.schedules import build
 from testbed.rank.train import Trainer
+from testbed.results.timeline import Timeline
 from testbed.spec.errors import UsageError
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec

@@ -18,9 +18,9 @@ from torch import nn
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.group import single_rank_group
 from testbed.rank.optim import Optimizer
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.synchronizer import NoSync, Synchronizer
 from testbed.rank.train import Tally
+from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec
 from tests.soak.outcomes import Cases, Outcome

@@ -14,7 +14,7 @@ import typer
 
 from testbed import __version__
 from testbed.control import api
-from testbed.control.cli import hosts, report
+from testbed.control.cli import hosts, report, script
 from testbed.control.cli import options as opt
 from testbed.control.cli.documents import outcome, print_document, print_failure, reset
 from testbed.control.cli.options import Json
@@ -22,7 +22,6 @@ from testbed.control.cli.report import exit_code, finish_sweep, print_results
 from testbed.control.machine import ownership
 from testbed.control.machine.doctor import examine
 from testbed.control.runs.progress import console, open_progress
-from testbed.control.runs.select import SubstrateType
 from testbed.control.tuning.search import conclusion, curve, document, new_search, tune_modes
 from testbed.data.fetch import fetch, verify
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
@@ -42,15 +41,8 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.
 app.add_typer(data_app, name="data")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(report.app)
+app.add_typer(script.app)
 
-Nodes = Annotated[
-    str | None, typer.Option(help="number of nodes, one rank each [default: 4; on hosts the whole inventory]")
-]
-On = Annotated[
-    str,
-    typer.Option("--on", help="substrate: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH)"),
-]
-Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 WrongCommandLine: Any = typer.BadParameter.__base__  # UsageError of click, which newer versions of typer contain
 WITH_RESUME = {
@@ -68,7 +60,7 @@ WITH_RESUME = {
 def run(
     context: typer.Context,
     mode: opt.Mode = "ring",
-    nodes: Nodes = None,
+    nodes: opt.Nodes = None,
     rate: opt.Rate = None,
     model: opt.Model = "vgg11",
     data: opt.Data = "cifar10",
@@ -76,10 +68,10 @@ def run(
     batch_per_rank: opt.BatchPerRank = None,
     steps: opt.Steps = None,
     seed: opt.Seed = "0",
-    on: On = "auto",
+    on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
-    share: Share = False,
+    share: opt.Share = False,
     settings: opt.Set = None,
     profile: Profile = False,
     keep_going: opt.KeepGoing = False,
@@ -92,7 +84,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train once, in one mode, and print what it cost."""
-    where: dict[str, Any] = {"on": _substrate(context, on), "inventory": inventory, "accept_new": accept_new}
+    where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "quiet": as_json}
     if resume is not None:
         _check_with_resume(context)
@@ -107,10 +99,10 @@ def run(
 def sweep(
     context: typer.Context,
     file: opt.ExperimentFile,
-    on: On = "auto",
+    on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
-    share: Share = False,
+    share: opt.Share = False,
     settings: opt.Set = None,
     profile: Profile = False,
     keep_going: opt.KeepGoing = False,
@@ -120,7 +112,7 @@ def sweep(
     """Run every cell of an experiment file; finished runs are skipped, so that a sweep can be continued."""
     made = api.sweep(
         file,
-        on=_substrate(context, on),
+        on=opt.substrate(context, on),
         inventory=inventory,
         accept_new=accept_new,
         allow_concurrent=share,
@@ -139,7 +131,7 @@ def sweep(
 def tune(
     context: typer.Context,
     mode: Annotated[str, typer.Option(help="ALGORITHM[/CODEC] whose bucket size and schedule are searched")] = "ring",
-    nodes: Nodes = None,
+    nodes: opt.Nodes = None,
     rate: opt.Rate = None,
     model: opt.Model = "vgg11",
     data: opt.Data = "cifar10",
@@ -148,10 +140,10 @@ def tune(
     steps: Annotated[str, typer.Option(help="training steps of each run, the first 2 left out")] = "10",
     seed: opt.Seed = "0",
     minutes: Annotated[float, typer.Option(help="start no run after so many minutes")] = 20.0,
-    on: On = "auto",
+    on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
-    share: Share = False,
+    share: opt.Share = False,
     settings: opt.Set = None,
     out: Annotated[Path, typer.Option(help="experiment file to write, with the winner")] = Path(
         "experiments/tuned.toml"
@@ -162,7 +154,7 @@ def tune(
     spec, choice = api.prepare(
         opt.spec_options(context),
         settings or [],
-        on=_substrate(context, on),
+        on=opt.substrate(context, on),
         inventory=inventory,
         accept_new=accept_new,
         allow_concurrent=share,
@@ -184,12 +176,6 @@ def tune(
             console.print(f"\n{curve(search)}\n")
             for line in conclusion(search):
                 console.print(line)
-
-
-def _substrate(context: typer.Context, on: str) -> str | SubstrateType:
-    """The substrate of that name among those that the caller of `app` passes as `obj`, else the name itself."""
-    known: dict[str, SubstrateType] = context.obj or {}
-    return known.get(on, on)
 
 
 def _check_with_resume(context: typer.Context) -> None:

@@ -7,11 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
+from testbed.control.runs.select import SubstrateType
 from testbed.spec.datasets import DATASETS
 from testbed.spec.inventory import DEFAULT, VARIABLE
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Mode = Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")]
+Nodes = Annotated[
+    str | None, typer.Option(help="number of nodes, one rank each [default: 4; on hosts the whole inventory]")
+]
+On = Annotated[
+    str,
+    typer.Option("--on", help="substrate: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH)"),
+]
+Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]
 Rate = Annotated[str | None, typer.Option(help="rate of every node's link, each way, e.g. 200mbit [default: unshaped]")]
 Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
 Data = Annotated[str, typer.Option(help=f"{', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]}")]
@@ -49,3 +58,9 @@ def spec_options(context: typer.Context) -> dict[str, Any]:
     """Return the options of this command that are keys of a spec, without those that were not given."""
     chosen = {name: value for name, value in context.params.items() if name not in OUTSIDE_SPEC}
     return {name: value for name, value in chosen.items() if value not in (None, False, ())}
+
+
+def substrate(context: typer.Context, on: str) -> str | SubstrateType:
+    """The substrate of that name among those that the caller of `app` passes as `obj`, else the name itself."""
+    known: dict[str, SubstrateType] = context.obj or {}
+    return known.get(on, on)

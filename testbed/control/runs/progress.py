@@ -100,11 +100,10 @@ class Plain:
     def begin(self, spec: RunSpec) -> None:
         self.world = spec.world
         self.total = spec.steps or 0
-        self.evaluates = spec.evaluate != "never"
+        self.evaluates = spec.evaluate != "never" and spec.script is None
         self.speeds = [Speed() for _ in range(spec.world)]
-        self.stage(
-            f"training: {spec.model} on {spec.data.name}, {spec.world} rank{'s' * (spec.world > 1)}, mode {spec.mode}"
-        )
+        what = f"{spec.model} on {spec.data.name}" if spec.script is None else " ".join(spec.script.argv)
+        self.stage(f"training: {what}, {spec.world} rank{'s' * (spec.world > 1)}, mode {spec.mode}")
 
     def step(self, rank: int, record: dict[str, Any]) -> None:
         self.speeds[rank].records.append(record)

@@ -161,8 +161,9 @@ def _read_summary(folder: RunFolder) -> Summary | None:
 
 
 def check_inputs(spec: RunSpec) -> None:
-    """Raise UsageError for missing data, or a method that cannot be used."""
-    require_complete(spec.data.name, data_dir())
+    """Raise UsageError for missing data, or a method that cannot be used. A script of the user's has its own data."""
+    if spec.script is None:
+        require_complete(spec.data.name, data_dir())
     check_method(spec.mode)
 
 
@@ -450,13 +451,14 @@ def _attempt(run: RunContext, resume: bool) -> None:
         "TESTBED_DATA": str(data_dir().resolve()),
         "TESTBED_METHODS": str(methods_dir().resolve()),
     }
-    argv = [substrate.python, "-m", "testbed.rank", "--folder", str(folder.path.resolve())]
+    module = "testbed.attach.launch" if spec.script else "testbed.rank"
+    argv = [substrate.python, "-m", module, "--folder", str(folder.path.resolve())]
     if resume:
         argv.append("--resume")
     tails = [Tail(folder.records(rank), from_end=resume) for rank in range(spec.world)]  # before the ranks write
     processes: list[Process] = []
     for rank, node in enumerate(substrate.nodes):
-        own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface}
+        own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface, "TESTBED_ADDRESS": node.address}
         processes.append(substrate.start(rank, argv, environment | own, folder.log(rank)))
     run.injector.attach(processes)
     names = [node.name for node in substrate.nodes]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from testbed.rank.recorder import Timeline
+from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
 
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import blame_line
 from testbed.rank.sync.buckets import make_buckets, trained
 from testbed.rank.sync.codecs import MAX_INT8
@@ -31,6 +30,7 @@ from testbed.rank.sync.schedules import Averager, build
 from testbed.rank.sync.synchronizer import Synchronizer
 from testbed.rank.sync.verify import Verdict, Witness, agree_on, differs, rounding
 from testbed.rank.watchdog import Heartbeat, is_lost_peer
+from testbed.results.timeline import Timeline
 from testbed.spec.errors import SpecError, TestbedError
 from testbed.spec.methods import method_path
 from testbed.spec.mode import ALGORITHMS, SyncMode

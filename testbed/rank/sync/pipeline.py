@@ -38,10 +38,10 @@ from torch.nn import Module, Parameter
 
 from testbed.net.tcp import tcp_sockets
 from testbed.rank.group import Group, Work
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import Plan, RankRound, plan_for
 from testbed.rank.sync.buckets import Readiness, flat_parameters, split, trained
 from testbed.rank.sync.synchronizer import BaseSynchronizer, Update
+from testbed.results.timeline import Timeline
 from testbed.spec.errors import RankFailed, refuse
 from testbed.spec.mode import SyncMode
 from testbed.spec.units import format_size

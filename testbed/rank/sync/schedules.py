@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from testbed.rank.group import Group
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import Mean, OwnMethod, broadcast_, collect_, find_mean
 from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets, time_copies, trained
 from testbed.rank.sync.codecs import BufferInfo, make_coder
@@ -27,6 +26,7 @@ from testbed.rank.sync.ddp import DDP
 from testbed.rank.sync.pipeline import Pipeline
 from testbed.rank.sync.synchronizer import BaseSynchronizer, NoSync, Synchronizer, Update
 from testbed.rank.sync.verify import Witness
+from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
 
 

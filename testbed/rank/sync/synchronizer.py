@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from testbed.rank.group import Group
-from testbed.rank.recorder import Timeline
+from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
 
 

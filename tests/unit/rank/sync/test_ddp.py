@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.schedules import build
+from testbed.results.timeline import Timeline
 from testbed.spec.errors import SpecError
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec

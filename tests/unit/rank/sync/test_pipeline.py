@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group, NoWork, single_rank_group
 from testbed.rank.optim import Optimizer
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.algorithms import plan_for
 from testbed.rank.sync.pipeline import (
     GLOO_THREAD,
@@ -33,6 +32,7 @@ from testbed.rank.sync.pipeline import (
     use_sched_batch,
     use_sched_batch_in_gloo,
 )
+from testbed.results.timeline import Timeline
 from testbed.spec.errors import RankFailed, SpecError
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec

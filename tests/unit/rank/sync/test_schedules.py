@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group, single_rank_group
 from testbed.rank.optim import Optimizer
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.ddp import DDP
 from testbed.rank.sync.pipeline import Pipeline
 from testbed.rank.sync.schedules import AfterStep, Averager, GradientMean, Overlap, ParameterMean, Server, build
 from testbed.rank.sync.synchronizer import NoSync
+from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import OptimizerSpec
 

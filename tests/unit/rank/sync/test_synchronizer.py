@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from testbed.rank.group import single_rank_group
-from testbed.rank.recorder import Timeline
 from testbed.rank.sync.synchronizer import BaseSynchronizer, NoSync
+from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
 
 

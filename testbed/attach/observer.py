@@ -1,0 +1,56 @@
+"""The observer: runs inside the user's script on every node and writes what it sees as our records.
+
+`install` is called when the script has imported torch. It imports the standard library, torch, and modules of ours that
+need nothing else: the script's own Python may lack our packages.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from typing import Any
+
+from testbed.attach import seams
+from testbed.attach.channel import VARIABLE, Channel
+from testbed.attach.events import Hub
+from testbed.attach.steps import Steps
+from testbed.rank.counters import open_counter
+
+REQUEST = "TESTBED_OBSERVE"  # what the launcher requests, as JSON: schema, steps, deadline, interface, ...
+
+
+def install() -> None:
+    """Install every seam. A seam that cannot be installed is reported; the others work."""
+    path = os.environ.get(VARIABLE, "")
+    if not path:
+        return
+    request: dict[str, Any] = json.loads(os.environ.get(REQUEST, "{}"))
+    channel = Channel(path)
+    hub = Hub(lambda seam, error: channel.send({"kind": "unseen", "seam": seam, "error": error}))
+    counter = open_counter(request.get("interface", "lo"))
+    hub.parts.append(
+        Steps(
+            channel.send,
+            counter,
+            request.get("steps"),
+            float(request.get("deadline", 300.0)),
+            list(request.get("changed", [])),
+            int(request.get("schema", 0)),
+        )
+    )
+    position = seams.Position()
+    for seam, arguments in (
+        (seams.watch_group, (hub,)),
+        (seams.watch_collectives, (hub, position)),
+        (seams.watch_waits, (hub,)),
+        (seams.watch_backward, (hub, position)),
+        (seams.watch_optimizers, (hub, position)),
+        (seams.watch_data, (hub, position)),
+        (seams.watch_wrappers, (hub,)),
+    ):
+        try:
+            seam(*arguments)  # type: ignore[operator]
+        except Exception as error:
+            hub.failed(seam.__name__, error)
+    atexit.register(hub.emit, "ends")

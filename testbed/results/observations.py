@@ -1,0 +1,126 @@
+"""What the observer (attach/) records about a user's script, besides steps: lines of rankN.jsonl.
+
+setup       once      how the script set itself up: backend, world, DDP and its options, threads
+calls       some      its collectives so far: kind, call site, count, bytes, seconds
+gradients   sampled   values of some gradients before synchronisation, and as the optimizer gets them
+parameters  sampled   hash of all parameters
+batch       sampled   hash of a whole batch
+pass        per pass  order in which a sampler gave its indices
+unseen      some      a part of the observer that failed, and what is not known because of it
+
+The observer is code that runs inside the script's own process, so a script can forge these lines. Every line is checked
+against its class when it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Text = Annotated[str, Field(max_length=4096)]
+Short = Annotated[str, Field(max_length=256)]
+Number = Annotated[float, Field(allow_inf_nan=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """All calls of one operation from one line of the script, in one phase."""
+
+    operation: Short  # all_reduce, broadcast, ...
+    site: Text  # "main.py:88"; empty: called by torch itself, e.g. by DDP's reducer
+    phase: Short  # forward, backward, sync, update, data, other
+    count: Count
+    bytes: Count  # of the tensors, all calls together
+    seconds: float = 0.0  # in flight, all calls together
+    blocked: float = 0.0  # the script waited for them
+    by: Short = ""  # "DistributedDataParallel" and the like, if torch made the call
+    detail: dict[str, Any] = field(default_factory=dict)  # reduce operation, root, size of the group, smallest, largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How the script set itself up; written with its first step."""
+
+    kind: Literal["setup"] = "setup"
+    rank: Count  # as the script's process group has it
+    world: Count
+    backend: Short = ""  # empty: no process group
+    wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)  # "DistributedDataParallel": its options
+    optimizers: list[Short] = field(default_factory=list)
+    threads: Count = 0
+    changed: list[Text] = field(default_factory=list)  # what was changed for the script, one sentence each
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """The collectives of the steps `first` to `last`. The last such record counts for its steps."""
+
+    kind: Literal["calls"] = "calls"
+    first: Count
+    last: Count
+    rows: list[Call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Samples of gradients at one step. Positions are the same on all ranks."""
+
+    kind: Literal["gradients"] = "gradients"
+    step: Count
+    passes: Count  # backward passes since the last step of the optimizer
+    names: list[Short]
+    local: list[list[Number]]  # before synchronisation, as backward accumulated them
+    given: list[list[Number]]  # as the optimizer gets them
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """A hash of all parameters: before the first step (`moment` start), or after a step."""
+
+    kind: Literal["parameters"] = "parameters"
+    step: Count
+    moment: Literal["start", "step"]
+    hash: Short
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A hash of all tensors of one batch."""
+
+    kind: Literal["batch"] = "batch"
+    step: Count
+    hash: Short
+    images: Count
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A whole pass over a sampler."""
+
+    kind: Literal["pass"] = "pass"
+    number: Count
+    epoch: int  # of the sampler (set_epoch); -1 if it has none
+    order: Short  # hash of the indices in their order
+    length: Count
+    shuffled: bool = False
+    site: Text = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unseen:
+    """A part of the observer that failed. The script went on."""
+
+    kind: Literal["unseen"] = "unseen"
+    seam: Short
+    error: Text
+
+
+Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen

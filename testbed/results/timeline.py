@@ -1,0 +1,183 @@
+"""The timeline of one step: its phases, what was in flight, when the loop waited or copied.
+
+All times are of the monotonic clock. The training loop times phases and stalls; the communication layer times buffers
+in flight. They are independent, so that exposed + hidden = busy is a check. Standard library only: it also runs inside
+a user's own script (attach/).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.spec.units import Interval, covered_length
+
+CONTINUED = " (cont.)"  # ends the name in `comm` of a buffer that was in flight when the step began
+PHASES = ("data", "forward", "backward", "sync", "update")  # `update` is a part of `sync`
+COMPUTING = ("data", "forward", "backward")  # phases whose processor time is recorded
+
+
+@dataclass
+class Transfer:
+    """One buffer in flight."""
+
+    name: str
+    size: int  # bytes
+    begun: float
+
+
+class Timeline:
+    """The times of one step. A buffer that is in flight at its end continues in the next. Any thread may write."""
+
+    def __init__(self, detailed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.detailed = detailed  # False: record sums of phases only
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._tokens = itertools.count()
+        self._in_flight: dict[int, Transfer] = {}
+        self._finished: list[tuple[Transfer, float]] = []
+        self._stalls: list[Interval] = []
+        self._phases: list[tuple[str, float, float]] = []
+        self._copies: list[Interval] = []
+        self._cpu = self._kernel = self._copies_cpu = 0.0
+        self._phase = ""  # the phase that the loop is in
+        self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # set by a profiler: a context around stalls
+        self.begun = clock()
+        self._taken = math.inf  # when the last step ended
+
+    def start(self) -> None:
+        """Begin a step. Time between two steps belongs to neither.
+
+        A buffer that was sent between them is recorded with 0 s at the start, so that all ranks record equally many.
+        """
+        self.begun = self.clock()
+        with self._lock:
+            between = [transfer for transfer, _ in self._finished if transfer.begun >= self._taken]
+            for transfer in [*between, *self._in_flight.values()]:
+                transfer.begun = self.begun
+                transfer.name = transfer.name.removesuffix(CONTINUED) + CONTINUED
+            self._finished = [(transfer, self.begun) for transfer in between]
+        self._stalls.clear()
+        self._phases.clear()
+        self._copies.clear()
+        self._cpu = self._kernel = self._copies_cpu = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the loop."""
+        begun, used, kernel, outer = self.clock(), time.thread_time(), _kernel_time(), self._phase
+        self._phase = name
+        try:
+            yield
+        finally:
+            self._phase = outer
+            self._phases.append((name, begun, self.clock()))
+            if name in COMPUTING:
+                self._cpu += time.thread_time() - used
+                self._kernel += _kernel_time() - kernel
+
+    def was_in_phase(self, name: str, since: float, until: float) -> None:
+        """Record a phase that has ended."""
+        self._phases.append((name, since, until))
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Time a wait of the loop for communication."""
+        begun = self.clock()
+        try:
+            with self.mark():
+                yield
+        finally:
+            self._stalls.append((begun, self.clock()))
+
+    def was_blocked(self, since: float, until: float | None = None) -> None:
+        """Record a wait of the loop for communication from `since` until `until`, or until now."""
+        self._stalls.append((since, self.clock() if until is None else until))
+
+    def now(self) -> tuple[float, float]:
+        """Return the clock and the processor time of this thread, for `copied`."""
+        return self.clock(), time.thread_time()
+
+    def copied(self, since: tuple[float, float]) -> None:
+        """Record that the loop copied gradients, or ran a hook of the mode, from `since` (see `now`) until now."""
+        self._copies.append((since[0], self.clock()))
+        if self._phase in COMPUTING:
+            self._copies_cpu += time.thread_time() - since[1]
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Time copies of gradients, or a hook of the mode."""
+        since = self.now()
+        try:
+            yield
+        finally:
+            self.copied(since)
+
+    def begin_comm(self, name: str, size: int) -> int:
+        """A buffer is in flight from now on; pass the returned number to `end_comm`."""
+        token = next(self._tokens)
+        with self._lock:
+            self._in_flight[token] = Transfer(name, size, self.clock())
+        return token
+
+    def end_comm(self, token: int) -> None:
+        """The buffer that `begin_comm` returned this number for is no longer in flight."""
+        now = self.clock()
+        with self._lock:
+            self._finished.append((self._in_flight.pop(token), now))
+
+    @contextmanager
+    def comm(self, name: str, size: int) -> Iterator[None]:
+        """A buffer of `size` bytes is in flight during the `with` block."""
+        token = self.begin_comm(name, size)
+        try:
+            yield
+        finally:
+            self.end_comm(token)
+
+    def take(self) -> dict[str, Any]:
+        """Return the times of the step so far as fields of a Step record."""
+        begun, now = self.begun, self.clock()
+        self._taken = now
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for name, a, b in self._phases:
+            seconds[name] += b - a
+        fields: dict[str, Any] = {"at": begun, **seconds, "total": now - begun, "cpu": _short(self._cpu)}
+        return fields | self._details(begun, now) if self.detailed else fields
+
+    def _details(self, begun: float, now: float) -> dict[str, Any]:
+        with self._lock:
+            transfers = [*self._finished, *((transfer, now) for transfer in self._in_flight.values())]
+        stalls = [(max(a, begun), b) for a, b in self._stalls]
+        copies = [(a, b) for a, b in self._copies if a >= begun]
+        intervals = [(transfer.begun, end) for transfer, end in transfers]
+        busy = covered_length(intervals)
+        return {
+            "blocked": covered_length(stalls),
+            "busy": busy,
+            "hidden": covered_length([*intervals, *stalls]) - covered_length(stalls),
+            "copies": covered_length([*copies, *stalls]) - covered_length(stalls),
+            "copies_cpu": _short(self._copies_cpu),
+            "kernel": _short(self._kernel),
+            "phases": [(name, _short(a - begun), _short(b - a)) for name, a, b in self._phases],
+            "comm": [(t.name, _short(t.begun - begun), _short(end - t.begun), t.size) for t, end in transfers],
+            "stalls": [(_short(a - begun), _short(b - a)) for a, b in stalls],
+            "copying": [(_short(a - begun), _short(b - a)) for a, b in copies],
+        }
+
+
+def _kernel_time() -> float:
+    """Seconds that this thread has spent in the kernel: page faults, and interrupts that came while it ran."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_stime
+
+
+def _short(seconds: float) -> float:
+    """Round to microseconds."""
+    return round(seconds, 6)

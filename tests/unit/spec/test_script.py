@@ -1,0 +1,52 @@
+"""The user's own script: placeholders, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.spec.errors import SpecError, UsageError
+from testbed.spec.run import RunSpec
+from testbed.spec.script import ScriptSpec, fill
+
+VALUES = {"rank": "2", "world": "4", "master": "10.77.0.10", "port": "29500", "address": "a", "interface": "eth0"}
+
+
+def script(*argv: str) -> ScriptSpec:
+    return ScriptSpec.load({"argv": argv, "folder": "/tmp"}, "test")
+
+
+def test_placeholders_are_replaced_also_inside_a_word() -> None:
+    assert fill(["main.py", "--url", "tcp://{master}:{port}", "--rank={rank}"], VALUES) == [
+        "main.py",
+        "--url",
+        "tcp://10.77.0.10:29500",
+        "--rank=2",
+    ]
+
+
+def test_doubled_braces_and_other_braces_stay() -> None:
+    assert fill(["{{rank}}", '{"a": 1}', "{}"], VALUES) == ["{rank}", '{"a": 1}', "{}"]
+
+
+def test_an_unknown_placeholder_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"\{ranks\}.*Known: \{rank\}, \{world\}"):
+        fill(["--rank={ranks}"], VALUES)
+    with pytest.raises(SpecError, match=r"\{ranks\}"):
+        script("python", "main.py", "--rank={ranks}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"), [(["python", "a/main.py", "--x"], "main.py"), (["torchrun", "-m", "p"], "torchrun")]
+)
+def test_the_name_is_that_of_the_script(argv: list[str], name: str) -> None:
+    assert script(*argv).name == name
+
+
+def test_the_mode_script_needs_a_script_and_other_runs_are_as_before() -> None:
+    with pytest.raises(SpecError, match="testbed exec"):
+        RunSpec.load({"mode": "script"}, "")
+    spec = RunSpec.load(
+        {"mode": "script", "nodes": 1, "batch_per_rank": 1, "script": {"argv": ["python", "a.py"], "folder": "/x"}}, ""
+    )
+    assert spec.world == 1 and spec.steps is None
+    assert RunSpec.from_json(spec.to_json(), "test") == spec
