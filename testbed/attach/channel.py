@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 VARIABLE = "TESTBED_OBSERVER"  # the path of the launcher's Unix socket; empty or missing: nothing is observed
+REQUEST = "TESTBED_OBSERVE"  # what the launcher requests, as JSON: schema, steps, deadline, interface, ...
 SEND_TIMEOUT_S = 5.0  # a launcher that does not read for so long is treated as gone
 
 

@@ -23,10 +23,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import testbed
-from testbed.attach import channel, observer, sandbox
+from testbed.attach import channel, sandbox
 from testbed.rank.counters import open_counter
 from testbed.results.folder import RunFolder
 from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
@@ -145,8 +145,8 @@ def environment(spec: RunSpec, place: Workplace, inherited: Mapping[str, str]) -
     own = {name: inherited[name] for name in KEPT_VARIABLES if name in inherited}
     own |= {name: inherited[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     interface = inherited.get("GLOO_SOCKET_IFNAME", "lo")
-    request = {"schema": SCHEMA, "steps": spec.steps, "interface": interface}
-    request["deadline"] = spec.deadline or SCRIPT_DEADLINE_S
+    deadline = spec.deadline or SCRIPT_DEADLINE_S
+    request = {"schema": SCHEMA, "steps": spec.steps, "interface": interface, "deadline": deadline}
     return own | {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
@@ -159,12 +159,12 @@ def environment(spec: RunSpec, place: Workplace, inherited: Mapping[str, str]) -
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         channel.VARIABLE: str(place.socket),
-        observer.REQUEST: json.dumps(request),
+        channel.REQUEST: json.dumps(request),
         **spec.script.environment,
     }
 
 
-def copy_output(source: BinaryIO, limit: int, tail: list[str]) -> None:
+def copy_output(source: IO[bytes], limit: int, tail: list[str]) -> None:
     """Copy the script's output to ours, up to `limit` bytes, and keep its last lines."""
     target, left = sys.stdout.buffer, limit
     for line in iter(lambda: source.readline(1 << 16), b""):

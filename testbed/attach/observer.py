@@ -12,12 +12,10 @@ import os
 from typing import Any
 
 from testbed.attach import seams
-from testbed.attach.channel import VARIABLE, Channel
+from testbed.attach.channel import REQUEST, VARIABLE, Channel
 from testbed.attach.events import Hub
 from testbed.attach.steps import Steps
 from testbed.rank.counters import open_counter
-
-REQUEST = "TESTBED_OBSERVE"  # what the launcher requests, as JSON: schema, steps, deadline, interface, ...
 
 
 def install() -> None:
@@ -50,7 +48,7 @@ def install() -> None:
         (seams.watch_wrappers, (hub,)),
     ):
         try:
-            seam(*arguments)  # type: ignore[operator]
+            seam(*arguments)
         except Exception as error:
             hub.failed(seam.__name__, error)
     atexit.register(hub.emit, "ends")

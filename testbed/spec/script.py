@@ -43,6 +43,11 @@ def fill(argv: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return [_PLACEHOLDER.sub(replace, word) for word in argv]
 
 
+def _check_placeholders(argv: tuple[str, ...]) -> tuple[str, ...]:
+    fill(argv, dict.fromkeys(PLACEHOLDERS, ""))
+    return argv
+
+
 class ScriptSpec(Spec):
     """A script as it is started on every node."""
 
@@ -56,8 +61,7 @@ class ScriptSpec(Spec):
     @field_validator("argv")
     @classmethod
     def _known_placeholders(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        validator(lambda words: fill(words, dict.fromkeys(PLACEHOLDERS, "")))(argv)
-        return argv
+        return validator(_check_placeholders)(argv)
 
     @property
     def name(self) -> str:

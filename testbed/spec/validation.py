@@ -42,6 +42,8 @@ RULES = {  # type of pydantic's error: the rule; words in braces are from the er
     "tuple_type": _LIST,
     "dict_type": _TABLE,
     "model_type": _TABLE,
+    "dataclass_type": _TABLE,
+    "string_too_long": "must have at most {max_length} characters",
     "too_short": "must have at least {min_length}, and has {actual_length}",
     "too_long": "must have at most {max_length}, and has {actual_length}",
     "greater_than": "must be greater than {gt}",
