@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv data run test check docs picture bench soak fuzz engine wheels image up clean
+.PHONY: help venv data run test check docs picture bench soak fuzz engine wheels image up down clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ image: ## build the image of a rank, unless it is up to date (ARGS=-y: install w
 
 up: image ## build the image, then docker compose up: four nodes in containers, without a controller
 	COMPOSE_PROJECT_NAME=$$($(PYTHON) -m testbed.control.substrates.project) PWD="$(CURDIR)" docker compose up $(filter-out -y,$(ARGS))
+
+down: ## remove the containers and the network of make up
+	COMPOSE_PROJECT_NAME=$$($(PYTHON) -m testbed.control.substrates.project) PWD="$(CURDIR)" docker compose down $(ARGS)
 
 clean: $(VENV)/.ready ## remove what killed controllers left, and this clone's stopped containers (ARGS=--dry-run: only list)
 	$(BIN)/testbed clean $(ARGS)

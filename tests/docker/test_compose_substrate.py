@@ -17,7 +17,7 @@ from testbed.control.substrates import engine
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check
-from testbed.spec.errors import TestbedError, Unavailable
+from testbed.spec.errors import TestbedError, Unavailable, UsageError
 from testbed.spec.link import Link
 from tests.support.command import run_command, start_command, wait_for_steps
 
@@ -45,6 +45,29 @@ def test_a_shaped_run_leaves_the_same_folder_as_on_other_substrates(tmp_path: Pa
     (summary,) = json.loads(result.stdout)["runs"]
     assert summary["substrate"] == "compose" and summary["replicas_agree"]
     assert summary["counter"] == "interface eth0" and summary["environment"]["congestion"] == "cubic"
+
+
+@pytest.mark.quiet
+def test_a_network_in_containers_is_measured_as_requested(tmp_path: Path) -> None:
+    """On a machine that others use a probe may fail; shaping that is wrong fails every time."""
+    flags = ["--mode", "ring", "--nodes", "2", "--rate", "50mbit", "--steps", "4", *SMALL]
+    for attempt in range(3):
+        result = run_command("run", *flags, "--json", "--out", f"runs/r{attempt}", cwd=tmp_path)
+        (summary,) = json.loads(result.stdout)["runs"]
+        if summary["status"] == "ok":
+            break
+    assert summary["status"] == "ok" and result.returncode == 0, summary["reason"]
+    assert "2 links and the fan-in within 5 %" in summary["network"], summary["network"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's ranks run as another user")
+def test_a_run_folder_that_ranks_may_not_enter_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    result = run_command("run", "--nodes", "2", "--steps", "4", *SMALL, "--out", "closed/r", cwd=tmp_path)
+    assert result.returncode == UsageError.exit_code and "Traceback" not in result.stderr
+    assert "has mode 700" in result.stderr and f"chmod o+x {closed}" in result.stderr
+    assert not (closed / "r").exists()
 
 
 def test_a_rank_has_no_privileges_and_its_container_has_the_planned_limits(tmp_path: Path) -> None:

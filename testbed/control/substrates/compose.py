@@ -48,7 +48,7 @@ from testbed.net.isolation import default_routes, isolate
 from testbed.net.shaping import Shaping, routes_congestion
 from testbed.spec.cpu import CPU_PERIOD_US, NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
-from testbed.spec.errors import EngineLost, TestbedError
+from testbed.spec.errors import EngineLost, TestbedError, refuse
 from testbed.spec.link import why_not_shaped
 from testbed.spec.methods import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
@@ -157,6 +157,7 @@ class ComposeSubstrate:
 
     def _make_containers(self, undo: ExitStack) -> None:
         self._runs.mkdir(parents=True, exist_ok=True)  # otherwise the engine creates it as root
+        check_enterable(self._runs)
         files = Path(tempfile.mkdtemp(prefix=f"{self._project}-"))
         undo.callback(shutil.rmtree, files, ignore_errors=True)
         (files / "compose.yaml").write_text(render(len(self._plans), project=self._project))
@@ -348,6 +349,14 @@ def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
         "services": {f"rank{k}": service for k in range(nodes)},
         "networks": {"cluster": {"internal": True, "labels": {OWNER_LABEL: ownership.current()}}},
     }
+
+
+def check_enterable(folder: Path) -> None:
+    """Raise UsageError if the ranks' user may not enter the folder of runs, which is mounted into each container."""
+    uid, status = rank_uid_gid()[0], folder.stat()
+    if not status.st_mode & (0o100 if status.st_uid == uid else 0o001):
+        rule = f"has mode {status.st_mode & 0o777:o}, and ranks in containers run as uid {uid}, which may not enter it"
+        raise refuse("folder of the run", str(folder), rule, f"Use `chmod o+x {folder}`, or another --out.")
 
 
 def rank_uid_gid() -> tuple[int, int]:

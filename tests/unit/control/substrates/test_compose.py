@@ -163,7 +163,7 @@ if "up" in sys.argv:
     add_docker(tmp_path, monkeypatch, script)
     with serve(engine, socket) as url:
         monkeypatch.setenv("DOCKER_HOST", url)
-        made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "r")
+        made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs/r")
         with pytest.raises(TestbedError, match="no containers in this test"), made:
             pass
     assert engine.removed == ["killed"]

@@ -71,7 +71,7 @@ def test_a_file_of_the_image_or_of_its_build_changes_the_hash(clone: Path, name:
 
 
 def test_the_image_has_what_a_rank_needs() -> None:
-    rooms = [f"testbed/{room}" for room in ("spec", "results", "net", "data", "rank")]
+    rooms = [f"testbed/{room}" for room in ("spec", "results", "net", "data", "rank", "attach")]
     assert copied_paths(ROOT) == ["testbed/__init__.py", *rooms, "docker/entrypoint.py"]
 
 
