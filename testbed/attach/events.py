@@ -22,11 +22,11 @@ class Collective:
     """One collective operation that is in flight, or has ended."""
 
     operation: str
-    size: int  # bytes of its tensors on this rank
+    size: int  # bytes: of the tensor; of all parts (all_gather, reduce_scatter, all_to_all); of one (gather, scatter)
     begun: float  # monotonic time
     site: str  # line of the script; empty if none is on the stack
     phase: str
-    detail: dict[str, Any] = field(default_factory=dict)  # reduce operation, root, size of the group
+    detail: dict[str, Any] = field(default_factory=dict)  # root, ranks: if not rank 0 and all
     tensors: tuple[Any, ...] = ()  # valid while the event is handled
     ended: float | None = None
     blocked: float = 0.0  # seconds that the script waited for it

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from testbed.attach.events import Collective, Hub, call_site
+from testbed.results.collectives import group_of
 
 # operations of torch.ops.c10d, and the name that users know
 OPERATIONS = {
@@ -39,6 +40,10 @@ OPERATIONS = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
+# Operations whose size is that of their input: all parts of a reduce_scatter and an all_to_all, one part of a gather.
+# Of the others the first argument counts: all parts of an all_gather, one part of a scatter.
+BY_INPUT = ("reduce_scatter", "gather", "all_to_all")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # functions of torch.distributed that return when the collective has ended, unless they return a Work
 BLOCKING = (
     "all_reduce",
@@ -87,17 +92,20 @@ _KEPT: list[Any] = []  # a Library ends with its object
 
 
 def _kernel(hub: Hub, position: Position, overload: Any, operation: str) -> Callable[..., Any]:
+    places = {argument.name: place for place, argument in enumerate(overload._schema.arguments)}
+    whole = 1 if operation in BY_INPUT else 0  # the argument whose size counts
+
     def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
         collective = None
         try:
-            tensors = tuple(_tensors(arguments))
+            tensors = tuple(_tensors(arguments[whole:]))
             collective = Collective(
                 operation,
                 sum(tensor.numel() * tensor.element_size() for tensor in tensors),
                 hub.clock(),
                 call_site(),
                 position.phase,
-                {},
+                _whose(places, arguments, operation),
                 tensors,
             )
             hub.emit("collective_began", collective)
@@ -113,6 +121,20 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str) -> Call
         return result
 
     return kernel
+
+
+def _whose(places: dict[str, int], arguments: Any, operation: str) -> dict[str, Any]:
+    """Root and ranks of a collective, as far as they are not rank 0 and all ranks; numbers are of the whole run."""
+    if "process_group" not in places or not dist.is_initialized():
+        return {}
+    group = dist.ProcessGroup.unbox(arguments[places["process_group"]])
+    ranks = dist.get_process_group_ranks(group)
+    detail: dict[str, Any] = {}
+    if operation in ROOTED and ranks[arguments[places["root_rank"]]]:
+        detail["root"] = ranks[arguments[places["root_rank"]]]
+    if own := group_of(ranks, dist.get_world_size()):
+        detail["ranks"] = list(own)
+    return detail
 
 
 def _tensors(values: Any) -> Any:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from testbed.attach.events import Collective, Part
 from testbed.rank.counters import Counter
+from testbed.results.collectives import Observed
 from testbed.results.timeline import Timeline
 
 EACH_CALLS = 50  # steps between two records of the calls so far
@@ -43,7 +44,7 @@ class Steps(Part):
         self.last: int | None = None  # the one that ends a step; None: not known yet
         self.optimizers: list[str] = []
         self.wrappers: dict[str, dict[str, Any]] = {}
-        self.rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
         self.tokens: dict[int, int] = {}
         self._fresh()
 
@@ -122,8 +123,7 @@ class Steps(Part):
         row["detail"] |= collective.detail
         if collective.phase == "backward":
             self.launched.append(collective)
-        name = f"{collective.operation} {collective.site}".strip()
-        self.tokens[id(collective)] = self.timeline.begin_comm(name, collective.size)
+        self.tokens[id(collective)] = self.timeline.begin_comm(str(_observed(collective)), collective.size)
 
     def collective_ended(self, collective: Collective) -> None:
         token = self.tokens.pop(id(collective), None)
@@ -144,7 +144,7 @@ class Steps(Part):
     # records
 
     def _row(self, collective: Collective) -> dict[str, Any]:
-        key = (collective.operation, collective.site, collective.phase)
+        key = (collective.operation, collective.site, collective.phase, str(_observed(collective)))
         if key not in self.rows:
             self.rows[key] = {
                 "operation": collective.operation,
@@ -212,6 +212,12 @@ class Steps(Part):
     def _send_calls(self) -> None:
         if self.number:
             self.send({"kind": "calls", "first": 0, "last": self.number - 1, "rows": list(self.rows.values())})
+
+
+def _observed(collective: Collective) -> Observed:
+    """The collective as records name it."""
+    detail = collective.detail
+    return Observed(collective.operation, collective.site, detail.get("root", 0), tuple(detail.get("ranks", ())))
 
 
 def _images(batch: Any) -> int:

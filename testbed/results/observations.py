@@ -33,7 +33,7 @@ class Call:
     site: Text  # "main.py:88"; empty: called by torch itself, e.g. by DDP's reducer
     phase: Short  # forward, backward, sync, update, data, other
     count: Count
-    bytes: Count  # of the tensors, all calls together
+    bytes: Count  # as Collective.size in attach/events.py, all calls together
     seconds: float = 0.0  # in flight, all calls together
     blocked: float = 0.0  # the script waited for them
     by: Short = ""  # "DistributedDataParallel" and the like, if torch made the call
