@@ -33,11 +33,10 @@ from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
 from testbed.spec.errors import RankFailed, TestbedError, UsageError, one_line
 from testbed.spec.privileges import NOBODY
 from testbed.spec.run import SCHEMA, RunSpec
-from testbed.spec.script import ScriptSpec, fill
+from testbed.spec.script import NOT_COPIED, ScriptSpec, fill
 
 OWNER_VARIABLE = "TESTBED_OWNER"  # marks every process of a run, so that it can be found and ended
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "TERM", OWNER_VARIABLE)
-NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "runs", ".mypy_cache", ".pytest_cache")
 KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash"}
 SCRIPT_DEADLINE_S = 300.0  # without a step, after which a script is taken to hang
 STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL
@@ -115,7 +114,11 @@ class Workplace:
         self.work, self.python = self.root / "work", self.root / "python"
         self.home = self.root / "home"
         shutil.copytree(
-            script.folder, self.work, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True
+            os.environ.get("TESTBED_SCRIPT") or script.folder,
+            self.work,
+            symlinks=True,
+            ignore=shutil.ignore_patterns(*NOT_COPIED),
+            dirs_exist_ok=True,
         )
         self.home.mkdir()
         package = Path(testbed.__file__).parent

@@ -6,9 +6,10 @@ MASTER_ADDR, MASTER_PORT) are always in its environment.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from pydantic import Field, field_validator
 
@@ -25,6 +26,9 @@ PLACEHOLDERS = {
 }
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 MAX_OUTPUT_BYTES = 64 << 20  # of a rank's log
+# of a script's folder
+NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "runs", ".mypy_cache", ".pytest_cache")
+TAKEN = ("/", "/script", "/data", "/runs", "/tmp", "/opt/testbed", "/proc", "/dev", "/sys")  # by the container itself
 INTERPRETERS = ("python", "python3", "torchrun", "fabric", "lightning", "accelerate")
 
 
@@ -48,6 +52,27 @@ def _check_placeholders(argv: tuple[str, ...]) -> tuple[str, ...]:
     return argv
 
 
+class Mount(Spec):
+    """A folder or file of the machine with the engine, as a script's container sees it."""
+
+    source: str  # absolute
+    target: str  # absolute
+    writable: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Mount:
+        """Parse HOST[:TARGET[:ro|rw]]; without a target both paths are the same. Raises UsageError."""
+        source, *rest = text.split(":")
+        target, access, *_ = *rest, "", ""
+        path = str(Path(source).expanduser().absolute())
+        way_out = "Write HOST[:TARGET[:ro|rw]], e.g. --mount ~/data:/data:ro."
+        if not source or len(rest) > 2 or access not in ("", "ro", "rw"):
+            raise refuse("--mount", text, "must be HOST[:TARGET[:ro|rw]]", way_out)
+        if target and (not target.startswith("/") or os.path.normpath(target) in TAKEN):
+            raise refuse("--mount", text, f"the target must be absolute, and not {', '.join(TAKEN)}", way_out)
+        return cls(source=path, target=os.path.normpath(target) if target else path, writable=access == "rw")
+
+
 class ScriptSpec(Spec):
     """A script as it is started on every node."""
 
@@ -55,6 +80,8 @@ class ScriptSpec(Spec):
     folder: str  # absolute; every rank gets a copy of it as its working folder
     path: str = ""  # PATH of the script; empty: that of the substrate's nodes
     environment: dict[str, str] = {}  # besides torchrun's variables and a short list of the caller's
+    image: str = ""  # of its containers; empty: ours
+    mounts: tuple[Mount, ...] = ()  # in its containers
     as_cpu: bool = False  # run a script that was written for CUDA on the CPU
     output: int = Field(default=MAX_OUTPUT_BYTES, gt=0)  # bytes of a rank's log; what exceeds it is dropped
 

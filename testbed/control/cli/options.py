@@ -51,7 +51,19 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="run finished cells again; 
 ExperimentFile = Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")]
 
 # Options of a run that are no keys of its spec.
-OUTSIDE_SPEC = {"on", "inventory", "accept_new", "share", "settings", "minutes", "resume", "out", "as_json"}
+OUTSIDE_SPEC = {
+    "on",
+    "inventory",
+    "accept_new",
+    "share",
+    "settings",
+    "minutes",
+    "resume",
+    "out",
+    "as_json",
+    "mount",
+    "image",
+}
 
 
 def spec_options(context: typer.Context) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from testbed.control import api
 from testbed.control.cli import options as opt
 from testbed.control.cli.options import Json
 from testbed.control.cli.report import exit_code, print_results
+from testbed.control.runs.select import HOSTS
 from testbed.spec.errors import refuse
-from testbed.spec.script import PLACEHOLDERS
+from testbed.spec.script import PLACEHOLDERS, Mount
 
 app = typer.Typer()
 EXAMPLE = "testbed exec --nodes 4 -- python main.py --rank {rank}"
@@ -37,19 +38,42 @@ def exec_(
     settings: opt.Set = None,
     keep_going: opt.KeepGoing = False,
     fault: opt.Faults = None,
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST[:TARGET[:ro|rw]]", help="containers: a folder or file that the script needs"),
+    ] = None,
+    image: Annotated[
+        str, typer.Option(help="containers: an image built FROM testbed, with the script's packages")
+    ] = "",
     out: opt.Out = None,
     as_json: Json = False,
 ) -> None:
     """Run your own training script on every node, unchanged: testbed exec [OPTIONS] -- python main.py --rank {rank}"""
     if not context.args:
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
-    script = {"argv": list(context.args), "folder": str(Path.cwd()), "path": script_path()}
+    script: dict[str, Any] = {"argv": list(context.args), "folder": str(Path.cwd()), "path": script_path()}
+    if mount or image:
+        on = in_containers(on)
+        mounts = [Mount.parse(text) for text in mount or ()]
+        missing = [each.source for each in mounts if on != HOSTS and not Path(each.source).exists()]
+        if missing:
+            raise refuse("--mount", missing[0], "does not exist on this machine", "Give the path of a folder or file.")
+        script |= {"mounts": mounts, "image": image}
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "quiet": as_json}
     keys = opt.spec_options(context) | {"mode": "script", "script": script, "batch_per_rank": 1}
     made = api.run(**where, out=out, settings=settings or [], **keys)
     print_results([made.summary], made.folder, as_json)
     raise typer.Exit(exit_code([made.summary]))
+
+
+def in_containers(on: str) -> str:
+    """The substrate of a script that needs an image or a mount: `auto` becomes compose. Raises UsageError."""
+    if on not in ("auto", "compose", HOSTS):
+        rule = "has no containers, and --mount, --image and --requirements are for containers"
+        way_out = "Leave them out: the script sees the files of this machine. Or use --on compose."
+        raise refuse("--on", on, rule, way_out)
+    return "compose" if on == "auto" else on
 
 
 def script_path() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check as check_compose
-from testbed.control.substrates.engine import remote_engine, shaping, variable
+from testbed.control.substrates.engine import inspect_image, remote_engine, shaping, variable
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
@@ -65,14 +65,23 @@ class SubstrateType:
         return ", ".join(filter(None, (self.description, self.where())))
 
 
-def shaped_by_variable(spec: RunSpec) -> RunSpec:
-    """Return the spec as SHAPING has it applied in containers: `off` drops the links."""
-    return spec.without_shaping(keep_cpus=True) if shaping() == "off" else spec
+def as_in_containers(spec: RunSpec) -> RunSpec:
+    """Return the spec as containers apply it: SHAPING=off drops the links; a script runs in the image's Python."""
+    return _with_programs_of_image(spec.without_shaping(keep_cpus=True) if shaping() == "off" else spec)
+
+
+def _with_programs_of_image(spec: RunSpec) -> RunSpec:
+    """A script in a container finds the programs of the image, so the PATH of this machine is dropped."""
+    script = spec.script and spec.script.model_copy(update={"path": ""})
+    return spec.model_copy(update={"script": script})
 
 
 def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
-    check_memory(spec, read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT))
-    return ComposeSubstrate(node_plans(shaped_by_variable(spec)), folder)
+    if spec.script is None:
+        check_memory(spec, read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT))
+    elif spec.script.image:
+        inspect_image(spec.script.image)
+    return ComposeSubstrate(node_plans(as_in_containers(spec)), folder, spec.script)
 
 
 SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
@@ -81,7 +90,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         description="one container per node, links shaped as requested",
         make=_make_compose,
         check=check_compose,
-        drop_unsupported=shaped_by_variable,
+        drop_unsupported=as_in_containers,
         faults=kinds_on("compose"),
         is_local=lambda: not remote_engine(),
         where=lambda: f"of the engine at {url}, whose machine is not locked" if (url := remote_engine()) else "",
@@ -112,7 +121,7 @@ def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
 
     def drop_unsupported(spec: RunSpec) -> RunSpec:
         """Nothing is shaped. A node's CPU quota is the one that the run requests, else the inventory's."""
-        unshaped = spec.without_shaping()
+        unshaped = _with_programs_of_image(spec.without_shaping())
         quotas = [spec.cpus_of(rank) or node.cpus for rank, node in enumerate(inventory.nodes[: spec.world])]
         common = spec.node.cpus or (quotas[0] if len(set(quotas)) == 1 else None)
         node = unshaped.node.model_copy(update={"cpus": common})

@@ -24,6 +24,7 @@ from testbed.control.machine import affinity, ownership
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import ROOT
 from testbed.control.substrates.docker_cli import (
+    MAX_PIDS,
     OWNER_LABEL,
     PROJECT_LABEL,
     SERVICE_LABEL,
@@ -40,6 +41,7 @@ from testbed.control.substrates.engine import (
     run_docker,
     shaping,
     used_memory_bytes,
+    variable,
     wrap_docker_errors,
 )
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
@@ -50,11 +52,15 @@ from testbed.spec.cpu import CPU_PERIOD_US, NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import EngineLost, TestbedError, refuse
 from testbed.spec.link import why_not_shaped
+from testbed.spec.memory import DEFAULT_LIMIT, read_limit
 from testbed.spec.methods import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
 from testbed.spec.run import DEFAULT_PORT
+from testbed.spec.script import NOT_COPIED, ScriptSpec
 
 SIGNAL_TIMEOUT_S = 30.0
+# In the container of a user's script: its folder, the data sets, the folder of this run.
+SCRIPT_FOLDER, DATA_FOLDER, RUN_FOLDER = "/script", "/data", "/runs"
 
 
 class ContainerProcess:
@@ -117,9 +123,12 @@ class ComposeSubstrate:
     python = "python3"  # of the image, which has our package on its path
     notes: Sequence[str] = ()
 
-    def __init__(self, plans: Sequence[NodePlan], folder: Path) -> None:
+    def __init__(self, plans: Sequence[NodePlan], folder: Path, script: ScriptSpec | None = None) -> None:
         self._plans = tuple(plans)
-        self._runs = folder.resolve().parent
+        self._folder, self._runs = folder.resolve(), folder.resolve().parent
+        self._script = script
+        self._source: str | Path = ""  # what a script's containers see as its folder
+        self._staged: Path | None = None  # what they see as the run's folder
         self._project = f"{ownership.PREFIX}-{ownership.current()}"
         directions = shaping()
         self.shaped, self.not_shaped = directions != "off", why_not_shaped(directions)
@@ -157,12 +166,17 @@ class ComposeSubstrate:
 
     def _make_containers(self, undo: ExitStack) -> None:
         self._runs.mkdir(parents=True, exist_ok=True)  # otherwise the engine creates it as root
-        check_enterable(self._runs)
+        if self._script is None:
+            check_enterable(self._runs)
         files = Path(tempfile.mkdtemp(prefix=f"{self._project}-"))
         undo.callback(shutil.rmtree, files, ignore_errors=True)
+        if self._script:
+            self._staged = Path(tempfile.mkdtemp(prefix=f".{self._folder.name}.", dir=self._runs))
+            undo.callback(shutil.rmtree, self._staged, ignore_errors=True)  # by then it has another name, see below
+            self._source = readable_copy(self._script, files / "script") if os.geteuid() == 0 else self._script.folder
         (files / "compose.yaml").write_text(render(len(self._plans), project=self._project))
         (files / "idle.yaml").write_text(
-            json.dumps(idle_override(len(self._plans), self._volumes()), indent=1)
+            json.dumps(idle_override(len(self._plans), self._volumes(), self._script), indent=1)
         )  # JSON is YAML
         compose = ["docker", "compose", "--project-name", self._project, "--project-directory", str(ROOT)]
         compose += ["--file", str(files / "compose.yaml"), "--file", str(files / "idle.yaml")]
@@ -177,7 +191,25 @@ class ComposeSubstrate:
             handle = NodeHandle(name=plan.name, address=str(network["IPAddress"]), interface=INTERFACE)
             self.nodes = (*self.nodes, handle)
 
-    def _volumes(self) -> list[str]:
+    def _volumes(self) -> list[Any]:
+        """Mount what the ranks need."""
+        return self._script_volumes(self._script) if self._script else self._rank_volumes()
+
+    def _script_volumes(self, script: ScriptSpec) -> list[Any]:
+        """Mount this run's folder, and read-only the script's folder and the data sets: the script is foreign code.
+
+        The run's folder does not exist yet. `prepare_folder` gives its name to the folder that is mounted here.
+        """
+        assert self._staged is not None
+        data = data_dir().resolve()
+        own = [
+            _bind(self._staged, RUN_FOLDER),
+            _bind(data if data.is_dir() else self._staged, DATA_FOLDER, read_only=True),
+            _bind(self._source, SCRIPT_FOLDER, read_only=True),
+        ]
+        return [*own, *(_bind(each.source, each.target, read_only=not each.writable) for each in script.mounts)]
+
+    def _rank_volumes(self) -> list[str]:
         """Mount runs, data and methods under the paths they have here, so that paths are the same in the containers."""
         paths = [self._runs, data_dir().resolve(), methods_dir().resolve()]
         mounts = [f"{path}:{path}" for path in paths if path.is_dir()]
@@ -218,6 +250,9 @@ class ComposeSubstrate:
         elif not quota and node in self._limited:
             self._unlimit(node)
             self._limited.discard(node)
+        if self._script:
+            env = {**env, "TESTBED_SCRIPT": SCRIPT_FOLDER, "TESTBED_DATA": DATA_FOLDER}
+            argv = [RUN_FOLDER if word == str(self._folder) else word for word in argv]
         process = ContainerProcess(self._containers[node].id, argv, env, log, rank_uid_gid())
         self._started.append(process)
         return process
@@ -248,6 +283,13 @@ class ComposeSubstrate:
 
     def prepare_folder(self, folder: Path) -> None:
         """Give the run's folder to the user that the ranks run as."""
+        if self._staged is not None:  # mounted in the containers: a mount follows the folder, not its name
+            for path in folder.iterdir():
+                path.rename(self._staged / path.name)
+            folder.rmdir()
+            self._staged.chmod(0o755)
+            self._staged.rename(folder)
+            self._staged = None
         if os.geteuid() == 0:
             os.chown(folder, *rank_uid_gid())
 
@@ -268,6 +310,10 @@ class ComposeSubstrate:
         if self._started and not answers():
             ownership.kill_processes(ownership.current())  # they outlive their engine
         self._started.clear()
+        if self._script:  # it may have left processes behind that its launcher did not wait for
+            for node in range(len(self._containers)):
+                with contextlib.suppress(TestbedError):
+                    self.kill(node)
 
     def kill(self, node: int) -> None:
         """Send SIGKILL to all processes of the ranks' user in the container. The container stays."""
@@ -333,10 +379,33 @@ def _remove(down: Sequence[str]) -> None:
         run_docker(down, ENGINE_TIMEOUT_S)
 
 
-def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
+def _bind(source: str | Path, target: str | Path, read_only: bool = False) -> dict[str, Any]:
+    """A mount in Compose's long form, in which a path may contain a colon."""
+    return {"type": "bind", "source": str(source), "target": str(target), "read_only": read_only}
+
+
+def readable_copy(script: ScriptSpec, target: Path) -> Path:
+    """Copy a script's folder for the ranks' user, because root's own files may be readable by root alone."""
+    shutil.copytree(script.folder, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    for path in (target, *target.rglob("*")):
+        os.chown(path, *rank_uid_gid(), follow_symlinks=False)
+    return target
+
+
+def script_limits(limit_bytes: int) -> dict[str, Any]:
+    """What a script's container may use: half of its memory for files in /tmp, half for the shared memory of workers.
+
+    Files in /tmp may be executed: the script's working copy is there.
+    """
+    half = limit_bytes // 2
+    return {"tmpfs": [f"/tmp:size={half},mode=1777,exec"], "shm_size": half, "pids_limit": MAX_PIDS}
+
+
+def idle_override(nodes: int, volumes: Sequence[Any], script: ScriptSpec | None = None) -> dict[str, Any]:
     """Return the override of compose.yaml: idle containers with the owner's label and without a CPU quota."""
+    limits = script_limits(read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT)) if script else {}
     service = {
-        "image": image_name(),  # the checked one
+        "image": (script.image if script else "") or image_name(),  # the checked one
         "entrypoint": ["sleep", "infinity"],
         "stop_signal": "SIGKILL",  # `sleep` as process 1 ignores SIGTERM
         "healthcheck": {"disable": True},
@@ -344,6 +413,7 @@ def idle_override(nodes: int, volumes: Sequence[str]) -> dict[str, Any]:
         "cpu_quota": NO_QUOTA,
         "volumes": list(volumes),
         "labels": {OWNER_LABEL: ownership.current()},
+        **limits,
     }
     return {
         "services": {f"rank{k}": service for k in range(nodes)},

@@ -188,20 +188,25 @@ def compose_version() -> str:
     return version
 
 
-def inspect_image() -> dict[str, Any]:
-    """Return the engine's facts about our image; raise Unavailable if it is missing or made from other code."""
-    now, name = content_hash(), image_name()
+def inspect_image(own: str = "") -> dict[str, Any]:
+    """Return the engine's facts about our image; raise Unavailable if it is missing or made from other code.
+
+    `own`: an image of the user's instead, which must be made from ours.
+    """
+    now, name = content_hash(), own or image_name()
+    build = f"Build it from a Dockerfile with FROM {image_name()}, after `make image`" if own else ""
     with contextlib.closing(connect()) as client, wrap_docker_errors():
         from docker.errors import ImageNotFound
 
         try:
             image = client.images.get(name)
         except ImageNotFound:
-            raise Unavailable(f"substrate compose: image {name} is missing. Build it with `make image`") from None
+            way_out = build or "Build it with `make image`"
+            raise Unavailable(f"substrate compose: image {name} is missing. {way_out}") from None
     made = image.labels.get(CONTENT_LABEL, "unknown")
     if made != now:
         differs = f"was made from other code (content {made}, the code here is {now})"
-        raise Unavailable(f"substrate compose: image {name} {differs}. Build it again with `make image`")
+        raise Unavailable(f"substrate compose: image {name} {differs}. {build or 'Build it again with `make image`'}")
     return dict(image.attrs)
 
 

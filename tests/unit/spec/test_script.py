@@ -6,7 +6,7 @@ import pytest
 
 from testbed.spec.errors import SpecError, UsageError
 from testbed.spec.run import RunSpec
-from testbed.spec.script import ScriptSpec, fill
+from testbed.spec.script import Mount, ScriptSpec, fill
 
 VALUES = {"rank": "2", "world": "4", "master": "10.77.0.10", "port": "29500", "address": "a", "interface": "eth0"}
 
@@ -50,3 +50,22 @@ def test_the_mode_script_needs_a_script_and_other_runs_are_as_before() -> None:
     )
     assert spec.world == 1 and spec.steps is None
     assert RunSpec.from_json(spec.to_json(), "test") == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "mount"),
+    [
+        ("/a", Mount(source="/a", target="/a")),
+        ("/a/:/b/", Mount(source="/a", target="/b")),
+        ("/a:/b:rw", Mount(source="/a", target="/b", writable=True)),
+        ("/a:/b:ro", Mount(source="/a", target="/b")),
+    ],
+)
+def test_a_mount_is_read_only_unless_rw_is_written(text: str, mount: Mount) -> None:
+    assert Mount.parse(text) == mount
+
+
+@pytest.mark.parametrize("text", ["", ":/b", "/a:b", "/a:/b:x", "/a:/b:ro:z", "/a:/script", "/a:/tmp/", "/a:/"])
+def test_a_mount_that_is_wrong_or_covers_the_container_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"HOST\[:TARGET"):
+        Mount.parse(text)

@@ -14,9 +14,10 @@ import pytest
 
 from testbed.control.machine import ownership
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodePlan
-from testbed.control.substrates.compose import ComposeSubstrate, ContainerProcess, idle_override
+from testbed.control.substrates.compose import ComposeSubstrate, ContainerProcess, idle_override, script_limits
 from testbed.control.substrates.engine import PROJECT_LABEL, connect
 from testbed.spec.errors import EngineLost, TestbedError
+from testbed.spec.script import Mount, ScriptSpec
 from tests.support.scripted_engine import MEMORY_BYTES, ScriptedEngine, serve
 
 
@@ -170,3 +171,40 @@ if "up" in sys.argv:
     assert json.loads(seen.read_text()) == []
     (note,) = made.notes
     assert note.startswith("project killed was removed before the run")
+
+
+def test_a_script_sees_its_folder_and_the_data_read_only_and_of_all_runs_only_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path))
+    mounts = (Mount(source="/a", target="/b"), Mount(source="/c", target="/d", writable=True))
+    script = ScriptSpec(argv=("python", "a.py"), folder="/home/me/x:y", mounts=mounts, image="mine:1")
+    made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "runs" / "r", script)
+    made._staged, made._source = tmp_path / "runs" / ".r.staged", script.folder
+    volumes = made._volumes()
+    found = {each["target"]: (each["source"], each["read_only"]) for each in volumes}
+    assert found == {
+        "/runs": (str(made._staged), False),
+        "/data": (str(tmp_path), True),
+        "/script": ("/home/me/x:y", True),
+        "/b": ("/a", True),
+        "/d": ("/c", False),
+    }
+    service = idle_override(1, volumes, script)["services"]["rank0"]
+    assert service["image"] == "mine:1" and service["volumes"] == volumes
+    assert service["tmpfs"] == [f"/tmp:size={1 << 30},mode=1777,exec"] and service["pids_limit"] > 0
+    assert script_limits(4 << 30)["shm_size"] == 2 << 30
+
+
+def test_the_folder_that_is_mounted_becomes_the_run_folder(tmp_path: Path) -> None:
+    script = ScriptSpec(argv=("python", "a.py"), folder="/x")
+    made = ComposeSubstrate([NodePlan(name="node0")], tmp_path / "r", script)
+    made._staged = tmp_path / ".r.staged"
+    made._staged.mkdir(mode=0o700)
+    number = made._staged.stat().st_ino
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "spec.json").write_text("{}")
+    made.prepare_folder(folder)
+    assert (folder / "spec.json").read_text() == "{}" and folder.stat().st_ino == number
+    assert folder.stat().st_mode & 0o777 == 0o755 and [path.name for path in tmp_path.iterdir()] == ["r"]

@@ -1,0 +1,80 @@
+"""`testbed exec --on compose`: the user's script in containers, what it can reach, and what is brought back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.control.substrates.compose import rank_uid_gid
+from testbed.control.substrates.engine import image_name
+from testbed.spec.errors import RankFailed, UsageError
+from tests.support.command import run_command
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+QUICK = ("--on", "compose", "--share", "--set", "probe=false")
+
+
+def execute(
+    folder: Path, *flags: str, command: tuple[str, ...], nodes: int = 2
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run a script of tests/scripts in containers; return the finished command and the summary of the run."""
+    for path in SCRIPTS.glob("*.py"):
+        shutil.copy(path, folder / path.name)
+    fixed = ["--nodes", str(nodes), "--out", "r", "--json"]
+    done = run_command("exec", *QUICK, *fixed, *flags, "--", *command, cwd=folder)
+    summary = folder / "r" / "summary.json"
+    return done, json.loads(summary.read_text()) if summary.exists() else {}
+
+
+def test_a_ddp_script_is_measured_on_shaped_links(tmp_path: Path) -> None:
+    done, summary = execute(tmp_path, "--rate", "200mbit", command=("python", "ddp.py"))
+    assert done.returncode == 0, done.stderr
+    assert summary["status"] == "ok" and len(summary["losses"]) == 12 and summary["counter"] == "interface eth0"
+    spec = json.loads((tmp_path / "r" / "spec.json").read_text())
+    assert spec["script"]["path"] == "", "the programs are those of the image"
+
+
+def test_torchrun_finds_the_other_nodes(tmp_path: Path) -> None:
+    where = ("--nnodes", "{world}", "--node-rank", "{rank}", "--master-addr", "{master}", "--master-port", "{port}")
+    done, summary = execute(tmp_path, command=("torchrun", *where, "ddp.py"))
+    assert done.returncode == 0, done.stderr
+    assert summary["status"] == "ok" and len(summary["losses"]) == 12
+
+
+def test_a_script_reaches_nothing_but_its_nodes_and_its_own_files(tmp_path: Path) -> None:
+    (tmp_path / "other-run").mkdir()
+    (tmp_path / "given.txt").write_text("from the host")
+    done, summary = execute(
+        tmp_path, "--mount", f"{tmp_path}/given.txt:/mnt/g.txt", command=("python", "surroundings.py", "/mnt/g.txt")
+    )
+    assert done.returncode == 0, done.stderr
+    assert summary["status"] == "ok" and len(summary["losses"]) == 3
+    first = (tmp_path / "r" / "rank0.log").read_text().splitlines()[0]
+    found = json.loads(first)
+    assert found["uid"] == rank_uid_gid()[0] != 0 and found["capabilities"] == 0 and found["no_new_privileges"] == "1"
+    assert found["writes"] == [] and not found["internet"] and not found["name"]
+    assert "other-run" not in found["runs"] and "spec.json" in found["runs"]
+    assert found["tmp_bytes"] == found["shm_bytes"] == 1 << 30, "half of the container's memory each"
+    assert not {"SSH_AUTH_SOCK", "TESTBED_RUNS"} & set(found["variables"])
+    assert found["given"] == "from the host"
+
+
+def test_a_killed_rank_is_named_and_no_container_stays(tmp_path: Path) -> None:
+    many = ("env", "SCRIPT_STEPS=100000", "python", "ddp.py")
+    done, summary = execute(tmp_path, "--fault", "kill:rank1@step3", command=many)
+    assert done.returncode == RankFailed.exit_code and "rank 1" in done.stderr, done.stderr
+    assert summary["status"] == "failed" and (tmp_path / "r" / "rank0.jsonl").stat().st_size
+    left = subprocess.run(["docker", "ps", "--all", "--quiet", "--filter", "label=testbed"], capture_output=True)
+    assert left.stdout == b""
+
+
+def test_an_image_that_is_not_made_from_ours_is_refused(tmp_path: Path) -> None:
+    done, _ = execute(tmp_path, "--image", "testbed-base:bookworm", command=("python", "ddp.py"))
+    assert done.returncode == UsageError.exit_code and f"FROM {image_name()}, after `make image`" in done.stderr
+    assert not (tmp_path / "r").exists()
