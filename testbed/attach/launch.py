@@ -27,9 +27,11 @@ from typing import IO, Any
 
 import testbed
 from testbed.attach import channel, sandbox
+from testbed.attach.offers import offer
 from testbed.rank.counters import open_counter
 from testbed.results.folder import RunFolder
 from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
+from testbed.spec.datasets import data_dir
 from testbed.spec.errors import RankFailed, TestbedError, UsageError, one_line
 from testbed.spec.privileges import NOBODY
 from testbed.spec.run import SCHEMA, RunSpec
@@ -113,6 +115,7 @@ class Workplace:
         self.root.chmod(0o711)
         self.work, self.python = self.root / "work", self.root / "python"
         self.home = self.root / "home"
+        self.offered: dict[str, Any] = {}  # data sets, for attach/vision.py
         shutil.copytree(
             os.environ.get("TESTBED_SCRIPT") or script.folder,
             self.work,
@@ -128,6 +131,15 @@ class Workplace:
         if os.geteuid() == 0:
             for path in (self.work, self.home, *self.work.rglob("*")):
                 os.chown(path, *owner, follow_symlinks=False)
+
+    def offer_data(self, script: ScriptSpec, owner: tuple[int, int]) -> None:
+        """Link the data sets of this machine where the script looks for them."""
+        scratch = self.root / "layouts"
+        scratch.mkdir()
+        try:
+            self.offered = offer(data_dir(), self.work, script.data_at, scratch, owner)
+        except (OSError, TestbedError) as error:
+            print(f"testbed: no data set is offered to the script ({one_line(str(error))})", file=sys.stderr)
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -149,7 +161,8 @@ def environment(spec: RunSpec, place: Workplace, inherited: Mapping[str, str]) -
     own |= {name: inherited[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     interface = inherited.get("GLOO_SOCKET_IFNAME", "lo")
     deadline = spec.deadline or SCRIPT_DEADLINE_S
-    request = {"schema": SCHEMA, "steps": spec.steps, "interface": interface, "deadline": deadline}
+    request: dict[str, Any] = {"schema": SCHEMA, "steps": spec.steps, "interface": interface, "deadline": deadline}
+    request |= {"data": place.offered}
     return own | {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
@@ -189,6 +202,7 @@ def run_script(spec: RunSpec, folder: RunFolder, rank: int, argv: Sequence[str])
     assert spec.script is not None
     user = script_user()
     place = Workplace(spec.script, user)
+    place.offer_data(spec.script, user)
     records = Records(folder.records(rank))
     counter = open_counter(os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     tail: list[str] = []
@@ -199,6 +213,7 @@ def run_script(spec: RunSpec, folder: RunFolder, rank: int, argv: Sequence[str])
         command = list(argv)
         if os.geteuid() == 0:
             needs = [*sandbox.interpreter_paths(argv[0], variables["PATH"]), Path(sys.prefix), Path(sys.base_prefix)]
+            needs += [Path(each["root"]) for each in place.offered.values()]
             command = sandbox.command(*user, needs, argv)
         process = subprocess.Popen(
             command,

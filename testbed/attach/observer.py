@@ -15,6 +15,7 @@ from testbed.attach import seams
 from testbed.attach.channel import REQUEST, VARIABLE, Channel
 from testbed.attach.events import Hub
 from testbed.attach.steps import Steps
+from testbed.attach.vision import Vision
 from testbed.rank.counters import open_counter
 
 
@@ -27,13 +28,14 @@ def install() -> None:
     channel = Channel(path)
     hub = Hub(lambda seam, error: channel.send({"kind": "unseen", "seam": seam, "error": error}))
     counter = open_counter(request.get("interface", "lo"))
+    changed = list(request.get("changed", []))
     hub.parts.append(
         Steps(
             channel.send,
             counter,
             request.get("steps"),
             float(request.get("deadline", 300.0)),
-            list(request.get("changed", [])),
+            changed,
             int(request.get("schema", 0)),
         )
     )
@@ -46,6 +48,7 @@ def install() -> None:
         (seams.watch_optimizers, (hub, position)),
         (seams.watch_data, (hub, position)),
         (seams.watch_wrappers, (hub,)),
+        (Vision(request.get("data", {}), changed, hub.failed).install, ()),
     ):
         try:
             seam(*arguments)

@@ -52,6 +52,15 @@ def _check_placeholders(argv: tuple[str, ...]) -> tuple[str, ...]:
     return argv
 
 
+def _check_inside(places: tuple[str, ...]) -> tuple[str, ...]:
+    for place in places:
+        if not place or PurePath(place).is_absolute() or ".." in PurePath(place).parts:
+            rule = "must be a folder inside the script's own"
+            way_out = "Write e.g. --data-at ./datasets. With download=True the script finds data at any path."
+            raise refuse("--data-at", place, rule, way_out)
+    return places
+
+
 class Mount(Spec):
     """A folder or file of the machine with the engine, as a script's container sees it."""
 
@@ -82,6 +91,7 @@ class ScriptSpec(Spec):
     environment: dict[str, str] = {}  # besides torchrun's variables and a short list of the caller's
     image: str = ""  # of its containers; empty: ours
     mounts: tuple[Mount, ...] = ()  # in its containers
+    data_at: tuple[str, ...] = ("data",)  # folders in its working folder where it looks for data sets of torchvision
     as_cpu: bool = False  # run a script that was written for CUDA on the CPU
     output: int = Field(default=MAX_OUTPUT_BYTES, gt=0)  # bytes of a rank's log; what exceeds it is dropped
 
@@ -89,6 +99,11 @@ class ScriptSpec(Spec):
     @classmethod
     def _known_placeholders(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
         return validator(_check_placeholders)(argv)
+
+    @field_validator("data_at")
+    @classmethod
+    def _inside(cls, places: tuple[str, ...]) -> tuple[str, ...]:
+        return validator(_check_inside)(places)
 
     @property
     def name(self) -> str:

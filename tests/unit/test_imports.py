@@ -25,7 +25,7 @@ ALLOWED = {  # folder: folders of testbed/ that it may import
     "net": {"net", "spec", "results"},
     "data": {"data", "spec"},
     "rank": {"rank", "spec", "results", "net", "data"},
-    "attach": {"attach", "spec", "results", "net", "rank"},
+    "attach": {"attach", "spec", "results", "net", "rank", "data"},
     ENTRYPOINT: {ENTRYPOINT, "rank", "spec", "results", "net", "data"},
     "control": {"control", "spec", "results", "net", "data", "report"},  # report only in REPORT_CALLERS
     "report": {"report", "spec", "results"},

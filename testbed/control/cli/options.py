@@ -63,6 +63,7 @@ OUTSIDE_SPEC = {
     "as_json",
     "mount",
     "image",
+    "data_at",
 }
 
 

@@ -45,6 +45,10 @@ def exec_(
     image: Annotated[
         str, typer.Option(help="containers: an image built FROM testbed, with the script's packages")
     ] = "",
+    data_at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="where the script looks for CIFAR-10 or MNIST [default: ./data]"),
+    ] = None,
     out: opt.Out = None,
     as_json: Json = False,
 ) -> None:
@@ -52,6 +56,8 @@ def exec_(
     if not context.args:
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
     script: dict[str, Any] = {"argv": list(context.args), "folder": str(Path.cwd()), "path": script_path()}
+    if data_at:
+        script["data_at"] = ["data", *data_at]
     if mount or image:
         on = in_containers(on)
         mounts = [Mount.parse(text) for text in mount or ()]

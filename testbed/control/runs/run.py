@@ -27,6 +27,7 @@ from testbed.control.runs.progress import Progress
 from testbed.control.runs.select import SubstrateChoice, check_faults, node_plans
 from testbed.control.runs.supervisor import Tail, Timing, supervise
 from testbed.control.substrates.base import NodePlan, Process, Substrate
+from testbed.data.layouts import layouts
 from testbed.net.check import Recheck, measure, why_not_trained
 from testbed.net.probe import Measurement, longest_probe, receipt_of
 from testbed.net.shaping import Shaping
@@ -161,9 +162,12 @@ def _read_summary(folder: RunFolder) -> Summary | None:
 
 
 def check_inputs(spec: RunSpec) -> None:
-    """Raise UsageError for missing data, or a method that cannot be used. A script of the user's has its own data."""
+    """Raise UsageError for missing data, or a method that cannot be used. A script of the user's needs no data set."""
     if spec.script is None:
         require_complete(spec.data.name, data_dir())
+    else:
+        with suppress(OSError, TestbedError):  # a launcher makes the layouts otherwise
+            layouts(data_dir())
     check_method(spec.mode)
 
 
