@@ -20,6 +20,7 @@ from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.limits import impossible
 from testbed.results.machines import MachineLoad, machine_loads
+from testbed.results.observations import Parameters, Unseen
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.spec.base import Spec
 from testbed.spec.disk import full_disk, nearly_full, os_failure
@@ -37,6 +38,7 @@ from testbed.spec.errors import (
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 from testbed.spec.validation import damage
 
+SAMPLED_SHARE = 0.01  # of a step's time: a step in which the observer's samples took more is reported apart
 TOO_FAST = "This is faster than the requested links allow: run it again"
 MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
 Status = Literal["ok", "invalid", "failed", "interrupted"]
@@ -57,6 +59,9 @@ class Summary(Spec):
     steps: int = 0  # measured steps, without warm-up and without those under a fault
     left_out_steps: int = 0  # steps after warm-up that were under an injected fault
     left_out_reason: str = ""  # "rate fault", "cut and rate faults"
+    sampled_steps: int = 0  # steps of a user's script in which the observer took samples: they are not in `steps`
+    sampled_seconds: float | None = None  # median of those
+    images: list[float] = []  # of a user's script: images per step that each rank fetched; 0 if none was seen
     seconds_per_step: float | None = None  # median (every:K: mean) over steps of the mean over ranks
     seconds_spread: tuple[float, float] | None = None  # quartiles of the same
     per_rank_seconds: list[float | None] = []  # mean per rank
@@ -136,13 +141,14 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
     steps = [[r for r in records if isinstance(r, Step)] for records in ranks]
     starts = [r for records in ranks for r in records if isinstance(r, Start)]
     notes = [*facts.get("notes", ()), *_restarted(folder, steps)]
+    notes += _script_notes(spec, ranks, steps) if spec.script else []
     return Summary(
         spec=spec,
         losses=_losses(spec, steps),
         counter=starts[0].counter if starts else "",
         gradient_bytes=starts[0].gradient_bytes if starts else None,
         environment=starts[0].environment if starts else {},
-        replicas_agree=_replicas_agree(ranks),
+        replicas_agree=_replicas_agree(ranks) if spec.script is None else _script_replicas_agree(ranks),
         machines=machine_loads(ranks),
         **_accuracy(ranks),
         **_timing(folder, spec, steps, facts.get("substrate", "")),
@@ -154,7 +160,9 @@ def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate
     """Seconds and bytes per step, of the steps after warm-up that no injected fault overlapped."""
     faults = faulted_steps(folder, spec, [[timed(r) for r in rows] for rows in steps], substrate)
     counted = [[r for r in rows if r.step >= spec.warmup] for rows in steps]
-    kept = [[r for r in rows if r.step not in faults] for rows in counted]
+    calm = [[r for r in rows if r.step not in faults] for rows in counted]
+    sampled = sampled_steps([[(r.step, r.observing, r.total) for r in rows] for rows in calm])
+    kept = [[r for r in rows if r.step not in sampled] for rows in calm]
     means = [statistics.fmean(row) for row in zip(*([r.total for r in k] for k in kept), strict=False)]
     left_out = [numbers[0] for numbers in zip(*([r.step for r in rows] for rows in counted), strict=False)]
     left_out = [number for number in left_out if number in faults]
@@ -162,12 +170,32 @@ def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate
         "steps": len(means),
         "left_out_steps": len(left_out),
         "left_out_reason": fault_names(kind for number in left_out for kind in faults[number]),
+        **_sampled(spec, [[r.total for r in rows if r.step in sampled] for rows in calm]),
+        **({"images": [_mean_images(rows) for rows in kept]} if spec.script else {}),
         "seconds_per_step": centre(spec)(means) if means else None,
         "seconds_spread": _quartiles(means),
         "per_rank_seconds": [statistics.fmean(r.total for r in k) if k else None for k in kept],
-        "sent_per_step": [_bytes_per_step(k, lambda step: step.sent) for k in kept],
-        "received_per_step": [_bytes_per_step(k, lambda step: step.received) for k in kept],
+        "sent_per_step": [_bytes_per_step(k, lambda step: step.sent) for k in calm],
+        "received_per_step": [_bytes_per_step(k, lambda step: step.received) for k in calm],
     }
+
+
+def sampled_steps(ranks: Sequence[Sequence[tuple[int, float, float]]]) -> set[int]:
+    """The steps of a user's script that samples made longer, from (number, seconds of samples, seconds) of all ranks.
+
+    None if no other step would be left.
+    """
+    sampled = {number for rows in ranks for number, observing, total in rows if observing > SAMPLED_SHARE * total}
+    return sampled if {number for rows in ranks for number, *_ in rows} - sampled else set()
+
+
+def _sampled(spec: RunSpec, totals: list[list[float]]) -> dict[str, Any]:
+    means = [statistics.fmean(row) for row in zip(*totals, strict=False)]
+    return {"sampled_steps": len(means), "sampled_seconds": centre(spec)(means)} if means else {}
+
+
+def _mean_images(rows: Sequence[Step]) -> float:
+    return statistics.fmean(r.images for r in rows) if rows else 0.0
 
 
 def timed(step: Step) -> TimedStep:
@@ -200,7 +228,8 @@ def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], 
     longest = max([r.step + 1 for rows in steps for r in rows] + recorded, default=0)
     for rank, rows in enumerate(steps):
         wrong = next((k for k, r in enumerate(rows) if r.step != k), len(rows))
-        if wrong < max(longest, len(rows)) and ranks[rank]:
+        expected = max(longest, len(rows)) if spec.script is None else len(rows)  # a script ends when it likes
+        if wrong < expected and ranks[rank]:
             found = f"step {rows[wrong].step} is in its place" if wrong < len(rows) else "nothing follows"
             rule = "all steps must be recorded"
             return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
@@ -232,9 +261,18 @@ def _quartiles(values: list[float]) -> tuple[float, float] | None:
 
 def _losses(spec: RunSpec, steps: list[list[Step]]) -> list[float]:
     """Mean over ranks per step; ranks with larger shares weigh more."""
+    if spec.script is not None:
+        return [_weighted_loss(row) for row in zip(*steps, strict=False)]
     weights = [spec.local_batch(rank) / spec.global_batch for rank in range(spec.world)]
     rows = zip(*([r.loss for r in rank_steps] for rank_steps in steps), strict=False)
     return [sum(w * loss for w, loss in zip(weights, row, strict=True)) for row in rows]
+
+
+def _weighted_loss(row: Sequence[Step]) -> float:
+    """The loss of one step of a script, by the images that were observed; plain mean where a rank fetched none."""
+    images = [step.images for step in row]
+    weights = images if all(images) else [1] * len(row)
+    return sum(w * step.loss for w, step in zip(weights, row, strict=True)) / sum(weights)
 
 
 def _bytes_per_step(kept: list[Step], counter: Callable[[Step], int | None]) -> float | None:
@@ -256,6 +294,40 @@ def _replicas_agree(ranks: list[list[Record]]) -> bool | None:
     if any(r is None for r in last):
         return None
     return len({(r.step, r.parameters) for r in last if r}) == 1
+
+
+def _script_replicas_agree(ranks: list[list[Record]]) -> bool | None:
+    """Whether the parameters of all ranks are equal at the last step at which all sampled them; None if there is none.
+
+    Each optimizer of the script has hashes of its own.
+    """
+    found: list[dict[tuple[str, int], str]] = []
+    for records in ranks:
+        hashes = [r for r in records if isinstance(r, Parameters) and r.moment == "step"]
+        found.append({(str(r.detail.get("optimizer", 0)), r.step): r.hash for r in hashes})
+    common = set(found[0]).intersection(*found[1:]) if found else set()
+    last = {which: max(step for other, step in common if other == which) for which, _ in common}
+    if not last or len(ranks) < 2:
+        return None
+    return all(len({hashes[each] for hashes in found}) == 1 for each in last.items())
+
+
+def _script_notes(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]]) -> list[str]:
+    """What a reader of a script's table must know: unequal numbers of steps, and what the observer could not see."""
+    assert spec.script is not None
+    counts = [len(rows) for rows in steps]
+    notes = []
+    if counts and min(counts) < max(counts):
+        rule = f"the {min(counts)} that all ranks have are compared"
+        notes.append(f"{spec.script.name}: ranks did {min(counts)} to {max(counts)} steps; {rule}")
+    unseen: dict[str, list[int]] = {}
+    for rank, records in enumerate(ranks):
+        for record in (r for r in records if isinstance(r, Unseen)):
+            unseen.setdefault(f"{record.seam} ({record.error})", []).append(rank)
+    for what, where in unseen.items():
+        on = ", ".join(f"{rank}" for rank in dict.fromkeys(where))
+        notes.append(one_line(f"{spec.script.name}: not seen on rank {on}: {what}"))
+    return notes
 
 
 def _accuracy(ranks: list[list[Record]]) -> dict[str, Any]:

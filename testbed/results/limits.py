@@ -3,7 +3,8 @@
 Two checks of every rank, over all steps of an attempt together, because a single short step says little:
 
 - the bytes that the interface counted as sent fit through its link in that time;
-- the bytes that its mode must bring to it, and have it send (results/theory.py), do so too.
+- the bytes that its mode must bring to it, and have it send (results/theory.py), do so too; of a user's script those
+  of its observed collectives.
 
 The first needs no theory, so it holds for codecs and for a user's method. Bytes counted as received are not used: the
 interface counts a packet before the ingress bucket drops it. The second holds for both directions.
@@ -70,9 +71,13 @@ def _too_fast(spec: RunSpec, start: Start, steps: Sequence[Step], rate: int) -> 
         sent = last.sent - first.sent
         if sent > room:
             return f"rank {rank} sent {_mb(sent)} during {during}: {_arithmetic(sent, rate, seconds)}"
-    needed, direction = _needed(spec, start, first.step + 1, last.step)
+    if spec.script is None:
+        needed, direction = _needed(spec, start, first.step + 1, last.step)
+    else:
+        needed, direction = _observed(start, steps[1:])
     if needed > room:
-        must = f"{spec.mode} must {direction} {_mb(needed)} during them"
+        who = str(spec.mode) if spec.script is None else f"{spec.script.name} by its collectives"
+        must = f"{who} must {direction} {_mb(needed)} during them"
         return f"rank {rank} did {during}, and {must}: {_arithmetic(needed, rate, seconds)}"
     return ""
 
@@ -90,6 +95,16 @@ def _needed(spec: RunSpec, start: Start, first: int, last: int) -> tuple[float, 
     in_turn = (theory.turnaround(mode, spec.world) or 0.0) if start.rank == 0 else 0.0
     share, direction = max((shares[0], "send"), (shares[1], "receive"), (in_turn, "receive and send in turn"))
     return max(0.0, syncs) * share * start.gradient_bytes, direction
+
+
+def _observed(start: Start, steps: Sequence[Step]) -> tuple[float, str]:
+    """The same from the collectives that were observed in these steps; 0 if one of them is unknown."""
+    loads = [theory.observed_load(step.comm, start.rank, max(1, start.world)) for step in steps]
+    known = [load for load in loads if load is not None]
+    if len(known) < len(loads):
+        return 0.0, ""
+    sent, received = [load.sent for load in known], [load.received for load in known]
+    return max((sum(way) - CARRIED * max(way), word) for way, word in ((sent, "send"), (received, "receive")))
 
 
 def _arithmetic(size: float, rate: int, seconds: float) -> str:

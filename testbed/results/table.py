@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,12 @@ MIN_WIDTH = 3  # characters of a column: some readers of Markdown need three in 
 BUSY_MARK = " *"
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
-NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries", "keep_going"}
+NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries", "keep_going", "script.path", "script.output"}
+# Keys, or beginnings of keys, of what our own loop trains: they say nothing about a user's script.
+OF_OUR_LOOP = (
+    *("placement", "model", "dtype", "batchnorm", "data.", "batch", "batch_per_rank", "accumulate"),
+    *("micro_batch", "epochs", "evaluate", "seed", "optimizer.", "checkpoint", "profile"),
+)
 # Keys in which a run may differ from its single-node baseline.
 NOT_IN_BASELINE = NO_COLUMN | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
 
@@ -45,7 +51,7 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
             s,
             single,
             [
-                *(str(s.spec.world if key == "nodes" else flatten(s.spec).get(key)) for key in varying),
+                *(_value(s, key) for key in varying),
                 *(PLACES[place](s) for place in places),
             ],
         )
@@ -56,6 +62,12 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
     if any(notes):
         return (*header, NOTE), [(*row, note or "-") for row, note in zip(rows, notes, strict=True)]
     return header, rows
+
+
+def _value(s: Summary, key: str) -> str:
+    """A run's value of a key that varies; of a script's command the words."""
+    value = s.spec.world if key == "nodes" else flatten(s.spec).get(key, "-")
+    return shlex.join(value) if key == "script.argv" and isinstance(value, list) else str(value)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -130,19 +142,14 @@ def caption(summaries: Sequence[Summary]) -> str:
     spec, varying = summaries[0].spec, set(varying_keys(summaries))
     equal = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     alone = all(x.spec.world == 1 for x in summaries)  # `single` only: the other nodes and the network are not used
+    threads = spec.threads if spec.script is None else int(summaries[0].environment.get("threads") or spec.threads)
     each, over_all = ("", "") if alone else (" each", " over all ranks")
-    trained = {"model": spec.model, "data.name": spec.data.name}
     parts = {
-        **(trained if spec.script is None else {"script.argv": " ".join(spec.script.argv)}),
-        **({"batch": f"batch {spec.batch}{over_all}"} if spec.batch else {}),
-        **(
-            {"batch_per_rank": f"batch {spec.batch_per_rank} per rank"}
-            if spec.batch_per_rank and not spec.script
-            else {}
-        ),
+        **next((_trained(s.spec, over_all) for s in summaries if s.spec.script is None), {}),
+        **_script_in_words([s for s in summaries if s.spec.script is not None]),
         "nodes": "1 node" if alone else f"{spec.nodes} {equal}nodes",
         "node.cpus": f"{spec.node.cpus:g} cores{each}" if spec.node.cpus else "no CPU limit",
-        "threads": f"{spec.threads} thread{'s' * (spec.threads > 1)}{each}",
+        "threads": f"{threads} thread{'s' * (threads > 1)}{each}",
         **({} if alone else {"link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped"}),
     }
     common = ", ".join(text for key, text in parts.items() if key not in varying)
@@ -164,6 +171,20 @@ def _trained(spec: RunSpec, over_all: str) -> dict[str, str]:
     }
 
 
+def _script_in_words(summaries: Sequence[Summary]) -> dict[str, str]:
+    """What a user's script is, by key: its command, and the batch that was observed; empty without one."""
+    script = summaries[0].spec.script if summaries else None
+    if script is None:
+        return {}
+    made = {"script.argv": shlex.join(script.argv), **({"script.as_cpu": "run on the CPU"} if script.as_cpu else {})}
+    batches = {batch for s in summaries for batch in s.images}
+    least, most = min(batches, default=0.0), max(batches, default=0.0)
+    if most:
+        made["observed batch"] = f"{least:g} to {most:g}" if least < most else f"{most:g}"
+        made["observed batch"] = f"batches of {made['observed batch']} per rank (observed)"
+    return made
+
+
 def label(spec: RunSpec) -> str:
     """The mode as a table shows it, with a mark for placement "after-step"; of a user's script its name.
 
@@ -175,7 +196,7 @@ def label(spec: RunSpec) -> str:
 
 
 def flatten(spec: RunSpec) -> dict[str, Any]:
-    """The spec as JSON values by dotted keys."""
+    """The spec as JSON values by dotted keys; of a user's script without the keys of our own loop."""
 
     def walk(values: dict[str, Any], prefix: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -184,13 +205,21 @@ def flatten(spec: RunSpec) -> dict[str, Any]:
             found |= walk(inner, f"{prefix}{key}.") if inner is not None else {f"{prefix}{key}": value}
         return found
 
-    return walk(spec.model_dump(mode="json", by_alias=True), "")
+    values = walk(spec.model_dump(mode="json", by_alias=True), "")
+    if spec.script is None:
+        del values["script"]
+        return values
+    if spec.steps is None:  # the script ends when it likes
+        del values["steps"]
+    whole, parts = {key for key in OF_OUR_LOOP if key[-1] != "."}, tuple(key for key in OF_OUR_LOOP if key[-1] == ".")
+    return {key: value for key, value in values.items() if key not in whole and not key.startswith(parts)}
 
 
 def varying_keys(summaries: Sequence[Summary]) -> list[str]:
+    """The keys of the spec in which runs that have the key differ: scripts and our own loop share some only."""
     flats = [flatten(s.spec) for s in summaries]
-    keys = [key for key in flats[0] if key not in NO_COLUMN] if flats else []
-    return [key for key in keys if any(flat.get(key) != flats[0][key] for flat in flats)]
+    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if key not in NO_COLUMN]
+    return [key for key in keys if len({repr(flat[key]) for flat in flats if key in flat}) > 1]
 
 
 def machine(summary: Summary) -> str:

@@ -7,15 +7,21 @@ buckets of the gradient, but 1 in `ddp` and `pipeline`, whose buckets are in fli
     least time = S/B x (sum over rounds of what the busiest link sends or receives) + a x m x (number of rounds)
 
 Links are full duplex. The first term is what the wire needs, the second what empty messages would need.
+
+Of a user's script nothing is known beforehand. The collectives that were observed have bytes by Gloo's algorithms
+(COLLECTIVES), and least times per rank: collectives that are in flight together need the larger of what the rank's link
+sends and receives, those that follow each other need the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
+from testbed.results.collectives import Observed
+from testbed.results.timeline import CONTINUED
 from testbed.spec.mode import MakeRounds, SyncMode
 
 
@@ -108,3 +114,96 @@ def turnaround(mode: SyncMode, ranks: int) -> float | None:
     if not received or any(each.sender == 0 for each in reduce) or any(each.receiver == 0 for each in gather):
         return None
     return float(min(received) + sum(each.share for each in gather if each.sender == 0))
+
+
+# --- the collectives of a user's script, as Gloo sends them -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one rank sends and receives in one collective, in multiples of its size (attach/events.py)."""
+
+    shares: Callable[[int, int], tuple[float, float]]  # of ranks, and of the rank's place; 0 is the root
+    hops: Callable[[int], int]  # messages in sequence
+
+
+def _ring(turns: int) -> Callable[[int, int], tuple[float, float]]:
+    return lambda n, place: (turns * (n - 1) / n, turns * (n - 1) / n)
+
+
+def _broadcast(n: int, place: int) -> tuple[float, float]:
+    """Binomial tree: in round k the first 2^k ranks send to the ranks 2^k after them."""
+    sends = sum(place < 1 << k and place + (1 << k) < n for k in range(log2(n)))
+    return float(sends), float(place > 0)
+
+
+def _reduce(n: int, place: int) -> tuple[float, float]:
+    """A ring that leaves one shard of the sum on every rank, then each sends its shard to the root."""
+    return ((n - 1) / n, 1.0)[place > 0], ((n - 1) / n) * (1 if place else 2)
+
+
+def _to_root(n: int, place: int) -> tuple[float, float]:
+    return (1.0, 0.0) if place else (0.0, float(n - 1))
+
+
+# Measured with torch 2.13 at N = 3, 4 and 5; reduce_scatter is a ring all-reduce of the whole input there.
+COLLECTIVES = {
+    "all_reduce": Collective(_ring(2), lambda n: 2 * (n - 1)),
+    "reduce_scatter": Collective(_ring(2), lambda n: 2 * (n - 1)),
+    "all_gather": Collective(_ring(1), lambda n: n - 1),
+    "all_to_all": Collective(_ring(1), lambda n: 1),
+    "broadcast": Collective(_broadcast, log2),
+    "reduce": Collective(_reduce, lambda n: n),
+    "gather": Collective(_to_root, lambda n: 1),
+    "scatter": Collective(lambda n, place: _to_root(n, place)[::-1], lambda n: 1),
+    "send": Collective(lambda n, place: (1.0, 0.0), lambda n: 1),
+    "recv": Collective(lambda n, place: (0.0, 1.0), lambda n: 1),
+    "barrier": Collective(lambda n, place: (0.0, 0.0), lambda n: 2 * log2(n)),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the observed collectives of one step need of one rank's link."""
+
+    sent: float = 0.0  # bytes of payload
+    received: float = 0.0
+    in_turn: float = 0.0  # bytes that the link carries one after the other, at least
+    hops: int = 0  # messages in sequence
+
+    def seconds(self, rate: float, delay: float) -> float:
+        """The least time on a link of `rate` byte/s with this delay per hop."""
+        return self.in_turn / rate + self.hops * delay
+
+
+def observed_load(comm: Iterable[tuple[str, float, float, int]], rank: int, world: int) -> Load | None:
+    """The load of a step of a script, from its `Step.comm`; None if one of the collectives is not known."""
+    sent = received = in_turn = end = 0.0
+    hops = 0
+    together = (0.0, 0.0, 0)  # sent, received and hops of what is in flight at the same time
+    for name, offset, seconds, size in sorted(comm, key=lambda each: each[1]):
+        if name.endswith(CONTINUED):
+            continue  # it was counted in the step in which it began
+        shares = observed_shares(name, rank, world)
+        if shares is None:
+            return None
+        out, into, turns = shares[0] * size, shares[1] * size, shares[2]
+        if offset >= end:
+            in_turn, hops = in_turn + max(together[:2]), hops + together[2]
+            together = (0.0, 0.0, 0)
+        together = (together[0] + out, together[1] + into, max(together[2], turns))
+        sent, received, end = sent + out, received + into, max(end, offset + seconds)
+    return Load(sent, received, in_turn + max(together[:2]), hops + together[2])
+
+
+@cache
+def observed_shares(name: str, rank: int, world: int) -> tuple[float, float, int] | None:
+    """Multiples of its size that a rank sends and receives in a collective of this name, and its hops."""
+    observed = Observed.parse(name)
+    ranks = observed.ranks or tuple(range(world))
+    known = COLLECTIVES.get(observed.operation)
+    if known is None or rank not in ranks or observed.root not in (*ranks, 0):
+        return None
+    root = ranks.index(observed.root) if observed.root in ranks else 0
+    place = (ranks.index(rank) - root) % len(ranks)
+    return (*known.shares(len(ranks), place), known.hops(len(ranks)))

@@ -71,7 +71,7 @@ def make_run(
         ]
         run.records(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
     if spec.world > 1 and spec.link.rate:
-        write_whole(run.receipt, json.dumps(_receipt(spec, conditions)))
+        write_whole(run.receipt, json.dumps(receipt(spec, conditions)))
     network = "network: synthetic" if spec.world > 1 else "one node, no network"
     facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": conditions.substrate, "network": network}
     summary = summarise(run, spec, **facts)
@@ -255,8 +255,9 @@ def _eval(conditions: Conditions, spec: RunSpec) -> dict[str, Any]:
     return {**where, **facts, "train_loss": 2.3 - conditions.accuracy, "train_accuracy": conditions.accuracy}
 
 
-def _receipt(spec: RunSpec, conditions: Conditions) -> dict[str, Any]:
+def receipt(spec: RunSpec, conditions: Conditions | None = None) -> dict[str, Any]:
     """A receipt in which every link has the requested rate."""
+    conditions = conditions or Conditions()
     rate = float(spec.link.rate or 0)
 
     def link(src: int, dst: int) -> dict[str, Any]:

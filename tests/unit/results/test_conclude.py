@@ -35,6 +35,8 @@ from testbed.spec.errors import (
     UsageError,
 )
 from testbed.spec.run import SCHEMA, RunSpec
+from tests.support.scripted_runs import Script, make_script_run
+from tests.support.synthetic import EFFICIENCY
 
 
 def spec_of(**values: Any) -> RunSpec:
@@ -450,3 +452,71 @@ def test_a_rank_that_ended_with_0_too_early_is_not_called_cut_off(folder: RunFol
     assert str(found).startswith(
         "rank 1 (node1) ended with code 0 after step 4, although the run was not over; rank 0, "
     )
+
+
+def test_a_script_s_figures_are_those_of_its_records(tmp_path: Path) -> None:
+    summary = make_script_run(tmp_path / "s", Script(images=7))
+    assert summary.status == "ok" and summary.steps == 10 and summary.images == [7.0] * 4
+    assert summary.replicas_agree is True and summary.notes == []
+    assert summary.losses[3] == pytest.approx(2.3 - 0.15)
+    assert summary.sent_per_step[2] == pytest.approx(1.5 * 4_000_000 / EFFICIENCY, rel=1e-3)
+
+
+def test_a_script_whose_ranks_do_unequal_numbers_of_steps_is_no_failure(tmp_path: Path) -> None:
+    summary = make_script_run(tmp_path / "s", Script(more_steps={1: 1}))
+    assert summary.status == "ok" and summary.steps == 10
+    assert summary.notes == ["main.py: ranks did 12 to 13 steps; the 12 that all ranks have are compared"]
+
+
+def test_a_script_s_rank_with_a_gap_in_its_steps_is_a_failure(tmp_path: Path) -> None:
+    spec = make_script_run(tmp_path / "s").spec
+    lines = (tmp_path / "s" / "rank1.jsonl").read_text().splitlines()
+    (tmp_path / "s" / "rank1.jsonl").write_text("".join(f"{x}\n" for x in lines if '"step": 5,' not in x))
+    summary = conclude(RunFolder(tmp_path / "s"), spec, status="ok", substrate="netns")
+    assert summary.status == "failed" and "rank 1 has no record of step 5" in summary.reason
+
+
+def test_replicas_of_a_script_that_differ_are_said_to_and_none_without_samples(tmp_path: Path) -> None:
+    assert make_script_run(tmp_path / "a", Script(differ=True)).replicas_agree is False
+    assert make_script_run(tmp_path / "b", Script(steps=1), warmup=0).replicas_agree is None
+
+
+def test_each_optimizer_of_a_script_has_hashes_of_its_own(tmp_path: Path) -> None:
+    def hashes(rank: int) -> str:
+        return "".join(
+            json.dumps({"kind": "parameters", "step": 9, "moment": "step", "hash": h, "detail": {"optimizer": k}})
+            + "\n"
+            for k, h in enumerate(("same", f"of rank {rank}"))
+        )
+
+    spec = make_script_run(tmp_path / "s").spec
+    for rank in range(4):
+        with (tmp_path / "s" / f"rank{rank}.jsonl").open("a") as file:
+            file.write(hashes(rank))
+    assert conclude(RunFolder(tmp_path / "s"), spec, status="ok", substrate="netns").replicas_agree is False
+
+
+def test_steps_of_a_script_with_samples_are_reported_apart(tmp_path: Path) -> None:
+    plain, summary = make_script_run(tmp_path / "a"), make_script_run(tmp_path / "b", Script(sampled=(0, 1, 3, 7)))
+    assert (summary.steps, summary.sampled_steps) == (8, 2)
+    assert summary.seconds_per_step == pytest.approx(plain.seconds_per_step)
+    assert summary.sampled_seconds == pytest.approx((plain.seconds_per_step or 0) + 0.1)
+    assert summary.sent_per_step == pytest.approx(plain.sent_per_step)
+
+
+def test_a_script_with_samples_in_every_step_still_has_a_figure(tmp_path: Path) -> None:
+    summary = make_script_run(tmp_path / "s", Script(sampled=tuple(range(12))))
+    assert (summary.steps, summary.sampled_steps) == (10, 0)
+
+
+def test_what_the_observer_could_not_see_is_a_note(tmp_path: Path) -> None:
+    summary = make_script_run(tmp_path / "s", Script(unseen=("watch_waits",)))
+    assert summary.notes == ["main.py: not seen on rank 0, 1, 2, 3: watch_waits (ValueError: made to fail)"]
+
+
+def test_a_script_s_loss_is_weighted_by_the_images_that_were_observed(tmp_path: Path) -> None:
+    spec = make_script_run(tmp_path / "s", nodes=2).spec
+    path = tmp_path / "s" / "rank1.jsonl"
+    path.write_text(path.read_text().replace('"loss": 2.3, "images": 16', '"loss": 5.3, "images": 48'))
+    summary = conclude(RunFolder(tmp_path / "s"), spec, status="ok", substrate="netns")
+    assert summary.losses[0] == pytest.approx((16 * 2.3 + 48 * 5.3) / 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,3 +144,33 @@ def test_counts_of_sockets_are_not_held_against_a_link() -> None:
     """They include what the sockets buffer; theory still holds."""
     assert impossible(spec_of("ring/fp16"), all_ranks(0.01, 1_500_000, counter="tcp sockets")) == ""
     assert "ring must" in impossible(spec_of("ring"), all_ranks(0.01, 1_500_000, counter="tcp sockets"))
+
+
+def script_spec(**values: Any) -> RunSpec:
+    script = {"argv": ["python", "main.py"], "folder": "/home/user"}
+    return RunSpec.load({"mode": "script", "script": script, "nodes": 4, "link": {"rate": "50mbit"}} | values, "test")
+
+
+def observed(seconds: float, *names: str) -> list[list[Record]]:
+    """Steps of a script at all ranks that count nothing at their interface; each makes these collectives of S bytes."""
+    comm = [(name, 0.1 * k, 0.05, S) for k, name in enumerate(names)]
+    made = [records(rank, seconds, 0, counter="tcp sockets") for rank in range(4)]
+    return [[replace(r, comm=comm) if isinstance(r, Step) else r for r in rows] for rows in made]
+
+
+def test_a_script_faster_than_its_collectives_allow_is_found() -> None:
+    # a ring all-reduce of S at 50 Mbit/s takes 1.5 S x 8 / 50e6 = 0.24 s
+    reason = impossible(script_spec(), observed(0.2, "all_reduce main.py:9"))
+    assert reason.startswith("rank 0 did 39 steps") and "main.py by its collectives must send" in reason
+    assert impossible(script_spec(), observed(0.25, "all_reduce main.py:9")) == ""
+
+
+def test_the_root_of_a_script_s_gather_must_receive_all_parts() -> None:
+    # (N-1) S arrive at rank 0 in every step: 0.48 s
+    assert "must receive" in impossible(script_spec(), observed(0.4, "gather main.py:9"))
+    assert impossible(script_spec(), observed(0.5, "gather main.py:9", "scatter main.py:12")) == ""
+
+
+def test_a_script_whose_collectives_are_unknown_is_held_against_its_counter_only() -> None:
+    assert impossible(script_spec(), observed(0.01, "strange main.py:9")) == ""
+    assert "sent 40" in impossible(script_spec(), [records(0, 0.01, 1_050_000)])

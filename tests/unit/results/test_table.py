@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from testbed.results.table import (
 )
 from testbed.spec.experiment import run_name
 from testbed.spec.run import RunSpec
+from tests.support.scripted_runs import Script, make_script_run
+from tests.support.synthetic import make_run
 
 FACTS = ("status", "reason", "substrate", "environment", "test_loss", "test_accuracy", "sent_per_step")
 FACTS += ("replicas_agree", "machines")
@@ -317,3 +320,34 @@ def test_results_without_a_counted_run_have_no_table() -> None:
         "left out: ring-n2: failed, rank 1 died",
         "all files are in runs/x",
     ]
+
+
+def test_the_caption_of_a_script_has_its_command_and_the_batch_that_was_observed(tmp_path: Path) -> None:
+    text = caption([make_script_run(tmp_path / "s", Script(images=7))])
+    assert text == (
+        "python main.py --rank '{rank}' --world '{world}', batches of 7 per rank (observed), 4 equal nodes, "
+        "no CPU limit, 1 thread each, 200mbit each way, on netns; median of 10 steps after 2 left out"
+    )
+
+
+def test_defaults_of_our_loop_are_not_shown_for_a_script(tmp_path: Path) -> None:
+    text = format_results([make_script_run(tmp_path / "s")], "x")
+    assert not [word for word in ("vgg11", "cifar10", "batch 1", "256") if word in text]
+    assert "| main.py |" in text
+
+
+def test_a_script_beside_our_own_mode_has_no_columns_for_what_only_one_of_them_has(tmp_path: Path) -> None:
+    own = make_run(tmp_path / "ring", mode="ring", link={"rate": "200mbit"})
+    header, rows = table([own, make_script_run(tmp_path / "s")])
+    assert header == HEADER and [row[0] for row in rows] == ["ring", "main.py"]
+    text = caption([own, make_script_run(tmp_path / "t")])
+    assert text.startswith("vgg11, cifar10, batch 64 over all ranks, python main.py")
+
+
+def test_two_commands_of_a_script_have_a_column(tmp_path: Path) -> None:
+    both = [
+        make_script_run(tmp_path / str(lr), script={"argv": ["python", "main.py", "--lr", lr], "folder": "/x"})
+        for lr in ("1", "2")
+    ]
+    header, rows = table(both)
+    assert header[1] == "argv" and [row[1] for row in rows] == ["python main.py --lr 1", "python main.py --lr 2"]

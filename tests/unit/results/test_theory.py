@@ -75,3 +75,57 @@ def test_a_root_sends_after_it_has_received_the_last_part(mode: str, share: floa
     found = theory.turnaround(SyncMode.parse(mode), 4)
     known = theory.cost(SyncMode.parse(mode), 4)
     assert found == share and (found is None or known is None or found <= known.load)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "received"),
+    [  # what the kernel counted for Gloo at N = 4, in multiples of the size
+        ("all_reduce main.py:1", [1.5, 1.5, 1.5, 1.5], [1.5, 1.5, 1.5, 1.5]),
+        ("reduce_scatter", [1.5, 1.5, 1.5, 1.5], [1.5, 1.5, 1.5, 1.5]),
+        ("all_gather", [0.75, 0.75, 0.75, 0.75], [0.75, 0.75, 0.75, 0.75]),
+        ("all_to_all", [0.75, 0.75, 0.75, 0.75], [0.75, 0.75, 0.75, 0.75]),
+        ("broadcast a.py:1", [2, 1, 0, 0], [0, 1, 1, 1]),
+        ("broadcast a.py:1, root 1", [0, 2, 1, 0], [1, 0, 1, 1]),
+        ("reduce", [0.75, 1, 1, 1], [1.5, 0.75, 0.75, 0.75]),
+        ("reduce, root 1", [1, 0.75, 1, 1], [0.75, 1.5, 0.75, 0.75]),
+        ("gather", [0, 1, 1, 1], [3, 0, 0, 0]),
+        ("scatter, root 1", [0, 3, 0, 0], [1, 0, 1, 1]),
+        ("barrier", [0, 0, 0, 0], [0, 0, 0, 0]),
+    ],
+)
+def test_bytes_of_an_observed_collective(name: str, sent: list[float], received: list[float]) -> None:
+    loads = [theory.observed_load([(name, 0.0, 1.0, 1000)], rank, 4) or theory.Load() for rank in range(4)]
+    assert [load.sent for load in loads] == [1000 * share for share in sent]
+    assert [load.received for load in loads] == [1000 * share for share in received]
+
+
+def test_a_broadcast_over_five_ranks_is_a_tree() -> None:
+    loads = [theory.observed_load([("broadcast", 0.0, 1.0, 1)], rank, 5) or theory.Load() for rank in range(5)]
+    assert [load.sent for load in loads] == [3, 1, 0, 0, 0]
+
+
+def test_a_collective_of_a_group_counts_its_own_ranks() -> None:
+    name = "all_reduce a.py:1, ranks 1 3"
+    inside, outside = theory.observed_load([(name, 0, 1, 100)], 3, 4), theory.observed_load([(name, 0, 1, 100)], 0, 4)
+    assert inside is not None and inside.sent == 100 and outside is None
+
+
+def test_collectives_in_flight_together_share_the_link_and_later_ones_follow() -> None:
+    comm = [("gather", 0.0, 1.0, 100), ("scatter", 0.5, 1.0, 100)]
+    together, apart = (
+        theory.observed_load(comm, 0, 4),
+        theory.observed_load([comm[0], ("scatter", 1.0, 1.0, 100)], 0, 4),
+    )
+    assert together is not None and (together.in_turn, together.hops) == (300, 1)
+    assert apart is not None and (apart.in_turn, apart.hops) == (600, 2)
+    assert apart.seconds(100.0, 0.5) == 7.0
+
+
+def test_a_collective_that_continues_is_counted_in_the_step_in_which_it_began() -> None:
+    load = theory.observed_load([("all_reduce (cont.)", 0.0, 1.0, 100), ("all_reduce", 1.0, 1.0, 100)], 0, 2)
+    assert load is not None and load.sent == 100
+
+
+def test_an_unknown_collective_makes_the_whole_step_unknown() -> None:
+    assert theory.observed_load([("all_reduce", 0.0, 1.0, 100), ("bucket 3", 0.0, 1.0, 100)], 0, 4) is None
+    assert theory.observed_load([("gather, root 9", 0.0, 1.0, 100)], 0, 4) is None
