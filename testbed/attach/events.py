@@ -41,8 +41,14 @@ class Part:
     def wrapped(self, kind: str, module: Any, options: dict[str, Any]) -> None:
         """A model was wrapped, e.g. by DistributedDataParallel."""
 
-    def sampler_passed(self, sampler: Any, indices: list[int], whole: bool) -> None:
-        """A sampler gave these indices; `whole`: all of them were taken."""
+    def optimizer_made(self, optimizer: Any) -> None:
+        """An optimizer was made."""
+
+    def sampler_began(self, sampler: Any) -> None:
+        """A pass over a DistributedSampler begins."""
+
+    def sampler_passed(self, sampler: Any, indices: list[int]) -> None:
+        """All indices of the pass that began last were taken: these."""
 
     def data_began(self, loader: Any) -> None:
         """A batch is being fetched."""
@@ -55,6 +61,9 @@ class Part:
 
     def backward_ended(self) -> None:
         """The backward pass has ended."""
+
+    def clipping_began(self) -> None:
+        """Gradients are about to be clipped."""
 
     def update_began(self, optimizer: Any) -> None:
         """An optimizer's step begins."""

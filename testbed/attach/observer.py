@@ -14,6 +14,7 @@ from typing import Any
 from testbed.attach import seams
 from testbed.attach.channel import REQUEST, VARIABLE, Channel
 from testbed.attach.events import Hub
+from testbed.attach.sampling import Sampling
 from testbed.attach.steps import Steps
 from testbed.attach.vision import Vision
 from testbed.rank.counters import open_counter
@@ -29,16 +30,17 @@ def install() -> None:
     hub = Hub(lambda seam, error: channel.send({"kind": "unseen", "seam": seam, "error": error}))
     counter = open_counter(request.get("interface", "lo"))
     changed = list(request.get("changed", []))
-    hub.parts.append(
-        Steps(
-            channel.send,
-            counter,
-            request.get("steps"),
-            float(request.get("deadline", 300.0)),
-            changed,
-            int(request.get("schema", 0)),
-        )
+    sampling = Sampling(channel.send)
+    steps = Steps(
+        channel.send,
+        counter,
+        request.get("steps"),
+        float(request.get("deadline", 300.0)),
+        changed,
+        int(request.get("schema", 0)),
+        sampling.take_seconds,
     )
+    hub.parts += [sampling, steps]  # in this order: a step record has the seconds of its samples
     position = seams.Position()
     for seam, arguments in (
         (seams.watch_group, (hub,)),
@@ -49,6 +51,9 @@ def install() -> None:
         (seams.watch_data, (hub, position)),
         (seams.watch_wrappers, (hub,)),
         (Vision(request.get("data", {}), changed, hub.failed).install, ()),
+        (seams.watch_optimizers_made, (hub,)),
+        (seams.watch_samplers, (hub,)),
+        (seams.watch_clipping, (hub,)),
     ):
         try:
             seam(*arguments)

@@ -300,3 +300,57 @@ def watch_wrappers(hub: Hub) -> None:
         hub.emit("wrapped", "DistributedDataParallel", self, options)
 
     kind.__init__ = construct  # type: ignore[method-assign]
+
+
+def watch_optimizers_made(hub: Hub) -> None:
+    """Every optimizer, when it is made."""
+    original = torch.optim.Optimizer.__init__
+
+    @functools.wraps(original)
+    def construct(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        hub.emit("optimizer_made", self)
+
+    torch.optim.Optimizer.__init__ = construct  # type: ignore[method-assign]
+
+
+def watch_samplers(hub: Hub) -> None:
+    """Passes over DistributedSamplers."""
+    from torch.utils.data.distributed import DistributedSampler
+
+    original = DistributedSampler.__iter__
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        hub.emit("sampler_began", self)
+        return _passing(hub, self, original(self))
+
+    DistributedSampler.__iter__ = iterate  # type: ignore[method-assign]
+
+
+def _passing(hub: Hub, sampler: Any, indices: Any) -> Any:
+    given = []
+    for index in indices:
+        given.append(index)
+        yield index
+    hub.emit("sampler_passed", sampler, given)
+
+
+def watch_clipping(hub: Hub) -> None:
+    """Gradient clipping by torch.nn.utils."""
+    from torch.nn.utils import clip_grad
+
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        for module in (torch.nn.utils, clip_grad):  # dynamo refuses one function object at two places
+            original = getattr(module, name, None)
+            if original is not None:
+                setattr(module, name, _before(original, functools.partial(hub.emit, "clipping_began")))
+
+
+def _before(original: Callable[..., Any], event: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        event()
+        return original(*arguments, **named)
+
+    return wrapper

@@ -34,7 +34,9 @@ class Steps(Part):
         deadline: float,
         changed: list[str],
         schema: int,
+        observing: Callable[[], float] = lambda: 0.0,  # seconds of samples since the last call
     ) -> None:
+        self.observing = observing
         self.send, self.counter = send, counter
         self.limit, self.deadline, self.changed, self.schema = limit, deadline, changed, schema
         self.timeline = Timeline()
@@ -196,7 +198,7 @@ class Steps(Part):
         sent, received = self.counter.read()
         loss = sum(float(value) for value in self.losses) / len(self.losses) if self.losses else 0.0
         fields |= {"kind": "step", "step": self.number, "epoch": 0, "loss": loss, "images": self.images}
-        fields |= {"sent": sent, "received": received, "cpu": None}
+        fields |= {"sent": sent, "received": received, "cpu": None, "observing": self.observing()}
         self.send(fields)
         self.number += 1
         self.timeline.start()

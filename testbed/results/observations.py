@@ -67,7 +67,7 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Samples of gradients at one step. Positions are the same on all ranks."""
+    """Samples of gradients at one update of an optimizer: 0, 1, 3, 7, ... Positions are the same on all ranks."""
 
     kind: Literal["gradients"] = "gradients"
     step: Count
@@ -75,12 +75,19 @@ class Gradients:
     names: list[Short]
     local: list[list[Number]]  # before synchronisation, as backward accumulated them
     given: list[list[Number]]  # as the optimizer gets them
+    reduced: list[list[Number]] = field(default_factory=list)  # when backward had ended; empty: as `given`
+    unclipped: list[list[Number]] = field(default_factory=list)  # before they were clipped; empty: they were not
+    # optimizer, site, sharded, norms (of `given`), local_norms, pass_bytes (of collectives in each backward pass),
+    # bytes (of all parameters), between (operation, site, phase, what it carries, count, bytes), unused, loss_scale
     detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """A hash of all parameters: before the first step (`moment` start), or after a step."""
+    """A hash of all parameters of an optimizer: before its first backward pass (`moment` start), or after an update.
+
+    After an update means before the next backward pass: a script may communicate parameters in between.
+    """
 
     kind: Literal["parameters"] = "parameters"
     step: Count
@@ -91,7 +98,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A hash of all tensors of one batch."""
+    """A hash of all bytes of one batch; `step` counts the batches that were fetched for training: 0, 1, 3, 7, ..."""
 
     kind: Literal["batch"] = "batch"
     step: Count
