@@ -2,9 +2,10 @@
 
     python -m testbed.attach.launch --folder RUN       on every node; RANK, MASTER_ADDR, ... are in the environment
 
-The script is foreign code. It runs in a copy of its folder, as an ordinary user without privileges, with few
-variables. The launcher writes rankN.jsonl: the lines that the observer sends through a Unix socket, then `end` or
-`error`, whose bytes and times are its own.
+The script is foreign code. It runs in a copy of its folder (workplace.py), as an ordinary user without privileges
+(sandbox.py), with few variables. The launcher writes rankN.jsonl: the lines that the observer sends (intake.py), then
+`end` or `error`, whose bytes and times are its own. When the script's first process ends, or the launcher gets SIGTERM,
+every process that the script has started is ended.
 """
 
 from __future__ import annotations
@@ -13,268 +14,271 @@ import argparse
 import contextlib
 import json
 import os
+import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
-import testbed
 from testbed.attach import channel, sandbox
+from testbed.attach.intake import Intake, Records
 from testbed.attach.offers import offer
-from testbed.rank.counters import open_counter
+from testbed.attach.output import Output, last_words, lost_another
+from testbed.attach.workplace import Workplace
+from testbed.rank.counters import Counter, NoCounter, open_counter
 from testbed.results.folder import RunFolder
-from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
+from testbed.results.records import End, Error
 from testbed.spec.datasets import data_dir
-from testbed.spec.errors import RankFailed, TestbedError, UsageError, one_line
+from testbed.spec.errors import PeerLost, RankFailed, TestbedError, UsageError, one_line
 from testbed.spec.privileges import NOBODY
+from testbed.spec.process_tree import become_subreaper, end_descendants
 from testbed.spec.run import SCHEMA, RunSpec
-from testbed.spec.script import NOT_COPIED, ScriptSpec, fill
+from testbed.spec.script import SCRIPT_DEADLINE_S, ScriptSpec, fill
 
 OWNER_VARIABLE = "TESTBED_OWNER"  # marks every process of a run, so that it can be found and ended
+LAUNCHER_VARIABLE = "TESTBED_LAUNCHER"  # pid of the launcher, in every process of its script
+FOLDER_VARIABLE = "TESTBED_SCRIPT"  # where the script's folder is on this node, if not at its own path
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "TERM", OWNER_VARIABLE)
-KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash"}
-SCRIPT_DEADLINE_S = 300.0  # without a step, after which a script is taken to hang
-STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL
-ACCEPT_BACKLOG = 64
-TAIL_LINES = 3  # of the script's output, quoted in the message on its failure
+STOP_GRACE_S = 2.0  # between SIGTERM and SIGKILL; the controller waits 5 s for the launcher
+EXIT_GRACE_S = 20.0  # for the script to end after the requested steps
+READ_TIMEOUT_S = 5.0  # for the last lines and the last output of processes that have ended
+STOPPED_CODE = 128 + signal.SIGTERM
 
 
-class Records:
-    """Writes rankN.jsonl. The first process that sends `start` is the rank; lines of others are dropped."""
-
-    def __init__(self, path: Path, limit_bytes: int = 128 << 20) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._lock = threading.Lock()
-        self._left = limit_bytes
-        self._rank: int | None = None  # the connection that sent `start`
-        self.steps = 0
-        self.reached_limit = False
-
-    def accept(self, connection: int, line: bytes) -> None:
-        """Take one line of the observer; what is no record is dropped."""
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                return
-            kind = record.get("kind")
-            with self._lock:
-                if kind == "start" and self._rank is None:
-                    self._rank = connection
-                if kind == "limit":
-                    self.reached_limit = True
-                if kind not in KINDS or self._rank not in (None, connection) or len(line) > self._left:
-                    return
-                self._left -= len(line)
-                self.steps += kind == "step"
-                self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-
-    def write(self, record: End | Error) -> None:
-        with self._lock:
-            self._file.write(encode(record) + "\n")
+class Stopped(BaseException):
+    """The launcher got SIGTERM: the controller stops the run, or has ended."""
 
 
-def listen(path: Path, records: Records) -> socket.socket:
-    """Listen for observers in threads that end with this process."""
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(str(path))
-    path.chmod(0o666)  # the folder around it belongs to the script's user alone
-    server.listen(ACCEPT_BACKLOG)
-
-    def read(connection: socket.socket, number: int) -> None:
-        with connection, connection.makefile("rb") as lines:
-            for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
-                if line.endswith(b"\n"):
-                    records.accept(number, line)
-
-    def serve() -> None:
-        number = 0
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return
-            number += 1
-            threading.Thread(target=read, args=(connection, number), daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    return server
+def _stop(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Stopped
 
 
-class Workplace:
-    """The folders of one script on one node: a copy of its own, and the Python path with the observer."""
-
-    def __init__(self, script: ScriptSpec, owner: tuple[int, int]) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="testbed-script-"))
-        self.root.chmod(0o711)
-        self.work, self.python = self.root / "work", self.root / "python"
-        self.home = self.root / "home"
-        self.offered: dict[str, Any] = {}  # data sets, for attach/vision.py
-        shutil.copytree(
-            os.environ.get("TESTBED_SCRIPT") or script.folder,
-            self.work,
-            symlinks=True,
-            ignore=shutil.ignore_patterns(*NOT_COPIED),
-            dirs_exist_ok=True,
-        )
-        self.home.mkdir()
-        package = Path(testbed.__file__).parent
-        shutil.copytree(package, self.python / "testbed", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(package / "attach" / "inject" / "sitecustomize.py", self.python / "sitecustomize.py")
-        self.socket = self.home / "observer"
-        if os.geteuid() == 0:
-            for path in (self.work, self.home, *self.work.rglob("*")):
-                os.chown(path, *owner, follow_symlinks=False)
-
-    def offer_data(self, script: ScriptSpec, owner: tuple[int, int]) -> None:
-        """Link the data sets of this machine where the script looks for them."""
-        scratch = self.root / "layouts"
-        scratch.mkdir()
-        try:
-            self.offered = offer(data_dir(), self.work, script.data_at, scratch, owner)
-        except (OSError, TestbedError) as error:
-            print(f"testbed: no data set is offered to the script ({one_line(str(error))})", file=sys.stderr)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-def script_user() -> tuple[int, int]:
-    """The user that the script runs as: the one who called sudo, else this one, else nobody instead of root."""
+def script_user(variables: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The user that the script runs as: this one, but instead of root the one who called sudo, else nobody."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
-    caller = os.environ.get("TESTBED_CALLER", "")
-    uid, _, gid = caller.partition(":")
+    uid, gid = variables.get("SUDO_UID", ""), variables.get("SUDO_GID", "")
     return (int(uid), int(gid)) if uid.isdecimal() and gid.isdecimal() and int(uid) else (NOBODY, NOBODY)
 
 
-def environment(spec: RunSpec, place: Workplace, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the script: a list, not the caller's environment."""
+def environment(
+    spec: RunSpec, place: Workplace, inherited: Mapping[str, str], offered: Mapping[str, Any]
+) -> dict[str, str]:
+    """The variables of the script: a list, not the caller's environment. `offered`: data sets, for vision.py."""
     assert spec.script is not None
-    own = {name: inherited[name] for name in KEPT_VARIABLES if name in inherited}
-    own |= {name: inherited[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept = (*KEPT_VARIABLES, *spec.script.handed, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    own = {name: inherited[name] for name in kept if name in inherited} | spec.script.environment
     interface = inherited.get("GLOO_SOCKET_IFNAME", "lo")
     deadline = spec.deadline or SCRIPT_DEADLINE_S
     request: dict[str, Any] = {"schema": SCHEMA, "steps": spec.steps, "interface": interface, "deadline": deadline}
-    request |= {"data": place.offered}
-    return own | {
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GLOO_SOCKET_IFNAME": interface,
-        "PATH": spec.script.path or inherited.get("PATH", os.defpath),
-        "HOME": str(place.home),
-        "TMPDIR": str(place.home),
-        "OMP_NUM_THREADS": str(spec.threads),
-        "PYTHONPATH": str(place.python),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        channel.VARIABLE: str(place.socket),
-        channel.REQUEST: json.dumps(request),
-        **spec.script.environment,
+    request |= {"data": offered}
+    path = os.pathsep.join(filter(None, (str(place.python), own.get("PYTHONPATH"))))
+    defaults = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": str(spec.threads), "PYTHONUNBUFFERED": "1"}
+    base = user_base()
+    return (
+        defaults
+        | ({"PYTHONUSERBASE": str(base)} if base else {})
+        | own
+        | {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "PATH": spec.script.path or inherited.get("PATH", os.defpath),
+            "HOME": str(place.home),
+            "TMPDIR": str(place.home),
+            "PYTHONPATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            LAUNCHER_VARIABLE: str(os.getpid()),
+            channel.VARIABLE: str(place.socket),
+            channel.REQUEST: json.dumps(request),
+        }
+    )
+
+
+def user_base() -> Path | None:
+    """The folder of packages that the caller has installed for himself (`pip install --user`); None without any."""
+    with contextlib.suppress(KeyError, RuntimeError):
+        uid = script_user()[0]
+        base = Path(pwd.getpwuid(0 if uid == NOBODY and os.geteuid() == 0 else uid).pw_dir) / ".local"
+        return base if (base / "lib").is_dir() else None
+    return None
+
+
+def placeholders(place: Workplace, variables: Mapping[str, str]) -> dict[str, str]:
+    """The values of the placeholders on this node."""
+    return {
+        "rank": variables["RANK"],
+        "world": variables["WORLD_SIZE"],
+        "master": variables["MASTER_ADDR"],
+        "port": variables["MASTER_PORT"],
+        "address": variables.get("TESTBED_ADDRESS", "127.0.0.1"),
+        "interface": variables.get("GLOO_SOCKET_IFNAME", "lo"),
+        "attach": str(place.python / "testbed" / "attach" / "__main__.py"),
     }
 
 
-def copy_output(source: IO[bytes], limit: int, tail: list[str]) -> None:
-    """Copy the script's output to ours, up to `limit` bytes, and keep its last lines."""
-    target, left = sys.stdout.buffer, limit
-    for line in iter(lambda: source.readline(1 << 16), b""):
-        text = one_line(line.decode(errors="replace").strip())
-        if text:
-            tail.append(text)
-            del tail[:-TAIL_LINES]
-        if left > 0:
-            target.write(line[:left])
-            target.flush()
-            left -= len(line)
-            if left <= 0:
-                target.write(f"\ntestbed: more than {limit} bytes of output; the rest is dropped\n".encode())
-                target.flush()
+class Script:
+    """The script's processes, from their start to the end of the last one."""
 
-
-def run_script(spec: RunSpec, folder: RunFolder, rank: int, argv: Sequence[str]) -> int:
-    """Run the script to its end; return the exit code of the launcher."""
-    assert spec.script is not None
-    user = script_user()
-    place = Workplace(spec.script, user)
-    place.offer_data(spec.script, user)
-    records = Records(folder.records(rank))
-    counter = open_counter(os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    tail: list[str] = []
-    begun, before = time.monotonic(), counter.read()
-    try:
-        server = listen(place.socket, records)
-        variables = environment(spec, place, os.environ)
-        command = list(argv)
-        if os.geteuid() == 0:
-            needs = [*sandbox.interpreter_paths(argv[0], variables["PATH"]), Path(sys.prefix), Path(sys.base_prefix)]
-            needs += [Path(each["root"]) for each in place.offered.values()]
-            command = sandbox.command(*user, needs, argv)
-        process = subprocess.Popen(
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], place: Workplace, output: Output) -> None:
+        self._process = subprocess.Popen(
             command,
-            env=variables,
+            env=dict(variables),
             cwd=place.work,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        assert process.stdout is not None
-        copy_output(process.stdout, spec.script.output, tail)
-        code = process.wait()
-        server.close()
-        time.sleep(0.05)  # for the last lines of the observer
+        assert self._process.stdout is not None
+        self._copier = threading.Thread(target=output.copy, args=(self._process.stdout.fileno(),), daemon=True)
+        self._copier.start()
+        self.ended = 0.0  # monotonic time
+
+    def wait(self) -> int:
+        """Wait until the first process has ended, end all others, and return its code: negative for a signal."""
+        code = self._process.wait()
+        self.ended = time.monotonic()
+        self.end()
+        return code if code <= sandbox.SIGNAL_BASE else sandbox.SIGNAL_BASE - code
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """End every process of the script, also those in sessions of their own."""
+        end_descendants(os.getpid(), grace_s)
+        self._process.wait()
+        self._copier.join(READ_TIMEOUT_S)
+
+
+def run_script(spec: RunSpec, folder: RunFolder, rank: int) -> int:
+    """Run the script to its end; return the exit code of the launcher."""
+    assert spec.script is not None
+    become_subreaper()
+    user = script_user()
+    records = Records(folder.records(rank))
+    source = Path(os.environ.get(FOLDER_VARIABLE) or spec.script.folder)
+    try:
+        with Workplace(source, user, spec.script.exclude, os.environ.get(OWNER_VARIABLE, "")) as place:
+            return _run_in(place, spec, folder, rank, records)
+    except TestbedError as error:
+        records.write(Error(code=error.exit_code, message=str(error), at=time.monotonic()))
+        raise
+    except Stopped:
+        records.write(Error(code=STOPPED_CODE, message="stopped", at=time.monotonic()))
+        return STOPPED_CODE
+
+
+def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, records: Records) -> int:
+    assert spec.script is not None
+    offered = offer_data(place, spec.script)
+    variables = environment(spec, place, os.environ, offered)
+    argv = fill(in_working_copy(spec.script), placeholders(place, os.environ))
+    output = Output(sys.stdout.buffer, spec.script.output)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    counter: Counter = open_counter(interface) if interface != "lo" else NoCounter()  # the script's sockets are its own
+    intake = Intake(place.socket, records)
+    begun, before = time.monotonic(), counter.read()
+    script = start(argv, variables, place, output, [Path(each["root"]) for each in offered.values()])
+    late = threading.Timer(EXIT_GRACE_S, end_descendants, args=(os.getpid(),))
+    late.daemon = True
+    records.on_limit = late.start
+    try:
+        code = script.wait()
+    except Stopped:
+        script.end(STOP_GRACE_S)
+        raise
     finally:
-        place.remove()
-    sent, received = (_difference(a, b) for a, b in zip(before, counter.read(), strict=True))
-    if code == 0 and records.steps:
-        seconds = time.monotonic() - begun
-        records.write(End(steps=records.steps, seconds=seconds, sent=sent, received=received))
+        intake.finish(READ_TIMEOUT_S)
+        output.finish()
+        late.cancel()
+        moved = [_difference(a, b) for a, b in zip(before, counter.read(), strict=True)]
+        records.write(place.collect(folder.files(rank)))
+    if (code == 0 or records.reached_limit) and records.steps:
+        seconds = script.ended - begun
+        records.write(End(steps=records.steps, seconds=seconds, sent=moved[0], received=moved[1]))
         return 0
-    records.write(Error(code=RankFailed.exit_code, message=_why(argv, code, records.steps, tail), at=time.monotonic()))
-    return RankFailed.exit_code
+    error = failure(spec.script, variables, code, output.tail, script.ended)
+    records.write(error)
+    return error.code
+
+
+def offer_data(place: Workplace, script: ScriptSpec) -> dict[str, Any]:
+    """Link the data sets of this machine where the script looks for them."""
+    scratch = place.root / "layouts"
+    scratch.mkdir()
+    try:
+        return offer(data_dir(), place.work, script.data_at, scratch, script_user())
+    except (OSError, TestbedError) as error:
+        print(f"testbed: no data set is offered to the script ({one_line(str(error))})", file=sys.stderr)
+        return {}
+
+
+def in_working_copy(script: ScriptSpec) -> list[str]:
+    """The command line, with the script's file relative to the working copy where it is inside the user's folder."""
+    file = Path(script.program)
+    if script.program and file.is_absolute() and file.is_relative_to(script.folder):
+        return [str(file.relative_to(script.folder)) if word == script.program else word for word in script.argv]
+    return list(script.argv)
+
+
+def start(
+    argv: Sequence[str], variables: Mapping[str, str], place: Workplace, output: Output, more: Sequence[Path]
+) -> Script:
+    """Start the script in its sandbox. Raises UsageError if its command does not exist."""
+    if shutil.which(argv[0], path=variables["PATH"]) is None and not (place.work / argv[0]).is_file():
+        raise UsageError(f"command {one_line(argv[0])!r}: not found on this node. Its PATH is {variables['PATH']}")
+    needs = [*sandbox.interpreter_paths(argv[0], variables["PATH"]), Path(sys.prefix), Path(sys.base_prefix)]
+    needs += more
+    needs += [Path(word).parent for word in argv if word.endswith(".py") and Path(word).is_absolute()]
+    if "PYTHONUSERBASE" in variables:
+        needs.append(Path(variables["PYTHONUSERBASE"]))
+    return Script(sandbox.command(script_user(), needs, place.root, argv), variables, place, output)
 
 
 def _difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else max(0, after - before)
 
 
-def _why(argv: Sequence[str], code: int, steps: int, tail: Sequence[str]) -> str:
-    name = next((word for word in argv if word.endswith(".py")), argv[0])
+def failure(script: ScriptSpec, variables: Mapping[str, str], code: int, tail: str, at: float) -> Error:
+    """The record of a script that ended badly: its own code, and the line of its output that says why."""
+    words = last_words(tail)
     if code == 0:
-        rule = "no step of an optimizer was seen"
-        return f"{name} ended with code 0 before its first step: {rule}"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"{name} {how}" + (f": {tail[-1]}" if tail else "")
+        rule = "no step of an optimizer of torch.optim was seen"
+        words = f"{rule}{f'; its last line is: {words}' if words else ''}"
+    elif "No module named 'torch'" in words:
+        python = shutil.which(script.argv[0], path=variables["PATH"]) or script.argv[0]
+        way_out = "Activate the environment that has it, or write its path: testbed exec -- /path/to/python main.py"
+        words = f"{words}: the interpreter {python} has no torch. {way_out}"
+    lost = code != 0 and lost_another(words)
+    kind = PeerLost if lost else RankFailed
+    return Error(code=kind.exit_code, message=words, at=at, script_code=code)
 
 
 def main() -> int:
     """Read the request and run the script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    folder = RunFolder(parser.parse_args().folder)
+    parser.add_argument("--resume", action="store_true", help="the script starts again from its beginning")
+    options = parser.parse_args()
+    folder = RunFolder(options.folder)
     rank = int(os.environ["RANK"])
     spec = folder.read_spec()
     if spec.script is None:
         raise UsageError(f"{folder.spec}: has no script. Use `testbed exec`.")
-    values: dict[str, Any] = {
-        "rank": str(rank),
-        "world": os.environ["WORLD_SIZE"],
-        "master": os.environ["MASTER_ADDR"],
-        "port": os.environ["MASTER_PORT"],
-        "address": os.environ.get("TESTBED_ADDRESS", "127.0.0.1"),
-        "interface": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
+    signal.signal(signal.SIGTERM, _stop)
+    if options.resume:
+        folder.set_records_aside(rank)
     try:
-        return run_script(spec, folder, rank, fill(spec.script.argv, values))
+        return run_script(spec, folder, rank)
     except (TestbedError, OSError) as error:
         print(f"testbed: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, TestbedError) else 1
+    except Stopped:
+        return STOPPED_CODE
 
 
 if __name__ == "__main__":

@@ -1,32 +1,57 @@
-"""Become the script's user, without privileges, in a mount namespace where that user can reach its interpreter.
+"""Start a script as an ordinary user without privileges, with few processes, files and folders in its reach.
 
-    unshare --mount --propagation private python -m testbed.attach.sandbox --user UID:GID --needs PATH... -- COMMAND
+    setpriv --pdeathsig KILL -- unshare --mount --pid --fork --kill-child ... \\
+        python -m testbed.attach.sandbox --user UID:GID --writable ROOT --needs PATH... -- COMMAND
 
-An interpreter in a home folder that only its owner may enter, e.g. /root, cannot be started by another user. Such a
-folder is covered by an empty one in which only the needed paths exist, so the rest of it is out of the script's reach.
-The namespace ends with the script; nothing outside of it changes.
+Only root can do all of this. In a mount namespace everything is read-only but the working copy, /tmp and /dev/shm,
+which are its own; home folders are empty but for what the script needs, e.g. an interpreter in /root/venv. In a process
+namespace all processes of the script end with the first one, also if the launcher is killed. Both namespaces end with
+the script; nothing outside of them changes. Another user than root starts the script with that user's own rights.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
+import pwd
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from testbed.spec.privileges import without_privileges
+from testbed.spec.errors import Unavailable
+from testbed.spec.privileges import without_new_privileges, without_privileges
 
-UNSHARE = ("unshare", "--mount", "--propagation", "private", "--")
+NAMESPACES = ("--mount", "--pid", "--fork", "--kill-child", "--propagation", "private")
+DIES_WITH_LAUNCHER = ("setpriv", "--pdeathsig", "KILL", "--")
 MOUNT_TIMEOUT_S = 20.0
+PRIVATE = (Path("/tmp"), Path("/var/tmp"))  # folders that every user may write to
+SHARED_MEMORY = Path("/dev/shm")
+# mount_setattr(2), which has no function in the C library of older systems
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+SIGNAL_BASE = 128  # a script that a signal ended has the code 128 + signal here, as in a shell
 
 
-def command(uid: int, gid: int, needs: Iterable[Path], argv: Sequence[str]) -> list[str]:
-    """The command that root starts instead of `argv`."""
+def command(user: tuple[int, int], needs: Iterable[Path], writable: Path, argv: Sequence[str]) -> list[str]:
+    """The command that is started instead of `argv`."""
+    if os.geteuid() != 0:
+        return [*DIES_WITH_LAUNCHER, *without_new_privileges(), *argv]
+    if not _can_unshare():
+        rule = "root cannot make namespaces here, and a script of yours is not run with root's view of the machine"
+        raise Unavailable(f"substrate: {rule}. Run as another user, or use --on compose")
     flags = [flag for path in needs for flag in ("--needs", str(path))]
-    return [*UNSHARE, sys.executable, "-m", "testbed.attach.sandbox", "--user", f"{uid}:{gid}", *flags, "--", *argv]
+    own = [sys.executable, "-m", "testbed.attach.sandbox", "--user", f"{user[0]}:{user[1]}", "--writable", writable]
+    return [*DIES_WITH_LAUNCHER, "unshare", *NAMESPACES, "--", *map(str, own), *flags, "--", *argv]
+
+
+def _can_unshare() -> bool:
+    return (
+        subprocess.run(["unshare", *NAMESPACES, "true"], capture_output=True, timeout=MOUNT_TIMEOUT_S).returncode == 0
+    )
 
 
 def interpreter_paths(program: str, path: str) -> list[Path]:
@@ -48,6 +73,17 @@ def _interpreter(file: Path) -> str:
     return words[0] if words and not words[0].endswith("/env") else ""
 
 
+def homes(uid: int) -> list[Path]:
+    """The home folders of root and of the script's user, which hold keys and tokens."""
+    found = []
+    for each in (0, uid):
+        with contextlib.suppress(KeyError):
+            home = Path(pwd.getpwuid(each).pw_dir)
+            if home.is_dir() and len(home.parts) > 1:
+                found.append(home)
+    return list(dict.fromkeys(found))
+
+
 def hidden_ancestor(path: Path, uid: int) -> Path | None:
     """The outermost folder above `path` that the user may not enter; None if there is none."""
     for folder in reversed(path.parents):
@@ -57,41 +93,85 @@ def hidden_ancestor(path: Path, uid: int) -> Path | None:
     return None
 
 
-def reveal(paths: Iterable[Path], uid: int) -> None:
-    """Cover every folder that hides one of the paths; only these paths exist in it then."""
-    hidden: dict[Path, list[Path]] = {}
-    for path in dict.fromkeys(paths):
-        cover = hidden_ancestor(path, uid)
-        if cover is not None and path.is_dir():
-            hidden.setdefault(cover, []).append(path)
-    for cover, inside in hidden.items():
-        inside = [path for path in inside if not any(path != other and path.is_relative_to(other) for other in inside)]
+def covers(needs: Iterable[Path], uid: int, always: Iterable[Path]) -> dict[Path, list[Path]]:
+    """The folders to cover, and the paths that must stay visible in each. A folder inside another is not listed.
+
+    `always`: folders to cover even if nothing in them is needed; one that is needed itself is not covered.
+    """
+    wanted = [path for path in dict.fromkeys(needs) if path.is_dir()]
+    found = [path for path in always if path.is_dir() and path not in wanted]
+    found += [cover for path in wanted if (cover := hidden_ancestor(path, uid)) is not None]
+    outermost = [path for path in dict.fromkeys(found) if not any(path != o and path.is_relative_to(o) for o in found)]
+    return {cover: _outermost(path for path in wanted if path.is_relative_to(cover)) for cover in outermost}
+
+
+def _outermost(paths: Iterable[Path]) -> list[Path]:
+    paths = list(paths)
+    return [path for path in paths if not any(path != other and path.is_relative_to(other) for other in paths)]
+
+
+def isolate(uid: int, needs: Sequence[Path], writable: Path) -> None:
+    """Make everything read-only or empty but what the script needs. Call it in namespaces of its own, as root."""
+    _mount("-t", "proc", "proc", "/proc")
+    for cover, inside in covers([*needs, writable], uid, [*homes(uid), *PRIVATE]).items():
         opened = {path: os.open(path, os.O_PATH) for path in inside}
-        _mount("-t", "tmpfs", "-o", "mode=755,size=1m", "tmpfs", str(cover))
+        _mount("-t", "tmpfs", "-o", f"mode={'1777' if cover in PRIVATE else '755'}", "tmpfs", str(cover))
         for path, descriptor in opened.items():
             path.mkdir(parents=True)
             # mount must not follow the link by its text: that path is covered now
             _mount("--no-canonicalize", "--bind", f"/proc/{os.getpid()}/fd/{descriptor}", str(path))
             os.close(descriptor)
-        _mount("-o", "remount,ro", str(cover))
+    if not writable.is_mount():
+        _mount("--bind", str(writable), str(writable))
+    if not set_read_only(Path("/"), True, recursive=True):
+        print("testbed: this kernel cannot make all mounts read-only: the script may write where its user may")
+        return
+    for path in (writable, *(each for each in PRIVATE if each.is_mount())):
+        set_read_only(path, False)
+    if SHARED_MEMORY.is_dir():
+        _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(SHARED_MEMORY))
+
+
+def set_read_only(path: Path, wanted: bool, recursive: bool = False) -> bool:
+    """Make a mount read-only or writable, and with `recursive` those below it; False if the kernel cannot."""
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY if wanted else 0, 0 if wanted else MOUNT_ATTR_RDONLY, 0, 0)
+    flags = AT_RECURSIVE if recursive else 0
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    size = ctypes.sizeof(attributes)
+    return bool(call(SYS_MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags, ctypes.byref(attributes), size) == 0)
 
 
 def _mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True, timeout=MOUNT_TIMEOUT_S)
 
 
-def main() -> None:
-    """Make the paths visible, then become the command."""
+def run(argv: list[str]) -> int:
+    """Run a command as a child, wait for it and for orphans; return its code, 128 + N for signal N.
+
+    The first process of a process namespace ignores signals that it has no handler for, so the script must not be it.
+    """
+    child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGPIPE])
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else SIGNAL_BASE - code
+
+
+def main() -> int:
+    """Make the namespaces as the script needs them, then run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--user", required=True)
     parser.add_argument("--needs", type=Path, action="append", default=[])
+    parser.add_argument("--writable", type=Path, required=True)
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
     uid, gid = map(int, options.user.split(":"))
-    reveal(options.needs, uid)
-    argv = [*without_privileges(uid, gid), *options.argv]
-    os.execvp(argv[0], argv)
+    work = os.getcwd()
+    isolate(uid, options.needs, options.writable)
+    os.chdir(work)  # the path leads to the writable mount only now
+    return run([*without_privileges(uid, gid), *options.argv])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -355,6 +355,7 @@ def root_cause(
     last_steps: Sequence[int],
     nodes: Sequence[str],
     folder: RunFolder,
+    ended_at: Sequence[float] = (),
 ) -> TestbedError:
     """Return the error that names the failed rank. All sequences are in rank order.
 
@@ -362,8 +363,11 @@ def root_cause(
     their code is not known: without a controller, rank 0 detects only that their connections closed. `last_steps` are
     the last recorded steps (-1: none), `nodes` the names that messages use. The order of the rules: a rank that ended
     for its own reason; the rank that most of the others report as lost; a rank whose code is not known.
+
+    Ranks of a user's own script have no watchdog and report nobody. For them `ended_at` are the times at which they
+    ended, infinite for those that run: the first one that ended badly is the failed one.
     """
-    return _RootCause(codes, error_records, ended, last_steps, nodes, folder).find()
+    return _RootCause(codes, error_records, ended, last_steps, nodes, folder, ended_at).find()
 
 
 def reported_rank(code: int | None, error_record: Mapping[str, Any] | None) -> int | None:
@@ -382,8 +386,9 @@ class _RootCause:
         last_steps: Sequence[int],
         nodes: Sequence[str],
         folder: RunFolder,
+        ended_at: Sequence[float] = (),
     ) -> None:
-        self.codes, self.errors, self.ended = codes, errors, ended
+        self.codes, self.errors, self.ended, self.ended_at = codes, errors, ended, ended_at
         self.last_steps, self.nodes, self.folder = last_steps, nodes, folder
         # For each rank that ended because it lost another: which one it reports.
         self.reported = [reported_rank(code, error) for code, error in zip(codes, errors, strict=True)]
@@ -392,6 +397,8 @@ class _RootCause:
         """Apply the rules in their order."""
         reports = Counter(rank for rank in self.reported if rank is not None)
         own_reason = [k for k, code in enumerate(self.codes) if code not in (None, 0, PeerLost.exit_code)]
+        if self.ended_at:
+            return self._script(own_reason)
         if own_reason:
             return self._own_reason(max(own_reason, key=lambda k: (reports[k], -k)))
         if self.reported == [1, 0]:  # no third rank's report shows which end of the link failed
@@ -406,6 +413,15 @@ class _RootCause:
         if unknown:
             return self._lost(min(unknown, key=lambda k: (k not in self.ended, self.last_steps[k])))
         return self._nobody()
+
+    def _script(self, own_reason: Sequence[int]) -> TestbedError:
+        """The first rank of a user's script that ended badly, or that ended well while others still needed it."""
+        bad = own_reason or [k for k, code in enumerate(self.codes) if code]
+        first = min(bad, key=lambda k: self.ended_at[k])
+        early = [k for k, code in enumerate(self.codes) if code == 0 and self.ended_at[k] < self.ended_at[first]]
+        if early and not own_reason:
+            return self._lost(min(early, key=lambda k: self.ended_at[k]))
+        return self._own_reason(first)
 
     def _nobody(self) -> RankFailed:
         """Ranks lost another, but none can be named: e.g. all of them wait in a user's method."""
@@ -438,14 +454,21 @@ class _RootCause:
         message = f": {words['message'].rstrip('.')}" if words is not None and quoted else ""
         if code == DiskFull.exit_code and nearly_full(self.folder.path):  # the rank may have recorded nothing
             message = f": {full_disk(self.folder.path).rstrip('.')}"
-        sentence = f"{self._label(rank)} {_how_it_ended(code)} {self._when(rank)}{self._with_node_names(message)}"
+        own_code = error.get("script_code") if error else None
+        how = _how_it_ended(code if own_code is None else own_code)
+        sentence = f"{self._label(rank)} {how} {self._when(rank)}{self._with_node_names(message)}"
         return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
 
     def _others(self, rank: int) -> str:
         """Which ranks lost this one, and which ended for a different reason."""
         rest = [(k, code) for k, code in enumerate(self.codes) if k != rank and code not in (None, 0)]
         lost = [k for k, code in rest if code == PeerLost.exit_code]
-        alike = [f"rank {k} {_how_it_ended(code)}" for k, code in rest if code != PeerLost.exit_code]
+        own = [(error or {}).get("script_code") for error in self.errors]
+        alike = [
+            f"rank {k} {_how_it_ended(code if own[k] is None else own[k])}"
+            for k, code in rest
+            if code != PeerLost.exit_code
+        ]
         return (f" Then {_names(lost)} lost it." if lost else "") + (f" Also {', '.join(alike)}." if alike else "")
 
     def _reports_on(self, rank: int) -> list[Mapping[str, Any]]:
@@ -479,7 +502,8 @@ def _names(ranks: Iterable[int]) -> str:
 
 def _how_it_ended(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        known = -code in {each.value for each in signal.Signals}
+        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
     if code == DiskFull.exit_code:
         return "could not write any more"
     return f"ended with code {code}"

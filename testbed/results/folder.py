@@ -67,6 +67,10 @@ class RunFolder:
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"
 
+    def files(self, rank: int) -> Path:
+        """What a user's script wrote to its working copy."""
+        return self.path / f"rank{rank}.files"
+
     def trace(self, rank: int) -> Path:
         """The trace of torch.profiler, if the run was profiled."""
         return self.path / f"rank{rank}.trace.json"

@@ -7,6 +7,7 @@ parameters  sampled   hash of all parameters
 batch       sampled   hash of a whole batch
 pass        per pass  order in which a sampler gave its indices
 unseen      some      a part of the observer that failed, and what is not known because of it
+files       once      what the script wrote to its working copy, and what of it was not collected (by the launcher)
 
 The observer is code that runs inside the script's own process, so a script can forge these lines. Every line is checked
 against its class when it is read.
@@ -130,4 +131,15 @@ class Unseen:
     error: Text
 
 
-Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files that the script wrote, collected in rankN.files/; the launcher writes this record."""
+
+    kind: Literal["files"] = "files"
+    count: Count
+    bytes: Count
+    left_out: Count = 0
+    reasons: list[Text] = field(default_factory=list)  # why some were left out, each once
+
+
+Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files

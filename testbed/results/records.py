@@ -138,6 +138,7 @@ class Error:
     message: str
     failed_rank: Count | None = None  # the rank that this one lost, if it is known
     at: float | None = None  # monotonic time
+    script_code: Code | None = None  # of a user's script: its own exit code, negative for a signal
 
 
 Record = Start | Step | Eval | Hash | End | Error | Observation

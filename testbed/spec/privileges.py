@@ -13,3 +13,8 @@ def without_privileges(uid: int, gid: int) -> list[str]:
     user = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
     sets = ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"]
     return ["setpriv", *user, *sets, "--no-new-privs", "--"]
+
+
+def without_new_privileges() -> list[str]:
+    """Run as the present user, without a way to gain privileges. Any user may do this."""
+    return ["setpriv", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs", "--"]

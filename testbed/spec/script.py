@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -23,12 +24,15 @@ PLACEHOLDERS = {
     "port": "port on node 0 that is free for the rendezvous",
     "address": "address of this node",
     "interface": "network interface of this node",
+    "attach": "file that observes where PYTHONPATH is ignored: python -I {attach} main.py",
 }
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 MAX_OUTPUT_BYTES = 64 << 20  # of a rank's log
 # of a script's folder
 NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "runs", ".mypy_cache", ".pytest_cache")
 TAKEN = ("/", "/script", "/data", "/runs", "/tmp", "/opt/testbed", "/proc", "/dev", "/sys")  # by the container itself
+SCRIPT_DEADLINE_S = 300.0  # without a step, after which a script is ended
+OWN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOME", "PATH")
 INTERPRETERS = ("python", "python3", "torchrun", "fabric", "lightning", "accelerate")
 
 
@@ -82,6 +86,29 @@ class Mount(Spec):
         return cls(source=path, target=os.path.normpath(target) if target else path, writable=access == "rw")
 
 
+def _check_variables(names: Any) -> Any:
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise refuse("variable", name, "must be letters, digits and _", "Write e.g. --env DEBUG=1.")
+        if name in OWN_VARIABLES or name.startswith("TESTBED_"):
+            raise refuse("variable", name, "is set by the testbed", "Leave it out, or use a placeholder.")
+    return names
+
+
+def _python_file(words: Sequence[str]) -> str:
+    """The script among the arguments of `python`; empty for -m and -c."""
+    left = list(words)
+    while left and left[0].startswith("-") and left[0] != "-":
+        option = left.pop(0)
+        if option.startswith(("-m", "-c")) or re.fullmatch(r"-[A-Za-z]*[mc]", option):
+            return ""
+        if option in ("-W", "-X") and left:
+            left.pop(0)
+    if left and left[0] == "{attach}":
+        left.pop(0)
+    return left[0] if left and left[0] != "-" else ""
+
+
 class ScriptSpec(Spec):
     """A script as it is started on every node."""
 
@@ -92,6 +119,8 @@ class ScriptSpec(Spec):
     image: str = ""  # of its containers; empty: ours
     mounts: tuple[Mount, ...] = ()  # in its containers
     data_at: tuple[str, ...] = ("data",)  # folders in its working folder where it looks for data sets of torchvision
+    handed: tuple[str, ...] = ()  # names of variables of the caller; their values are not recorded
+    exclude: tuple[str, ...] = ()  # names or patterns of what is not copied, besides NOT_COPIED
     as_cpu: bool = False  # run a script that was written for CUDA on the CPU
     output: int = Field(default=MAX_OUTPUT_BYTES, gt=0)  # bytes of a rank's log; what exceeds it is dropped
 
@@ -104,6 +133,19 @@ class ScriptSpec(Spec):
     @classmethod
     def _inside(cls, places: tuple[str, ...]) -> tuple[str, ...]:
         return validator(_check_inside)(places)
+
+    @field_validator("environment", "handed")
+    @classmethod
+    def _free_variables(cls, names: Any) -> Any:
+        return validator(_check_variables)(names)
+
+    @property
+    def program(self) -> str:
+        """The file with the training loop as the command line has it; empty if it cannot be told, e.g. `-m module`."""
+        first = PurePath(self.argv[0]).name
+        if re.fullmatch(r"python[\d.]*", first):
+            return _python_file(self.argv[1:])
+        return next((word for word in self.argv if word.endswith(".py") and not word.startswith("-")), "")
 
     @property
     def name(self) -> str:

@@ -49,6 +49,14 @@ def format_size(value: int) -> str:
     return _format(value, SIZE_UNITS, ("GiB", "MiB", "KiB", "B"))
 
 
+def approximate_size(value: int) -> str:
+    """3276800 -> '3.3 MB'; for messages."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value} bytes"
+
+
 def parse_rate(text: str) -> int:
     """'200mbit' -> 200_000_000 bit/s."""
     return _parse("rate", text, RATE_UNITS, "200mbit")

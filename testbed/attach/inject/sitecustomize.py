@@ -52,6 +52,7 @@ class _AfterTorch:
         return spec
 
 
-_chain()
+if __name__ == "sitecustomize":  # else attach/__main__.py runs it, and Python has run the hidden one already
+    _chain()
 if os.environ.get("TESTBED_OBSERVER"):
     sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]

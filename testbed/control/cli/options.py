@@ -65,6 +65,7 @@ OUTSIDE_SPEC = {
     "image",
     "data_at",
 }
+OUTSIDE_SPEC |= {"env", "exclude", "address", "interface"}  # of `testbed exec`: keys of the spec's script
 
 
 def spec_options(context: typer.Context) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from testbed.control.cli.options import Json
 from testbed.control.cli.report import exit_code, print_results
 from testbed.control.runs.select import HOSTS
 from testbed.spec.errors import refuse
-from testbed.spec.script import PLACEHOLDERS, Mount
+from testbed.spec.script import PLACEHOLDERS, Mount, fill
 
 app = typer.Typer()
 EXAMPLE = "testbed exec --nodes 4 -- python main.py --rank {rank}"
@@ -31,6 +32,17 @@ def exec_(
     nodes: opt.Nodes = None,
     rate: opt.Rate = None,
     steps: Annotated[str | None, typer.Option(help="end the script after so many steps [default: its own end]")] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help="seconds without a step until it is ended [default: 300]")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME[=VALUE]", help="hand a variable to the script; a VALUE is recorded"),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar="NAME", help="do not copy files and folders of this name or pattern"),
+    ] = None,
     on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
@@ -55,7 +67,14 @@ def exec_(
     """Run your own training script on every node, unchanged: testbed exec [OPTIONS] -- python main.py --rank {rank}"""
     if not context.args:
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
-    script: dict[str, Any] = {"argv": list(context.args), "folder": str(Path.cwd()), "path": script_path()}
+    fill(context.args, dict.fromkeys(PLACEHOLDERS, ""))  # here, so that the message names the placeholder alone
+    script: dict[str, Any] = {
+        "argv": list(context.args),
+        "folder": str(Path.cwd()),
+        "path": script_path(),
+        "exclude": exclude or [],
+    }
+    script |= variables(env or [])
     if data_at:
         script["data_at"] = ["data", *data_at]
     if mount or image:
@@ -80,6 +99,13 @@ def in_containers(on: str) -> str:
         way_out = "Leave them out: the script sees the files of this machine. Or use --on compose."
         raise refuse("--on", on, rule, way_out)
     return "compose" if on == "auto" else on
+
+
+def variables(given: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` becomes a variable of the script, `NAME` one that it gets from the caller."""
+    pairs = [each.partition("=") for each in given]
+    set_here = {name: value for name, equals, value in pairs if equals}
+    return {"environment": set_here, "handed": [name for name, equals, _ in pairs if not equals]}
 
 
 def script_path() -> str:

@@ -24,6 +24,7 @@ from testbed.control.substrates import engine
 from testbed.control.substrates.content import ROOT
 
 VARIABLE = "TESTBED_OWNER"  # in the environment of every process that a substrate starts
+LAUNCHER = "TESTBED_LAUNCHER"  # in every process of a user's script (attach/launch.py): the pid of its launcher
 PACKAGE_PATH = "PYTHONPATH"  # begins with the folder of the clone in every such process
 PREFIX = "testbed"
 PATTERN = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})")
@@ -86,6 +87,12 @@ def _runs(pid: int, started: str) -> bool:
 def owned_processes() -> dict[int, str]:
     """Return the pids of all live processes with a mark in their environment, and their owners."""
     return {pid: environment[VARIABLE] for pid, environment in _marked_environments().items()}
+
+
+def current_processes() -> dict[int, str]:
+    """Return the pids of all live processes with the mark of this process, and the pid of their script's launcher."""
+    marked = _marked_environments().items()
+    return {pid: each.get(LAUNCHER, "") for pid, each in marked if each[VARIABLE] == current()}
 
 
 def _marked_environments() -> dict[int, dict[str, str]]:

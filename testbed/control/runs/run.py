@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.control.machine import ownership
+from testbed.control.runs import scripts
 from testbed.control.runs.faults import Injector
 from testbed.control.runs.locks import folder_lock, machine_lock
 from testbed.control.runs.progress import Progress
@@ -95,6 +96,8 @@ def execute(
     `resume`: continue the run in `folder`; its faults are not injected again. `retries`: instead of the spec's.
     """
     check_inputs(spec)
+    if spec.script is not None:
+        scripts.check(spec.script, choice.type.runs_here)
     if not resume:
         check_faults(spec, choice)
     applied = choice.drop_unsupported(spec)
@@ -104,6 +107,7 @@ def execute(
         lock(choice, progress.stage),
         folder_lock(folder.path),
         _orphans_ended(choice, progress) as notes,
+        scripts.copies_removed(),
         choice.make(spec, folder.path) as substrate,
     ):
         injector = Injector(() if resume else spec.fault_schedule(), substrate, folder.faults)
@@ -243,6 +247,7 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
         if reason:
             return _conclude(run, notes, "invalid", reason)
         _train(run, notes, resume)
+        notes.notes += scripts.notes(run.spec, run.folder)
         if not notes.invalid:
             _measure_again(run, notes, recheck)
     except KeyboardInterrupt:
@@ -455,6 +460,8 @@ def _attempt(run: RunContext, resume: bool) -> None:
         "TESTBED_DATA": str(data_dir().resolve()),
         "TESTBED_METHODS": str(methods_dir().resolve()),
     }
+    if spec.script is not None:
+        environment |= scripts.handed(spec.script)
     module = "testbed.attach.launch" if spec.script else "testbed.rank"
     argv = [substrate.python, "-m", module, "--folder", str(folder.path.resolve())]
     if resume:
@@ -466,4 +473,5 @@ def _attempt(run: RunContext, resume: bool) -> None:
         processes.append(substrate.start(rank, argv, environment | own, folder.log(rank)))
     run.injector.attach(processes)
     names = [node.name for node in substrate.nodes]
-    supervise(processes, folder, run.progress, run.injector, tails, names, run.timing)
+    script = scripts.rules(spec, substrate) if spec.script else None
+    supervise(processes, folder, run.progress, run.injector, tails, names, run.timing, script)

@@ -57,6 +57,7 @@ class SubstrateType:
     shapes: bool = True
     is_local: Callable[[], bool] = lambda: False  # returns True if its nodes share the cores of this machine
     where: Callable[[], str] = lambda: ""  # words on where its nodes are, if that depends on the user's settings
+    runs_here: bool = False  # True if ranks use the files and commands of this machine
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
 
@@ -100,6 +101,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         description="network namespaces, links shaped as requested",
         make=lambda spec, folder: NetnsSubstrate(node_plans(spec), folder),
         check=check_netns,
+        runs_here=True,
         faults=kinds_on("netns"),
         is_local=lambda: True,
     ),
@@ -108,6 +110,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         description="plain processes on loopback, unshaped, no CPU limit",
         make=lambda spec, folder: ProcessSubstrate(node_plans(spec), folder),
         check=check_process,
+        runs_here=True,
         drop_unsupported=RunSpec.without_shaping,
         shapes=False,
         is_local=lambda: True,

@@ -66,6 +66,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScriptRules:
+    """What differs for a user's own script, whose ranks have no watchdog."""
+
+    deadline_s: float  # without a step, after which it is ended
+    start_s: float  # the same before its first step: imports, data
+    one_clock: bool  # True if the times in the ranks' records can be compared
+
+
 @dataclass
 class RankState:
     """The state of one rank, from its records and its exit code."""
@@ -84,6 +93,11 @@ class RankState:
     def ended_by_itself(self) -> bool:
         """True if it failed, and not because it lost another rank."""
         return self.code not in (None, 0, PeerLost.exit_code)
+
+    def ended_at(self, script: ScriptRules) -> float:
+        """When the script ended on this rank; infinite if it runs."""
+        recorded = (self.error or {}).get("at") if script.one_clock else None
+        return recorded if recorded is not None else float("inf") if self.ended is None else self.ended
 
     def poll(self, rank: int, progress: Progress) -> bool:
         """Read new records and the exit code; True if there was anything new."""
@@ -117,6 +131,7 @@ def supervise(
     tails: Sequence[Tail] | None = None,
     nodes: Sequence[str] = (),
     timing: Timing = Timing(),  # noqa: B008  (frozen)
+    script: ScriptRules | None = None,
 ) -> None:
     """Return when all ranks ended with code 0; else raise the root cause.
 
@@ -126,14 +141,19 @@ def supervise(
     names = nodes or [f"node{k}" for k in range(len(processes))]
     ranks = [RankState(*each) for each in zip(processes, tails, names, strict=True)]
     try:
-        _poll_until_end(ranks, folder, progress, observer, timing)
+        _poll_until_end(ranks, folder, progress, observer, timing, script)
     finally:
         if observer:
             observer.poll(ranks)  # once more, with the final exit codes
 
 
 def _poll_until_end(
-    ranks: list[RankState], folder: RunFolder, progress: Progress, observer: RankObserver | None, timing: Timing
+    ranks: list[RankState],
+    folder: RunFolder,
+    progress: Progress,
+    observer: RankObserver | None,
+    timing: Timing,
+    script: ScriptRules | None,
 ) -> None:
     last_change = time.monotonic()
     while True:
@@ -149,17 +169,30 @@ def _poll_until_end(
                 last_steps=[rank.last_step for rank in ranks],
                 nodes=[rank.node for rank in ranks],
                 folder=folder,
+                ended_at=[rank.ended_at(script) for rank in ranks] if script else (),
             )
         if all(rank.code == 0 for rank in ranks):
             return
         stall_s = timing.stall_deadlines * max(rank.deadline for rank in ranks)
+        if script:
+            stall_s = script.deadline_s if any(rank.last_step >= 0 for rank in ranks) else script.start_s
         if time.monotonic() - last_change > stall_s:
-            slowest = min(range(len(ranks)), key=lambda k: ranks[k].last_step)
-            name = f"rank {slowest} ({ranks[slowest].node})"
-            raise RankFailed(
-                f"{name} is behind, and no rank made progress for {stall_s:g} s. See {folder.log(slowest)}"
-            )
+            raise _stalled(ranks, folder, stall_s, script)
         time.sleep(timing.poll_s)
+
+
+def _stalled(ranks: list[RankState], folder: RunFolder, stall_s: float, script: ScriptRules | None) -> RankFailed:
+    """The error of a run in which no rank makes progress: it names the rank that is behind."""
+    running = [k for k, rank in enumerate(ranks) if rank.code is None]
+    slowest = min(running, key=lambda k: ranks[k].last_step)
+    name = f"rank {slowest} ({ranks[slowest].node})"
+    if script is None:
+        return RankFailed(f"{name} is behind, and no rank made progress for {stall_s:g} s. See {folder.log(slowest)}")
+    done = ranks[slowest].last_step + 1
+    steps = f"{done} step{'s' * (done != 1)}"
+    behind = f"{name} is behind, after {steps}" if done else f"{name} has made no step"
+    way_out = "If the script needs longer, give --deadline SECONDS"
+    return RankFailed(f"{behind}: no rank made a step for {stall_s:g} s. {way_out}. See {folder.log(slowest)}")
 
 
 def _wait_for_others(ranks: list[RankState], progress: Progress, timing: Timing) -> None:

@@ -24,6 +24,7 @@ from testbed.control.machine.processes import kill_until_gone, send
 from testbed.control.substrates.base import NodeHandle, NodePlan, Process
 from testbed.net.shaping import Shaping
 from testbed.spec.errors import Unavailable, require_extra
+from testbed.spec.process_tree import descendants
 from testbed.spec.units import format_rate
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -57,9 +58,17 @@ class LocalProcess:
             resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (1, 1))
 
     def group(self) -> list[int]:
-        """Return the pids of the live processes in its process group: itself and its children."""
-        owned = [pid for pid, owner in ownership.owned_processes().items() if owner == ownership.current()]
-        return [pid for pid in owned if _group_of(pid) == self.pid]
+        """Return the pids of its live processes: itself and its descendants, in whatever group or session.
+
+        Descendants of a launcher that was killed are found by the variable that it has set.
+        """
+        owned = ownership.current_processes()
+        found = {pid for pid, launcher in owned.items() if launcher == str(self.pid) or _group_of(pid) == self.pid}
+        return sorted(found | self._descendants())
+
+    def _descendants(self) -> set[int]:
+        """Those of a process that has not been waited for, so that its pid is still its own."""
+        return set(descendants(self.pid)) if self._popen.returncode is None else set()
 
 
 def _group_of(pid: int) -> int | None:

@@ -1,0 +1,109 @@
+"""Receive the observer's lines through a Unix socket and write them to rankN.jsonl.
+
+A script can write to the socket what it likes. So a line is stored only if it is a record of a kind that the observer
+sends, and the file has a largest size. Values are checked when the file is read (results/records.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from testbed.results.folder import MAX_RECORDS_BYTES
+from testbed.results.observations import Files
+from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
+
+KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash"}
+RESERVED_BYTES = 1 << 20  # of the largest size, for the launcher's own records
+ACCEPT_BACKLOG = 64
+
+
+class Records:
+    """Writes rankN.jsonl. The first process that sends `start` is the rank; lines of others are dropped."""
+
+    def __init__(self, path: Path, limit_bytes: int = MAX_RECORDS_BYTES - RESERVED_BYTES) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lock = threading.Lock()
+        self._left = limit_bytes
+        self._rank: int | None = None  # the connection that sent `start`
+        self.steps = 0
+        self.reached_limit = False  # of the steps that were requested
+        self.on_limit: Callable[[], None] = lambda: None
+
+    def accept(self, connection: int, line: bytes) -> None:
+        """Take one line of the observer; what is no record is dropped."""
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                return
+            kind = record.get("kind")
+            with self._lock:
+                if kind == "start" and self._rank is None:
+                    self._rank = connection
+                if kind == "limit" and not self.reached_limit:
+                    self.reached_limit = True
+                    self.on_limit()
+                self._store(connection, record, kind, len(line))
+
+    def _store(self, connection: int, record: dict[str, Any], kind: object, size: int) -> None:
+        if kind not in KINDS or self._rank not in (None, connection) or size > self._left:
+            return
+        self._left -= size
+        self.steps += kind == "step"
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def write(self, record: End | Error | Files) -> None:
+        """Write a record of the launcher's own."""
+        with self._lock:
+            self._file.write(encode(record) + "\n")
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+class Intake:
+    """Listens for observers, in threads that end with this process."""
+
+    def __init__(self, path: Path, records: Records) -> None:
+        self._records = records
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(path))
+        path.chmod(0o666)  # the folder around it belongs to the script's user alone
+        self._server.listen(ACCEPT_BACKLOG)
+        self._path = path
+        self._readers: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._serve, daemon=True)
+        self._acceptor.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # also BlockingIOError: `finish` was called, and no connection is left
+                return
+            number = len(self._readers)
+            reader = threading.Thread(target=self._read, args=(connection, number), daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def _read(self, connection: socket.socket, number: int) -> None:
+        with connection, connection.makefile("rb") as lines:
+            for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
+                if line.endswith(b"\n"):
+                    self._records.accept(number, line)
+
+    def finish(self, timeout_s: float) -> None:
+        """Read what is left. The processes that sent it have ended, so every connection has an end."""
+        self._server.setblocking(False)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
+            wake.connect(str(self._path))  # the acceptor may still wait
+        self._acceptor.join(timeout_s)
+        self._server.close()
+        for reader in tuple(self._readers):
+            reader.join(timeout_s)

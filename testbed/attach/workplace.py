@@ -1,0 +1,165 @@
+"""The folders of one script on one node: a working copy of its own, and the Python path with the observer.
+
+    ROOT/work      copy of the user's folder, the script's working folder
+    ROOT/home      HOME and TMPDIR of the script, with the observer's socket
+    ROOT/python    PYTHONPATH: `testbed` and sitecustomize, nothing else
+
+When the script has ended, what it wrote to `work` is collected: regular files only, bounded in size and number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import testbed
+from testbed.results.observations import Files
+from testbed.spec.tree import check_tree, walk
+from testbed.spec.units import approximate_size
+
+FICLONE = 0x40049409  # ioctl: share the blocks of a file, which are copied when one of both is written to
+MAX_COLLECTED_BYTES = 256 << 20
+MAX_COLLECTED_FILES = 1000
+NOT_NEEDED = ("control", "report", "predict", "__pycache__")  # of our package, inside the script
+
+
+class Workplace:
+    """Makes the folders; leaving the context removes them."""
+
+    def __init__(self, folder: Path, owner: tuple[int, int], exclude: Sequence[str] = (), mark: str = "") -> None:
+        self.root = Path(tempfile.mkdtemp(prefix=f"testbed-{mark}-script-" if mark else "testbed-script-"))
+        self.work, self.python, self.home = (self.root / name for name in ("work", "python", "home"))
+        self.socket = self.home / "observer"
+        self._owner = owner
+        try:
+            self.root.chmod(0o711)
+            self.home.mkdir()
+            self._before = copy_tree(folder, self.work, exclude)
+            _copy_package(self.python)
+            if os.geteuid() == 0:
+                for path in (self.work, self.home, *self.work.rglob("*")):
+                    os.chown(path, *owner, follow_symlinks=False)
+        except BaseException:
+            self.remove()
+            raise
+
+    def __enter__(self) -> Workplace:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def collect(self, target: Path) -> Files:
+        """Copy what the script wrote to `target`. All of its processes must have ended."""
+        return collect(self.work, self._before, target, self._owner)
+
+    def remove(self) -> None:
+        """Remove the folders, also where the script has taken away its own permissions."""
+        remove_tree(self.root)
+
+
+def remove_tree(root: Path) -> None:
+    """Remove a folder of a script, with folders that have no permissions. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        for folder, names, _ in os.walk(root):
+            for name in names:
+                path = os.path.join(folder, name)
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(root, ignore_errors=True)
+
+
+Fingerprint = tuple[int, int]  # size, time of the last change in ns
+
+
+def copy_tree(source: Path, target: Path, exclude: Sequence[str]) -> dict[str, Fingerprint]:
+    """Copy regular files, folders and links; return the fingerprint of every copied file by its relative path.
+
+    Raises UsageError if the folder is too large.
+    """
+    check_tree(source, exclude)
+    copied: dict[str, Fingerprint] = {}
+    target.mkdir()
+    for entry, relative in walk(source, exclude):
+        place = target / relative
+        if entry.is_symlink():
+            place.symlink_to(os.readlink(entry.path))
+            copied[relative] = fingerprint(place.lstat())
+        elif entry.is_dir():
+            place.mkdir()
+        elif entry.is_file():
+            _copy_file(entry.path, place)
+            copied[relative] = fingerprint(place.lstat())
+    return copied
+
+
+def _copy_file(source: str, target: Path) -> None:
+    """Copy a file with its mode, sharing its blocks where the file system can."""
+    with open(source, "rb") as content, target.open("wb") as copy:
+        try:
+            fcntl.ioctl(copy.fileno(), FICLONE, content.fileno())
+        except OSError:
+            shutil.copyfileobj(content, copy, 1 << 20)
+        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(content.fileno()).st_mode) & 0o777 | 0o600)
+
+
+def _copy_package(target: Path) -> None:
+    package = Path(testbed.__file__).parent
+    shutil.copytree(package, target / "testbed", ignore=shutil.ignore_patterns(*NOT_NEEDED))
+    shutil.copyfile(package / "attach" / "inject" / "sitecustomize.py", target / "sitecustomize.py")
+
+
+def fingerprint(status: os.stat_result) -> Fingerprint:
+    return status.st_size, status.st_mtime_ns
+
+
+def collect(work: Path, before: dict[str, Fingerprint], target: Path, owner: tuple[int, int]) -> Files:
+    """Copy regular files that are new or changed to `target`, which is made if there are any."""
+    count = size = left_out = 0
+    reasons: dict[str, None] = {}
+    for folder, _, names in os.walk(work):
+        for name in sorted(names):
+            path = Path(folder, name)
+            relative = str(path.relative_to(work))
+            status = path.lstat()
+            if before.get(relative) == fingerprint(status):
+                continue
+            reason = _why_left_out(relative, status, count, size)
+            if not reason:
+                try:
+                    _collect_file(path, target / relative)
+                except OSError as error:
+                    reason = f"could not be copied ({error.strerror})"
+            if reason:
+                left_out += 1
+                reasons.setdefault(reason)
+            else:
+                count, size = count + 1, size + status.st_size
+    if os.geteuid() == 0 and target.exists():
+        for path in (target, *target.rglob("*")):
+            os.chown(path, *owner, follow_symlinks=False)
+    return Files(count=count, bytes=size, left_out=left_out, reasons=list(reasons)[:10])
+
+
+def _why_left_out(relative: str, status: os.stat_result, count: int, size: int) -> str:
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        return "only regular files without links are collected"
+    if not relative.isprintable() or ".." in Path(relative).parts:
+        return "names with control characters are not collected"
+    if count >= MAX_COLLECTED_FILES:
+        return f"at most {MAX_COLLECTED_FILES} files of a rank are collected"
+    if size + status.st_size > MAX_COLLECTED_BYTES:
+        return f"at most {approximate_size(MAX_COLLECTED_BYTES)} of a rank are collected"
+    return ""
+
+
+def _collect_file(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as content, target.open("xb") as copy:
+        shutil.copyfileobj(content, copy, 1 << 20)

@@ -1,0 +1,78 @@
+"""What the launcher gives to a script and says of its end. Scripts are started for real in tests/gloo and tests/net."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from testbed.attach.launch import environment, failure, in_working_copy, placeholders, script_user
+from testbed.attach.workplace import Workplace
+from testbed.spec.errors import PeerLost, RankFailed
+from testbed.spec.privileges import NOBODY
+from testbed.spec.run import RunSpec
+from testbed.spec.script import PLACEHOLDERS, ScriptSpec
+
+NODE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+SECRETS = {"SSH_AUTH_SOCK": "/x", "GITHUB_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "TESTBED_DATA": "/d", "MINE": "m"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    (tmp_path / "mine").mkdir()
+    return Workplace(tmp_path / "mine", (os.geteuid(), os.getegid()))
+
+
+def spec(**script: object) -> RunSpec:
+    values = {"argv": ["python", "main.py"], "folder": "/mine", "path": "/bin"} | script
+    return RunSpec.load({"mode": "script", "nodes": 2, "batch_per_rank": 1, "script": values}, "")
+
+
+def test_the_environment_is_a_list(place: Workplace) -> None:
+    with place:
+        found = environment(spec(), place, NODE | SECRETS | {"LANG": "C", "PYTHONPATH": "/clone"}, {})
+    assert not set(found) & set(SECRETS) and found["LANG"] == "C"
+    assert found["PYTHONPATH"] == str(place.python) and found["RANK"] == "1" and found["LOCAL_RANK"] == "0"
+    assert found["HOME"] == found["TMPDIR"] == str(place.home)
+
+
+def test_variables_are_handed_through(place: Workplace) -> None:
+    with place:
+        asked = spec(environment={"DEBUG": "1", "PYTHONPATH": "/lib"}, handed=["MINE"])
+        found = environment(asked, place, NODE | SECRETS, {})
+    assert (found["DEBUG"], found["MINE"]) == ("1", "m") and "GITHUB_TOKEN" not in found
+    assert found["PYTHONPATH"] == f"{place.python}{os.pathsep}/lib"
+
+
+def test_every_placeholder_has_a_value(place: Workplace) -> None:
+    with place:
+        found = placeholders(place, NODE)
+        assert set(found) == set(PLACEHOLDERS) and Path(found["attach"]).is_file()
+
+
+def test_root_becomes_the_caller_of_sudo_or_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert script_user({"SUDO_UID": "1000", "SUDO_GID": "100"}) == (1000, 100)
+    for variables in ({}, {"SUDO_UID": "0", "SUDO_GID": "0"}, {"SUDO_UID": "x", "SUDO_GID": "1"}):
+        assert script_user(variables) == (NOBODY, NOBODY)
+
+
+def test_a_script_in_the_folder_is_started_from_the_copy() -> None:
+    script = ScriptSpec(argv=("python", "/mine/src/main.py", "--out", "/mine/x"), folder="/mine")
+    assert in_working_copy(script) == ["python", "src/main.py", "--out", "/mine/x"]
+
+
+def test_a_failure_has_the_scripts_own_code_and_words() -> None:
+    script = ScriptSpec(argv=("python", "main.py"), folder="/mine")
+    own = failure(script, {"PATH": "/bin"}, 7, "ValueError: no\n", 1.5)
+    assert (own.code, own.script_code, own.message, own.at) == (RankFailed.exit_code, 7, "ValueError: no", 1.5)
+    lost = failure(script, {"PATH": "/bin"}, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:1\n", 1.5)
+    assert (lost.code, lost.script_code) == (PeerLost.exit_code, 1)
+
+
+def test_an_end_without_a_step_and_a_python_without_torch_are_explained() -> None:
+    script = ScriptSpec(argv=("sh", "main.py"), folder="/mine")
+    assert "no step of an optimizer" in failure(script, {"PATH": "/bin"}, 0, "done\n", 1.5).message
+    message = failure(script, {"PATH": "/bin"}, 1, "ModuleNotFoundError: No module named 'torch'\n", 1.5).message
+    assert "the interpreter /bin/sh has no torch. Activate" in message

@@ -1,0 +1,75 @@
+"""What the controller does for a user's own script."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from testbed.control.machine import ownership
+from testbed.control.runs import scripts
+from testbed.results.folder import RunFolder
+from testbed.spec.errors import UsageError
+from testbed.spec.run import RunSpec
+from testbed.spec.script import ScriptSpec
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "main.py").write_text("")
+    return tmp_path
+
+
+def script(folder: Path, *argv: str, **more: object) -> ScriptSpec:
+    return ScriptSpec.load({"argv": argv, "folder": str(folder), "path": "/usr/bin:/bin"} | more, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("sh", "nope.py"), r"script 'nope.py': there is no such file in .*Start testbed in"),
+        (("python3", "-u", "nope"), "script 'nope': there is no such file"),
+        (("no-such-command", "main.py"), "command 'no-such-command': there is no such command. PATH is /usr/bin:/bin"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(folder: Path, argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        scripts.check(script(folder, *argv), here=True)
+
+
+def test_commands_of_other_machines_are_not_looked_for_here(folder: Path) -> None:
+    scripts.check(script(folder, "no-such-command", "main.py"), here=False)
+    scripts.check(script(folder, "sh", "main.py"), here=True)
+
+
+def test_a_variable_is_handed_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = script(folder, "sh", "main.py", handed=["MY_TOKEN"])
+    with pytest.raises(UsageError, match=r"variable 'MY_TOKEN': is not set here. Write --env MY_TOKEN=VALUE"):
+        scripts.handed(asked)
+    monkeypatch.setenv("MY_TOKEN", "t")
+    assert scripts.handed(asked) == {"MY_TOKEN": "t"}
+
+
+def test_working_copies_that_are_left_are_removed() -> None:
+    left = Path(tempfile.mkdtemp(prefix=f"{ownership.owned_name('script')}-"))
+    other = Path(tempfile.mkdtemp(prefix="testbed-script-"))
+    with scripts.copies_removed():
+        (left / "file").write_text("")
+    assert not left.exists() and other.exists()
+    other.rmdir()
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("", 1), ("gloo", 0)])
+def test_independent_jobs_are_named(tmp_path: Path, backend: str, expected: int) -> None:
+    values = {"argv": ["python", "main.py"], "folder": "/mine"}
+    spec = RunSpec.load({"mode": "script", "nodes": 2, "batch_per_rank": 1, "script": values}, "")
+    run = RunFolder(tmp_path)
+    for rank in range(2):
+        setup = {"kind": "setup", "rank": rank, "world": 1, "backend": backend}
+        files = {"kind": "files", "count": 3, "bytes": 30, "left_out": rank, "reasons": ["at most 3 files"]}
+        run.records(rank).write_text("".join(json.dumps(each) + "\n" for each in (setup, files)))
+    found = scripts.notes(spec, run)
+    assert len([note for note in found if "2 independent jobs" in note]) == expected
+    assert found[-1] == "rank 1: 3 files (30 bytes) are in rank1.files, 1 are not: at most 3 files"
