@@ -22,6 +22,27 @@ app = typer.Typer()
 EXAMPLE = "testbed exec --nodes 4 -- python main.py --rank {rank}"
 
 
+Steps = Annotated[str | None, typer.Option(help="end the script after so many steps [default: its own end]")]
+Deadline = Annotated[str | None, typer.Option(help="seconds without a step until it is ended [default: 300]")]
+Env = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME[=VALUE]", help="hand a variable to the script; a VALUE is recorded"),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="NAME", help="do not copy files and folders of this name or pattern"),
+]
+Mounts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST[:TARGET[:ro|rw]]", help="containers: a folder or file that the script needs"),
+]
+Image = Annotated[str, typer.Option(help="containers: an image built FROM testbed, with the script's packages")]
+DataAt = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FOLDER", help="where the script looks for CIFAR-10 or MNIST [default: ./data]"),
+]
+
+
 @app.command(
     "exec",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -31,18 +52,10 @@ def exec_(
     context: typer.Context,
     nodes: opt.Nodes = None,
     rate: opt.Rate = None,
-    steps: Annotated[str | None, typer.Option(help="end the script after so many steps [default: its own end]")] = None,
-    deadline: Annotated[
-        str | None, typer.Option(help="seconds without a step until it is ended [default: 300]")
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="NAME[=VALUE]", help="hand a variable to the script; a VALUE is recorded"),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option("--exclude", metavar="NAME", help="do not copy files and folders of this name or pattern"),
-    ] = None,
+    steps: Steps = None,
+    deadline: Deadline = None,
+    env: Env = None,
+    exclude: Exclude = None,
     on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
@@ -50,17 +63,9 @@ def exec_(
     settings: opt.Set = None,
     keep_going: opt.KeepGoing = False,
     fault: opt.Faults = None,
-    mount: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST[:TARGET[:ro|rw]]", help="containers: a folder or file that the script needs"),
-    ] = None,
-    image: Annotated[
-        str, typer.Option(help="containers: an image built FROM testbed, with the script's packages")
-    ] = "",
-    data_at: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FOLDER", help="where the script looks for CIFAR-10 or MNIST [default: ./data]"),
-    ] = None,
+    mount: Mounts = None,
+    image: Image = "",
+    data_at: DataAt = None,
     out: opt.Out = None,
     as_json: Json = False,
 ) -> None:
@@ -68,28 +73,28 @@ def exec_(
     if not context.args:
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
     fill(context.args, dict.fromkeys(PLACEHOLDERS, ""))  # here, so that the message names the placeholder alone
-    script: dict[str, Any] = {
-        "argv": list(context.args),
-        "folder": str(Path.cwd()),
-        "path": script_path(),
-        "exclude": exclude or [],
-    }
-    script |= variables(env or [])
+    script: dict[str, Any] = {"argv": list(context.args), "folder": str(Path.cwd()), "path": script_path()}
+    script |= {"exclude": exclude or []} | variables(env or [])
     if data_at:
         script["data_at"] = ["data", *data_at]
     if mount or image:
         on = in_containers(on)
-        mounts = [Mount.parse(text) for text in mount or ()]
-        missing = [each.source for each in mounts if on != HOSTS and not Path(each.source).exists()]
-        if missing:
-            raise refuse("--mount", missing[0], "does not exist on this machine", "Give the path of a folder or file.")
-        script |= {"mounts": mounts, "image": image}
+        script |= {"mounts": mounts(mount or (), on), "image": image}
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "quiet": as_json}
     keys = opt.spec_options(context) | {"mode": "script", "script": script, "batch_per_rank": 1}
     made = api.run(**where, out=out, settings=settings or [], **keys)
     print_results([made.summary], made.folder, as_json)
     raise typer.Exit(exit_code([made.summary]))
+
+
+def mounts(given: Sequence[str], on: str) -> list[Mount]:
+    """The mounts of `--mount`. Raises UsageError if a path does not exist."""
+    found = [Mount.parse(text) for text in given]
+    missing = [each.source for each in found if on != HOSTS and not Path(each.source).exists()]
+    if missing:
+        raise refuse("--mount", missing[0], "does not exist on this machine", "Give the path of a folder or file.")
+    return found
 
 
 def in_containers(on: str) -> str:
