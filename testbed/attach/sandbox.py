@@ -79,7 +79,8 @@ def homes(uid: int) -> list[Path]:
     for each in (0, uid):
         with contextlib.suppress(KeyError):
             home = Path(pwd.getpwuid(each).pw_dir)
-            if home.is_dir() and len(home.parts) > 1:
+            # that of a system user may be a folder of root's such as /usr/sbin
+            if home.is_dir() and len(home.parts) > 1 and home.stat().st_uid == each:
                 found.append(home)
     return list(dict.fromkeys(found))
 

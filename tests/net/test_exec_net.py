@@ -1,0 +1,132 @@
+"""`testbed exec` as root: what a script can reach, and a script on shaped links."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.spec.errors import NetworkInvalid
+from testbed.spec.privileges import NOBODY
+from tests.support.command import COMMAND
+
+pytestmark = [pytest.mark.net, pytest.mark.gloo]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+SECRETS = {"SSH_AUTH_SOCK": "/tmp/agent", "GITHUB_TOKEN": "secret", "HANDED": "by name"}
+
+
+def execute(folder: Path, *flags: str, argv: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    for path in SCRIPTS.glob("*.py"):
+        shutil.copy(path, folder / path.name)
+    whole = [*COMMAND, "exec", "--share", "--out", "r", *flags, "--", *argv]
+    return subprocess.run(whole, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture
+def secrets() -> Iterator[dict[str, Path]]:
+    """Files and folders that anyone may read or write, outside of the script's folder."""
+    shared = Path(tempfile.mkdtemp(dir="/var", prefix="testbed-test-"))
+    shared.chmod(0o777)
+    in_home = Path.home() / f".testbed-test-{os.getpid()}"
+    in_home.write_text("secret")
+    in_home.chmod(0o644)
+    yield {"shared": shared, "home": in_home}
+    in_home.unlink()
+    shutil.rmtree(shared)
+
+
+def reach(folder: Path, secrets: dict[str, Path], *flags: str, **env: str) -> dict[str, Any]:
+    read = [str(secrets["home"]), str(folder / "private.txt"), "/etc/hostname"]
+    write = [str(secrets["shared"]), str(folder), "/etc", "/var/tmp", os.environ.get("HOME", "/root")]
+    (folder / "private.txt").write_text("in the folder of the script")
+    paths = json.dumps({"read": read, "write": write}).replace("{", "{{").replace("}", "}}")
+    done = execute(folder, "--nodes", "1", *flags, argv=["python", "reach.py", paths], **env)
+    assert done.returncode == 3 and "no step of an optimizer" in done.stderr, done.stderr
+    return dict(json.loads((folder / "r" / "rank0.log").read_text().splitlines()[0]))
+
+
+@pytest.mark.parametrize("on", ["process", "netns"])
+def test_a_script_of_root_reaches_its_own_copy_and_nothing_else(
+    tmp_path: Path, secrets: dict[str, Path], on: str
+) -> None:
+    tmp_path.chmod(0o777)
+    found = reach(tmp_path, secrets, "--on", on, "--env", "HANDED", "--env", "GIVEN=1", **SECRETS, SUDO_UID="")
+    assert found["uid"] == NOBODY and found["groups"] == []
+    assert found["capabilities"] == [0, 0, 0, 0] and found["bounding"] == 0 and found["no_new_privileges"] == "1"
+    assert found["processes"] <= 4 and found["input"] == ""
+    assert found["reads"][str(secrets["home"])] == found["reads"][str(tmp_path / "private.txt")] == "FileNotFoundError"
+    writes = found["writes"]
+    assert writes.pop("/var/tmp") == 1 and not Path("/var/tmp/x").exists()  # it is the script's own
+    assert set(writes.values()) <= {"OSError", "PermissionError", "FileNotFoundError"}, writes
+    assert not (secrets["shared"] / "x").exists() and not (tmp_path / "mine.txt").exists()
+    collected = tmp_path / "r" / "rank0.files" / "mine.txt"
+    assert collected.read_text() == "written by the script" and collected.stat().st_uid == NOBODY
+    variables = found["variables"]
+    assert (variables["HANDED"], variables["GIVEN"]) == ("by name", "1") and "secret" not in variables.values()
+    assert not {"SSH_AUTH_SOCK", "SUDO_UID", "GITHUB_TOKEN"} & set(variables)
+    assert "HANDED" not in json.loads((tmp_path / "r" / "spec.json").read_text())["script"]["environment"]
+    assert sorted(path.name for path in Path(variables["PYTHONPATH"]).parent.glob("*")) == []  # it is removed
+
+
+def test_the_caller_of_sudo_runs_the_script_and_owns_what_it_wrote(tmp_path: Path, secrets: dict[str, Path]) -> None:
+    user = next(each for each in pwd.getpwall() if each.pw_uid not in (0, NOBODY))
+    found = reach(
+        tmp_path, secrets, "--on", "process", SUDO_UID=str(user.pw_uid), SUDO_GID=str(user.pw_gid), SUDO_USER="x"
+    )
+    assert found["uid"] == user.pw_uid and found["capabilities"] == [0, 0, 0, 0]
+    assert (tmp_path / "r" / "rank0.files" / "mine.txt").stat().st_uid == user.pw_uid
+    assert found["reads"][str(secrets["home"])] == "FileNotFoundError"
+
+
+@pytest.mark.quiet
+def test_a_script_gets_the_rate_that_was_requested(tmp_path: Path) -> None:
+    """Two ranks sum 2 million numbers: each link carries all bytes of the gradients once, each way."""
+    done = execute(
+        tmp_path,
+        "--on",
+        "netns",
+        "--nodes",
+        "2",
+        "--rate",
+        "200mbit",
+        "--steps",
+        "4",
+        "--json",
+        "--keep-going",
+        argv=["python", "large.py"],
+    )
+    assert done.returncode in (0, NetworkInvalid.exit_code), done.stderr
+    (summary,) = json.loads(done.stdout)["runs"]
+    assert summary["counter"] == "interface eth0"
+    (sent, _), seconds = summary["sent_per_step"], summary["seconds_per_step"]
+    size = summary["gradient_bytes"]
+    assert size <= sent < 1.06 * size, f"{sent} bytes sent a step, {size} bytes of gradients"
+    assert 8 * sent / seconds < 1.03 * 200e6, f"{8 * sent / seconds / 1e6:.0f} Mbit/s requested 200"
+
+
+def test_an_isolated_python_is_observed_by_the_attach_file(tmp_path: Path) -> None:
+    done = execute(
+        tmp_path,
+        "--on",
+        "process",
+        "--nodes",
+        "1",
+        "--set",
+        "probe=false",
+        "--steps",
+        "3",
+        "--json",
+        argv=[sys.executable, "-I", "{attach}", "plain.py", "word"],
+    )
+    assert done.returncode == 0, done.stderr
+    (summary,) = json.loads(done.stdout)["runs"]
+    assert len(summary["losses"]) == 3 and "word" in (tmp_path / "r" / "rank0.log").read_text()
