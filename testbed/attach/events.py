@@ -112,7 +112,7 @@ def call_site() -> str:
     frame, depth = sys._getframe(1), 0
     while frame is not None and depth < MAX_DEPTH:
         path = frame.f_code.co_filename
-        if not path.startswith((OURS, "<")) and not _is_library(path):
+        if not path.startswith((OURS, "<")) and not is_library(path):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
     return ""
@@ -121,7 +121,8 @@ def call_site() -> str:
 _LIBRARY: dict[str, bool] = {}
 
 
-def _is_library(path: str) -> bool:
+def is_library(path: str) -> bool:
+    """True for a file of a package or of the standard library."""
     known = _LIBRARY.get(path)
     if known is None:
         parts = path.split(os.sep)

@@ -9,18 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from testbed.attach import where
+from testbed.attach.where import QUESTION
 from testbed.results.folder import MAX_RECORDS_BYTES
-from testbed.results.observations import Files
+from testbed.results.observations import Files, Where
 from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
 
 KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash"}
 RESERVED_BYTES = 1 << 20  # of the largest size, for the launcher's own records
 ACCEPT_BACKLOG = 64
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a connected process
+READY = json.dumps(where.READY).encode() + b"\n"
 
 
 class Records:
@@ -32,6 +38,7 @@ class Records:
         self._left = limit_bytes
         self._rank: int | None = None  # the connection that sent `start`
         self.steps = 0
+        self.last_step = time.monotonic()
         self.reached_limit = False  # of the steps that were requested
         self.on_limit: Callable[[], None] = lambda: None
 
@@ -54,10 +61,16 @@ class Records:
         if kind not in KINDS or self._rank not in (None, connection) or size > self._left:
             return
         self._left -= size
-        self.steps += kind == "step"
+        if kind == "step":
+            self.steps, self.last_step = self.steps + 1, time.monotonic()
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
-    def write(self, record: End | Error | Files) -> None:
+    @property
+    def rank(self) -> int | None:
+        """The connection of the process that is the rank; None before it has started."""
+        return self._rank
+
+    def write(self, record: End | Error | Files | Where) -> None:
         """Write a record of the launcher's own."""
         with self._lock:
             self._file.write(encode(record) + "\n")
@@ -78,6 +91,8 @@ class Intake:
         self._server.listen(ACCEPT_BACKLOG)
         self._path = path
         self._readers: list[threading.Thread] = []
+        self._pids: list[int] = []  # of the processes, by number of the connection
+        self._asked: dict[int, socket.socket] = {}  # connections that answer questions, by pid
         self._acceptor = threading.Thread(target=self._serve, daemon=True)
         self._acceptor.start()
 
@@ -88,6 +103,8 @@ class Intake:
             except OSError:  # also BlockingIOError: `finish` was called, and no connection is left
                 return
             number = len(self._readers)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            self._pids.append(CREDENTIALS.unpack(credentials)[0])
             reader = threading.Thread(target=self._read, args=(connection, number), daemon=True)
             self._readers.append(reader)
             reader.start()
@@ -95,8 +112,27 @@ class Intake:
     def _read(self, connection: socket.socket, number: int) -> None:
         with connection, connection.makefile("rb") as lines:
             for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
-                if line.endswith(b"\n"):
+                if line == READY:
+                    self._asked[self._pids[number]] = connection
+                elif self._asked.get(self._pids[number]) is connection:
+                    self._answered(line)
+                elif line.endswith(b"\n"):
                     self._records.accept(number, line)
+
+    def ask(self) -> None:
+        """Ask the process that is the rank where it is; all processes if none has started a step."""
+        asked = dict(self._asked)
+        if self._records.rank is not None:
+            own = self._pids[self._records.rank]
+            asked = {own: asked[own]} if own in asked else {}
+        for connection in asked.values():
+            with contextlib.suppress(OSError):
+                connection.send(QUESTION, socket.MSG_DONTWAIT)
+
+    def _answered(self, line: bytes) -> None:
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            values = json.loads(line)
+            self._records.write(Where(site=str(values.get("site"))[:200], waits=bool(values.get("waits"))))
 
     def finish(self, timeout_s: float) -> None:
         """Read what is left. The processes that sent it have ended, so every connection has an end."""

@@ -46,6 +46,7 @@ FOLDER_VARIABLE = "TESTBED_SCRIPT"  # where the script's folder is on this node,
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "TERM", OWNER_VARIABLE)
 STOP_GRACE_S = 2.0  # between SIGTERM and SIGKILL; the controller waits 5 s for the launcher
 EXIT_GRACE_S = 20.0  # for the script to end after the requested steps
+ASK_SHARE = 0.5  # of the deadline without a step, after which the script is asked where it is
 READ_TIMEOUT_S = 5.0  # for the last lines and the last output of processes that have ended
 STOPPED_CODE = 128 + signal.SIGTERM
 
@@ -183,6 +184,7 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
     intake = Intake(place.socket, records)
     begun, before = time.monotonic(), counter.read()
     script = start(argv, variables, place, output, [Path(each["root"]) for each in offered.values()])
+    threading.Thread(target=ask_while_silent, args=(spec, records, intake), daemon=True).start()
     late = threading.Timer(EXIT_GRACE_S, end_descendants, args=(os.getpid(),))
     late.daemon = True
     records.on_limit = late.start
@@ -204,6 +206,18 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
     error = failure(spec.script, variables, code, output.tail, script.ended)
     records.write(error)
     return error.code
+
+
+def ask_while_silent(spec: RunSpec, records: Records, intake: Intake) -> None:
+    """Ask a script that makes no step where it is, before the controller ends it at its deadline."""
+    deadline = spec.deadline or SCRIPT_DEADLINE_S
+    asked_at = 0.0
+    while True:
+        time.sleep(min(5.0, ASK_SHARE * deadline / 2))
+        limit = ASK_SHARE * (deadline if records.steps else max(deadline, spec.start_deadline))
+        if asked_at < records.last_step < time.monotonic() - limit:
+            asked_at = records.last_step
+            intake.ask()
 
 
 def offer_data(place: Workplace, script: ScriptSpec) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from testbed.attach import seams
+from testbed.attach import seams, where
 from testbed.attach.channel import REQUEST, VARIABLE, Channel
 from testbed.attach.events import Hub
 from testbed.attach.sampling import Sampling
@@ -54,6 +54,7 @@ def install() -> None:
         (seams.watch_optimizers_made, (hub,)),
         (seams.watch_samplers, (hub,)),
         (seams.watch_clipping, (hub,)),
+        (where.listen, (path,)),
     ):
         try:
             seam(*arguments)

@@ -7,6 +7,7 @@ parameters  sampled   hash of all parameters
 batch       sampled   hash of a whole batch
 pass        per pass  order in which a sampler gave its indices
 unseen      some      a part of the observer that failed, and what is not known because of it
+where       some      the line in which a script is that makes no step
 files       once      what the script wrote to its working copy, and what of it was not collected (by the launcher)
 
 The observer is code that runs inside the script's own process, so a script can forge these lines. Every line is checked
@@ -142,4 +143,13 @@ class Files:
     reasons: list[Text] = field(default_factory=list)  # why some were left out, each once
 
 
-Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where a script is that makes no step: the launcher asks before its deadline."""
+
+    kind: Literal["where"] = "where"
+    site: Text  # "main.py:88"; empty if no line of the script is on the stack
+    waits: bool  # inside torch.distributed or a backward pass
+
+
+Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files | Where

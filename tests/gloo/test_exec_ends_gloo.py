@@ -90,7 +90,7 @@ def test_a_script_that_hangs_is_ended_after_the_deadline(tmp_path: Path) -> None
     done = fails(tmp_path, "hang", "1", before=("--deadline", "5"))
     assert done.returncode == 3
     assert "no rank made a step for 5 s. If the script needs longer, give --deadline SECONDS." in done.stderr
-    assert "is behind, after 4 steps" in done.stderr
+    assert "rank 1 (node1) is behind, after 4 steps, at fails.py:" in done.stderr
     assert len([each for each in read(tmp_path / "r" / "rank1.jsonl") if isinstance(each, Step)]) == 4
     assert left(tmp_path) == []
 

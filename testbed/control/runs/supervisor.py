@@ -19,7 +19,7 @@ from testbed.control.runs.progress import Progress
 from testbed.control.substrates.base import Process
 from testbed.results.conclude import reported_rank, root_cause
 from testbed.results.folder import RunFolder
-from testbed.spec.errors import PeerLost, RankFailed
+from testbed.spec.errors import PeerLost, RankFailed, one_line
 from testbed.spec.run import START_DEADLINE_S
 
 
@@ -85,6 +85,7 @@ class RankState:
     started: float | None = None  # monotonic time at which its start record was read
     last_step: int = -1
     deadline: float = START_DEADLINE_S  # seconds that any one of its waits may take
+    where: dict[str, Any] | None = None  # of a script that makes no step: the line it is in
     error: dict[str, Any] | None = None
     code: int | None = None
     ended: float | None = None  # monotonic time
@@ -107,14 +108,16 @@ class RankState:
                 self.deadline = record["deadline"]
                 self.started = time.monotonic()
             elif record["kind"] == "step":
-                self.last_step = record["step"]
+                self.last_step, self.where = record["step"], None
                 progress.step(rank, record)
             elif record["kind"] == "error":
                 self.error = record
+            elif record["kind"] == "where":
+                self.where = record
         if self.code is None:
             self.code = self.process.poll()
             self.ended = None if self.code is None else time.monotonic()
-        return bool(records) or self.code is not None
+        return any(record["kind"] != "where" for record in records) or self.code is not None
 
 
 class RankObserver(Protocol):
@@ -184,13 +187,15 @@ def _poll_until_end(
 def _stalled(ranks: list[RankState], folder: RunFolder, stall_s: float, script: ScriptRules | None) -> RankFailed:
     """The error of a run in which no rank makes progress: it names the rank that is behind."""
     running = [k for k, rank in enumerate(ranks) if rank.code is None]
-    slowest = min(running, key=lambda k: ranks[k].last_step)
+    slowest = min(running, key=lambda k: (ranks[k].last_step, (ranks[k].where or {}).get("waits", True)))
     name = f"rank {slowest} ({ranks[slowest].node})"
     if script is None:
         return RankFailed(f"{name} is behind, and no rank made progress for {stall_s:g} s. See {folder.log(slowest)}")
     done = ranks[slowest].last_step + 1
     steps = f"{done} step{'s' * (done != 1)}"
     behind = f"{name} is behind, after {steps}" if done else f"{name} has made no step"
+    site = (ranks[slowest].where or {}).get("site")
+    behind += f", at {one_line(str(site))}" if site else ""
     way_out = "If the script needs longer, give --deadline SECONDS"
     return RankFailed(f"{behind}: no rank made a step for {stall_s:g} s. {way_out}. See {folder.log(slowest)}")
 
