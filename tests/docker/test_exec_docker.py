@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,45 @@ def test_a_killed_rank_is_named_and_no_container_stays(tmp_path: Path) -> None:
     assert summary["status"] == "failed" and (tmp_path / "r" / "rank0.jsonl").stat().st_size
     left = subprocess.run(["docker", "ps", "--all", "--quiet", "--filter", "label=testbed"], capture_output=True)
     assert left.stdout == b""
+
+
+def test_requirements_become_a_layer_that_is_built_once_and_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel of the test is in a folder that the file names, so nothing is downloaded but pip."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    number = os.getpid()
+    wheel = tmp_path / "wheels" / f"testbed_probe-{number}-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = f"testbed_probe-{number}.dist-info"
+        archive.writestr("testbed_probe.py", f"number = {number}\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: testbed-probe\nVersion: {number}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    file = tmp_path / "requirements.txt"
+    file.write_text(f"--find-links {wheel.parent}\ntestbed-probe\ntorch\n")
+    (tmp_path / "uses.py").write_text("import testbed_probe\nprint(testbed_probe.number)\nimport ddp\n")
+    images = set()
+    try:
+        for name in ("first", "second"):
+            if name == "second":
+                shutil.rmtree(tmp_path / "cache")  # nothing of it is needed any more
+                shutil.rmtree(tmp_path / "r")
+            done, summary = execute(tmp_path, "--requirements", str(file), command=("python", "uses.py"))
+            assert done.returncode == 0 and summary["status"] == "ok", done.stderr
+            assert f"{number}\n" in (tmp_path / "r" / "rank1.log").read_text()
+            images.add(json.loads((tmp_path / "r" / "spec.json").read_text())["script"]["image"])
+        assert len(images) == 1 and not (tmp_path / "cache").exists()
+    finally:
+        subprocess.run(["docker", "image", "rm", *images], check=True)
+
+
+def test_requirements_that_pip_refuses_have_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "r.txt").write_text("--no-index\nno-such-package\n")
+    done, _ = execute(tmp_path, "--requirements", "r.txt", command=("python", "ddp.py"))
+    assert done.returncode == UsageError.exit_code and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "No matching distribution found for no-such-package" in done.stderr and "--image" in done.stderr
 
 
 def test_an_image_that_is_not_made_from_ours_is_refused(tmp_path: Path) -> None:

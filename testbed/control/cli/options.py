@@ -63,6 +63,7 @@ OUTSIDE_SPEC = {
     "as_json",
     "mount",
     "image",
+    "requirements",
     "data_at",
 }
 OUTSIDE_SPEC |= {"env", "exclude", "address", "interface"}  # of `testbed exec`: keys of the spec's script

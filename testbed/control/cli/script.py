@@ -14,7 +14,9 @@ from testbed.control import api
 from testbed.control.cli import options as opt
 from testbed.control.cli.options import Json
 from testbed.control.cli.report import exit_code, print_results
+from testbed.control.runs.progress import console
 from testbed.control.runs.select import HOSTS
+from testbed.control.substrates.layer import image_with
 from testbed.spec.errors import refuse
 from testbed.spec.script import PLACEHOLDERS, Mount, fill
 
@@ -37,6 +39,10 @@ Mounts = Annotated[
     typer.Option(metavar="HOST[:TARGET[:ro|rw]]", help="containers: a folder or file that the script needs"),
 ]
 Image = Annotated[str, typer.Option(help="containers: an image built FROM testbed, with the script's packages")]
+Requirements = Annotated[
+    Path | None,
+    typer.Option(help="containers: a pip file of the script's packages, which become a layer on our image"),
+]
 DataAt = Annotated[
     list[str] | None,
     typer.Option(metavar="FOLDER", help="where the script looks for CIFAR-10 or MNIST [default: ./data]"),
@@ -65,6 +71,7 @@ def exec_(
     fault: opt.Faults = None,
     mount: Mounts = None,
     image: Image = "",
+    requirements: Requirements = None,
     data_at: DataAt = None,
     out: opt.Out = None,
     as_json: Json = False,
@@ -77,9 +84,9 @@ def exec_(
     script |= {"exclude": exclude or []} | variables(env or [])
     if data_at:
         script["data_at"] = ["data", *data_at]
-    if mount or image:
+    if mount or image or requirements:
         on = in_containers(on)
-        script |= {"mounts": mounts(mount or (), on), "image": image}
+        script |= {"mounts": mounts(mount or (), on), "image": image_of(image, requirements, as_json)}
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "quiet": as_json}
     keys = opt.spec_options(context) | {"mode": "script", "script": script, "batch_per_rank": 1}
@@ -95,6 +102,15 @@ def mounts(given: Sequence[str], on: str) -> list[Mount]:
     if missing:
         raise refuse("--mount", missing[0], "does not exist on this machine", "Give the path of a folder or file.")
     return found
+
+
+def image_of(image: str, requirements: Path | None, quiet: bool) -> str:
+    """The image of the containers; with requirements one that is made now, unless it is up to date. Raises UsageError."""
+    if requirements is None:
+        return image
+    if image:
+        raise refuse("--requirements", str(requirements), "cannot be added to --image", "Install them in that image.")
+    return image_with(requirements, lambda text: None if quiet else console.print(f"  {text}", highlight=False))
 
 
 def in_containers(on: str) -> str:

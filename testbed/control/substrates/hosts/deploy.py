@@ -35,6 +35,7 @@ from testbed.control.substrates.hosts.node import (
     image_content,
 )
 from testbed.control.substrates.hosts.ssh import Host
+from testbed.control.substrates.layer import cache_dir
 from testbed.results.folder import open_whole
 from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, array_path, data_dir, dataset_info, require_complete
 from testbed.spec.disk import is_full, os_failure
@@ -202,11 +203,6 @@ class Archives:
                 self._progress.message(f"packing {what} (once for all hosts)")
                 self._made[what] = pack()
             return self._made[what]
-
-
-def cache_dir() -> Path:
-    """Return the folder of the archives."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "testbed"
 
 
 def remove_archives() -> None:
