@@ -105,7 +105,7 @@ def mounts(given: Sequence[str], on: str) -> list[Mount]:
 
 
 def image_of(image: str, requirements: Path | None, quiet: bool) -> str:
-    """The image of the containers; with requirements one that is made now, unless it is up to date. Raises UsageError."""
+    """The image of the containers; with requirements it is made now, unless it is up to date. Raises UsageError."""
     if requirements is None:
         return image
     if image:

@@ -386,7 +386,7 @@ def _bind(source: str | Path, target: str | Path, read_only: bool = False) -> di
 
 def readable_copy(script: ScriptSpec, target: Path) -> Path:
     """Copy a script's folder for the ranks' user, because root's own files may be readable by root alone."""
-    shutil.copytree(script.folder, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    shutil.copytree(script.folder, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED, *script.exclude))
     for path in (target, *target.rglob("*")):
         os.chown(path, *rank_uid_gid(), follow_symlinks=False)
     return target
