@@ -104,6 +104,8 @@ def differences(a: Cell, b: Cell) -> list[str]:
     """`link.rate: 500mbit -> 200mbit`."""
     left, right = flatten(a.spec), flatten(b.spec)
     keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in NO_COLUMN]
+    if (a.spec.script is None) != (b.spec.script is None):  # they have few keys in common
+        keys = [key for key in keys if key in left and key in right]
     changed = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
     return [*changed, *(line for place in PLACES for line in _changed(place, a, b))]
 

@@ -43,6 +43,7 @@ from testbed.report.stats import seconds
 from testbed.results import theory
 from testbed.results.limits import MAX_USE
 from testbed.results.receipt import TOLERANCE
+from testbed.results.table import label
 
 SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest
 BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again
@@ -102,6 +103,11 @@ def namer(cells: Sequence[Cell]) -> Callable[[Cell], str]:
     """A function that names each of these cells: by its mode alone where that is enough."""
     known = {id(cell): name for cell, name in zip(cells, names(cells), strict=True)}
     return lambda cell: known.get(id(cell), cell.label)
+
+
+def all_of(cells: Sequence[Cell]) -> str:
+    """`every mode`; a user's script is no mode."""
+    return "each of them" if any(cell.spec.script for cell in cells) else "every mode"
 
 
 def fastest(cells: Sequence[Cell]) -> Cell:
@@ -170,11 +176,14 @@ def fastest_and_slowest(chapter: Chapter, best: Cell, worst: Cell) -> str:
     if best.spec.mode.silent:
         return f"{where} {best.label} takes {step} a step without synchronising"
     one_node = _against_one_node(chapter.speed_up(best))
+    if best.label == worst.label and best.spec.mode.is_script:
+        return f"{where} {best.label} takes {step} a step on {best.world} rank{'s' * (best.world > 1)}"
     if best.label == worst.label:
         return f"{where} {best.label} takes {step} a step to synchronise {best.world} ranks{one_node}"
     ratio = worst.seconds.centre / best.seconds.centre
     if ratio < 1 + MIN_CHANGE:
-        return f"{where} all modes take the same time within {percent(ratio - 1)}, {step} a step{one_node}"
+        who = "all modes" if all_of([best, worst]) == "every mode" else "all of them"
+        return f"{where} {who} take the same time within {percent(ratio - 1)}, {step} a step{one_node}"
     return f"{where} {best.label} is {factor(ratio)} times as fast as {worst.label}{one_node}"
 
 
@@ -218,7 +227,8 @@ def cost_of_one_slow_node(chapter: Chapter) -> str:
 
 def _differ_in(a: Cell, b: Cell) -> set[str]:
     """The keys in which two cells differ, place included."""
-    keys = {key for key in a.flat if a.flat[key] != b.flat[key] and key not in REPEAT_KEYS}
+    every = {**a.flat, **b.flat}
+    keys = {key for key in every if a.flat.get(key) != b.flat.get(key) and key not in REPEAT_KEYS}
     return keys | {key for key in ("on", "machine") if value_of(a, key) != value_of(b, key)}
 
 
@@ -344,6 +354,13 @@ def check_replicas(chapter: Chapter) -> Check | None:
     must = [r for c in chapter.cells for r in c.runs if r.spec.world > 1 and r.spec.replicas_must_agree]
     if not must:
         return None
+    scripts = [run for run in must if run.spec.script]
+    odd = [run for run in scripts if not run.summary.replicas_agree]  # its own findings say what that means
+    must = [run for run in must if run not in odd]
+    if not must:
+        differ = any(run.summary.replicas_agree is False for run in odd)
+        text = "parameters differ between ranks of a script; see what it does" if differ else "no sample was taken"
+        return Check(None, f"Replicas: {text}")
     equal = sum(bool(run.summary.replicas_agree) for run in must)
     return Check(equal == len(must), f"Replicas: parameters were bit for bit equal in {equal} of {len(must)} runs")
 
@@ -378,6 +395,13 @@ def check_times(chapter: Chapter) -> Check | None:
     step, busy = max(split.step_gap for split in splits), max(split.busy_gap for split in splits)
     most = max(detailed, key=lambda cell: abs(cell.split.rest_share))
     rest = abs(most.split.rest_share)
+    own = [abs(cell.split.rest_share) for cell in detailed if not cell.spec.script]
+    if most.spec.script:  # work of the script's own between its phases, e.g. a test or a log line
+        text = (
+            f"Times: compute + copies + exposed + rest is the step within {percent(step)}, exposed + hidden is "
+            f"communication within {percent(busy)}; {exactly(rest)} of a step of {most.label} is in no phase"
+        )
+        return Check(max(step, busy, *own) <= SUM_TOLERANCE, text)
     text = (
         f"Times: compute + copies + exposed + rest is the step within {percent(step)}, the rest is at most "
         f"{percent(rest)} of it ({most.label}); exposed + hidden is communication within {percent(busy)}"
@@ -513,7 +537,8 @@ def bytes_per_rank(cells: Sequence[Cell]) -> str:
     if name(most) == name(least):
         return f"{name(most)} sends {megabytes(high)} a step through rank {-rank}'s link"
     if high < 1.15 * low:
-        return f"Every mode sends about {megabytes(high)} a step through its busiest link"
+        who = all_of(cells).capitalize()
+        return f"{who} sends about {megabytes(high)} a step through its busiest link"
     return (
         f"{name(most)} sends {megabytes(high)} a step through rank {-rank}'s link, {name(least)} {megabytes(low)} "
         f"at most through any: {high / low:.1f} times as much"
@@ -535,7 +560,7 @@ def roofline(cells: Sequence[Cell]) -> str:
         most = percent(ratios[worst] - 1)
         return f"Communication is within {most} of its lower bound: only fewer bytes or more overlap can be faster"
     if times(ratios[worst]) == times(ratios[best]):
-        who = f"Communication of {worst}" if len(ratios) == 1 else "Communication of every mode"
+        who = f"Communication of {worst}" if len(ratios) == 1 else f"Communication of {all_of(cells)}"
         return f"{who} takes {times(ratios[worst])} times its lower bound"
     return (
         f"Communication of {worst} takes {times(ratios[worst])} times its lower bound, of {best} {times(ratios[best])}"
@@ -559,7 +584,7 @@ def timeline(cells: Sequence[Cell]) -> str:
         return f"{who} {'send while they compute' if len(overlapping) > 1 else 'sends while it computes'}"
     if not after:
         return Sentence("One step, phase by phase", claims=False)
-    return f"{'Every mode' if len(after) > 1 else name(after[0])} {first_then}"
+    return f"{all_of(after).capitalize() if len(after) > 1 else name(after[0])} {first_then}"
 
 
 @states(steps=COMPARE_STEPS, otherwise="Training loss of each step")
@@ -569,6 +594,8 @@ def loss_by_step(cells: Sequence[Cell]) -> str:
     cells = [cell for cell in cells if cell.spec.mode.distributed] or cells
     length = min(len(cell.losses()) for cell in cells)
     if length < COMPARE_STEPS:
+        return Sentence("Training loss of each step", claims=False)
+    if _train_apart(cells):
         return Sentence("Training loss of each step", claims=False)
     table = np.array([cell.losses()[:length] for cell in cells])
     if not np.isfinite(table).all():
@@ -585,6 +612,11 @@ def loss_by_step(cells: Sequence[Cell]) -> str:
         or _differ_later(cells, table, final)
         or _differ(cells, final, length, name)
     )
+
+
+def _train_apart(cells: Sequence[Cell]) -> bool:
+    """True if not all train the same: scripts with different commands or folders, or a script beside our own loop."""
+    return len({(cell.spec.script.argv, cell.spec.script.folder) if cell.spec.script else () for cell in cells}) > 1
 
 
 def _trend(losses: Column) -> str:
@@ -610,7 +642,7 @@ def _differ_later(cells: Sequence[Cell], table: Column, final: Column) -> str:
     """The sentence for exact modes that agree at first and differ later, as rounding errors make them; else empty."""
     apart = [not _equal_but_for_rounding(table[:, step]) for step in range(table.shape[1])]
     common = apart.index(True) if True in apart else len(apart)
-    exact = all(c.spec.mode.codec is None and c.spec.mode.every == 1 for c in cells)
+    exact = all(c.spec.mode.codec is None and c.spec.mode.every == 1 and not c.spec.script for c in cells)
     if not exact or any(c.spec.placement == "after-step" for c in cells) or common < EXACT_STEPS:
         return ""
     ends = f"{final.min():.2f} to {final.max():.2f}"
@@ -631,7 +663,7 @@ def loss_by_time(cells: Sequence[Cell]) -> str:
     """The loss that all modes reach, and which one reaches it first."""
     name = namer(cells)
     curves = [(cell.seconds_so_far(), _smooth(cell.losses())) for cell in cells]
-    if not all(len(y) >= COMPARE_STEPS and np.isfinite(y).all() for _, y in curves):
+    if _train_apart(cells) or not all(len(y) >= COMPARE_STEPS and np.isfinite(y).all() for _, y in curves):
         return Sentence("Loss against time", claims=False)
     trends = {name(cell): _trend(y) for cell, (_, y) in zip(cells, curves, strict=True)}
     not_falling = [who for who, trend in trends.items() if not trend.startswith("falls")]
@@ -666,7 +698,7 @@ def seconds_by_step(cells: Sequence[Cell]) -> str:
     worst = max(spreads, key=lambda each: spreads[each])
     within_text = f"nine of ten are within ±{percent(spreads[worst])}"
     if spreads[worst] <= 0.05:
-        who = "in every mode" if len(spreads) > 1 else f"of {worst}"
+        who = f"in {all_of(cells)}" if len(spreads) > 1 else f"of {worst}"
         return f"Steps are steady: {within_text} of the median {who}"
     if len(spreads) == 1 or percent(max(spreads.values())) == percent(min(spreads.values())):
         return f"Steps of {listed(list(spreads))} vary: {within_text} of their median"
@@ -706,7 +738,7 @@ def faults_noticed(runs: Sequence[FaultedRun]) -> str:
 @states(steps=1)
 def one_fault(run: FaultedRun) -> str:
     """What one fault did to its run."""
-    mode, fault = run.spec.mode, run.row[1]
+    mode, fault = label(run.spec), run.row[1]
     if run.row[-1] == "went on":
         return f"{fault} with {mode}: the run goes on"
     if run.row[-1] == "restarted":
@@ -750,7 +782,8 @@ def efficiency(chapter: Chapter, curves: dict[str, Curve]) -> str:
 @states(steps=COMPARE_STEPS, otherwise="Images per second against the number of nodes")
 def weak(curves: dict[str, Curve]) -> str:
     """The gain in images per second of the mode that gains most."""
-    gains = {n: c[-1][1].images_per_second / c[0][1].images_per_second for n, c in curves.items()}
+    speeds = {n: [cell.images_per_second or math.nan for _, cell in curve] for n, curve in curves.items()}
+    gains = {name: speed[-1] / speed[0] for name, speed in speeds.items()}
     best = max(gains, key=lambda name: gains[name])
     first, last = curves[best][0][0], curves[best][-1][0]
     return f"With {best}, {last:g} nodes process {factor(gains[best])} times the images per second of {first:g}"
@@ -886,6 +919,10 @@ WIRE = (
     " links). Algorithm bandwidth is S over the time of communication. Bus bandwidth is that times 2(N-1)/N, which is"
     " what a ring sends over each link. Link utilisation: what the busiest rank sent or received, whichever is more,"
     " over the time of communication and its rate in the receipt. A link that is used one way at a time reaches half."
+)
+OBSERVED = (
+    " Of a user's script theory is that of its observed collectives, as Gloo sends them, and S is their bytes. It says"
+    " nothing about what the script could do instead."
 )
 NETWORK = (
     "On the wire, each way, with headers; measured before training on every directed link (above 16 nodes on a sample) "

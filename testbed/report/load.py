@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from testbed.report.faulted import FaultedRun, read_faulted
-from testbed.results.conclude import Summary, faulted_steps
+from testbed.results.conclude import Summary, faulted_steps, sampled_steps
 from testbed.results.faults import TimedStep
 from testbed.results.folder import (
     EXPERIMENT,
@@ -42,8 +42,9 @@ from testbed.results.folder import (
     read_json,
 )
 from testbed.results.receipt import Network, read_network
-from testbed.results.records import End, Eval, Start, Step, read
+from testbed.results.records import End, Eval, Record, Start, Step, read
 from testbed.results.table import row_note
+from testbed.results.theory import Load, observed_load
 from testbed.results.timeline import CONTINUED
 from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
@@ -56,7 +57,7 @@ COMPUTING = ("data", "forward", "backward")
 SECOND_HALF = (" gather", " down")  # endings of buffer names: the second half of a synchronisation
 NUMBERS = (
     *("step", "epoch", "at", "data", "forward", "backward", "sync", "update", "total"),
-    *("blocked", "busy", "hidden", "copies", "copies_cpu", "kernel"),
+    *("blocked", "busy", "hidden", "copies", "copies_cpu", "observing", "kernel"),
 )
 OTHERS = ("loss", "images", "sent", "received", "cpu", "attempt")
 
@@ -104,6 +105,7 @@ class Steps:
     hidden: Column
     copies: Column
     copies_cpu: Column
+    observing: Column
     kernel: Column
     loss: Column
     images: Column
@@ -211,6 +213,7 @@ class Rank:
     evals: list[Eval]
     end: End | None  # None: it did not finish
     profile: dict[str, float]  # shares that torch.profiler measured; empty where it was off
+    records: list[Record] = field(default_factory=list)  # of a user's script: all of them
 
 
 @dataclass(frozen=True)
@@ -228,11 +231,43 @@ class LoadedRun:
         return self.summary.spec
 
     @cached_property
-    def kept(self) -> list[Steps]:
-        """Each rank's steps that count: without warm-up, without faults, and only those that every rank finished."""
+    def counted(self) -> list[Steps]:
+        """Each rank's steps without warm-up and without faults, and only those that every rank finished."""
         last = min((rank.steps.last for rank in self.ranks), default=-1)
         counts = range(self.spec.warmup, last + 1)
         return [rank.steps.only(lambda n: n in counts and n not in self.under_fault) for rank in self.ranks]
+
+    @cached_property
+    def sampled(self) -> set[int]:
+        """Steps of a user's script that are longer because the observer took samples."""
+        rows = [zip(s.numbers, s.observing.tolist(), s.total.tolist(), strict=True) for s in self.counted]
+        return sampled_steps([list(each) for each in rows])
+
+    @cached_property
+    def kept(self) -> list[Steps]:
+        """Each rank's steps whose times count: those above without samples."""
+        return [steps.only(lambda n: n not in self.sampled) for steps in self.counted]
+
+    @cached_property
+    def observed(self) -> list[list[Load]] | None:
+        """Of a user's script: the load of every counted step on each rank's link; None if it is not known."""
+        if self.spec.script is None:
+            return None
+        loads = [
+            [
+                observed_load([(c.name, c.offset, c.seconds, c.size) for c in comm], rank.number, self.spec.world)
+                for comm in steps.comm
+            ]
+            for rank, steps in zip(self.ranks, self.counted, strict=True)
+        ]
+        known = [[load for load in row if load is not None] for row in loads]
+        return known if all(len(a) == len(b) for a, b in zip(known, loads, strict=True)) else None
+
+    def images(self, rank: int) -> float:
+        """Images per step of one rank: requested, or as a user's script fetched them; 0 if none was seen."""
+        if self.spec.script is None:
+            return float(self.spec.local_batch(rank))
+        return float(self.kept[rank].images.mean()) if len(self.kept[rank].images) else 0.0
 
     @property
     def measured(self) -> bool:
@@ -248,8 +283,11 @@ class LoadedRun:
     @cached_property
     def buffers(self) -> tuple[float, float]:
         """The number of buffers of one synchronisation, and S: their bytes together, as rank 0 recorded them."""
-        steps = [{c.name: c.size for c in comm if c.first_half} for comm in self.kept[0].comm]
-        busy = [(len(sizes), float(sum(sizes.values()))) for sizes in steps if sizes]
+        if not self.spec.mode.is_script:
+            steps = [list({c.name: c.size for c in comm if c.first_half}.values()) for comm in self.kept[0].comm]
+        else:  # one line of a script may make several collectives
+            steps = [[c.size for c in comm if not c.continued] for comm in self.kept[0].comm]
+        busy = [(len(sizes), float(sum(sizes))) for sizes in steps if sizes]
         if not busy:
             return (1.0, self.gradient)
         return statistics.median(count for count, _ in busy), statistics.median(size for _, size in busy)
@@ -312,7 +350,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> LoadedRun:
     if summary.spec != spec:
         raise SpecError("its spec.json and summary.json are of different runs")
     folder.check_no_links(allow_top=True)
-    ranks = [_read_rank(folder, rank, whole) for rank in range(spec.world)]
+    ranks = [_read_rank(folder, rank, whole, spec.script is not None) for rank in range(spec.world)]
     faults = faulted_steps(folder, spec, [_timed(rank.steps) for rank in ranks], summary.substrate)
     run = LoadedRun(folder, summary, ranks, read_network(folder.receipt, spec), faults)
     if whole and not run.measured and not faults:
@@ -325,7 +363,7 @@ def _timed(steps: Steps) -> list[TimedStep]:
     return [TimedStep(n, begin, end, None if np.isnan(attempt) else int(attempt)) for n, begin, end, attempt in rows]
 
 
-def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
+def _read_rank(folder: RunFolder, rank: int, whole: bool, scripted: bool) -> Rank:
     path = folder.records(rank)
     check_size([path], MAX_RECORDS_BYTES)
     records = list(read(path))
@@ -335,7 +373,7 @@ def _read_rank(folder: RunFolder, rank: int, whole: bool) -> Rank:
         raise SpecError(f"{path.name} has no {'end' if start else 'start'}: rank {rank} did not finish")
     steps = Steps.of([record for record in records if isinstance(record, Step)], path.name)
     evals = [record for record in records if isinstance(record, Eval)]
-    return Rank(rank, start, steps, evals, end, _read_profile(folder, rank))
+    return Rank(rank, start, steps, evals, end, _read_profile(folder, rank), records if scripted else [])
 
 
 def _read_profile(folder: RunFolder, rank: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -147,9 +148,14 @@ class Cell:
     def seconds(self) -> Stat:
         return describe(self.samples, self.by_mean)
 
+    @cached_property
+    def batch(self) -> float:
+        """Images per step over all ranks; of a user's script as observed, 0 if none was seen."""
+        return sum(self.first.images(rank) for rank in range(self.world))
+
     @property
-    def images_per_second(self) -> float:
-        return self.spec.global_batch / self.seconds.centre
+    def images_per_second(self) -> float | None:
+        return self.batch / self.seconds.centre if self.batch else None
 
     @cached_property
     def split(self) -> Split:
@@ -189,12 +195,29 @@ class Cell:
     def bound(self) -> float | None:
         """Lower bound of the seconds of communication per step on the measured network; None without a receipt."""
         network = self.first.network
+        if self.observed is not None:
+            rates = [network.node(rank) or network.slowest for rank in range(self.world)]
+            return self._observed_bound([rate for rate in rates if rate])
         rate = network.node(0) if self.spec.mode.rooted else network.slowest
         if not rate or self.spec.mode.silent:
             return None
         count, size = self.buffers
         once = theory.bound(self.spec.mode, self.world, size, rate, network.delay, count)
         return None if once is None else once * self.syncs
+
+    @property
+    def observed(self) -> list[list[theory.Load]] | None:
+        """The loads of a user's script by its observed collectives; None for our own loop, or if they are unknown."""
+        return self.first.observed
+
+    def _observed_bound(self, rates: Sequence[float]) -> float | None:
+        """Mean over steps of the rank whose link needs most time."""
+        steps = list(zip(*self.observed, strict=True)) if self.observed else []
+        if len(rates) < self.world or not steps:
+            return None
+        delay = self.first.network.delay
+        least = [max(load.seconds(rate, delay) for load, rate in zip(row, rates, strict=True)) for row in steps]
+        return statistics.fmean(least) or None
 
     def sent(self) -> list[float | None]:
         """Bytes per step that the kernel counted, for each rank of the first repeat."""
@@ -205,7 +228,12 @@ class Cell:
         return self.first.summary.received_per_step
 
     def needed(self) -> list[float | None]:
-        """Bytes per step that each rank must send in theory: payload, without headers."""
+        """Bytes per step that each rank must send in theory: payload, without headers.
+
+        Of a user's script by its collectives, in the steps between whose ends bytes are counted.
+        """
+        if self.observed is not None:
+            return [statistics.fmean(load.sent for load in row[1:] or row) if row else None for row in self.observed]
         size = self.buffers[1]
         shares = [theory.sent_share(self.spec.mode, self.world, rank) for rank in range(self.world)]
         return [None if share is None else share * size * self.syncs for share in shares]
@@ -361,7 +389,7 @@ NODES = Axis(("nodes",), lambda cell: float(cell.world) if cell.spec.mode.distri
 WEAK = Axis(
     ("nodes", "batch", "batch_per_rank"),
     NODES.value,
-    lambda cell: f"{cell.label}, {cell.spec.local_batch(0)} per rank",
+    lambda cell: f"{cell.label}, {cell.first.images(0):g} per rank",
 )
 RATE = Axis(("link.rate",), _rate)
 BUCKET = Axis((), _bucket, _without("bucket:"))
@@ -449,10 +477,23 @@ def focus(chapter: Chapter) -> Focus:
 
 def _main_condition(chapter: Chapter, cells: Sequence[Cell]) -> list[Cell]:
     """The cells of the condition with most modes; of several such conditions the last."""
-    conditions = [tuple(str(cell.flat.get(key, value_of(cell, key))) for key in chapter.keys) for cell in cells]
+    conditions = [
+        (*(str(cell.flat.get(key, value_of(cell, key))) for key in chapter.keys), trained_in_numbers(cell, chapter))
+        for cell in cells
+    ]
     counts = Counter(c for c, cell in zip(conditions, cells, strict=True) if cell.spec.mode.distributed)
     most = max(counts or Counter(conditions), key=lambda c: (counts[c], conditions.index(c)))
     return [cell for cell, c in zip(cells, conditions, strict=True) if c == most]
+
+
+def trained_in_numbers(cell: Cell, chapter: Chapter) -> str:
+    """What a cell trains, where scripts and our own loop are in one chapter: bytes of the gradient, and images.
+
+    Only cells that are equal in both are compared with each other. Empty in other chapters.
+    """
+    if len({each.spec.script is None for each in chapter.cells}) < 2:
+        return ""
+    return f"{cell.first.gradient:.0f} bytes, {cell.batch:g} images"
 
 
 def comparable(chapter: Chapter) -> list[Cell]:
@@ -496,6 +537,8 @@ def value_of(cell: Cell, key: str) -> Any:
         return " ".join(map(str, cell.spec.faults)) or "none"
     if key == "nodes":
         return cell.world
+    if key == "script.argv" and cell.spec.script:
+        return shlex.join(cell.spec.script.argv)
     if key == "overrides":
         return overrides_in_words(cell) or "none"
     return cell.flat.get(key)

@@ -20,6 +20,7 @@ from testbed.report.findings import Verdict, verdict
 from testbed.report.load import Loaded, Skipped, load
 from testbed.report.model import Cell, Chapter, Focus, chapters, focus
 from testbed.report.published import Published, published
+from testbed.report.script import ScriptPart, script_parts
 from testbed.report.tables import Table
 from testbed.results.folder import finite, write_whole
 from testbed.results.table import caption
@@ -43,6 +44,7 @@ class Section:
     tables: list[Table]
     plots: list[Plot]
     published: Published | None
+    scripts: list[ScriptPart]  # what each user's script does
     shown: str  # a sentence on which cells the side-by-side figures show; empty if all
 
 
@@ -81,7 +83,11 @@ def write(paths: Sequence[Path], out: Path) -> Report:
         _write_files(
             section.slug,
             section.plots,
-            [*section.tables, *([section.published.table] if section.published else [])],
+            [
+                *section.tables,
+                *([section.published.table] if section.published else []),
+                *(table for part in section.scripts for table in part.tables),
+            ],
             files,
         )
     if faults:
@@ -114,6 +120,7 @@ def make_section(chapter: Chapter) -> Section:
         tables=_tables(chapter),
         plots=[*swept, *_plots(chapter, focused)],
         published=published(chapter),
+        scripts=script_parts(chapter),
         shown=focused.shown,
     )
 
@@ -144,7 +151,8 @@ LEARNING: tuple[DrawModes, ...] = time.LEARNING
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
     """Slow ranks first, then the modes side by side."""
     detailed = focused.only(lambda cell: cell.spec.spans)
-    learning = focused.only(lambda cell: not cell.spec.mode.is_control)  # ranks of a control train different models
+    # ranks of a control train different models, and not every script has a loss that was seen
+    learning = focused.only(lambda cell: not cell.spec.mode.is_control and len(cell.losses()) > 0)
     groups = ((DETAILED, detailed), (SIDE_BY_SIDE, focused), (LEARNING, learning))
     drawn = [draw(group.cells, group.names) for draws, group in groups if group.cells for draw in draws]
     return [*modes.slow_ranks(chapter), *(plot for plot in drawn if plot)]
@@ -213,6 +221,8 @@ def _markdown(section: Section) -> str:
     ]
     states = {True: "passed", False: "FAILED", None: "open"}
     lines += [f"- {states[check.ok]}: {check.text}" for check in section.verdict.checks]
+    for part in section.scripts:
+        lines += ["", part.markdown()]
     if section.published:
         lines += ["", *(f"- {claim.word} {claim.text}" for claim in section.published.sentences)]
         lines += ["", section.published.table.markdown()] if section.published.table.rows else []
@@ -237,7 +247,11 @@ def _figures(sections: Sequence[Section], loaded: Loaded) -> dict[str, Any]:
     return {
         "testbed": __version__,
         "experiments": {
-            section.name: [_cell_figures(section.chapter, cell) for cell in section.chapter.cells]
+            section.name: [
+                _cell_figures(section.chapter, cell)
+                | next(({"script": part.figures()} for part in section.scripts if part.cell is cell), {})
+                for cell in section.chapter.cells
+            ]
             for section in sections
         },
         "left_out": [{"folder": str(s.path), "reason": s.reason} for s in loaded.skipped],
@@ -250,10 +264,11 @@ def _cell_figures(chapter: Chapter, cell: Cell) -> dict[str, Any]:
         "mode": cell.label,
         "substrate": cell.substrate,
         "folders": [str(run.folder.path) for run in cell.runs],
-        "spec": json.loads(cell.spec.to_json()),
+        "spec": json.loads(cell.spec.to_json()) if cell.spec.script is None else cell.flat,
         "seconds": asdict(cell.seconds),
         "left_out_steps": sum(run.summary.left_out_steps for run in cell.runs),
         "speed_up": chapter.speed_up(cell),
+        "images_per_second": cell.images_per_second,
         "split": asdict(cell.split) | {"hidden_share": cell.split.hidden_share} if cell.spec.spans else None,
         "waiting": asdict(waiting) | {"slowest": waiting.slowest},
         "stragglers": [asdict(each) for each in cell.stragglers],

@@ -68,7 +68,8 @@ class Columns:
     @property
     def header(self) -> list[str]:
         varies = self.chapter.keys
-        return ["mode", *(short_key(key, varies).replace("_", " ") for key in varies), *self.rest]
+        what = "run" if any(cell.spec.script for cell in self.chapter.cells) else "mode"
+        return [what, *(short_key(key, varies).replace("_", " ") for key in varies), *self.rest]
 
     def add(self, cell: Cell, *values: str) -> None:
         varies = [value_of(cell, key) for key in self.chapter.keys]
@@ -112,7 +113,8 @@ def modes(chapter: Chapter) -> Table:
         made.add(cell, *[DASH] * len(rest), cell.note)
     busy = busy_footnote([r.summary for cell in chapter.cells for r in cell.runs])
     note = f"{findings.MODES} {busy}." if busy else findings.MODES
-    return Table("modes", "What each mode costs", made.header, made.rows, note)
+    title = "What a step costs" if any(cell.spec.script for cell in chapter.cells) else "What each mode costs"
+    return Table("modes", title, made.header, made.rows, note)
 
 
 def split(chapter: Chapter) -> Table:
@@ -167,7 +169,8 @@ def traffic(chapter: Chapter) -> Table | None:
             _mb(_mean(received[1:])),
             *payload_shares(cell),
         )
-    return Table("bytes", "Bytes against theory", made.header, made.rows, findings.TRAFFIC) if made.rows else None
+    note = findings.TRAFFIC + (findings.OBSERVED if any(cell.observed for cell in chapter.cells) else "")
+    return Table("bytes", "Bytes against theory", made.header, made.rows, note) if made.rows else None
 
 
 def payload_shares(cell: Cell) -> list[str]:
@@ -198,19 +201,21 @@ def wire(chapter: Chapter) -> Table | None:
     for cell in (cell for cell in chapter.cells if cell.split.busy > 0):
         least, busy, known = cell.bound, cell.split.busy, theory.cost(cell.spec.mode, cell.world)
         size = cell.buffers[1] * cell.syncs
-        rate = cell.first.network.slowest
+        rate = cell.first.network.slowest if cell.observed is None else None
+        bus = size / busy / 1e6 * 2 * (cell.world - 1) / cell.world if cell.observed is None else None
         made.add(
             cell,
-            known.formula if known else DASH,
+            known.formula if known else "its collectives" if cell.observed is not None else DASH,
             number(least),
             number(busy),
             number(busy / least if least else None, ".2f"),
             number(theory.log2(cell.world) * size / rate if rate else None),
             number(size / busy / 1e6, ".1f"),
-            number(size / busy / 1e6 * 2 * (cell.world - 1) / cell.world, ".1f"),
+            number(bus, ".1f"),
             share(utilisation(cell)),
         )
-    return Table("wire", "Time against the lower bound", made.header, made.rows, findings.WIRE) if made.rows else None
+    note = findings.WIRE + (findings.OBSERVED if any(cell.observed for cell in chapter.cells) else "")
+    return Table("wire", "Time against the lower bound", made.header, made.rows, note) if made.rows else None
 
 
 def utilisation(cell: Cell) -> float | None:
@@ -300,10 +305,10 @@ def _loss_at(rank: Rank, step: int) -> str:
 
 def workers_by_batch(chapter: Chapter) -> list[Table]:
     """As R2: time and speed-up, compute and communication, bandwidth; rows are workers, columns are batches."""
-    cells = [cell for cell in chapter.cells if not cell.spec.mode.is_control]
+    cells = [cell for cell in chapter.cells if not cell.spec.mode.is_control and not cell.spec.script]
     batches = sorted({cell.spec.local_batch(0) for cell in cells})
     workers = sorted({cell.world for cell in cells})
-    if len(batches) < 2 or len(workers) < 2 or not chapter.cells[0].spec.batch_per_rank:
+    if len(batches) < 2 or len(workers) < 2 or not cells[0].spec.batch_per_rank:
         return []
     grid = {(cell.world, cell.spec.local_batch(0)): cell for cell in reversed(cells)}
 
@@ -337,9 +342,11 @@ def workers_by_batch(chapter: Chapter) -> list[Table]:
 
 def weak_speed_up(chapter: Chapter, cell: Cell) -> float | None:
     """Speed-up by images per second, over one worker with the same batch per worker."""
-    alike = (c for c in chapter.cells if c.world == 1 and c.spec.local_batch(0) == cell.spec.local_batch(0))
+    cells = [c for c in chapter.cells if c.world == 1 and not c.spec.script]
+    alike = (c for c in cells if c.spec.local_batch(0) == cell.spec.local_batch(0))
     single = next((c for c in alike if (c.substrate, c.machine) == (cell.substrate, cell.machine)), None)
-    return cell.images_per_second / single.images_per_second if single else None
+    ours, base = cell.images_per_second, single.images_per_second if single else None
+    return ours / base if ours and base else None
 
 
 def bandwidth_used(cell: Cell) -> float | None:
@@ -353,7 +360,8 @@ def epoch_images(cell: Cell) -> int:
 
 
 def epoch_seconds(cell: Cell) -> float:
-    return epoch_images(cell) / cell.images_per_second
+    """Seconds of an epoch of our own loop, extrapolated from its steps."""
+    return epoch_images(cell) / cell.spec.global_batch * cell.seconds.centre
 
 
 def epochs(chapter: Chapter) -> Table | None:

@@ -18,6 +18,7 @@ from typing import Any
 from testbed.report.faulted import FaultedRun, read_faulted
 from testbed.report.load import DAMAGE, LoadedRun, Rank, Steps, read_run, sentence
 from testbed.results.folder import RunFolder, write_whole
+from testbed.results.table import label
 from testbed.spec.errors import TestbedError, UsageError
 
 LOOP, BLOCKED, COPIES, WIRE = 0, 1, 2, 3  # thread numbers
@@ -51,7 +52,7 @@ def trace(run: LoadedRun, history: FaultedRun | None = None) -> Event:
     zero = min([*begins, *(episode.begin for episode in history.episodes)] if history else begins)
     events = [event for rank in run.ranks for event in _rank(rank, run, zero)]
     events += _faults(history, zero) if history else []
-    facts = {"run": run.spec.name, "mode": str(run.spec.mode), "clock_error_us": run.network.offset_error * 1e6}
+    facts = {"run": run.spec.name, "mode": label(run.spec), "clock_error_us": run.network.offset_error * 1e6}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 

@@ -1,7 +1,8 @@
 """Split communication into waiting for the last rank and transfer; find stragglers and why they are slow.
 
-An exchange is the transfer of one buffer in one step, on all ranks. A rank waits from its own begin until the last rank
-begins (at most until its own end); the rest is transfer. On hosts all times are first converted to rank 0's clock.
+An exchange is the transfer of one buffer in one step, on all ranks; of a user's script it is one collective. A rank
+waits from its own begin until the last rank begins (at most until its own end); the rest is transfer. On hosts all
+times are first converted to rank 0's clock.
 
 A rank is a straggler because of
     its CPU   if its compute per image is at least SLOW_CPU times the median of the other ranks, overall and in at
@@ -23,6 +24,7 @@ import numpy as np
 from testbed.report.load import LoadedRun
 from testbed.report.stats import seconds
 from testbed.results import theory
+from testbed.results.collectives import Observed
 from testbed.spec.units import Interval, covered_length
 
 SLOW_CPU = 1.25
@@ -121,13 +123,19 @@ def _transfers(run: LoadedRun, rank: int) -> dict[str, list[Transfer]]:
     for index, comms in enumerate(steps.comm):
         zero = float(steps.at[index]) - run.network.offsets.get(rank, 0.0)
         for each in sorted(comms, key=lambda comm: comm.offset):
-            begin, transfers = zero + each.offset, found.setdefault(each.buffer, [])
+            name = _exchange(each.buffer) if run.spec.mode.is_script else each.buffer
+            begin, transfers = zero + each.offset, found.setdefault(name, [])
             if each.continued and each.buffer in cut:
                 transfers[-1] = replace(transfers[-1], end=begin + each.seconds)
             else:
                 transfers.append(Transfer(int(steps.step[index]), begin, begin + each.seconds))
         cut = {each.buffer for each in comms if each.offset + each.seconds > float(steps.total[index]) - ROUNDING_S}
     return found
+
+
+def _exchange(name: str) -> str:
+    """What the ranks of a script have in common of a collective: its line may differ, e.g. at the root."""
+    return str(replace(Observed.parse(name), site=""))
 
 
 def stragglers(run: LoadedRun) -> list[Straggler]:
@@ -139,14 +147,15 @@ def stragglers(run: LoadedRun) -> list[Straggler]:
 
 
 def _slow_cpus(run: LoadedRun) -> list[Straggler]:
-    compute = np.array([steps.compute / run.spec.local_batch(rank) for rank, steps in enumerate(run.kept)])
+    batches = [run.images(rank) or 1.0 for rank in range(len(run.kept))]
+    compute = np.array([steps.compute / images for images, steps in zip(batches, run.kept, strict=True)])
     found = []
     for rank, own in enumerate(compute):
         others = np.delete(compute, rank, axis=0)
         usual = float(np.median(np.median(others, axis=1)))
         slower = own >= SLOW_CPU * np.median(others, axis=0)
         if usual > 0 and float(np.median(own)) >= SLOW_CPU * usual and slower.mean() >= CPU_STEPS:
-            images, mine = run.spec.local_batch(rank), float(np.median(own))
+            images, mine = batches[rank], float(np.median(own))
             sentence = (
                 f"rank {rank} is slow to compute: {seconds(mine * images)} a step where the others need "
                 f"{seconds(usual * images)}, so all others wait for its CPU"
@@ -174,6 +183,9 @@ def _slow_links(run: LoadedRun) -> list[Straggler]:
 
 def _matters(run: LoadedRun, rate: float) -> bool:
     """True if a link of this rate can explain the time of communication."""
+    if run.observed is not None:
+        steps = [max(load.seconds(rate, 0.0) for load in row) for row in zip(*run.observed, strict=True)]
+        return statistics.fmean(steps) >= LINK_MATTERS * statistics.fmean(float(s.busy.mean()) for s in run.kept)
     least = theory.bound(run.spec.mode, run.spec.world, run.buffers[1], rate, 0.0, 1)
     syncs = theory.syncs_per_step(run.spec.mode, run.kept[0].numbers)
     busy = statistics.fmean(float(steps.busy.mean()) for steps in run.kept)

@@ -262,7 +262,8 @@ def _quartiles(values: list[float]) -> tuple[float, float] | None:
 def _losses(spec: RunSpec, steps: list[list[Step]]) -> list[float]:
     """Mean over ranks per step; ranks with larger shares weigh more."""
     if spec.script is not None:
-        return [_weighted_loss(row) for row in zip(*steps, strict=False)]
+        losses = [_weighted_loss(row) for row in zip(*steps, strict=False)]
+        return losses if any(losses) else []  # no loss was seen
     weights = [spec.local_batch(rank) / spec.global_batch for rank in range(spec.world)]
     rows = zip(*([r.loss for r in rank_steps] for rank_steps in steps), strict=False)
     return [sum(w * loss for w, loss in zip(weights, row, strict=True)) for row in rows]

@@ -51,7 +51,7 @@ def nodes(chapter: Chapter) -> list[Plot]:
     fixed = {
         name: curve
         for name, curve in model.curves(chapter, model.NODES).items()
-        if len({cell.spec.global_batch for _, cell in curve}) == 1
+        if len({cell.batch for _, cell in curve}) == 1 and curve[0][1].batch
     }
     found = {name: model.from_one_node(chapter, curve) for name, curve in fixed.items()}
     if not found:
@@ -90,17 +90,20 @@ def nodes(chapter: Chapter) -> list[Plot]:
 
 def weak(chapter: Chapter) -> list[Plot]:
     """Images per second against the number of nodes, with the same batch per rank."""
-    if len({cell.spec.global_batch for cell in chapter.cells}) < 2:
+    if len({cell.batch for cell in chapter.cells}) < 2:
         return []
     found = {}
     for name, curve in model.curves(chapter, model.WEAK).items():
-        per_rank = curve[0][1].spec.local_batch(0)
+        per_rank = curve[0][1].first.images(0)
+        if not per_rank:
+            continue
         single = next(
             (
                 c
                 for c in chapter.cells
                 if c.world == 1
-                and c.spec.global_batch == per_rank
+                and c.batch == per_rank
+                and (c.spec.script is None) == (curve[0][1].spec.script is None)
                 and (c.substrate, c.machine) == (curve[0][1].substrate, curve[0][1].machine)
             ),
             None,

@@ -117,8 +117,9 @@ def seconds_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
 def _step_seconds(cell: Cell) -> Column:
     """Seconds of each step of the first repeat, mean over ranks; nan under a fault."""
     steps = [rank.steps for rank in cell.first.ranks]
-    mean = np.mean([each.total[: len(cell.losses())] for each in steps], axis=0)
-    under = np.isin(steps[0].step[: len(mean)], list(cell.first.under_fault))
+    length = min(len(each.total) for each in steps)
+    mean = np.mean([each.total[:length] for each in steps], axis=0)
+    under = np.isin(steps[0].step[:length], list(cell.first.under_fault))
     return np.where(under, np.nan, mean)
 
 

@@ -1,0 +1,271 @@
+"""The section "What this script does": a user's script as the observer saw it.
+
+Its collectives by line, its phases, how it set itself up, what could not be seen, and the findings on it
+(script_findings.py). Everything is of the first repeat; a script can forge what its own process records.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from testbed.report.model import Cell, Chapter, names
+from testbed.report.stats import seconds
+from testbed.report.tables import DASH, Table, number
+from testbed.results.observations import Call, Calls, Setup, Unseen
+from testbed.spec.errors import one_line
+
+SEVERITIES = ("error", "cost", "note")  # in the order of the page
+FINDINGS = "testbed.report.script_findings"
+COLLECTIVES = (
+    "Calls from one line of the script in one phase, mean over the ranks that made them. Size: bytes of one call; of"
+    " all_gather, reduce_scatter and all_to_all all parts together. In flight: from the call until its result was"
+    " there. Blocked: the script waited for it. Calls before the first step are counted in it."
+)
+PHASES = (
+    "Seconds, mean over the steps that count. Sync: from the end of backward to the end of the optimizer's step,"
+    " without that step. No phase: work of the script between them, e.g. a test, a log line or a checkpoint."
+)
+SETUP = "As the script's own process saw it at its first step. Where ranks differ, each value has its ranks."
+
+
+@dataclass(frozen=True)
+class ScriptPart:
+    """The section of one script."""
+
+    cell: Cell
+    slug: str
+    title: str
+    findings: list[Any]  # script_findings.Finding, errors first
+    notes: list[str]
+    tables: list[Table]
+    nothing_found: str = "No rule found a mistake or an avoidable cost in this script."
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of the table of collectives, as numbers
+
+    def markdown(self) -> str:
+        lines = [f"### {self.title}", ""]
+        for each in self.findings:
+            lines.append(f"- **{each.severity}**: {each.what}{f' ({each.site})' if each.site else ''}")
+            known = (("Evidence", each.evidence), ("Fix", each.fix), ("Certainty", each.certainty))
+            more = [f"{name}: {text}" for name, text in (*known, ("Refuted by", each.refuted_by)) if text]
+            lines += [f"  {text}" for text in more]
+        lines += [] if self.findings else [self.nothing_found]
+        return "\n".join([*lines, "", *self.notes, "", *(table.markdown() for table in self.tables)])
+
+    def figures(self) -> dict[str, Any]:
+        """The content of report.json."""
+        return {
+            "findings": [asdict(each) for each in self.findings],
+            "collectives": self.rows,
+            "notes": self.notes,
+            "setup": [asdict(setup) for setup in _setups(self.cell)],
+            "images": self.cell.first.summary.images,
+        }
+
+
+def script_parts(chapter: Chapter) -> list[ScriptPart]:
+    """One section for every cell of a user's script."""
+    cells = [cell for cell in chapter.cells if cell.spec.script is not None]
+    return [_part(cell, name, number) for number, (cell, name) in enumerate(zip(cells, names(cells), strict=True), 1)]
+
+
+def _part(cell: Cell, name: str, place: int) -> ScriptPart:
+    slug = f"script-{place}"
+    rows = collectives(cell)
+    tables = [_collectives_table(rows, slug), _phases_table(cell, slug), _setup_table(cell, slug)]
+    return ScriptPart(
+        cell=cell,
+        slug=slug,
+        title=f"What this script does: {name}",
+        findings=_findings(cell),
+        notes=[*_changed(cell), *_sampled(cell), *_unseen(cell)],
+        tables=[table for table in tables if table],
+        rows=rows,
+    )
+
+
+def rules() -> Any:
+    """The module of the rules; None while there is none."""
+    return importlib.import_module(FINDINGS) if importlib.util.find_spec(FINDINGS) else None
+
+
+def _findings(cell: Cell) -> list[Any]:
+    """All findings on the first repeat, errors first."""
+    module = rules()
+    if module is None:
+        return []
+    records = {rank.number: rank.records for rank in cell.first.ranks}
+    found = module.find(records, cell.spec)
+    return sorted(found, key=lambda each: SEVERITIES.index(each.severity) if each.severity in SEVERITIES else 9)
+
+
+def collectives(cell: Cell) -> list[dict[str, Any]]:
+    """One row per operation, line, phase and root: what it did per step, over the ranks that made it."""
+    found: dict[tuple[str, ...], list[tuple[int, Call, int]]] = {}
+    for rank in cell.first.ranks:
+        last = next((record for record in reversed(rank.records) if isinstance(record, Calls)), None)
+        for row in last.rows if last else []:
+            whose = (str(row.detail.get("root", 0)), " ".join(map(str, row.detail.get("ranks") or ())))
+            key = (row.operation, row.site, row.phase, row.by, *whose)
+            found.setdefault(key, []).append((rank.number, row, last.last - last.first + 1 if last else 1))
+    return [_merged(key, own) for key, own in sorted(found.items(), key=lambda pair: _first_bytes(pair[1]))]
+
+
+def _first_bytes(own: Sequence[tuple[int, Call, int]]) -> float:
+    """Most bytes first."""
+    return -max(row.bytes for _, row, _ in own)
+
+
+def _merged(key: tuple[str, ...], own: Sequence[tuple[int, Call, int]]) -> dict[str, Any]:
+    operation, site, phase, by, root, group = key
+
+    def per_step(name: str) -> float:
+        return statistics.fmean(getattr(row, name) / steps for _, row, steps in own)
+
+    calls = sum(row.count for _, row, _ in own)
+    return {
+        "operation": operation,
+        "site": site,
+        "phase": phase,
+        "by": by,
+        "root": int(root),
+        "group": group,
+        "ranks": [rank for rank, *_ in own],
+        "calls_per_step": per_step("count"),
+        "bytes_per_call": sum(row.bytes for _, row, _ in own) / calls if calls else 0.0,
+        "smallest": min((row.detail["smallest"] for _, row, _ in own if "smallest" in row.detail), default=None),
+        "largest": max((row.detail["largest"] for _, row, _ in own if "largest" in row.detail), default=None),
+        "in_flight_seconds_per_step": per_step("seconds"),
+        "blocked_seconds_per_step": per_step("blocked"),
+    }
+
+
+def _collectives_table(rows: Sequence[dict[str, Any]], slug: str) -> Table | None:
+    header = ["operation", "line", "phase", "by", "ranks", "calls per step", "size", "in flight ms", "blocked ms"]
+    made = []
+    for row in rows:
+        operation = row["operation"] + (f", root {row['root']}" if row["root"] else "")
+        operation += f", group {row['group']}" if row["group"] else ""
+        made.append(
+            [
+                operation,
+                row["site"] or DASH,
+                row["phase"] or DASH,
+                row["by"] or DASH,
+                ranges(row["ranks"]),
+                f"{row['calls_per_step']:.3g}",
+                _sizes(row),
+                number(1e3 * row["in_flight_seconds_per_step"], ".2f"),
+                number(1e3 * row["blocked_seconds_per_step"], ".2f"),
+            ]
+        )
+    return Table(f"{slug}-collectives", "Its collectives", header, made, COLLECTIVES) if made else None
+
+
+def _sizes(row: dict[str, Any]) -> str:
+    """`1.5 MB`, or `4 B to 1.5 MB` where calls differ."""
+    small, large = row["smallest"], row["largest"]
+    if isinstance(small, int | float) and isinstance(large, int | float) and small < large:
+        return f"{size_in_words(small)} to {size_in_words(large)}"
+    return size_in_words(row["bytes_per_call"])
+
+
+def size_in_words(size: float) -> str:
+    """8 -> `8 B`, 1_500_000 -> `1.5 MB`."""
+    unit, scale = ("MB", 1e6) if size >= 1e6 else ("kB", 1e3) if size >= 1e3 else ("B", 1)
+    return f"{size / scale:.3g} {unit}"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> `0-2, 5`."""
+    parts: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def _phases_table(cell: Cell, slug: str) -> Table:
+    header = ["rank", "step", "data", "forward", "backward", "sync", "update", "no phase", "blocked", "images"]
+    rows = []
+    for rank, steps in enumerate(cell.steps):
+        inside = steps.data + steps.forward + steps.backward + steps.sync
+        columns = (steps.total, steps.data, steps.forward, steps.backward, steps.sync - steps.update, steps.update)
+        means = [float(column.mean()) for column in (*columns, steps.total - inside, steps.blocked)]
+        images = cell.first.images(rank)
+        rows.append([str(rank), *(number(max(0.0, mean), ".4f") for mean in means), f"{images:g}" if images else DASH])
+    return Table(f"{slug}-phases", "Its phases", header, rows, PHASES)
+
+
+def _setups(cell: Cell) -> list[Setup]:
+    first = (next((r for r in rank.records if isinstance(r, Setup)), None) for rank in cell.first.ranks)
+    return [setup for setup in first if setup]
+
+
+def _setup_table(cell: Cell, slug: str) -> Table | None:
+    setups = _setups(cell)
+    if not setups:
+        return None
+    values: dict[str, list[str]] = {}
+    for setup in setups:
+        own = {
+            "process group": f"{setup.backend}, {setup.world} ranks" if setup.backend else "none",
+            "wrappers": "; ".join(f"{name} ({_options(kept)})" for name, kept in setup.wrappers.items()) or "none",
+            "optimizers": ", ".join(setup.optimizers) or "none",
+            "threads of torch": str(setup.threads),
+            **{name: _option(value) for name, value in setup.detail.items()},
+        }
+        for key, value in own.items():
+            values.setdefault(one_line(key), []).append(one_line(value))
+    rows = [[key, _by_rank(found)] for key, found in values.items()]
+    return Table(f"{slug}-setup", "How it set itself up", ["what", "value"], rows, SETUP)
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    if len(set(values)) == 1:
+        return values[0]
+    owners = {value: [rank for rank, own in enumerate(values) if own == value] for value in dict.fromkeys(values)}
+    return "; ".join(f"{value} (rank {ranges(ranks)})" for value, ranks in owners.items())
+
+
+def _options(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={_option(value)}" for key, value in options.items()) or "defaults"
+
+
+def _option(value: Any) -> str:
+    if isinstance(value, dict):
+        return _options(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _changed(cell: Cell) -> list[str]:
+    """What was changed so that the script runs here, each once."""
+    sentences = dict.fromkeys(one_line(text) for setup in _setups(cell) for text in setup.changed)
+    return [f"Changed for this run: {text.rstrip('.')}." for text in sentences]
+
+
+def _sampled(cell: Cell) -> list[str]:
+    """Steps in which gradients were sampled, with their own time."""
+    summary = cell.first.summary
+    if not summary.sampled_steps or summary.sampled_seconds is None:
+        return []
+    which = ", ".join(str(step + 1) for step in sorted(cell.first.sampled))
+    return [
+        f"In {summary.sampled_steps} of {summary.sampled_steps + summary.steps} steps (step {which}) gradients and"
+        f" parameters were sampled: they took {seconds(summary.sampled_seconds)} and are in no other time of this page."
+    ]
+
+
+def _unseen(cell: Cell) -> list[str]:
+    """Parts of the observer that failed, with the ranks."""
+    found: dict[str, list[int]] = {}
+    for rank in cell.first.ranks:
+        for record in (r for r in rank.records if isinstance(r, Unseen)):
+            found.setdefault(one_line(f"{record.seam} ({record.error})"), []).append(rank.number)
+    return [f"Not seen on rank {ranges(ranks)}: {what}." for what, ranks in found.items()]

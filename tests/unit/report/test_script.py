@@ -1,0 +1,155 @@
+"""The section on a user's script: collectives, phases and set-up from records, on the page, in Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from testbed.report.load import load
+from testbed.report.model import Cell, Chapter, chapters
+from testbed.report.page import write
+from testbed.report.script import FINDINGS, ScriptPart, collectives, ranges, script_parts, size_in_words
+from tests.support.scripted_runs import DDP, GATHER_SCATTER, Script, make_script_run
+from tests.support.synthetic import make_run
+
+WRAPPED = {"DistributedDataParallel": {"bucket_cap_mb": 25, "find_unused_parameters": False}}
+LINK = {"link": {"rate": "200mbit"}}
+Make = Callable[[Script], Chapter]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Make:
+    def make(script: Script) -> Chapter:
+        make_script_run(tmp_path / "run", script)
+        (chapter,) = chapters(load([tmp_path]))
+        return chapter
+
+    return make
+
+
+def part_of(chapter: Chapter) -> ScriptPart:
+    (part,) = script_parts(chapter)
+    return part
+
+
+def cell_of(chapter: Chapter) -> Cell:
+    (cell,) = chapter.cells
+    return cell
+
+
+def test_a_script_s_collectives_are_rows_per_line(made: Make) -> None:
+    rows = collectives(cell_of(made(Script(collectives=GATHER_SCATTER, overlap=False))))
+    assert [(row["operation"], row["site"], row["ranks"]) for row in rows] == [
+        ("gather", "main.py:40", [0, 1, 2, 3]),
+        ("scatter", "main.py:44", [0, 1, 2, 3]),
+    ]
+    assert rows[0]["calls_per_step"] == 1 and rows[0]["bytes_per_call"] == 4_000_000
+    assert rows[0]["in_flight_seconds_per_step"] == pytest.approx(rows[0]["blocked_seconds_per_step"])
+
+
+def test_two_calls_of_one_line_in_a_step_are_counted_twice(made: Make) -> None:
+    table = next(t for t in part_of(made(Script(wrappers=WRAPPED))).tables if t.name.endswith("collectives"))
+    (row,) = table.rows
+    assert row[:7] == ["all_reduce", "main.py:31", "backward", "DistributedDataParallel", "0-3", "2", "2 MB"]
+
+
+def test_the_root_of_a_collective_is_named(made: Make) -> None:
+    table = part_of(made(Script(collectives=(("broadcast a.py:3, root 2", 8),)))).tables[0]
+    assert table.rows[0][0] == "broadcast, root 2" and table.rows[0][6] == "8 B"
+
+
+def test_time_in_no_phase_is_shown(made: Make) -> None:
+    table = next(t for t in part_of(made(Script(rest=0.05))).tables if t.name.endswith("phases"))
+    assert [row[table.header.index("no phase")] for row in table.rows] == ["0.0500"] * 4
+    assert [row[table.header.index("images")] for row in table.rows] == ["16"] * 4
+
+
+def test_the_set_up_has_wrappers_and_the_ranks_that_differ(made: Make, tmp_path: Path) -> None:
+    made(Script(wrappers=WRAPPED))
+    path = tmp_path / "run" / "rank2.jsonl"
+    path.write_text(
+        path.read_text().replace('"optimizers": ["SGD"], "threads": 1', '"optimizers": ["SGD"], "threads": 2')
+    )
+    (chapter,) = chapters(load([tmp_path]))
+    rows = {row[0]: row[1] for row in part_of(chapter).tables[-1].rows}
+    assert rows["wrappers"] == "DistributedDataParallel (bucket_cap_mb=25, find_unused_parameters=False)"
+    assert rows["process group"] == "gloo, 4 ranks" and rows["threads of torch"] == "1 (rank 0-1, 3); 2 (rank 2)"
+
+
+def test_notes_say_what_was_changed_sampled_and_not_seen(made: Make) -> None:
+    part = part_of(made(Script(changed=("NCCL became Gloo",), sampled=(3, 7), unseen=("watch_waits",))))
+    assert part.notes == [
+        "Changed for this run: NCCL became Gloo.",
+        "In 2 of 10 steps (step 4, 8) gradients and parameters were sampled: they took 0.43 s and are in no other time"
+        " of this page.",
+        "Not seen on rank 0-3: watch_waits (ValueError: made to fail).",
+    ]
+
+
+def test_the_times_of_sampled_steps_are_in_no_median(made: Make) -> None:
+    cell = cell_of(made(Script(sampled=(3, 7))))
+    assert cell.n == 8 and cell.seconds.high == pytest.approx(cell.seconds.low)
+
+
+@dataclass(frozen=True)
+class Finding:
+    severity: str
+    what: str
+    evidence: str = "seen at step 3"
+    site: str = "main.py:7"
+    fix: str = "divide by N"
+    certainty: str = "high"
+    refuted_by: str = "equal losses"
+
+
+@pytest.fixture
+def findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that find three things, the worst last."""
+    found = [Finding("note", "tiny"), Finding("cost", "slow <b>sync</b>"), Finding("error", "gradients are summed")]
+    module = ModuleType(FINDINGS)
+    module.find = lambda records, spec: found if set(records) == {0, 1, 2, 3} and spec.script else []  # type: ignore[attr-defined]
+    monkeypatch.setattr("testbed.report.script.rules", lambda: module)
+
+
+@pytest.mark.usefixtures("findings")
+def test_findings_are_on_the_page_in_markdown_and_in_json_errors_first(made: Make, tmp_path: Path) -> None:
+    made(Script())
+    write([tmp_path], tmp_path)
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report" / "report.md").read_text()
+    assert page.index("gradients are summed") < page.index("slow &lt;b&gt;sync") < page.index("tiny")
+    assert "- **error**: gradients are summed (main.py:7)\n  Evidence: seen at step 3\n  Fix: divide by N" in text
+    (cell,) = json.loads((tmp_path / "report" / "report.json").read_text())["experiments"]["adhoc"]
+    assert [each["severity"] for each in cell["script"]["findings"]] == ["error", "cost", "note"]
+    assert cell["script"]["collectives"][0]["site"] == "main.py:31" and cell["images_per_second"] > 0
+
+
+def test_defaults_of_our_loop_are_nowhere_in_the_report_of_a_script(made: Make, tmp_path: Path) -> None:
+    made(Script())
+    report = write([tmp_path], tmp_path)
+    files = [report.page, *(tmp_path / "report").glob("*.md"), *(tmp_path / "report").glob("*.json")]
+    for path in files:
+        text = path.read_text()
+        assert not [word for word in ("vgg11", "cifar10", "batch_per_rank", "nesterov") if word in text], path
+
+
+def test_a_script_beside_our_own_modes_has_a_row_and_a_section_but_no_verdict(tmp_path: Path) -> None:
+    for mode in ("ring", "ddp"):
+        make_run(tmp_path / mode, mode=mode, **LINK)
+    make_script_run(tmp_path / "script", Script(collectives=DDP))
+    report = write([tmp_path], tmp_path)
+    (section,) = report.sections
+    assert [row[0] for row in section.tables[0].rows] == ["ring", "ddp", "main.py"]
+    assert [part.title for part in section.scripts] == ["What this script does: main.py"]
+    assert "main.py" not in section.verdict.headline, "it trains another model with another batch"
+    losses = [plot.finding for plot in section.plots if plot.name.startswith("loss")]
+    assert losses == ["Loss against time", "Training loss of each step"]
+
+
+def test_ranges_and_sizes_in_words() -> None:
+    assert ranges([0, 1, 2, 5]) == "0-2, 5" and ranges([3]) == "3"
+    assert [size_in_words(size) for size in (8, 1500, 2_000_000)] == ["8 B", "1.5 kB", "2 MB"]
