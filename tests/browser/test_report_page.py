@@ -12,6 +12,7 @@ import pytest
 
 from testbed.report.page import Report, write
 from tests.support.command import chromium
+from tests.support.scripted_runs import Script, make_script_run
 from tests.support.synthetic import Conditions, make_faulted, make_run
 
 pytestmark = pytest.mark.browser
@@ -34,6 +35,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
             experiment="nodes",
             **LINK,
         )
+    wrappers = {"DistributedDataParallel": {"bucket_cap_mb": 25, "process_group": "a long option " * 8}}
+    script = Script(wrappers=wrappers, sampled=(3, 7), unseen=("<b>watch_waits</b>",), rest=0.05)
+    make_script_run(folder / "script", script, experiment="own", **LINK)
     make_run(folder / "dead", mode="tree", experiment="quick", status="failed", reason="<b>rank 2</b> died", **LINK)
     make_faulted(folder / "killed", "kill:rank2@step8", mode="ring", experiment="quick", **LINK)
     return write([folder], folder)
@@ -140,3 +144,12 @@ def test_the_picture_of_the_page_is_a_small_png(report: Report, tmp_path: Path) 
     command = [sys.executable, "docs/picture.py", str(report.page.parent), str(picture)]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and 20_000 < picture.stat().st_size < 200_000
+
+
+def test_a_script_has_its_section_with_collectives_phases_and_set_up(page: Any) -> None:
+    section = page.locator("#own-script-1")
+    assert section.locator("h3").first.inner_text() == "What this script does: main.py"
+    assert page.locator("#own-script-1-collectives tbody tr").count() == 1
+    assert page.locator("#own-script-1-phases tbody tr").count() == 4
+    assert "gloo, 4 ranks" in page.locator("#own-script-1-setup").inner_text()
+    assert section.locator("b", has_text="watch_waits").count() == 0 and "<b>watch_waits</b>" in section.inner_text()
