@@ -246,6 +246,7 @@ class Sampling(Part):
         self.uses: dict[tuple[str, str, str, str], int] = {}  # (operation, site, phase, what it carries) -> count
         self.examined: dict[str, int] = {}
         self.in_backward = False
+        self.wrapped_at = ""  # the line that makes the first wrapper
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -257,6 +258,9 @@ class Sampling(Part):
         return round(taken, 6)
 
     # events
+
+    def wrapped(self, kind: str, module: Any, options: dict[str, Any]) -> None:
+        self.wrapped_at = self.wrapped_at or call_site()
 
     def optimizer_made(self, optimizer: Any) -> None:
         if len(self.tracked) < MAX_OPTIMIZERS and self._of(optimizer) is None:
@@ -333,6 +337,8 @@ class Sampling(Part):
 
     @_timed
     def _examine(self, each: Tracked, collective: Collective) -> None:
+        if not each.begun:  # e.g. DDP's constructor sends the parameters
+            return
         self.examined[collective.site] = self.examined.get(collective.site, 0) + 1
         carries = each.on(collective)
         key = (collective.operation, collective.site, collective.phase, carries)
@@ -418,6 +424,7 @@ class Sampling(Part):
                     "between": [[*key, *row] for key, row in each.between.items()],
                     "unused": sum(1 for fired in each.fired if fired < len(each.pass_bytes)),
                     "loss_scale": each.loss_scale,
+                    "wrapped": self.wrapped_at,
                 },
             }
         )

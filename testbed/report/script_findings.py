@@ -1,0 +1,792 @@
+"""What a user's script does wrong, or pays for: one function a rule, over the records of all ranks.
+
+A rule returns a Finding or None. Severity: `error`, the script trains another model than it seems to; `cost`, seconds
+of a step; `note`, anything else. A rule speaks only where numbers decide, and says what would refute it. The same words
+are used as on the page: local gradients are those before synchronisation, given ones those that the optimizer gets.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from testbed.report.stats import seconds
+from testbed.results.gradients import EXACT, Fit, gradient_fits, near, optimizer_of
+from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup
+from testbed.results.records import Record, Start, Step
+from testbed.spec.run import RunSpec
+from testbed.spec.units import covered_length, format_rate, format_size
+
+Severity = Literal["error", "cost", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "cost", "note")
+MIN_SAMPLES = 2  # samples that must agree before a rule speaks: one may be an accident
+MIN_STEPS = 4  # the fewest steps of which a time is said
+CARRIED = 0.4  # share of the gradients' bytes from which a collective carries them; a codec may halve them
+TINY_BYTES = 64 << 10  # a collective up to this size takes as long as an empty one on most networks
+MANY = 10  # collectives of one line in one step
+SMALL_BYTES = 4 << 10  # a metric
+EVERY_STEP = 0.9  # share of the steps in which a call happens, from which it happens in every step
+MATTERS = 0.01  # share of a step from which its cost is one
+TINY_MATTERS = 0.05
+ALONE_SHARE = 0.25  # of a step: work of one rank that the others wait for
+ALONE_TIMES = 3  # how often it must have happened
+SAME_RANK = 0.8
+SLOW_NODE = 1.25  # backward of a rank over that of the others, from which the node is slow, not the script
+FIRST_BUCKET_BYTES = 1 << 20  # of DDP; a gradient of one bucket is not sent before backward has ended
+MAX_HIDDEN = 0.05  # share of communication that is hidden, up to which there is no overlap
+DDP = "DistributedDataParallel"
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)  # of forged records
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a script does."""
+
+    rule: str
+    severity: Severity
+    what: str  # one sentence
+    evidence: str  # the numbers
+    fix: str
+    sure: str  # how sure it is
+    refute: str  # what would refute it
+    site: str = ""  # file and line of the script; empty if none is known
+    seconds: float | None = None  # of a step, where they are known
+
+    @property
+    def line(self) -> str:
+        """The finding in one line, e.g. for a terminal."""
+        where = f" ({self.site})" if self.site else ""
+        cost = f" It costs {seconds(self.seconds)} a step." if self.seconds else ""
+        return f"{self.severity}: {self.what}{where}{cost} {self.fix}"
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The records of all ranks, as the rules need them. Only what all ranks have is compared."""
+
+    records: Mapping[int, Sequence[Record]]
+    spec: RunSpec
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.records)
+
+    def each(self, kind: type[R]) -> list[list[R]]:
+        """The records of one kind, by rank."""
+        return [[record for record in self.records[rank] if isinstance(record, kind)] for rank in self.ranks]
+
+    @cached_property
+    def setups(self) -> list[Setup]:
+        return [found[-1] for found in self.each(Setup) if found]
+
+    def uses(self, wrapper: str) -> dict[str, Any] | None:
+        """The options of a wrapper such as DDP; None if the script does not use it."""
+        return next((setup.wrappers[wrapper] for setup in self.setups if wrapper in setup.wrappers), None)
+
+    @cached_property
+    def fits(self) -> list[Fit]:
+        return gradient_fits(self.records)
+
+    def decided(self) -> list[tuple[int, str, list[Fit]]]:
+        """By optimizer: its number, the kind of all samples that decide anything, these samples."""
+        found: list[tuple[int, str, list[Fit]]] = []
+        for number in sorted({fit.optimizer for fit in self.fits}):
+            own = [fit for fit in self.fits if fit.optimizer == number]
+            own = [fit for fit in own if fit.kind not in ("zero", "equal", "unseen")]
+            kinds = {fit.kind for fit in own}
+            if kinds:
+                found.append((number, kinds.pop() if len(kinds) == 1 else "mixed", own))
+        return found
+
+    @cached_property
+    def gradients(self) -> dict[tuple[int, int], list[Gradients]]:
+        """(optimizer, update) -> the samples of all ranks."""
+        return _common(
+            [{(optimizer_of(record), record.step): record for record in own} for own in self.each(Gradients)]
+        )
+
+    @cached_property
+    def parameters(self) -> dict[tuple[int, str, int], list[Parameters]]:
+        """(optimizer, moment, update) -> the hashes of all ranks, where they are of replicas."""
+        found = _common(
+            [
+                {(int(record.detail.get("optimizer", 0)), record.moment, record.step): record for record in own}
+                for own in self.each(Parameters)
+            ]
+        )
+        return {key: own for key, own in found.items() if not self.sharded and _replicas(own)}
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether ranks hold parts of the parameters, as with FSDP: then they are no replicas."""
+        rows = [row for own in self.calls for row in own]
+        scattered = any(row.operation == "reduce_scatter" and row.phase == "backward" for row in rows)
+        return scattered or any(record.detail.get("sharded") for own in self.each(Parameters) for record in own)
+
+    def averaged(self, optimizer: int) -> bool:
+        """Whether parameters of all ranks were equal after some update, though their gradients were not the mean."""
+        after = [own for (number, moment, _), own in self.parameters.items() if (number, moment) == (optimizer, "step")]
+        return any(_equal(own) for own in after)
+
+    @cached_property
+    def calls(self) -> list[list[Call]]:
+        """The calls by rank: what the last record of each rank says, one row for each operation, line and phase."""
+        return [_merged(found[-1].rows) if found else [] for found in self.each(Calls)]
+
+    @cached_property
+    def counted(self) -> int:
+        """Steps that the calls are of."""
+        return max((found[-1].last - found[-1].first + 1 for found in self.each(Calls) if found), default=0)
+
+    @cached_property
+    def steps(self) -> dict[int, list[Step]]:
+        """Number -> the step of all ranks, without warm-up."""
+        found = _common([{step.step: step for step in own} for own in self.each(Step)])
+        return {number: own for number, own in found.items() if number >= self.spec.warmup}
+
+    def middle(self, of: Callable[[Step], float]) -> float:
+        """The median over steps of the mean over ranks, without steps in which samples took longer than the value."""
+        quiet = [own for own in self.steps.values() if all(step.observing <= 0.1 * step.total for step in own)]
+        values = [statistics.fmean(of(step) for step in own) for own in quiet or list(self.steps.values())]
+        return statistics.median(values) if values else 0.0
+
+    @cached_property
+    def step_time(self) -> float:
+        return self.middle(lambda step: step.total - step.observing)
+
+    @property
+    def exposed(self) -> float:
+        return self.middle(lambda step: step.blocked)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        return max((start.gradient_bytes for own in self.each(Start) for start in own), default=0)
+
+    def carriers(self) -> set[str]:
+        """Lines whose collectives carry gradients or parameters."""
+        samples = [record for own in self.gradients.values() for record in own]
+        between = [row for record in samples for row in record.detail.get("between", [])]
+        hashes = [record for own in self.each(Parameters) for record in own]
+        uses = [row for record in hashes for row in record.detail.get("uses", [])]
+        return {str(row[1]) for row in (*between, *uses) if row[3] in ("gradients", "parameters", "all")}
+
+
+def _common(by_rank: list[dict[Any, R]]) -> dict[Any, list[R]]:
+    """What all ranks have, by key in its order."""
+    shared = set(by_rank[0]).intersection(*by_rank[1:]) if by_rank else set()
+    return {key: [own[key] for own in by_rank] for key in sorted(shared)}
+
+
+def _replicas(hashes: list[Parameters]) -> bool:
+    """Whether these are hashes of tensors of equal sizes, so that they can be replicas."""
+    return len({(record.detail.get("tensors"), record.detail.get("bytes")) for record in hashes}) == 1
+
+
+def _equal(hashes: list[Parameters]) -> bool:
+    return len({record.hash for record in hashes}) == 1
+
+
+def _merged(rows: Sequence[Call]) -> list[Call]:
+    """One row for each operation, line and phase: a line may call with several roots."""
+    found: dict[tuple[str, str, str], Call] = {}
+    for row in rows:
+        key = (row.operation, row.site, row.phase)
+        had = found.get(key)
+        found[key] = row if had is None else _sum(had, row)
+    return list(found.values())
+
+
+def _sum(a: Call, b: Call) -> Call:
+    added = {name: getattr(a, name) + getattr(b, name) for name in ("count", "bytes", "seconds", "blocked")}
+    return Call(**(vars(a) | added))
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """[0, 1, 2] -> 'ranks 0, 1 and 2'."""
+    words = [str(number) for number in numbers]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def _site(run: Observed, optimizer: int) -> str:
+    """The line that calls the optimizer's step."""
+    found = (own[0] for (number, _), own in run.gradients.items() if number == optimizer)
+    return str(next((record.detail.get("site", "") for record in found), ""))
+
+
+def _updates(fits: Sequence[Fit]) -> str:
+    return f"updates {', '.join(str(fit.step) for fit in fits)}"
+
+
+# gradients
+
+
+def never_joined(run: Observed) -> Finding | None:
+    """The script never calls init_process_group, so that every rank trains alone."""
+    alone = [setup for setup in run.setups if not setup.backend or setup.world < 2]
+    if len(run.ranks) < 2 or len(alone) < len(run.ranks):
+        return None
+    return Finding(
+        "never_joined",
+        "error",
+        f"Each of the {len(run.ranks)} ranks trains alone: the script never joins a process group of all of them.",
+        f"{len(alone)} of {len(run.ranks)} ranks had no process group of more than one rank at their first step",
+        "Call torch.distributed.init_process_group() before the model is made, with the rank and world size of the "
+        "command line or the environment.",
+        "certain: init_process_group was watched",
+        "ranks that exchange gradients by other means than torch.distributed",
+        _site(run, 0),
+    )
+
+
+def not_synchronised(run: Observed) -> Finding | None:
+    """The optimizer gets each rank's own gradients, and parameters are never averaged either."""
+    if never_joined(run):
+        return None
+    for number, kind, fits in run.decided():
+        if kind not in ("local", "partial") or len(fits) < MIN_SAMPLES or run.averaged(number):
+            continue
+        site, what, fix = _site(run, number), "Gradients are not synchronised: each rank trains a model of its own.", ""
+        late = _late(run)
+        if kind == "partial":
+            rests = zip(run.ranks, fits[-1].ranks, strict=True)
+            have = [rank for rank, rest in rests if rest <= EXACT]
+            what = f"Only {_ranks(have)} gets the mean of the gradients; the others update with their own."
+            fix = "Send the mean back to all ranks (scatter or broadcast), or use all_reduce."
+        elif late:
+            site, what = late, "Gradients are synchronised after the optimizer has used them: replicas differ."
+            fix = "Move the synchronisation between backward() and optimizer.step()."
+        elif run.uses(DDP) is not None:
+            fix = (
+                "Call the DDP model itself, not model.module, in forward; no_sync() only around passes that accumulate."
+            )
+        else:
+            fix = (
+                "The model is never wrapped in DistributedDataParallel, and no collective carries its gradients: wrap "
+                "it, or average .grad over all ranks between backward() and optimizer.step()."
+            )
+        own, far = max(min(fit.own) for fit in fits), min(max(fit.ranks) for fit in fits)
+        evidence = (
+            f"at {_updates(fits)} the optimizer got the rank's own gradients (residual {own:.1e}); to the mean over "
+            f"ranks the residual is {far:.2g}"
+        )
+        sure = "certain for these updates: values before and after synchronisation were compared"
+        refute = "parameters that are averaged more rarely than this run is long (local SGD); run more steps"
+        return Finding("not_synchronised", "error", what, evidence, fix, sure, refute, site)
+    return None
+
+
+def _late(run: Observed) -> str:
+    """The line of a collective that carries gradients after the optimizer's step; empty if there is none."""
+    hashes = [record for own in run.each(Parameters) for record in own]
+    for record in reversed(hashes):
+        for _operation, site, phase, carries, _count in record.detail.get("uses", []):
+            if phase not in ("sync", "backward", "update") and carries in ("gradients", "all"):
+                return str(site)
+    return ""
+
+
+def _constant_factor(run: Observed, wanted: str) -> tuple[int, list[Fit]] | None:
+    """The optimizer whose gradients are this multiple of the mean at all samples, unless the loss was scaled for it."""
+    for number, kind, fits in run.decided():
+        if kind != wanted or len(fits) < MIN_SAMPLES:
+            continue
+        samples = [run.gradients[number, fit.step][0] for fit in fits]
+        scales = [float(sample.detail.get("loss_scale", 1.0)) for sample in samples]
+        ready = [
+            near(fit.factor * scale, 1.0, 0.01) or near(fit.factor * scale * sample.passes, 1.0, 0.01)
+            for fit, scale, sample in zip(fits, scales, samples, strict=True)
+        ]
+        if not any(ready):
+            return number, fits
+    return None
+
+
+def summed(run: Observed) -> Finding | None:
+    """Gradients are the sum over ranks."""
+    found = _constant_factor(run, "sum")
+    if found is None:
+        return None
+    number, fits = found
+    world = len(run.ranks)
+    return Finding(
+        "summed",
+        "error",
+        f"Gradients are summed over {world} ranks and not divided: the learning rate is {world} times what it says.",
+        f"at {_updates(fits)} the optimizer got {fits[-1].factor:.6f} times the mean of all ranks' gradients "
+        f"(residual {max(fit.residual for fit in fits):.1e})",
+        "Divide by the world size after the reduction, or use ReduceOp.AVG where the backend has it.",
+        "certain that it is the sum; that it is not wanted is likely",
+        "a loss or a learning rate that is divided by the number of ranks on purpose",
+        _reducer(run) or _site(run, number),
+    )
+
+
+def divided_twice(run: Observed) -> Finding | None:
+    """Gradients are the mean, divided by the number of ranks again."""
+    found = _constant_factor(run, "divided")
+    if found is None:
+        return None
+    number, fits = found
+    world = len(run.ranks)
+    return Finding(
+        "divided_twice",
+        "error",
+        f"Gradients are divided by {world} twice: the learning rate is 1/{world} of what it says.",
+        f"at {_updates(fits)} the optimizer got {fits[-1].factor:.6f} times the mean of all ranks' gradients "
+        f"(1/{world} = {1 / world:.6f}, residual {max(fit.residual for fit in fits):.1e})",
+        "Leave out one division: DDP divides already, and so does ReduceOp.AVG.",
+        "certain that the factor is constant; that it is not wanted is likely",
+        f"gradients that are scaled by {1 / world:g} on purpose",
+        _reducer(run) or _site(run, number),
+    )
+
+
+def _reducer(run: Observed) -> str:
+    """The line whose collectives carry gradients between backward and the optimizer's step; empty if there is none."""
+    for own in run.gradients.values():
+        for record in own:
+            for _operation, site, _phase, carries, *_ in record.detail.get("between", []):
+                if carries in ("gradients", "all"):
+                    return str(site)
+    return ""
+
+
+def not_the_mean(run: Observed) -> Finding | None:
+    """Gradients are synchronised, and are no multiple of the mean."""
+    for number, kind, fits in run.decided():
+        if kind == "other" and len(fits) >= MIN_SAMPLES:
+            return Finding(
+                "not_the_mean",
+                "note",
+                "What the optimizer gets is no multiple of the mean of all ranks' gradients.",
+                f"at {_updates(fits)} the residual is {min(fit.residual for fit in fits):.2g} or more",
+                "Check which ranks' gradients enter the reduction, if this is not wanted.",
+                "certain that it is not the mean; it may be wanted",
+                "a lossy codec, a weighted mean, or groups of ranks that train apart",
+                _site(run, number),
+            )
+    return None
+
+
+def zero_gradients(run: Observed) -> Finding | None:
+    """All gradients are zero at all samples, on one rank or more."""
+    for number in sorted({number for number, _ in run.gradients}):
+        samples = [own for (each, _), own in run.gradients.items() if each == number]
+        if len(samples) < MIN_SAMPLES:
+            continue
+        silent = [k for k in range(len(run.ranks)) if all(_is_zero(own[k]) for own in samples)]
+        if silent:
+            return Finding(
+                "zero_gradients",
+                "error",
+                f"All gradients are zero on {_ranks([run.ranks[k] for k in silent])}: the model does not learn.",
+                f"norm 0 of {len(samples[0][0].names)} tensors at each of {len(samples)} samples",
+                "Check that the loss depends on the parameters of this optimizer, and that nothing resets gradients "
+                "between backward() and optimizer.step().",
+                "certain for these updates",
+                "a loss that is at its minimum exactly",
+                _site(run, number),
+            )
+    return None
+
+
+def _is_zero(sample: Gradients) -> bool:
+    norms = sample.detail.get("norms", [])
+    return bool(sample.given) and bool(norms) and not any(norms) and not any(v for row in sample.given for v in row)
+
+
+def reduced_twice(run: Observed) -> Finding | None:
+    """Gradients are reduced in backward and once more before the optimizer's step, or twice there."""
+    for (number, _), own in run.gradients.items():
+        for record in own:
+            size = float(record.detail.get("bytes", 0))
+            rows = [row for row in record.detail.get("between", []) if row[3] in ("gradients", "all")]
+            rows = [row for row in rows if row[0] in ("all_reduce", "reduce")]
+            after = sum(row[5] for row in rows)
+            inside = record.detail.get("pass_bytes", [0])[-1]
+            if not size or after < CARRIED * size or inside + after < (1 + CARRIED) * size:
+                continue
+            if inside < CARRIED * size and after < 1.9 * size:
+                continue
+            first = "DDP reduces them in backward" if inside >= CARRIED * size else "the same line reduces them twice"
+            site = str(rows[0][1])
+            return Finding(
+                "reduced_twice",
+                "cost",
+                f"Gradients are reduced twice in each step: {first}, then the script reduces them again.",
+                f"{format_size(int(inside))} in backward and {format_size(int(after))} after it, for "
+                f"{format_size(int(size))} of gradients",
+                "Leave out the second reduction: gradients are the mean already.",
+                "certain: the tensors of the second reduction are the gradients",
+                "two reductions over different groups of ranks",
+                site or _site(run, number),
+                _cost(run, {site}),
+            )
+    return None
+
+
+def _cost(run: Observed, sites: set[str]) -> float:
+    """Seconds a step that the ranks wait at these lines, outside backward; the median over ranks."""
+    if not run.counted:
+        return 0.0
+    waits = [sum(row.blocked for row in own if row.site in sites and row.phase != "backward") for own in run.calls]
+    return statistics.median(waits) / run.counted if waits else 0.0
+
+
+def no_no_sync(run: Observed) -> Finding | None:
+    """DDP reduces in every pass of an accumulation."""
+    samples = [own[0] for own in run.gradients.values()]
+    found = [record for record in samples if record.passes > 1 and _reduces_each(record)]
+    if run.uses(DDP) is None or len(found) < MIN_SAMPLES:
+        return None
+    record = found[-1]
+    saved = run.exposed * (record.passes - 1) / record.passes
+    return Finding(
+        "no_no_sync",
+        "cost",
+        f"DDP sends the gradients in each of {record.passes} backward passes of a step; the last one alone would do.",
+        f"{', '.join(format_size(int(size)) for size in record.detail['pass_bytes'])} in the passes of one step, for "
+        f"{format_size(int(record.detail['bytes']))} of gradients",
+        "Put all passes but the last into `with model.no_sync():`.",
+        f"certain; the seconds are {record.passes - 1}/{record.passes} of the exposed communication",
+        "a backward pass whose gradients are read before the step",
+        str(record.detail.get("site", "")),
+        saved,
+    )
+
+
+def _reduces_each(record: Gradients) -> bool:
+    size, passes = float(record.detail.get("bytes", 0)), record.detail.get("pass_bytes", [])
+    return size > 0 and len(passes) > 1 and all(each >= CARRIED * size for each in passes)
+
+
+# replicas and data
+
+
+def different_start(run: Observed) -> Finding | None:
+    """Ranks start with different parameters, and nothing makes them equal later."""
+    for (number, moment, _), own in run.parameters.items():
+        if moment == "start" and len(run.ranks) > 1 and not _equal(own) and not run.averaged(number):
+            return Finding(
+                "different_start",
+                "error",
+                "Ranks start with different parameters: they never train the same model.",
+                f"{len({record.hash for record in own})} different hashes of all parameters on {len(own)} ranks before "
+                "the first backward pass, and none equal later",
+                "Set the same seed on all ranks before the model is made, or broadcast the parameters; DDP does.",
+                "certain: all bytes of all parameters were compared",
+                "parameters that belong to one rank by design, e.g. tensor or expert parallelism",
+                _site(run, number),
+            )
+    return None
+
+
+def replicas_drift(run: Observed) -> Finding | None:
+    """Parameters were equal and are not any more, though gradients are synchronised."""
+    if different_start(run) or not_synchronised(run):
+        return None
+    kinds = {number: kind for number, kind, _ in run.decided()}
+    for number in sorted({number for number, _, _ in run.parameters}):
+        after = {
+            step: own for (each, moment, step), own in run.parameters.items() if (each, moment) == (number, "step")
+        }
+        apart = [step for step, own in after.items() if not _equal(own)]
+        if len(run.ranks) < 2 or not apart or max(after) not in apart or kinds.get(number) in ("local", "partial"):
+            continue
+        if len(apart) < MIN_SAMPLES:
+            continue
+        return Finding(
+            "replicas_drift",
+            "error",
+            f"Replicas drift apart: parameters of the ranks differ from update {apart[0]} on.",
+            f"hashes of all parameters differ after updates {', '.join(map(str, apart))}, of {len(after)} compared",
+            "Look for what differs by rank between backward() and the end of optimizer.step(): the optimizer's state, "
+            "learning rates, clipping by local norms, parameters outside the wrapped model.",
+            "certain: all bytes of all parameters were compared",
+            "parameters that belong to one rank by design",
+            _site(run, number),
+        )
+    return None
+
+
+def same_data(run: Observed) -> Finding | None:
+    """Two ranks or more train on equal batches: equal hashes, and local gradients that are equal bit by bit."""
+    batches = _common([{record.step: record for record in own} for own in run.each(Batch)])
+    samples = list(run.gradients.values())
+    if len(samples) < MIN_SAMPLES or (batches and len(batches) < MIN_SAMPLES) or not run.steps:
+        return None
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for k, rank in enumerate(run.ranks):
+        gradients = tuple(tuple(map(tuple, own[k].local)) for own in samples)
+        if not any(value for sample in gradients for row in sample for value in row):
+            continue
+        data: tuple[Any, ...] = tuple(own[k].hash for own in batches.values())
+        data = data or tuple(own[k].loss for own in run.steps.values())
+        groups.setdefault((data, gradients), []).append(rank)
+    equal = max(groups.values(), key=len, default=[])
+    if len(equal) < 2:
+        return None
+    site = next((str(own[0].detail.get("site", "")) for own in batches.values()), "") or _site(run, 0)
+    seen = (
+        f"batches {', '.join(map(str, batches))} have equal hashes of all bytes" if batches else "all losses are equal"
+    )
+    return Finding(
+        "same_data",
+        "error",
+        f"{_ranks(equal).capitalize()} train on the same data: more ranks repeat the work of one.",
+        f"{seen}, and local gradients are equal bit by bit at {len(samples)} of {len(samples)} samples",
+        "Give each rank its own part: DistributedSampler, or a slice of each batch by rank.",
+        "certain for these batches" if batches else "likely: the script has no DataLoader, so losses stand for batches",
+        "ranks that train on the same data by design, e.g. tensor parallelism",
+        site,
+    )
+
+
+def no_set_epoch(run: Observed) -> Finding | None:
+    """Two whole training passes over a sampler that shuffles, in the same order."""
+    for own in run.each(Pass):
+        training = [
+            each for each in own if each.shuffled and each.detail.get("training") and each.detail.get("updates")
+        ]
+        orders: dict[tuple[int, str, int], list[Pass]] = {}
+        for each in training:
+            orders.setdefault((each.epoch, each.order, each.length), []).append(each)
+        same = max(orders.values(), key=len, default=[])
+        if len(same) >= 2:
+            return Finding(
+                "no_set_epoch",
+                "error",
+                "Every epoch has the same order: the sampler's set_epoch() is not called.",
+                f"{len(same)} whole passes over {same[0].length} indices in the same order with epoch {same[0].epoch}, "
+                "though the sampler shuffles",
+                "Call sampler.set_epoch(epoch) before each epoch.",
+                "certain: all indices of whole passes with updates were compared",
+                "an order that is repeated on purpose",
+                same[0].site,
+            )
+    return None
+
+
+# cost
+
+
+def tiny_collectives(run: Observed) -> Finding | None:
+    """Many small collectives of one line in each step."""
+    if run.counted < MIN_STEPS or not run.step_time:
+        return None
+    for own in run.calls:
+        for row in own:
+            if not row.site or not row.bytes or (row.phase == "backward" and row.by):
+                continue
+            count, size = row.count / run.counted, row.bytes / row.count
+            cost = _cost(run, {row.site})
+            if count >= MANY and size <= TINY_BYTES and cost >= TINY_MATTERS * run.step_time:
+                return Finding(
+                    "tiny_collectives",
+                    "cost",
+                    f"{row.operation} is called {count:.0f} times a step with {format_size(round(size))} on average.",
+                    f"{count:.0f} calls and {format_size(round(row.bytes / run.counted))} a step; the ranks wait "
+                    f"{seconds(cost)} for them, {100 * cost / run.step_time:.0f} % of a step",
+                    "Put the tensors into one buffer and call once: torch.cat, or DDP's buckets.",
+                    "certain that the calls are small; how much one buffer saves depends on the delay of the network",
+                    "tensors that must be sent at different times",
+                    row.site,
+                    cost,
+                )
+    return None
+
+
+def metric_every_step(run: Observed) -> Finding | None:
+    """A small value is communicated in every step."""
+    if run.counted < MIN_STEPS or not run.step_time or len(run.ranks) < 2:
+        return None
+    carriers = run.carriers()
+    for row in run.calls[0] if run.calls else []:
+        often = EVERY_STEP <= row.count / run.counted <= MANY
+        if not row.site or row.by or row.phase == "backward" or row.site in carriers or not often:
+            continue
+        if row.bytes / row.count <= SMALL_BYTES and row.operation not in ("send", "recv"):
+            cost = _cost(run, {row.site})
+            barrier = row.operation == "barrier"
+            return Finding(
+                "metric_every_step",
+                "cost" if cost >= MATTERS * run.step_time else "note",
+                f"{row.operation} {'' if barrier else 'of a small value '}in every step.",
+                f"{row.count / run.counted:.1f} calls a step of {format_size(round(row.bytes / row.count))}; the ranks "
+                f"wait {seconds(cost)} a step there, {100 * cost / run.step_time:.1f} %",
+                "Leave it out: collectives wait for each other already."
+                if barrier
+                else "Add the value up on each rank, and communicate it every 50 steps or at the end of an epoch.",
+                "certain that it is called; a part of the wait may move to the next collective",
+                "a value that decides what the next step does",
+                row.site,
+                cost,
+            )
+    return None
+
+
+def needless_unused_search(run: Observed) -> Finding | None:
+    """DDP searches for unused parameters, and there are none."""
+    options = run.uses(DDP)
+    samples = [record for own in run.gradients.values() for record in own]
+    if not options or not options.get("find_unused_parameters") or len(run.gradients) < MIN_SAMPLES:
+        return None
+    if any(record.detail.get("unused", 1) for record in samples):
+        return None
+    return Finding(
+        "needless_unused_search",
+        "note",
+        "DDP searches the graph for unused parameters in every step, and there are none.",
+        f"all {len(samples[0].names)} tensors got gradients in every pass of {len(run.gradients)} samples, all ranks",
+        "Leave out find_unused_parameters=True.",
+        "certain for these steps",
+        "a model that uses other parameters in later steps",
+        str(samples[0].detail.get("wrapped", "")),
+    )
+
+
+def rank_works_alone(run: Observed) -> Finding | None:
+    """One rank does work that the others wait for, again and again."""
+    if len(run.steps) < MIN_STEPS or len(run.ranks) < 2:
+        return None
+    late: list[tuple[int, int, float]] = []  # step, rank, seconds
+    for number, own in run.steps.items():
+        busy = [step.total - step.blocked - step.observing for step in own]
+        last = max(range(len(busy)), key=lambda k: busy[k])
+        excess = busy[last] - max(value for k, value in enumerate(busy) if k != last)
+        waited = max(step.blocked for k, step in enumerate(own) if k != last)
+        if excess > ALONE_SHARE * run.step_time and waited >= 0.5 * excess:
+            late.append((number, last, excess))
+    who = statistics.mode(rank for _, rank, _ in late) if late else 0
+    found = [each for each in late if each[1] == who]
+    rank = run.ranks[who]
+    if len(found) < ALONE_TIMES or len(found) < SAME_RANK * len(late):
+        return None
+    if f"node{rank}" in run.spec.overrides or run.spec.faults or _slow_node(run, who):
+        return None
+    times = [each[2] for each in found]
+    cost = sum(times) / len(run.steps)
+    return Finding(
+        "rank_works_alone",
+        "cost",
+        f"Rank {rank} does work that all others wait for.",
+        f"in {len(found)} of {len(run.steps)} steps, e.g. {', '.join(str(each[0]) for each in found[:5])}: "
+        f"{seconds(statistics.median(times))} each, with a step of {seconds(run.step_time)}",
+        "Do it on all ranks at once (each on its part), more rarely, or after training: e.g. a test, a checkpoint, a "
+        f"log on rank {rank} only.",
+        "likely: the times are those of all ranks; which line does the work was not recorded",
+        f"a node {rank} that is slower or busy with something else",
+        "",
+        cost,
+    )
+
+
+def _slow_node(run: Observed, who: int) -> bool:
+    """Whether a rank is slower in backward as well, so that its node explains it."""
+    spent = [[_computing_backward(step) for step in own] for own in run.steps.values()]
+    own = statistics.median(row[who] for row in spent)
+    others = statistics.median(value for row in spent for k, value in enumerate(row) if k != who)
+    return own > SLOW_NODE * others
+
+
+def _computing_backward(step: Step) -> float:
+    phases = [(begin, begin + length) for name, begin, length in step.phases if name == "backward"]
+    stalls = [(max(a, begin), min(b, begin + length)) for a, b in phases for begin, length in step.stalls]
+    return covered_length(phases) - covered_length([(a, b) for a, b in stalls if a < b])
+
+
+def unequal_threads(run: Observed) -> Finding | None:
+    """The script sets its own number of threads."""
+    counts = {setup.threads for setup in run.setups if setup.threads}
+    wanted = run.spec.threads
+    if not counts or counts == {wanted}:
+        return None
+    unequal = len(counts) > 1
+    many = ", ".join(map(str, sorted(counts)))
+    return Finding(
+        "unequal_threads",
+        "cost" if unequal else "note",
+        f"The script sets its own number of threads: {many} instead of {wanted}.",
+        f"torch.get_num_threads() at the first step: {many} on {len(run.setups)} ranks; requested {wanted}",
+        "Leave out torch.set_num_threads, or request the same number with --set threads=N: nodes on one machine share "
+        "its cores.",
+        "certain",
+        "nodes with machines of their own",
+    )
+
+
+def no_overlap(run: Observed) -> Finding | None:
+    """Gradients are sent after backward, where DDP would send them during it."""
+    kinds = {kind for _, kind, _ in run.decided()}
+    hand_written = run.uses(DDP) is None and not run.sharded and kinds & {"mean", "sum", "divided", "scaled", "nearly"}
+    if not hand_written or len(run.steps) < MIN_STEPS or run.gradient_bytes <= FIRST_BUCKET_BYTES or len(run.ranks) < 2:
+        return None
+    exposed = run.exposed
+    busy, hidden = run.middle(lambda step: step.busy), run.middle(lambda step: step.hidden)
+    backward = run.middle(_computing_backward)
+    saved = min(exposed, backward * (1 - FIRST_BUCKET_BYTES / run.gradient_bytes))
+    if hidden > MAX_HIDDEN * busy or saved < TINY_MATTERS * run.step_time:
+        return None
+    rate = f" at {format_rate(run.spec.link.rate)}" if run.spec.link.rate else ""
+    return Finding(
+        "no_overlap",
+        "cost",
+        "Nothing is sent while backward runs: communication waits for its end.",
+        f"exposed {seconds(exposed)}{rate}, hidden {seconds(hidden)}, backward {seconds(backward)} of a step of "
+        f"{seconds(run.step_time)}",
+        "Wrap the model in DistributedDataParallel, which sends each bucket as soon as its gradients are known.",
+        f"the saving is at most {seconds(saved)}: all that fits beside backward",
+        "processors that are busy with backward and with the network at once",
+        _reducer(run) or _site(run, 0),
+        saved,
+    )
+
+
+RULES: tuple[Callable[[Observed], Finding | None], ...] = (
+    never_joined,
+    not_synchronised,
+    summed,
+    divided_twice,
+    different_start,
+    replicas_drift,
+    same_data,
+    no_set_epoch,
+    zero_gradients,
+    reduced_twice,
+    no_no_sync,
+    no_overlap,
+    tiny_collectives,
+    metric_every_step,
+    rank_works_alone,
+    unequal_threads,
+    needless_unused_search,
+    not_the_mean,
+)
+
+
+def find(records_by_rank: Mapping[int, Sequence[Record]], spec: RunSpec) -> list[Finding]:
+    """All findings: errors, then costs, the dearest first, then notes."""
+    run = Observed(records_by_rank, spec)
+    found = []
+    for rule in RULES:
+        try:
+            made = rule(run)
+        except DAMAGE as error:  # `detail` of a record is free-form, and a script can forge records
+            made = Finding(
+                rule.__name__,
+                "note",
+                f"The rule {rule.__name__} could not be applied: the records are not of the expected form.",
+                f"{type(error).__name__}: {error}"[:200],
+                "Run it again.",
+                "certain",
+                "-",
+            )
+        found += [made] if made else []
+    return sorted(found, key=lambda each: (SEVERITIES.index(each.severity), -(each.seconds or 0.0)))
