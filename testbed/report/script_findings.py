@@ -14,9 +14,11 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from testbed.report.stats import seconds
+from testbed.results.folder import MAX_RECORDS_BYTES, RunFolder, check_size
 from testbed.results.gradients import EXACT, Fit, gradient_fits, near, optimizer_of
 from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup
-from testbed.results.records import Record, Start, Step
+from testbed.results.records import Record, Start, Step, read
+from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
 from testbed.spec.units import covered_length, format_rate, format_size
 
@@ -62,7 +64,7 @@ class Finding:
         """The finding in one line, e.g. for a terminal."""
         where = f" ({self.site})" if self.site else ""
         cost = f" It costs {seconds(self.seconds)} a step." if self.seconds else ""
-        return f"{self.severity}: {self.what}{where}{cost} {self.fix}"
+        return one_line(f"{self.severity}: {self.what}{where}{cost} {self.fix}")
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,12 @@ class Observed:
     def calls(self) -> list[list[Call]]:
         """The calls by rank: what the last record of each rank says, one row for each operation, line and phase."""
         return [_merged(found[-1].rows) if found else [] for found in self.each(Calls)]
+
+    def called(self) -> list[Call]:
+        """Rank by rank, the calls that the script makes itself: not those of DDP in backward, nor those of FSDP."""
+        rows = [row for own in self.calls for row in own if row.site and row.count]
+        of_shards = ("all_gather", "reduce_scatter") if self.sharded else ()
+        return [row for row in rows if not (row.by or row.phase == "backward" or row.operation in of_shards)]
 
     @cached_property
     def counted(self) -> int:
@@ -581,25 +589,24 @@ def tiny_collectives(run: Observed) -> Finding | None:
     """Many small collectives of one line in each step."""
     if run.counted < MIN_STEPS or not run.step_time:
         return None
-    for own in run.calls:
-        for row in own:
-            if not row.site or not row.bytes or (row.phase == "backward" and row.by):
-                continue
-            count, size = row.count / run.counted, row.bytes / row.count
-            cost = _cost(run, {row.site})
-            if count >= MANY and size <= TINY_BYTES and cost >= TINY_MATTERS * run.step_time:
-                return Finding(
-                    "tiny_collectives",
-                    "cost",
-                    f"{row.operation} is called {count:.0f} times a step with {format_size(round(size))} on average.",
-                    f"{count:.0f} calls and {format_size(round(row.bytes / run.counted))} a step; the ranks wait "
-                    f"{seconds(cost)} for them, {100 * cost / run.step_time:.0f} % of a step",
-                    "Put the tensors into one buffer and call once: torch.cat, or DDP's buckets.",
-                    "certain that the calls are small; how much one buffer saves depends on the delay of the network",
-                    "tensors that must be sent at different times",
-                    row.site,
-                    cost,
-                )
+    for row in run.called():
+        if not row.bytes:
+            continue
+        count, size = row.count / run.counted, row.bytes / row.count
+        cost = _cost(run, {row.site})
+        if count >= MANY and size <= TINY_BYTES and cost >= TINY_MATTERS * run.step_time:
+            return Finding(
+                "tiny_collectives",
+                "cost",
+                f"{row.operation} is called {count:.0f} times a step with {format_size(round(size))} on average.",
+                f"{count:.0f} calls and {format_size(round(row.bytes / run.counted))} a step; the ranks wait "
+                f"{seconds(cost)} for them, {100 * cost / run.step_time:.0f} % of a step",
+                "Put the tensors into one buffer and call once: torch.cat, or DDP's buckets.",
+                "certain that the calls are small; how much one buffer saves depends on the delay of the network",
+                "tensors that must be sent at different times",
+                row.site,
+                cost,
+            )
     return None
 
 
@@ -608,9 +615,9 @@ def metric_every_step(run: Observed) -> Finding | None:
     if run.counted < MIN_STEPS or not run.step_time or len(run.ranks) < 2:
         return None
     carriers = run.carriers()
-    for row in run.calls[0] if run.calls else []:
+    for row in run.called():
         often = EVERY_STEP <= row.count / run.counted <= MANY
-        if not row.site or row.by or row.phase == "backward" or row.site in carriers or not often:
+        if row.site in carriers or not often:
             continue
         if row.bytes / row.count <= SMALL_BYTES and row.operation not in ("send", "recv"):
             cost = _cost(run, {row.site})
@@ -790,3 +797,10 @@ def find(records_by_rank: Mapping[int, Sequence[Record]], spec: RunSpec) -> list
             )
         found += [made] if made else []
     return sorted(found, key=lambda each: (SEVERITIES.index(each.severity), -(each.seconds or 0.0)))
+
+
+def find_in(folder: RunFolder) -> list[Finding]:
+    """All findings about the script of a run folder. Raises TestbedError if the folder is damaged."""
+    spec = folder.read_spec()
+    check_size([folder.records(rank) for rank in range(spec.world)], MAX_RECORDS_BYTES)
+    return find({rank: list(read(folder.records(rank))) for rank in range(spec.world)}, spec)

@@ -300,11 +300,13 @@ def _replicas_agree(ranks: list[list[Record]]) -> bool | None:
 def _script_replicas_agree(ranks: list[list[Record]]) -> bool | None:
     """Whether the parameters of all ranks are equal at the last step at which all sampled them; None if there is none.
 
-    Each optimizer of the script has hashes of its own.
+    Each optimizer of the script has hashes of its own. Ranks that hold shards (FSDP) are no replicas.
     """
     found: list[dict[tuple[str, int], str]] = []
     for records in ranks:
-        hashes = [r for r in records if isinstance(r, Parameters) and r.moment == "step"]
+        hashes = [
+            r for r in records if isinstance(r, Parameters) and r.moment == "step" and not r.detail.get("sharded")
+        ]
         found.append({(str(r.detail.get("optimizer", 0)), r.step): r.hash for r in hashes})
     common = set(found[0]).intersection(*found[1:]) if found else set()
     last = {which: max(step for other, step in common if other == which) for which, _ in common}

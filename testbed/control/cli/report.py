@@ -125,6 +125,20 @@ def print_results(summaries: list[Summary], where: Path, as_json: bool, error: T
     console.print(format_results(summaries, where))
 
 
+def print_findings(folder: Path) -> None:
+    """Print what a user's script does wrong and what costs it time, one line each; nothing if there is none."""
+    from testbed.report.script_findings import find_in
+
+    try:
+        found = find_in(RunFolder(folder))
+    except (TestbedError, OSError) as error:
+        console.print(f"no findings: {error}")
+        return
+    for finding in found:
+        if finding.severity != "note":
+            console.print(finding.line)
+
+
 def exit_code(summaries: list[Summary]) -> int:
     """Return 0 if all runs are ok; else the code of a failed run if there is one, else that of an invalid network."""
     found = {summary.status for summary in summaries}

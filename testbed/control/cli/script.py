@@ -13,7 +13,7 @@ import typer
 from testbed.control import api
 from testbed.control.cli import options as opt
 from testbed.control.cli.options import Json
-from testbed.control.cli.report import exit_code, print_results
+from testbed.control.cli.report import exit_code, print_findings, print_results
 from testbed.control.runs.progress import console
 from testbed.control.runs.select import HOSTS
 from testbed.control.substrates.layer import image_with
@@ -92,6 +92,8 @@ def exec_(
     keys = opt.spec_options(context) | {"mode": "script", "script": script, "batch_per_rank": 1}
     made = api.run(**where, out=out, settings=settings or [], **keys)
     print_results([made.summary], made.folder, as_json)
+    if not as_json:
+        print_findings(made.folder)
     raise typer.Exit(exit_code([made.summary]))
 
 
