@@ -6,21 +6,18 @@ Its collectives by line, its phases, how it set itself up, what could not be see
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from testbed.report.model import Cell, Chapter, names
+from testbed.report.script_findings import Finding, find
 from testbed.report.stats import seconds
 from testbed.report.tables import DASH, Table, number
 from testbed.results.observations import Call, Calls, Setup, Unseen
 from testbed.spec.errors import one_line
 
-SEVERITIES = ("error", "cost", "note")  # in the order of the page
-FINDINGS = "testbed.report.script_findings"
 COLLECTIVES = (
     "Calls from one line of the script in one phase, mean over the ranks that made them. Size: bytes of one call; of"
     " all_gather, reduce_scatter and all_to_all all parts together. In flight: from the call until its result was"
@@ -40,7 +37,7 @@ class ScriptPart:
     cell: Cell
     slug: str
     title: str
-    findings: list[Any]  # script_findings.Finding, errors first
+    findings: list[Finding]  # errors first
     notes: list[str]
     tables: list[Table]
     nothing_found: str = "No rule found a mistake or an avoidable cost in this script."
@@ -50,11 +47,12 @@ class ScriptPart:
         lines = [f"### {self.title}", ""]
         for each in self.findings:
             lines.append(f"- **{each.severity}**: {each.what}{f' ({each.site})' if each.site else ''}")
-            known = (("Evidence", each.evidence), ("Fix", each.fix), ("Certainty", each.certainty))
-            more = [f"{name}: {text}" for name, text in (*known, ("Refuted by", each.refuted_by)) if text]
-            lines += [f"  {text}" for text in more]
+            lines += [f"  {name}: {text}" for name, text in details(each)]
         lines += [] if self.findings else [self.nothing_found]
         return "\n".join([*lines, "", *self.notes, "", *(table.markdown() for table in self.tables)])
+
+    def details(self, finding: Finding) -> list[tuple[str, str]]:
+        return details(finding)
 
     def figures(self) -> dict[str, Any]:
         """The content of report.json."""
@@ -81,26 +79,19 @@ def _part(cell: Cell, name: str, place: int) -> ScriptPart:
         cell=cell,
         slug=slug,
         title=f"What this script does: {name}",
-        findings=_findings(cell),
+        findings=find({rank.number: rank.records for rank in cell.first.ranks}, cell.spec),
         notes=[*_changed(cell), *_sampled(cell), *_unseen(cell)],
         tables=[table for table in tables if table],
         rows=rows,
     )
 
 
-def rules() -> Any:
-    """The module of the rules; None while there is none."""
-    return importlib.import_module(FINDINGS) if importlib.util.find_spec(FINDINGS) else None
-
-
-def _findings(cell: Cell) -> list[Any]:
-    """All findings on the first repeat, errors first."""
-    module = rules()
-    if module is None:
-        return []
-    records = {rank.number: rank.records for rank in cell.first.ranks}
-    found = module.find(records, cell.spec)
-    return sorted(found, key=lambda each: SEVERITIES.index(each.severity) if each.severity in SEVERITIES else 9)
+def details(finding: Finding) -> list[tuple[str, str]]:
+    """What supports a finding, what it costs and what to do, each with its name; without what is not known."""
+    cost = seconds(finding.seconds) + " a step" if finding.seconds else ""
+    named = {"Evidence": finding.evidence, "Costs": cost, "Fix": finding.fix}
+    named |= {"Certainty": finding.sure, "Refuted by": finding.refute}
+    return [(name, text) for name, text in named.items() if text]
 
 
 def collectives(cell: Cell) -> list[dict[str, Any]]:

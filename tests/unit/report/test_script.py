@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from testbed.report.load import load
 from testbed.report.model import Cell, Chapter, chapters
 from testbed.report.page import write
-from testbed.report.script import FINDINGS, ScriptPart, collectives, ranges, script_parts, size_in_words
+from testbed.report.script import ScriptPart, collectives, ranges, script_parts, size_in_words
+from testbed.report.script_findings import SEVERITIES
 from tests.support.scripted_runs import DDP, GATHER_SCATTER, Script, make_script_run
 from tests.support.synthetic import make_run
 
@@ -96,35 +96,36 @@ def test_the_times_of_sampled_steps_are_in_no_median(made: Make) -> None:
     assert cell.n == 8 and cell.seconds.high == pytest.approx(cell.seconds.low)
 
 
-@dataclass(frozen=True)
-class Finding:
-    severity: str
-    what: str
-    evidence: str = "seen at step 3"
-    site: str = "main.py:7"
-    fix: str = "divide by N"
-    certainty: str = "high"
-    refuted_by: str = "equal losses"
+SUMMED = {
+    "kind": "gradients",
+    "passes": 1,
+    "names": ["0 2"],
+    "local": [[1.0, 2.0]],
+    "given": [[4.0, 8.0]],
+    "detail": {"optimizer": 0, "site": "main.py:<b>9</b>"},
+}
 
 
-@pytest.fixture
-def findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that find three things, the worst last."""
-    found = [Finding("note", "tiny"), Finding("cost", "slow <b>sync</b>"), Finding("error", "gradients are summed")]
-    module = ModuleType(FINDINGS)
-    module.find = lambda records, spec: found if set(records) == {0, 1, 2, 3} and spec.script else []  # type: ignore[attr-defined]
-    monkeypatch.setattr("testbed.report.script.rules", lambda: module)
-
-
-@pytest.mark.usefixtures("findings")
-def test_findings_are_on_the_page_in_markdown_and_in_json_errors_first(made: Make, tmp_path: Path) -> None:
-    made(Script())
+def test_findings_are_on_the_page_in_markdown_and_in_json(made: Make, tmp_path: Path) -> None:
+    """Each rank's gradients are equal here, and what the optimizer gets is four times as much."""
+    local = [[1.0, 2.0], [3.0, -1.0], [0.5, 0.5], [-2.0, 4.0]]
+    total = [sum(column) for column in zip(*local, strict=True)]
+    made(Script(differ=True))
+    for rank in range(4):
+        with (tmp_path / "run" / f"rank{rank}.jsonl").open("a") as file:
+            for step in (0, 1, 3, 7):
+                sample = SUMMED | {"step": step, "local": [local[rank]], "given": [total]}
+                file.write(json.dumps(sample) + "\n")
     write([tmp_path], tmp_path)
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report" / "report.md").read_text()
-    assert page.index("gradients are summed") < page.index("slow &lt;b&gt;sync") < page.index("tiny")
-    assert "- **error**: gradients are summed (main.py:7)\n  Evidence: seen at step 3\n  Fix: divide by N" in text
     (cell,) = json.loads((tmp_path / "report" / "report.json").read_text())["experiments"]["adhoc"]
-    assert [each["severity"] for each in cell["script"]["findings"]] == ["error", "cost", "note"]
+    found = cell["script"]["findings"]
+    assert [each["severity"] for each in found] == sorted((e["severity"] for e in found), key=SEVERITIES.index)
+    assert "summed" in {each["rule"] for each in found}
+    for each in found:
+        assert f"**{each['severity']}**: {each['what']}" in text and f"  Fix: {each['fix']}" in text
+        assert each["what"] in html.unescape(page)
+    assert "<b>9</b>" not in page
     assert cell["script"]["collectives"][0]["site"] == "main.py:31" and cell["images_per_second"] > 0
 
 
