@@ -107,7 +107,7 @@ SUMMED = {
 
 
 def test_findings_are_on_the_page_in_markdown_and_in_json(made: Make, tmp_path: Path) -> None:
-    """Each rank's gradients are equal here, and what the optimizer gets is four times as much."""
+    """The optimizer of every rank gets the sum of four different gradients."""
     local = [[1.0, 2.0], [3.0, -1.0], [0.5, 0.5], [-2.0, 4.0]]
     total = [sum(column) for column in zip(*local, strict=True)]
     made(Script(differ=True))
