@@ -37,6 +37,7 @@ class Records:
         self._lock = threading.Lock()
         self._left = limit_bytes
         self._rank: int | None = None  # the connection that sent `start`
+        self._started: set[int] = set()  # connections that sent `start`
         self.steps = 0
         self.last_step = time.monotonic()
         self.reached_limit = False  # of the steps that were requested
@@ -50,8 +51,9 @@ class Records:
                 return
             kind = record.get("kind")
             with self._lock:
-                if kind == "start" and self._rank is None:
-                    self._rank = connection
+                if kind == "start":
+                    self._started.add(connection)
+                    self._rank = connection if self._rank is None else self._rank
                 if kind == "limit" and not self.reached_limit:
                     self.reached_limit = True
                     self.on_limit()
@@ -69,6 +71,11 @@ class Records:
     def rank(self) -> int | None:
         """The connection of the process that is the rank; None before it has started."""
         return self._rank
+
+    @property
+    def processes(self) -> int:
+        """Processes that trained."""
+        return len(self._started)
 
     def write(self, record: End | Error | Files | Where) -> None:
         """Write a record of the launcher's own."""

@@ -86,9 +86,8 @@ def environment(
         defaults
         | ({"PYTHONUSERBASE": str(base)} if base else {})
         | own
+        | like_torchrun(inherited)
         | {
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
             "PATH": spec.script.path or inherited.get("PATH", os.defpath),
             "HOME": str(place.home),
             "TMPDIR": str(place.home),
@@ -99,6 +98,19 @@ def environment(
             channel.REQUEST: json.dumps(request),
         }
     )
+
+
+def like_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which a framework sees that it was started by torchrun, with one process a node.
+
+    Lightning takes the number of its node from them, and compares its own number of nodes with the world.
+    """
+    rank, world = inherited["RANK"], inherited["WORLD_SIZE"]
+    return {
+        **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world},
+        **{"GROUP_RANK": rank, "GROUP_WORLD_SIZE": world, "NODE_RANK": rank},
+        **{"TORCHELASTIC_RUN_ID": "testbed", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"},
+    }
 
 
 def user_base() -> Path | None:
@@ -201,7 +213,8 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
         records.write(place.collect(folder.files(rank)))
     if (code == 0 or records.reached_limit) and records.steps:
         seconds = script.ended - begun
-        records.write(End(steps=records.steps, seconds=seconds, sent=moved[0], received=moved[1]))
+        end = End(steps=records.steps, seconds=seconds, sent=moved[0], received=moved[1], processes=records.processes)
+        records.write(end)
         return 0
     error = failure(spec.script, variables, code, output.tail, script.ended)
     records.write(error)

@@ -300,8 +300,11 @@ def _replicas_agree(ranks: list[list[Record]]) -> bool | None:
 def _script_replicas_agree(ranks: list[list[Record]]) -> bool | None:
     """Whether the parameters of all ranks are equal at the last step at which all sampled them; None if there is none.
 
-    Each optimizer of the script has hashes of its own. Ranks that hold shards (FSDP) are no replicas.
+    Each optimizer of the script has hashes of its own. Ranks that hold shards (FSDP) are no replicas, nor are nodes
+    that are not one process group.
     """
+    if _script_group(ranks):
+        return None
     found: list[dict[tuple[str, int], str]] = []
     for records in ranks:
         hashes = [
@@ -315,11 +318,30 @@ def _script_replicas_agree(ranks: list[list[Record]]) -> bool | None:
     return all(len({hashes[each] for hashes in found}) == 1 for each in last.items())
 
 
+def _script_group(ranks: list[list[Record]]) -> list[str]:
+    """Why the nodes are not the ranks of one process group; nothing if they are."""
+    starts = [r for records in ranks for r in records if isinstance(r, Start)]
+    way_out = (
+        "Hand it {rank}, {world}, {master} and {port}, or let it read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    )
+    more = max((r.processes for records in ranks for r in records if isinstance(r, End)), default=1)
+    if more > 1:
+        return [
+            f"{more} processes trained on one node, and only the first is in this table. Start one a node: {way_out}"
+        ]
+    if len(ranks) > 1 and any(start.world == 1 for start in starts):
+        return [f"it made no process group of {len(ranks)}: every node trains alone. {way_out}"]
+    if starts and sorted(start.rank for start in starts) != list(range(len(ranks))):
+        own = ", ".join(f"{start.rank} of {start.world}" for start in starts)
+        return [f"the nodes are not the ranks of one process group: they call themselves rank {own}. {way_out}"]
+    return []
+
+
 def _script_notes(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]]) -> list[str]:
-    """What a reader of a script's table must know: unequal numbers of steps, and what the observer could not see."""
+    """What a reader of a script's table must know: ranks without each other, unequal numbers of steps, unseen parts."""
     assert spec.script is not None
     counts = [len(rows) for rows in steps]
-    notes = []
+    notes = [f"{spec.script.name}: {note}" for note in _script_group(ranks)]
     if counts and min(counts) < max(counts):
         rule = f"the {min(counts)} that all ranks have are compared"
         notes.append(f"{spec.script.name}: ranks did {min(counts)} to {max(counts)} steps; {rule}")

@@ -127,6 +127,7 @@ class End:
     measured: float | None = None  # seconds from the first measured step to the last
     machine_cpu: float | None = None  # seconds of processor time in them: of all processes of the machine,
     own_cpu: float | None = None  # and of this rank
+    processes: Count = 1  # of a user's script that trained on this node; the first one is the rank
 
 
 @dataclass(frozen=True, kw_only=True)

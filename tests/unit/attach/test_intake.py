@@ -36,7 +36,7 @@ def test_the_first_process_that_starts_is_the_rank(tmp_path: Path) -> None:
     for connection, record in ((0, START), (1, START), (1, STEP), (0, STEP)):
         records.accept(connection, json.dumps(record).encode())
     records.close()
-    assert kinds(tmp_path / "rank0.jsonl") == ["start", "step"]
+    assert kinds(tmp_path / "rank0.jsonl") == ["start", "step"] and records.processes == 2
 
 
 def test_what_is_no_record_of_an_observer_is_dropped(tmp_path: Path) -> None:

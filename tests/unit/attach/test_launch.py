@@ -37,6 +37,13 @@ def test_the_environment_is_a_list(place: Workplace) -> None:
     assert found["HOME"] == found["TMPDIR"] == str(place.home)
 
 
+def test_a_framework_sees_the_node_it_is_on(place: Workplace) -> None:
+    with place:
+        found = environment(spec(), place, NODE, {})
+    assert found["NODE_RANK"] == found["GROUP_RANK"] == NODE["RANK"] and found["ROLE_WORLD_SIZE"] == NODE["WORLD_SIZE"]
+    assert "TORCHELASTIC_RUN_ID" in found and "TORCHELASTIC_USE_AGENT_STORE" not in found
+
+
 def test_variables_are_handed_through(place: Workplace) -> None:
     with place:
         asked = spec(environment={"DEBUG": "1", "PYTHONPATH": "/lib"}, handed=["MINE"])

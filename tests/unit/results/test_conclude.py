@@ -514,6 +514,28 @@ def test_what_the_observer_could_not_see_is_a_note(tmp_path: Path) -> None:
     assert summary.notes == ["main.py: not seen on rank 0, 1, 2, 3: watch_waits (ValueError: made to fail)"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"world": 4', '"world": 1', "it made no process group of 4: every node trains alone"),
+        (
+            '"kind": "start", "rank": 3',
+            '"kind": "start", "rank": 0',
+            "they call themselves rank 0 of 4, 1 of 4, 2 of 4, 0",
+        ),
+        ('"kind": "end"', '"kind": "end", "processes": 2', "2 processes trained on one node, and only the first"),
+    ],
+)
+def test_nodes_that_are_no_process_group_have_a_note_and_no_verdict(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    spec = make_script_run(tmp_path / "s").spec
+    for path in (tmp_path / "s").glob("rank*.jsonl"):
+        path.write_text(path.read_text().replace(old, new))
+    summary = conclude(RunFolder(tmp_path / "s"), spec, status="ok", substrate="netns")
+    assert summary.replicas_agree is None and said in summary.notes[0] and summary.notes[0].startswith("main.py: ")
+
+
 def test_a_script_s_loss_is_weighted_by_the_images_that_were_observed(tmp_path: Path) -> None:
     spec = make_script_run(tmp_path / "s", nodes=2).spec
     path = tmp_path / "s" / "rank1.jsonl"
