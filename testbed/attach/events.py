@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-OURS = os.path.dirname(os.path.abspath(__file__))
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package testbed
 MAX_DEPTH = 60  # frames that are searched for a line of the script
 
 
@@ -34,6 +34,8 @@ class Collective:
 
 class Part:
     """A part of the observer. It overrides the events it needs; times are of the monotonic clock."""
+
+    essential = False  # True: the script must not go on without it, so what it raises reaches the script
 
     def group_made(self) -> None:
         """The default process group exists."""
@@ -91,13 +93,18 @@ class Hub:
         self.parts: list[Part] = []
         self._report = report  # (seam, error)
         self.clock = time.monotonic
+        self.muted: Callable[[], bool] = lambda: False  # True if what happens is a mode's own, not the script's
 
     def emit(self, event: str, *arguments: Any) -> None:
-        """Call the event of every part. A part that raises is taken out."""
+        """Call the event of every part. A part that raises is taken out, unless it is essential."""
+        if event != "collective_ended" and self.muted():  # a collective of the script's may end in any thread
+            return
         for part in tuple(self.parts):
             try:
                 getattr(part, event)(*arguments)
             except Exception as error:
+                if part.essential:
+                    raise
                 if part in self.parts:
                     self.parts.remove(part)
                 self.failed(f"{type(part).__name__}.{event}", error)

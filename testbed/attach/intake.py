@@ -21,8 +21,9 @@ from testbed.attach.where import QUESTION
 from testbed.results.folder import MAX_RECORDS_BYTES
 from testbed.results.observations import Files, Where
 from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
+from testbed.spec.errors import one_line
 
-KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash"}
+KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash", "swap"}
 RESERVED_BYTES = 1 << 20  # of the largest size, for the launcher's own records
 ACCEPT_BACKLOG = 64
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a connected process
@@ -42,6 +43,7 @@ class Records:
         self.last_step = time.monotonic()
         self.reached_limit = False  # of the steps that were requested
         self.on_limit: Callable[[], None] = lambda: None
+        self.refused = ""  # why --instead did not replace the script's synchronisation
 
     def accept(self, connection: int, line: bytes) -> None:
         """Take one line of the observer; what is no record is dropped."""
@@ -57,6 +59,8 @@ class Records:
                 if kind == "limit" and not self.reached_limit:
                     self.reached_limit = True
                     self.on_limit()
+                if kind == "refused":
+                    self.refused = one_line(str(record.get("message", "")))
                 self._store(connection, record, kind, len(line))
 
     def _store(self, connection: int, record: dict[str, Any], kind: object, size: int) -> None:

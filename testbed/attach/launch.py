@@ -38,7 +38,7 @@ from testbed.spec.errors import PeerLost, RankFailed, TestbedError, UsageError, 
 from testbed.spec.privileges import NOBODY
 from testbed.spec.process_tree import become_subreaper, end_descendants
 from testbed.spec.run import SCHEMA, RunSpec
-from testbed.spec.script import SCRIPT_DEADLINE_S, ScriptSpec, fill
+from testbed.spec.script import SCRIPT_DEADLINE_S, SWAP_STEP, ScriptSpec, fill
 
 OWNER_VARIABLE = "TESTBED_OWNER"  # marks every process of a run, so that it can be found and ended
 LAUNCHER_VARIABLE = "TESTBED_LAUNCHER"  # pid of the launcher, in every process of its script
@@ -79,6 +79,9 @@ def environment(
     deadline = spec.deadline or SCRIPT_DEADLINE_S
     request: dict[str, Any] = {"schema": SCHEMA, "steps": spec.steps, "interface": interface, "deadline": deadline}
     request |= {"data": offered}
+    if not spec.mode.is_script:  # --instead: the mode replaces the script's synchronisation (instead.py)
+        asked = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        request |= {"instead": asked | {"mode": str(spec.mode)}, "swap": SWAP_STEP}
     path = os.pathsep.join(filter(None, (str(place.python), own.get("PYTHONPATH"))))
     defaults = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": str(spec.threads), "PYTHONUNBUFFERED": "1"}
     base = user_base()
@@ -217,6 +220,8 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
         records.write(end)
         return 0
     error = failure(spec.script, variables, code, output.tail, script.ended)
+    if code == UsageError.exit_code and records.refused:
+        error = Error(code=code, message=records.refused, at=script.ended, script_code=code)
     records.write(error)
     return error.code
 

@@ -60,4 +60,10 @@ def install() -> None:
             seam(*arguments)
         except Exception as error:
             hub.failed(seam.__name__, error)
+    if request.get("instead"):  # after the seams: what it replaces is not the script's own communication
+        from testbed.attach.instead import Instead
+
+        first = int(request["swap"])
+        swap = Instead(hub, channel.send, request["instead"], first, lambda: steps.timeline, replaces=sampling)
+        hub.parts.append(swap)
     atexit.register(hub.emit, "ends")

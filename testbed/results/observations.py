@@ -9,6 +9,7 @@ pass        per pass  order in which a sampler gave its indices
 unseen      some      a part of the observer that failed, and what is not known because of it
 where       some      the line in which a script is that makes no step
 files       once      what the script wrote to its working copy, and what of it was not collected (by the launcher)
+swap        once      --instead MODE: from this step on the mode synchronises
 
 The observer is code that runs inside the script's own process, so a script can forge these lines. Every line is checked
 against its class when it is read.
@@ -153,4 +154,14 @@ class Where:
     waits: bool  # inside torch.distributed or a backward pass
 
 
-Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files | Where
+@dataclass(frozen=True, kw_only=True)
+class Swap:
+    """`--instead MODE` replaced the script's synchronisation from `step` on."""
+
+    kind: Literal["swap"] = "swap"
+    step: Count
+    mode: Short
+    detail: dict[str, Any] = field(default_factory=dict)  # factor and residual before, passes, collectives replaced
+
+
+Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files | Where | Swap

@@ -16,9 +16,9 @@ from testbed.spec.datasets import Shape, dataset_info
 from testbed.spec.errors import SchemaError, SpecError, one_line
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
-from testbed.spec.mode import Mode, SyncMode
+from testbed.spec.mode import SCRIPT, Mode, SyncMode
 from testbed.spec.models import REPORT_MODELS, model_info
-from testbed.spec.script import ScriptSpec
+from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
 START_DEADLINE_S = 60.0  # for all ranks to start and connect
@@ -214,6 +214,8 @@ class RunSpec(Spec):
             values["batch"] = 256
         if values.get("steps") is None and values.get("epochs") is None and values.get("script") is None:
             values["steps"] = 40
+        if values.get("script") is not None and str(values.get("mode")) != SCRIPT:
+            values.setdefault("warmup", SWAP_WARMUP_STEPS)
         return values
 
     @model_validator(mode="after")
@@ -261,6 +263,22 @@ def _check_script(spec: RunSpec) -> None:
     if spec.mode.is_script and spec.script is None:
         rule = "is the mode of your own training script, and there is none"
         raise refuse_setting("mode", str(spec.mode), rule, "Use `testbed exec -- python main.py`.")
+    if spec.script is not None and not spec.mode.is_script:
+        _check_instead(spec)
+
+
+def _check_instead(spec: RunSpec) -> None:
+    """A mode that replaces the synchronisation of a script must average gradients in every step."""
+    mode, way_out = str(spec.mode), "Use a mode that averages gradients in every step, e.g. ring/bucket:2MiB/overlap."
+    if spec.mode.silent:
+        raise SpecError(f"--instead {mode}: synchronises nothing. {way_out}")
+    if spec.mode.row.sends_parameters or spec.mode.every > 1:
+        raise SpecError(f"--instead {mode}: sends parameters, and a script's gradients are replaced. {way_out}")
+    if spec.placement == "after-step":
+        raise refuse_setting("placement", spec.placement, "a script decides when it updates", "Leave it out.")
+    if spec.warmup < SWAP_WARMUP_STEPS:
+        rule = f"the script synchronises by itself up to step {SWAP_STEP}, and two steps prove the mode"
+        raise refuse_setting("warmup", spec.warmup, rule, f"Use {SWAP_WARMUP_STEPS} or more.")
 
 
 def _check_model(spec: RunSpec) -> None:

@@ -33,6 +33,9 @@ NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "runs", ".mypy_cache", ".p
 TAKEN = ("/", "/script", "/data", "/runs", "/tmp", "/opt/testbed", "/proc", "/dev", "/sys")  # by the container itself
 SCRIPT_DEADLINE_S = 300.0  # without a step, after which a script is ended
 OWN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOME", "PATH")
+# --instead MODE: the first step that the mode synchronises; before it the script's own gradients are compared
+SWAP_STEP = 4
+SWAP_WARMUP_STEPS = SWAP_STEP + 2  # steps that do not count: the two after the swap prove that it is right
 INTERPRETERS = ("python", "python3", "torchrun", "fabric", "lightning", "accelerate")
 
 

@@ -59,6 +59,7 @@ OUTSIDE_SPEC = {
     "settings",
     "minutes",
     "resume",
+    "instead",
     "out",
     "as_json",
     "mount",

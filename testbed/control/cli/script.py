@@ -18,6 +18,7 @@ from testbed.control.runs.progress import console
 from testbed.control.runs.select import HOSTS
 from testbed.control.substrates.layer import image_with
 from testbed.spec.errors import refuse
+from testbed.spec.mode import SCRIPT
 from testbed.spec.script import PLACEHOLDERS, Mount, fill
 
 app = typer.Typer()
@@ -49,6 +50,11 @@ DataAt = Annotated[
 ]
 
 
+Instead = Annotated[
+    str | None, typer.Option(metavar="MODE", help="synchronise its gradients by this mode, not by its own code")
+]
+
+
 @app.command(
     "exec",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -62,6 +68,7 @@ def exec_(
     deadline: Deadline = None,
     env: Env = None,
     exclude: Exclude = None,
+    instead: Instead = None,
     on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
@@ -89,7 +96,7 @@ def exec_(
         script |= {"mounts": mounts(mount or (), on), "image": image_of(image, requirements, as_json)}
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "quiet": as_json}
-    keys = opt.spec_options(context) | {"mode": "script", "script": script, "batch_per_rank": 1}
+    keys = opt.spec_options(context) | {"mode": instead or SCRIPT, "script": script, "batch_per_rank": 1}
     made = api.run(**where, out=out, settings=settings or [], **keys)
     print_results([made.summary], made.folder, as_json)
     if not as_json:

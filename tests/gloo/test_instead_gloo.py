@@ -1,0 +1,120 @@
+"""`testbed exec --instead MODE`: same losses as the script alone, or a refusal that says what was seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from testbed.results.observations import Swap
+from testbed.results.records import Record, Step, read
+from tests.support.command import run_command
+
+pytestmark = pytest.mark.gloo
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+GATHER = "gather_scatter.py"
+
+
+def run_script(
+    folder: Path, name: str, *flags: str, nodes: int = 2, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in `folder`/r, with these variables in its environment."""
+    shutil.copy(SCRIPTS / name, folder / name)
+    shutil.rmtree(folder / "r", ignore_errors=True)
+    common = ["--nodes", str(nodes), "--on", "process", "--set", "probe=false", "--out", "r", "--json"]
+    given = [f"{key}={value}" for key, value in variables.items()]
+    return run_command("exec", *common, *flags, "--", "env", *given, "python", name, cwd=folder)
+
+
+def records(folder: Path, rank: int = 0) -> list[Record]:
+    return list(read(folder / "r" / f"rank{rank}.jsonl"))
+
+
+def losses(folder: Path, rank: int = 0) -> list[float]:
+    return [each.loss for each in records(folder, rank) if isinstance(each, Step)]
+
+
+def printed(folder: Path, rank: int = 0) -> list[float]:
+    """The mean losses that the script itself printed: sums over the ranks by a collective of its own."""
+    lines = (folder / "r" / f"rank{rank}.log").read_text().splitlines()
+    return [float(line.split()[-1]) for line in lines if "mean loss" in line]
+
+
+def swap(folder: Path) -> Swap:
+    (found,) = [each for each in records(folder) if isinstance(each, Swap)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the gather/scatter script by itself."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = run_script(folder, GATHER, nodes=3)
+    assert done.returncode == 0, done.stderr
+    return printed(folder)
+
+
+@pytest.mark.parametrize("mode", ["ring/bucket:16KiB", "ring/bucket:16KiB/overlap", "allreduce/param", "ddp"])
+def test_gather_and_scatter_by_another_mode_has_the_same_losses(tmp_path: Path, alone: list[float], mode: str) -> None:
+    done = run_script(tmp_path, GATHER, "--instead", mode, nodes=3)
+    assert done.returncode == 0, done.stderr
+    (summary,) = json.loads(done.stdout)["runs"]
+    assert summary["status"] == "ok"
+    assert printed(tmp_path) == pytest.approx(alone, rel=1e-3) and len(alone) == 20
+    found = swap(tmp_path)
+    assert found.step == 4 and found.detail["factor"] == pytest.approx(1, abs=1e-3)
+    assert found.detail["replaced"] == [f"gather at {GATHER}:29", f"scatter at {GATHER}:31"]
+
+
+@pytest.mark.parametrize("mode", ["ring/bucket:16KiB/overlap", "ring/bucket:16KiB/pipeline", "ddp/bucket:32KiB"])
+def test_ddp_by_another_mode_has_the_same_losses(tmp_path: Path, mode: str) -> None:
+    assert run_script(tmp_path, "ddp_buffers.py").returncode == 0
+    expected = losses(tmp_path, rank=1)
+    done = run_script(tmp_path, "ddp_buffers.py", "--instead", mode)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, rank=1) == pytest.approx(expected, rel=1e-3) and len(expected) == 12
+    assert swap(tmp_path).detail["ddp"] is True
+
+
+def test_all_reduce_of_a_flat_copy_is_replaced_and_metrics_are_not(tmp_path: Path) -> None:
+    assert run_script(tmp_path, "flat_all_reduce.py").returncode == 0
+    expected = printed(tmp_path)
+    done = run_script(tmp_path, "flat_all_reduce.py", "--instead", "ring/bucket:16KiB/overlap")
+    assert done.returncode == 0, done.stderr
+    assert printed(tmp_path) == pytest.approx(expected, rel=1e-3)
+    assert len(swap(tmp_path).detail["replaced"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "variables", "said"),
+    [
+        (GATHER, "ring", {"GRADIENTS": "sum"}, "2 times the mean of all ranks, the sum is not divided by 2"),
+        (GATHER, "ring", {"GRADIENTS": "none"}, "not synchronised: each rank updates with its own"),
+        ("ddp_buffers.py", "ring/bucket:16KiB/pipeline", {"CLIP": "1"}, "reads them. Use overlap instead of pipeline."),
+    ],
+)
+def test_what_is_not_the_plain_mean_is_refused(
+    tmp_path: Path, name: str, mode: str, variables: dict[str, str], said: str
+) -> None:
+    done = run_script(tmp_path, name, "--instead", mode, **variables)
+    assert done.returncode == 2
+    assert f"--instead {mode}: " in done.stderr and said in done.stderr
+    assert len(losses(tmp_path)) in range(1, 5)  # what was recorded so far is kept
+
+
+def test_clipping_after_synchronisation_is_the_scripts_own(tmp_path: Path) -> None:
+    assert run_script(tmp_path, GATHER, CLIP="1").returncode == 0
+    expected = printed(tmp_path)
+    assert run_script(tmp_path, GATHER, "--instead", "ring/bucket:16KiB/overlap", CLIP="1").returncode == 0
+    assert printed(tmp_path) == pytest.approx(expected, rel=1e-3)
+
+
+def test_accumulated_gradients_are_synchronised_once(tmp_path: Path) -> None:
+    assert run_script(tmp_path, "ddp_buffers.py", PASSES="3").returncode == 0
+    expected = losses(tmp_path)
+    assert run_script(tmp_path, "ddp_buffers.py", "--instead", "ring/bucket:16KiB/overlap", PASSES="3").returncode == 0
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-3)
+    assert swap(tmp_path).detail["passes"] == 3
