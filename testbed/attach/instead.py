@@ -29,18 +29,11 @@ from torch.distributed import distributed_c10d
 
 from testbed.attach.events import Hub, Part, call_site
 from testbed.attach.lineage import Lineage, storage
+from testbed.spec.errors import SpecError, UsageError
 
 SAMPLES = 64  # numbers of a parameter's gradient that are compared
 TOLERANCE = 1e-3  # of factor and residual of the optimizer's gradients against the mean
 REPLACED = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather")
-REFUSED_CODE = 2  # of UsageError (spec/errors.py)
-
-
-class Refused(Exception):
-    """This script's synchronisation cannot be replaced: the rule, and the way out."""
-
-    def __init__(self, rule: str, way_out: str) -> None:
-        super().__init__(f"{rule}. {way_out}")
 
 
 class Instead(Part):
@@ -86,6 +79,7 @@ class Instead(Part):
         self.factors: dict[tuple[str, str], float] = {}
         self.sent_last: dict[int, Tensor] = {}  # the last gradient that was gathered or reduced, by its length
         hub.muted = self.is_ours
+        hub.parts.insert(0, EndOfWindow(self._close_window))
         self._replace_collectives()
         self._replace_clipping()
 
@@ -104,7 +98,6 @@ class Instead(Part):
             self.wrappers.append(module)
 
     def backward_began(self, loss: Any) -> None:
-        self._close_window()
         self.passes += 1
         with self._guarded():
             if self.sync is not None:
@@ -120,12 +113,11 @@ class Instead(Part):
         self.window = True
 
     def update_began(self, optimizer: Any) -> None:
-        self._close_window()
         with self._guarded():
             if self.optimizer is None:
                 self._begin(optimizer)
             elif optimizer is not self.optimizer:
-                raise Refused("the script has more than one optimizer", "Use a script with one.")
+                raise self._refusal("the script has more than one optimizer", "Use a script with one.")
             else:
                 self._before_update()
         self.window = False
@@ -155,15 +147,17 @@ class Instead(Part):
         """The first step: the parameters are known from now on."""
         self.optimizer = optimizer
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            raise Refused("the script has no process group of several ranks", "Use a script that synchronises.")
+            raise self._refusal("the script has no process group of several ranks", "Use a script that synchronises.")
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if any(hasattr(p, "to_local") for p in self.parameters):
-            raise Refused("its parameters are sharded (FSDP), and modes average whole gradients", "Use DDP.")
+            raise self._refusal("its parameters are sharded (FSDP), and modes average whole gradients", "Use DDP.")
         if len({p.dtype for p in self.parameters}) > 1:
-            raise Refused("its parameters have several dtypes", "Use one.")
+            raise self._refusal("its parameters have several dtypes", "Use one.")
         for wrapper in self.wrappers:
             if getattr(wrapper, "static_graph", False):
-                raise Refused("DDP has static_graph=True, and its reduction cannot be switched off", "Leave it out.")
+                raise self._refusal(
+                    "DDP has static_graph=True, and its reduction cannot be switched off", "Leave it out."
+                )
         for number, parameter in enumerate(self.parameters):
             hook = functools.partial(self._sample, number)
             self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -190,7 +184,9 @@ class Instead(Part):
 
     def _before_update(self) -> None:
         if not self.passes:
-            raise Refused("it computes gradients inside optimizer.step (a closure)", "Use a script without a closure.")
+            raise self._refusal(
+                "it computes gradients inside optimizer.step (a closure)", "Use a script without a closure."
+            )
         if self.swapped and not self.synced:  # fewer passes than usual, e.g. at the end of an epoch
             self._synchronise()
         if self.swapped and self.pipelined:
@@ -200,7 +196,9 @@ class Instead(Part):
         if self.step < self.first:
             without = {number for number, p in enumerate(self.parameters) if p.grad is None}
             if self.without not in (None, without):
-                raise Refused("some parameters get a gradient in some steps only", "Use all parameters in every step.")
+                raise self._refusal(
+                    "some parameters get a gradient in some steps only", "Use all parameters in every step."
+                )
             self.without = without
             self.passes_seen.add(self.passes)
         if self.step < self.first or (self.step < self.first + 2 and self._comparable):
@@ -212,7 +210,7 @@ class Instead(Part):
         return not self.pipelined and self.sync.mode.codec is None
 
     def _compare(self) -> None:
-        """Compare what the optimizer gets with the mean of all ranks' gradients. Raises Refused on all ranks alike."""
+        """Compare what the optimizer gets with the mean over all ranks. Raises SpecError on all ranks alike."""
         numbers = [k for k, p in enumerate(self.parameters) if p.grad is not None]
         given = self.given or [sample(self.parameters[k].grad) for k in numbers]
         missing = [k for k in numbers if k not in self.local]
@@ -221,14 +219,14 @@ class Instead(Part):
         lengths = self._gather(torch.tensor([len(row)]))
         if len({int(each) for each in lengths}) > 1 or not len(row):
             rule = "the gradients of its parameters are not the same ones on all ranks, or there are none"
-            raise Refused(rule, "Use a script in which every rank trains the same parameters.")
+            raise self._refusal(rule, "Use a script in which every rank trains the same parameters.")
         rows = torch.stack(self._gather(row))
         locals_, givens = rows.split(rows.shape[1] // 2, dim=1)
         factor, residual = fit_to_mean(locals_, givens)
         if self.step < self.first:
             self.fits.append((factor, residual))
         if not (abs(factor - 1) <= TOLERANCE and residual <= TOLERANCE):
-            raise Refused(*self._not_the_mean(locals_, givens, factor, residual))
+            raise self._refusal(*self._not_the_mean(locals_, givens, factor, residual))
 
     def _not_the_mean(self, locals_: Tensor, givens: Tensor, factor: float, residual: float) -> tuple[str, str]:
         n = len(locals_)
@@ -258,7 +256,7 @@ class Instead(Part):
             hook.remove()
         if len(self.passes_seen) > 1:
             seen = " and ".join(str(each) for each in sorted(self.passes_seen))
-            raise Refused(f"its steps have {seen} backward passes", "Use as many in every step.")
+            raise self._refusal(f"its steps have {seen} backward passes", "Use as many in every step.")
         self.usual_passes = self.passes_seen.pop()
         self._agree_on_sites()
         self._check_pipeline()
@@ -283,7 +281,7 @@ class Instead(Part):
         for _, uncovered in everyone:
             if uncovered:
                 rule = f"its gradients go through {uncovered[0]}, which has no closed form here"
-                raise Refused(rule, f"Replaced are {', '.join(REPLACED)}, and DDP.")
+                raise self._refusal(rule, f"Replaced are {', '.join(REPLACED)}, and DDP.")
         for number, step in enumerate(self.calls):
             rows = [ranks[number] for ranks, _ in everyone if number < len(ranks)]
             for place, call in enumerate(step):
@@ -291,14 +289,14 @@ class Instead(Part):
                 if any(tainted for _, tainted, _ in same):
                     if len(same) < len(everyone) or not all(whole for _, _, whole in same):
                         rule = f"{call['operation']} at {call['site']} has gradients, and not all ranks take part in it"
-                        raise Refused(rule, "Use collectives of all ranks.")
+                        raise self._refusal(rule, "Use collectives of all ranks.")
                     self.gradient_sites.add((call["operation"], call["site"]))
                     self.sizes.setdefault((call["operation"], call["site"]), set()).add(call["numel"])
                 else:
                     self.other_sites.add((call["operation"], call["site"]))
         if not self.wrappers and not self.gradient_sites:
             rule = "no collective on gradients was seen, and there is no DDP"
-            raise Refused(rule, "Use a script that synchronises its gradients after backward.")
+            raise self._refusal(rule, "Use a script that synchronises its gradients after backward.")
 
     def _check_pipeline(self) -> None:
         if not self.pipelined:
@@ -310,9 +308,9 @@ class Instead(Part):
         touched = next((each for each in everyone if each), None)
         if touched:
             rule = "a pipeline changes gradients and parameters from backward to the next forward"
-            raise Refused(f"{rule}, and {touched[0]} reads them", "Use overlap instead of pipeline.")
+            raise self._refusal(f"{rule}, and {touched[0]} reads them", "Use overlap instead of pipeline.")
         if self.without:
-            raise Refused("pipeline: some parameters get no gradient", "Use overlap instead of pipeline.")
+            raise self._refusal("pipeline: some parameters get no gradient", "Use overlap instead of pipeline.")
 
     def _build(self) -> None:
         """Load the mode and attach it to the model."""
@@ -325,13 +323,13 @@ class Instead(Part):
             from testbed.spec.run import RunSpec
         except ImportError as error:
             rule = f"the script's Python {sys.executable} lacks a package of the testbed ({error.name})"
-            raise Refused(rule, f"Install it there: {sys.executable} -m pip install pydantic.") from None
+            raise self._refusal(rule, f"Install it there: {sys.executable} -m pip install pydantic.") from None
         spec = RunSpec.load(self.request, where="")
         trained = [p for number, p in enumerate(self.parameters) if number not in (self.without or set())]
         root = self._root(trained)
         self.reference = spec.mode.is_reference
         if (self.pipelined or self.reference) and root is None:
-            raise Refused(f"{spec.mode}: no module of the script has all its parameters", "Use overlap.")
+            raise self._refusal(f"{spec.mode}: no module of the script has all its parameters", "Use overlap.")
         model = root if self.pipelined or self.reference else parameters_module(ordered(root, trained))
         store = dist.PrefixStore("testbed/instead", distributed_c10d._get_default_store())
         group = Group(dist.get_rank(), dist.get_world_size(), store, self.deadline)
@@ -412,10 +410,10 @@ class Instead(Part):
 
         def no_state() -> NoReturn:
             with self._guarded():
-                raise Refused(
+                raise self._refusal(
                     "pipeline divides the optimizer's state among ranks, and the script saves it", "Use overlap."
                 )
-            raise SystemExit(REFUSED_CODE)
+            raise SystemExit(UsageError.exit_code)
 
         self.optimizer.state_dict = no_state
 
@@ -437,7 +435,7 @@ class Instead(Part):
                 self.update.take_settings()
         elif self.synced:
             rule = f"step {self.step} has more than {self.usual_passes} backward passes, the steps before had not"
-            raise Refused(rule, "Use as many in every step.")
+            raise self._refusal(rule, "Use as many in every step.")
         self.accumulating: AbstractContextManager[object] = ExitStack()
         if self.passes < self.usual_passes and not self.reference:
             self.accumulating = self.sync.accumulating()
@@ -533,9 +531,11 @@ class Instead(Part):
             found = round_factor(result, own, dist.get_world_size())
             if found is None:
                 rule = f"{key[0]} at {key[1]} does not give a multiple of the gradient on equal inputs"
-                raise Refused(rule, "Edit the script for the mode.")
+                raise self._refusal(rule, "Edit the script for the mode.")
             if found and self.factors.setdefault(key, found) != found:
-                raise Refused(f"{key[0]} at {key[1]} scales gradients differently", "Edit the script for the mode.")
+                raise self._refusal(
+                    f"{key[0]} at {key[1]} scales gradients differently", "Edit the script for the mode."
+                )
 
     def _own_value(self, call: Call) -> Tensor:
         """What this rank has of the gradient that a collective is about."""
@@ -594,19 +594,32 @@ class Instead(Part):
             dist.all_gather(found, row)
         return found
 
+    def _refusal(self, rule: str, way_out: str) -> SpecError:
+        return SpecError(f"--instead {self.mode}: {rule}. {way_out}")
+
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """End the script with a sentence if its synchronisation cannot be replaced."""
         try:
             yield
-        except Exception as error:
-            if not isinstance(error, Refused) and getattr(error, "exit_code", None) != REFUSED_CODE:
-                raise
-            message = str(error) if not isinstance(error, Refused) else f"--instead {self.mode}: {error}"
-            self.send({"kind": "refused", "message": message})
-            print(f"testbed: {message}", file=sys.stderr, flush=True)
+        except UsageError as error:
+            self.send({"kind": "refused", "message": str(error)})
+            print(f"testbed: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(REFUSED_CODE)  # the script must not go on, and must not catch this
+            os._exit(UsageError.exit_code)  # the script must not go on, and must not catch this
+
+
+class EndOfWindow(Part):
+    """The first of all parts: what other parts of the observer read is not read by the script."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+
+    def backward_began(self, loss: Any) -> None:
+        self.close()
+
+    def update_began(self, optimizer: Any) -> None:
+        self.close()
 
 
 class Call:
