@@ -15,7 +15,7 @@ from tests.support.command import run_command
 
 pytestmark = pytest.mark.gloo
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-GATHER = "gather_scatter.py"
+GATHER = "gather_mean.py"
 
 
 def run_script(
