@@ -10,12 +10,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
 
 from testbed.spec.base import Spec, validator
 from testbed.spec.errors import refuse
+from testbed.spec.units import format_size, parse_size
 
 PLACEHOLDERS = {
     "rank": "number of the node, from 0",
@@ -54,7 +55,7 @@ def fill(argv: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return [_PLACEHOLDER.sub(replace, word) for word in argv]
 
 
-def _check_placeholders(argv: tuple[str, ...]) -> tuple[str, ...]:
+def check_placeholders(argv: tuple[str, ...]) -> tuple[str, ...]:
     fill(argv, dict.fromkeys(PLACEHOLDERS, ""))
     return argv
 
@@ -112,6 +113,23 @@ def _python_file(words: Sequence[str]) -> str:
     return left[0] if left and left[0] != "-" else ""
 
 
+Size = Annotated[
+    int,
+    BeforeValidator(validator(lambda value: parse_size(value) if isinstance(value, str) else value)),
+    PlainSerializer(format_size),
+    Field(gt=0),
+]
+
+
+class Limits(Spec):
+    """What a script that is not trusted may use."""
+
+    memory: Size = Field(default=2 << 30, examples=["2GiB"])  # of a node
+    processes: int = Field(default=256, ge=16, le=100_000)  # of a node, with threads
+    disk: Size = Field(default=256 << 20, examples=["256MiB"])  # that it writes: /tmp of a node, and the run folder
+    seconds: float = Field(default=120.0, gt=0, le=86_400)  # from the start of the ranks to their end
+
+
 class ScriptSpec(Spec):
     """A script as it is started on every node."""
 
@@ -127,10 +145,12 @@ class ScriptSpec(Spec):
     as_cpu: bool = False  # run a script that was written for CUDA on the CPU
     output: int = Field(default=MAX_OUTPUT_BYTES, gt=0)  # bytes of a rank's log; what exceeds it is dropped
 
+    limits: Limits | None = None  # None: it is trusted with what the substrate's nodes have
+
     @field_validator("argv")
     @classmethod
     def _known_placeholders(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
-        return validator(_check_placeholders)(argv)
+        return validator(check_placeholders)(argv)
 
     @field_validator("data_at")
     @classmethod

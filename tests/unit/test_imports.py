@@ -48,8 +48,9 @@ CONTROL = {  # part of control/: other parts that it may import
     "substrates": {"machine"},
     "runs": {"machine", "substrates"},
     "tuning": {"machine", "substrates", "runs"},
+    "grading": {"machine", "substrates", "runs", "tuning"},
     "api": {"machine", "substrates", "runs", "tuning"},
-    "cli": {"machine", "substrates", "runs", "tuning", "api"},
+    "cli": {"machine", "substrates", "runs", "tuning", "grading", "api"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -14,7 +14,7 @@ import typer
 
 from testbed import __version__
 from testbed.control import api
-from testbed.control.cli import hosts, report, script
+from testbed.control.cli import grade, hosts, report, script
 from testbed.control.cli import options as opt
 from testbed.control.cli.documents import outcome, print_document, print_failure, reset
 from testbed.control.cli.options import Json
@@ -42,6 +42,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(report.app)
 app.add_typer(script.app)
+app.add_typer(grade.app)
 
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 WrongCommandLine: Any = typer.BadParameter.__base__  # UsageError of click, which newer versions of typer contain

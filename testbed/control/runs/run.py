@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from testbed.control.machine import ownership
 from testbed.control.runs import scripts
+from testbed.control.runs.allowance import Allowance
 from testbed.control.runs.faults import Injector
 from testbed.control.runs.locks import folder_lock, machine_lock
 from testbed.control.runs.progress import Progress
@@ -56,6 +57,13 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Lock = Callable[[SubstrateChoice, Callable[[str], None]], AbstractContextManager[None]]
 
 
+class Witness(Protocol):
+    """Looks at the nodes from outside, right before the ranks start and when they have ended or failed."""
+
+    def begin(self, substrate: Substrate) -> None: ...
+    def end(self, substrate: Substrate, processes: Sequence[Process]) -> None: ...
+
+
 @dataclass
 class RunNotes:
     """What the controller adds to summary.json."""
@@ -78,6 +86,7 @@ class RunContext:
     retries: int
     timing: Timing
     notes: Sequence[str] = ()  # on what was done before the nodes were made
+    witness: Witness | None = None
 
 
 def execute(
@@ -90,10 +99,12 @@ def execute(
     retries: int | None = None,
     timing: Timing = Timing(),  # noqa: B008  (frozen)
     lock: Lock = machine_lock,
+    witness: Witness | None = None,
 ) -> Summary:
     """Run the spec to its end and return its summary. Raises a TestbedError if it fails or is interrupted.
 
     `resume`: continue the run in `folder`; its faults are not injected again. `retries`: instead of the spec's.
+    `witness` sees the nodes of every attempt.
     """
     check_inputs(spec)
     if spec.script is not None:
@@ -119,7 +130,7 @@ def execute(
             folder.create(applied, choice.name)
         substrate.prepare_folder(folder.path)
         retries = spec.retries if retries is None else retries
-        context = RunContext(applied, substrate, folder, progress, injector, retries, timing, notes)
+        context = RunContext(applied, substrate, folder, progress, injector, retries, timing, notes, witness)
         return measure_and_train(context, resume)
 
 
@@ -468,10 +479,17 @@ def _attempt(run: RunContext, resume: bool) -> None:
         argv.append("--resume")
     tails = [Tail(folder.records(rank), from_end=resume) for rank in range(spec.world)]  # before the ranks write
     processes: list[Process] = []
+    if run.witness:
+        run.witness.begin(substrate)
     for rank, node in enumerate(substrate.nodes):
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface, "TESTBED_ADDRESS": node.address}
         processes.append(substrate.start(rank, argv, environment | own, folder.log(rank)))
     run.injector.attach(processes)
     names = [node.name for node in substrate.nodes]
     script = scripts.rules(spec, substrate) if spec.script else None
-    supervise(processes, folder, run.progress, run.injector, tails, names, run.timing, script)
+    observer = Allowance(spec.script.limits if spec.script else None, folder.path, run.injector)
+    try:
+        supervise(processes, folder, run.progress, observer, tails, names, run.timing, script)
+    finally:
+        if run.witness:
+            run.witness.end(substrate, processes)

@@ -37,6 +37,16 @@ class NodeHandle:
     interface: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeCounts:
+    """What the kernel has counted for a node so far; None where nothing of the node's own counts it."""
+
+    sent: int | None = None  # bytes of its interface
+    received: int | None = None
+    unreachable: int | None = None  # packets to addresses without a route
+    refused: int | None = None  # processes beyond its limit
+
+
 class Process(Protocol):
     """A process on a node."""
 
@@ -132,6 +142,10 @@ class Substrate(FaultTarget, Protocol):
 
     def shaping(self, node: int) -> Shaping:
         """The node's link as it is requested now, and as the kernel has it; Shaping() where nothing is shaped."""
+        ...
+
+    def counts(self, node: int) -> NodeCounts:
+        """What the kernel counts for the node, read from outside of its processes; NodeCounts() where it does not."""
         ...
 
     def prepare_folder(self, folder: Path) -> None:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from testbed.control.machine import affinity, ownership
-from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import ROOT
+from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.docker_cli import (
     MAX_PIDS,
     OWNER_LABEL,
@@ -50,13 +51,13 @@ from testbed.net.isolation import default_routes, isolate
 from testbed.net.shaping import Shaping, routes_congestion
 from testbed.spec.cpu import CPU_PERIOD_US, NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
-from testbed.spec.errors import EngineLost, TestbedError, refuse
+from testbed.spec.errors import CommandFailed, EngineLost, TestbedError, refuse
 from testbed.spec.link import why_not_shaped
 from testbed.spec.memory import DEFAULT_LIMIT, read_limit
 from testbed.spec.methods import methods_dir
 from testbed.spec.privileges import NOBODY, without_privileges
 from testbed.spec.run import DEFAULT_PORT
-from testbed.spec.script import NOT_COPIED, ScriptSpec
+from testbed.spec.script import NOT_COPIED, Limits, ScriptSpec
 
 SIGNAL_TIMEOUT_S = 30.0
 # In the container of a user's script: its folder, the data sets, the folder of this run.
@@ -346,6 +347,12 @@ class ComposeSubstrate:
         """The node's link as it is requested now, and as the kernel has it."""
         return self._links.read(node)
 
+    def counts(self, node: int) -> NodeCounts:
+        """What the kernel counts for the container. NodeCounts() if no command can be started in it any more."""
+        with contextlib.suppress(CommandFailed):
+            return parse_counts(self.exec(node, COMMAND), INTERFACE)
+        return NodeCounts()
+
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""
         self._links.set_rate(node, rate)
@@ -392,18 +399,26 @@ def readable_copy(script: ScriptSpec, target: Path) -> Path:
     return target
 
 
-def script_limits(limit_bytes: int) -> dict[str, Any]:
+def script_limits(limit_bytes: int, limits: Limits | None = None) -> dict[str, Any]:
     """What a script's container may use: half of its memory for files in /tmp, half for the shared memory of workers.
 
-    Files in /tmp may be executed: the script's working copy is there.
+    `limits` are of a script that is not trusted. Files in /tmp may be executed: the script's working copy is there.
     """
-    half = limit_bytes // 2
-    return {"tmpfs": [f"/tmp:size={half},mode=1777,exec"], "shm_size": half, "pids_limit": MAX_PIDS}
+    if limits is None:
+        half = limit_bytes // 2
+        return {"tmpfs": [f"/tmp:size={half},mode=1777,exec"], "shm_size": half, "pids_limit": MAX_PIDS}
+    return {
+        "tmpfs": [f"/tmp:size={limits.disk},mode=1777,exec"],
+        "shm_size": limits.disk,
+        "pids_limit": limits.processes,
+        "mem_limit": limits.memory,
+        "memswap_limit": limits.memory,
+    }
 
 
 def idle_override(nodes: int, volumes: Sequence[Any], script: ScriptSpec | None = None) -> dict[str, Any]:
     """Return the override of compose.yaml: idle containers with the owner's label and without a CPU quota."""
-    limits = script_limits(read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT)) if script else {}
+    limits = script_limits(read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT), script.limits) if script else {}
     service = {
         "image": (script.image if script else "") or image_name(),  # the checked one
         "entrypoint": ["sleep", "infinity"],

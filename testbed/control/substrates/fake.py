@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from testbed.control.substrates.base import NodeHandle, Process
+from testbed.control.substrates.base import NodeCounts, NodeHandle, Process
 from testbed.net.shaping import Shaping
 
 
@@ -82,6 +82,9 @@ class FakeSubstrate:
     def port(self, wanted: int = 0) -> int:
         """Return `wanted`; this call is not recorded."""
         return wanted or 1
+
+    def counts(self, node: int) -> NodeCounts:
+        return NodeCounts()
 
     def prepare_folder(self, folder: Path) -> None:
         self.calls.append(("prepare_folder", folder))

@@ -16,13 +16,15 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from testbed.control.machine import affinity, ownership
 from testbed.control.machine.cgroups import Cgroup, find_hierarchy
 from testbed.control.machine.processes import NETNS, kill_until_gone, pids_in_namespace, run, send
-from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
+from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
 from testbed.net.shaping import Shaping, congestion, route_congestion
@@ -220,6 +222,10 @@ class NetnsSubstrate:
     def shaping(self, node: int) -> Shaping:
         """The node's link as it is requested now, and as the kernel has it."""
         return self._links.read(node)
+
+    def counts(self, node: int) -> NodeCounts:
+        """What the kernel counts in the namespace. Processes are not limited."""
+        return replace(parse_counts(self.exec(node, COMMAND), INTERFACE), refused=None)
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""

@@ -21,7 +21,7 @@ from typing import Self
 import testbed
 from testbed.control.machine import affinity, ownership
 from testbed.control.machine.processes import kill_until_gone, send
-from testbed.control.substrates.base import NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process
 from testbed.net.shaping import Shaping
 from testbed.spec.errors import Unavailable, require_extra
 from testbed.spec.process_tree import descendants
@@ -199,6 +199,10 @@ class ProcessSubstrate:
     def shaping(self, node: int) -> Shaping:
         """Nothing is shaped."""
         return Shaping()
+
+    def counts(self, node: int) -> NodeCounts:
+        """All nodes share the loopback, so nothing counts for one of them."""
+        return NodeCounts()
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Raise Unavailable: the loopback has no link per node."""

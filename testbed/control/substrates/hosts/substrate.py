@@ -22,7 +22,7 @@ from typing import Self
 
 import paramiko
 
-from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.docker_cli import (
     RUN_LABEL,
@@ -514,6 +514,10 @@ class HostsSubstrate:
     def shaping(self, node: int) -> Shaping:
         """Nothing is shaped."""
         return Shaping()
+
+    def counts(self, node: int) -> NodeCounts:
+        """The interface of a host has other traffic too."""
+        return NodeCounts()
 
     def set_rate(self, node: int, rate: int | None) -> None:
         self.cut(node)

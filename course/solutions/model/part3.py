@@ -1,0 +1,22 @@
+"""Part 3: DistributedDataParallel averages the gradients while backward runs."""
+
+import torch
+import torch.distributed as dist
+from starter import BATCH, LEARNING_RATE, SEED, dataset, join, model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+rank, world = join()
+torch.manual_seed(SEED)
+network = DistributedDataParallel(model())
+optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+data = dataset()
+sampler = DistributedSampler(data, num_replicas=world, rank=rank, seed=SEED)
+for step, (images, labels) in enumerate(DataLoader(data, batch_size=BATCH // world, sampler=sampler)):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(network(images), labels)
+    loss.backward()
+    optimizer.step()
+    print(f"step {step + 1} loss {loss.item():.4f}")
+dist.destroy_process_group()

@@ -1,0 +1,30 @@
+"""Wrong: the data is not divided, so every rank trains on the same images."""
+
+import torch
+import torch.distributed as dist
+from starter import BATCH, LEARNING_RATE, SEED, dataset, join, model
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+rank, world = join()
+torch.manual_seed(SEED)
+network = model()
+optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+data = dataset()
+sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=SEED)
+for step, (images, labels) in enumerate(DataLoader(data, batch_size=BATCH // world, sampler=sampler)):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(network(images), labels)
+    loss.backward()
+    for parameter in network.parameters():
+        if rank == 0:
+            gathered = [torch.empty_like(parameter.grad) for _ in range(world)]
+            dist.gather(parameter.grad, gathered, dst=0)
+            mean = torch.stack(gathered).mean(dim=0)
+            dist.scatter(parameter.grad, [mean] * world, src=0)
+        else:
+            dist.gather(parameter.grad, dst=0)
+            dist.scatter(parameter.grad, src=0)
+    optimizer.step()
+    print(f"step {step + 1} loss {loss.item():.4f}")
+dist.destroy_process_group()

@@ -1,0 +1,24 @@
+"""Wrong: the optimizer uses the local gradients; they are averaged when it is too late."""
+
+import torch
+import torch.distributed as dist
+from starter import BATCH, LEARNING_RATE, SEED, dataset, join, model
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+rank, world = join()
+torch.manual_seed(SEED)
+network = model()
+optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+data = dataset()
+sampler = DistributedSampler(data, num_replicas=world, rank=rank, seed=SEED)
+for step, (images, labels) in enumerate(DataLoader(data, batch_size=BATCH // world, sampler=sampler)):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(network(images), labels)
+    loss.backward()
+    optimizer.step()
+    for parameter in network.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world
+    print(f"step {step + 1} loss {loss.item():.4f}")
+dist.destroy_process_group()

@@ -1,0 +1,240 @@
+"""Grade submissions: run every part of each as a script on the nodes, take evidence from outside, judge the demands.
+
+A submission is foreign code that may be hostile. It runs in containers, in a copy of its regular files, with limits.
+A submission that fails loses points and the next one follows. After Ctrl-C the results so far stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from testbed.control.grading.demands import judge
+from testbed.control.grading.evidence import Node, Outside, PartEvidence
+from testbed.control.grading.gradebook import Gradebook, Graded
+from testbed.control.runs.progress import Progress
+from testbed.control.runs.run import execute
+from testbed.control.runs.select import SubstrateChoice, choose, node_plans
+from testbed.control.substrates.base import NodeCounts, Process, Substrate
+from testbed.results.folder import MAX_RECORDS_BYTES, RunFolder
+from testbed.results.records import Record, read
+from testbed.spec.errors import (
+    ConnectionLost,
+    Interrupted,
+    RankFailed,
+    ReplicasDiffer,
+    TestbedError,
+    UsageError,
+    one_line,
+    refuse,
+)
+from testbed.spec.experiment import spec_from_flags
+from testbed.spec.grading import Assignment, Part
+from testbed.spec.run import RunSpec
+
+SANDBOXED = "compose"  # the substrate for submissions that nobody has read
+MAX_FILES = 1000  # of a submission
+MAX_BYTES = 64 << 20
+MAX_OUTPUT_BYTES = 1 << 20  # of a rank's log
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all submissions share."""
+
+    assignment: Assignment
+    given: Path | None  # folder with files that replace a submission's own
+    out: Path
+    on: str
+    path: str  # PATH of the scripts; empty: that of the nodes
+    allow_concurrent: bool
+    progress: Progress
+    choices: dict[str, SubstrateChoice] = field(default_factory=dict)  # by part, checked once
+
+
+def find_submissions(folder: Path) -> list[Path]:
+    """The folders in `folder`, sorted by name; links and hidden ones are left out. Raises UsageError."""
+    if not folder.is_dir():
+        raise refuse("submissions", str(folder), "is no folder", "Give a folder with one folder per submission.")
+    found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    found = [path for path in found if not path.name.startswith(".")]
+    if not found:
+        rule = "contains no folder, and every submission is one"
+        raise refuse("submissions", str(folder), rule, "Give a folder with one folder per submission.")
+    return found
+
+
+def check_trust(on: str, trusted: bool) -> str:
+    """The substrate to use. Raises UsageError for one that does not contain hostile code, unless it is trusted."""
+    on = SANDBOXED if on == "auto" else on
+    if on not in (SANDBOXED, "netns", "process"):
+        raise refuse("--on", on, "cannot grade", "Use compose, or netns or process with --trusted.")
+    if on != SANDBOXED and not trusted:
+        rule = "is no sandbox: a submission could read your files"
+        raise refuse("--on", on, rule, "Use --on compose, or add --trusted if you have read every submission.")
+    return on
+
+
+def grade_all(setting: Setting, submissions: Sequence[Path]) -> Gradebook:
+    """Grade every submission; results are written after each. Raises Interrupted and ConnectionLost, and keeps them."""
+    book = Gradebook(setting.assignment.title, setting.out, setting.on, len(submissions))
+    book.write()
+    for number, submission in enumerate(submissions, start=1):
+        setting.progress.headline(f"{submission.name} ({number} of {len(submissions)})")
+        began = time.monotonic()
+        try:
+            graded = _grade(setting, submission, setting.out / _slug(submission.name, number))
+        except (Interrupted, ConnectionLost) as error:
+            error.folder = setting.out
+            raise
+        except (TestbedError, OSError) as error:  # of this machine: the submission is not to blame
+            graded = Graded(name=submission.name, problem=one_line(str(error)))
+        graded = replace(graded, seconds=time.monotonic() - began)
+        book.add(graded)
+        setting.progress.headline(f"  {graded.headline()}")
+    return book
+
+
+def _slug(name: str, number: int) -> str:
+    """A folder's name for a submission; a student may have chosen any name."""
+    return f"{number:03d}-" + (re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:64].strip("_") or "submission")
+
+
+def _grade(setting: Setting, submission: Path, folder: Path) -> Graded:
+    staged = folder / "files"
+    parts: dict[str, PartEvidence] = {}
+    problem = _stage(submission, setting.given, staged)
+    for short in setting.assignment.parts:
+        part = setting.assignment.complete(short)
+        if problem:
+            parts[part.name] = PartEvidence(part=part, failure=problem)
+        elif (staged / part.file).is_file():
+            parts[part.name] = _run_part(setting, part, staged, folder / f"part-{part.name}")
+    return Graded(name=submission.name, verdicts=judge(setting.assignment, parts))
+
+
+# Files of a submission
+
+
+def _stage(submission: Path, given: Path | None, target: Path) -> str:
+    """Copy the regular files, then the given ones over them; return why a submission is refused, empty if it is not."""
+    size = number = 0
+    for source, name in _regular_files(submission):
+        number, size = number + 1, size + source.stat().st_size
+        if number > MAX_FILES or size > MAX_BYTES:
+            return f"it has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, which is the limit"
+        _copy(source, target / name)
+    for source, name in _regular_files(given) if given else ():
+        _copy(source, target / name)
+    return ""
+
+
+def _regular_files(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Regular files below a folder, and their names in it. No link is followed."""
+    for place, folders, files in os.walk(folder, followlinks=False):
+        folders[:] = sorted(name for name in folders if not (Path(place) / name).is_symlink() and name != ".git")
+        for path in (Path(place) / name for name in sorted(files)):
+            if stat.S_ISREG(path.lstat().st_mode):
+                yield path, path.relative_to(folder)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target, follow_symlinks=False)
+
+
+# One part
+
+
+@dataclass
+class Witness:
+    """Reads the counters of every node before and after its rank runs, and its exit code."""
+
+    before: list[NodeCounts] = field(default_factory=list)
+    began: float = 0.0
+    seen: Outside = field(default_factory=Outside)
+
+    def begin(self, substrate: Substrate) -> None:
+        self.before = [substrate.counts(node) for node in range(len(substrate.nodes))]
+        self.began = time.monotonic()
+
+    def end(self, substrate: Substrate, processes: Sequence[Process]) -> None:
+        seconds = time.monotonic() - self.began
+        after = [substrate.counts(node) for node in range(len(substrate.nodes))]
+        codes = [process.poll() for process in processes]
+        nodes = [_node(*each) for each in zip(codes, self.before, after, strict=True)]
+        self.seen = Outside(seconds=seconds, nodes=nodes)
+
+
+def _node(code: int | None, before: NodeCounts, after: NodeCounts) -> Node:
+    def gained(name: str) -> int | None:
+        first, last = getattr(before, name), getattr(after, name)
+        return None if first is None or last is None else max(0, last - first)
+
+    names = ("sent", "received", "unreachable", "refused")
+    return Node(code=code, **{name: gained(name) for name in names})
+
+
+def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEvidence:
+    spec = _spec(setting, part, files)
+    choice = _choice(setting, part, spec)
+    witness = Witness()
+    failure = unreadable = ""
+    try:
+        summary = execute(spec, choice, RunFolder(folder), setting.progress, witness=witness)
+        if summary.status != "ok":
+            unreadable = f"the run is {summary.status}: {one_line(summary.reason)}"
+    except (RankFailed, ReplicasDiffer) as error:
+        if isinstance(error, ConnectionLost):
+            raise
+        failure = one_line(str(error))
+    records: list[list[Record]] = []
+    if not failure and not unreadable:
+        try:
+            records = _read_records(folder, part.nodes or 1)
+        except UsageError as error:
+            unreadable = one_line(str(error))
+    return PartEvidence(part=part, failure=failure, outside=witness.seen, records=records, unreadable=unreadable)
+
+
+def _read_records(folder: Path, world: int) -> list[list[Record]]:
+    """The records of all ranks. A rank's user can write to the folder, so links and large files are refused."""
+    run = RunFolder(folder)
+    run.check_no_links()
+    for rank in range(world):
+        with suppress(FileNotFoundError):
+            if (size := run.records(rank).stat().st_size) > MAX_RECORDS_BYTES:
+                raise UsageError(f"rank {rank} wrote {size} bytes of records, and at most {MAX_RECORDS_BYTES} are read")
+    return [list(read(run.records(rank))) for rank in range(world)]
+
+
+def _spec(setting: Setting, part: Part, files: Path) -> RunSpec:
+    script = {"argv": part.argv, "folder": str(files.resolve()), "path": setting.path, "output": MAX_OUTPUT_BYTES}
+    script["limits"] = setting.assignment.limits
+    flags = {
+        "mode": "script",
+        "script": script,
+        "nodes": part.nodes,
+        "steps": part.steps,
+        "rate": part.rate if setting.on != "process" else None,
+        "batch_per_rank": 1,
+        "experiment": "grade",
+        "name": f"part-{part.name}",
+    }
+    return spec_from_flags(flags, ["probe=false"])
+
+
+def _choice(setting: Setting, part: Part, spec: RunSpec) -> SubstrateChoice:
+    """The substrate of a part; what it needs of this machine is checked once."""
+    if part.name not in setting.choices:
+        chosen = replace(choose(setting.on, spec), allow_concurrent=setting.allow_concurrent)
+        chosen.type.check(node_plans(spec))
+        setting.choices[part.name] = replace(chosen, checked=node_plans(spec))
+    return setting.choices[part.name]
