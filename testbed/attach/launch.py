@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from testbed.attach import channel, sandbox
+from testbed.attach import channel, rewrite, sandbox
 from testbed.attach.intake import Intake, Records
 from testbed.attach.offers import offer
 from testbed.attach.output import Output, last_words, lost_another
@@ -78,7 +78,8 @@ def environment(
     interface = inherited.get("GLOO_SOCKET_IFNAME", "lo")
     deadline = spec.deadline or SCRIPT_DEADLINE_S
     request: dict[str, Any] = {"schema": SCHEMA, "steps": spec.steps, "interface": interface, "deadline": deadline}
-    request |= {"data": offered}
+    hard_coded = (spec.script.address, spec.script.interface)
+    request |= {"data": offered, "rewrite": rewrite.request(*hard_coded, own["MASTER_ADDR"], interface)}
     if not spec.mode.is_script:  # --instead: the mode replaces the script's synchronisation (instead.py)
         asked = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         request |= {"instead": asked | {"mode": str(spec.mode)}, "swap": SWAP_STEP}

@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from testbed.attach import seams, where
+from testbed.attach import rewrite, seams, where
 from testbed.attach.channel import REQUEST, VARIABLE, Channel
 from testbed.attach.events import Hub
 from testbed.attach.sampling import Sampling
@@ -43,6 +43,7 @@ def install() -> None:
     hub.parts += [sampling, steps]  # in this order: a step record has the seconds of its samples
     position = seams.Position()
     for seam, arguments in (
+        (rewrite.install, (request.get("rewrite", {}), changed)),
         (seams.watch_group, (hub,)),
         (seams.watch_collectives, (hub, position)),
         (seams.watch_waits, (hub,)),

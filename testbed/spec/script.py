@@ -6,6 +6,7 @@ MASTER_ADDR, MASTER_PORT) are always in its environment.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,26 @@ class Mount(Spec):
         return cls(source=path, target=os.path.normpath(target) if target else path, writable=access == "rw")
 
 
+def _check_address(address: str) -> str:
+    try:
+        usable = not address or ipaddress.IPv4Address(address).is_private
+    except ValueError:
+        usable = False
+    if not usable or address.startswith("127."):
+        rule = "must be a private IPv4 address that is no loopback"
+        raise refuse("--address", address, rule, "Write the one in your script, e.g. --address 10.10.1.1.")
+    return address
+
+
+def node_address(first: str, node: int) -> str:
+    """The address of a node, if node 0 has `first`. Raises UsageError if the subnet (/24) has no room."""
+    found = ipaddress.IPv4Address(first) + node
+    if found not in ipaddress.IPv4Interface(f"{first}/24").network or str(found).endswith((".0", ".255")):
+        rule = f"node {node} would have {found}, which is no address of the same subnet"
+        raise refuse("--address", first, rule, "Use fewer nodes, or a lower address.")
+    return str(found)
+
+
 def _check_variables(names: Any) -> Any:
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
@@ -141,6 +162,8 @@ class ScriptSpec(Spec):
     mounts: tuple[Mount, ...] = ()  # in its containers
     data_at: tuple[str, ...] = ("data",)  # folders in its working folder where it looks for data sets of torchvision
     handed: tuple[str, ...] = ()  # names of variables of the caller; their values are not recorded
+    address: str = ""  # of node 0, the next ones for the other nodes; empty: the substrate's own
+    interface: str = Field(default="", pattern=r"^([a-z][a-z0-9_.-]{0,14})?$", description="at most 15 characters")
     exclude: tuple[str, ...] = ()  # names or patterns of what is not copied, besides NOT_COPIED
     as_cpu: bool = False  # run a script that was written for CUDA on the CPU
     output: int = Field(default=MAX_OUTPUT_BYTES, gt=0)  # bytes of a rank's log; what exceeds it is dropped
@@ -156,6 +179,11 @@ class ScriptSpec(Spec):
     @classmethod
     def _inside(cls, places: tuple[str, ...]) -> tuple[str, ...]:
         return validator(_check_inside)(places)
+
+    @field_validator("address")
+    @classmethod
+    def _usable_address(cls, address: str) -> str:
+        return validator(_check_address)(address)
 
     @field_validator("environment", "handed")
     @classmethod

@@ -119,11 +119,11 @@ def test_the_requested_steps_are_enough(tmp_path: Path) -> None:
     assert len(summary["losses"]) == 5 and left(tmp_path) == []
 
 
-def test_jobs_that_never_meet_are_called_independent(tmp_path: Path) -> None:
+def test_nodes_that_never_meet_are_called_alone(tmp_path: Path) -> None:
     shutil.copy(SCRIPTS / "plain.py", tmp_path)
     done = execute(tmp_path, "python", "plain.py")
     assert done.returncode == 0, done.stderr
-    assert "the script never called init_process_group: these are 2 independent jobs" in done.stdout
+    assert "plain.py: it made no process group of 2: every node trains alone." in done.stdout
 
 
 def test_an_end_before_the_first_step_is_explained(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from testbed.results.observations import Setup
+from testbed.results.records import read
 from testbed.spec.errors import NetworkInvalid
 from testbed.spec.privileges import NOBODY
 from tests.support.command import COMMAND
@@ -130,3 +132,18 @@ def test_an_isolated_python_is_observed_by_the_attach_file(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     (summary,) = json.loads(done.stdout)["runs"]
     assert len(summary["losses"]) == 3 and "word" in (tmp_path / "r" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize("on", ["netns", "process"])
+def test_a_hard_coded_address_and_interface_are_served(tmp_path: Path, on: str) -> None:
+    flags = ["--on", on, "--nodes", "2", "--set", "probe=false", "--address", "10.10.1.1", "--interface", "eth1"]
+    done = execute(tmp_path, *flags, "--json", argv=["python", "fixed_address.py", "{rank}", "{world}"])
+    assert done.returncode == 0, done.stderr
+    (summary,) = json.loads(done.stdout)["runs"]
+    setup = next(each for each in read(tmp_path / "r" / "rank0.jsonl") if isinstance(each, Setup))
+    assert len(summary["losses"]) == 6 and setup.world == 2
+    if on == "netns":
+        assert summary["counter"] == "interface eth1" and setup.changed == []
+    else:
+        assert "instead of tcp://10.10.1.1:6585" in " ".join(setup.changed)
+        assert "GLOO_SOCKET_IFNAME was lo instead of eth1" in " ".join(setup.changed)

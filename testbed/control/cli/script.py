@@ -35,6 +35,10 @@ Exclude = Annotated[
     list[str] | None,
     typer.Option("--exclude", metavar="NAME", help="do not copy files and folders of this name or pattern"),
 ]
+Address = Annotated[
+    str, typer.Option(help="the master address in your script: node 0 gets it, or init_process_group is rewritten")
+]
+Interface = Annotated[str, typer.Option(help="the network interface in your script: every node gets it, or likewise")]
 Mounts = Annotated[
     list[str] | None,
     typer.Option(metavar="HOST[:TARGET[:ro|rw]]", help="containers: a folder or file that the script needs"),
@@ -69,6 +73,8 @@ def exec_(
     env: Env = None,
     exclude: Exclude = None,
     instead: Instead = None,
+    address: Address = "",
+    interface: Interface = "",
     on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
@@ -88,7 +94,7 @@ def exec_(
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
     fill(context.args, dict.fromkeys(PLACEHOLDERS, ""))  # here, so that the message names the placeholder alone
     script: dict[str, Any] = {"argv": list(context.args), "folder": str(Path.cwd()), "path": script_path()}
-    script |= {"exclude": exclude or []} | variables(env or [])
+    script |= {"exclude": exclude or [], "address": address, "interface": interface} | variables(env or [])
     if data_at:
         script["data_at"] = ["data", *data_at]
     if mount or image or requirements:

@@ -252,7 +252,7 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     notes.invalid = not_shaped
     try:
         _measure(run, notes)
-        recheck = Recheck(run.folder, lambda: _read_shaping(run))
+        recheck = Recheck(run.folder, lambda: _read_shaping(run), run.substrate.nodes[0].interface)
         notes.invalid = notes.invalid or recheck.before()
         reason = "" if not_shaped else why_not_trained(run.spec, notes.invalid)
         if reason:

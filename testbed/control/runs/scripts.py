@@ -14,7 +14,7 @@ from testbed.control.machine import ownership
 from testbed.control.runs.supervisor import ScriptRules
 from testbed.control.substrates.base import Substrate
 from testbed.results.folder import RunFolder
-from testbed.results.observations import Files, Setup
+from testbed.results.observations import Files
 from testbed.results.records import read
 from testbed.spec.errors import TestbedError, Unavailable, refuse
 from testbed.spec.run import RunSpec
@@ -68,18 +68,12 @@ def copies_removed() -> Iterator[None]:
 
 
 def notes(spec: RunSpec, folder: RunFolder) -> list[str]:
-    """What a reader must know about the ranks of a script: jobs that never met, files that were left out."""
+    """Which files of a script were not collected."""
     found: list[str] = []
-    setups: list[Setup] = []
     for rank in range(spec.world if spec.script else 0):
         with contextlib.suppress(TestbedError, OSError):
             for record in read(folder.records(rank)):
-                if isinstance(record, Setup):
-                    setups.append(record)
-                elif isinstance(record, Files) and record.left_out:
+                if isinstance(record, Files) and record.left_out:
                     kept = f"{record.count} files ({approximate_size(record.bytes)}) are in {folder.files(rank).name}"
                     found.append(f"rank {rank}: {kept}, {record.left_out} are not: {'; '.join(record.reasons)}")
-    if spec.world > 1 and setups and all(not each.backend for each in setups):
-        rule = "the script never called init_process_group"
-        found.insert(0, f"{rule}: these are {spec.world} independent jobs, and nothing was synchronised")
     return found

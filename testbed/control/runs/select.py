@@ -25,6 +25,7 @@ from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
 from testbed.spec.memory import DEFAULT_LIMIT, check_memory, read_limit
 from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
+from testbed.spec.script import node_address
 
 HOSTS = "hosts"
 NEVER_SHAPED = "the network of real hosts is measured, never shaped"
@@ -33,6 +34,7 @@ ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
 def node_plans(spec: RunSpec) -> list[NodePlan]:
     """Return what is requested of each node that gets a rank."""
+    first, interface = (spec.script.address, spec.script.interface) if spec.script else ("", "")
     return [
         NodePlan(
             name=f"node{rank}",
@@ -40,6 +42,8 @@ def node_plans(spec: RunSpec) -> list[NodePlan]:
             threads=spec.threads if spec.node.pinned else None,
             link=spec.link_of(rank),
             congestion=spec.node.congestion,
+            address=node_address(first, rank) if first else "",
+            interface=interface,
         )
         for rank in range(spec.world)
     ]
@@ -82,7 +86,9 @@ def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
         check_memory(spec, read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT))
     elif spec.script.image:
         inspect_image(spec.script.image)
-    return ComposeSubstrate(node_plans(as_in_containers(spec)), folder, spec.script)
+    # addresses and names of interfaces are the engine's: what is in a script is rewritten (attach/rewrite.py)
+    plans = [replace(plan, address="", interface="") for plan in node_plans(as_in_containers(spec))]
+    return ComposeSubstrate(plans, folder, spec.script)
 
 
 SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order

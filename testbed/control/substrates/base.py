@@ -26,6 +26,8 @@ class NodePlan:
     threads: int | None = None  # compute threads, if they get cores of their own (machine/affinity.py)
     link: Link = field(default_factory=Link)
     congestion: str | None = None
+    address: str = ""  # empty: the substrate's choice
+    interface: str = ""  # name of its network interface; empty: the substrate's choice
 
 
 @dataclass(frozen=True, kw_only=True)

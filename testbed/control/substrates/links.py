@@ -13,7 +13,7 @@ from testbed.net.shaping import LIST_QDISCS, Shaping, read_buckets, reshape, sha
 from testbed.spec.errors import CommandFailed, NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.link import Link
 
-INTERFACE = "eth0"  # of every node
+INTERFACE = "eth0"  # of a node that requests no other name
 Execute = Callable[[int, list[str]], str]  # (node, argv) -> stdout
 
 
@@ -40,7 +40,7 @@ class ShapedLinks:
         """Shape the directions and set congestion control; raise NetworkInvalid with the node's name."""
         plan = self._plans[node]
         try:
-            for command in shape(plan.link, INTERFACE, ingress=self._ingress):
+            for command in shape(plan.link, plan.interface or INTERFACE, ingress=self._ingress):
                 self._execute(node, command)
             self._set_congestion(node)
         except TestbedError as error:
@@ -52,9 +52,9 @@ class ShapedLinks:
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""
-        link = self._plans[node].link
+        link, interface = self._plans[node].link, self._plans[node].interface or INTERFACE
         rate = link.rate if rate is None else rate
-        for command in reshape(link, self._rates[node], rate, INTERFACE, ingress=self._ingress):
+        for command in reshape(link, self._rates[node], rate, interface, ingress=self._ingress):
             self._execute(node, command)
         self._rates[node] = rate
 

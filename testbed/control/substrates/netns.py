@@ -10,6 +10,7 @@ Every veth pair is created inside the namespaces: none is visible outside, and a
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shutil
 import signal
@@ -104,7 +105,11 @@ class NetnsSubstrate:
         self._started: list[LocalProcess] = []
         self._cleanup = ExitStack()
         self.nodes: Sequence[NodeHandle] = tuple(
-            NodeHandle(name=plan.name, address=f"10.77.0.{FIRST_HOST + k}", interface=INTERFACE)
+            NodeHandle(
+                name=plan.name,
+                address=plan.address or f"10.77.0.{FIRST_HOST + k}",
+                interface=plan.interface or INTERFACE,
+            )
             for k, plan in enumerate(plans)
         )
 
@@ -140,12 +145,12 @@ class NetnsSubstrate:
         _ip("-n", self._switch, "link", "set", "br0", "up")
 
     def _make_node(self, node: int, undo: ExitStack) -> None:
-        name, port = self._names[node], f"port{node}"
+        name, port, interface = self._names[node], f"port{node}", self.nodes[node].interface
         self._make_namespace(name, undo)
-        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", interface, "netns", name)
         _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
-        _ip("-n", name, "address", "add", f"{self.nodes[node].address}/24", "dev", INTERFACE)
-        _ip("-n", name, "link", "set", INTERFACE, "up")
+        _ip("-n", name, "address", "add", f"{self.nodes[node].address}/24", "dev", interface)
+        _ip("-n", name, "link", "set", interface, "up")
 
     def _make_group(self, node: int, undo: ExitStack) -> None:
         cpus = self._plans[node].cpus
@@ -166,7 +171,8 @@ class NetnsSubstrate:
         try:
             self.exec(node, congestion(name))
         except TestbedError:
-            self.exec(node, route_congestion(name, SUBNET, handle.interface, handle.address))
+            subnet = str(ipaddress.IPv4Interface(f"{handle.address}/24").network)
+            self.exec(node, route_congestion(name, subnet, handle.interface, handle.address))
 
     def exec(self, node: int, argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Run a command to its end inside the namespace, outside the CPU quota; return its stdout."""

@@ -6,7 +6,7 @@ import pytest
 
 from testbed.spec.errors import SpecError, UsageError
 from testbed.spec.run import RunSpec
-from testbed.spec.script import Mount, ScriptSpec, fill
+from testbed.spec.script import Mount, ScriptSpec, fill, node_address
 
 VALUES = {"rank": "2", "world": "4", "master": "10.77.0.10", "port": "29500", "address": "a", "interface": "eth0"}
 
@@ -69,3 +69,35 @@ def test_a_mount_is_read_only_unless_rw_is_written(text: str, mount: Mount) -> N
 def test_a_mount_that_is_wrong_or_covers_the_container_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"HOST\[:TARGET"):
         Mount.parse(text)
+
+
+def test_addresses_follow_that_of_node_0() -> None:
+    assert [node_address("10.10.1.1", node) for node in range(3)] == ["10.10.1.1", "10.10.1.2", "10.10.1.3"]
+    with pytest.raises(UsageError, match=r"node 1 would have 10\.10\.1\.255, which is no address of the same subnet"):
+        node_address("10.10.1.254", 1)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "8.8.8.8", "node0", "10.10.1"])
+def test_an_address_that_no_namespace_should_have_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="must be a private IPv4 address that is no loopback"):
+        ScriptSpec.load({"argv": ["python", "main.py"], "folder": "/mine", "address": address}, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "program"),
+    [
+        (("python", "-u", "-W", "ignore", "main.py", "config.py"), "main.py"),
+        (("python3.11", "-I", "{attach}", "train"), "train"),
+        (("python", "-m", "package"), ""),
+        (("torchrun", "--nnodes", "2", "train.py", "--file", "other.py"), "train.py"),
+        (("/opt/env/bin/python", "main.py"), "main.py"),
+    ],
+)
+def test_the_program_is_found_in_the_command_line(argv: tuple[str, ...], program: str) -> None:
+    assert ScriptSpec(argv=argv, folder="/mine").program == program
+
+
+def test_variables_of_the_testbed_cannot_be_set() -> None:
+    for name in ("RANK", "TESTBED_OWNER", "HOME", "not a name"):
+        with pytest.raises(UsageError, match=r"is set by the testbed|must be letters"):
+            ScriptSpec.load({"argv": ["python"], "folder": "/mine", "environment": {name: "1"}}, "")

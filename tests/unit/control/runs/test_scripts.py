@@ -61,15 +61,12 @@ def test_working_copies_that_are_left_are_removed() -> None:
     other.rmdir()
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("", 1), ("gloo", 0)])
-def test_independent_jobs_are_named(tmp_path: Path, backend: str, expected: int) -> None:
+def test_files_that_were_left_out_are_named(tmp_path: Path) -> None:
     values = {"argv": ["python", "main.py"], "folder": "/mine"}
     spec = RunSpec.load({"mode": "script", "nodes": 2, "batch_per_rank": 1, "script": values}, "")
     run = RunFolder(tmp_path)
     for rank in range(2):
-        setup = {"kind": "setup", "rank": rank, "world": 1, "backend": backend}
         files = {"kind": "files", "count": 3, "bytes": 30, "left_out": rank, "reasons": ["at most 3 files"]}
-        run.records(rank).write_text("".join(json.dumps(each) + "\n" for each in (setup, files)))
-    found = scripts.notes(spec, run)
-    assert len([note for note in found if "2 independent jobs" in note]) == expected
-    assert found[-1] == "rank 1: 3 files (30 bytes) are in rank1.files, 1 are not: at most 3 files"
+        run.records(rank).write_text(json.dumps(files) + "\n")
+    expected = ["rank 1: 3 files (30 bytes) are in rank1.files, 1 are not: at most 3 files"]
+    assert scripts.notes(spec, run) == expected

@@ -1,0 +1,60 @@
+"""Replace a hard-coded master address and interface of a script by those of the node, where the node has others.
+
+In namespaces node 0 has the address that is in the script (`--address`), so nothing is rewritten there. The observer
+calls `install`; it replaces the function with which init_process_group finds the other ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def request(address: str, interface: str, master: str, own_interface: str) -> dict[str, list[str]]:
+    """What has to be rewritten: {"address": [in the script, here], "interface": [...]}; without what is equal."""
+    pairs = {"address": [address, master], "interface": [interface, own_interface]}
+    return {key: pair for key, pair in pairs.items() if pair[0] and pair[0] != pair[1]}
+
+
+def install(wanted: dict[str, list[str]], changed: list[str]) -> None:
+    """Rewrite at every init_process_group; each change is appended to `changed`, one sentence each."""
+    if not wanted:
+        return
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d.rendezvous
+
+    @functools.wraps(original)
+    def rendezvous(url: str, *arguments: Any, **named: Any) -> Any:
+        rewrite_variables(wanted, os.environ, changed)
+        return original(rewrite_url(wanted, url, changed), *arguments, **named)
+
+    distributed_c10d.rendezvous = rendezvous
+
+
+def rewrite_url(wanted: dict[str, list[str]], url: str, changed: list[str]) -> str:
+    """The URL with the address of node 0; other URLs are returned as they are."""
+    there, here = wanted.get("address", ["", ""])
+    if not there or f"//{there}:" not in url:
+        return url
+    found = url.replace(f"//{there}:", f"//{here}:")
+    _note(changed, f"init_process_group used {found} instead of {url}: no node has the address {there} here")
+    return found
+
+
+def rewrite_variables(wanted: dict[str, list[str]], variables: Any, changed: list[str]) -> None:
+    """Change MASTER_ADDR and the variables of interfaces where the script has set them to what is not here."""
+    for key, names in (("address", ("MASTER_ADDR",)), ("interface", INTERFACE_VARIABLES)):
+        there, here = wanted.get(key, ["", ""])
+        for name in names:
+            if there and variables.get(name) == there:
+                variables[name] = here
+                _note(changed, f"{name} was {here} instead of {there}: no node has this {key} here")
+
+
+def _note(changed: list[str], sentence: str) -> None:
+    if sentence not in changed:
+        changed.append(sentence)
