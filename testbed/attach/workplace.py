@@ -20,12 +20,11 @@ from pathlib import Path
 
 import testbed
 from testbed.results.observations import Files
+from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES
 from testbed.spec.tree import check_tree, walk
 from testbed.spec.units import approximate_size
 
 FICLONE = 0x40049409  # ioctl: share the blocks of a file, which are copied when one of both is written to
-MAX_COLLECTED_BYTES = 256 << 20
-MAX_COLLECTED_FILES = 1000
 NOT_NEEDED = ("control", "report", "predict", "__pycache__")  # of our package, inside the script
 
 

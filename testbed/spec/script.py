@@ -32,6 +32,9 @@ _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 MAX_OUTPUT_BYTES = 64 << 20  # of a rank's log
 # of a script's folder
 NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "runs", ".mypy_cache", ".pytest_cache")
+# What is kept of the files that a script writes to its working copy.
+MAX_COLLECTED_BYTES = 256 << 20
+MAX_COLLECTED_FILES = 1000
 TAKEN = ("/", "/script", "/data", "/runs", "/tmp", "/opt/testbed", "/proc", "/dev", "/sys")  # by the container itself
 SCRIPT_DEADLINE_S = 300.0  # without a step, after which a script is ended
 OWN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOME", "PATH")

@@ -39,7 +39,7 @@ print(
             "writes": [folder for folder in ("/", "/etc", "/script", "/data", "/opt/testbed") if can_write(folder)],
             "internet": can_connect("192.0.2.1", 80),
             "name": can_connect("example.com", 80),
-            "runs": sorted(path.name for path in Path("/runs").iterdir()),
+            "runs": sorted(path.name for path in Path("/runs").glob("*")),
             "tmp_bytes": shutil.disk_usage(os.environ["TMPDIR"]).total,
             "shm_bytes": shutil.disk_usage("/dev/shm").total,
             "variables": sorted(os.environ),

@@ -25,9 +25,12 @@ from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, N
 from testbed.control.substrates.content import ROOT
 from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.docker_cli import (
+    DATA_FOLDER,
     MAX_PIDS,
     OWNER_LABEL,
     PROJECT_LABEL,
+    RUN_FOLDER,
+    SCRIPT_FOLDER,
     SERVICE_LABEL,
     exec_argv,
     exit_code,
@@ -60,8 +63,6 @@ from testbed.spec.run import DEFAULT_PORT
 from testbed.spec.script import NOT_COPIED, Limits, ScriptSpec
 
 SIGNAL_TIMEOUT_S = 30.0
-# In the container of a user's script: its folder, the data sets, the folder of this run.
-SCRIPT_FOLDER, DATA_FOLDER, RUN_FOLDER = "/script", "/data", "/runs"
 
 
 class ContainerProcess:

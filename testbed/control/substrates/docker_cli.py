@@ -30,6 +30,9 @@ HOSTS_LABEL = f"{LABEL}=hosts"  # on every container of ours on a host
 RUN_LABEL, RANK_LABEL, PURPOSE_LABEL = "testbed.run", "testbed.rank", "testbed.purpose"
 USER_LABEL = "testbed.user"  # on containers on hosts: who started them, because several people may use one engine
 MAX_PIDS = 4096
+# In the container of a user's script: its folder, the data sets, the folder of this run.
+SCRIPT_FOLDER, DATA_FOLDER, RUN_FOLDER = "/script", "/data", "/runs"
+SCRIPT_BYTES = 1 << 30  # of /tmp and of /dev/shm for a script on a host, where containers have no memory limit
 NOBODY_USER = f"{NOBODY}:{NOBODY}"
 
 
@@ -43,9 +46,9 @@ def info_argv(field: str) -> list[str]:
     return ["docker", "info", "--format", f"{{{{.{field}}}}}"]
 
 
-def image_content_argv() -> list[str]:
+def image_content_argv(image: str = IMAGE) -> list[str]:
     """Print the content hash that the image is labelled with."""
-    return ["docker", "image", "inspect", "--format", f'{{{{index .Config.Labels "{CONTENT_LABEL}"}}}}', IMAGE]
+    return ["docker", "image", "inspect", "--format", f'{{{{index .Config.Labels "{CONTENT_LABEL}"}}}}', image]
 
 
 def list_argv(*labels: str, columns: str = "{{.ID}}", running: bool = False) -> list[str]:
@@ -153,6 +156,8 @@ class Container:
     env: Mapping[str, str]
     cpus: float | None = None
     purpose: str = "rank"  # or "probe"
+    image: str = IMAGE
+    script: bool = False  # it runs a user's script, which needs room for its files
 
     def start_argv(self) -> list[str]:
         """Start it in the background, without privileges."""
@@ -162,11 +167,13 @@ class Container:
         if self.cpus is not None:
             quota, period = quota_and_period(self.cpus)
             limits += ["--cpu-period", str(period), "--cpu-quota", str(quota)]
+        if self.script:
+            limits += ["--tmpfs", f"/tmp:size={SCRIPT_BYTES},mode=1777,exec", "--shm-size", str(SCRIPT_BYTES)]
         options = [*owner_options(), *labels, *unprivileged_options(self.user), *limits]
         mounts = [word for mount in self.mounts for word in mount]
         wrapped = ["-c", 'exec "$@" >>"$0" 2>&1', str(self.output), *self.argv]
         named = ["docker", "run", "--detach", "--name", self.name]
-        return [*named, *options, *mounts, *env_options(self.env), "--entrypoint", "sh", IMAGE, *wrapped]
+        return [*named, *options, *mounts, *env_options(self.env), "--entrypoint", "sh", self.image, *wrapped]
 
 
 def exit_code(code: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from testbed.control.substrates.docker_cli import (
+    IMAGE,
     NOBODY_USER,
     docker_run_argv,
     image_content_argv,
@@ -90,10 +91,10 @@ def _no_engine(error: CommandFailed) -> str:
     return f"no Docker engine answers ({error.output[:120]}). Start it there, e.g. systemctl start docker"
 
 
-def image_content(host: Host) -> str | None:
+def image_content(host: Host, image: str = IMAGE) -> str | None:
     """Return the content hash of the image on the host; None if it has no image. Raises HostFailed."""
     try:
-        return host.run(image_content_argv(), QUERY_TIMEOUT_S).strip() or None
+        return host.run(image_content_argv(image), QUERY_TIMEOUT_S).strip() or None
     except CommandFailed as error:
         if "no such image" in error.output.lower() or "no such object" in error.output.lower():
             return None

@@ -12,6 +12,9 @@ import itertools
 import json
 import logging
 import os
+import stat
+import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +28,10 @@ import paramiko
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
 from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.docker_cli import (
+    DATA_FOLDER,
+    IMAGE,
     RUN_LABEL,
+    SCRIPT_FOLDER,
     Container,
     exit_code,
     memory_argv,
@@ -57,6 +63,8 @@ from testbed.spec.inventory import Inventory
 from testbed.spec.methods import method_path, methods_dir
 from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import DEFAULT_PORT, RunSpec
+from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, ScriptSpec
+from testbed.spec.tree import walk
 
 LOG = logging.getLogger(__name__)
 NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host"
@@ -64,6 +72,7 @@ HOSTS_FILE = "hosts.json"  # in the run's folder; `fab collect` finds the folder
 STOP_GRACE_S = 5  # between SIGTERM and SIGKILL
 START_TIMEOUT_S = 60.0  # for an engine to start a container
 SIGNAL_TIMEOUT_S = 20.0
+TRANSFER_TIMEOUT_S = 3600.0  # for a host to receive a script's folder
 MAX_RUN_S = 30 * 86400.0  # longer than any run
 
 
@@ -315,7 +324,8 @@ class HostsSubstrate:
     ) -> None:
         self._plans = tuple(plans)
         self._folder = folder.resolve()
-        self._spec = spec
+        self._spec, self._script = spec, spec.script
+        self._with_data: set[Host] = set()  # hosts with a folder of data sets, for a script
         self._inventory = inventory.first(len(plans))
         self._accept_new = accept_new
         self._pace = pace or Pace()
@@ -345,6 +355,8 @@ class HostsSubstrate:
             results_or_raise(
                 run_on_all(self._hosts, lambda host: host.run([*make, str(self._run_dir(host))], QUERY_TIMEOUT_S))
             )
+            if self._script:
+                undo.callback(self._collect_files)
             undo.callback(self.stop)
             self._cleanup = undo.pop_all()
         return self
@@ -352,14 +364,35 @@ class HostsSubstrate:
     def __exit__(self, *exception: object) -> None:
         self._cleanup.close()
 
+    def _collect_files(self) -> None:
+        """Copy what the script wrote on each host into the run's folder here."""
+        folder = RunFolder(self._folder)
+        if self._ranks_continue() or not folder.path.is_dir():
+            return
+
+        def collect(host: Host) -> None:
+            local = folder.files(self._hosts.index(host))
+            copy_files(host, self._run_dir(host) / local.name, local)
+
+        for outcome in run_on_all([host for host in self._hosts if host not in self._unreachable], collect):
+            if outcome.error is not None:
+                LOG.warning("%s. What the script wrote there was not copied", outcome.error)
+
     def _check(self, host: Host) -> Account:
         """Return the account on a host. Raises HostFailed if engine, image or data are missing."""
         engine_version(host)
-        found, wanted = image_content(host), content_hash()
+        own = self._script.image if self._script else ""
+        found, wanted = image_content(host, own or IMAGE), content_hash()
         if found != wanted:
             problem = "is missing" if found is None else f"has content {found}, the code here {wanted}"
-            raise HostFailed(f"{host}: the image {problem}. Send it: fab deploy")
+            way_out = f"docker save {own} | ssh {host.node.address} docker load" if own else "fab deploy"
+            raise HostFailed(f"{host}: the image {f'{own} ' if own else ''}{problem}. Send it: {way_out}")
         user, name = account(host), self._spec.data.name
+        if self._script:
+            with contextlib.suppress(CommandFailed):
+                host.run(["test", "-d", str(user.data)], QUERY_TIMEOUT_S)
+                self._with_data.add(host)
+            return user
         if not dataset_info(name).generated:
             try:
                 there = host.run(["cat", str(user.data / name / MARKER)], QUERY_TIMEOUT_S)
@@ -392,6 +425,8 @@ class HostsSubstrate:
         host, number = self._hosts[node], next(self._count)
         run_dir, is_rank = self._run_dir(host), log.parent.resolve() == self._folder
         output = log.name if is_rank else f"probe{number}.log"
+        if self._script:
+            env = {**env, "TESTBED_SCRIPT": SCRIPT_FOLDER, "TESTBED_DATA": DATA_FOLDER}
         container = Container(
             name=f"testbed-{self._id}-{number}",
             run=self._id,
@@ -403,6 +438,8 @@ class HostsSubstrate:
             env=env,
             cpus=self._plans[node].cpus if quota else None,
             purpose="rank" if is_rank else "probe",
+            image=(self._script.image if self._script else "") or IMAGE,
+            script=self._script is not None and is_rank,
         )
         mirrors = [Mirror(run_dir / output, log), *([self._mirror_records(node)] if is_rank else [])]
         self._started.append(process := RemoteProcess(host, container, mirrors, self._pace))
@@ -418,6 +455,14 @@ class HostsSubstrate:
     def _mounts(self, node: int, run_dir: PurePosixPath) -> list[list[str]]:
         """Return the mounts. Folders have the same paths in the container as on this machine."""
         mounts = [mount_option(run_dir, self._folder)]
+        if self._script:
+            mounts.append(mount_option(run_dir / "script", Path(SCRIPT_FOLDER), read_only=True))
+            if self._hosts[node] in self._with_data:
+                mounts.append(mount_option(self._accounts[node].data, Path(DATA_FOLDER), read_only=True))
+            more = self._script.mounts
+            return mounts + [
+                mount_option(PurePosixPath(each.source), Path(each.target), not each.writable) for each in more
+            ]
         if not dataset_info(self._spec.data.name).generated:
             mounts.append(mount_option(self._accounts[node].data, data_dir().resolve(), read_only=True))
         if self._has_own_method():
@@ -426,7 +471,7 @@ class HostsSubstrate:
 
     def _has_own_method(self) -> bool:
         """True if the mode's algorithm is a file of the user."""
-        return self._spec.mode.algorithm not in ALGORITHMS
+        return not self._spec.mode.is_script and self._spec.mode.algorithm not in ALGORITHMS
 
     def port(self, wanted: int = 0) -> int:
         """The port at which all hosts reached each other."""
@@ -435,15 +480,23 @@ class HostsSubstrate:
     def prepare_folder(self, folder: Path) -> None:
         """Send spec.json and the user's own method to every host."""
         write_hosts_file(folder, self._id, self._hosts)
-        results_or_raise(run_on_all(self._hosts, self._send_request))
+        with tempfile.NamedTemporaryFile(prefix="testbed-script-", suffix=".tar") as archive:
+            if self._script:
+                pack_folder(self._script, archive.name)
+            results_or_raise(run_on_all(self._hosts, lambda host: self._send_request(host, Path(archive.name))))
 
-    def _send_request(self, host: Host) -> None:
+    def _send_request(self, host: Host, archive: Path) -> None:
         user, run_dir = self._accounts[self._hosts.index(host)], self._run_dir(host)
         _put(host, RunFolder(self._folder).spec, run_dir / "spec.json")
         if self._has_own_method():
             file = method_path(self._spec.mode.algorithm)
             host.run(["mkdir", "-p", str(run_dir / "methods")], QUERY_TIMEOUT_S)
             _put(host, file, run_dir / "methods" / file.name)
+        if self._script:
+            there = str(run_dir / "script")
+            host.run(["mkdir", "-p", there], QUERY_TIMEOUT_S)
+            with archive.open("rb") as content:
+                host.send(["tar", "-xf", "-", "-C", there], content, TRANSFER_TIMEOUT_S, lambda size: None)
         if user.uid == 0:  # the rank runs as nobody then
             host.run(["chown", "-R", user.rank_user, str(run_dir)], QUERY_TIMEOUT_S)
 
@@ -524,6 +577,41 @@ class HostsSubstrate:
 
     def set_cpus(self, node: int, cpus: float | None) -> None:
         self.cut(node)
+
+
+def pack_folder(script: ScriptSpec, path: str) -> None:
+    """Write a script's folder to a tar file, without what is not copied for a rank."""
+    with tarfile.open(path, "w") as archive:
+        for entry, relative in walk(Path(script.folder), script.exclude):
+            if entry.is_symlink() or entry.is_dir() or entry.is_file():  # no pipes, sockets or devices
+                archive.add(entry.path, arcname=relative, recursive=False, filter=_without_owner)
+
+
+def _without_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
+def copy_files(host: Host, remote: PurePosixPath, local: Path) -> None:
+    """Copy the regular files below a folder of a host, at most as many and as large as a launcher collects."""
+    left_files, left_bytes = MAX_COLLECTED_FILES, MAX_COLLECTED_BYTES
+    with contextlib.closing(host.files()) as session:
+        queue = [(remote, local)]
+        while queue:
+            folder, target = queue.pop()
+            try:
+                entries = session.listdir_attr(str(folder))
+            except FileNotFoundError:  # the script wrote nothing
+                continue
+            for entry in entries:
+                name, mode, size = PurePosixPath(entry.filename).name, entry.st_mode or 0, entry.st_size or 0
+                if stat.S_ISDIR(mode) and name not in ("", "..") and len(queue) < MAX_COLLECTED_FILES:
+                    queue.append((folder / name, target / name))
+                elif stat.S_ISREG(mode) and left_files > 0 and size <= left_bytes:
+                    target.mkdir(parents=True, exist_ok=True)
+                    session.get(str(folder / name), str(target / name))
+                    left_files, left_bytes = left_files - 1, left_bytes - size
 
 
 def _put(host: Host, local: Path, remote: PurePosixPath) -> None:

@@ -80,3 +80,12 @@ def test_the_used_memory_is_in_front_of_the_limit() -> None:
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (6, 6), (128, 128), (137, -9), (143, -15)])
 def test_128_and_more_is_a_death_by_signal(code: int, expected: int) -> None:
     assert docker_cli.exit_code(code) == expected
+
+
+def test_a_script_has_its_own_image_and_sized_room_for_its_files() -> None:
+    argv = container(image="mine:1", script=True).start_argv()
+    assert [value for flag, value in itertools.pairwise(argv) if flag == "--tmpfs"][
+        -1
+    ] == "/tmp:size=1073741824,mode=1777,exec"
+    assert argv[argv.index("--shm-size") + 1] == "1073741824" and "mine:1" in argv and docker_cli.IMAGE not in argv
+    assert "--shm-size" not in container().start_argv()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
@@ -14,11 +15,19 @@ import pytest
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.hosts.node import Account
 from testbed.control.substrates.hosts.ssh import Host
-from testbed.control.substrates.hosts.substrate import HostsSubstrate, Mirror, Pace, RemoteProcess, file_version
+from testbed.control.substrates.hosts.substrate import (
+    HostsSubstrate,
+    Mirror,
+    Pace,
+    RemoteProcess,
+    file_version,
+    pack_folder,
+)
 from testbed.results.folder import RunFolder
 from testbed.spec.errors import ConnectionLost, HostCommandFailed, HostFailed, RankFailed, TestbedError
 from testbed.spec.inventory import HostNode, Inventory
 from testbed.spec.run import RunSpec
+from testbed.spec.script import ScriptSpec
 from tests.support.scripted_hosts import LocalFiles, Machine, ScriptedHost, failing, silent
 from tests.unit.control.substrates.test_docker_cli import container
 
@@ -216,3 +225,19 @@ def test_records_of_a_second_attempt_start_from_the_first_byte(
         mirror.copy(session)
     assert folder.records(0).read_text() == "second\nmore\n"
     assert (tmp_path / "run" / "rank0.attempt1.jsonl").read_text() == "first attempt, a long one\n"
+
+
+def test_the_folder_of_a_script_is_packed_without_what_no_rank_needs(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / ".git").mkdir(parents=True)
+    (source / ".git" / "config").touch()
+    (source / "lib").mkdir()
+    (source / "lib" / "main.py").write_text("print()")
+    (source / "big.bin").touch()
+    (source / "link").symlink_to("lib")
+    os.mkfifo(source / "pipe")
+    script = ScriptSpec(argv=("python", "lib/main.py"), folder=str(source), exclude=("*.bin",))
+    pack_folder(script, str(tmp_path / "a.tar"))
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        assert sorted(archive.getnames()) == ["lib", "lib/main.py", "link"]
+        assert all(member.uid == 0 and member.uname == "" for member in archive)
