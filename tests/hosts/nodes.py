@@ -150,11 +150,12 @@ class Nodes:
             fab(*argv), cwd=self.folder, env=self.environment(**env), capture_output=True, text=True, timeout=timeout
         )
 
-    def testbed(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """Run `testbed` to its end."""
+    def testbed(self, *argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run `testbed` to its end, in `cwd` or in the folder of the hosts."""
         whole = [sys.executable, "-m", "testbed.control", *argv]
         env = self.environment()
-        return subprocess.run(whole, cwd=self.folder, env=env, capture_output=True, text=True, timeout=280)
+        where = cwd or self.folder
+        return subprocess.run(whole, cwd=where, env=env, capture_output=True, text=True, timeout=280)
 
     def start_fab(self, *argv: str | Path, **env: str) -> subprocess.Popen[str]:
         """Start `fab`, to be interrupted."""

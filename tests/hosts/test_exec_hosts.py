@@ -16,21 +16,22 @@ QUICK = ("--on", "hosts", "--set", "probe=false")
 
 
 @pytest.fixture
-def scripts(nodes: Nodes) -> Path:
-    """Scripts in the folder in which `nodes.testbed` runs."""
-    for path in (ROOT / "tests" / "scripts").glob("*.py"):
-        shutil.copy(path, nodes.folder / path.name)
-    return nodes.folder
+def scripts(tmp_path: Path) -> Path:
+    """A folder with scripts, which is all that is sent to the hosts."""
+    return Path(shutil.copytree(ROOT / "tests" / "scripts", tmp_path / "scripts"))
 
 
 def test_a_script_runs_on_every_host_and_what_it_wrote_comes_back(nodes: Nodes, scripts: Path, tmp_path: Path) -> None:
     out = tmp_path / "r"
-    done = nodes.testbed("exec", *QUICK, "--nodes", "2", "--out", str(out), "--", "python", "surroundings.py")
+    done = nodes.testbed(
+        "exec", *QUICK, "--nodes", "2", "--out", str(out), "--", "python", "surroundings.py", cwd=scripts
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "ok" and len(summary["losses"]) == 3 and summary["substrate"] == "hosts"
     for rank in range(2):
-        found = json.loads((out / f"rank{rank}.log").read_text().splitlines()[0])
+        lines = (out / f"rank{rank}.log").read_text().splitlines()
+        found = json.loads(next(line for line in lines if line.startswith("{")))
         assert found["uid"] != 0 and found["capabilities"] == 0 and found["no_new_privileges"] == "1"
         assert found["writes"] == [] and found["tmp_bytes"] == found["shm_bytes"] == 1 << 30
         assert (out / f"rank{rank}.files" / "written.txt").read_text() == "kept"
@@ -40,12 +41,12 @@ def test_a_script_runs_on_every_host_and_what_it_wrote_comes_back(nodes: Nodes, 
 def test_a_script_that_fails_is_quoted_and_nothing_stays(nodes: Nodes, scripts: Path, tmp_path: Path) -> None:
     (scripts / "fails.py").write_text("import torch\nraise ValueError('no such world')\n")
     out = str(tmp_path / "r")
-    done = nodes.testbed("exec", *QUICK, "--nodes", "2", "--out", out, "--", "python", "fails.py")
+    done = nodes.testbed("exec", *QUICK, "--nodes", "2", "--out", out, "--", "python", "fails.py", cwd=scripts)
     assert done.returncode == RankFailed.exit_code and "no such world" in done.stderr, done.stderr
     assert [nodes.of_runs(node) for node in range(2)] == [[], []]
 
 
 def test_an_image_that_a_host_lacks_is_named_with_the_command_that_sends_it(nodes: Nodes, scripts: Path) -> None:
-    done = nodes.testbed("exec", *QUICK, "--nodes", "2", "--image", "mine:1", "--", "python", "ddp.py")
+    done = nodes.testbed("exec", *QUICK, "--nodes", "2", "--image", "mine:1", "--", "python", "ddp.py", cwd=scripts)
     assert done.returncode == HostFailed.exit_code and "image mine:1 is missing" in done.stderr, done.stderr
     assert f"docker save mine:1 | ssh {nodes.addresses[0]} docker load" in done.stderr
