@@ -399,7 +399,7 @@ def check_times(chapter: Chapter) -> Check | None:
     if most.spec.script:  # work of the script's own between its phases, e.g. a test or a log line
         text = (
             f"Times: compute + copies + exposed + rest is the step within {percent(step)}, exposed + hidden is "
-            f"communication within {percent(busy)}; {exactly(rest)} of a step of {most.label} is in no phase"
+            f"communication within {percent(busy)}; {exactly(rest)} of a step of {most.label} is its other work"
         )
         return Check(max(step, busy, *own) <= SUM_TOLERANCE, text)
     text = (

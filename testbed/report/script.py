@@ -15,7 +15,7 @@ from testbed.report.model import Cell, Chapter, names
 from testbed.report.script_findings import Finding, find
 from testbed.report.stats import seconds
 from testbed.report.tables import DASH, Table, number
-from testbed.results.observations import Call, Calls, Setup, Unseen
+from testbed.results.observations import Call, Calls, Setup, Swap, Unseen
 from testbed.spec.errors import one_line
 
 COLLECTIVES = (
@@ -80,7 +80,7 @@ def _part(cell: Cell, name: str, place: int) -> ScriptPart:
         slug=slug,
         title=f"What this script does: {name}",
         findings=find({rank.number: rank.records for rank in cell.first.ranks}, cell.spec),
-        notes=[*_changed(cell), *_sampled(cell), *_unseen(cell)],
+        notes=[*_changed(cell), *_swapped(cell), *_sampled(cell), *_unseen(cell)],
         tables=[table for table in tables if table],
         rows=rows,
     )
@@ -239,6 +239,16 @@ def _changed(cell: Cell) -> list[str]:
     """What was changed so that the script runs here, each once."""
     sentences = dict.fromkeys(one_line(text) for setup in _setups(cell) for text in setup.changed)
     return [f"Changed for this run: {text.rstrip('.')}." for text in sentences]
+
+
+def _swapped(cell: Cell) -> list[str]:
+    """From which step on one of our modes synchronised instead of the script (--instead), and in place of what."""
+    swap = next((r for r in cell.first.ranks[0].records if isinstance(r, Swap)), None)
+    if swap is None:
+        return []
+    replaced = swap.detail.get("replaced")
+    what = f" in place of {', '.join(map(str, replaced))}" if isinstance(replaced, list) and replaced else ""
+    return [one_line(f"From step {swap.step + 1} on {swap.mode} synchronised its gradients{what}.")]
 
 
 def _sampled(cell: Cell) -> list[str]:

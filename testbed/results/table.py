@@ -155,7 +155,7 @@ def caption(summaries: Sequence[Summary]) -> str:
     common = ", ".join(text for key, text in parts.items() if key not in varying)
     least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
     steps = f"{least} to {most}" if least < most else f"{most}"
-    warmup = "warm-up" if "warmup" in varying else f"{spec.warmup} left out"
+    warmup = "warm-up" if len({s.spec.warmup for s in summaries}) > 1 else f"{spec.warmup} left out"
     middle = "median" if all(x.spec.mode.every == 1 for x in summaries) else "median (every:K: mean)"
     substrates = " and ".join(dict.fromkeys(s.substrate for s in summaries))
     return f"{common}, on {substrates}; {middle} of {steps} steps after {warmup}"
@@ -209,6 +209,7 @@ def flatten(spec: RunSpec) -> dict[str, Any]:
     if spec.script is None:
         del values["script"]
         return values
+    del values["warmup"]  # --instead has a longer one, and is compared with the script as it is
     if spec.steps is None:  # the script ends when it likes
         del values["steps"]
     whole, parts = {key for key in OF_OUR_LOOP if key[-1] != "."}, tuple(key for key in OF_OUR_LOOP if key[-1] == ".")

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from testbed.report.load import load
-from testbed.report.model import Cell, Chapter, chapters
+from testbed.report.model import Cell, Chapter, chapters, comparable
 from testbed.report.page import write
 from testbed.report.script import ScriptPart, collectives, ranges, script_parts, size_in_words
 from testbed.report.script_findings import SEVERITIES
+from testbed.results.table import caption
 from tests.support.scripted_runs import DDP, GATHER_SCATTER, Script, make_script_run
 from tests.support.synthetic import make_run
 
@@ -89,6 +90,20 @@ def test_notes_say_what_was_changed_sampled_and_not_seen(made: Make) -> None:
         " of this page.",
         "Not seen on rank 0-3: watch_waits (ValueError: made to fail).",
     ]
+
+
+def test_a_script_with_another_mode_is_compared_with_itself_and_says_what_was_replaced(tmp_path: Path) -> None:
+    swap = {"kind": "swap", "step": 4, "mode": "ring", "detail": {"replaced": ["gather at main.py:40"]}}
+    make_script_run(tmp_path / "own", Script(collectives=GATHER_SCATTER, overlap=False))
+    instead = Script(collectives=(("bucket 0", 4_000_000),), more=(swap,), compute=0.6)
+    make_script_run(tmp_path / "ring", instead, mode="ring", warmup=6)
+    (chapter,) = chapters(load([tmp_path]))
+    assert chapter.keys == [] and len(comparable(chapter)) == 2
+    own, ring = script_parts(chapter) if chapter.cells[0].spec.mode.is_script else reversed(script_parts(chapter))
+    assert own.notes == [] and ring.title == "What this script does: main.py + ring"
+    assert ring.notes == ["From step 5 on ring synchronised its gradients in place of gather at main.py:40."]
+    assert ring.cell.needed() == [6_000_000.0] * 4, "theory of the mode, with the bytes of its buffers"
+    assert caption(chapter.summaries).endswith("steps after warm-up")
 
 
 def test_the_times_of_sampled_steps_are_in_no_median(made: Make) -> None:
