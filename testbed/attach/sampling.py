@@ -23,6 +23,7 @@ MAX_VALUES = 2000  # of one sample; every tensor has at least one
 MAX_OPTIMIZERS = 4  # a script with an optimizer for each parameter has hundreds
 MAX_EXAMINED = 64  # collectives of one line whose tensors are looked up in steps without a sample
 EXAMINED_SHARE = 0.01  # of the parameters' bytes: smaller collectives are not looked up in such steps
+MAX_IMAGES, MAX_IMAGE_BYTES = 512, 16 << 20  # of a batch whose images are hashed one by one
 MAX_AVERAGES = 6  # hashes that are taken because parameters were communicated
 FLAT_SHARE = 0.9  # a collective of so much of the parameters' bytes carries a flat copy of all of them
 MIXER = 0x9E3779B97F4A7C15  # of splitmix64
@@ -453,7 +454,14 @@ class Sampling(Part):
     def _write_batch(self, batch: Any) -> None:
         tensors = list(_tensors(batch))
         images = next((int(each.shape[0]) for each in tensors if each.dim()), 0)
-        detail = {"tensors": len(tensors), "site": call_site()}
+        detail: dict[str, Any] = {"tensors": len(tensors), "site": call_site()}
+        first = next((each for each in tensors if each.dim() > 1 and each.is_floating_point()), None)
+        if (
+            first is not None
+            and first.shape[0] <= MAX_IMAGES
+            and first.numel() * first.element_size() <= MAX_IMAGE_BYTES
+        ):
+            detail["samples"] = [digest(iter([each]))[:16] for each in first]  # to see images that two ranks share
         self.send(
             {"kind": "batch", "step": self.batches, "hash": digest(iter(tensors)), "images": images, "detail": detail}
         )

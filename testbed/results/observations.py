@@ -108,7 +108,7 @@ class Batch:
     step: Count
     hash: Short
     images: Count
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, Any] = field(default_factory=dict)  # tensors, site; samples: a hash of each image, if few
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class DemandKind:
 
 
 DEMANDS: dict[str, DemandKind] = {
-    "runs": DemandKind(does="the script ends with code 0 on every node, in time", rests_on=OUTSIDE),
+    "runs": DemandKind(does="the script ends with code 0 on every node, in time, after its steps", rests_on=BOTH),
     "collectives": DemandKind(
         does="every step calls the required operations, and none of the forbidden ones is called",
         rests_on=BOTH,

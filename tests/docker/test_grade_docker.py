@@ -50,7 +50,7 @@ def test_the_model_solutions_get_every_point(tmp_path: Path) -> None:
     assert [(each["part"], each["kind"], each["reason"]) for each in result["verdicts"] if not each["points"]] == []
     assert result["points"] == result["of"] == 100
     outside = {each["kind"] for each in result["verdicts"] if each["evidence"] == "outside"}
-    assert outside == {"runs", "bytes"}
+    assert outside == {"bytes"}
 
 
 def test_each_wrong_solution_loses_exactly_the_points_it_should(tmp_path: Path) -> None:
@@ -109,3 +109,14 @@ def test_a_submission_that_tries_to_leave_its_sandbox_gets_nothing_and_is_named(
     assert found["uid"] != 0 and not found["root"] and not found["mounts"]
     assert found["network"] == found["files"] == found["writes"] == [] and 0 < found["children"] < 128
     assert no_containers(tmp_path)
+
+
+def test_forged_records_are_not_proven_and_give_nothing(tmp_path: Path) -> None:
+    """The records claim a perfect part 2b; the interfaces counted nothing."""
+    (tmp_path / "in" / "forger").mkdir(parents=True)
+    shutil.copy(SCRIPTS / "forger.py", tmp_path / "in" / "forger" / "part2b.py")
+    result = grade(tmp_path, COURSE / "assignment2.toml", tmp_path / "in")["forger"]
+    own = {each["kind"]: each for each in result["verdicts"] if each["part"] == "2b"}
+    assert result["points"] == 0 and own.pop("bytes")["verdict"] == "not met"
+    assert {each["verdict"] for each in own.values()} == {"not proven"}
+    assert all("the interfaces of all nodes counted" in each["reason"] for each in own.values()), own

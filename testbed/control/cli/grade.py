@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from testbed.control.grading.grade import Setting, check_trust, find_submissions
 from testbed.control.grading.gradebook import HEADER, LEGEND, Gradebook, Graded
 from testbed.control.runs.progress import console, open_progress
 from testbed.results.folder import fresh_folder, runs_dir
-from testbed.spec.errors import TestbedError, refuse
+from testbed.spec.errors import ConnectionLost, Interrupted, TestbedError, refuse
 from testbed.spec.grading import Assignment
 
 app = typer.Typer()
@@ -60,6 +61,9 @@ def grade(
         raise refuse("--out", str(setting.out), "exists", "Give the name of a folder that does not exist.")
     try:
         book = grade_all(setting, found)
+    except (Interrupted, KeyboardInterrupt, ConnectionLost):
+        print(f"What was graded is in {setting.out / 'results.md'}", file=sys.stderr)
+        raise
     finally:
         setting.progress.end()
     _print(book, as_json)
