@@ -17,6 +17,7 @@ from testbed.results.gradients import gradient_fit
 from testbed.results.observations import Batch, Parameters
 from testbed.spec.grading import DEMANDS, OUTSIDE, Assignment, Demand, Part
 
+SHARED_IMAGES = 2  # so many images on two ranks are no accident; a data set may hold an image twice
 MET, NOT_MET, NOT_PROVEN = "met", "not met", "not proven"
 
 
@@ -70,10 +71,10 @@ def _verdict(assignment: Assignment, part: Part, demand: Demand, parts: Mapping[
         found, rests_on = Finding(NOT_PROVEN, f"{'; '.join(incidents)}. A person has to look at it"), OUTSIDE
     elif own.failure:
         found, rests_on = Finding(NOT_MET, own.failure), OUTSIDE
-    elif own.unreadable:
+    elif own.unreadable and not own.records:
         found = Finding(NOT_PROVEN, own.unreadable)
     else:
-        refuted = [] if row.rests_on == OUTSIDE else contradictions(own)
+        refuted = [] if row.rests_on == OUTSIDE else contradictions(own) or list(filter(None, [own.unreadable]))
         case = Case(assignment, demand, own, parts)
         found = Finding(NOT_PROVEN, "; ".join(refuted)) if refuted else JUDGES[demand.kind](case)
     if demand.kind == "bytes" and own and not own.outside.counted:
@@ -168,15 +169,19 @@ def _data(case: Case) -> Finding:
     if not common:
         return Finding(NOT_PROVEN, "the records have no hashes of batches to compare")
     seen: dict[str, tuple[int, int]] = {}  # hash of a batch or an image -> rank, step
+    shared: dict[str, str] = {}  # hash -> where
     for rank, batches in enumerate(by_rank):
         for step in common:
-            images = batches[step].detail.get("samples")
-            hashes = images if isinstance(images, list) and images else [batches[step].hash]
-            for text in map(str, hashes):
+            listed = batches[step].detail.get("samples")
+            images = listed if isinstance(listed, list) else []
+            single = bool(images)
+            for text in map(str, images or [batches[step].hash] * SHARED_IMAGES):
                 other, before = seen.setdefault(text, (rank, step))
                 if other != rank:
                     where = f"rank {rank} at step {step + 1} and rank {other} at step {before + 1}"
-                    return Finding(NOT_MET, f"{where} get the same images")
+                    shared.setdefault(text if single else f"{text} {len(shared)}", where)
+    if len(shared) >= SHARED_IMAGES:
+        return Finding(NOT_MET, f"{next(iter(shared.values()))} get the same images")
     return Finding(MET, f"no images in common in {len(common)} steps")
 
 

@@ -60,7 +60,7 @@ class PartEvidence:
     failure: str = ""  # why it did not end well
     outside: Outside = field(default_factory=Outside)
     records: Sequence[Sequence[Record]] = ()  # by rank
-    unreadable: str = ""  # why the records cannot be used
+    unreadable: str = ""  # why the records cannot be used: they are damaged, or the run is invalid
 
     @property
     def world(self) -> int:

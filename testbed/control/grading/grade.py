@@ -196,11 +196,11 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
             raise
         failure = one_line(str(error))
     records: list[list[Record]] = []
-    if not failure and not unreadable:
+    if not failure:
         try:
             records = _read_records(folder, part.nodes or 1)
         except UsageError as error:
-            unreadable = one_line(str(error))
+            unreadable = unreadable or one_line(str(error))
     return PartEvidence(part=part, failure=failure, outside=witness.seen, records=records, unreadable=unreadable)
 
 

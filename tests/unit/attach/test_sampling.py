@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from testbed.attach.events import Collective
-from testbed.attach.sampling import MAX_VALUES, Sampling, digest, is_sampled, loss_scale, positions
+from testbed.attach.sampling import MAX_IMAGES, MAX_VALUES, Sampling, digest, is_sampled, loss_scale, positions
 from testbed.results.gradients import fit
 from testbed.results.records import read
 
@@ -171,6 +171,19 @@ def test_a_hash_covers_every_byte() -> None:
     batch[700, 13, 5] = 1e-30
     assert digest(iter([batch])) != before == digest(iter([torch.zeros(1000, 28, 28)]))
     assert digest(iter([batch.t() for batch in [torch.ones(2, 3)]])) == digest(iter([torch.ones(3, 2)]))
+
+
+def test_the_images_of_a_batch_are_hashed_one_by_one_unless_they_are_many() -> None:
+    script = Script()
+    images = torch.arange(12.0).reshape(3, 2, 2)
+    script.sampling.data_ended(None, (images, torch.tensor([0, 1, 2])))
+    script.sampling.data_ended(None, (images.flip(0), torch.tensor([0, 1, 2])))
+    first, second = (record["detail"]["samples"] for record in script.records("batch"))
+    assert len(set(first)) == 3 and second == first[::-1]
+    script = Script()
+    script.sampling.data_ended(None, torch.zeros(MAX_IMAGES + 1, 1))
+    (many,) = script.records("batch")
+    assert "samples" not in many["detail"] and many["images"] == MAX_IMAGES + 1
 
 
 def test_the_scale_of_a_loss_is_read_from_its_graph() -> None:

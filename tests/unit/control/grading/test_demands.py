@@ -9,6 +9,7 @@ import pytest
 
 from testbed.control.grading.demands import JUDGES, MET, NOT_MET, NOT_PROVEN, Verdict, judge
 from testbed.control.grading.evidence import Node, Outside, PartEvidence
+from testbed.results.observations import Batch
 from testbed.spec.grading import DEMANDS, OUTSIDE, Assignment
 from tests.support.submissions import GRADIENT_BYTES, LOCAL, MEAN, STEPS, WORLD, evidence
 
@@ -114,8 +115,15 @@ def test_a_missing_file_and_a_failed_run_give_nothing() -> None:
     assert given.verdict == NOT_MET and given.reason == "a.py is missing" and given.evidence == OUTSIDE
     given = verdict(replace(evidence(), failure="rank 1 was killed by SIGKILL"), kind="gradients")
     assert given.verdict == NOT_MET and "SIGKILL" in given.reason
-    given = verdict(replace(evidence(), unreadable="line 3 is damaged"), kind="gradients")
-    assert given.verdict == NOT_PROVEN and given.points == 0
+    given = verdict(replace(evidence(), records=[], unreadable="line 3 is damaged"), kind="gradients")
+    assert given.verdict == NOT_PROVEN and given.points == 0 and given.reason == "line 3 is damaged"
+
+
+def test_an_invalid_run_proves_nothing_but_its_bytes() -> None:
+    found = replace(evidence(), unreadable="the run is invalid: a link is off")
+    given = verdict(found, kind="gradients")
+    assert given.verdict == NOT_PROVEN and given.reason == "the run is invalid: a link is off"
+    assert verdict(found, kind="bytes", **BANDS).verdict == MET
 
 
 def test_an_attempt_to_leave_the_sandbox_gives_nothing_and_is_named() -> None:
@@ -130,14 +138,12 @@ def test_without_counters_bytes_rest_on_records() -> None:
     assert given.verdict == MET and given.evidence == "records"
 
 
-def test_images_are_compared_one_by_one_where_the_records_have_them() -> None:
-    """Two batches with one image in common have different hashes."""
+@pytest.mark.parametrize(("shared", "expected"), [(2, NOT_MET), (1, MET)])
+def test_images_are_compared_one_by_one_where_the_records_have_them(shared: int, expected: str) -> None:
+    """Batches with images in common have different hashes. One image in common may be in the data set twice."""
     found = evidence()
-    records = [
-        [
-            replace(row, detail={"samples": [f"{rank}", "shared" if rank else "own"]}) if row.kind == "batch" else row
-            for row in rows
-        ]
-        for rank, rows in enumerate(found.records)
-    ]
-    assert verdict(replace(found, records=records), kind="data").verdict == NOT_MET
+    records = []
+    for rank, rows in enumerate(found.records):
+        own = [f"{rank} {number}" for number in range(8 - shared)] + [f"shared {number}" for number in range(shared)]
+        records.append([replace(row, detail={"samples": own}) if isinstance(row, Batch) else row for row in rows])
+    assert verdict(replace(found, records=records), kind="data").verdict == expected
