@@ -128,7 +128,7 @@ def sweep(
     raise typer.Exit(finish_sweep(made, as_json))
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def tune(
     context: typer.Context,
     mode: Annotated[str, typer.Option(help="ALGORITHM[/CODEC] whose bucket size and schedule are searched")] = "ring",
@@ -138,7 +138,10 @@ def tune(
     data: opt.Data = "cifar10",
     batch: opt.Batch = None,
     batch_per_rank: opt.BatchPerRank = None,
-    steps: Annotated[str, typer.Option(help="training steps of each run, the first 2 left out")] = "10",
+    steps: Annotated[
+        str | None,
+        typer.Option(help="training steps of each run, the first 2 left out; of a script 6 [default: 10, 16]"),
+    ] = None,
     seed: opt.Seed = "0",
     minutes: Annotated[float, typer.Option(help="start no run after so many minutes")] = 20.0,
     on: opt.On = "auto",
@@ -151,9 +154,15 @@ def tune(
     ),
     as_json: Json = False,
 ) -> None:
-    """Find the fastest bucket size and schedule for this model on this network, by short runs."""
+    """Find the fastest bucket size and schedule for this model on this network, by short runs.
+
+    With a command after --, e.g. testbed tune -- python main.py, for that script instead of a model of the testbed.
+    """
+    keys = {"steps": "16" if context.args else "10"} | opt.spec_options(context)
+    if context.args:
+        keys |= {"script": script.script_keys(context.args), "batch_per_rank": 1}
     spec, choice = api.prepare(
-        opt.spec_options(context),
+        keys,
         settings or [],
         on=opt.substrate(context, on),
         inventory=inventory,

@@ -92,8 +92,7 @@ def exec_(
     """Run your own training script on every node, unchanged: testbed exec [OPTIONS] -- python main.py --rank {rank}"""
     if not context.args:
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
-    fill(context.args, dict.fromkeys(PLACEHOLDERS, ""))  # here, so that the message names the placeholder alone
-    script: dict[str, Any] = {"argv": list(context.args), "folder": str(Path.cwd()), "path": script_path()}
+    script = script_keys(context.args)
     script |= {"exclude": exclude or [], "address": address, "interface": interface} | variables(env or [])
     if data_at:
         script["data_at"] = ["data", *data_at]
@@ -108,6 +107,12 @@ def exec_(
     if not as_json:
         print_findings(made.folder)
     raise typer.Exit(exit_code([made.summary]))
+
+
+def script_keys(argv: Sequence[str]) -> dict[str, Any]:
+    """The keys of a script that is started by this command line here. Raises UsageError for a wrong placeholder."""
+    fill(argv, dict.fromkeys(PLACEHOLDERS, ""))  # here, so that the message names the placeholder alone
+    return {"argv": list(argv), "folder": str(Path.cwd()), "path": script_path()}
 
 
 def mounts(given: Sequence[str], on: str) -> list[Mount]:

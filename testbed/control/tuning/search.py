@@ -4,12 +4,16 @@ The search is a series of rounds of short runs. The first round tries every sche
 four apart. Each later round repeats the faster candidates and those that may still be the fastest, one run each in
 turn, and tries half and twice the bucket size of the leader. The search ends when the leader is certain enough
 (statistics.py) and has no untried neighbour, or when the time is over.
+
+The spec may have a script of the user's: then every candidate replaces its synchronisation (`testbed exec --instead`),
+and the script itself, with its own, is the reference.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +29,7 @@ from testbed.results.folder import RunFolder, runs_dir, write_whole
 from testbed.results.table import format_table
 from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError, refuse
 from testbed.spec.experiment import run_name
-from testbed.spec.mode import REFERENCE, SCHEDULES, SyncMode
+from testbed.spec.mode import REFERENCE, SCHEDULES, SCRIPT, SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.units import format_size
 
@@ -59,7 +63,9 @@ class Search:
 
     @property
     def reference(self) -> list[str]:
-        """DDP with its default buckets, if it was timed."""
+        """DDP with its default buckets, or the script itself, if it was timed."""
+        if self.spec.script is not None:
+            return [SCRIPT] if SCRIPT in self.race.times else []
         modes = (SyncMode.parse(name) for name in self.race.times)
         return [str(mode) for mode in modes if mode.is_reference and not mode.bucket]
 
@@ -71,12 +77,17 @@ class Search:
 
 def new_search(spec: RunSpec, out: Path) -> Search:
     """Return a search with its own folder. Raises UsageError or SpecError for what cannot be tuned or written."""
+    if spec.script is None:
+        _check_file(out)
+    first_mode(spec.mode)
+    return Search(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}", out)
+
+
+def _check_file(out: Path) -> None:
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}. Make it, or give another file.")
     if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
         raise UsageError(f"--out {out}: exists and was not written by `testbed tune`. Give another file.")
-    first_mode(spec.mode)
-    return Search(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}", out)
 
 
 def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, timeout_s: float) -> None:
@@ -88,6 +99,8 @@ def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, time
         begun, start = time.monotonic(), str(first_mode(search.spec.mode))
         _run_round([start], 1, search, choice, progress, begun + timeout_s)
         names, number = candidates(SyncMode.parse(start), search.gradient), 2
+        if search.spec.script is not None:
+            names.insert(0, SCRIPT)
         while names:
             if not _run_round(names, number, search, choice, progress, begun + timeout_s):
                 search.ended = f"time is up ({timeout_s / 60:g} minutes)"
@@ -97,7 +110,8 @@ def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, time
             rest = " or was dropped" if search.dropped else ""
             limit = f"each candidate that could be the fastest had {MAX_RUNS} runs{rest}"
             search.ended = "certain enough" if search.certainty >= REQUIRED_CERTAINTY else limit
-    write_experiment(search, choice)
+    if search.spec.script is None:
+        write_experiment(search, choice)
 
 
 # What is tried
@@ -196,9 +210,11 @@ def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress:
         spec = trial(search.spec, name, search.runs, search.folder.name)
         try:
             summary = execute(spec, choice, RunFolder(search.folder / spec.name), progress)
-        except (Interrupted, UsageError):
+        except Interrupted:
             raise
         except TestbedError as error:
+            if isinstance(error, UsageError) and not (search.spec.script is not None and search.race.times):
+                raise  # but once a mode could replace a script's synchronisation, a refusal is of one candidate alone
             search.race.times.pop(name, None)  # a mode that fails sometimes must not become the leader
             search.dropped[name] = str(error)
             progress.stage(f"dropped: {error}")
@@ -275,12 +291,12 @@ def conclusion(search: Search) -> list[str]:
     won = "best so far" if search.untried else "winner"
     certainty = f"{_percent(search.certainty)} sure that nothing tried is more than {_percent(TOLERANCE)} faster"
     lines = [
-        f"{won}: {leader}, {race.centre(leader):.3f} s/iter (95 %: {low:.3f} to {high:.3f})",
+        f"{won}: {_named(search, leader)}, {race.centre(leader):.3f} s/iter (95 %: {low:.3f} to {high:.3f})",
         f"{certainty}; {search.runs} runs; ended: {search.ended}",
     ]
     for name in search.reference:
         if name != leader:
-            lines.append(f"{name} takes {race.centre(name) / race.centre(leader):.2f} times as long")
+            lines.append(f"{_named(search, name)} takes {race.centre(name) / race.centre(leader):.2f} times as long")
     if not race.repeated():
         lines.append(
             f"every candidate ran only once: a spread of {_percent(SPREAD)} between runs is assumed, not measured"
@@ -289,7 +305,14 @@ def conclusion(search: Search) -> list[str]:
         lines.append(f"not tried: {', '.join(search.untried)}")
     lines += [f"dropped: {name}: {why}" for name, why in search.dropped.items()]
     lines.append(f"all files are in {search.folder}")
+    if search.spec.script is not None and leader != SCRIPT:
+        lines.append(f"use it: testbed exec --instead {leader} -- {shlex.join(search.spec.script.argv)}")
     return lines + ([f"compare them in longer runs: testbed sweep {search.out}"] if search.written else [])
+
+
+def _named(search: Search, name: str) -> str:
+    """A candidate in words: the script with its own synchronisation has no mode of ours."""
+    return f"{search.spec.script.name} itself" if search.spec.script is not None and name == SCRIPT else name
 
 
 def document(search: Search) -> dict[str, Any]:

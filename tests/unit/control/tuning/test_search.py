@@ -82,7 +82,7 @@ class Speeds:
         self.fake = fake
         self.noise = random.Random(3)
         self.order: list[str] = []
-        self.broken, self.sound = "", 0  # a mode, and how many of its runs end well
+        self.broken, self.sound, self.code = "", 0, 1  # a mode, how many of its runs end well, and how the others end
         self.known = {"ring": 2.2, "ddp": 2.0}
 
     def seconds(self, mode: SyncMode) -> float:
@@ -97,8 +97,8 @@ class Speeds:
             self.order.append(str(spec.mode))
             self.factor = 1 + self.noise.gauss(0, 0.01)
         if str(spec.mode) == self.broken and self.order.count(self.broken) > self.sound:
-            write(folder, rank, Error(code=1, message="it broke"))
-            return 1
+            write(folder, rank, Error(code=self.code, message="it broke"))
+            return self.code
         size: dict[str, Any] = {"parameters": GRADIENT // 4, "gradient_bytes": GRADIENT, "tensors": 34}
         start = Start(rank=rank, world=spec.world, unix=0.0, deadline=60.0, counter="interface eth0", **size)
         times = dict.fromkeys(("data", "forward", "backward", "sync", "update"), 0.0)
@@ -116,6 +116,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRuns:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TESTBED_RUNS", raising=False)
     (tmp_path / "experiments").mkdir()
+    (tmp_path / "main.py").touch()
     fake = FakeRuns()
     fake.receipts = itertools.repeat(GOOD)
     return fake
@@ -154,6 +155,29 @@ def test_it_prints_a_curve_the_winner_and_the_factor_to_the_reference(speeds: Sp
     assert "winner: ring/bucket:2MiB/pipeline" in result.stdout
     assert "ddp takes 1.3" in result.stdout
     assert "testbed sweep experiments/tuned.toml" in result.stdout
+
+
+def test_a_script_is_tuned_by_modes_instead_of_its_own_which_is_the_reference(speeds: Speeds) -> None:
+    speeds.known["script"] = 3.0
+    result = command(speeds.fake, "--", "python", "main.py", "--rank", "{rank}")
+    assert result.exit_code == 0, result.output
+    assert speeds.order[:2] == ["ring", "script"]
+    text = " ".join(result.output.split())
+    assert "winner: ring/bucket:2MiB/pipeline" in text and "main.py itself takes" in text
+    assert "use it: testbed exec --instead ring/bucket:2MiB/pipeline -- python main.py --rank '{rank}'" in text
+    assert not Path("experiments/tuned.toml").exists()
+
+
+def test_a_mode_that_cannot_replace_a_scripts_synchronisation_is_dropped(speeds: Speeds) -> None:
+    speeds.known["script"], speeds.broken, speeds.code = 3.0, "ring/bucket:4MiB/pipeline", 2
+    found = json.loads(command(speeds.fake, "--json", "--", "python", "main.py").stdout)
+    assert "it broke" in found["dropped"]["ring/bucket:4MiB/pipeline"]
+
+
+def test_a_script_whose_gradients_no_mode_can_replace_ends_the_search(speeds: Speeds) -> None:
+    speeds.broken, speeds.code = "ring", 2
+    result = command(speeds.fake, "--json", "--", "python", "main.py")
+    assert isinstance(result.exception, UsageError) and speeds.order == ["ring"]
 
 
 def test_a_users_method_whose_name_begins_with_ddp_is_not_the_reference(
