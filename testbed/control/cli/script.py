@@ -23,6 +23,19 @@ from testbed.spec.script import PLACEHOLDERS, Mount, fill
 
 app = typer.Typer()
 EXAMPLE = "testbed exec --nodes 4 -- python main.py --rank {rank}"
+EPILOG = "\n".join(  # after \b the lines stay as they are
+    [
+        "\b\nPlaceholders:",
+        *(f"  {{{name}}}  {does}" for name, does in PLACEHOLDERS.items()),
+        "\n\b\nExamples:",
+        "  testbed exec --nodes 4 --rate 500mbit -- python main.py --master-ip {master} --rank {rank}",
+        "  testbed exec --steps 40 -- torchrun --nnodes {world} --node-rank {rank}",
+        "      --master-addr {master} --master-port {port} train.py",
+        "  testbed exec --fault kill:rank1@step10 --set overrides.node1.cpus=0.2 -- python main.py",
+        "\n\b\nExit codes: 0 ok, 2 refused, 3 the script failed or made no step, 5 the network was not",
+        "as requested, 130 interrupted",
+    ]
+)
 
 
 Steps = Annotated[str | None, typer.Option(help="end the script after so many steps [default: its own end]")]
@@ -62,7 +75,7 @@ Instead = Annotated[
 @app.command(
     "exec",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False},
-    epilog="Placeholders: " + ", ".join(f"{{{name}}} {does}" for name, does in PLACEHOLDERS.items()) + ".",
+    epilog=EPILOG,
 )
 def exec_(
     context: typer.Context,
