@@ -333,6 +333,8 @@ class Sampling(Part):
                 self._examine(each, collective)
 
     def _unknown(self, each: Tracked, collective: Collective) -> bool:
+        if collective.phase == "sync":  # between backward and update: seen where gradients are sampled
+            return False
         few = self.examined.get(collective.site, 0) < MAX_EXAMINED
         return few and collective.size >= EXAMINED_SHARE * each.bytes
 

@@ -480,6 +480,8 @@ def _reduces_each(record: Gradients) -> bool:
 
 def different_start(run: Observed) -> Finding | None:
     """Ranks start with different parameters, and nothing makes them equal later."""
+    if never_joined(run):
+        return None
     for (number, moment, _), own in run.parameters.items():
         if moment == "start" and len(run.ranks) > 1 and not _equal(own) and not run.averaged(number):
             return Finding(
@@ -498,7 +500,7 @@ def different_start(run: Observed) -> Finding | None:
 
 def replicas_drift(run: Observed) -> Finding | None:
     """Parameters were equal and are not any more, though gradients are synchronised."""
-    if different_start(run) or not_synchronised(run):
+    if never_joined(run) or different_start(run) or not_synchronised(run):
         return None
     kinds = {number: kind for number, kind, _ in run.decided()}
     for number in sorted({number for number, _, _ in run.parameters}):

@@ -1,7 +1,4 @@
-"""Every rank looks at the same first batch before training, and at one of its own epoch. The last batch is smaller.
-
-Correct: DDP, set_epoch, and passes of 10 and 10 images in batches of 4.
-"""
+"""Every rank looks at the same batch before training, and at one of its own. Correct: DDP and set_epoch."""
 
 import os
 
@@ -16,7 +13,7 @@ STEPS = int(os.environ.get("SCRIPT_STEPS", "9"))
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 world = dist.get_world_size()
-data = TensorDataset(torch.randn(10 * world, 32), torch.randint(0, 4, (10 * world,)))
+data = TensorDataset(torch.randn(12 * world, 32), torch.randint(0, 4, (12 * world,)))
 sampler = DistributedSampler(data, shuffle=True)
 loader = DataLoader(data, batch_size=4, sampler=sampler)
 first, _ = next(iter(DataLoader(data, batch_size=4)))  # the same on all ranks, to see its shape

@@ -1,0 +1,116 @@
+"""Findings about real scripts on real ranks: each planted fault is found with its line, look-alikes are silent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from testbed.report.script_findings import Finding, find_in
+from testbed.results.folder import RunFolder
+from testbed.results.gradients import gradient_fit
+from testbed.results.records import Step, read
+from tests.support.command import run_command
+
+pytestmark = pytest.mark.gloo
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+BY_HAND = (SCRIPTS / "gather_scatter.py").read_text().splitlines()
+
+
+def observe(folder: Path, name: str, nodes: int = 2, **variables: str) -> dict[str, Finding]:
+    """Run a script in `folder` and return its findings by rule."""
+    shutil.copy(SCRIPTS / name, folder / name)
+    flags = [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
+    common = ["--nodes", str(nodes), "--on", "process", "--share", "--set", "probe=false", "--out", "r", "--json"]
+    done = run_command("exec", *common, *flags, "--", "python", name, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (summary,) = json.loads(done.stdout)["runs"]
+    assert summary["status"] == "ok"
+    return {finding.rule: finding for finding in find_in(RunFolder(folder / "r"))}
+
+
+def errors(found: dict[str, Finding]) -> list[str]:
+    return [rule for rule, finding in found.items() if finding.severity == "error"]
+
+
+def line_of(text: str) -> str:
+    (number,) = [number for number, line in enumerate(BY_HAND, start=1) if line.strip() == text]
+    return f"gather_scatter.py:{number}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule", "says", "line"),
+    [
+        ("none at all", "not_synchronised", "Gradients are not synchronised", "optimizer.step()"),
+        ("late", "not_synchronised", "after the optimizer", "dist.gather(parameter.grad, parts)"),
+        ("no scatter", "not_synchronised", "Only rank 0 gets the mean", "optimizer.step()"),
+        ("sum", "summed", "summed over 3 ranks", "dist.gather(parameter.grad, parts)"),
+        ("twice", "divided_twice", "divided by 3 twice", "dist.gather(parameter.grad, parts)"),
+        ("data", "same_data", "Ranks 0, 1 and 2 train on the same data", "for images, labels in loader:"),
+        ("start", "different_start", "start with different parameters", "optimizer.step()"),
+        ("zero", "zero_gradients", "zero on ranks 0, 1 and 2", "optimizer.step()"),
+    ],
+)
+def test_a_planted_fault_is_found_with_its_line(tmp_path: Path, fault: str, rule: str, says: str, line: str) -> None:
+    found = observe(tmp_path, "gather_scatter.py", nodes=3, SCRIPT_FAULT=fault)
+    assert errors(found) == [rule]
+    assert says in found[rule].what and found[rule].site == line_of(line)
+
+
+def test_a_correct_script_has_the_plain_mean_and_no_error(tmp_path: Path) -> None:
+    assert errors(observe(tmp_path, "gather_scatter.py", nodes=3)) == []
+    records = {rank: list(read(tmp_path / "r" / f"rank{rank}.jsonl")) for rank in range(3)}
+    fit = gradient_fit(records)
+    assert fit.is_mean and fit.samples == 4
+    assert fit.factor == pytest.approx(1.0, abs=1e-6) and fit.residual < 1e-6
+    sampled = [step.step for step in records[0] if isinstance(step, Step) and step.observing > 0]
+    assert set(sampled) == {0, 1, 2, 3, 4, 7}  # parameters are hashed when the next step begins
+
+
+def test_costs_of_a_ddp_script_are_found_and_no_error(tmp_path: Path) -> None:
+    costs = "accumulate again metric unused threads"
+    found = observe(tmp_path, "ddp_costs.py", SCRIPT_STEPS="13", SCRIPT_COSTS=costs)
+    assert errors(found) == []
+    wanted = {"no_no_sync", "reduced_twice", "metric_every_step", "needless_unused_search", "unequal_threads"}
+    assert wanted <= set(found)
+    assert all(found[rule].site.startswith("ddp_costs.py:") for rule in wanted - {"unequal_threads"})
+
+
+def test_a_missing_set_epoch_and_work_of_one_rank_are_found(tmp_path: Path) -> None:
+    found = observe(tmp_path, "ddp_costs.py", SCRIPT_STEPS="13", SCRIPT_COSTS="epoch alone")
+    assert errors(found) == ["no_set_epoch"] and "3 whole passes over 32" in found["no_set_epoch"].evidence
+    assert found["rank_works_alone"].what.startswith("Rank 0")
+
+
+def test_a_script_that_never_joins_a_group_is_found(tmp_path: Path) -> None:
+    assert errors(observe(tmp_path, "alone.py")) == ["never_joined"]
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("local_sgd.py", {}),
+        ("gan.py", {}),
+        ("clipping.py", {}),
+        ("clipping.py", {"SCRIPT_CLIPS": "by hand"}),
+        ("sharded.py", {}),
+        ("peeked.py", {}),
+        ("uneven.py", {}),
+        ("ddp_costs.py", {"SCRIPT_STEPS": "13"}),
+    ],
+    ids=["local SGD", "GAN", "clipping", "clipping by hand", "FSDP", "peeked batch", "uneven last batch", "DDP"],
+)
+def test_a_look_alike_has_no_error(tmp_path: Path, name: str, variables: dict[str, str]) -> None:
+    found = observe(tmp_path, name, **variables)
+    assert errors(found) == [] and "not_the_mean" not in found
+
+
+def test_findings_are_printed_below_the_table(tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / "gather_scatter.py", tmp_path)
+    flags = ["--nodes", "2", "--on", "process", "--share", "--set", "probe=false", "--env", "SCRIPT_FAULT=sum"]
+    done = run_command("exec", *flags, "--out", "r", "--", "python", "gather_scatter.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+    assert "summed over 2 ranks" in line and line_of("dist.gather(parameter.grad, parts)") in line
