@@ -78,10 +78,9 @@ def test_costs_of_a_ddp_script_are_found_and_no_error(tmp_path: Path) -> None:
     assert all(found[rule].site.startswith("ddp_costs.py:") for rule in wanted - {"unequal_threads"})
 
 
-def test_a_missing_set_epoch_and_work_of_one_rank_are_found(tmp_path: Path) -> None:
-    found = observe(tmp_path, "ddp_costs.py", SCRIPT_STEPS="13", SCRIPT_COSTS="epoch alone")
+def test_a_missing_set_epoch_is_found(tmp_path: Path) -> None:
+    found = observe(tmp_path, "ddp_costs.py", SCRIPT_STEPS="13", SCRIPT_COSTS="epoch")
     assert errors(found) == ["no_set_epoch"] and "3 whole passes over 32" in found["no_set_epoch"].evidence
-    assert found["rank_works_alone"].what.startswith("Rank 0")
 
 
 def test_a_script_that_never_joins_a_group_is_found(tmp_path: Path) -> None:
