@@ -6,7 +6,6 @@ The launcher writes them to rankN.jsonl. If the connection breaks, the observer 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 from typing import Any
@@ -17,30 +16,43 @@ SEND_TIMEOUT_S = 5.0  # a launcher that does not read for so long is treated as 
 
 
 class Channel:
-    """Sends lines from any thread. After a fork the child has no channel: it opens its own."""
+    """Sends lines from any thread. A process that was forked calls `reopen`: it has a connection of its own."""
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Forget the connection of the process that this one was forked from."""
         self._lock = threading.Lock()
-        self._pid = 0
         self._socket: socket.socket | None = None
         self.broken = False
 
     def send(self, record: dict[str, Any]) -> None:
-        """Send one line. Raises nothing."""
+        """Send one line. Raises nothing: what cannot be sent, or is no JSON, is dropped."""
         if self.broken:
             return
-        line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
+        try:
+            line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError):
+            return
         with self._lock:
             try:
                 self._connected().sendall(line)
             except OSError:
                 self.broken = True
+                self.close()
+
+    def close(self) -> None:
+        """Close the connection; the next record opens another one unless it is broken."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def _connected(self) -> socket.socket:
-        if self._socket is None or self._pid != os.getpid():
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.settimeout(SEND_TIMEOUT_S)
-            self._socket.connect(self.path)
-            self._pid = os.getpid()
+        if self._socket is None:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket = made
+            made.settimeout(SEND_TIMEOUT_S)
+            made.connect(self.path)
         return self._socket

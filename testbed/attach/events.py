@@ -1,7 +1,8 @@
 """What happens in a script, as events, and the parts of the observer that react to them.
 
-A seam (seams.py) replaces a function of torch and reports what it sees to the Hub, which calls every part. A part that
-raises is taken out, an `unseen` record says so, and the script goes on: it never sees an exception of the observer.
+A seam (seams.py) replaces a function of torch and reports what it sees to the Hub, which calls every part. A seam or a
+part that raises is taken out, an `unseen` record says so, and the script goes on: it never sees an exception of the
+observer.
 """
 
 from __future__ import annotations
@@ -14,10 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package testbed
+STDLIB = os.path.dirname(os.path.abspath(os.__file__))
 MAX_DEPTH = 60  # frames that are searched for a line of the script
+FAULT = "TESTBED_OBSERVER_FAULT"  # for tests: the seam, or `Part.event`, that raises when it is called
+MADE_BY = {  # folder or file of torch on the stack: who made a collective that the script did not call itself
+    "torch/nn/parallel/distributed.py": "DistributedDataParallel",
+    "torch/distributed/algorithms/ddp_comm_hooks/": "DistributedDataParallel",
+    "torch/distributed/fsdp/": "FSDP",
+    "torch/nn/modules/_functions.py": "SyncBatchNorm",
+    "torch/distributed/optim/": "torch.distributed.optim",
+    "torch/distributed/tensor/": "DTensor",
+}
 
 
-@dataclass
+@dataclass(eq=False)
 class Collective:
     """One collective operation that is in flight, or has ended."""
 
@@ -26,10 +37,13 @@ class Collective:
     begun: float  # monotonic time
     site: str  # line of the script; empty if none is on the stack
     phase: str
-    detail: dict[str, Any] = field(default_factory=dict)  # root, ranks: if not rank 0 and all
-    tensors: tuple[Any, ...] = ()  # valid while the event is handled
+    detail: dict[str, Any] = field(default_factory=dict)  # reduce, root or peer, group: its size, ranks: if not all
+    tensors: tuple[Any, ...] = ()  # the tensors of `size`; valid while the event is handled
+    launched: float = 0.0  # the call that started it has returned
     ended: float | None = None
-    blocked: float = 0.0  # seconds that the script waited for it
+    by: str = ""  # who made it, if not the script itself: DistributedDataParallel, ...
+    name: str = ""  # as records have it
+    token: int = -1  # of the timeline
 
 
 class Part:
@@ -58,11 +72,23 @@ class Part:
     def data_ended(self, loader: Any, batch: Any) -> None:
         """A batch was fetched."""
 
+    def data_exhausted(self, loader: Any) -> None:
+        """No batch is left in this pass."""
+
+    def evaluation_began(self) -> None:
+        """Module.eval was called."""
+
+    def evaluation_ended(self) -> None:
+        """Module.train was called."""
+
+    def scaled(self, result: Any, loss: Any) -> None:
+        """A GradScaler multiplied a loss."""
+
     def backward_began(self, loss: Any) -> None:
         """A backward pass begins."""
 
-    def backward_ended(self) -> None:
-        """The backward pass has ended."""
+    def backward_ended(self, reduced: list[Collective]) -> None:
+        """The backward pass has ended. `reduced`: collectives whose end it waited for, i.e. those of DDP's reducer."""
 
     def clipping_began(self) -> None:
         """Gradients are about to be clipped."""
@@ -79,21 +105,30 @@ class Part:
     def collective_ended(self, collective: Collective) -> None:
         """A collective has ended; in any thread."""
 
-    def waited(self, since: float, until: float, site: str) -> None:
-        """The script waited for communication."""
+    def waited(self, since: float, until: float, collectives: list[Collective]) -> None:
+        """The script waited for these collectives; for others that are not known if the list is empty."""
 
     def ends(self) -> None:
         """The process ends."""
 
 
 class Hub:
-    """Passes events to all parts."""
+    """Passes events to all parts. `make` returns the parts of a process: the first one, or one that was forked."""
 
-    def __init__(self, report: Callable[[str, str], None]) -> None:
-        self.parts: list[Part] = []
-        self._report = report  # (seam, error)
+    def __init__(
+        self, report: Callable[[str, str], None], make: Callable[[], list[Part]] = list, fault: str = ""
+    ) -> None:
+        self._report, self._make, self._fault = report, make, fault
         self.clock = time.monotonic
+        self.parts: list[Part] = []
+        self.off: set[str] = set()  # seams that raised
         self.muted: Callable[[], bool] = lambda: False  # True if what happens is a mode's own, not the script's
+        self._refusal: Exception | None = None  # what an essential part raised
+        self.start()
+
+    def start(self) -> None:
+        """Make all parts anew: a process that was forked begins with nothing."""
+        self.parts = self._make()
 
     def emit(self, event: str, *arguments: Any) -> None:
         """Call the event of every part. A part that raises is taken out, unless it is essential."""
@@ -101,40 +136,84 @@ class Hub:
             return
         for part in tuple(self.parts):
             try:
+                if self._fault:
+                    self._raise_if(f"{type(part).__name__}.{event}")
                 getattr(part, event)(*arguments)
             except Exception as error:
                 if part.essential:
+                    self._refusal = error
                     raise
                 if part in self.parts:
                     self.parts.remove(part)
                 self.failed(f"{type(part).__name__}.{event}", error)
 
+    def observe(self, seam: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of a seam and return its result; None if it raises, and from then on."""
+        if seam in self.off:
+            return None
+        try:
+            if self._fault:
+                self._raise_if(seam)
+            return function(*arguments)
+        except Exception as error:
+            if error is self._refusal:
+                raise
+            self.off.add(seam)
+            self.failed(seam, error)
+            return None
+
+    def end(self, collective: Collective, at: float) -> None:
+        """Report the end of a collective, once."""
+        if collective.ended is None:
+            collective.ended = at
+            self.emit("collective_ended", collective)
+
     def failed(self, seam: str, error: BaseException) -> None:
         """Report that something of the script cannot be seen."""
         self._report(seam, f"{type(error).__name__}: {error}"[:1000])
 
+    def _raise_if(self, name: str) -> None:
+        if name == self._fault:
+            raise RuntimeError(f"{name} was made to fail ({FAULT})")
+
 
 def call_site() -> str:
-    """The innermost line of the stack that is neither torch's nor ours, e.g. `main.py:88`; empty if there is none."""
-    frame, depth = sys._getframe(1), 0
-    while frame is not None and depth < MAX_DEPTH:
-        path = frame.f_code.co_filename
-        if not path.startswith((OURS, "<")) and not is_library(path):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
-    return ""
-
-
-_LIBRARY: dict[str, bool] = {}
+    """The innermost line of the stack that is no library's, e.g. `main.py:88`; empty if there is none."""
+    return caller()[0]
 
 
 def is_library(path: str) -> bool:
     """True for a file of a package or of the standard library."""
-    known = _LIBRARY.get(path)
-    if known is None:
-        parts = path.split(os.sep)
-        known = _LIBRARY[path] = "site-packages" in parts or "dist-packages" in parts or path.startswith(STDLIB)
-    return known
+    return _classify(path)[0]
 
 
-STDLIB = os.path.dirname(os.path.abspath(os.__file__))
+def caller() -> tuple[str, str]:
+    """The innermost line of the stack that is no library's, e.g. `main.py:88`, and who called from there.
+
+    The line is empty if there is none; the second is empty if the script called torch.distributed itself.
+    """
+    frame, depth, by = sys._getframe(1), 0, ""
+    while frame is not None and depth < MAX_DEPTH:
+        path = frame.f_code.co_filename
+        library, name, maker = _FILES.get(path) or _FILES.setdefault(path, _classify(path))
+        if not library:
+            return f"{name}:{frame.f_lineno}", by
+        by = by or maker
+        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+    return "", by
+
+
+_FILES: dict[str, tuple[bool, str, str]] = {}  # file: is a library's; name to show; whom it makes collectives for
+
+
+def _classify(path: str) -> tuple[bool, str, str]:
+    parts = path.split(os.sep)
+    packages = next((k for k, part in enumerate(parts) if part in ("site-packages", "dist-packages")), None)
+    if packages is not None:
+        rest = "/".join(parts[packages + 1 :])
+        maker = next((maker for start, maker in MADE_BY.items() if rest.startswith(start)), "")
+        return True, "", maker if rest.startswith("torch/") else rest.partition("/")[0]
+    if path.startswith((OURS, STDLIB, "<")):
+        return True, "", ""
+    inside = os.path.relpath(path) if os.path.isabs(path) else path
+    return False, os.path.basename(path) if inside.startswith(os.pardir) else inside, ""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from testbed.attach.events import Hub, Part, call_site
+from testbed.attach.events import Collective, Hub, Part, call_site
 from testbed.attach.lineage import Lineage, storage
 from testbed.spec.errors import SpecError, UsageError
 
@@ -103,7 +103,7 @@ class Instead(Part):
             if self.sync is not None:
                 self._before_backward()
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, reduced: list[Collective]) -> None:
         with self._guarded():
             if self.sync is not None:
                 self._after_backward()

@@ -13,7 +13,7 @@ from typing import Any
 
 from testbed.attach import rewrite, seams, where
 from testbed.attach.channel import REQUEST, VARIABLE, Channel
-from testbed.attach.events import Hub
+from testbed.attach.events import FAULT, Hub, Part
 from testbed.attach.sampling import Sampling
 from testbed.attach.steps import Steps
 from testbed.attach.vision import Vision
@@ -26,45 +26,59 @@ def install() -> None:
     if not path:
         return
     request: dict[str, Any] = json.loads(os.environ.get(REQUEST, "{}"))
-    channel = Channel(path)
-    hub = Hub(lambda seam, error: channel.send({"kind": "unseen", "seam": seam, "error": error}))
-    counter = open_counter(request.get("interface", "lo"))
-    changed = list(request.get("changed", []))
+    fault = os.environ.get(FAULT, "")
+    channel, position = Channel(path), seams.Position()
+    changed: list[str] = list(request.get("changed", []))
+    hub = Hub(
+        lambda seam, error: channel.send({"kind": "unseen", "seam": seam, "error": error}),
+        lambda: make_parts(channel, request, changed),
+        fault,
+    )
+    vision = Vision(request.get("data", {}), changed, hub.failed)
+    before = {"rewrite": lambda *_: rewrite.install(request.get("rewrite", {}), changed)}
+    after = {"vision": lambda *_: vision.install(), "where": lambda *_: where.listen(path)}
+    for name, seam in {**before, **seams.SEAMS, **after}.items():
+        try:
+            if fault == f"install {name}":
+                raise RuntimeError(f"{fault!r} was made to fail ({FAULT})")
+            seam(hub, position)
+        except Exception as error:
+            hub.failed(f"install {name}", error)
+
+    def forked() -> None:
+        """A process that was forked, e.g. a worker of a DataLoader, begins with nothing; it may become the rank."""
+        channel.reopen()
+        position.forget()
+        if not request.get("instead"):
+            hub.start()
+
+    if request.get("instead"):  # after the seams: what it replaces is not the script's own communication
+        hub.parts.append(_instead(hub, channel, request))
+    os.register_at_fork(after_in_child=lambda: hub.observe("fork", forked))
+    atexit.register(lambda: hub.emit("ends"))
+
+
+def _instead(hub: Hub, channel: Channel, request: dict[str, Any]) -> Part:
+    """The part that swaps the script's synchronisation."""
+    from testbed.attach.instead import Instead
+
+    sampling = next(part for part in hub.parts if isinstance(part, Sampling))
+    steps = next(part for part in hub.parts if isinstance(part, Steps))
+    return Instead(
+        hub, channel.send, request["instead"], int(request["swap"]), lambda: steps.timeline, replaces=sampling
+    )
+
+
+def make_parts(channel: Channel, request: dict[str, Any], changed: list[str]) -> list[Part]:
+    """The parts of the observer, in the order in which they see an event."""
     sampling = Sampling(channel.send)
     steps = Steps(
         channel.send,
-        counter,
+        open_counter(request.get("interface", "lo")),
         request.get("steps"),
         float(request.get("deadline", 300.0)),
         changed,
         int(request.get("schema", 0)),
         sampling.take_seconds,
     )
-    hub.parts += [sampling, steps]  # in this order: a step record has the seconds of its samples
-    position = seams.Position()
-    for seam, arguments in (
-        (rewrite.install, (request.get("rewrite", {}), changed)),
-        (seams.watch_group, (hub,)),
-        (seams.watch_collectives, (hub, position)),
-        (seams.watch_waits, (hub,)),
-        (seams.watch_backward, (hub, position)),
-        (seams.watch_optimizers, (hub, position)),
-        (seams.watch_data, (hub, position)),
-        (seams.watch_wrappers, (hub,)),
-        (Vision(request.get("data", {}), changed, hub.failed).install, ()),
-        (seams.watch_optimizers_made, (hub,)),
-        (seams.watch_samplers, (hub,)),
-        (seams.watch_clipping, (hub,)),
-        (where.listen, (path,)),
-    ):
-        try:
-            seam(*arguments)
-        except Exception as error:
-            hub.failed(seam.__name__, error)
-    if request.get("instead"):  # after the seams: what it replaces is not the script's own communication
-        from testbed.attach.instead import Instead
-
-        first = int(request["swap"])
-        swap = Instead(hub, channel.send, request["instead"], first, lambda: steps.timeline, replaces=sampling)
-        hub.parts.append(swap)
-    atexit.register(hub.emit, "ends")
+    return [sampling, steps]  # in this order: a step record has the seconds of its samples

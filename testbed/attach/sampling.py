@@ -288,7 +288,7 @@ class Sampling(Part):
             each.listen()
             each.loss_scale = loss_scale(loss)
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, reduced: list[Collective]) -> None:
         self.in_backward = False
         for each in self.tracked:
             if each.handles:

@@ -1,12 +1,14 @@
 """The seams: functions of torch that are replaced so that the observer sees what a script does.
 
 Each `watch_*` installs one seam. None changes a result, draws a random number or adds communication. If installing one
-fails, the others still work.
+fails, the others still work; if one raises later, it is off from then on (Hub.observe).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,35 +17,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from testbed.attach.events import Collective, Hub, call_site
+from testbed.attach.events import Collective, Hub, caller
 from testbed.results.collectives import group_of
 
-# operations of torch.ops.c10d, and the name that users know
+# operations of torch.ops.c10d, the name that users know, and the argument whose bytes are counted
 OPERATIONS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "barrier": "barrier",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
+    "allreduce_": ("all_reduce", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
+    "allgather_": ("all_gather", "output_tensors"),
+    "_allgather_base_": ("all_gather", "output_tensor"),
+    "allgather_coalesced_": ("all_gather", "output_lists"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "gather_": ("gather", "input_tensors"),
+    "scatter_": ("scatter", "output_tensors"),
+    "alltoall_": ("all_to_all", "input_tensors"),
+    "alltoall_base_": ("all_to_all", "input"),
+    "barrier": ("barrier", ""),
+    "send": ("send", "tensors"),
+    "recv_": ("recv", "tensors"),
+    "recv_any_source_": ("recv", "tensors"),
 }
-# Operations whose size is that of their input: all parts of a reduce_scatter and an all_to_all, one part of a gather.
-# Of the others the first argument counts: all parts of an all_gather, one part of a scatter.
-BY_INPUT = ("reduce_scatter", "gather", "all_to_all")
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ROOTS = {"root_rank": "root", "dst": "peer", "src": "peer"}  # arguments that name a rank
+WITHOUT_FUTURE = ("send", "recv", "barrier")  # the wait that ends them counts
 # functions of torch.distributed that return when the collective has ended, unless they return a Work
 BLOCKING = (
     "all_reduce",
@@ -53,8 +53,10 @@ BLOCKING = (
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_coalesced",
+    "_all_gather_base",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "_reduce_scatter_base",
     "gather",
     "scatter",
     "all_to_all",
@@ -67,162 +69,248 @@ BLOCKING = (
     "gather_object",
     "broadcast_object_list",
     "scatter_object_list",
+    "_broadcast_coalesced",  # DDP's buffers and first parameters
+    "_verify_params_across_processes",  # DDP's constructor
 )
+MAX_PENDING = 4096  # works that nobody has waited for; older ones are forgotten
+
+
+class Call:
+    """A function of torch.distributed that is running, and the collectives it started."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation  # reduce operation
+        self.started: list[tuple[Collective, Any]] = []  # with its Work, still as an object of TorchScript
 
 
 class Position:
-    """Where the script is: the phase that the last event began."""
+    """Where the script is, and what it has in flight."""
 
     def __init__(self) -> None:
-        self.phase = "other"
+        self.phase = "other"  # that the last event began
+        self.has_loader = False  # the script has fetched a training batch from a DataLoader
+        self.has_ddp = False
+        self.has_hook = False  # DDP with a communication hook
+        self.reduced: list[Collective] = []  # in this backward pass, whose end DDP waits for
+        self.pending: dict[int, tuple[Collective, Any]] = {}  # by id of the Work, which is kept until it has ended
+        self._groups: dict[tuple[str, int], tuple[list[int], list[int]]] = {}  # by name and size
+        self._local = threading.local()
+
+    @property
+    def calls(self) -> list[Call]:
+        """The functions of torch.distributed that this thread is in, outermost first."""
+        try:
+            found: list[Call] = self._local.calls
+        except AttributeError:
+            found = self._local.calls = []
+        return found
+
+    def group(self, boxed: Any) -> tuple[list[int], list[int]]:
+        """The ranks of a process group by their numbers in the whole run; again if they are not all ranks."""
+        group = dist.ProcessGroup.unbox(boxed)
+        key = (group.group_name, group.size())
+        if key not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[key] = (ranks, list(group_of(ranks, dist.get_world_size())))
+        return self._groups[key]
+
+    def forget(self) -> None:
+        """A process that was forked has nothing in flight."""
+        self.phase, self.reduced, self.pending, self._groups = "other", [], {}, {}
+        self._local = threading.local()
+
+
+_KEPT: list[Any] = []  # a Library ends with its object
 
 
 def watch_collectives(hub: Hub, position: Position) -> None:
     """Every collective, by c10d's dispatcher: also those of DDP's reducer and of FSDP."""
     library = torch.library.Library("c10d", "IMPL")
     _KEPT.append(library)
-    for name, operation in OPERATIONS.items():
-        if not hasattr(torch.ops.c10d, name):
-            continue
-        overload = getattr(torch.ops.c10d, name).default
-        library.impl(name, _kernel(hub, position, overload, operation), "AutogradCPU", with_keyset=True)
+    for name, (operation, counted) in OPERATIONS.items():
+        if hasattr(torch.ops.c10d, name):
+            overload = getattr(torch.ops.c10d, name).default
+            kernel = _kernel(hub, position, overload, operation, counted)
+            library.impl(name, kernel, "AutogradCPU", with_keyset=True)
 
 
-_KEPT: list[Any] = []  # a Library ends with its object
+def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted: str) -> Callable[..., Any]:
+    names = [argument.name for argument in overload._schema.arguments]
+    place = names.index(counted) if counted else None
+    group_place = names.index("process_group")
+    root_place, root_word = next(((k, ROOTS[name]) for k, name in enumerate(names) if name in ROOTS), (None, ""))
+    reduces = "reduce_op" in names
+    after_autograd = torch._C._after_autograd_keyset
 
+    def begin(arguments: tuple[Any, ...]) -> Collective:
+        call = position.calls[-1] if position.calls else None
+        phase = position.phase
+        tensors = () if place is None else tuple(_tensors(arguments[place]))
+        ranks, own = position.group(arguments[group_place])
+        detail: dict[str, Any] = {"group": len(ranks)}
+        if own:
+            detail["ranks"] = own
+        if root_place is not None:
+            detail[root_word] = ranks[arguments[root_place]]
+        if reduces:  # DDP's reducer divides before it adds
+            detail["reduce"] = call.operation if call else "sum"
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        site, by = caller()
+        if not by and call is None and position.has_ddp and phase == "backward":
+            by = "DistributedDataParallel"
+        collective = Collective(operation, size, hub.clock(), site, phase, detail, tensors, by=by)
+        hub.emit("collective_began", collective)
+        collective.tensors = ()
+        return collective
 
-def _kernel(hub: Hub, position: Position, overload: Any, operation: str) -> Callable[..., Any]:
-    places = {argument.name: place for place, argument in enumerate(overload._schema.arguments)}
-    whole = 1 if operation in BY_INPUT else 0  # the argument whose size counts
+    def follow(collective: Collective, result: Any) -> None:
+        collective.launched = hub.clock()
+        work = result[-1] if isinstance(result, tuple | list) else result
+        if collective.phase == "backward" and (position.has_hook or collective.by == "DistributedDataParallel"):
+            position.reduced.append(collective)
+        if position.calls:
+            position.calls[-1].started.append((collective, work))  # the function returns when it has ended
+        else:
+            track(hub, position, collective, distributed_c10d.Work.unbox(work))
 
     def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
         if hub.muted():
-            return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
-        collective = None
-        try:
-            tensors = tuple(_tensors(arguments[whole:]))
-            collective = Collective(
-                operation,
-                sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-                hub.clock(),
-                call_site(),
-                position.phase,
-                _whose(places, arguments, operation),
-                tensors,
-            )
-            hub.emit("collective_began", collective)
-        except Exception as error:
-            hub.failed("collectives", error)
-        result = overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
+            return overload.redispatch(keys & after_autograd, *arguments, **named)
+        collective = hub.observe("collectives", begin, arguments)
+        result = overload.redispatch(keys & after_autograd, *arguments, **named)
         if collective is not None:
-            try:
-                collective.tensors = ()
-                _follow(hub, collective, result)
-            except Exception as error:
-                hub.failed("collectives", error)
+            hub.observe("collectives", follow, collective, result)
         return result
 
     return kernel
 
 
-def _whose(places: dict[str, int], arguments: Any, operation: str) -> dict[str, Any]:
-    """Root and ranks of a collective, as far as they are not rank 0 and all ranks; numbers are of the whole run."""
-    if "process_group" not in places or not dist.is_initialized():
-        return {}
-    group = dist.ProcessGroup.unbox(arguments[places["process_group"]])
-    ranks = dist.get_process_group_ranks(group)
-    detail: dict[str, Any] = {}
-    if operation in ROOTED and ranks[arguments[places["root_rank"]]]:
-        detail["root"] = ranks[arguments[places["root_rank"]]]
-    if own := group_of(ranks, dist.get_world_size()):
-        detail["ranks"] = list(own)
-    return detail
+def _tensors(value: Any) -> Any:
+    """The tensors of an argument: a tensor, or a nested list of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
 
 
-def _tensors(values: Any) -> Any:
-    """The tensors of a nested list of arguments that this rank contributes or receives: of the first that has any."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-            return
-        if isinstance(value, list | tuple):
-            found = [each for each in _flat(value) if isinstance(each, torch.Tensor)]
-            if found:
-                yield from found
-                return
+def track(hub: Hub, position: Position, collective: Collective, work: Any) -> None:
+    """Report the end of a collective when its future is done, or when the script has waited for its Work.
 
-
-def _flat(value: Any) -> Any:
-    for each in value:
-        if isinstance(each, list | tuple):
-            yield from _flat(each)
-        else:
-            yield each
-
-
-def _follow(hub: Hub, collective: Collective, result: Any) -> None:
-    """Report the end of a collective: when its future is done, or when the script has waited for it."""
-    work = result[-1] if isinstance(result, tuple | list) else result
-    if collective.operation in ("send", "recv", "barrier"):
-        _WITHOUT_FUTURE.append(collective)
-        return
+    torch gives the script the same object as long as this one is kept, so a wait is known by its id.
+    """
+    if len(position.pending) >= MAX_PENDING:
+        position.pending.pop(next(iter(position.pending)))
+    key = id(work)
+    position.pending[key] = (collective, work)
 
     def done(_: Any) -> None:
-        collective.ended = hub.clock()
-        hub.emit("collective_ended", collective)
+        def ended() -> None:
+            hub.end(collective, hub.clock())
+            kept = position.pending.get(key)
+            if kept is not None and kept[0] is collective:
+                del position.pending[key]
 
-    distributed_c10d.Work.unbox(work).get_future().add_done_callback(done)
+        hub.observe("ends", ended)
+
+    if collective.operation not in WITHOUT_FUTURE:
+        with contextlib.suppress(RuntimeError):  # this kind of Work has no future: the wait for it counts
+            work.get_future().add_done_callback(done)
 
 
-_WITHOUT_FUTURE: list[Collective] = []  # send, recv and barrier: the wait that ends them counts
-
-
-def watch_waits(hub: Hub) -> None:
-    """Blocked time, with the script's line: blocking functions of torch.distributed, and Work.wait."""
-    depth = threading.local()
-
-    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*arguments: Any, **named: Any) -> Any:
-            if hub.muted():
-                return original(*arguments, **named)
-            outer = getattr(depth, "value", 0)
-            depth.value = outer + 1
-            since = hub.clock()
-            try:
-                result = original(*arguments, **named)
-            finally:
-                depth.value = outer
-            if outer == 0 and not isinstance(result, dist.Work):
-                until = hub.clock()
-                _end_without_future(hub, until)
-                hub.emit("waited", since, until, call_site())
-            return result
-
-        return wrapper
-
+def watch_waits(hub: Hub, position: Position) -> None:
+    """Blocked time: blocking functions of torch.distributed, and Work.wait."""
     for name in BLOCKING:
         for module in (dist, distributed_c10d):  # dynamo refuses one function object at two places
             if hasattr(module, name):
-                setattr(module, name, timed(getattr(module, name)))
-    dist.Work.wait = timed(dist.Work.wait)  # type: ignore[method-assign]
+                setattr(module, name, _blocking(hub, position, getattr(module, name)))
+    original = dist.Work.wait
+
+    @functools.wraps(original)
+    def wait(self: Any, *arguments: Any, **named: Any) -> Any:
+        if position.calls or hub.muted():  # the function that is running counts
+            return original(self, *arguments, **named)
+        since, (collective, _) = hub.clock(), position.pending.get(id(self), (None, None))
+        result = original(self, *arguments, **named)
+        hub.observe("waits", _waited, hub, position, self, collective, since)
+        return result
+
+    dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-def _end_without_future(hub: Hub, until: float) -> None:
-    while _WITHOUT_FUTURE:
-        collective = _WITHOUT_FUTURE.pop()
-        collective.ended = until
-        hub.emit("collective_ended", collective)
+def _waited(hub: Hub, position: Position, work: Any, collective: Collective | None, since: float) -> None:
+    until = hub.clock()
+    if collective is not None:
+        position.pending.pop(id(work), None)
+        hub.end(collective, until)
+    hub.emit("waited", since, until, [] if collective is None else [collective])
 
 
-def watch_group(hub: Hub) -> None:
+def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does what `original` does and reports how long the script waited in it."""
+    operation_of = _reduce_operation(original)
+
+    def begin(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call, float]:
+        call = Call(operation_of(arguments, named))
+        position.calls.append(call)
+        return call, hub.clock()
+
+    def end(call: Call, since: float, result: Any) -> None:
+        until = hub.clock()
+        if isinstance(result, dist.Work):
+            for collective, work in call.started:
+                track(hub, position, collective, distributed_c10d.Work.unbox(work))
+            return
+        collectives = [collective for collective, _ in call.started]
+        for collective in collectives:
+            hub.end(collective, until)
+        if collectives or (not position.calls and original.__name__ == "monitored_barrier"):
+            hub.emit("waited", since, until, collectives)
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        if hub.muted():
+            return original(*arguments, **named)
+        begun = hub.observe("waits", begin, arguments, named)
+        if begun is None:
+            return original(*arguments, **named)
+        try:
+            result = original(*arguments, **named)
+        finally:
+            position.calls.remove(begun[0])
+        hub.observe("waits", end, *begun, result)
+        return result
+
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, without its imports
+    return wrapper
+
+
+def _reduce_operation(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
+    """A function that returns the reduce operation of a call, e.g. "sum"."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # written in C++
+        names = []
+    place = names.index("op") if "op" in names else None
+
+    def operation(arguments: tuple[Any, ...], named: dict[str, Any]) -> str:
+        if place is None:
+            return "sum"
+        given = named.get("op", arguments[place] if len(arguments) > place else dist.ReduceOp.SUM)
+        kind = getattr(given, "op", given)
+        return str(getattr(kind, "name", kind)).rpartition(".")[2].lower()
+
+    return operation
+
+
+def watch_group(hub: Hub, position: Position) -> None:
     """The default process group."""
     original = distributed_c10d.init_process_group
 
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> Any:
         result = original(*arguments, **named)
-        hub.emit("group_made")
+        hub.observe("group", hub.emit, "group_made")
         return result
 
     dist.init_process_group = init_process_group
@@ -233,17 +321,45 @@ def watch_backward(hub: Hub, position: Position) -> None:
     """The backward pass and the loss."""
     original = torch.autograd.backward
 
+    def begin(tensors: Any) -> None:
+        position.phase, position.reduced = "backward", []
+        hub.emit("backward_began", tensors)
+
+    def end(completed: bool) -> None:
+        reduced, position.reduced = position.reduced, []
+        position.phase = "sync"
+        if completed:
+            now = hub.clock()
+            for collective in reduced:  # DDP has waited for them
+                hub.end(collective, now)
+        hub.emit("backward_ended", reduced)
+
     @functools.wraps(original)
     def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
-        position.phase = "backward"
-        hub.emit("backward_began", tensors)
+        completed = False
+        hub.observe("backward", begin, tensors)
         try:
-            return original(tensors, *arguments, **named)
+            result = original(tensors, *arguments, **named)
+            completed = True
         finally:
-            position.phase = "sync"
-            hub.emit("backward_ended")
+            hub.observe("backward", end, completed)
+        return result
 
     torch.autograd.backward = backward  # Tensor.backward calls it by this name
+
+
+def watch_scalers(hub: Hub, position: Position) -> None:
+    """GradScaler: what it multiplies, so that the loss itself is recorded."""
+    kind = torch.amp.GradScaler
+    original = kind.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        hub.observe("scalers", hub.emit, "scaled", result, outputs)
+        return result
+
+    kind.scale = scale  # type: ignore[method-assign]
 
 
 def watch_optimizers(hub: Hub, position: Position) -> None:
@@ -253,13 +369,19 @@ def watch_optimizers(hub: Hub, position: Position) -> None:
         register_optimizer_step_pre_hook,
     )
 
-    def before(optimizer: Any, arguments: Any, named: Any) -> None:
+    def began(optimizer: Any) -> None:
         position.phase = "update"
         hub.emit("update_began", optimizer)
 
-    def after(optimizer: Any, arguments: Any, named: Any) -> None:
-        position.phase = "other"
+    def ended(optimizer: Any) -> None:
+        position.phase = "other" if position.has_loader else "forward"
         hub.emit("update_ended", optimizer)
+
+    def before(optimizer: Any, arguments: Any, named: Any) -> None:
+        hub.observe("optimizers", began, optimizer)
+
+    def after(optimizer: Any, arguments: Any, named: Any) -> None:
+        hub.observe("optimizers", ended, optimizer)
 
     _KEPT.append(register_optimizer_step_pre_hook(before))
     _KEPT.append(register_optimizer_step_post_hook(after))
@@ -271,54 +393,101 @@ def watch_data(hub: Hub, position: Position) -> None:
 
     original = _BaseDataLoaderIter.__next__
 
+    def began(loader: Any) -> None:
+        trains = torch.is_grad_enabled()
+        position.has_loader |= trains
+        position.phase = "data" if trains else "evaluation"
+        hub.emit("data_began", loader)
+
+    def ended(loader: Any, batch: Any) -> None:
+        position.phase = "forward" if torch.is_grad_enabled() else "evaluation"
+        hub.emit("data_ended", loader, batch)
+
+    def exhausted(loader: Any) -> None:
+        position.phase = "other"
+        hub.emit("data_exhausted", loader)
+
     @functools.wraps(original)
     def fetch(self: Any) -> Any:
-        position.phase = "data"
-        hub.emit("data_began", self)
+        hub.observe("data", began, self)
         try:
             batch = original(self)
-        finally:
-            position.phase = "forward"
-        hub.emit("data_ended", self, batch)
+        except StopIteration:
+            hub.observe("data", exhausted, self)
+            raise
+        hub.observe("data", ended, self, batch)
         return batch
 
     _BaseDataLoaderIter.__next__ = fetch  # type: ignore[method-assign]
-    # subclasses inherit it; `next` is the same method under an older name
 
 
-def watch_wrappers(hub: Hub) -> None:
-    """DistributedDataParallel and the options it gets."""
-    import inspect
+def watch_evaluation(hub: Hub, position: Position) -> None:
+    """Module.eval and Module.train."""
+    kind = torch.nn.Module
+    evaluate, train = kind.eval, kind.train
 
+    @functools.wraps(evaluate)
+    def eval_(self: Any) -> Any:
+        hub.observe("evaluation", hub.emit, "evaluation_began")
+        return evaluate(self)
+
+    @functools.wraps(train)
+    def train_(self: Any, mode: bool = True) -> Any:
+        result = train(self, mode)
+        if mode is True:
+            hub.observe("evaluation", hub.emit, "evaluation_ended")
+        return result
+
+    kind.eval, kind.train = eval_, train_  # type: ignore[method-assign]
+
+
+def watch_wrappers(hub: Hub, position: Position) -> None:
+    """DistributedDataParallel and fully_shard, and the options they get."""
     kind = torch.nn.parallel.DistributedDataParallel
-    original = kind.__init__
+    original, register_hook = kind.__init__, kind.register_comm_hook
     signature = inspect.signature(original)
+
+    def made(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        position.has_ddp = True
+        bound = signature.bind(module, *arguments, **named)
+        bound.apply_defaults()
+        plain = (int, float, str, bool, type(None))
+        options = {key: value for key, value in bound.arguments.items() if isinstance(value, plain)}
+        hub.emit("wrapped", "DistributedDataParallel", module, options)
+
+    def hooked(hook: Any) -> None:
+        position.has_hook = True
+        name = getattr(hook, "__qualname__", str(hook))
+        hub.emit("wrapped", "communication hook", None, {"name": name})
 
     @functools.wraps(original)
     def construct(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        bound = signature.bind(self, *arguments, **named)
-        bound.apply_defaults()
-        plain = (int, float, str, bool, type(None))
-        options = {key: value for key, value in bound.arguments.items() if isinstance(value, plain)}
-        hub.emit("wrapped", "DistributedDataParallel", self, options)
+        hub.observe("wrappers", made, self, arguments, named)
+
+    @functools.wraps(register_hook)
+    def register_comm_hook(self: Any, state: Any, hook: Any) -> Any:
+        result = register_hook(self, state, hook)
+        hub.observe("wrappers", hooked, hook)
+        return result
 
     kind.__init__ = construct  # type: ignore[method-assign]
+    kind.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 
 
-def watch_optimizers_made(hub: Hub) -> None:
+def watch_optimizers_made(hub: Hub, position: Position) -> None:
     """Every optimizer, when it is made."""
     original = torch.optim.Optimizer.__init__
 
     @functools.wraps(original)
     def construct(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        hub.emit("optimizer_made", self)
+        hub.observe("optimizers made", hub.emit, "optimizer_made", self)
 
     torch.optim.Optimizer.__init__ = construct  # type: ignore[method-assign]
 
 
-def watch_samplers(hub: Hub) -> None:
+def watch_samplers(hub: Hub, position: Position) -> None:
     """Passes over DistributedSamplers."""
     from torch.utils.data.distributed import DistributedSampler
 
@@ -326,7 +495,7 @@ def watch_samplers(hub: Hub) -> None:
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
-        hub.emit("sampler_began", self)
+        hub.observe("samplers", hub.emit, "sampler_began", self)
         return _passing(hub, self, original(self))
 
     DistributedSampler.__iter__ = iterate  # type: ignore[method-assign]
@@ -337,18 +506,21 @@ def _passing(hub: Hub, sampler: Any, indices: Any) -> Any:
     for index in indices:
         given.append(index)
         yield index
-    hub.emit("sampler_passed", sampler, given)
+    hub.observe("samplers", hub.emit, "sampler_passed", sampler, given)
 
 
-def watch_clipping(hub: Hub) -> None:
+def watch_clipping(hub: Hub, position: Position) -> None:
     """Gradient clipping by torch.nn.utils."""
     from torch.nn.utils import clip_grad
+
+    def began() -> None:
+        hub.observe("clipping", hub.emit, "clipping_began")
 
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         for module in (torch.nn.utils, clip_grad):  # dynamo refuses one function object at two places
             original = getattr(module, name, None)
             if original is not None:
-                setattr(module, name, _before(original, functools.partial(hub.emit, "clipping_began")))
+                setattr(module, name, _before(original, began))
 
 
 def _before(original: Callable[..., Any], event: Callable[[], None]) -> Callable[..., Any]:
@@ -358,3 +530,19 @@ def _before(original: Callable[..., Any], event: Callable[[], None]) -> Callable
         return original(*arguments, **named)
 
     return wrapper
+
+
+SEAMS: dict[str, Callable[[Hub, Position], None]] = {
+    "group": watch_group,
+    "collectives": watch_collectives,
+    "waits": watch_waits,
+    "backward": watch_backward,
+    "scalers": watch_scalers,
+    "optimizers": watch_optimizers,
+    "optimizers made": watch_optimizers_made,
+    "data": watch_data,
+    "samplers": watch_samplers,
+    "clipping": watch_clipping,
+    "evaluation": watch_evaluation,
+    "wrappers": watch_wrappers,
+}

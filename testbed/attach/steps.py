@@ -1,7 +1,7 @@
 """The steps of a script: where its time goes, by our own records.
 
 A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. So the
-first step is known when its first optimizer comes again.
+first step is known when its first optimizer comes again. An evaluation between two steps belongs to neither.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ import torch
 import torch.distributed as dist
 
 from testbed.attach.events import Collective, Part
+from testbed.attach.phases import Phases
 from testbed.rank.counters import Counter
 from testbed.results.collectives import Observed
 from testbed.results.timeline import Timeline
 
 EACH_CALLS = 50  # steps between two records of the calls so far
+LOGGED_STEPS = 10  # first steps in which DDP logs its own times; later it does so every hundredth
+LOGGED_EACH = 100
+LOGGED = {  # nanoseconds in DDP's own logging data, and their names in our records
+    "backward_compute_time": "compute",
+    "backward_comm_time": "comm",
+    "backward_compute_comm_overlap_time": "overlap",
+}
 
 
 class Steps(Part):
@@ -40,67 +48,119 @@ class Steps(Part):
         self.send, self.counter = send, counter
         self.limit, self.deadline, self.changed, self.schema = limit, deadline, changed, schema
         self.timeline = Timeline()
+        self.phases = Phases(self.timeline)
         self.number = 0
         self.started = False
         self.order: list[int] = []  # optimizers of one round, by id, in the order of their first update
         self.last: int | None = None  # the one that ends a step; None: not known yet
-        self.optimizers: list[str] = []
         self.wrappers: dict[str, dict[str, Any]] = {}
+        self.ddp: Any = None  # the first DistributedDataParallel
+        self.logged: list[dict[str, Any]] = []  # times of DDP's own logging data beside ours
+        self.backward: dict[str, float] = {}  # our times of the last backward pass that reduced gradients
         self.rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
-        self.tokens: dict[int, int] = {}
+        self.passes: dict[int, list[int]] = {}  # by id of a loader's sampler: passes, the present iterator
+        self.iterator: Any = None  # that gave the last training batch
+        self.batch = 0  # images of batches that no backward pass has used yet
+        self.evaluated = False
         self._fresh()
 
     def _fresh(self) -> None:
-        self.since_forward: float | None = None
-        self.since_sync: float | None = None
-        self.since: float = 0.0  # of the phase that is open
-        self.loss = 0.0
         self.losses: list[Any] = []
+        self.unscaled: tuple[Any, Any] = (None, None)  # the last loss that a GradScaler multiplied: result, loss
         self.images = 0
-        self.launched: list[Collective] = []  # in the present backward pass
 
     # events
 
+    def group_made(self) -> None:
+        self._begin_again()
+
     def wrapped(self, kind: str, module: Any, options: dict[str, Any]) -> None:
         self.wrappers[kind] = options
+        if self.ddp is None and kind == "DistributedDataParallel":
+            self.ddp = module
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """What comes before the first step belongs to no step."""
+        if self.number == 0 and not self.phases.trained:
+            self.phases.start()
 
     def data_began(self, loader: Any) -> None:
-        self.since = self.timeline.clock()
+        if not torch.is_grad_enabled():
+            self.evaluated = True
+            return
+        self._evaluation_ended()
+        if self.number == 0 and not self.phases.trained and self.iterator is None:
+            self.phases.start()
+        self.phases.data_began()
 
     def data_ended(self, loader: Any, batch: Any) -> None:
-        now = self.timeline.clock()
-        if not torch.is_grad_enabled():
-            return
-        self.timeline.was_in_phase("data", self.since, now)
-        self.since_forward = now
-        self.images += _images(batch)
+        if torch.is_grad_enabled():
+            self.phases.data_ended()
+            self.iterator = loader
+            self.batch += _images(batch)
+
+    def data_exhausted(self, loader: Any) -> None:
+        if torch.is_grad_enabled():
+            self.phases.data_exhausted()
+        key = id(getattr(loader, "_index_sampler", None))
+        if key in self.passes:
+            self.passes[key][1] = 0  # the next batch begins a pass, also with persistent workers
+
+    def evaluation_began(self) -> None:
+        self.evaluated = True
+
+    def evaluation_ended(self) -> None:
+        self._evaluation_ended()
+
+    def _evaluation_ended(self) -> None:
+        if self.evaluated and self.number and not self.phases.trained:
+            self.phases.start()
+        self.evaluated = False
+
+    def scaled(self, result: Any, loss: Any) -> None:
+        self.unscaled = (result, loss)
 
     def backward_began(self, loss: Any) -> None:
-        now = self.timeline.clock()
-        self.timeline.was_in_phase("forward", self.since_forward or self.timeline.begun, now)
-        self.since, self.launched = now, []
-        value = loss[0] if isinstance(loss, list | tuple) else loss
+        self.phases.backward_began()
+        value = loss[0] if isinstance(loss, list | tuple) and loss else loss
+        if value is self.unscaled[0]:
+            value = self.unscaled[1]
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             self.losses.append(value.detach())
+        self.images, self.batch = self.images + self.batch, 0
+        if self.iterator is not None:
+            self._count_pass(self.iterator)
+        if self.ddp is not None and self.backward:
+            self._compare_with_ddp()
 
-    def backward_ended(self) -> None:
-        now = self.timeline.clock()
-        self.timeline.was_in_phase("backward", self.since, now)
-        ends = [collective.ended or now for collective in self.launched]
-        if ends:  # DDP waits at the end of backward, in C++: from the last launch until all have ended
-            last = max(collective.begun for collective in self.launched)
-            until = min(now, max(ends))
-            if until > last:
-                self.timeline.was_blocked(last, until)
-                self._share_blocked(until - last)
-        self.since_sync = self.since_forward = now
+    def _count_pass(self, iterator: Any) -> None:
+        """An iterator that a backward pass used a batch of for the first time begins a pass over the data."""
+        known = self.passes.setdefault(id(getattr(iterator, "_index_sampler", None)), [0, 0])
+        if known[1] != id(iterator):
+            known[0], known[1] = known[0] + 1, id(iterator)
 
-    def _share_blocked(self, seconds: float) -> None:
-        row = self._row(self.launched[-1])
-        row["blocked"] += seconds
+    def backward_ended(self, reduced: list[Collective]) -> None:
+        """DDP waits at the end of backward, in C++: from its last launch until all have ended. Then it copies."""
+        if reduced:
+            used = time.thread_time()
+            last = max(collective.launched for collective in reduced)
+            until = max(last, *(collective.ended or last for collective in reduced))
+            self.phases.was_blocked(last, until)
+            self.timeline.copied((until, used))
+            self._share_blocked(reduced, last)
+            first = min(collective.begun for collective in reduced)
+            self.backward = {
+                "step": self.number,
+                "compute": last - self.phases.since.at,
+                "comm": self.timeline.clock() - first,
+                "overlap": last - first,
+                "exposed": until - last,
+            }
+        self.phases.backward_ended()
 
     def update_began(self, optimizer: Any) -> None:
-        self.since = self.timeline.clock()
+        self.phases.update_began()
         key = id(optimizer)
         if not self.started:
             self._start(optimizer)
@@ -108,37 +168,50 @@ class Steps(Part):
             self.last = self.order[-1]
         elif key not in self.order:
             self.order.append(key)
-            self.optimizers.append(type(optimizer).__name__)
 
     def update_ended(self, optimizer: Any) -> None:
-        now = self.timeline.clock()
-        self.timeline.was_in_phase("update", self.since, now)
-        self.timeline.was_in_phase("sync", self.since_sync or self.since, now)
-        self.since_sync = now
+        self.phases.update_ended()
         if self.last is None or id(optimizer) == self.last:
             self._step()
 
     def collective_began(self, collective: Collective) -> None:
+        root, ranks = collective.detail.get("root", 0), collective.detail.get("ranks", ())
+        collective.name = str(Observed(collective.operation, collective.site, root, tuple(ranks)))
         row = self._row(collective)
+        size, detail = collective.size, row["detail"]
         row["count"] += 1
-        row["bytes"] += collective.size
-        row["detail"] |= collective.detail
-        if collective.phase == "backward":
-            self.launched.append(collective)
-        self.tokens[id(collective)] = self.timeline.begin_comm(str(_observed(collective)), collective.size)
+        row["bytes"] += size
+        detail["smallest"] = min(size, detail.get("smallest", size))
+        detail["largest"] = max(size, detail.get("largest", size))
+        collective.token = self.timeline.begin_comm(collective.name, size, collective.begun)
 
     def collective_ended(self, collective: Collective) -> None:
-        token = self.tokens.pop(id(collective), None)
-        if token is not None:
-            self.timeline.end_comm(token)
-            self._row(collective)["seconds"] += (collective.ended or 0.0) - collective.begun
+        token, collective.token = collective.token, -1
+        if token >= 0 and collective.ended is not None:
+            self.timeline.end_comm(token, collective.ended)
+            self._row(collective)["seconds"] += collective.ended - collective.begun
 
-    def waited(self, since: float, until: float, site: str) -> None:
-        self.timeline.was_blocked(since, until)
-        for row in self.rows.values():
-            if row["site"] == site:
-                row["blocked"] += until - since
-                return
+    def waited(self, since: float, until: float, collectives: list[Collective]) -> None:
+        """Blocked is what overlaps a collective; preparing it and copying its results is counted as copies."""
+        used = time.thread_time()
+        if not collectives:
+            self.phases.was_blocked(since, until)
+            return
+        begun = max(since, min(collective.begun for collective in collectives))
+        ended = min(until, max(collective.ended or until for collective in collectives))
+        if ended > begun:
+            self.phases.was_blocked(begun, ended)
+            self._share_blocked(collectives, begun)
+        if collectives[0].operation in ("gather", "scatter", "all_gather"):
+            self.timeline.copied((max(since, min(ended, until)), used))
+
+    def _share_blocked(self, collectives: list[Collective], since: float) -> None:
+        """Add to each row the time that its collective alone was waited for: in the order in which they ended."""
+        for collective in sorted(collectives, key=lambda each: each.ended or 0.0):
+            ended = collective.ended or since
+            if ended > since:
+                self._row(collective)["blocked"] += ended - since
+                since = ended
 
     def ends(self) -> None:
         self._send_calls()
@@ -146,7 +219,7 @@ class Steps(Part):
     # records
 
     def _row(self, collective: Collective) -> dict[str, Any]:
-        key = (collective.operation, collective.site, collective.phase, str(_observed(collective)))
+        key = (collective.name, collective.phase, collective.by, collective.detail.get("reduce", ""))
         if key not in self.rows:
             self.rows[key] = {
                 "operation": collective.operation,
@@ -156,10 +229,21 @@ class Steps(Part):
                 "bytes": 0,
                 "seconds": 0.0,
                 "blocked": 0.0,
-                "by": "DistributedDataParallel" if collective.phase == "backward" and self.wrappers else "",
-                "detail": {},
+                "by": collective.by,
+                "detail": dict(collective.detail),
             }
         return self.rows[key]
+
+    def _compare_with_ddp(self) -> None:
+        """Put the times that DDP logged of its last backward pass beside ours. It logs them in the next forward."""
+        ours, self.backward = self.backward, {}
+        step = int(ours["step"])
+        if step >= LOGGED_STEPS and step % LOGGED_EACH:
+            return
+        data = self.ddp._get_ddp_logging_data()
+        theirs = {name: data[key] / 1e9 for key, name in LOGGED.items() if data.get(key)}
+        if len(theirs) == len(LOGGED):
+            self.logged.append({"step": step, "observer": ours, "ddp": theirs, "iteration": data.get("iteration")})
 
     def _start(self, optimizer: Any) -> None:
         self.started = True
@@ -197,11 +281,11 @@ class Steps(Part):
         fields = self.timeline.take()
         sent, received = self.counter.read()
         loss = sum(float(value) for value in self.losses) / len(self.losses) if self.losses else 0.0
-        fields |= {"kind": "step", "step": self.number, "epoch": 0, "loss": loss, "images": self.images}
-        fields |= {"sent": sent, "received": received, "cpu": None, "observing": self.observing()}
+        epoch = max((passes for passes, _ in self.passes.values()), default=1) - 1
+        fields |= {"kind": "step", "step": self.number, "epoch": epoch, "loss": loss, "images": self.images}
+        fields |= {"sent": sent, "received": received, "observing": self.observing()}
         self.send(fields)
         self.number += 1
-        self.timeline.start()
         self._fresh()
         if self.number % EACH_CALLS == 0:
             self._send_calls()
@@ -210,16 +294,12 @@ class Steps(Part):
             self.send({"kind": "limit", "steps": self.number})
             _leave_together()
             raise SystemExit(0)
+        self.phases.start()
 
     def _send_calls(self) -> None:
         if self.number:
-            self.send({"kind": "calls", "first": 0, "last": self.number - 1, "rows": list(self.rows.values())})
-
-
-def _observed(collective: Collective) -> Observed:
-    """The collective as records name it."""
-    detail = collective.detail
-    return Observed(collective.operation, collective.site, detail.get("root", 0), tuple(detail.get("ranks", ())))
+            calls = {"kind": "calls", "first": 0, "last": self.number - 1, "rows": list(self.rows.values())}
+            self.send(calls | {"detail": {"ddp": self.logged[-LOGGED_STEPS:]} if self.logged else {}})
 
 
 def _images(batch: Any) -> int:

@@ -40,7 +40,7 @@ class Call:
     seconds: float = 0.0  # in flight, all calls together
     blocked: float = 0.0  # the script waited for them
     by: Short = ""  # "DistributedDataParallel" and the like, if torch made the call
-    detail: dict[str, Any] = field(default_factory=dict)  # reduce operation, root, size of the group, smallest, largest
+    detail: dict[str, Any] = field(default_factory=dict)  # reduce, root or peer, group, smallest, largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class Calls:
     first: Count
     last: Count
     rows: list[Call]
+    detail: dict[str, Any] = field(default_factory=dict)  # ddp: times of DDP's own logging data beside the observer's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from testbed.spec.units import Interval, covered_length
 
@@ -33,6 +33,14 @@ class Transfer:
     begun: float
 
 
+class Moment(NamedTuple):
+    """When a phase begins or ends."""
+
+    at: float  # monotonic time
+    cpu: float  # processor time of this thread
+    kernel: float  # the part of it in kernel mode
+
+
 class Timeline:
     """The times of one step. A buffer that is in flight at its end continues in the next. Any thread may write."""
 
@@ -47,7 +55,7 @@ class Timeline:
         self._phases: list[tuple[str, float, float]] = []
         self._copies: list[Interval] = []
         self._cpu = self._kernel = self._copies_cpu = 0.0
-        self._phase = ""  # the phase that the loop is in
+        self.current = ""  # the phase that the loop is in
         self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # set by a profiler: a context around stalls
         self.begun = clock()
         self._taken = math.inf  # when the last step ended
@@ -72,20 +80,24 @@ class Timeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the loop."""
-        begun, used, kernel, outer = self.clock(), time.thread_time(), _kernel_time(), self._phase
-        self._phase = name
+        begun, outer = self.moment(), self.current
+        self.current = name
         try:
             yield
         finally:
-            self._phase = outer
-            self._phases.append((name, begun, self.clock()))
-            if name in COMPUTING:
-                self._cpu += time.thread_time() - used
-                self._kernel += _kernel_time() - kernel
+            self.current = outer
+            self.was_in_phase(name, begun, self.moment())
 
-    def was_in_phase(self, name: str, since: float, until: float) -> None:
-        """Record a phase that has ended."""
-        self._phases.append((name, since, until))
+    def moment(self) -> Moment:
+        """Return the time and the processor time of this thread, for `was_in_phase`."""
+        return Moment(self.clock(), time.thread_time(), _kernel_time())
+
+    def was_in_phase(self, name: str, since: Moment, until: Moment) -> None:
+        """Record a phase that has ended. Both moments are of one thread."""
+        self._phases.append((name, since.at, until.at))
+        if name in COMPUTING:
+            self._cpu += until.cpu - since.cpu
+            self._kernel += until.kernel - since.kernel
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -108,7 +120,7 @@ class Timeline:
     def copied(self, since: tuple[float, float]) -> None:
         """Record that the loop copied gradients, or ran a hook of the mode, from `since` (see `now`) until now."""
         self._copies.append((since[0], self.clock()))
-        if self._phase in COMPUTING:
+        if self.current in COMPUTING:
             self._copies_cpu += time.thread_time() - since[1]
 
     @contextmanager
@@ -120,16 +132,16 @@ class Timeline:
         finally:
             self.copied(since)
 
-    def begin_comm(self, name: str, size: int) -> int:
-        """A buffer is in flight from now on; pass the returned number to `end_comm`."""
+    def begin_comm(self, name: str, size: int, at: float | None = None) -> int:
+        """A buffer is in flight from now on, or since `at`; pass the returned number to `end_comm`."""
         token = next(self._tokens)
         with self._lock:
-            self._in_flight[token] = Transfer(name, size, self.clock())
+            self._in_flight[token] = Transfer(name, size, self.clock() if at is None else at)
         return token
 
-    def end_comm(self, token: int) -> None:
-        """The buffer that `begin_comm` returned this number for is no longer in flight."""
-        now = self.clock()
+    def end_comm(self, token: int, at: float | None = None) -> None:
+        """The buffer that `begin_comm` returned this number for is no longer in flight, now or since `at`."""
+        now = self.clock() if at is None else at
         with self._lock:
             self._finished.append((self._in_flight.pop(token), now))
 

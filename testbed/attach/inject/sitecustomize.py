@@ -52,7 +52,9 @@ class _AfterTorch:
         return spec
 
 
-if __name__ == "sitecustomize":  # else attach/__main__.py runs it, and Python has run the hidden one already
-    _chain()
-if os.environ.get("TESTBED_OBSERVER"):
-    sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+try:
+    if __name__ == "sitecustomize":  # else attach/__main__.py runs it, and Python has run the hidden one already
+        _chain()
+finally:
+    if os.environ.get("TESTBED_OBSERVER"):
+        sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]

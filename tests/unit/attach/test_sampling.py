@@ -34,7 +34,7 @@ class Script:
         loss = self.model(INPUTS).square().mean() * scale
         self.sampling.backward_began(loss)
         loss.backward()
-        self.sampling.backward_ended()
+        self.sampling.backward_ended([])
 
     def update(self) -> None:
         self.sampling.update_began(self.optimizer)
@@ -134,7 +134,7 @@ def test_a_parameter_that_backward_does_not_reach_is_unused() -> None:
     loss = (INPUTS @ script.model.weight.T).sum()
     script.sampling.backward_began(loss)
     loss.backward()
-    script.sampling.backward_ended()
+    script.sampling.backward_ended([])
     script.update()
     (record,) = script.records("gradients")
     assert record["detail"]["unused"] == 1 and record["given"][1] == [] == record["local"][1]

@@ -1,0 +1,193 @@
+"""The observer inside scripts of every style: what it records, and that the script does not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.attach.events import FAULT, Part
+from testbed.attach.seams import SEAMS
+from testbed.results.observations import Calls, Setup
+from testbed.results.records import Start, Step
+from tests.scripts.common import GRADIENT_BYTES
+from tests.support.observed import Rank, run_ranks
+
+pytestmark = pytest.mark.gloo
+STEPS = 4  # of each script
+
+
+def observed(folder: Path, script: str, **variables: str) -> list[Rank]:
+    """Run a script with and without the observer; its output and exit codes are equal, bit for bit."""
+    alone = run_ranks(folder, script, attached=False, variables=variables)
+    ranks = run_ranks(folder, script, variables=variables)
+    assert [rank.code for rank in alone] == [0, 0], alone[0].output
+    assert [(rank.code, rank.output) for rank in ranks] == [(rank.code, rank.output) for rank in alone]
+    for rank in ranks:
+        assert rank.unseen == []
+        for step in rank.of(Step):
+            assert step.blocked + step.hidden == pytest.approx(step.busy, rel=0.05, abs=2e-4)
+    return ranks
+
+
+def steps_of(rank: Rank, count: int = STEPS) -> list[Step]:
+    steps: list[Step] = rank.of(Step)
+    assert [step.step for step in steps] == list(range(count))
+    return steps
+
+
+def losses_of(rank: Rank) -> list[float]:
+    """The losses that a script printed."""
+    return [float.fromhex(word) for word in rank.output.split(": ")[1].split()]
+
+
+def test_gather_and_scatter_by_hand(tmp_path: Path) -> None:
+    for number, rank in enumerate(observed(tmp_path, "mean_on_root.py")):
+        assert rank.of(Start)[0].rank == number and rank.of(Start)[0].gradient_bytes == GRADIENT_BYTES
+        assert [step.loss for step in steps_of(rank)] == losses_of(rank)
+        rows = {row.operation: row for row in rank.rows}
+        assert list(rows) == ["gather", "scatter"]
+        assert rows["gather"].site == "mean_on_root.py:20" and rows["scatter"].site == "mean_on_root.py:22"
+        for row in rows.values():
+            assert (row.phase, row.count, row.bytes, row.by) == ("sync", 4 * STEPS, STEPS * GRADIENT_BYTES, "")
+            assert row.detail == {"group": 2, "root": 0, "smallest": 16, "largest": 2048}
+            assert 0 < row.blocked <= row.seconds
+
+
+def test_all_reduce_by_hand(tmp_path: Path) -> None:
+    for rank in observed(tmp_path, "all_reduce.py"):
+        steps_of(rank)
+        each, flat, metric = (next(row for row in rank.rows if row.site == f"all_reduce.py:{k}") for k in (21, 25, 30))
+        assert (each.count, each.bytes) == (4 * 2, 2 * GRADIENT_BYTES) and each.detail["reduce"] == "sum"
+        assert (flat.count, flat.bytes) == (2, 2 * GRADIENT_BYTES) and flat.blocked > 0
+        assert (metric.count, metric.bytes, metric.detail["reduce"]) == (STEPS, 4 * STEPS, "max")
+
+
+def test_a_ring_by_hand(tmp_path: Path) -> None:
+    for number, rank in enumerate(observed(tmp_path, "own_ring.py")):
+        steps_of(rank)
+        rows = {(row.operation, row.site): row for row in rank.rows}
+        assert set(rows) == {(kind, f"own_ring.py:{line}") for kind in ("send", "recv") for line in (18, 20)}
+        for row in rows.values():
+            assert (row.count, row.bytes, row.phase) == (2, 2 * GRADIENT_BYTES, "sync")
+            assert row.detail["peer"] == 1 - number and row.seconds > 0
+
+
+def test_two_optimizers_that_take_turns_make_one_step(tmp_path: Path) -> None:
+    for rank in observed(tmp_path, "two_optimizers.py"):
+        # the first round is not known to be one before it comes again
+        assert len(rank.of(Step)) == STEPS + 1
+        (row,) = rank.rows
+        assert (row.count, row.bytes) == (4 * STEPS, STEPS * 4 * (4 * 16 + 16 + 16 + 1))
+
+
+@pytest.mark.parametrize("style", ["accumulate", "scaler", "closure"])
+def test_styles_of_ddp(tmp_path: Path, style: str) -> None:
+    for rank in observed(tmp_path, "ddp_styles.py", STYLE=style):
+        steps, printed = steps_of(rank), losses_of(rank)
+        if style == "accumulate":  # two losses a step; the last one is printed
+            assert all(step.loss > 0 for step in steps)
+        else:
+            assert [step.loss for step in steps] == printed
+        (row,) = (row for row in rank.rows if row.phase == "backward")
+        assert (row.operation, row.by) == ("all_reduce", "DistributedDataParallel")
+        assert (row.bytes, row.detail["reduce"]) == (STEPS * GRADIENT_BYTES, "sum") and row.blocked > 0
+        assert all(step.backward > 0 and step.forward > 0 and step.update > 0 for step in steps)
+
+
+@pytest.mark.parametrize(("style", "site", "by", "share"), [("hook", "ddp_styles.py:20", "", 1), ("fp16", "", "", 2)])
+def test_a_communication_hook_of_ddp(tmp_path: Path, style: str, site: str, by: str, share: int) -> None:
+    for rank in observed(tmp_path, "ddp_styles.py", STYLE=style):
+        steps_of(rank)
+        (row,) = (row for row in rank.rows if row.phase == "backward")
+        assert row.bytes == STEPS * GRADIENT_BYTES // share and row.blocked > 0
+        assert site in row.site
+        assert "communication hook" in rank.of(Setup)[0].wrappers
+
+
+def test_fully_shard(tmp_path: Path) -> None:
+    for rank in observed(tmp_path, "fsdp2.py"):
+        steps_of(rank)
+        assert rank.of(Start)[0].gradient_bytes == GRADIENT_BYTES
+        rows = {(row.operation, row.by) for row in rank.rows if row.phase in ("forward", "backward")}
+        assert {("all_gather", "FSDP"), ("reduce_scatter", "FSDP")} <= rows
+        reduced = [row for row in rank.rows if row.operation == "reduce_scatter"]
+        assert sum(row.bytes for row in reduced) == STEPS * GRADIENT_BYTES and sum(row.blocked for row in reduced) > 0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_script_that_starts_its_own_rank_and_workers(tmp_path: Path, method: str) -> None:
+    for number, rank in enumerate(observed(tmp_path, "own_ranks.py", START_METHOD=method)):
+        steps = steps_of(rank)
+        assert [step.epoch for step in steps] == [0, 0, 1, 1] and [step.images for step in steps] == [4] * STEPS
+        assert [start.rank for start in rank.of(Start)] == [number]
+        # time between two steps, in which the script evaluates, belongs to neither
+        assert steps[2].at > steps[1].at + steps[1].total
+        (metric,) = (row for row in rank.rows if row.operation == "all_reduce" and row.phase != "backward")
+        assert metric.phase in ("evaluation", "other") and metric.count == STEPS // 2
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    for rank in observed(tmp_path, "compiled.py"):
+        steps_of(rank)
+        reduced = [row for row in rank.rows if row.phase == "backward"]
+        assert sum(row.bytes for row in reduced) == STEPS * GRADIENT_BYTES
+        assert any(row.operation == "all_reduce" and row.phase != "backward" for row in rank.rows)
+
+
+def test_the_times_of_a_ddp_script_are_those_that_ddp_logs(tmp_path: Path) -> None:
+    """DDP's own logging data is of the same backward pass, so it differs by microseconds; a busy machine adds some."""
+    for rank in run_ranks(tmp_path, "ddp_wide.py"):
+        assert rank.code == 0, rank.output
+        (entry, *_) = pairs = rank.of(Calls)[-1].detail["ddp"]
+        assert {"compute", "comm", "overlap"} == set(entry["ddp"]) and len(pairs) == 7
+        near = [pair for pair in pairs if all(_near(pair, name) for name in pair["ddp"])]
+        assert len(near) > len(pairs) / 2, pairs
+
+
+def _near(pair: dict[str, dict[str, float]], name: str) -> bool:
+    ours, theirs = pair["observer"][name], pair["ddp"][name]
+    return abs(ours - theirs) <= 0.05 * theirs + 1e-3
+
+
+# --- it fails open ---------------------------------------------------------------------------------------------------
+
+EVENTS = [name for name in vars(Part) if not name.startswith("_") and name != "sampler_passed"]
+CALLED = [
+    "group",
+    "collectives",
+    "ends",
+    "waits",
+    "backward",
+    "scalers",
+    "optimizers",
+    "data",
+    "evaluation",
+    "wrappers",
+]
+FAULTS = [*CALLED, *(f"install {seam}" for seam in SEAMS), *(f"Steps.{event}" for event in EVENTS)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Rank:
+    """The script without the observer."""
+    (rank,) = run_ranks(tmp_path_factory.mktemp("alone"), "everything.py", ranks=1, attached=False)
+    assert rank.code == 7, rank.output
+    return rank
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_observer_that_fails_changes_nothing(tmp_path: Path, alone: Rank, fault: str) -> None:
+    (rank,) = run_ranks(tmp_path, "everything.py", ranks=1, variables={FAULT: fault})
+    assert (rank.code, rank.output) == (alone.code, alone.output)
+    assert rank.unseen == [fault]
+
+
+def test_a_launcher_that_is_gone_changes_nothing(tmp_path: Path, alone: Rank) -> None:
+    (rank,) = run_ranks(tmp_path, "everything.py", ranks=1, listening=False)
+    assert (rank.code, rank.output, rank.records) == (alone.code, alone.output, [])
+
+
+def test_a_full_disk_at_the_launcher_changes_nothing(tmp_path: Path, alone: Rank) -> None:
+    (rank,) = run_ranks(tmp_path, "everything.py", ranks=1, records="/dev/full")
+    assert (rank.code, rank.output) == (alone.code, alone.output)

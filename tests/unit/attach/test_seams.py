@@ -1,0 +1,51 @@
+"""Helpers of the seams; the seams themselves run in scripts (tests/gloo/test_observer_gloo.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from testbed.attach import seams
+from testbed.attach.seams import BLOCKING, OPERATIONS, Position
+
+
+def test_every_operation_exists_and_has_the_argument_that_is_counted() -> None:
+    for name, (_, counted) in OPERATIONS.items():
+        names = [argument.name for argument in getattr(torch.ops.c10d, name).default._schema.arguments]
+        assert "process_group" in names and (not counted or counted in names), name
+
+
+def test_every_blocking_function_exists() -> None:
+    assert [name for name in BLOCKING if not hasattr(dist, name) and not hasattr(seams.distributed_c10d, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "operation"),
+    [
+        ((torch.zeros(1),), {}, "sum"),
+        ((torch.zeros(1), dist.ReduceOp.MAX), {}, "max"),
+        ((torch.zeros(1),), {"op": dist.ReduceOp.AVG}, "avg"),
+    ],
+)
+def test_the_reduce_operation_of_a_call(
+    arguments: tuple[object, ...], named: dict[str, object], operation: str
+) -> None:
+    assert seams._reduce_operation(dist.all_reduce)(arguments, named) == operation
+
+
+def test_a_function_without_reduction_counts_as_a_sum() -> None:
+    assert seams._reduce_operation(dist.broadcast)((torch.zeros(1), 0), {}) == "sum"
+
+
+def test_tensors_are_found_in_nested_lists() -> None:
+    one, two = torch.zeros(1), torch.ones(1)
+    assert list(seams._tensors([[one], (two,)])) == [one, two] and list(seams._tensors(3)) == []
+
+
+def test_a_forked_process_has_nothing_in_flight() -> None:
+    position = Position()
+    position.phase = "backward"
+    position.calls.append(seams.Call("sum"))
+    position.forget()
+    assert position.phase == "other" and position.calls == [] and position.pending == {}

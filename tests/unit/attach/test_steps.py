@@ -1,0 +1,185 @@
+"""Events become records that the reader accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from testbed.attach.events import Collective
+from testbed.attach.steps import Steps
+from testbed.rank.counters import NoCounter
+from testbed.results.observations import Calls, Setup
+from testbed.results.records import Record, Start, Step, read
+from testbed.spec.run import SCHEMA
+
+
+class Script:
+    """Plays the events of a script and reads the records back."""
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        self.path = folder / "rank0.jsonl"
+        self.sent: list[dict[str, Any]] = []
+        self.steps = Steps(self.sent.append, NoCounter(), limit, 60.0, ["changed"], SCHEMA)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+
+    def backward(self, loss: float = 2.0, reduced: list[Collective] | None = None) -> None:
+        self.steps.backward_began(torch.tensor(loss))
+        for each in reduced or []:
+            self.steps.collective_began(each)
+            each.launched = each.begun
+            each.ended = self.steps.timeline.clock()
+            self.steps.collective_ended(each)
+        self.steps.backward_ended(reduced or [])
+
+    def update(self, optimizer: Any) -> None:
+        self.steps.update_began(optimizer)
+        self.steps.update_ended(optimizer)
+
+    def collective(self, operation: str = "all_reduce", size: int = 12, **detail: Any) -> Collective:
+        return Collective(operation, size, self.steps.timeline.clock(), "main.py:9", "sync", {"group": 2, **detail})
+
+    def records(self) -> list[Record]:
+        self.path.write_text("".join(json.dumps(each) + "\n" for each in self.sent))
+        return list(read(self.path))
+
+    def recorded(self, kind: type[Any]) -> list[Any]:
+        return [each for each in self.records() if isinstance(each, kind)]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path)
+
+
+def test_all_records_are_read_as_their_classes(script: Script) -> None:
+    script.backward()
+    script.update(script.optimizer())
+    script.steps.ends()
+    assert [type(each) for each in script.records()] == [Start, Setup, Step, Calls]
+    start, setup, step, _ = script.records()
+    assert isinstance(start, Start) and (start.parameters, start.gradient_bytes, start.tensors) == (3, 12, 1)
+    assert isinstance(setup, Setup) and setup.changed == ["changed"]
+    assert isinstance(step, Step) and step.loss == 2.0 and step.cpu is not None
+
+
+def test_two_optimizers_make_one_step_from_the_second_round_on(script: Script) -> None:
+    first, second = script.optimizer(), script.optimizer()
+    for _ in range(3):
+        for optimizer in (first, second):
+            script.backward()
+            script.update(optimizer)
+    # the first round is not known to be one before it comes again
+    assert len(script.recorded(Step)) == 4
+
+
+def test_a_wait_belongs_to_the_collective_that_was_waited_for(script: Script) -> None:
+    script.backward()
+    one, other = script.collective(size=4, reduce="sum"), script.collective("broadcast", 8, root=1)
+    for each in (one, other):
+        script.steps.collective_began(each)
+    since = script.steps.timeline.clock()
+    other.ended = since + 0.5
+    script.steps.collective_ended(other)
+    script.steps.waited(since, since + 0.5, [other])
+    one.ended = since + 0.5
+    script.steps.collective_ended(one)
+    script.update(script.optimizer())
+    script.steps.ends()
+    (calls,) = script.recorded(Calls)
+    blocked = {row.operation: row.blocked for row in calls.rows}
+    assert blocked == {"all_reduce": 0.0, "broadcast": pytest.approx(0.5)}
+    assert [row.detail for row in calls.rows] == [
+        {"group": 2, "reduce": "sum", "smallest": 4, "largest": 4},
+        {"group": 2, "root": 1, "smallest": 8, "largest": 8},
+    ]
+
+
+def test_calls_of_one_line_are_one_row(script: Script) -> None:
+    for size in (4, 8):
+        each = script.collective(size=size)
+        script.steps.collective_began(each)
+        each.ended = each.begun + 1
+        script.steps.collective_ended(each)
+    script.backward()
+    script.update(script.optimizer())
+    script.steps.ends()
+    (row,) = script.recorded(Calls)[0].rows
+    assert (row.count, row.bytes, row.detail["smallest"], row.detail["largest"]) == (2, 12, 4, 8)
+    assert row.seconds == pytest.approx(2)
+
+
+def test_ddp_blocks_from_its_last_launch_until_all_have_ended(script: Script) -> None:
+    buckets = [script.collective(size=4), script.collective(size=8)]
+    script.backward(reduced=buckets)
+    script.update(script.optimizer())
+    (step,) = script.recorded(Step)
+    ended = max(each.ended or 0.0 for each in buckets)
+    assert step.blocked == pytest.approx(ended - max(each.launched for each in buckets), abs=2e-6)
+    assert step.blocked + step.hidden == pytest.approx(step.busy, rel=1e-9)
+
+
+def test_the_loss_is_what_was_multiplied_by_a_scaler(script: Script) -> None:
+    loss = torch.tensor(3.0)
+    scaled = loss * 65536
+    script.steps.scaled(scaled, loss)
+    script.steps.backward_began(scaled)
+    script.steps.backward_ended([])
+    script.update(script.optimizer())
+    assert script.recorded(Step)[0].loss == 3.0
+
+
+def test_a_batch_that_was_only_looked_at_begins_no_epoch(script: Script) -> None:
+    class Loader:
+        _index_sampler = object()
+
+    optimizer, peeked = script.optimizer(), Loader()
+    batch = (torch.zeros(5, 2), torch.zeros(5))
+    script.steps.data_began(peeked)
+    script.steps.data_ended(peeked, batch)
+    passes = [Loader(), Loader()]
+    for each in passes:
+        for _ in range(2):
+            script.steps.data_began(each)
+            script.steps.data_ended(each, batch)
+            script.backward()
+            script.update(optimizer)
+        script.steps.data_began(each)
+        script.steps.data_exhausted(each)
+    steps = script.recorded(Step)
+    assert [step.epoch for step in steps] == [0, 0, 1, 1]
+    assert [step.images for step in steps][1:] == [5, 5, 5]
+
+
+def test_an_evaluation_belongs_to_no_step(script: Script) -> None:
+    optimizer, loader = script.optimizer(), object()
+    script.backward()
+    script.update(optimizer)
+    ended = script.steps.timeline.begun
+    script.steps.evaluation_began()
+    with torch.no_grad():
+        script.steps.data_began(loader)
+        script.steps.data_ended(loader, torch.zeros(7, 1))
+    script.steps.evaluation_ended()
+    assert script.steps.timeline.begun > ended
+    script.backward()
+    script.update(optimizer)
+    assert script.recorded(Step)[1].images == 0
+
+
+def test_the_script_ends_after_the_requested_steps(tmp_path: Path) -> None:
+    script = Script(tmp_path, limit=2)
+    optimizer = script.optimizer()
+    script.backward()
+    script.update(optimizer)
+    script.backward()
+    with pytest.raises(SystemExit) as ended:
+        script.update(optimizer)
+    assert ended.value.code == 0
+    assert script.sent.pop() == {"kind": "limit", "steps": 2}
+    assert len(script.recorded(Step)) == 2
