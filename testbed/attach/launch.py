@@ -80,6 +80,7 @@ def environment(
     request: dict[str, Any] = {"schema": SCHEMA, "steps": spec.steps, "interface": interface, "deadline": deadline}
     hard_coded = (spec.script.address, spec.script.interface)
     request |= {"data": offered, "rewrite": rewrite.request(*hard_coded, own["MASTER_ADDR"], interface)}
+    request["as_cpu"] = spec.script.as_cpu
     if not spec.mode.is_script:  # --instead: the mode replaces the script's synchronisation (instead.py)
         asked = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         request |= {"instead": asked | {"mode": str(spec.mode)}, "swap": SWAP_STEP}

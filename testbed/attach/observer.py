@@ -34,6 +34,10 @@ def install() -> None:
         lambda: make_parts(channel, request, changed),
         fault,
     )
+    if request.get("as_cpu"):
+        from testbed.attach import as_cpu
+
+        as_cpu.install(changed)  # before the seams, which see what really happens
     vision = Vision(request.get("data", {}), changed, hub.failed)
     before = {"rewrite": lambda *_: rewrite.install(request.get("rewrite", {}), changed)}
     after = {"vision": lambda *_: vision.install(), "where": lambda *_: where.listen(path)}

@@ -1,4 +1,4 @@
-"""Every seam in one short script: DDP, work by hand, a GradScaler, a DataLoader, an evaluation, a fork."""
+"""Every seam in one short script: DDP, work by hand, a GradScaler, a sampler, clipping, an evaluation, a fork."""
 
 import os
 
@@ -7,16 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-loader = DataLoader(TensorDataset(*common.batch(0, rank)), batch_size=2)
+data = TensorDataset(*common.batch(0, rank))
+loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
 model = DistributedDataParallel(common.model())
-model.register_comm_hook(
-    None,
-    lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0]),
-)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
 losses = []
@@ -27,6 +24,7 @@ for images, labels in loader:
     work = dist.all_reduce(loss.detach().clone(), async_op=True)
     dist.broadcast(loss.detach().clone(), 0)
     work.wait()
+    nn.utils.clip_grad_norm_(model.parameters(), 10.0)
     scaler.step(optimizer)
     scaler.update()
     losses.append(loss.item())

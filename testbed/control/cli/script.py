@@ -61,6 +61,9 @@ Requirements = Annotated[
     Path | None,
     typer.Option(help="containers: a pip file of the script's packages, which become a layer on our image"),
 ]
+AsCpu = Annotated[
+    bool, typer.Option("--as-cpu", help="run a script that was written for CUDA on the CPU, and NCCL as Gloo")
+]
 DataAt = Annotated[
     list[str] | None,
     typer.Option(metavar="FOLDER", help="where the script looks for CIFAR-10 or MNIST [default: ./data]"),
@@ -99,6 +102,7 @@ def exec_(
     image: Image = "",
     requirements: Requirements = None,
     data_at: DataAt = None,
+    as_cpu: AsCpu = False,
     out: opt.Out = None,
     as_json: Json = False,
 ) -> None:
@@ -107,6 +111,7 @@ def exec_(
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
     script = script_keys(context.args)
     script |= {"exclude": exclude or [], "address": address, "interface": interface} | variables(env or [])
+    script["as_cpu"] = as_cpu
     if data_at:
         script["data_at"] = ["data", *data_at]
     if mount or image or requirements:

@@ -81,8 +81,8 @@ def test_a_forked_process_has_new_parts() -> None:
 def test_the_line_of_the_script_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "tools" / "sync.py"
-    code = compile("\n\ndef average():\n    return call_site()\n", str(script), "exec")
-    names = {"call_site": events.call_site}
+    code = compile("\n\ndef average():\n    return caller()\n", str(script), "exec")
+    names = {"caller": events.caller}
     exec(code, names)
     assert names["average"]() == (f"tools{os.sep}sync.py:4", "")  # type: ignore[operator]
 

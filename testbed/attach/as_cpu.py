@@ -1,0 +1,198 @@
+"""Run a script that was written for CUDA on the CPU: `testbed exec --as-cpu`.
+
+Every place where a script names a CUDA device takes the CPU instead: tensors, modules, autocast, GradScaler, DDP, and
+NCCL becomes Gloo. `torch.cuda.is_available()` is True for the script's own code, so that it takes the path that its
+author meant; libraries, torch included, see that there is no GPU. `with torch.device("cuda"):` is not replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from testbed.attach.events import is_library
+
+CHANGED = "--as-cpu: CUDA devices, autocast and GradScaler became those of the CPU"
+GLOO = "--as-cpu: NCCL became Gloo, which has no ReduceOp.AVG: an all_reduce with it became a sum and a division"
+FACTORIES = (
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange"),
+    *("linspace", "logspace", "eye", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("randint_like", "tril_indices", "triu_indices", "from_file", "load", "set_default_device", "empty_strided"),
+)
+METHODS = ("to", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
+NUMBERS = {  # functions of torch.cuda that return a number
+    "device_count": 1,
+    "current_device": 0,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+}
+SILENT = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "init")
+
+
+def install(changed: list[str]) -> None:
+    """Replace what names CUDA. `changed` gets the sentences for the page."""
+    changed.append(CHANGED)
+    for name in FACTORIES:
+        if hasattr(torch, name):
+            setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in METHODS:
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    torch.nn.Module.to = _on_cpu(torch.nn.Module.to)  # type: ignore[method-assign]
+    torch.nn.Module.to_empty = _on_cpu(torch.nn.Module.to_empty)  # type: ignore[method-assign]
+    torch.Tensor.cuda = torch.nn.Module.cuda = _itself  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
+    for kind in (torch.amp.autocast, torch.amp.GradScaler):
+        kind.__init__ = _on_cpu(kind.__init__, default="device", value="cpu")  # type: ignore[misc]
+    _replace_cuda()
+    _replace_groups(changed)
+    _replace_ddp()
+
+
+def cpu(value: Any) -> Any:
+    """The CPU for a CUDA device or its name; any other value as it is."""
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, dict):  # map_location of torch.load
+        return {cpu(key): cpu(each) for key, each in value.items()}
+    return value
+
+
+def _on_cpu(original: Callable[..., Any], default: str = "", value: str = "") -> Callable[..., Any]:
+    """A function that takes the CPU where it is given CUDA. `default`: an argument that is CUDA if it is not given."""
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        if default and len(arguments) < 2 and not any(key.startswith(default) for key in named):
+            arguments = (*arguments, value)
+        arguments = tuple(cpu(each) if isinstance(each, str | torch.device) else each for each in arguments)
+        for key in ("device", "map_location", "device_type"):
+            if key in named:
+                named[key] = cpu(named[key])
+        return original(*arguments, **named)
+
+    return wrapper
+
+
+def _itself(self: Any, *arguments: Any, **named: Any) -> Any:
+    return self
+
+
+def _replace_cuda() -> None:
+    """The functions of torch.cuda that scripts call."""
+    cuda: Any = torch.cuda
+    available = cuda.is_available
+
+    def is_available() -> bool:
+        return bool(available()) if is_library(sys._getframe(1).f_code.co_filename) else True
+
+    def number(value: int) -> Callable[..., int]:
+        return lambda *arguments, **named: value
+
+    cuda.is_available = is_available
+    for name, value in NUMBERS.items():
+        setattr(cuda, name, number(value))
+    for name in SILENT:
+        setattr(cuda, name, lambda *arguments, **named: None)
+    properties = SimpleNamespace(name="CPU", total_memory=0, major=0, minor=0, multi_processor_count=1)
+    cuda.get_device_properties = lambda *arguments, **named: properties
+    cuda.get_device_name = lambda *arguments, **named: "CPU"
+    cuda.get_device_capability = lambda *arguments, **named: (0, 0)
+    cuda.is_bf16_supported = lambda *arguments, **named: True
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *arguments, **named: _Stream()
+    cuda.stream = cuda.device = lambda *arguments, **named: contextlib.nullcontext()
+
+
+class _Stream:
+    """A stream whose work is done when it was called."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+    synchronize = wait_stream = wait_event = record_event = lambda self, *arguments: None
+
+
+class _Event(_Stream):
+    """An event that has happened when it was recorded."""
+
+    def record(self, *arguments: Any) -> None:
+        import time
+
+        self.at = time.monotonic()
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds."""
+        return float(other.at - self.at) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+
+def _replace_groups(changed: list[str]) -> None:
+    """NCCL becomes Gloo; what Gloo does not accept is left out."""
+    for name in ("init_process_group", "new_group"):
+        original = getattr(distributed_c10d, name)
+        replaced = _with_gloo(original, changed)
+        setattr(dist, name, replaced)
+        setattr(distributed_c10d, name, replaced)
+    dist.is_nccl_available = lambda: True
+    barrier, all_reduce = distributed_c10d.barrier, distributed_c10d.all_reduce
+
+    @functools.wraps(barrier)
+    def without_devices(*arguments: Any, **named: Any) -> Any:
+        named.pop("device_ids", None)
+        return barrier(*arguments, **named)
+
+    @functools.wraps(all_reduce)
+    def averaging(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if op != dist.ReduceOp.AVG or async_op:
+            return all_reduce(tensor, op, group, async_op)
+        result = all_reduce(tensor, dist.ReduceOp.SUM, group)
+        tensor /= dist.get_world_size(group)
+        return result
+
+    dist.barrier = distributed_c10d.barrier = without_devices
+    dist.all_reduce = distributed_c10d.all_reduce = averaging
+
+
+def _with_gloo(original: Callable[..., Any], changed: list[str]) -> Callable[..., Any]:
+    place = 0 if original.__name__ == "init_process_group" else 2  # of the backend
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        given = named.get("backend", arguments[place] if len(arguments) > place else None)
+        if given is not None and "nccl" in str(given).lower():
+            if GLOO not in changed:
+                changed.append(GLOO)
+            if "backend" in named:
+                named["backend"] = "gloo"
+            else:
+                arguments = (*arguments[:place], "gloo", *arguments[place + 1 :])
+        named.pop("device_id", None)
+        return original(*arguments, **named)
+
+    return wrapper
+
+
+def _replace_ddp() -> None:
+    kind = torch.nn.parallel.DistributedDataParallel
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def construct(self: Any, module: Any, *arguments: Any, **named: Any) -> None:
+        named = {key: value for key, value in named.items() if key not in ("device_ids", "output_device")}
+        original(self, module, *((None, None)[: len(arguments)]), *arguments[2:], **named)
+
+    kind.__init__ = construct  # type: ignore[method-assign]
