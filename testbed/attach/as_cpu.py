@@ -28,14 +28,9 @@ FACTORIES = (
     *("randint_like", "tril_indices", "triu_indices", "from_file", "load", "set_default_device", "empty_strided"),
 )
 METHODS = ("to", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
-NUMBERS = {  # functions of torch.cuda that return a number
-    "device_count": 1,
-    "current_device": 0,
-    "memory_allocated": 0,
-    "max_memory_allocated": 0,
-    "memory_reserved": 0,
-    "max_memory_reserved": 0,
-}
+ZERO = (  # functions of torch.cuda that return 0
+    *("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+)
 SILENT = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "init")
 
 
@@ -49,10 +44,10 @@ def install(changed: list[str]) -> None:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
     torch.nn.Module.to = _on_cpu(torch.nn.Module.to)  # type: ignore[method-assign]
     torch.nn.Module.to_empty = _on_cpu(torch.nn.Module.to_empty)  # type: ignore[method-assign]
-    torch.Tensor.cuda = torch.nn.Module.cuda = _itself  # type: ignore[method-assign, assignment]
-    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = torch.nn.Module.cuda = _itself  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
     for kind in (torch.amp.autocast, torch.amp.GradScaler):
-        kind.__init__ = _on_cpu(kind.__init__, default="device", value="cpu")  # type: ignore[misc]
+        kind.__init__ = _on_cpu(kind.__init__, default="device", value="cpu")  # type: ignore[method-assign]
     _replace_cuda()
     _replace_groups(changed)
     _replace_ddp()
@@ -92,17 +87,10 @@ def _itself(self: Any, *arguments: Any, **named: Any) -> Any:
 def _replace_cuda() -> None:
     """The functions of torch.cuda that scripts call."""
     cuda: Any = torch.cuda
-    available = cuda.is_available
-
-    def is_available() -> bool:
-        return bool(available()) if is_library(sys._getframe(1).f_code.co_filename) else True
-
-    def number(value: int) -> Callable[..., int]:
-        return lambda *arguments, **named: value
-
-    cuda.is_available = is_available
-    for name, value in NUMBERS.items():
-        setattr(cuda, name, number(value))
+    for name, value in {"is_available": True, "device_count": 1}.items():
+        setattr(cuda, name, _for_scripts(getattr(cuda, name), value))
+    for name in ZERO:
+        setattr(cuda, name, lambda *arguments, **named: 0)
     for name in SILENT:
         setattr(cuda, name, lambda *arguments, **named: None)
     properties = SimpleNamespace(name="CPU", total_memory=0, major=0, minor=0, multi_processor_count=1)
@@ -113,6 +101,16 @@ def _replace_cuda() -> None:
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = lambda *arguments, **named: _Stream()
     cuda.stream = cuda.device = lambda *arguments, **named: contextlib.nullcontext()
+
+
+def _for_scripts(original: Callable[[], Any], value: Any) -> Callable[[], Any]:
+    """A function that returns `value` to a script, and what `original` returns to a library."""
+
+    @functools.wraps(original)
+    def wrapper() -> Any:
+        return original() if is_library(sys._getframe(1).f_code.co_filename) else value
+
+    return wrapper
 
 
 class _Stream:

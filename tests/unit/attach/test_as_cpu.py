@@ -76,7 +76,7 @@ assert torch.arange(3).to("cuda").tolist() == [0, 1, 2]
 def test_autocast_and_scaler_are_those_of_the_cpu() -> None:
     run("""
 for context in (torch.autocast("cuda"), torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16),
-                torch.cuda.amp.autocast(), torch.autocast(device_type="cuda", enabled=True)):
+                torch.cuda.amp.autocast(dtype=torch.bfloat16), torch.autocast(device_type="cuda", enabled=True)):
     with context:
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
 for scaler in (torch.amp.GradScaler(), torch.amp.GradScaler("cuda"), torch.cuda.amp.GradScaler(),
