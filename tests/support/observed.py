@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -84,7 +85,8 @@ def run_ranks(
             own |= {channel.VARIABLE: str(path), channel.REQUEST: json.dumps(asked)}
             own["PYTHONPATH"] = str(python_path(folder))
             if listening:
-                intakes.append(Intake(path, Records(paths[-1])))
+                written = Records(paths[-1])
+                intakes.append((Intake(path, written), written))
         command = [sys.executable, str(SCRIPTS / script)]
         out = (place / f"{rank}.log").open("w")
         processes.append(
@@ -99,8 +101,10 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.wait()
-        for intake in intakes:
+        for intake, written in intakes:
             intake.finish(TIMEOUT_S)
+            with contextlib.suppress(OSError):  # a full disk
+                written.close()
     logs = [(place / f"{rank}.log").read_text() for rank in range(ranks)]
     return [Rank(*each) for each in zip(codes, logs, [_read(path) for path in paths], strict=True)]
 

@@ -32,12 +32,14 @@ print("done", "sitecustomize" in dir(), __import__("os").environ.get("CHAINED"))
 def run(folder: Path, *, variables: dict[str, str] | None = None, more_path: str = "", flags: str = "") -> str:
     """Run the script with an observer; return its output."""
     path = folder / "observer"
-    intake = Intake(path, Records(folder / "rank0.jsonl"))
+    records = Records(folder / "rank0.jsonl")
+    intake = Intake(path, records)
     own = {channel.VARIABLE: str(path), channel.REQUEST: json.dumps({"schema": 3}), "PATH": os.environ["PATH"]}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(python_path(folder)), more_path]))
     command = [sys.executable, *flags.split(), "-c", SCRIPT]
     done = subprocess.run(command, env=own | (variables or {}), capture_output=True, text=True, timeout=120)
     intake.finish(30)
+    records.close()
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
