@@ -69,7 +69,10 @@ class Records:
         self._left -= size
         if kind == "step":
             self.steps, self.last_step = self.steps + 1, time.monotonic()
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        try:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError:  # a full disk: the script goes on, and the launcher's own record at the end will say why
+            self._left = 0
 
     @property
     def rank(self) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+from multiprocessing import util
 from typing import Any
 
 from testbed.attach import rewrite, seams, where
@@ -59,7 +60,14 @@ def install() -> None:
     if request.get("instead"):  # after the seams: what it replaces is not the script's own communication
         hub.parts.append(_instead(hub, channel, request))
     os.register_at_fork(after_in_child=lambda: hub.observe("fork", forked))
-    atexit.register(lambda: hub.emit("ends"))
+
+    def ends() -> None:
+        hub.emit("ends")
+        seams.await_callbacks(position)
+
+    atexit.register(ends)
+    # A forked process of multiprocessing ends without atexit, and forgets what was registered before it began.
+    util.register_after_fork(hub, lambda _: util.Finalize(None, ends, exitpriority=0))
 
 
 def _instead(hub: Hub, channel: Channel, request: dict[str, Any]) -> Part:

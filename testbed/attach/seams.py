@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,8 @@ BLOCKING = (
     "_broadcast_coalesced",  # DDP's buffers and first parameters
     "_verify_params_across_processes",  # DDP's constructor
 )
+CALLBACKS_TIMEOUT_S = 2.0  # a collective that has not ended when the script ends may never end
+CALLBACK_S = 0.01
 MAX_PENDING = 4096  # works that nobody has waited for; older ones are forgotten
 
 
@@ -93,6 +96,7 @@ class Position:
         self.has_hook = False  # DDP with a communication hook
         self.reduced: list[Collective] = []  # in this backward pass, whose end DDP waits for
         self.pending: dict[int, tuple[Collective, Any]] = {}  # by id of the Work, which is kept until it has ended
+        self.called_back: set[int] = set()  # ids of collectives whose future has not called us yet
         self._groups: dict[tuple[str, int], tuple[list[int], list[int]]] = {}  # by name and size
         self._local = threading.local()
 
@@ -117,6 +121,7 @@ class Position:
     def forget(self) -> None:
         """A process that was forked has nothing in flight."""
         self.phase, self.reduced, self.pending, self._groups = "other", [], {}, {}
+        self.called_back = set()
         self._local = threading.local()
 
 
@@ -212,10 +217,21 @@ def track(hub: Hub, position: Position, collective: Collective, work: Any) -> No
                 del position.pending[key]
 
         hub.observe("ends", ended)
+        position.called_back.discard(id(collective))
 
     if collective.operation not in WITHOUT_FUTURE:
         with contextlib.suppress(RuntimeError):  # this kind of Work has no future: the wait for it counts
-            work.get_future().add_done_callback(done)
+            future = work.get_future()
+            position.called_back.add(id(collective))
+            future.add_done_callback(done)
+
+
+def await_callbacks(position: Position) -> None:
+    """Wait until no thread of Gloo is about to call us: one that does while Python ends would abort the process."""
+    limit = time.monotonic() + CALLBACKS_TIMEOUT_S
+    while position.called_back and time.monotonic() < limit:
+        time.sleep(CALLBACK_S)
+    time.sleep(CALLBACK_S)  # for the last thread to leave Python
 
 
 def watch_waits(hub: Hub, position: Position) -> None:
@@ -235,7 +251,7 @@ def watch_waits(hub: Hub, position: Position) -> None:
         hub.observe("waits", _waited, hub, position, self, collective, since)
         return result
 
-    dist.Work.wait = wait  # type: ignore[method-assign]
+    dist.Work.wait = _not_compiled(wait)  # type: ignore[method-assign]
 
 
 def _waited(hub: Hub, position: Position, work: Any, collective: Collective | None, since: float) -> None:
@@ -281,7 +297,12 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
         hub.observe("waits", end, *begun, result)
         return result
 
-    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, without its imports
+    return _not_compiled(wrapper)
+
+
+def _not_compiled(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compiler.disable does, without its imports: dynamo does not look into our function."""
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -345,7 +366,7 @@ def watch_backward(hub: Hub, position: Position) -> None:
             hub.observe("backward", end, completed)
         return result
 
-    torch.autograd.backward = backward  # Tensor.backward calls it by this name
+    torch.autograd.backward = _not_compiled(backward)  # Tensor.backward calls it by this name
 
 
 def watch_scalers(hub: Hub, position: Position) -> None:
@@ -438,7 +459,7 @@ def watch_evaluation(hub: Hub, position: Position) -> None:
             hub.observe("evaluation", hub.emit, "evaluation_ended")
         return result
 
-    kind.eval, kind.train = eval_, train_  # type: ignore[method-assign]
+    kind.eval, kind.train = _not_compiled(eval_), _not_compiled(train_)  # type: ignore[method-assign]
 
 
 def watch_wrappers(hub: Hub, position: Position) -> None:
@@ -529,7 +550,7 @@ def _before(original: Callable[..., Any], event: Callable[[], None]) -> Callable
         event()
         return original(*arguments, **named)
 
-    return wrapper
+    return _not_compiled(wrapper)
 
 
 SEAMS: dict[str, Callable[[Hub, Position], None]] = {

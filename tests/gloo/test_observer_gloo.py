@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,23 @@ STEPS = 4  # of each script
 
 
 def observed(folder: Path, script: str, **variables: str) -> list[Rank]:
-    """Run a script with and without the observer; its output and exit codes are equal, bit for bit."""
+    """Run a script with and without the observer; what it prints and its exit codes are equal, bit for bit."""
     alone = run_ranks(folder, script, attached=False, variables=variables)
     ranks = run_ranks(folder, script, variables=variables)
     assert [rank.code for rank in alone] == [0, 0], alone[0].output
-    assert [(rank.code, rank.output) for rank in ranks] == [(rank.code, rank.output) for rank in alone]
+    assert [(rank.code, printed(rank)) for rank in ranks] == [(rank.code, printed(rank)) for rank in alone]
     for rank in ranks:
         assert rank.unseen == []
         for step in rank.of(Step):
             assert step.blocked + step.hidden == pytest.approx(step.busy, rel=0.05, abs=2e-4)
     return ranks
+
+
+def printed(rank: Rank) -> list[str]:
+    """The script's own lines; torch's warnings have times and process ids in them."""
+    lines = [line for line in rank.output.splitlines() if line.startswith("rank ")]
+    assert lines, rank.output
+    return lines
 
 
 def steps_of(rank: Rank, count: int = STEPS) -> list[Step]:
@@ -39,7 +47,7 @@ def steps_of(rank: Rank, count: int = STEPS) -> list[Step]:
 
 def losses_of(rank: Rank) -> list[float]:
     """The losses that a script printed."""
-    return [float.fromhex(word) for word in rank.output.split(": ")[1].split()]
+    return [float.fromhex(word) for word in rank.output.strip().splitlines()[-1].split(": ")[1].split()]
 
 
 def test_gather_and_scatter_by_hand(tmp_path: Path) -> None:
@@ -142,13 +150,12 @@ def test_the_times_of_a_ddp_script_are_those_that_ddp_logs(tmp_path: Path) -> No
         assert rank.code == 0, rank.output
         (entry, *_) = pairs = rank.of(Calls)[-1].detail["ddp"]
         assert {"compute", "comm", "overlap"} == set(entry["ddp"]) and len(pairs) == 7
-        near = [pair for pair in pairs if all(_near(pair, name) for name in pair["ddp"])]
-        assert len(near) > len(pairs) / 2, pairs
-
-
-def _near(pair: dict[str, dict[str, float]], name: str) -> bool:
-    ours, theirs = pair["observer"][name], pair["ddp"][name]
-    return abs(ours - theirs) <= 0.05 * theirs + 1e-3
+        for name in entry["ddp"]:
+            ours, theirs = (statistics.median(pair[whose][name] for pair in pairs) for whose in ("observer", "ddp"))
+            if name == "compute":  # DDP counts from the end of forward, the observer from the call of backward
+                assert ours <= 1.05 * theirs + 2e-3, pairs
+            else:
+                assert ours == pytest.approx(theirs, rel=0.05, abs=2e-3), (name, pairs)
 
 
 def test_a_script_for_cuda_runs_on_the_cpu(tmp_path: Path) -> None:
