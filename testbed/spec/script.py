@@ -68,8 +68,8 @@ def _check_inside(places: tuple[str, ...]) -> tuple[str, ...]:
     for place in places:
         if not place or PurePath(place).is_absolute() or ".." in PurePath(place).parts:
             rule = "must be a folder inside the script's own"
-            way_out = "Write e.g. --data-at ./datasets. With download=True the script finds data at any path."
-            raise refuse("--data-at", place, rule, way_out)
+            way_out = "Write e.g. ./datasets. With download=True the script finds data at any path."
+            raise refuse("place of the data", place, rule, way_out)
     return places
 
 
