@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.attach.as_cpu import CHANGED, GLOO
 from testbed.results.observations import Calls, Setup
 from testbed.results.records import Start, Step, read
 from tests.support.command import run_command
@@ -45,3 +46,11 @@ def test_a_ddp_script_is_observed(tmp_path: Path) -> None:
 def test_a_script_ends_after_the_steps_that_were_requested(tmp_path: Path) -> None:
     summary = run_script(tmp_path, "ddp.py", "--steps", "5")
     assert summary["status"] == "ok" and len(summary["losses"]) == 5
+
+
+def test_a_script_for_cuda_runs_with_as_cpu(tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / "common.py", tmp_path)
+    summary = run_script(tmp_path, "for_cuda.py", "--as-cpu")
+    assert summary["status"] == "ok" and len(summary["losses"]) == 4
+    (setup,) = [each for each in read(tmp_path / "r" / "rank0.jsonl") if isinstance(each, Setup)]
+    assert setup.changed == [CHANGED, GLOO]

@@ -67,7 +67,7 @@ OUTSIDE_SPEC = {
     "requirements",
     "data_at",
 }
-OUTSIDE_SPEC |= {"env", "exclude", "address", "interface"}  # of `testbed exec`: keys of the spec's script
+OUTSIDE_SPEC |= {"env", "exclude", "address", "interface", "as_cpu"}  # of `testbed exec`: keys of the spec's script
 
 
 def spec_options(context: typer.Context) -> dict[str, Any]:

@@ -129,6 +129,8 @@ def print_findings(folder: Path) -> None:
     """Print what a user's script does wrong and what costs it time, one line each; nothing if there is none."""
     from testbed.report.script_findings import find_in
 
+    if not any(folder.glob("rank*.jsonl")):
+        return  # no rank was started, and the lines above say why
     try:
         found = find_in(RunFolder(folder))
     except (TestbedError, OSError) as error:

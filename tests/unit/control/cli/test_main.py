@@ -10,8 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from testbed.control.cli import main
+from testbed.control.cli.options import OUTSIDE_SPEC
+from testbed.control.cli.report import print_findings
 from testbed.spec.errors import SpecError, TestbedError, UsageError
 from testbed.spec.experiment import spec_from_flags
+from testbed.spec.run import RunSpec
+from testbed.spec.words import FLAGS
 
 
 def flags_of(command: str) -> set[str]:
@@ -39,6 +43,22 @@ def test_the_flags_of_sweep_are_these_and_no_more():
         *("--on", "--inventory", "--accept-new", "--share", "--set", "--profile", "--fresh", "--json"),
         "--keep-going",
     }
+
+
+def test_every_option_of_exec_is_a_key_of_the_spec_or_named_as_none():
+    import typer
+
+    parameters = {each.name for each in typer.main.get_command(main.app).commands["exec"].params} - {"help"}
+    keys = {FLAGS.get(name, name).partition(".")[0] for name in parameters - OUTSIDE_SPEC}
+    assert keys <= set(RunSpec.model_fields) and {"nodes", "link", "faults"} <= keys
+
+
+def test_a_script_that_was_not_started_has_no_line_about_findings(tmp_path, capsys):
+    print_findings(tmp_path)
+    assert capsys.readouterr().out == ""
+    (tmp_path / "rank0.jsonl").touch()  # and a damaged folder has one
+    print_findings(tmp_path)
+    assert capsys.readouterr().out.startswith("no findings: ")
 
 
 def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():
