@@ -437,7 +437,7 @@ def _last_recorded(folder: RunFolder, rank: int) -> int:
 
 
 def _conclude(request: Request, run: JoinedRun, status: Status, reason: str) -> Summary:
-    facts = {"reason": reason, "substrate": request.substrate, "network": run.network}
+    facts: dict[str, Any] = {"reason": reason, "substrate": request.substrate, "network": run.network}
     return conclude(run.folder, run.spec, status=status, notes=run.notes, **facts)
 
 

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from testbed.report.model import Cell, Chapter, names
-from testbed.report.script_findings import Finding, find
+from testbed.report.script_findings import find
 from testbed.report.stats import seconds
 from testbed.report.tables import DASH, Table, number
+from testbed.results.finding import Finding
 from testbed.results.observations import Call, Calls, Setup, Swap, Unseen
 from testbed.spec.errors import one_line
 
@@ -46,7 +47,7 @@ class ScriptPart:
     def markdown(self) -> str:
         lines = [f"### {self.title}", ""]
         for each in self.findings:
-            lines.append(f"- **{each.severity}**: {each.what}{f' ({each.site})' if each.site else ''}")
+            lines.append(f"- **{each.severity}**: {each.title}{f' ({each.site})' if each.site else ''}")
             lines += [f"  {name}: {text}" for name, text in details(each)]
         lines += [] if self.findings else [self.nothing_found]
         return "\n".join([*lines, "", *self.notes, "", *(table.markdown() for table in self.tables)])
@@ -90,7 +91,7 @@ def details(finding: Finding) -> list[tuple[str, str]]:
     """What supports a finding, what it costs and what to do, each with its name; without what is not known."""
     cost = seconds(finding.seconds) + " a step" if finding.seconds else ""
     named = {"Evidence": finding.evidence, "Costs": cost, "Fix": finding.fix}
-    named |= {"Certainty": finding.sure, "Refuted by": finding.refute}
+    named |= {"Certainty": finding.sure, "Refuted by": finding.refuted_by}
     return [(name, text) for name, text in named.items() if text]
 
 

@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from testbed.report.stats import seconds
+from testbed.results.finding import SEVERITIES, Finding
 from testbed.results.folder import MAX_RECORDS_BYTES, RunFolder, check_size
 from testbed.results.gradients import EXACT, Fit, gradient_fits, near, optimizer_of
 from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup
@@ -22,8 +23,6 @@ from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
 from testbed.spec.units import covered_length, format_rate, format_size
 
-Severity = Literal["error", "cost", "note"]
-SEVERITIES: tuple[Severity, ...] = ("error", "cost", "note")
 MIN_SAMPLES = 2  # samples that must agree before a rule speaks: one may be an accident
 MIN_STEPS = 4  # the fewest steps of which a time is said
 CARRIED = 0.4  # share of the gradients' bytes from which a collective carries them; a codec may halve them
@@ -45,26 +44,11 @@ DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Arithmeti
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a script does."""
-
-    rule: str
-    severity: Severity
-    what: str  # one sentence
-    evidence: str  # the numbers
-    fix: str
-    sure: str  # how sure it is
-    refute: str  # what would refute it
-    site: str = ""  # file and line of the script; empty if none is known
-    seconds: float | None = None  # of a step, where they are known
-
-    @property
-    def line(self) -> str:
-        """The finding in one line, e.g. for a terminal."""
-        where = f" ({self.site})" if self.site else ""
-        cost = f" It costs {seconds(self.seconds)} a step." if self.seconds else ""
-        return one_line(f"{self.severity}: {self.what}{where}{cost} {self.fix}")
+def as_line(finding: Finding) -> str:
+    """A finding in one line, e.g. for a terminal."""
+    where = f" ({finding.site})" if finding.site else ""
+    cost = f" It costs {seconds(finding.seconds)} a step." if finding.seconds else ""
+    return one_line(f"{finding.severity}: {finding.title}{where}{cost} {finding.fix}")
 
 
 @dataclass(frozen=True)

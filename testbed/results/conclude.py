@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
+from testbed.results.finding import Finding
 from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.limits import impossible
 from testbed.results.machines import MachineLoad, machine_loads
@@ -76,6 +77,7 @@ class Summary(Spec):
     replicas_agree: bool | None = None
     machines: list[MachineLoad] = []  # how busy each machine was with other work; empty if it is not known
     environment: dict[str, Any] = {}
+    findings: list[Finding] = []  # about a user's script: errors first, then costs, the dearest first, then notes
 
     @classmethod
     def read(cls, folder: RunFolder) -> Summary:
@@ -109,6 +111,7 @@ def conclude(
     substrate: str,
     notes: Sequence[str] = (),
     network: str = "not measured",
+    findings: Sequence[Finding] = (),
 ) -> Summary:
     """Write summary.json and return it; call this last, because a folder with a summary is a run that ended.
 
@@ -117,7 +120,8 @@ def conclude(
     try:
         folder.tidy()
         facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": substrate}
-        summary = summarise(folder, spec, **facts, notes=list(notes), network=network)
+        facts |= {"notes": list(notes), "network": network, "findings": list(findings)}
+        summary = summarise(folder, spec, **facts)
         write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
     except OSError as error:
         raise os_failure(error, folder.summary) from None

@@ -33,11 +33,6 @@ BUSY_MARK = " *"
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
 NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries", "keep_going", "script.path", "script.output"}
-# Keys, or beginnings of keys, of what our own loop trains: they say nothing about a user's script.
-OF_OUR_LOOP = (
-    *("placement", "model", "dtype", "batchnorm", "data.", "batch", "batch_per_rank", "accumulate"),
-    *("micro_batch", "epochs", "evaluate", "seed", "optimizer.", "checkpoint", "profile"),
-)
 # Keys in which a run may differ from its single-node baseline.
 NOT_IN_BASELINE = NO_COLUMN | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
 
@@ -210,10 +205,10 @@ def flatten(spec: RunSpec) -> dict[str, Any]:
         del values["script"]
         return values
     del values["warmup"]  # --instead has a longer one, and is compared with the script as it is
+    del values["seed"]  # of injected faults only
     if spec.steps is None:  # the script ends when it likes
         del values["steps"]
-    whole, parts = {key for key in OF_OUR_LOOP if key[-1] != "."}, tuple(key for key in OF_OUR_LOOP if key[-1] == ".")
-    return {key: value for key, value in values.items() if key not in whole and not key.startswith(parts)}
+    return values
 
 
 def varying_keys(summaries: Sequence[Summary]) -> list[str]:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from testbed.spec.base import Spec, validator
 from testbed.spec.datasets import Shape, dataset_info
@@ -29,6 +36,11 @@ MAX_DIVISOR = 64  # divisors up to this are named in a message
 # its meaning or is removed. A new key with a default does not raise it: files without it stay readable, and ranks read
 # spec.json with the code that wrote it (an image of other code is refused). An older testbed names the unknown key.
 SCHEMA = 3
+# What our own loop trains. A user's script has a model, data and a batch of its own, so its files lack these keys.
+OF_OUR_LOOP = (
+    *("placement", "model", "dtype", "batchnorm", "data", "batch", "batch_per_rank", "accumulate", "micro_batch"),
+    *("epochs", "evaluate", "optimizer", "checkpoint", "profile"),
+)
 FOLDER_NAME = "letters, digits, _, . and -, beginning with a letter or digit, at most {} characters"
 
 
@@ -211,7 +223,7 @@ class RunSpec(Spec):
             return values  # pydantic refuses it
         values = dict(values)
         if values.get("batch") is None and values.get("batch_per_rank") is None:
-            values["batch"] = 256
+            values |= {"batch": 256} if values.get("script") is None else {"batch_per_rank": 1}
         if values.get("steps") is None and values.get("epochs") is None and values.get("script") is None:
             values["steps"] = 40
         if values.get("script") is not None and str(values.get("mode")) != SCRIPT:
@@ -234,6 +246,11 @@ class RunSpec(Spec):
         ):
             validator(rule)(self)
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_our_loop(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        return values if self.script is None else {k: v for k, v in values.items() if k not in OF_OUR_LOOP}
 
     def to_json(self) -> str:
         """The content of spec.json, with every value written out."""

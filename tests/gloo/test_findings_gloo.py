@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.report.script_findings import Finding, find_in
-from testbed.results.folder import RunFolder
+from testbed.results.finding import Finding
 from testbed.results.gradients import gradient_fit
 from testbed.results.records import Step, read
 from tests.support.command import run_command
@@ -28,7 +27,8 @@ def observe(folder: Path, name: str, nodes: int = 2, **variables: str) -> dict[s
     assert done.returncode == 0, done.stderr
     (summary,) = json.loads(done.stdout)["runs"]
     assert summary["status"] == "ok"
-    return {finding.rule: finding for finding in find_in(RunFolder(folder / "r"))}
+    assert json.loads((folder / "r" / "summary.json").read_text())["findings"] == summary["findings"]
+    return {each["rule"]: Finding(**each) for each in summary["findings"]}
 
 
 def errors(found: dict[str, Finding]) -> list[str]:
@@ -56,7 +56,7 @@ def line_of(text: str) -> str:
 def test_a_planted_fault_is_found_with_its_line(tmp_path: Path, fault: str, rule: str, says: str, line: str) -> None:
     found = observe(tmp_path, "gather_scatter.py", nodes=3, SCRIPT_FAULT=fault)
     assert errors(found) == [rule]
-    assert says in found[rule].what and found[rule].site == line_of(line)
+    assert says in found[rule].title and found[rule].site == line_of(line)
 
 
 def test_a_correct_script_has_the_plain_mean_and_no_error(tmp_path: Path) -> None:

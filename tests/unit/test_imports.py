@@ -54,7 +54,11 @@ CONTROL = {  # part of control/: other parts that it may import
     "__main__": {"cli"},
     "__init__": set(),
 }
-REPORT_CALLERS = {"api.py", "cli/report.py"}  # in control/; inside functions, because matplotlib is slow to import
+REPORT_CALLERS = {
+    "api.py",
+    "cli/report.py",
+    "runs/scripts.py",
+}  # in control/; inside functions, because matplotlib is slow to import
 
 
 def imported(source: str, package: str) -> Iterator[str]:

@@ -160,7 +160,7 @@ def tune(
     """
     keys = {"steps": "16" if context.args else "10"} | opt.spec_options(context)
     if context.args:
-        keys |= {"script": script.script_keys(context.args), "batch_per_rank": 1}
+        keys |= {"script": script.script_keys(context.args)}
     spec, choice = api.prepare(
         keys,
         settings or [],

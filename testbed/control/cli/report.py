@@ -5,6 +5,7 @@ testbed.report is imported inside functions: matplotlib takes a second to import
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -125,20 +126,13 @@ def print_results(summaries: list[Summary], where: Path, as_json: bool, error: T
     console.print(format_results(summaries, where))
 
 
-def print_findings(folder: Path) -> None:
+def print_findings(summaries: Sequence[Summary]) -> None:
     """Print what a user's script does wrong and what costs it time, one line each; nothing if there is none."""
-    from testbed.report.script_findings import find_in
+    from testbed.report.script_findings import as_line
 
-    if not any(folder.glob("rank*.jsonl")):
-        return  # no rank was started, and the lines above say why
-    try:
-        found = find_in(RunFolder(folder))
-    except (TestbedError, OSError) as error:
-        console.print(f"no findings: {error}")
-        return
-    for finding in found:
+    for finding in dict.fromkeys(each for summary in summaries for each in summary.findings):
         if finding.severity != "note":
-            console.print(finding.line)
+            console.print(as_line(finding))
 
 
 def exit_code(summaries: list[Summary]) -> int:

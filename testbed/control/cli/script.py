@@ -119,11 +119,11 @@ def exec_(
         script |= {"mounts": mounts(mount or (), on), "image": image_of(image, requirements, as_json)}
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "quiet": as_json}
-    keys = opt.spec_options(context) | {"mode": instead or SCRIPT, "script": script, "batch_per_rank": 1}
+    keys = opt.spec_options(context) | {"mode": instead or SCRIPT, "script": script}
     made = api.run(**where, out=out, settings=settings or [], **keys)
     print_results([made.summary], made.folder, as_json)
     if not as_json:
-        print_findings(made.folder)
+        print_findings([made.summary])
     raise typer.Exit(exit_code([made.summary]))
 
 

@@ -224,7 +224,6 @@ def _spec(setting: Setting, part: Part, files: Path) -> RunSpec:
         "nodes": part.nodes,
         "steps": part.steps,
         "rate": part.rate if setting.on != "process" else None,
-        "batch_per_rank": 1,
         "experiment": "grade",
         "name": f"part-{part.name}",
     }

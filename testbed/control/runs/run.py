@@ -318,6 +318,7 @@ def _conclude(run: RunContext, notes: RunNotes, status: Status, reason: str) -> 
         substrate=notes.substrate,
         notes=[*notes.notes, *(f"fault {fault} was never due" for fault in run.injector.waiting)],
         network=notes.network,
+        findings=scripts.findings(run.spec, run.folder),
     )
 
 

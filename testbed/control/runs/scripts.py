@@ -1,4 +1,4 @@
-"""What the controller does for a user's own script: check it before the nodes are made, and clean up after it."""
+"""What the controller does for a user's own script: check it before the nodes are made, clean up, judge it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from testbed.control.machine import ownership
 from testbed.control.runs.supervisor import ScriptRules
 from testbed.control.substrates.base import Substrate
+from testbed.results.finding import Finding
 from testbed.results.folder import RunFolder
 from testbed.results.observations import Files
 from testbed.results.records import read
@@ -77,3 +78,14 @@ def notes(spec: RunSpec, folder: RunFolder) -> list[str]:
                     kept = f"{record.count} files ({approximate_size(record.bytes)}) are in {folder.files(rank).name}"
                     found.append(f"rank {rank}: {kept}, {record.left_out} are not: {'; '.join(record.reasons)}")
     return found
+
+
+def findings(spec: RunSpec, folder: RunFolder) -> list[Finding]:
+    """What a user's script does wrong, and what costs it time; nothing if its records cannot be read."""
+    if spec.script is None:
+        return []
+    from testbed.report.script_findings import find_in
+
+    with contextlib.suppress(TestbedError, OSError):  # `conclude` reads them as well, and says what is wrong
+        return find_in(folder)
+    return []

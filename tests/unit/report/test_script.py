@@ -13,7 +13,7 @@ from testbed.report.load import load
 from testbed.report.model import Cell, Chapter, chapters, comparable
 from testbed.report.page import write
 from testbed.report.script import ScriptPart, collectives, ranges, script_parts, size_in_words
-from testbed.report.script_findings import SEVERITIES
+from testbed.results.finding import SEVERITIES
 from testbed.results.table import caption
 from tests.support.scripted_runs import DDP, GATHER_SCATTER, Script, make_script_run
 from tests.support.synthetic import make_run
@@ -138,8 +138,8 @@ def test_findings_are_on_the_page_in_markdown_and_in_json(made: Make, tmp_path: 
     assert [each["severity"] for each in found] == sorted((e["severity"] for e in found), key=SEVERITIES.index)
     assert "summed" in {each["rule"] for each in found}
     for each in found:
-        assert f"**{each['severity']}**: {each['what']}" in text and f"  Fix: {each['fix']}" in text
-        assert each["what"] in html.unescape(page)
+        assert f"**{each['severity']}**: {each['title']}" in text and f"  Fix: {each['fix']}" in text
+        assert each["title"] in html.unescape(page)
     assert "<b>9</b>" not in page
     assert cell["script"]["collectives"][0]["site"] == "main.py:31" and cell["images_per_second"] > 0
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from testbed.report.script_findings import RULES, Finding, find
+from testbed.report.script_findings import RULES, as_line, find
+from testbed.results.finding import Finding
 from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup
 from testbed.results.records import Record, Start, Step
 from testbed.spec.run import RunSpec
@@ -122,8 +123,8 @@ def test_a_finding_says_everything_a_reader_needs() -> None:
     script.hash = lambda rank, moment, step: "start" if moment == "start" else f"{rank} {step}"
     (finding,) = script.found()
     assert finding.severity == "error" and finding.site == "main.py:30"
-    assert all((finding.what, finding.evidence, finding.fix, finding.sure, finding.refute))
-    assert finding.line.startswith("error: ") and "main.py:30" in finding.line
+    assert all((finding.title, finding.evidence, finding.fix, finding.sure, finding.refuted_by))
+    assert as_line(finding).startswith("error: ") and "main.py:30" in as_line(finding)
 
 
 def test_gradients_that_are_not_synchronised_are_found_and_local_sgd_is_not() -> None:
@@ -141,13 +142,13 @@ def test_synchronisation_after_the_step_is_named_with_its_line() -> None:
     late.hash = lambda rank, moment, step: "start" if moment == "start" else f"{rank} {step}"
     late.hash_detail = {"uses": [["all_reduce", "main.py:33", "other", "gradients", 9]]}
     finding = late.rules()["not_synchronised"]
-    assert "after the optimizer" in finding.what and finding.site == "main.py:33"
+    assert "after the optimizer" in finding.title and finding.site == "main.py:33"
 
 
 def test_a_mean_that_only_one_rank_gets_is_found() -> None:
     partial = Script(lambda rank, local: mean_of(local) if rank == 0 else local[rank], ddp=False)
     partial.hash = lambda rank, moment, step: "start" if moment == "start" else f"{rank} {step}"
-    assert partial.rules()["not_synchronised"].what.startswith("Only rank 0 gets the mean")
+    assert partial.rules()["not_synchronised"].title.startswith("Only rank 0 gets the mean")
 
 
 def test_a_sum_is_found_and_a_loss_that_was_divided_for_it_is_not() -> None:
@@ -182,7 +183,7 @@ def test_zero_gradients_are_found_and_a_first_step_without_any_is_not() -> None:
 def test_replicas_that_drift_are_found_and_shards_are_not() -> None:
     script = Script()
     script.hash = lambda rank, moment, step: f"{moment} {step}" if step < 3 else f"{rank} {step}"
-    assert "from update 3" in script.rules()["replicas_drift"].what
+    assert "from update 3" in script.rules()["replicas_drift"].title
     script.hash_detail = {"sharded": True}
     assert script.found() == []
 
@@ -218,7 +219,7 @@ def test_equal_data_of_some_ranks_names_them() -> None:
     script = Script()
     script.batch = lambda rank, step: f"{rank % 3} {step}"
     script.local = lambda step: [Script.own_locals(step)[rank % 3] for rank in range(WORLD)]
-    assert script.rules()["same_data"].what.startswith("Ranks 0 and 3 train on the same data")
+    assert script.rules()["same_data"].title.startswith("Ranks 0 and 3 train on the same data")
 
 
 def passes(epochs: tuple[int, ...], **more: Any) -> list[Pass]:
@@ -309,7 +310,7 @@ def test_work_of_one_rank_that_others_wait_for_is_found() -> None:
     script = Script()
     script.own = lambda rank, step: 0.3 if rank == 0 and step % 3 == 0 else 0.1
     finding = script.rules()["rank_works_alone"]
-    assert finding.what.startswith("Rank 0") and finding.seconds == pytest.approx(0.2 * 3 / 10, rel=0.01)
+    assert finding.title.startswith("Rank 0") and finding.seconds == pytest.approx(0.2 * 3 / 10, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def test_forged_details_become_a_note() -> None:
     script.detail = {"pass_bytes": "x", "between": 7, "bytes": "many", "norms": {}, "loss_scale": []}
     found = script.found()
     assert {finding.severity for finding in found} == {"note"}
-    assert all("could not be applied" in finding.what for finding in found)
+    assert all("could not be applied" in finding.title for finding in found)
 
 
 def test_errors_come_first_then_the_dearest() -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from testbed.spec.errors import SchemaError, SpecError
 from testbed.spec.experiment import merge
-from testbed.spec.run import SCHEMA, RunSpec
+from testbed.spec.run import OF_OUR_LOOP, SCHEMA, RunSpec
 
 
 def load(**values: Any) -> RunSpec:
@@ -231,3 +231,12 @@ def test_another_schema_is_refused_by_number_before_anything_else(schema: object
 def test_a_file_that_is_no_spec_is_refused_with_a_sentence(text: str, sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
         RunSpec.from_json(text, "spec.json")
+
+
+def test_the_files_of_a_script_lack_what_our_own_loop_trains() -> None:
+    script = {"argv": ["python", "main.py"], "folder": "/tmp"}
+    spec = RunSpec.load({"mode": "script", "script": script, "nodes": 3}, "")
+    written = json.loads(spec.to_json())
+    assert not set(OF_OUR_LOOP) & set(written) and set(OF_OUR_LOOP) < set(json.loads(RunSpec().to_json()))
+    assert RunSpec.from_json(spec.to_json(), "spec.json") == spec
+    assert RunSpec.load(spec.model_dump(mode="json", by_alias=True), "") == spec
