@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from testbed.attach.events import Collective, Part
+from testbed.attach.events import Collective, Part, call_site
 from testbed.attach.phases import Phases
 from testbed.rank.counters import Counter
 from testbed.results.collectives import Observed
@@ -61,13 +61,14 @@ class Steps(Part):
         self.passes: dict[int, list[int]] = {}  # by id of a loader's sampler: passes, the present iterator
         self.iterator: Any = None  # that gave the last training batch
         self.batch = 0  # images of batches that no backward pass has used yet
-        self.evaluated = False
+        self.evaluation: str | None = None  # the line of an evaluation that has begun
         self._fresh()
 
     def _fresh(self) -> None:
         self.losses: list[Any] = []
         self.unscaled: tuple[Any, Any] = (None, None)  # the last loss that a GradScaler multiplied: result, loss
         self.images = 0
+        self.evaluated = ""  # the line of an evaluation before this step
 
     # events
 
@@ -87,7 +88,7 @@ class Steps(Part):
 
     def data_began(self, loader: Any) -> None:
         if not torch.is_grad_enabled():
-            self.evaluated = True
+            self.evaluation_began()
             return
         self._evaluation_ended()
         if self.number == 0 and not self.phases.trained and self.iterator is None:
@@ -108,15 +109,17 @@ class Steps(Part):
             self.passes[key][1] = 0  # the next batch begins a pass, also with persistent workers
 
     def evaluation_began(self) -> None:
-        self.evaluated = True
+        if self.evaluation is None:
+            self.evaluation = call_site()
 
     def evaluation_ended(self) -> None:
         self._evaluation_ended()
 
     def _evaluation_ended(self) -> None:
-        if self.evaluated and self.number and not self.phases.trained:
+        if self.evaluation is not None and self.number and not self.phases.trained:
             self.phases.start()
-        self.evaluated = False
+            self.evaluated = self.evaluation
+        self.evaluation = None
 
     def scaled(self, result: Any, loss: Any) -> None:
         self.unscaled = (result, loss)
@@ -284,6 +287,7 @@ class Steps(Part):
         epoch = max((passes for passes, _ in self.passes.values()), default=1) - 1
         fields |= {"kind": "step", "step": self.number, "epoch": epoch, "loss": loss, "images": self.images}
         fields |= {"sent": sent, "received": received, "observing": self.observing()}
+        fields |= {"evaluated": self.evaluated} if self.evaluated else {}
         self.send(fields)
         self.number += 1
         self._fresh()

@@ -652,6 +652,8 @@ def rank_works_alone(run: Observed) -> Finding | None:
     late: list[tuple[int, int, float]] = []  # step, rank, seconds
     for number, own in run.steps.items():
         busy = [step.total - step.blocked - step.observing for step in own]
+        for k, before in enumerate(run.steps.get(number - 1, ())):  # an evaluation between two steps is in neither
+            busy[k] += max(0.0, own[k].at - before.at - before.total)
         last = max(range(len(busy)), key=lambda k: busy[k])
         excess = busy[last] - max(value for k, value in enumerate(busy) if k != last)
         waited = max(step.blocked for k, step in enumerate(own) if k != last)
@@ -666,17 +668,19 @@ def rank_works_alone(run: Observed) -> Finding | None:
         return None
     times = [each[2] for each in found]
     cost = sum(times) / len(run.steps)
+    site = statistics.mode(run.steps[number][who].evaluated for number, *_ in found)  # empty: other work
     return Finding(
         "rank_works_alone",
         "cost",
-        f"Rank {rank} does work that all others wait for.",
+        f"Rank {rank} {'evaluates alone, and all others wait' if site else 'does work that all others wait for'}.",
         f"in {len(found)} of {len(run.steps)} steps, e.g. {', '.join(str(each[0]) for each in found[:5])}: "
         f"{seconds(statistics.median(times))} each, with a step of {seconds(run.step_time)}",
         "Do it on all ranks at once (each on its part), more rarely, or after training: e.g. a test, a checkpoint, a "
         f"log on rank {rank} only.",
-        "likely: the times are those of all ranks; which line does the work was not recorded",
+        "likely: the times are those of all ranks; "
+        f"{'an evaluation began at this line before them' if site else 'which line does the work was not recorded'}",
         f"a node {rank} that is slower or busy with something else",
-        "",
+        site,
         cost,
     )
 

@@ -85,6 +85,7 @@ class Step:
     comm: list[tuple[str, float, float, Count]] = field(default_factory=list)  # name, offset, seconds, bytes
     stalls: list[tuple[float, float]] = field(default_factory=list)  # offset, seconds
     copying: list[tuple[float, float]] = field(default_factory=list)  # offset, seconds; may overlap stalls
+    evaluated: str = ""  # in a user's script: the line of an evaluation between the last step and this one
 
 
 @dataclass(frozen=True, kw_only=True)

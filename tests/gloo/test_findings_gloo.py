@@ -20,7 +20,8 @@ BY_HAND = (SCRIPTS / "gather_scatter.py").read_text().splitlines()
 
 def observe(folder: Path, name: str, nodes: int = 2, **variables: str) -> dict[str, Finding]:
     """Run a script in `folder` and return its findings by rule."""
-    shutil.copy(SCRIPTS / name, folder / name)
+    for each in (name, "common.py"):
+        shutil.copy(SCRIPTS / each, folder / each)
     flags = [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
     common = ["--nodes", str(nodes), "--on", "process", "--share", "--set", "probe=false", "--out", "r", "--json"]
     done = run_command("exec", *common, *flags, "--", "python", name, cwd=folder)
@@ -98,8 +99,12 @@ def test_a_script_that_never_joins_a_group_is_found(tmp_path: Path) -> None:
         ("peeked.py", {}),
         ("uneven.py", {}),
         ("ddp_costs.py", {"SCRIPT_STEPS": "13"}),
+        ("evaluates.py", {}),
     ],
-    ids=["local SGD", "GAN", "clipping", "clipping by hand", "FSDP", "peeked batch", "uneven last batch", "DDP"],
+    ids=[
+        *("local SGD", "GAN", "clipping", "clipping by hand", "FSDP", "peeked batch", "uneven last batch", "DDP"),
+        "DDP that accumulates and clips",
+    ],
 )
 def test_a_look_alike_has_no_error(tmp_path: Path, name: str, variables: dict[str, str]) -> None:
     found = observe(tmp_path, name, **variables)

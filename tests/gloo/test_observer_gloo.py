@@ -158,6 +158,13 @@ def test_the_times_of_a_ddp_script_are_those_that_ddp_logs(tmp_path: Path) -> No
                 assert ours == pytest.approx(theirs, rel=0.05, abs=2e-3), (name, pairs)
 
 
+def test_the_line_of_an_evaluation_is_recorded_with_the_next_step(tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, "evaluates.py")
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].output
+    found = [[step.evaluated for step in steps_of(rank)] for rank in ranks]
+    assert found == [["", "", "evaluates.py:18", ""], [""] * 4]  # what comes before the first step belongs to none
+
+
 def test_a_script_for_cuda_runs_on_the_cpu(tmp_path: Path) -> None:
     ranks = run_ranks(tmp_path, "for_cuda.py", request={"as_cpu": True})
     for rank in ranks:

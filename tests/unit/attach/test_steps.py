@@ -169,7 +169,11 @@ def test_an_evaluation_belongs_to_no_step(script: Script) -> None:
     assert script.steps.timeline.begun > ended
     script.backward()
     script.update(optimizer)
-    assert script.recorded(Step)[1].images == 0
+    script.backward()
+    script.update(optimizer)
+    steps = script.recorded(Step)
+    assert [step.images for step in steps[1:]] == [0, 0]
+    assert [Path(__file__).name in step.evaluated for step in steps] == [False, True, False]
 
 
 def test_the_script_ends_after_the_requested_steps(tmp_path: Path) -> None:

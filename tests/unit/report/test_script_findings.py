@@ -60,6 +60,7 @@ class Script:
         self.passed: list[Pass] = []
         self.rows: list[Call] = []
         self.own: Callable[[int, int], float] = lambda rank, step: 0.1  # seconds of a rank's own work
+        self.evaluation: Callable[[int, int], float] = lambda rank, step: 0.0  # seconds of it before the step
         self.comm, self.hidden, self.backward = 0.05, 0.04, 0.05
 
     @staticmethod
@@ -92,14 +93,16 @@ class Script:
         return Gradients(step=step, passes=self.passes, names=["w"], **values, detail=detail)
 
     def _step(self, rank: int, step: int) -> Step:
-        own = [self.own(each, step) for each in range(WORLD)]
+        own = [self.own(each, step) + self.evaluation(each, step) for each in range(WORLD)]
         blocked = max(own) - own[rank] + self.comm - self.hidden
-        total = own[rank] + blocked
+        total, evaluation = self.own(rank, step) + blocked, self.evaluation(rank, step)
         phases = {"data": 0.0, "forward": 0.02, "backward": self.backward, "sync": 0.02, "update": 0.01}
         spans = [("backward", 0.02, self.backward)]
         sums = {"blocked": blocked, "busy": blocked + self.hidden, "hidden": self.hidden}
         counts = {"loss": 2.0 + rank, "images": 8, "sent": 0, "received": 0}
-        return Step(step=step, epoch=0, at=float(step), **phases, total=total, **counts, **sums, phases=spans)
+        sums |= {"total": total, "at": step + evaluation}
+        line = "main.py:50" if evaluation else ""
+        return Step(step=step, epoch=0, **phases, **counts, **sums, phases=spans, evaluated=line)
 
     def found(self, **spec: Any) -> list[Finding]:
         return find({rank: self.records(rank) for rank in range(WORLD)}, spec_of(**spec))
@@ -311,6 +314,16 @@ def test_work_of_one_rank_that_others_wait_for_is_found() -> None:
     script.own = lambda rank, step: 0.3 if rank == 0 and step % 3 == 0 else 0.1
     finding = script.rules()["rank_works_alone"]
     assert finding.title.startswith("Rank 0") and finding.seconds == pytest.approx(0.2 * 3 / 10, rel=0.01)
+
+
+def test_an_evaluation_of_one_rank_is_found_with_its_line_and_one_of_all_ranks_is_not() -> None:
+    script = Script()
+    script.evaluation = lambda rank, step: 0.2 if rank == 0 and step % 3 == 0 else 0.0
+    finding = script.rules()["rank_works_alone"]
+    assert finding.what.startswith("Rank 0 evaluates") and finding.site == "main.py:50"
+    assert finding.seconds == pytest.approx(0.2 * 3 / 10, rel=0.01)
+    script.evaluation = lambda rank, step: 0.2 if step % 3 == 0 else 0.0
+    assert script.found() == []
 
 
 @pytest.mark.parametrize(
