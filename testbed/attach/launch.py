@@ -143,7 +143,14 @@ def placeholders(place: Workplace, variables: Mapping[str, str]) -> dict[str, st
 class Script:
     """The script's processes, from their start to the end of the last one."""
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str], place: Workplace, output: Output) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        place: Workplace,
+        output: Output,
+        files: Sequence[int] = (),  # open files that it inherits
+    ) -> None:
         self._process = subprocess.Popen(
             command,
             env=dict(variables),
@@ -152,6 +159,7 @@ class Script:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=files,
         )
         assert self._process.stdout is not None
         self._copier = threading.Thread(target=output.copy, args=(self._process.stdout.fileno(),), daemon=True)
@@ -270,7 +278,15 @@ def start(
     needs += [Path(word).parent for word in argv if word.endswith(".py") and Path(word).is_absolute()]
     if "PYTHONUSERBASE" in variables:
         needs.append(Path(variables["PYTHONUSERBASE"]))
-    return Script(sandbox.command(script_user(), needs, place.root, argv), variables, place, output)
+    handle = sandbox.open_variables(variables)
+    try:
+        command = sandbox.command(script_user(), needs, place.root, argv, handle)
+        if os.geteuid() == 0:  # the variables of the script have no effect on programs that root still runs
+            first = {name: variables[name] for name in (OWNER_VARIABLE, LAUNCHER_VARIABLE) if name in variables}
+            return Script(command, first | {"PATH": os.environ.get("PATH", os.defpath)}, place, output, [handle])
+        return Script(command, variables, place, output)
+    finally:
+        os.close(handle)
 
 
 def _difference(before: int | None, after: int | None) -> int | None:

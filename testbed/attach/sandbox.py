@@ -1,12 +1,16 @@
 """Start a script as an ordinary user without privileges, with few processes, files and folders in its reach.
 
     setpriv --pdeathsig KILL -- unshare --mount --pid --fork --kill-child ... \\
-        python -m testbed.attach.sandbox --user UID:GID --writable ROOT --needs PATH... -- COMMAND
+        python -I -c ... --user UID:GID --writable ROOT --needs PATH... --variables FD -- COMMAND
 
 Only root can do all of this. In a mount namespace everything is read-only but the working copy, /tmp and /dev/shm,
 which are its own; home folders are empty but for what the script needs, e.g. an interpreter in /root/venv. In a process
 namespace all processes of the script end with the first one, also if the launcher is killed. Both namespaces end with
 the script; nothing outside of them changes. Another user than root starts the script with that user's own rights.
+
+Until root's rights are gone, no code and no variable of the script may have an effect: Python is isolated (-I), because
+with -m it would import modules from the script's folder, and the script's variables, e.g. LD_PRELOAD, come from a file
+that only the last program before the script reads.
 """
 
 from __future__ import annotations
@@ -14,38 +18,63 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import pwd
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import testbed
 from testbed.spec.errors import Unavailable
 from testbed.spec.privileges import without_new_privileges, without_privileges
 
-NAMESPACES = ("--mount", "--pid", "--fork", "--kill-child", "--propagation", "private")
+NAMESPACES = ("--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private")
 DIES_WITH_LAUNCHER = ("setpriv", "--pdeathsig", "KILL", "--")
 MOUNT_TIMEOUT_S = 20.0
 PRIVATE = (Path("/tmp"), Path("/var/tmp"))  # folders that every user may write to
 SHARED_MEMORY = Path("/dev/shm")
 # mount_setattr(2), which has no function in the C library of older systems
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+# Python programs for -I -c: this module as root, and after it the script with its own variables and usual signals
+ENTER = "import sys; sys.path.insert(0, sys.argv.pop(1)); from testbed.attach.sandbox import main; sys.exit(main())"
+EXECUTE = """
+import json, os, signal, sys
+with open(int(sys.argv[1]), "rb") as file:
+    variables = json.load(file)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+os.execvpe(sys.argv[2], sys.argv[2:], variables)
+"""
 SIGNAL_BASE = 128  # a script that a signal ended has the code 128 + signal here, as in a shell
 
 
-def command(user: tuple[int, int], needs: Iterable[Path], writable: Path, argv: Sequence[str]) -> list[str]:
-    """The command that is started instead of `argv`."""
+def command(
+    user: tuple[int, int], needs: Iterable[Path], writable: Path, argv: Sequence[str], variables: int
+) -> list[str]:
+    """The command that is started instead of `argv`. Root's needs `variables`: the file of `open_variables`."""
     if os.geteuid() != 0:
         return [*DIES_WITH_LAUNCHER, *without_new_privileges(), *argv]
     if not _can_unshare():
         rule = "root cannot make namespaces here, and a script of yours is not run with root's view of the machine"
         raise Unavailable(f"substrate: {rule}. Run as another user, or use --on compose")
-    flags = [flag for path in needs for flag in ("--needs", str(path))]
-    own = [sys.executable, "-m", "testbed.attach.sandbox", "--user", f"{user[0]}:{user[1]}", "--writable", writable]
-    return [*DIES_WITH_LAUNCHER, "unshare", *NAMESPACES, "--", *map(str, own), *flags, "--", *argv]
+    package = str(Path(testbed.__file__).resolve().parent.parent)
+    options = ["--user", f"{user[0]}:{user[1]}", "--writable", str(writable), "--variables", str(variables)]
+    options += [flag for path in needs for flag in ("--needs", str(path))]
+    own = [sys.executable, "-I", "-c", ENTER, package, *options]
+    return [*DIES_WITH_LAUNCHER, "unshare", *NAMESPACES, "--", *own, "--", *argv]
+
+
+def open_variables(variables: Mapping[str, str]) -> int:
+    """A file in memory with the variables of a script, for `command`. The caller closes it."""
+    handle = os.memfd_create("testbed-variables")
+    with os.fdopen(handle, "wb", closefd=False) as file:
+        file.write(json.dumps(dict(variables)).encode())
+    os.lseek(handle, 0, os.SEEK_SET)
+    return handle
 
 
 def _can_unshare() -> bool:
@@ -165,14 +194,12 @@ def main() -> int:
     parser.add_argument("--user", required=True)
     parser.add_argument("--needs", type=Path, action="append", default=[])
     parser.add_argument("--writable", type=Path, required=True)
+    parser.add_argument("--variables", required=True, help="an open file")
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
     uid, gid = map(int, options.user.split(":"))
     work = os.getcwd()
     isolate(uid, options.needs, options.writable)
     os.chdir(work)  # the path leads to the writable mount only now
-    return run([*without_privileges(uid, gid), *options.argv])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    execute = [sys.executable, "-I", "-S", "-c", EXECUTE, options.variables]
+    return run([*without_privileges(uid, gid), *execute, *options.argv])

@@ -79,6 +79,27 @@ def test_a_script_of_root_reaches_its_own_copy_and_nothing_else(
     assert sorted(path.name for path in Path(variables["PYTHONPATH"]).parent.glob("*")) == []  # it is removed
 
 
+SHADOW = """import os, sys
+print("imported as", os.getuid(), file=sys.stderr)
+raise ImportError
+"""
+
+
+@pytest.mark.parametrize("on", ["process", "netns"])
+def test_modules_in_the_folder_of_a_script_are_never_imported_as_root(tmp_path: Path, on: str) -> None:
+    names = ("argparse", "contextlib", "ctypes", "json", "pwd", "shutil", "sitecustomize", "testbed")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(SHADOW)
+    (tmp_path / "main.py").write_text("import os\nprint('script as', os.getuid())\nimport argparse\n")
+    flags = ["--nodes", "1", "--set", "probe=false", "--on", on, "--env", "PYTHONPATH=.", "--env", "LD_PRELOAD=none.so"]
+    argv = [*COMMAND[:1], "-P", *COMMAND[1:], "exec", "--share", "--out", "r", *flags, "--", "python", "main.py"]
+    done = subprocess.run(argv, cwd=tmp_path, env=os.environ | {"SUDO_UID": ""}, capture_output=True, text=True)
+    lines = (tmp_path / "r" / "rank0.log").read_text().splitlines()
+    assert f"script as {NOBODY}" in lines, (done.stderr, lines)
+    assert {line for line in lines if line.startswith("imported as")} == {f"imported as {NOBODY}"}
+    assert len([line for line in lines if "LD_PRELOAD" in line]) == 1, lines  # the script alone has the variable
+
+
 def test_the_caller_of_sudo_runs_the_script_and_owns_what_it_wrote(tmp_path: Path, secrets: dict[str, Path]) -> None:
     user = next(each for each in pwd.getpwall() if each.pw_uid not in (0, NOBODY))
     found = reach(

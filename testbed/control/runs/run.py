@@ -383,10 +383,10 @@ def _start_probes(
     substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Path], more: Sequence[str]
 ) -> list[Process]:
     addresses = [node.address for node in substrate.nodes]
-    common = ["-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(substrate.port()), *more]
+    common = ["-P", "-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(substrate.port())]
     started = []
     for node, (rate, log) in enumerate(zip(rates, logs, strict=True)):
-        argv = [substrate.python, *common, "--rank", str(node), "--rate", str(rate or "none")]
+        argv = [substrate.python, *common, *more, "--rank", str(node), "--rate", str(rate or "none")]
         started.append(substrate.start(node, argv, {}, log, quota=False))
     return started
 
@@ -475,7 +475,8 @@ def _attempt(run: RunContext, resume: bool) -> None:
     if spec.script is not None:
         environment |= scripts.handed(spec.script)
     module = "testbed.attach.launch" if spec.script else "testbed.rank"
-    argv = [substrate.python, "-m", module, "--folder", str(folder.path.resolve())]
+    # -P: no module is imported from the present folder, which may be a script's, by a launcher that may be root
+    argv = [substrate.python, "-P", "-m", module, "--folder", str(folder.path.resolve())]
     if resume:
         argv.append("--resume")
     tails = [Tail(folder.records(rank), from_end=resume) for rank in range(spec.world)]  # before the ranks write

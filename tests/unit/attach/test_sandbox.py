@@ -46,16 +46,18 @@ def test_homes_are_covered_but_for_what_is_needed(tmp_path: Path) -> None:
 
 def test_another_user_than_root_keeps_his_rights_and_gains_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    found = command((1000, 1000), [], Path("/work"), ["python", "main.py"])
+    found = command((1000, 1000), [], Path("/work"), ["python", "main.py"], 3)
     assert "--no-new-privs" in found and "unshare" not in found and found[-2:] == ["python", "main.py"]
 
 
 def test_root_needs_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(sandbox, "_can_unshare", lambda: True)
-    found = command((1000, 100), [Path("/opt/env")], Path("/work"), ["python", "main.py"])
+    found = command((1000, 100), [Path("/opt/env")], Path("/work"), ["python", "main.py"], 5)
     assert found[:5] == ["setpriv", "--pdeathsig", "KILL", "--", "unshare"]
-    assert " --user 1000:100 --writable /work --needs /opt/env -- python main.py" in " ".join(found)
+    options = "--user 1000:100 --writable /work --variables 5 --needs /opt/env"
+    assert f" {options} -- python main.py" in " ".join(found)
+    assert found[found.index(sys.executable) + 1] == "-I"  # imports nothing from the script's folder
 
 
 def test_the_code_of_the_script_is_returned() -> None:

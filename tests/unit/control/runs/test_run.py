@@ -89,7 +89,7 @@ def test_a_rank_gets_torchruns_variables_and_its_own_interface(fake: FakeRuns, f
     run(fake, folder, port=4321, threads=2)
     starts = [call for call in fake.made[0].calls if call[0] == "start" and PROBE not in call[2]]
     for rank, (_, node, argv, env, quota) in enumerate(starts):
-        assert (node, argv[1:3], quota) == (rank, ("-m", "testbed.rank"), True)
+        assert (node, argv[1:4], quota) == (rank, ("-P", "-m", "testbed.rank"), True)
         assert env["RANK"] == str(rank) and env["WORLD_SIZE"] == "2" and env["OMP_NUM_THREADS"] == "2"
         assert env["MASTER_ADDR"] == fake.made[0].nodes[0].address and env["MASTER_PORT"] == "4321"
         assert env["GLOO_SOCKET_IFNAME"] == "eth0"
