@@ -1,7 +1,7 @@
 """Receive the observer's lines through a Unix socket and write them to rankN.jsonl.
 
 A script can write to the socket what it likes. So a line is stored only if it is a record of a kind that the observer
-sends, and the file has a largest size. Values are checked when the file is read (results/records.py).
+sends and its values are of the right types (results/records.py); the file has a largest size.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from pydantic import ValidationError
 
 from testbed.attach import where
 from testbed.attach.where import QUESTION
 from testbed.results.folder import MAX_RECORDS_BYTES
-from testbed.results.observations import Files, Where
-from testbed.results.records import MAX_LINE_BYTES, End, Error, encode
+from testbed.results.observations import Files, Unseen, Where
+from testbed.results.records import MAX_LINE_BYTES, End, Error, decode, encode
 from testbed.spec.errors import one_line
 
 KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash", "swap"}
 RESERVED_BYTES = 1 << 20  # of the largest size, for the launcher's own records
 ACCEPT_BACKLOG = 64
+MAX_CONNECTIONS = 256  # at once: two for each process of a script that imports torch
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a connected process
 READY = json.dumps(where.READY).encode() + b"\n"
 
@@ -43,34 +45,43 @@ class Records:
         self.last_step = time.monotonic()
         self.reached_limit = False  # of the steps that were requested
         self.on_limit: Callable[[], None] = lambda: None
+        self.dropped = 0  # lines that are no records
         self.refused = ""  # why --instead did not replace the script's synchronisation
 
     def accept(self, connection: int, line: bytes) -> None:
         """Take one line of the observer; what is no record is dropped."""
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                return
-            kind = record.get("kind")
+        try:
+            kind = decode(line).kind
+        except ValidationError:
+            self._accept_message(line)
+            return
+        with self._lock:
+            if kind == "start":
+                self._started.add(connection)
+                self._rank = connection if self._rank is None else self._rank
+            if kind in KINDS and self._rank in (None, connection) and len(line) <= self._left:
+                self._store(kind, line)
+
+    def _accept_message(self, line: bytes) -> None:
+        """Take a line that is for the launcher alone."""
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            values = json.loads(line)
+            kind = values.get("kind")
             with self._lock:
-                if kind == "start":
-                    self._started.add(connection)
-                    self._rank = connection if self._rank is None else self._rank
                 if kind == "limit" and not self.reached_limit:
                     self.reached_limit = True
                     self.on_limit()
-                if kind == "refused":
-                    self.refused = one_line(str(record.get("message", "")))
-                self._store(connection, record, kind, len(line))
+                elif kind == "refused":
+                    self.refused = one_line(str(values.get("message", "")))
+                elif kind != "limit":
+                    self.dropped += 1
 
-    def _store(self, connection: int, record: dict[str, Any], kind: object, size: int) -> None:
-        if kind not in KINDS or self._rank not in (None, connection) or size > self._left:
-            return
-        self._left -= size
+    def _store(self, kind: str, line: bytes) -> None:
+        self._left -= len(line)
         if kind == "step":
             self.steps, self.last_step = self.steps + 1, time.monotonic()
         try:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._file.write(line.decode().rstrip() + "\n")
         except OSError:  # a full disk: the script goes on, and the launcher's own record at the end will say why
             self._left = 0
 
@@ -84,7 +95,7 @@ class Records:
         """Processes that trained."""
         return len(self._started)
 
-    def write(self, record: End | Error | Files | Where) -> None:
+    def write(self, record: End | Error | Files | Unseen | Where) -> None:
         """Write a record of the launcher's own."""
         with self._lock:
             self._file.write(encode(record) + "\n")
@@ -107,6 +118,8 @@ class Intake:
         self._readers: list[threading.Thread] = []
         self._pids: list[int] = []  # of the processes, by number of the connection
         self._asked: dict[int, socket.socket] = {}  # connections that answer questions, by pid
+        self._questions: set[int] = set()  # pids that have not answered yet
+        self._room = threading.Semaphore(MAX_CONNECTIONS)
         self._acceptor = threading.Thread(target=self._serve, daemon=True)
         self._acceptor.start()
 
@@ -116,6 +129,9 @@ class Intake:
                 connection, _ = self._server.accept()
             except OSError:  # also BlockingIOError: `finish` was called, and no connection is left
                 return
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
             number = len(self._readers)
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             self._pids.append(CREDENTIALS.unpack(credentials)[0])
@@ -124,14 +140,16 @@ class Intake:
             reader.start()
 
     def _read(self, connection: socket.socket, number: int) -> None:
-        with connection, connection.makefile("rb") as lines:
+        pid = self._pids[number]
+        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
             for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
                 if line == READY:
-                    self._asked[self._pids[number]] = connection
-                elif self._asked.get(self._pids[number]) is connection:
-                    self._answered(line)
+                    self._asked[pid] = connection
+                elif self._asked.get(pid) is connection:
+                    self._answered(pid, line)
                 elif line.endswith(b"\n"):
                     self._records.accept(number, line)
+        self._room.release()
 
     def ask(self) -> None:
         """Ask the process that is the rank where it is; all processes if none has started a step."""
@@ -139,11 +157,15 @@ class Intake:
         if self._records.rank is not None:
             own = self._pids[self._records.rank]
             asked = {own: asked[own]} if own in asked else {}
-        for connection in asked.values():
+        for pid, connection in asked.items():
             with contextlib.suppress(OSError):
+                self._questions.add(pid)
                 connection.send(QUESTION, socket.MSG_DONTWAIT)
 
-    def _answered(self, line: bytes) -> None:
+    def _answered(self, pid: int, line: bytes) -> None:
+        if pid not in self._questions:
+            return
+        self._questions.discard(pid)
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             values = json.loads(line)
             self._records.write(Where(site=str(values.get("site"))[:200], waits=bool(values.get("waits"))))

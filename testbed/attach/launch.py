@@ -32,6 +32,7 @@ from testbed.attach.output import Output, last_words, lost_another
 from testbed.attach.workplace import Workplace
 from testbed.rank.counters import Counter, NoCounter, open_counter
 from testbed.results.folder import RunFolder
+from testbed.results.observations import Unseen
 from testbed.results.records import End, Error
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import PeerLost, RankFailed, TestbedError, UsageError, one_line
@@ -223,6 +224,9 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
         output.finish()
         late.cancel()
         moved = [_difference(a, b) for a, b in zip(before, counter.read(), strict=True)]
+        if records.dropped:
+            what = f"{records.dropped} lines that are no records of this version were dropped"
+            records.write(Unseen(seam="records", error=what))
         records.write(place.collect(folder.files(rank)))
     if (code == 0 or records.reached_limit) and records.steps:
         seconds = script.ended - begun

@@ -223,20 +223,40 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file; raise SpecError for a symlink, pipe or device, OSError if it cannot be opened.
+
+    A rank, or the script of a user in a container, may have put anything under this name.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # ENXIO: a pipe that nobody reads, or a socket
+            raise
+        reason = "is a symlink" if error.errno == errno.ELOOP else "is not a regular file"
+        raise SpecError(f"{path}: {reason}, and only regular files are used. Remove it.") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise SpecError(f"{path}: is not a regular file, and only those are used. Remove it.")
+    return handle
+
+
+def open_append(path: Path) -> BinaryIO:
+    """Open a regular file to append to, and make it if it is missing; raise SpecError for a symlink, pipe or device."""
+    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+
 def read_bounded(path: Path, max_bytes: int) -> bytes:
     """Return the bytes of a regular file; SpecError if it is missing, a symlink, or larger than `max_bytes`."""
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise SpecError(f"{path}: is not a regular file, and only those are read. Remove it.")
-            if status.st_size > max_bytes:
-                rule = f"{status.st_size} bytes, and at most {max_bytes} are read"
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
+                rule = f"{size} bytes, and at most {max_bytes} are read"
                 raise SpecError(f"{path}: {rule}. Write a smaller file.")
             return file.read(max_bytes)
     except OSError as error:
-        reason = "is a symlink" if error.errno == errno.ELOOP else str(error.strerror)
-        raise SpecError(f"{path}: cannot be read ({reason}). Give the path of a regular file.") from None
+        raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a regular file.") from None
 
 
 def read_json(path: Path) -> Any:

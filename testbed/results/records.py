@@ -16,6 +16,7 @@ check costs no time: pydantic parses and checks 20,000 steps with 12 buffers eac
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from testbed.results.folder import open_regular
 from testbed.results.observations import Observation
 from testbed.spec.errors import SpecError
 from testbed.spec.run import SCHEMA, check_schema
@@ -152,6 +154,11 @@ def encode(record: Record) -> str:
     return json.dumps(vars(record), separators=(",", ":"))
 
 
+def decode(line: bytes) -> Record:
+    """Return the record of one JSON line; raise ValidationError if it is none."""
+    return _RECORD.validate_json(line, strict=True)
+
+
 def read(path: Path) -> Iterator[Record]:
     """Yield the records of a file; none if it does not exist yet. An incomplete last line is left out.
 
@@ -159,7 +166,7 @@ def read(path: Path) -> Iterator[Record]:
     """
     for number, line in complete_lines(path):
         try:
-            record = _RECORD.validate_json(line, strict=True)
+            record = decode(line)
         except ValidationError as error:
             _check_start(line, path)
             raise SpecError(f"{path}: line {number} is damaged ({damage(error)}). Run it again.") from None
@@ -180,9 +187,9 @@ def _check_start(line: bytes, path: Path) -> None:
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) of a file that may still be written to; a last line without newline is left out."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
-    with path.open("rb") as lines:
+    with os.fdopen(open_regular(path), "rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES), b""), start=1):
             if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                 return

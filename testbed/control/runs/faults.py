@@ -20,6 +20,8 @@ from typing import Any
 
 from testbed.control.runs.supervisor import RankState
 from testbed.control.substrates.base import FaultTarget, Process
+from testbed.results.folder import open_append
+from testbed.spec.errors import SpecError
 from testbed.spec.fault import LASTING, Fault
 
 
@@ -122,9 +124,9 @@ class Injector:
         if not self._keeps_history:
             return
         values.setdefault("at", time.monotonic())
-        # On a full disk the history is lost; the error that ended the run must still be raised.
-        with suppress(OSError), self._history.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"event": event, **values}) + "\n")
+        # On a full disk, or where a script put a link, the history is lost; the cause of the run's end is still raised.
+        with suppress(OSError, SpecError), open_append(self._history) as out:
+            out.write((json.dumps({"event": event, **values}) + "\n").encode())
 
 
 def _is_due(fault: Fault, ranks: Sequence[RankState], now: float) -> bool:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, Protocol
 
 from testbed.control.runs.progress import Progress
 from testbed.control.substrates.base import Process
 from testbed.results.conclude import reported_rank, root_cause
-from testbed.results.folder import RunFolder
-from testbed.spec.errors import PeerLost, RankFailed, one_line
+from testbed.results.folder import RunFolder, open_regular
+from testbed.spec.errors import PeerLost, RankFailed, SpecError, one_line
 from testbed.spec.run import START_DEADLINE_S
 
 
@@ -34,6 +35,16 @@ class Timing:
     stall_deadlines: float = 30.0  # a run fails after so many deadlines without progress; a rank fails after one
 
 
+CHUNK_BYTES = 64 << 20  # more than the longest record, and than a rank writes between two polls
+# What the supervisor uses of a record. A script that may write to its records can write anything there.
+USED: dict[str, dict[str, type | UnionType]] = {
+    "start": {"deadline": int | float},
+    "step": {"step": int},
+    "error": {"message": str, "failed_rank": int | None, "at": int | float | None},
+    "where": {},
+}
+
+
 class Tail:
     """Reads the JSON lines that a growing file has gained since the last read."""
 
@@ -46,24 +57,33 @@ class Tail:
             self.inode, self.offset = path.stat().st_ino, path.stat().st_size
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the new JSON objects. Other lines are skipped; an incomplete last line is left for the next read."""
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+        """Return the new JSON objects. Other lines are skipped; an incomplete last line is left for the next read.
+
+        Raises SpecError if the file is a link or a pipe. At most CHUNK_BYTES are read at once.
+        """
+        with contextlib.suppress(FileNotFoundError), os.fdopen(open_regular(self.path), "rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self.inode:
                 self.inode, self.offset = inode, 0
             file.seek(self.offset)
-            complete = file.read()
-            complete = complete[: complete.rfind(b"\n") + 1]
-            self.offset += len(complete)
+            chunk = file.read(CHUNK_BYTES)
+            complete = chunk[: chunk.rfind(b"\n") + 1]
+            self.offset += len(complete) if complete or len(chunk) < CHUNK_BYTES else len(chunk)  # no record is so long
             return [value for value in map(_parse, complete.splitlines()) if value is not None]
         return []
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line)
         return value if isinstance(value, dict) else None
     return None
+
+
+def _is_usable(record: dict[str, Any]) -> bool:
+    """True if the record has what the supervisor uses of its kind."""
+    used = USED.get(str(record.get("kind")))
+    return used is None or all(isinstance(record.get(name), wanted) for name, wanted in used.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,23 +121,27 @@ class RankState:
         return recorded if recorded is not None else float("inf") if self.ended is None else self.ended
 
     def poll(self, rank: int, progress: Progress) -> bool:
-        """Read new records and the exit code; True if there was anything new."""
-        records = self.tail.read()
+        """Read new records and the exit code; True if there was anything new. Raises RankFailed."""
+        try:
+            records = list(filter(_is_usable, self.tail.read()))
+        except SpecError as error:
+            raise RankFailed(f"rank {rank} ({self.node}): its records cannot be read: {error}") from None
         for record in records:
-            if record["kind"] == "start":
+            kind = record.get("kind")
+            if kind == "start":
                 self.deadline = record["deadline"]
                 self.started = time.monotonic()
-            elif record["kind"] == "step":
+            elif kind == "step":
                 self.last_step, self.where = record["step"], None
                 progress.step(rank, record)
-            elif record["kind"] == "error":
+            elif kind == "error":
                 self.error = record
-            elif record["kind"] == "where":
+            elif kind == "where":
                 self.where = record
         if self.code is None:
             self.code = self.process.poll()
             self.ended = None if self.code is None else time.monotonic()
-        return any(record["kind"] != "where" for record in records) or self.code is not None
+        return any(record.get("kind") != "where" for record in records) or self.code is not None
 
 
 class RankObserver(Protocol):

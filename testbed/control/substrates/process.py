@@ -23,6 +23,7 @@ from testbed.control.machine import affinity, ownership
 from testbed.control.machine.processes import kill_until_gone, send
 from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process
 from testbed.net.shaping import Shaping
+from testbed.results.folder import open_append
 from testbed.spec.errors import Unavailable, require_extra
 from testbed.spec.process_tree import descendants
 from testbed.spec.units import format_rate
@@ -86,10 +87,13 @@ def dies_with_parent() -> list[str]:
 
 
 def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProcess:
-    """Start a process with our mark in a session of its own; stdout and stderr are appended to `log`."""
+    """Start a process with our mark in a session of its own; stdout and stderr are appended to `log`.
+
+    Raises SpecError if `log` is a link or pipe: a script in a container may own the folder, and we may be root.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     whole = {**os.environ, ownership.PACKAGE_PATH: _package_path(), **env, ownership.VARIABLE: ownership.current()}
-    with log.open("ab") as output:
+    with open_append(log) as output:
         popen = subprocess.Popen(
             argv, env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )

@@ -6,10 +6,12 @@ import json
 import socket
 from pathlib import Path
 
-from testbed.attach.intake import Intake, Records
+import pytest
 
-START = {"kind": "start", "rank": 0}
-STEP = {"kind": "step", "step": 0}
+from testbed.attach import intake as module
+from testbed.attach.intake import READY, Intake, Records
+from tests.support.observed import START, STEP
+from tests.support.processes import until
 
 
 def send(path: Path, *records: object) -> None:
@@ -43,9 +45,10 @@ def test_what_is_no_record_of_an_observer_is_dropped(tmp_path: Path) -> None:
     records = Records(tmp_path / "rank0.jsonl", limit_bytes=100)
     for line in (b"not json", b"[1]", b'{"kind":"end"}', b'{"kind":"error"}', b"[" * 100_000, b"\xff"):
         records.accept(0, line)
-    records.accept(0, json.dumps(STEP | {"loss": "x" * 200}).encode())  # too large
+    for forged in ({"kind": "step"}, STEP | {"step": "x"}, START | {"deadline": None}, STEP):  # the last is too large
+        records.accept(0, json.dumps(forged).encode())
     records.close()
-    assert (tmp_path / "rank0.jsonl").read_text() == "" and records.steps == 0
+    assert (tmp_path / "rank0.jsonl").read_text() == "" and records.steps == 0 and records.dropped == 5
 
 
 def test_the_limit_is_reported_once(tmp_path: Path) -> None:
@@ -56,3 +59,36 @@ def test_the_limit_is_reported_once(tmp_path: Path) -> None:
         records.accept(0, b'{"kind":"limit","steps":5}')
     records.close()
     assert records.reached_limit and called == [1]
+
+
+def test_an_answer_that_was_not_asked_for_is_not_written(tmp_path: Path) -> None:
+    records = Records(tmp_path / "rank0.jsonl")
+    intake = Intake(tmp_path / "socket", records)
+    answers = [{"site": f"main.py:{line}", "waits": True} for line in range(1000)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(tmp_path / "socket"))
+        connection.sendall(READY)
+        until(lambda: len(intake._asked) == 1)
+        intake.ask()
+        connection.sendall(b"".join(json.dumps(each).encode() + b"\n" for each in answers))
+    intake.finish(timeout_s=30)
+    records.close()
+    assert kinds(tmp_path / "rank0.jsonl") == ["where"]
+
+
+def test_more_connections_than_a_script_needs_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
+    records = Records(tmp_path / "rank0.jsonl")
+    intake = Intake(tmp_path / "socket", records)
+    opened = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    for connection in opened:
+        connection.connect(str(tmp_path / "socket"))
+    assert opened[2].recv(1) == b""  # closed by the other side
+    opened[0].close()
+    until(lambda: intake._room._value == 1)
+    send(tmp_path / "socket", START, STEP)
+    for connection in opened:
+        connection.close()
+    intake.finish(timeout_s=30)
+    records.close()
+    assert kinds(tmp_path / "rank0.jsonl") == ["start", "step"]

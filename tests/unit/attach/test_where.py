@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import threading
@@ -11,6 +12,7 @@ from testbed.attach import where
 from testbed.attach.intake import Intake, Records
 from testbed.results.observations import Where
 from testbed.results.records import read
+from tests.support.observed import START
 from tests.support.processes import until
 
 
@@ -34,7 +36,7 @@ def test_the_launcher_gets_an_answer(tmp_path: Path) -> None:
     where.listen(str(tmp_path / "socket"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rank:
         rank.connect(str(tmp_path / "socket"))
-        rank.sendall(b'{"kind":"start"}\n')
+        rank.sendall(json.dumps(START).encode() + b"\n")
         until(lambda: records.rank is not None and threading.active_count() > before)
         until(lambda: intake.ask() or (tmp_path / "rank0.jsonl").read_text().count('"where"') > 0)
     found = [each for each in (tmp_path / "rank0.jsonl").read_text().splitlines() if '"where"' in each]

@@ -116,6 +116,14 @@ def test_a_time_on_the_clock_of_another_machine_is_not_written(tmp_path: Path) -
     assert saw["at"] == 5.0
 
 
+def test_a_history_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
+    made, _, ranks = injector(tmp_path, "kill:rank1@step999")
+    (tmp_path / "faults.jsonl").symlink_to(tmp_path / "victim")
+    ranks[0].code, ranks[0].ended = 6, 5.0
+    made.poll(ranks)
+    assert not (tmp_path / "victim").exists()
+
+
 def test_a_run_without_faults_has_no_history(tmp_path: Path) -> None:
     made, _, ranks = injector(tmp_path)
     ranks[0].code = 0

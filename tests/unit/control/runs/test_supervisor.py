@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -138,6 +139,34 @@ def test_a_half_written_line_is_read_when_it_is_complete(tmp_path):
     assert [r["step"] for r in tail.read()] == [0]
     path.write_text('{"kind":"step","step":0}\n{"kind":"step","step":1}\n')
     assert [r["step"] for r in tail.read()] == [1]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_records_that_are_no_regular_file_end_the_run(tmp_path, kind):
+    path = RunFolder(tmp_path).records(0)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(RankFailed, match=r"rank 0 \(node0\): its records cannot be read: .*rank0\.jsonl: is"):
+        supervise([Scripted(0, polls=1000)], RunFolder(tmp_path))
+
+
+def test_records_with_forged_values_are_ignored(tmp_path):
+    folder = RunFolder(tmp_path)
+    forged = [{}, {"kind": "step"}, {"kind": "step", "step": "x"}, {"kind": ["start"]}, {"kind": "start"}]
+    records(folder, 0, *forged, {"kind": "error", "message": 5}, {"kind": "error", "message": "x", "at": "now"})
+    with folder.records(0).open("a") as out:
+        out.write("[" * 100_000 + "\n")
+    supervise([Scripted(0, polls=3)], folder)
+
+
+def test_a_file_without_lines_is_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "CHUNK_BYTES", 1 << 16)
+    path = tmp_path / "rank0.jsonl"
+    with path.open("wb") as out:
+        out.truncate((1 << 16) + 1)
+        out.seek((1 << 16) + 1)
+        out.write(b'\n{"kind":"end"}\n')
+    tail = Tail(path)
+    assert (tail.read(), tail.read()) == ([], [{"kind": "end"}])
 
 
 def test_the_failed_rank_has_the_inventorys_name_also_in_other_ranks_messages(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.fake import FakeSubstrate
-from testbed.control.substrates.process import ProcessSubstrate
-from testbed.spec.errors import Unavailable
+from testbed.control.substrates.process import ProcessSubstrate, spawn
+from testbed.spec.errors import SpecError, Unavailable
 from testbed.spec.link import Link
 from tests.support.processes import state, until
 
@@ -84,3 +84,10 @@ def test_links_quotas_and_memory_limits_are_unavailable() -> None:
             substrate.set_rate(0, 10)
         with pytest.raises(Unavailable, match="--on netns"):
             substrate.set_cpus(0, 0.5)
+
+
+def test_a_log_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").symlink_to(tmp_path / "victim")
+    with pytest.raises(SpecError, match=r"rank0\.log: is a symlink"):
+        spawn(["echo", "text"], {}, tmp_path / "rank0.log")
+    assert not (tmp_path / "victim").exists()
