@@ -14,18 +14,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from pydantic import ValidationError
 
 from testbed.attach import where
 from testbed.attach.where import QUESTION
-from testbed.results.folder import MAX_RECORDS_BYTES
+from testbed.results.folder import MAX_RECORDS_BYTES, process_records
 from testbed.results.observations import Files, Unseen, Where
 from testbed.results.records import MAX_LINE_BYTES, End, Error, decode, encode
 from testbed.spec.errors import one_line
 
 KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash", "swap"}
 RESERVED_BYTES = 1 << 20  # of the largest size, for the launcher's own records
+OTHERS_SHARE = 0.25  # of the largest size, for the processes that are not the rank
+MAX_PROCESSES = 32  # of one node whose records are kept
 ACCEPT_BACKLOG = 64
 MAX_CONNECTIONS = 256  # at once: two for each process of a script that imports torch
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a connected process
@@ -33,14 +36,21 @@ READY = json.dumps(where.READY).encode() + b"\n"
 
 
 class Records:
-    """Writes rankN.jsonl. The first process that sends `start` is the rank; lines of others are dropped."""
+    """Writes rankN.jsonl: the lines of the first process that sends `start`, which is the rank.
+
+    Other processes that start are ranks which the script has forked. Each has a file of its own beside it
+    (RunFolder.processes), with a limit for all of them together. Lines that a process sends before `start` wait for it.
+    """
 
     def __init__(self, path: Path, limit_bytes: int = MAX_RECORDS_BYTES - RESERVED_BYTES) -> None:
+        self._path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._lock = threading.Lock()
         self._left = limit_bytes
+        self._left_of_others = int(OTHERS_SHARE * limit_bytes)
         self._rank: int | None = None  # the connection that sent `start`
-        self._started: set[int] = set()  # connections that sent `start`
+        self._started: dict[int, TextIO | None] = {}  # connections that sent `start`, in order, and their files
+        self._waiting: dict[int, list[bytes]] = {}  # lines of connections that have not started
         self.steps = 0
         self.last_step = time.monotonic()
         self.reached_limit = False  # of the steps that were requested
@@ -56,11 +66,10 @@ class Records:
             self._accept_message(line)
             return
         with self._lock:
-            if kind == "start":
-                self._started.add(connection)
-                self._rank = connection if self._rank is None else self._rank
-            if kind in KINDS and self._rank in (None, connection) and len(line) <= self._left:
-                self._store(kind, line)
+            if kind == "start" and connection not in self._started:
+                self._start(connection)
+            if kind in KINDS:
+                self._store(connection, kind, line)
 
     def _accept_message(self, line: bytes) -> None:
         """Take a line that is for the launcher alone."""
@@ -76,14 +85,41 @@ class Records:
                 elif kind != "limit":
                     self.dropped += 1
 
-    def _store(self, kind: str, line: bytes) -> None:
-        self._left -= len(line)
-        if kind == "step":
+    def _start(self, connection: int) -> None:
+        """A process trains: the first one is the rank."""
+        number, file = len(self._started), None
+        if not self._started:
+            self._rank, file = connection, self._file
+        elif number < MAX_PROCESSES:
+            with contextlib.suppress(OSError):
+                file = process_records(self._path, number).open("a", encoding="utf-8", buffering=1)
+        self._started[connection] = file
+        for line in self._waiting.pop(connection, []):
+            self._write(file, line)
+
+    def _store(self, connection: int, kind: str, line: bytes) -> None:
+        other = self._rank is not None and connection != self._rank
+        if len(line) > (self._left_of_others if other else self._left):
+            return
+        if other:
+            self._left_of_others -= len(line)
+        else:
+            self._left -= len(line)
+        if connection in self._started:
+            self._write(self._started[connection], line)
+        elif kind == "unseen" and not self._started:  # a fork of this process does not repeat it
+            self._write(self._file, line)
+        else:
+            self._waiting.setdefault(connection, []).append(line)
+        if kind == "step" and not other:
             self.steps, self.last_step = self.steps + 1, time.monotonic()
+
+    def _write(self, file: TextIO | None, line: bytes) -> None:
         try:
-            self._file.write(line.decode().rstrip() + "\n")
+            if file is not None:
+                file.write(line.decode().rstrip() + "\n")
         except OSError:  # a full disk: the script goes on, and the launcher's own record at the end will say why
-            self._left = 0
+            self._left = self._left_of_others = 0
 
     @property
     def rank(self) -> int | None:
@@ -96,13 +132,24 @@ class Records:
         return len(self._started)
 
     def write(self, record: End | Error | Files | Unseen | Where) -> None:
-        """Write a record of the launcher's own."""
+        """Write a record of the launcher's own. If no process has started, what was seen until then comes first."""
         with self._lock:
+            if isinstance(record, Error | Files):
+                self._keep_waiting()
             self._file.write(encode(record) + "\n")
+
+    def _keep_waiting(self) -> None:
+        """The script has ended: keep what was sent if no process has started."""
+        for line in (line for lines in self._waiting.values() for line in lines if not self._started):
+            self._write(self._file, line)
+        self._waiting.clear()
 
     def close(self) -> None:
         with self._lock:
-            self._file.close()
+            self._keep_waiting()
+            for file in (self._file, *self._started.values()):
+                if file is not None:
+                    file.close()
 
 
 class Intake:

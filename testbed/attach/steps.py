@@ -1,7 +1,8 @@
 """The steps of a script: where its time goes, by our own records.
 
-A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. So the
-first step is known when its first optimizer comes again. An evaluation between two steps belongs to neither.
+A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. Where
+a script has made several, the first step is known and sent when its first optimizer comes again. An evaluation between
+two steps belongs to neither.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from testbed.rank.counters import Counter
 from testbed.results.collectives import Observed
 from testbed.results.timeline import Timeline
 
+SCHEDSTAT = "/proc/thread-self/schedstat"  # nanoseconds: with a processor, without one; time slices
 EACH_CALLS = 50  # steps between two records of the calls so far
 LOGGED_STEPS = 10  # first steps in which DDP logs its own times; later it does so every hundredth
 LOGGED_EACH = 100
+# fields of a step: those that add up over its parts, and lists with the place of an offset in each row
+SUMMED = (
+    *("data", "forward", "backward", "sync", "update", "cpu", "kernel", "images", "observing"),
+    *("blocked", "busy", "hidden", "copies", "copies_cpu"),
+)
+OFFSETS = {"phases": 1, "comm": 1, "stalls": 0, "copying": 0}
 LOGGED = {  # nanoseconds in DDP's own logging data, and their names in our records
     "backward_compute_time": "compute",
     "backward_comm_time": "comm",
@@ -53,6 +61,8 @@ class Steps(Part):
         self.started = False
         self.order: list[int] = []  # optimizers of one round, by id, in the order of their first update
         self.last: int | None = None  # the one that ends a step; None: not known yet
+        self.made = 0  # optimizers
+        self.held: list[dict[str, Any]] = []  # the parts of the first step, while its end is not known
         self.wrappers: dict[str, dict[str, Any]] = {}
         self.ddp: Any = None  # the first DistributedDataParallel
         self.logged: list[dict[str, Any]] = []  # times of DDP's own logging data beside ours
@@ -81,17 +91,25 @@ class Steps(Part):
             self.ddp = module
         self._begin_again()
 
+    def optimizer_made(self, optimizer: Any) -> None:
+        self.made += 1
+
     def _begin_again(self) -> None:
         """What comes before the first step belongs to no step."""
-        if self.number == 0 and not self.phases.trained:
+        if not self._begun and not self.phases.trained:
             self.phases.start()
+
+    @property
+    def _begun(self) -> bool:
+        """An optimizer has updated."""
+        return self.number > 0 or bool(self.held)
 
     def data_began(self, loader: Any) -> None:
         if not torch.is_grad_enabled():
             self.evaluation_began()
             return
         self._evaluation_ended()
-        if self.number == 0 and not self.phases.trained and self.iterator is None:
+        if not self._begun and not self.phases.trained and self.iterator is None:
             self.phases.start()
         self.phases.data_began()
 
@@ -116,7 +134,7 @@ class Steps(Part):
         self._evaluation_ended()
 
     def _evaluation_ended(self) -> None:
-        if self.evaluation is not None and self.number and not self.phases.trained:
+        if self.evaluation is not None and self._begun and not self.phases.trained:
             self.phases.start()
             self.evaluated = self.evaluation
         self.evaluation = None
@@ -169,13 +187,19 @@ class Steps(Part):
             self._start(optimizer)
         if self.last is None and self.order and key == self.order[0]:  # the round begins again
             self.last = self.order[-1]
+            self._send_held()
         elif key not in self.order:
             self.order.append(key)
 
     def update_ended(self, optimizer: Any) -> None:
         self.phases.update_ended()
         if self.last is None or id(optimizer) == self.last:
-            self._step()
+            fields = self._take()
+            if self.last is None and self.made > 1 and self.limit != 1:
+                self.held.append(fields)
+            else:
+                self._send_step([fields])
+            self.phases.start()
 
     def collective_began(self, collective: Collective) -> None:
         root, ranks = collective.detail.get("root", 0), collective.detail.get("ranks", ())
@@ -217,6 +241,7 @@ class Steps(Part):
                 since = ended
 
     def ends(self) -> None:
+        self._send_held()
         self._send_calls()
 
     # records
@@ -280,17 +305,28 @@ class Steps(Part):
         setup |= {"optimizers": [type(optimizer).__name__], "threads": torch.get_num_threads(), "changed": self.changed}
         self.send(setup)
 
-    def _step(self) -> None:
+    def _take(self) -> dict[str, Any]:
+        """The fields of a step, or of a part of the first one, that ends now."""
         fields = self.timeline.take()
         sent, received = self.counter.read()
-        loss = sum(float(value) for value in self.losses) / len(self.losses) if self.losses else 0.0
         epoch = max((passes for passes, _ in self.passes.values()), default=1) - 1
-        fields |= {"kind": "step", "step": self.number, "epoch": epoch, "loss": loss, "images": self.images}
-        fields |= {"sent": sent, "received": received, "observing": self.observing()}
+        fields |= {"kind": "step", "epoch": epoch, "losses": [float(each) for each in self.losses]}
+        fields |= {"images": self.images, "sent": sent, "received": received, "observing": self.observing()}
         fields |= {"evaluated": self.evaluated} if self.evaluated else {}
-        self.send(fields)
-        self.number += 1
         self._fresh()
+        return fields | _processor_time()
+
+    def _send_held(self) -> None:
+        parts, self.held = self.held, []
+        if parts:
+            self._send_step(parts)
+
+    def _send_step(self, parts: list[dict[str, Any]]) -> None:
+        """Send a step that has ended, and end the script if it was the last one that was requested."""
+        fields = _joined(parts) if len(parts) > 1 else parts[0]
+        losses = fields.pop("losses")
+        self.send(fields | {"step": self.number, "loss": sum(losses) / len(losses) if losses else 0.0})
+        self.number += 1
         if self.number % EACH_CALLS == 0:
             self._send_calls()
         if self.limit is not None and self.number >= self.limit:
@@ -298,12 +334,38 @@ class Steps(Part):
             self.send({"kind": "limit", "steps": self.number})
             _leave_together()
             raise SystemExit(0)
-        self.phases.start()
 
     def _send_calls(self) -> None:
         if self.number:
             calls = {"kind": "calls", "first": 0, "last": self.number - 1, "rows": list(self.rows.values())}
             self.send(calls | {"detail": {"ddp": self.logged[-LOGGED_STEPS:]} if self.logged else {}})
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One step of parts that follow each other."""
+    begun, last = parts[0]["at"], parts[-1]
+    made = parts[0] | last | {name: sum(part[name] for part in parts) for name in SUMMED}
+    for name, place in OFFSETS.items():
+        made[name] = [
+            (*row[:place], row[place] + part["at"] - begun, *row[place + 1 :]) for part in parts for row in part[name]
+        ]
+    losses = [loss for part in parts for loss in part["losses"]]
+    return made | {"at": begun, "total": last["at"] + last["total"] - begun, "losses": losses}
+
+
+def _processor_time() -> dict[str, float | None]:
+    """Seconds since the start in which this thread could run but had no processor; else those in which it had one.
+
+    The file is opened each time: a script may close all files, and another thread may train.
+    """
+    try:
+        file = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return {"delayed": round(int(os.read(file, 100).split()[1]) / 1e9, 6)}
+        finally:
+            os.close(file)
+    except (OSError, ValueError, IndexError):
+        return {"used": round(time.process_time(), 6)}
 
 
 def _images(batch: Any) -> int:

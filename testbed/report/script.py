@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from testbed.report.model import Cell, Chapter, names
-from testbed.report.script_findings import find
+from testbed.report.script_findings import find, read_forked
 from testbed.report.stats import seconds
 from testbed.report.tables import DASH, Table, number
 from testbed.results.finding import Finding
 from testbed.results.observations import Call, Calls, Setup, Swap, Unseen
-from testbed.spec.errors import one_line
+from testbed.results.records import Record
+from testbed.spec.errors import TestbedError, one_line
 
 COLLECTIVES = (
     "Calls from one line of the script in one phase, mean over the ranks that made them. Size: bytes of one call; of"
@@ -80,11 +82,18 @@ def _part(cell: Cell, name: str, place: int) -> ScriptPart:
         cell=cell,
         slug=slug,
         title=f"What this script does: {name}",
-        findings=find({rank.number: rank.records for rank in cell.first.ranks}, cell.spec),
+        findings=_findings(cell),
         notes=[*_changed(cell), *_swapped(cell), *_sampled(cell), *_unseen(cell)],
         tables=[table for table in tables if table],
         rows=rows,
     )
+
+
+def _findings(cell: Cell) -> list[Finding]:
+    forked: dict[int, list[list[Record]]] = {}
+    with suppress(TestbedError, OSError):  # a damaged file of a forked rank: those ranks are not compared
+        forked = read_forked(cell.first.folder, cell.spec)
+    return find({rank.number: rank.records for rank in cell.first.ranks}, cell.spec, forked)
 
 
 def details(finding: Finding) -> list[tuple[str, str]]:

@@ -14,11 +14,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from testbed.report.stats import seconds
+from testbed.results.collectives import Observed as Collective
 from testbed.results.finding import SEVERITIES, Finding
 from testbed.results.folder import MAX_RECORDS_BYTES, RunFolder, check_size
 from testbed.results.gradients import EXACT, Fit, gradient_fits, near, optimizer_of
-from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup
-from testbed.results.records import Record, Start, Step, read
+from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup, Swap
+from testbed.results.records import End, Record, Start, Step, read
+from testbed.results.timeline import CONTINUED
 from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
 from testbed.spec.units import covered_length, format_rate, format_size
@@ -52,11 +54,56 @@ def as_line(finding: Finding) -> str:
 
 
 @dataclass(frozen=True)
+class Group:
+    """The processes that are compared: the ranks of one process group, as far as there is one."""
+
+    records: Mapping[int, Sequence[Record]]  # by rank: the number of the node, or of the group's own if nodes forked
+    nodes: Mapping[int, int]  # rank -> node
+    alone: str = ""  # why ranks of other nodes are not compared; empty if all are
+
+
+def group_of(by_node: Mapping[int, Sequence[Record]], forked: Mapping[int, Sequence[Sequence[Record]]]) -> Group:
+    """The largest process group of which all ranks were seen: one process a node, all processes, or those of a node.
+
+    `forked`: by node the records of the processes that trained beside the first one.
+    """
+    seen = [(node, own) for node in sorted(by_node) for own in (by_node[node], *forked.get(node, ()))]
+    joined = [(node, setup, own) for node, own in seen for setup in _of(own, Setup)[-1:] if setup.world > 1]
+    several = len(seen) > len(by_node) or any(end.processes > 1 for own in by_node.values() for end in _of(own, End))
+    if not joined or (not several and _whole([setup for _, setup, _ in joined], len(by_node))):
+        return Group(by_node, {node: node for node in by_node})
+    if _whole([setup for _, setup, _ in joined], len(seen)):
+        return Group({setup.rank: own for _, setup, own in joined}, {setup.rank: node for node, setup, _ in joined})
+    for node in sorted(by_node):
+        here = [(setup, own) for each, setup, own in joined if each == node]
+        if len(here) > 1 and _whole([setup for setup, _ in here], len(here)):
+            why = f"the {len(here)} ranks that node {node} has forked are a process group of their own"
+            why = why if len(by_node) > 1 else ""
+            return Group({setup.rank: own for setup, own in here}, {setup.rank: node for setup, _ in here}, why)
+    first = min(by_node)
+    named = ", ".join(f"rank {setup.rank} of {setup.world} on node {node}" for node, setup, _ in joined[:8])
+    return Group({first: by_node[first]}, {first: first}, f"not all ranks of a process group were seen, only {named}")
+
+
+def _of(records: Sequence[Record], kind: type[R]) -> list[R]:
+    return [record for record in records if isinstance(record, kind)]
+
+
+def _whole(setups: Sequence[Setup], count: int) -> bool:
+    """Whether these are all ranks of one process group of this size."""
+    return {setup.world for setup in setups} == {count} and sorted(s.rank for s in setups) == list(range(count))
+
+
+@dataclass(frozen=True)
 class Observed:
     """The records of all ranks, as the rules need them. Only what all ranks have is compared."""
 
-    records: Mapping[int, Sequence[Record]]
+    group: Group
     spec: RunSpec
+
+    @property
+    def records(self) -> Mapping[int, Sequence[Record]]:
+        return self.group.records
 
     @property
     def ranks(self) -> list[int]:
@@ -108,6 +155,11 @@ class Observed:
         return {key: own for key, own in found.items() if not self.sharded and _replicas(own)}
 
     @cached_property
+    def replaced(self) -> bool:
+        """Whether one of our modes synchronised instead of the script (--instead)."""
+        return any(self.each(Swap))
+
+    @cached_property
     def sharded(self) -> bool:
         """Whether ranks hold parts of the parameters, as with FSDP: then they are no replicas."""
         rows = [row for own in self.calls for row in own]
@@ -136,10 +188,26 @@ class Observed:
         return max((found[-1].last - found[-1].first + 1 for found in self.each(Calls) if found), default=0)
 
     @cached_property
+    def all_steps(self) -> dict[int, list[Step]]:
+        """Number -> the step of all ranks."""
+        return _common([{step.step: step for step in own} for own in self.each(Step)])
+
+    @cached_property
     def steps(self) -> dict[int, list[Step]]:
         """Number -> the step of all ranks, without warm-up."""
-        found = _common([{step.step: step for step in own} for own in self.each(Step)])
-        return {number: own for number, own in found.items() if number >= self.spec.warmup}
+        return {number: own for number, own in self.all_steps.items() if number >= self.spec.warmup}
+
+    def worked(self, number: int) -> list[float] | None:
+        """By rank the seconds of work from the end of the step before to the end of this one; None if not known.
+
+        Not counted: waiting for communication, samples of the observer, and time without a processor, which a busy
+        machine takes from one rank or the other. A test between two steps counts, though it belongs to no step.
+        """
+        before, own = self.all_steps.get(number - 1), self.all_steps[number]
+        pairs = list(zip(before or [], own, strict=bool(before)))
+        spent = [_worked(a, b) for a, b in pairs if a.attempt == b.attempt]
+        known = [seconds for seconds in spent if seconds is not None]
+        return known if len(known) == len(own) else None
 
     def middle(self, of: Callable[[Step], float]) -> float:
         """The median over steps of the mean over ranks, without steps in which samples took longer than the value."""
@@ -151,7 +219,7 @@ class Observed:
     def step_time(self) -> float:
         return self.middle(lambda step: step.total - step.observing)
 
-    @property
+    @cached_property
     def exposed(self) -> float:
         return self.middle(lambda step: step.blocked)
 
@@ -166,6 +234,16 @@ class Observed:
         hashes = [record for own in self.each(Parameters) for record in own]
         uses = [row for record in hashes for row in record.detail.get("uses", [])]
         return {str(row[1]) for row in (*between, *uses) if row[3] in ("gradients", "parameters", "all")}
+
+
+def _worked(before: Step, step: Step) -> float | None:
+    """Seconds of a rank's own work between the ends of two steps; None if its processor time was not recorded."""
+    passed = step.at + step.total - (before.at + before.total) - step.blocked - step.observing
+    if step.delayed is not None and before.delayed is not None:
+        return max(0.0, passed - (step.delayed - before.delayed))
+    if step.used is not None and before.used is not None:
+        return max(0.0, min(passed, step.used - before.used))
+    return None
 
 
 def _common(by_rank: list[dict[Any, R]]) -> dict[Any, list[R]]:
@@ -214,6 +292,24 @@ def _site(run: Observed, optimizer: int) -> str:
 
 def _updates(fits: Sequence[Fit]) -> str:
     return f"updates {', '.join(str(fit.step) for fit in fits)}"
+
+
+def not_compared(run: Observed) -> Finding | None:
+    """The nodes are not the ranks of one process group, so that rules which compare ranks say nothing about them."""
+    if not run.group.alone:
+        return None
+    few = len(run.ranks) < 2
+    of = f"of node {min(run.group.nodes.values())} alone"
+    return Finding(
+        "not_compared",
+        "note",
+        f"The nodes are not the ranks of one process group: findings are {of}, and "
+        + ("ranks are not compared." if few else f"compare its {len(run.ranks)} ranks."),
+        run.group.alone,
+        "Start one process a node with {rank} of {world}, or give torchrun --nnodes {world} --node-rank {rank}.",
+        "certain: the rank and the size of every process group were recorded",
+        "processes that train without an optimizer of torch.optim",
+    )
 
 
 # gradients
@@ -396,6 +492,8 @@ def _is_zero(sample: Gradients) -> bool:
 
 def reduced_twice(run: Observed) -> Finding | None:
     """Gradients are reduced in backward and once more before the optimizer's step, or twice there."""
+    if run.replaced:
+        return None
     for (number, _), own in run.gradients.items():
         for record in own:
             size = float(record.detail.get("bytes", 0))
@@ -436,7 +534,7 @@ def no_no_sync(run: Observed) -> Finding | None:
     """DDP reduces in every pass of an accumulation."""
     samples = [own[0] for own in run.gradients.values()]
     found = [record for record in samples if record.passes > 1 and _reduces_each(record)]
-    if run.uses(DDP) is None or len(found) < MIN_SAMPLES:
+    if run.uses(DDP) is None or len(found) < MIN_SAMPLES or run.replaced:
         return None
     record = found[-1]
     saved = run.exposed * (record.passes - 1) / record.passes
@@ -573,7 +671,7 @@ def no_set_epoch(run: Observed) -> Finding | None:
 
 def tiny_collectives(run: Observed) -> Finding | None:
     """Many small collectives of one line in each step."""
-    if run.counted < MIN_STEPS or not run.step_time:
+    if run.counted < MIN_STEPS or not run.step_time or run.replaced:
         return None
     for row in run.called():
         if not row.bytes:
@@ -651,38 +749,55 @@ def rank_works_alone(run: Observed) -> Finding | None:
         return None
     late: list[tuple[int, int, float]] = []  # step, rank, seconds
     for number, own in run.steps.items():
-        busy = [step.total - step.blocked - step.observing for step in own]
-        for k, before in enumerate(run.steps.get(number - 1, ())):  # an evaluation between two steps is in neither
-            busy[k] += max(0.0, own[k].at - before.at - before.total)
-        last = max(range(len(busy)), key=lambda k: busy[k])
-        excess = busy[last] - max(value for k, value in enumerate(busy) if k != last)
+        worked = run.worked(number)
+        if worked is None:
+            continue
+        last = max(range(len(worked)), key=lambda k: worked[k])
+        excess = worked[last] - max(value for k, value in enumerate(worked) if k != last)
         waited = max(step.blocked for k, step in enumerate(own) if k != last)
         if excess > ALONE_SHARE * run.step_time and waited >= 0.5 * excess:
-            late.append((number, last, excess))
+            late.append((number, last, max(excess, waited - run.exposed)))
     who = statistics.mode(rank for _, rank, _ in late) if late else 0
     found = [each for each in late if each[1] == who]
     rank = run.ranks[who]
     if len(found) < ALONE_TIMES or len(found) < SAME_RANK * len(late):
         return None
-    if f"node{rank}" in run.spec.overrides or run.spec.faults or _slow_node(run, who):
+    if f"node{run.group.nodes[rank]}" in run.spec.overrides or run.spec.faults or _slow_node(run, who):
         return None
     times = [each[2] for each in found]
-    cost = sum(times) / len(run.steps)
-    site = statistics.mode(run.steps[number][who].evaluated for number, *_ in found)  # empty: other work
+    evaluation = statistics.mode(run.steps[number][who].evaluated for number, *_ in found)  # empty: other work
+    waits = _waits_at(run, who, [each[0] for each in found])
+    where = f"; the others wait for it at {waits}" if waits else ""
+    does = "evaluates alone, and all others wait" if evaluation else "does work that all others wait for"
     return Finding(
         "rank_works_alone",
         "cost",
-        f"Rank {rank} {'evaluates alone, and all others wait' if site else 'does work that all others wait for'}.",
+        f"Rank {rank} {does}.",
         f"in {len(found)} of {len(run.steps)} steps, e.g. {', '.join(str(each[0]) for each in found[:5])}: "
-        f"{seconds(statistics.median(times))} each, with a step of {seconds(run.step_time)}",
+        f"{seconds(statistics.median(times))} each, with a step of {seconds(run.step_time)}{where}",
         "Do it on all ranks at once (each on its part), more rarely, or after training: e.g. a test, a checkpoint, a "
         f"log on rank {rank} only.",
-        "likely: the times are those of all ranks; "
-        f"{'an evaluation began at this line before them' if site else 'which line does the work was not recorded'}",
-        f"a node {rank} that is slower or busy with something else",
-        site,
-        cost,
+        "likely: time in which the rank had no processor is not counted; "
+        + (
+            "an evaluation began at this line before these steps"
+            if evaluation
+            else "which line does the work was not recorded, only where the others wait"
+        ),
+        f"a node {run.group.nodes[rank]} whose disk or memory is slower",
+        evaluation or waits,
+        sum(times) / len(run.steps),
     )
+
+
+def _waits_at(run: Observed, who: int, numbers: Sequence[int]) -> str:
+    """The line at which the other ranks wait longest in these steps; empty if none is known."""
+    waits: dict[str, float] = {}
+    for number in numbers:
+        for k, step in enumerate(run.steps[number]):
+            for name, _, length, _ in step.comm if k != who else ():
+                site = Collective.parse(name.removesuffix(CONTINUED)).site
+                waits[site] = waits.get(site, 0.0) + length
+    return max(waits, key=lambda site: waits[site], default="")
 
 
 def _slow_node(run: Observed, who: int) -> bool:
@@ -723,7 +838,13 @@ def no_overlap(run: Observed) -> Finding | None:
     """Gradients are sent after backward, where DDP would send them during it."""
     kinds = {kind for _, kind, _ in run.decided()}
     hand_written = run.uses(DDP) is None and not run.sharded and kinds & {"mean", "sum", "divided", "scaled", "nearly"}
-    if not hand_written or len(run.steps) < MIN_STEPS or run.gradient_bytes <= FIRST_BUCKET_BYTES or len(run.ranks) < 2:
+    if (
+        run.replaced
+        or not hand_written
+        or len(run.steps) < MIN_STEPS
+        or run.gradient_bytes <= FIRST_BUCKET_BYTES
+        or len(run.ranks) < 2
+    ):
         return None
     exposed = run.exposed
     busy, hidden = run.middle(lambda step: step.busy), run.middle(lambda step: step.hidden)
@@ -747,6 +868,7 @@ def no_overlap(run: Observed) -> Finding | None:
 
 
 RULES: tuple[Callable[[Observed], Finding | None], ...] = (
+    not_compared,
     never_joined,
     not_synchronised,
     summed,
@@ -768,9 +890,16 @@ RULES: tuple[Callable[[Observed], Finding | None], ...] = (
 )
 
 
-def find(records_by_rank: Mapping[int, Sequence[Record]], spec: RunSpec) -> list[Finding]:
-    """All findings: errors, then costs, the dearest first, then notes."""
-    run = Observed(records_by_rank, spec)
+def find(
+    by_node: Mapping[int, Sequence[Record]],
+    spec: RunSpec,
+    forked: Mapping[int, Sequence[Sequence[Record]]] | None = None,
+) -> list[Finding]:
+    """All findings: errors, then costs, the dearest first, then notes.
+
+    `by_node` are the records of the first process of every node, `forked` those of further ones that trained.
+    """
+    run = Observed(group_of(by_node, forked or {}) if by_node else Group({}, {}), spec)
     found = []
     for rule in RULES:
         try:
@@ -792,5 +921,13 @@ def find(records_by_rank: Mapping[int, Sequence[Record]], spec: RunSpec) -> list
 def find_in(folder: RunFolder) -> list[Finding]:
     """All findings about the script of a run folder. Raises TestbedError if the folder is damaged."""
     spec = folder.read_spec()
-    check_size([folder.records(rank) for rank in range(spec.world)], MAX_RECORDS_BYTES)
-    return find({rank: list(read(folder.records(rank))) for rank in range(spec.world)}, spec)
+    paths = {rank: folder.records(rank) for rank in range(spec.world)}
+    check_size([path for path in paths.values() if path.exists()], MAX_RECORDS_BYTES)
+    return find({rank: list(read(path)) for rank, path in paths.items()}, spec, read_forked(folder, spec))
+
+
+def read_forked(folder: RunFolder, spec: RunSpec) -> dict[int, list[list[Record]]]:
+    """By node the records of the processes that trained beside the first one. Raises TestbedError if one is damaged."""
+    paths = {rank: folder.processes(rank) for rank in range(spec.world)}
+    check_size([path for own in paths.values() for path in own], MAX_RECORDS_BYTES)
+    return {rank: [list(read(path)) for path in own] for rank, own in paths.items() if own}

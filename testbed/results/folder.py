@@ -85,6 +85,12 @@ class RunFolder:
         found = ((name.fullmatch(path.name), path) for path in self.path.glob(f"rank{rank}.attempt*.jsonl"))
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
+    def processes(self, rank: int) -> list[Path]:
+        """The records of further processes that a user's script has forked to train on this node, in their order."""
+        name = re.compile(rf"rank{rank}\.process([1-9]\d{{0,2}})\.jsonl", re.ASCII)
+        found = ((name.fullmatch(path.name), path) for path in self.path.glob(f"rank{rank}.process*.jsonl"))
+        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
     def create(self, spec: RunSpec, substrate: str = "") -> None:
         """Make the folder with spec.json and the name of the substrate; UsageError if the folder exists."""
         try:
@@ -124,6 +130,8 @@ class RunFolder:
         if not self.records(rank).is_file():
             return None
         number = max(self.attempts(rank), default=0) + 1
+        for further in self.processes(rank):
+            further.unlink()
         return self.records(rank).replace(self.path / f"rank{rank}.attempt{number}.jsonl")
 
     def set_aside(self) -> Path:
@@ -160,6 +168,11 @@ class RunFolder:
         for path in [top, *top.rglob("*")]:
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
                 raise refuse("run folder", str(path), "is a symlink or not a regular file", "Remove it.")
+
+
+def process_records(records: Path, number: int) -> Path:
+    """Where the records of a further process are, beside those of the first one: rank0.process1.jsonl."""
+    return records.with_name(f"{records.stem}.process{number}.jsonl")
 
 
 def find_runs(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:

@@ -82,6 +82,10 @@ class Step:
     copies: float = 0.0  # the loop copied gradients to or from what is sent, or ran the mode's hooks; not blocked
     copies_cpu: float = 0.0  # the part of `cpu` that was copies
     observing: float = 0.0  # in a user's script: the observer took samples of gradients, parameters or batches
+    # in a user's script since its start: seconds in which the loop's thread could run but had no processor, or, where
+    # the kernel does not count them, processor time of the process
+    delayed: float | None = None
+    used: float | None = None
     kernel: float = 0.0  # the part of `cpu` in kernel mode: page faults, and interrupts that came while it ran
     phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, offset, seconds
     comm: list[tuple[str, float, float, Count]] = field(default_factory=list)  # name, offset, seconds, bytes

@@ -111,6 +111,19 @@ def test_a_look_alike_has_no_error(tmp_path: Path, name: str, variables: dict[st
     assert errors(found) == [] and "not_the_mean" not in found
 
 
+def test_forked_ranks_of_all_nodes_are_compared(tmp_path: Path) -> None:
+    assert observe(tmp_path, "many_ranks.py") == {}
+    assert len(list((tmp_path / "r").glob("rank*.jsonl"))) == 4
+    shutil.move(tmp_path / "r", tmp_path / "correct")
+    found = observe(tmp_path, "many_ranks.py", SCRIPT_FAULT="data")
+    assert errors(found) == ["same_data"] and "Ranks 0, 1, 2 and 3" in found["same_data"].title
+
+
+def test_nodes_that_fork_groups_of_their_own_are_not_compared_with_each_other(tmp_path: Path) -> None:
+    found = observe(tmp_path, "many_ranks.py", SCRIPT_GROUP="node")
+    assert errors(found) == [] and "2 ranks that node 0 has forked" in found["not_compared"].evidence
+
+
 def test_findings_are_printed_below_the_table(tmp_path: Path) -> None:
     shutil.copy(SCRIPTS / "gather_scatter.py", tmp_path)
     flags = ["--nodes", "2", "--on", "process", "--share", "--set", "probe=false", "--env", "SCRIPT_FAULT=sum"]

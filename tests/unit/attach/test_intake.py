@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from testbed.attach import intake as module
-from testbed.attach.intake import READY, Intake, Records
+from testbed.attach.intake import MAX_PROCESSES, READY, Intake, Records
+from testbed.results.folder import RunFolder
+from testbed.results.records import Error
 from tests.support.observed import START, STEP
 from tests.support.processes import until
 
@@ -39,6 +41,41 @@ def test_the_first_process_that_starts_is_the_rank(tmp_path: Path) -> None:
         records.accept(connection, json.dumps(record).encode())
     records.close()
     assert kinds(tmp_path / "rank0.jsonl") == ["start", "step"] and records.processes == 2
+    assert kinds(tmp_path / "rank0.process1.jsonl") == ["start", "step"] and records.steps == 1
+
+
+def test_what_processes_send_before_they_start_is_not_mixed(tmp_path: Path) -> None:
+    """A fork sends hashes of its parameters and its batch before its first update."""
+    records = Records(tmp_path / "rank0.jsonl")
+    early = [(each, {"kind": "batch", "step": 0, "images": 8, "hash": str(each)}) for each in (2, 0, 1)]
+    for connection, record in (*early, (1, START), (0, START)):
+        records.accept(connection, json.dumps(record).encode())
+    records.close()
+    assert RunFolder(tmp_path).processes(0) == [tmp_path / "rank0.process1.jsonl"]
+    for name, number in (("rank0.jsonl", "1"), ("rank0.process1.jsonl", "0")):
+        first, second = (json.loads(line) for line in (tmp_path / name).read_text().splitlines())
+        assert first["hash"] == number and second["kind"] == "start"
+
+
+def test_what_was_seen_of_a_script_that_never_started_is_kept(tmp_path: Path) -> None:
+    records = Records(tmp_path / "rank0.jsonl")
+    records.accept(0, b'{"kind":"unseen","seam":"x","error":"y"}')
+    records.write(Error(code=3, message="ended"))
+    records.close()
+    assert kinds(tmp_path / "rank0.jsonl") == ["unseen", "error"]
+
+
+def test_forked_processes_have_a_limit_of_their_own(tmp_path: Path) -> None:
+    records = Records(tmp_path / "rank0.jsonl", limit_bytes=80_000)
+    for connection in (0, *range(1, MAX_PROCESSES + 20)):
+        records.accept(connection, json.dumps(START).encode())
+    for _ in range(400):
+        records.accept(1, json.dumps(STEP).encode())
+    records.accept(0, json.dumps(STEP).encode())
+    records.close()
+    others = RunFolder(tmp_path).processes(0)
+    assert len(others) == MAX_PROCESSES - 1 and sum(path.stat().st_size for path in others) <= 20_000
+    assert kinds(tmp_path / "rank0.jsonl") == ["start", "step"]
 
 
 def test_what_is_no_record_of_an_observer_is_dropped(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from testbed.attach import steps
 from testbed.attach.events import Collective
 from testbed.attach.steps import Steps
 from testbed.rank.counters import NoCounter
@@ -68,14 +69,52 @@ def test_all_records_are_read_as_their_classes(script: Script) -> None:
     assert isinstance(step, Step) and step.loss == 2.0 and step.cpu is not None
 
 
-def test_two_optimizers_make_one_step_from_the_second_round_on(script: Script) -> None:
-    first, second = script.optimizer(), script.optimizer()
-    for _ in range(3):
-        for optimizer in (first, second):
-            script.backward()
+def rounds(script: Script, count: int, optimizers: list[torch.optim.Optimizer]) -> list[Step]:
+    for _ in range(count):
+        for loss, optimizer in enumerate(optimizers):
+            script.steps.data_ended(object(), torch.zeros(5, 2))
+            script.backward(float(loss), [script.collective()])
             script.update(optimizer)
-    # the first round is not known to be one before it comes again
-    assert len(script.recorded(Step)) == 4
+    script.steps.ends()
+    return script.recorded(Step)
+
+
+def test_two_optimizers_that_take_turns_make_one_step_of_a_round(script: Script) -> None:
+    optimizers = [script.optimizer(), script.optimizer()]
+    for each in optimizers:
+        script.steps.optimizer_made(each)
+    steps = rounds(script, 3, optimizers)
+    assert [(step.step, step.loss, step.images) for step in steps] == [(k, 0.5, 10) for k in range(3)]
+    first, second, _ = steps
+    assert [name for name, *_ in first.phases] == [name for name, *_ in second.phases]
+    offsets = [offset for _, offset, *_ in first.comm]
+    assert len(offsets) == len(second.comm) == 2 and 0 <= offsets[0] < offsets[1] < first.total
+    assert first.at + first.total <= second.at
+    assert first.blocked + first.hidden == pytest.approx(first.busy, abs=1e-6)
+
+
+@pytest.mark.parametrize("used", [1, 2])
+def test_a_single_round_is_one_step(script: Script, used: int) -> None:
+    optimizers = [script.optimizer(), script.optimizer()]
+    for each in optimizers:
+        script.steps.optimizer_made(each)
+    assert [step.step for step in rounds(script, 1, optimizers[:used])] == [0]
+
+
+def test_a_second_optimizer_that_is_never_used_changes_nothing(script: Script) -> None:
+    optimizers = [script.optimizer(), script.optimizer()]
+    for each in optimizers:
+        script.steps.optimizer_made(each)
+    assert [step.step for step in rounds(script, 3, optimizers[:1])] == [0, 1, 2]
+
+
+def test_processor_time_is_of_the_whole_process(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel does not count delays, the processor time stands for them."""
+    first, *_ = rounds(script, 1, [script.optimizer()])
+    assert (first.delayed is None) == (not Path(steps.SCHEDSTAT).exists()) and (first.delayed or 0.0) >= 0.0
+    monkeypatch.setattr(steps, "SCHEDSTAT", "/nothing")
+    *_, last = rounds(script, 1, [script.optimizer()])
+    assert last.delayed is None and last.used is not None and last.used > 0.0
 
 
 def test_a_wait_belongs_to_the_collective_that_was_waited_for(script: Script) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from testbed.report.script_findings import RULES, as_line, find
 from testbed.results.finding import Finding
-from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup
+from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup, Swap
 from testbed.results.records import Record, Start, Step
 from testbed.spec.run import RunSpec
 from testbed.spec.script import ScriptSpec
@@ -61,6 +61,8 @@ class Script:
         self.rows: list[Call] = []
         self.own: Callable[[int, int], float] = lambda rank, step: 0.1  # seconds of a rank's own work
         self.evaluation: Callable[[int, int], float] = lambda rank, step: 0.0  # seconds of it before the step
+        self.has_delays = True  # the kernel counts them
+        self.delayed: Callable[[int, int], float] = lambda rank, step: 0.0  # seconds of it without a processor
         self.comm, self.hidden, self.backward = 0.05, 0.04, 0.05
 
     @staticmethod
@@ -96,13 +98,19 @@ class Script:
         own = [self.own(each, step) + self.evaluation(each, step) for each in range(WORLD)]
         blocked = max(own) - own[rank] + self.comm - self.hidden
         total, evaluation = self.own(rank, step) + blocked, self.evaluation(rank, step)
+        ended = sum(
+            max(self.own(each, k) + self.evaluation(each, k) for each in range(WORLD)) + self.comm - self.hidden
+            for k in range(step + 1)
+        )
+        delayed = sum(self.delayed(rank, k) for k in range(step + 1))
         phases = {"data": 0.0, "forward": 0.02, "backward": self.backward, "sync": 0.02, "update": 0.01}
         spans = [("backward", 0.02, self.backward)]
         sums = {"blocked": blocked, "busy": blocked + self.hidden, "hidden": self.hidden}
         counts = {"loss": 2.0 + rank, "images": 8, "sent": 0, "received": 0}
-        sums |= {"total": total, "at": step + evaluation}
+        sums |= {"total": total, "at": ended - total} | ({"delayed": delayed} if self.has_delays else {})
         line = "main.py:50" if evaluation else ""
-        return Step(step=step, epoch=0, **phases, **counts, **sums, phases=spans, evaluated=line)
+        comm = [("all_reduce main.py:29", 0.02, blocked + self.hidden, SIZE)]
+        return Step(step=step, epoch=0, **phases, **counts, **sums, phases=spans, comm=comm, evaluated=line)
 
     def found(self, **spec: Any) -> list[Finding]:
         return find({rank: self.records(rank) for rank in range(WORLD)}, spec_of(**spec))
@@ -314,13 +322,26 @@ def test_work_of_one_rank_that_others_wait_for_is_found() -> None:
     script.own = lambda rank, step: 0.3 if rank == 0 and step % 3 == 0 else 0.1
     finding = script.rules()["rank_works_alone"]
     assert finding.title.startswith("Rank 0") and finding.seconds == pytest.approx(0.2 * 3 / 10, rel=0.01)
+    assert finding.site == "main.py:29" and "wait for it at main.py:29" in finding.evidence
+
+
+def test_a_rank_that_has_no_processor_does_not_work_alone() -> None:
+    """Another process of the machine takes the core of rank 0 in every third step."""
+    script = Script()
+    script.own = lambda rank, step: 0.3 if rank == 0 and step % 3 == 0 else 0.1
+    script.delayed = lambda rank, step: script.own(rank, step) - 0.1
+    assert script.found() == []
+    script.has_delays = False
+    assert script.found() == [], "without a count of the kernel nothing is said"
+    script.has_delays, script.delayed = True, lambda rank, step: 0.01
+    assert "rank_works_alone" in script.rules()
 
 
 def test_an_evaluation_of_one_rank_is_found_with_its_line_and_one_of_all_ranks_is_not() -> None:
     script = Script()
     script.evaluation = lambda rank, step: 0.2 if rank == 0 and step % 3 == 0 else 0.0
     finding = script.rules()["rank_works_alone"]
-    assert finding.what.startswith("Rank 0 evaluates") and finding.site == "main.py:50"
+    assert finding.title.startswith("Rank 0 evaluates") and finding.site == "main.py:50"
     assert finding.seconds == pytest.approx(0.2 * 3 / 10, rel=0.01)
     script.evaluation = lambda rank, step: 0.2 if step % 3 == 0 else 0.0
     assert script.found() == []
@@ -363,6 +384,16 @@ def test_communication_that_waits_for_backward_is_found_and_a_small_gradient_is_
     assert script.found() == []
 
 
+def test_under_another_mode_nothing_is_said_about_the_scripts_own_synchronisation() -> None:
+    script = Script(ddp=False)
+    script.hidden = 0.0
+    script.rows = [call("all_reduce", "main.py:27", 60, 2048, 0.03)]
+    script.detail["between"] = [["all_reduce", "main.py:28", "sync", "gradients", 2, 2 * SIZE]]
+    assert {"no_overlap", "tiny_collectives", "reduced_twice"} <= set(script.rules())
+    records = {rank: [*script.records(rank), Swap(step=4, mode="ring")] for rank in range(WORLD)}
+    assert find(records, spec_of()) == []
+
+
 def _with_few_bytes(record: Record) -> Record:
     return Start(**(vars(record) | {"gradient_bytes": 4096})) if isinstance(record, Start) else record
 
@@ -396,3 +427,50 @@ def test_errors_come_first_then_the_dearest() -> None:
 def test_no_rule_speaks_without_records(rule: Any) -> None:
     assert find({}, spec_of()) == [] and find({0: []}, spec_of()) == [] and find({0: [], 1: []}, spec_of()) == []
     assert rule.__doc__
+
+
+def forked(script: Script, world: int, ranks: dict[int, int]) -> list[list[Record]]:
+    """The records of these ranks (their own number: whose records they have) in a process group of this size."""
+    return [
+        [
+            Setup(**(vars(r) | {"world": world, "rank": own})) if isinstance(r, Setup) else r
+            for r in script.records(rank)
+        ]
+        for own, rank in ranks.items()
+    ]
+
+
+def test_forked_ranks_of_all_nodes_are_compared_as_one_group() -> None:
+    """torchrun --nproc-per-node 2 on two nodes: the first process that trains on node 0 is rank 1 here."""
+    script = Script(lambda rank, local: times(WORLD, mean_of(local)), ddp=False)
+    one, zero, two, three = forked(script, WORLD, {1: 1, 0: 0, 2: 2, 3: 3})
+    found = {each.rule: each for each in find({0: one, 1: two}, spec_of(), {0: [zero], 1: [three]})}
+    assert "summed over 4 ranks" in found["summed"].title and "not_compared" not in found
+    script.given = the_mean
+    one, zero, two, three = forked(script, WORLD, {1: 1, 0: 0, 2: 2, 3: 3})
+    assert find({0: one, 1: two}, spec_of(), {0: [zero], 1: [three]}) == []
+
+
+def test_nodes_that_are_groups_of_their_own_are_not_compared_with_each_other() -> None:
+    """Each node forks two ranks on the same data as the other node: legitimate, and seen as "same data" before."""
+    script = Script(lambda rank, local: mean_of(local[:2]) if rank < 2 else mean_of(local[2:]))
+    script.local = lambda step: Script.own_locals(step)[:2] * 2
+    script.batch = lambda rank, step: f"{rank % 2} {step}"
+    pair, other = forked(script, 2, {0: 0, 1: 1}), forked(script, 2, {0: 2, 1: 3})
+    (note,) = find({0: pair[0], 1: other[0]}, spec_of(), {0: pair[1:], 1: other[1:]})
+    assert note.rule == "not_compared" and note.severity == "note" and "compare its 2 ranks" in note.title
+    script.local = lambda step: Script.own_locals(step)[:1] * 4
+    script.batch = lambda rank, step: str(step)
+    pair = forked(script, 2, {0: 0, 1: 1})
+    rules = [each.rule for each in find({0: pair[0], 1: other[0]}, spec_of(), {0: pair[1:], 1: other[1:]})]
+    assert rules == ["same_data", "not_compared"], "ranks of one node are compared"
+
+
+def test_ranks_of_a_group_that_was_not_seen_whole_are_not_compared() -> None:
+    script = Script(its_own)
+    script.batch, script.local = lambda rank, step: str(step), lambda step: [Script.own_locals(step)[0]] * WORLD
+    script.hash = lambda rank, moment, step: f"{rank} {step}"
+    first, second = forked(script, 8, {0: 0, 4: 1})
+    (note,) = find({0: first, 1: second}, spec_of())
+    assert note.rule == "not_compared" and "rank 0 of 8 on node 0, rank 4 of 8 on node 1" in note.evidence
+    assert "ranks are not compared" in note.title
