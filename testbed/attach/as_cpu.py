@@ -1,14 +1,17 @@
 """Run a script that was written for CUDA on the CPU: `testbed exec --as-cpu`.
 
-Every place where a script names a CUDA device takes the CPU instead: tensors, modules, autocast, GradScaler, DDP, and
-NCCL becomes Gloo. `torch.cuda.is_available()` is True for the script's own code, so that it takes the path that its
-author meant; libraries, torch included, see that there is no GPU. `with torch.device("cuda"):` is not replaced.
+Every place where a script names a CUDA device takes the CPU instead: tensors, modules, autocast, GradScaler, DDP,
+device meshes; NCCL becomes Gloo. `torch.cuda.is_available()` and `torch.accelerator.is_available()` are True for the
+script's own code, so that it takes the path that its author meant; libraries, torch included, see that there is no GPU.
+A node has one GPU, or those that CUDA_VISIBLE_DEVICES lists. `torch.device(0)` and `torch.Generator("cuda")` are not
+replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,47 +19,68 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
+from torch.utils import _device
 
 from testbed.attach.events import is_library
 
 CHANGED = "--as-cpu: CUDA devices, autocast and GradScaler became those of the CPU"
 GLOO = "--as-cpu: NCCL became Gloo, which has no ReduceOp.AVG: an all_reduce with it became a sum and a division"
+BATCHNORM = "--as-cpu: SyncBatchNorm has no code for the CPU: it took the statistics of each rank's own batch"
 FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange"),
     *("linspace", "logspace", "eye", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("randint_like", "tril_indices", "triu_indices", "from_file", "load", "set_default_device", "empty_strided"),
+    "set_default_tensor_type",
 )
-METHODS = ("to", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
-ZERO = (  # functions of torch.cuda that return 0
+METHODS = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "type")
+ZERO = (  # functions of torch.cuda and torch.accelerator that return 0
     *("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+    *("current_device_index", "current_device_idx"),
 )
-SILENT = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "init")
+SILENT = (
+    *("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "init"),
+    *("ipc_collect", "reset_accumulated_memory_stats", "set_device_index", "set_device_idx"),
+)
 
 
 def install(changed: list[str]) -> None:
     """Replace what names CUDA. `changed` gets the sentences for the page."""
     changed.append(CHANGED)
+    _device._device_constructors()  # the cached set of functions that `with torch.device(...)` acts on: the originals
     for name in FACTORIES:
         if hasattr(torch, name):
             setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in METHODS:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
-    torch.nn.Module.to = _on_cpu(torch.nn.Module.to)  # type: ignore[method-assign]
-    torch.nn.Module.to_empty = _on_cpu(torch.nn.Module.to_empty)  # type: ignore[method-assign]
+    for owner, name in ((torch.Tensor, "to"), (torch.nn.Module, "to"), (torch.nn.Module, "to_empty")):
+        setattr(owner, name, _on_cpu(getattr(owner, name), index=True))
+    for kind in (_device.DeviceContext, device_mesh.DeviceMesh):
+        kind.__init__ = _on_cpu(kind.__init__)  # type: ignore[method-assign]
+    dist.init_device_mesh = device_mesh.init_device_mesh = _on_cpu(device_mesh.init_device_mesh)
     torch.Tensor.cuda = torch.nn.Module.cuda = _itself  # type: ignore[method-assign]
     torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
-    for kind in (torch.amp.autocast, torch.amp.GradScaler):
-        kind.__init__ = _on_cpu(kind.__init__, default="device", value="cpu")  # type: ignore[method-assign]
+    for scaling in (torch.amp.autocast, torch.amp.GradScaler):
+        scaling.__init__ = _on_cpu(scaling.__init__, default="device", value="cpu")  # type: ignore[method-assign]
     _replace_cuda()
+    _replace_accelerator()
     _replace_groups(changed)
     _replace_ddp()
+    _replace_batchnorm(changed)
+
+
+def devices() -> int:
+    """The number of GPUs that a script finds."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len([each for each in listed.split(",") if each.strip()]) or 1
 
 
 def cpu(value: Any) -> Any:
     """The CPU for a CUDA device or its name; any other value as it is."""
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
         return "cpu"
+    if isinstance(value, str) and value.startswith("torch.cuda."):  # a type of tensor
+        return value.replace(".cuda", "", 1)
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     if isinstance(value, dict):  # map_location of torch.load
@@ -64,20 +88,31 @@ def cpu(value: Any) -> Any:
     return value
 
 
-def _on_cpu(original: Callable[..., Any], default: str = "", value: str = "") -> Callable[..., Any]:
-    """A function that takes the CPU where it is given CUDA. `default`: an argument that is CUDA if it is not given."""
+def _on_cpu(
+    original: Callable[..., Any], default: str = "", value: str = "", index: bool = False
+) -> Callable[..., Any]:
+    """A function that takes the CPU where it is given CUDA.
+
+    `default`: an argument that is CUDA if it is not given. `index`: its first argument may be the number of a device.
+    """
 
     @functools.wraps(original)
     def wrapper(*arguments: Any, **named: Any) -> Any:
+        if index and len(arguments) > 1 and _is_index(arguments[1]):
+            arguments = (arguments[0], "cpu", *arguments[2:])
         if default and len(arguments) < 2 and not any(key.startswith(default) for key in named):
             arguments = (*arguments, value)
         arguments = tuple(cpu(each) if isinstance(each, str | torch.device) else each for each in arguments)
         for key in ("device", "map_location", "device_type"):
             if key in named:
-                named[key] = cpu(named[key])
+                named[key] = "cpu" if _is_index(named[key]) else cpu(named[key])
         return original(*arguments, **named)
 
     return wrapper
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _itself(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -87,12 +122,14 @@ def _itself(self: Any, *arguments: Any, **named: Any) -> Any:
 def _replace_cuda() -> None:
     """The functions of torch.cuda that scripts call."""
     cuda: Any = torch.cuda
-    for name, value in {"is_available": True, "device_count": 1}.items():
+    for name, value in {"is_available": True, "device_count": devices()}.items():
         setattr(cuda, name, _for_scripts(getattr(cuda, name), value))
-    for name in ZERO:
-        setattr(cuda, name, lambda *arguments, **named: 0)
-    for name in SILENT:
-        setattr(cuda, name, lambda *arguments, **named: None)
+    _replace_plain(cuda)
+    for name in [each for each in dir(cuda) if each.endswith("Tensor") and hasattr(torch, each)]:
+        setattr(cuda, name, getattr(torch, name))
+    for name in ("mark", "range_push", "range_pop"):
+        setattr(cuda.nvtx, name, lambda *arguments, **named: None)
+    cuda.mem_get_info = lambda *arguments, **named: (0, 0)
     properties = SimpleNamespace(name="CPU", total_memory=0, major=0, minor=0, multi_processor_count=1)
     cuda.get_device_properties = lambda *arguments, **named: properties
     cuda.get_device_name = lambda *arguments, **named: "CPU"
@@ -103,12 +140,34 @@ def _replace_cuda() -> None:
     cuda.stream = cuda.device = lambda *arguments, **named: contextlib.nullcontext()
 
 
-def _for_scripts(original: Callable[[], Any], value: Any) -> Callable[[], Any]:
+def _replace_plain(module: Any) -> None:
+    """The functions that have nothing to do on the CPU."""
+    for names, value in ((ZERO, 0), (SILENT, None)):
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, _constant(value))
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *arguments, **named: value
+
+
+def _replace_accelerator() -> None:
+    """The functions of torch.accelerator that scripts call."""
+    module: Any = torch.accelerator
+    values = {"is_available": True, "device_count": devices(), "current_accelerator": torch.device("cuda")}
+    for name, value in values.items():
+        setattr(module, name, _for_scripts(getattr(module, name), value))
+    _replace_plain(module)
+    module.device_index = _constant(contextlib.nullcontext())
+
+
+def _for_scripts(original: Callable[..., Any], value: Any) -> Callable[..., Any]:
     """A function that returns `value` to a script, and what `original` returns to a library."""
 
     @functools.wraps(original)
-    def wrapper() -> Any:
-        return original() if is_library(sys._getframe(1).f_code.co_filename) else value
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        return original(*arguments, **named) if is_library(sys._getframe(1).f_code.co_filename) else value
 
     return wrapper
 
@@ -194,3 +253,14 @@ def _replace_ddp() -> None:
         original(self, module, *((None, None)[: len(arguments)]), *arguments[2:], **named)
 
     kind.__init__ = construct  # type: ignore[method-assign]
+
+
+def _replace_batchnorm(changed: list[str]) -> None:
+    forward = torch.nn.modules.batchnorm._BatchNorm.forward
+
+    def plain(self: Any, batch: torch.Tensor) -> torch.Tensor:
+        if BATCHNORM not in changed:
+            changed.append(BATCHNORM)
+        return forward(self, batch)
+
+    torch.nn.SyncBatchNorm.forward = plain  # type: ignore[method-assign, assignment]

@@ -70,7 +70,7 @@ class Steps(Part):
         self.rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
         self.passes: dict[int, list[int]] = {}  # by id of a loader's sampler: passes, the present iterator
         self.iterator: Any = None  # that gave the last training batch
-        self.batch = 0  # images of batches that no backward pass has used yet
+        self.batches: dict[int, tuple[Any, int]] = {}  # by id of a sampler: iterator, images that no backward has used
         self.evaluation: str | None = None  # the line of an evaluation that has begun
         self._fresh()
 
@@ -117,7 +117,9 @@ class Steps(Part):
         if torch.is_grad_enabled():
             self.phases.data_ended()
             self.iterator = loader
-            self.batch += _images(batch)
+            key = id(getattr(loader, "_index_sampler", None))
+            iterator, images = self.batches.get(key, (None, 0))  # a batch of an earlier iterator was only looked at
+            self.batches[key] = (loader, _images(batch) + (images if iterator is loader else 0))
 
     def data_exhausted(self, loader: Any) -> None:
         if torch.is_grad_enabled():
@@ -149,7 +151,8 @@ class Steps(Part):
             value = self.unscaled[1]
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             self.losses.append(value.detach())
-        self.images, self.batch = self.images + self.batch, 0
+        self.images += sum(images for _, images in self.batches.values())
+        self.batches.clear()
         if self.iterator is not None:
             self._count_pass(self.iterator)
         if self.ddp is not None and self.backward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[3]
         ("cuda:3", "cpu"),
         ("cpu", "cpu"),
         ("cudax", "cudax"),
+        ("torch.cuda.FloatTensor", "torch.FloatTensor"),
         (torch.device("cuda:1"), torch.device("cpu")),
         (torch.device("meta"), torch.device("meta")),
         ({"cuda:0": "cuda:1"}, {"cpu": "cpu"}),
@@ -43,9 +45,10 @@ print("ok", changed)
 """
 
 
-def run(source: str) -> str:
-    code = CODE.replace("SOURCE", repr(source))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def run(source: str, **variables: str) -> str:
+    code, environment = CODE.replace("SOURCE", repr(source)), os.environ | variables
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,6 +61,47 @@ with torch.random.fork_rng():  # torch itself asks
     pass
 assert torch.cuda.get_device_properties(0).total_memory == 0 and torch.cuda.get_device_name(0) == "CPU"
 """)
+
+
+def test_a_script_finds_the_accelerators_that_are_visible() -> None:
+    run(
+        """
+assert torch.accelerator.is_available() and torch.accelerator.device_count() == torch.cuda.device_count() == 2
+device = torch.accelerator.current_accelerator()
+assert device.type == "cuda" and torch.zeros(1, device=device).device.type == "cpu"
+torch.accelerator.set_device_index(1)
+torch.accelerator.synchronize()
+with torch.accelerator.device_index(1):
+    assert torch.accelerator.current_device_index() == 0
+assert torch.distributed.get_default_backend_for_device(device) == "nccl"
+""",
+        CUDA_VISIBLE_DEVICES="0,1",
+    )
+
+
+def test_numbers_of_devices_and_contexts_are_the_cpu() -> None:
+    run("""
+with torch.device("cuda"):
+    made = torch.empty(2)
+with torch.device("meta"):
+    assert torch.empty(2).device.type == "meta"
+found = [made, torch.ones(1).to(0), torch.ones(1).to(1, torch.float64), torch.zeros(2, device=0),
+         *nn.Linear(1, 1).to(0).parameters(), *nn.Linear(1, 1, device="cuda").parameters(),
+         torch.cuda.FloatTensor([1.0]), torch.ones(1).type(torch.cuda.DoubleTensor),
+         torch.ones(1).type("torch.cuda.LongTensor")]
+assert {each.device.type for each in found} == {"cpu"}
+assert found[2].dtype == torch.float64 and found[-1].dtype == torch.int64
+assert torch.ones(3).to(torch.float64).dtype == torch.float64 and torch.zeros(3).shape == (3,)
+""")
+
+
+def test_a_synchronised_batchnorm_is_that_of_the_rank() -> None:
+    output = run("""
+model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+images = torch.arange(12.0).view(4, 3)
+assert torch.equal(model(images), nn.BatchNorm1d(3)(images)) and type(model[0]) is nn.SyncBatchNorm
+""")
+    assert "SyncBatchNorm has no code for the CPU" in output
 
 
 def test_tensors_and_modules_stay_on_the_cpu() -> None:
