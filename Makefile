@@ -28,8 +28,9 @@ run: data ## run six modes and a control on a network of four nodes on this mach
 	@if docker info >/dev/null 2>&1; then PYTHON=$(PYTHON) docker/image.sh || echo "no image: another substrate is used"; fi
 	$(BIN)/testbed sweep experiments/quick.toml $(ARGS)
 
+# Three workers on two cores: tests with containers and with deadlines often wait.
 test: $(VENV)/.ready ## run all tests that this machine can run (CI=true: fail if it cannot run all; ARGS=-n0: one at a time)
-	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 $(ARGS)
 
 check: $(VENV)/.ready ## run ruff and mypy
 	$(BIN)/ruff check .

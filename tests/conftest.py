@@ -1,4 +1,4 @@
-"""What all tests share: which groups this machine can run, how two workers share it, and pools of rank processes.
+"""What all tests share: which groups this machine can run, how workers share it, and pools of rank processes.
 
 A test whose group cannot run here is skipped with the reason. With CI=true it fails instead.
 """
@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hypothesis import settings
 
 from tests.support.command import chromium
 from tests.support.rank_pool import RankPool
-from tests.support.turns import take_turn
+from tests.support.turns import Turn, alone
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit SIGINT as ignored
 os.environ.setdefault("TESTBED_SHARE", "1")  # tests start runs in parallel, so they do not wait for the machine's lock
@@ -71,31 +70,66 @@ GROUPS = {
 }
 
 
-SCOPES = {"gloo": "ranks", "net": "ranks", "docker": "engine", "hosts": "engine"}  # folder: one worker runs a scope
+POOLED = ("test_algorithms", "test_check_gloo", "test_codecs_gloo", "test_pipeline_gloo", "test_training")
+LONGEST_FIRST = ("test_grade_docker.py", "hosts", "pools", "docker", "gloo", "net", "browser")
+
+
+def scope_of(nodeid: str) -> str:
+    """Tests of one scope run in one worker: those of a file, or of all files that share what takes long to start.
+
+    These are the hosts of tests/hosts, and the pools of ranks for some files of tests/gloo.
+    """
+    file = Path(nodeid.partition("::")[0])
+    if file.parent.name == "hosts" and "unit" not in file.parts:
+        return "hosts"
+    return "pools" if file.stem in POOLED and file.parent.name == "gloo" else file.as_posix()
+
+
+def order_of(scope: str) -> int:
+    """The longest scopes have the lowest numbers and begin first, so that no worker is alone with one at the end."""
+    parts = Path(scope).parts
+    found = (number for number, name in enumerate(LONGEST_FIRST) if name in parts and "unit" not in parts)
+    return next(found, len(LONGEST_FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With two workers (make test), one runs all tests with ranks and namespaces, one all tests with the engine.
-
-    Other files go to either of them.
-    """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFolder(LoadScopeScheduling):
+    class LongestFirst(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((SCOPES[part] for part in Path(file).parts if part in SCOPES), file)
+            return scope_of(nodeid)
 
-    return ByFolder(config, log)
+    config.option.loadscopereorder = False  # scopes begin in the order in which their first tests were collected
+    return LongestFirst(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In workers the longest scopes come first, and files in which every test is `quiet` last, one after the other."""
+    if not hasattr(config, "workerinput"):
+        return
+    mixed = {item.path for item in items if not _quiet(item)}
+    items.sort(key=lambda item: (item.path not in mixed, order_of(scope_of(item.nodeid))))
+
+
+def _quiet(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("quiet") is not None
+
+
+TURN = Turn()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run a test marked `quiet` while no other worker runs one."""
-    parallel = hasattr(item.config, "workerinput")
-    with take_turn(alone=item.get_closest_marker("quiet") is not None) if parallel else nullcontext():
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Run tests marked `quiet` while no other worker runs one; those that follow each other share one such turn."""
+    if not hasattr(item.config, "workerinput"):
         return (yield)
+    TURN.take(alone=_quiet(item))
+    try:
+        return (yield)
+    finally:
+        if not (_quiet(item) and _quiet(nextitem)):
+            TURN.end()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -133,7 +167,8 @@ def _close(pool: RankPool | None) -> None:
 @pytest.fixture(scope="session")
 def image(repository: Path) -> str:
     """Build the image of the present code and return its name. A rebuild after a change takes seconds."""
-    subprocess.run([repository / "docker" / "image.sh"], env=os.environ | {"CI": "true"}, timeout=900, check=True)
+    with alone("image"):  # two workers would build it twice
+        subprocess.run([repository / "docker" / "image.sh"], env=os.environ | {"CI": "true"}, timeout=900, check=True)
     return "testbed:latest"
 
 

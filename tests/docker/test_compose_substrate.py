@@ -97,6 +97,7 @@ def test_a_rank_has_no_privileges_and_its_container_has_the_planned_limits(tmp_p
     assert substrate._project not in projects()
 
 
+@pytest.mark.quiet  # a run of another test removes what dead controllers left
 def test_clean_removes_what_a_killed_controller_left(tmp_path: Path) -> None:
     flags = ["--nodes", "2", "--steps", "100000", *SMALL, "--set", "probe=false", "--out", "runs/r"]
     process = start_command("run", *flags, cwd=tmp_path)
@@ -109,6 +110,7 @@ def test_clean_removes_what_a_killed_controller_left(tmp_path: Path) -> None:
     assert project not in projects()
 
 
+@pytest.mark.quiet  # a run of another test removes what dead controllers left
 def test_resume_after_a_killed_controller_first_removes_its_ranks(tmp_path: Path) -> None:
     """They still train in their containers, and would write the same checkpoints."""
     flags = ["--nodes", "2", "--steps", "500", *SMALL, "--set", "probe=false", "--set", "checkpoint=5"]

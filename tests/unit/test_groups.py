@@ -1,4 +1,4 @@
-"""A group of tests that cannot run here is skipped with the reason and fails if CI=true; two workers share the rest."""
+"""A group of tests that cannot run here is skipped with the reason and fails if CI=true; workers share the rest."""
 
 from __future__ import annotations
 
@@ -37,26 +37,46 @@ def test_a_group_that_cannot_run_is_skipped_locally_and_fails_in_ci(
 
 
 WRITES_ITS_WORKER = """
-import os
+import os, time
 from pathlib import Path
+import pytest
 
+{mark}
 def test_one():
-    Path(__file__).with_suffix(".worker").write_text(os.environ["PYTEST_XDIST_WORKER"])
+    began = time.monotonic()
+    time.sleep(0.1)
+    text = f"{{os.environ['PYTEST_XDIST_WORKER']}} {{began}} {{time.monotonic()}}"
+    Path(__file__).with_suffix(".worker").write_text(text)
 """
+FILES = {  # file: its mark
+    "hosts/test_a.py": "",
+    "hosts/test_b.py": "",
+    "gloo/test_algorithms.py": "",
+    "gloo/test_training.py": "",
+    "net/test_a.py": "@pytest.mark.quiet",
+    "net/test_b.py": "",
+    "docker/test_a.py": "",
+    "docker/test_b.py": "@pytest.mark.quiet",
+    "unit/test_a.py": "",
+}
 
 
-def test_two_workers_keep_ranks_and_the_engine_apart(tmp_path: Path) -> None:
-    """Files of gloo/ and net/ go to one worker, files of docker/ and hosts/ to the other; file names may repeat."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
-    for folder in ("gloo", "net", "docker", "hosts"):
-        (tmp_path / folder).mkdir()
-        for name in ("test_a.py", "test_b.py"):
-            (tmp_path / folder / name).write_text(WRITES_ITS_WORKER)
+def test_workers_keep_together_what_shares_a_start_and_quiet_files_run_alone(tmp_path: Path) -> None:
+    """All files of hosts/ go to one worker, and those of gloo/ that use pools; file names may repeat."""
+    markers = "markers =\n    quiet: alone\n"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = --import-mode=importlib\n{markers}")
+    for name, mark in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(WRITES_ITS_WORKER.format(mark=mark))
     env = os.environ | {"PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)}  # with lock files of its own
-    done = run_pytest("-n", "2", "-q", str(tmp_path), cwd=tmp_path, env=env)
+    done = run_pytest("-n", "3", "-q", str(tmp_path), cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    workers = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.glob("*/*.worker")}
-    assert len(workers) == 8
-    ranks = {worker for path, worker in workers.items() if path.parts[0] in ("gloo", "net")}
-    engine = {worker for path, worker in workers.items() if path.parts[0] in ("docker", "hosts")}
-    assert len(ranks) == len(engine) == 1 and ranks != engine, workers
+    found = {name: (tmp_path / name).with_suffix(".worker").read_text().split() for name in FILES}
+    assert found["hosts/test_a.py"][0] == found["hosts/test_b.py"][0]
+    assert found["gloo/test_algorithms.py"][0] == found["gloo/test_training.py"][0]
+    spans = {name: (float(began), float(ended)) for name, (_, began, ended) in found.items()}
+    for name in (name for name, mark in FILES.items() if mark):
+        others = [span for other, span in spans.items() if other != name]
+        assert all(ended <= spans[name][0] or began >= spans[name][1] for began, ended in others), spans
+        own = [other for other, mark in FILES.items() if found[other][0] == found[name][0] and not mark]
+        assert all(spans[other][1] <= spans[name][0] for other in own), "a worker begins with what is not quiet"

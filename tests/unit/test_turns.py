@@ -1,4 +1,4 @@
-"""take_turn: one test alone, or several in parallel."""
+"""Turn: one test alone, or several in parallel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.turns import take_turn
+from tests.support.turns import Turn
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +17,11 @@ def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(alone: bool, entered: threading.Event, leave: threading.Event) -> threading.Thread:
     def work() -> None:
-        with take_turn(alone):
-            entered.set()
-            leave.wait(10)
+        turn = Turn()
+        turn.take(alone)
+        entered.set()
+        leave.wait(10)
+        turn.end()
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -50,3 +52,16 @@ def test_other_tests_run_in_parallel() -> None:
     leave.set()
     for thread in threads:
         thread.join(10)
+
+
+def test_a_test_that_follows_without_an_end_between_keeps_the_turn() -> None:
+    """Otherwise another worker would begin a test between two that measure, and the second would wait for it."""
+    turn, entered, leave = Turn(), threading.Event(), threading.Event()
+    turn.take(alone=True)
+    thread = start(False, entered, leave)
+    turn.take(alone=True)
+    assert not entered.wait(0.2)
+    turn.end()
+    assert entered.wait(10)
+    leave.set()
+    thread.join(10)
