@@ -19,10 +19,10 @@ pytestmark = pytest.mark.gloo
 STEPS = 4  # of each script
 
 
-def observed(folder: Path, script: str, **variables: str) -> list[Rank]:
+def observed(folder: Path, script: str, started: bool = False, **variables: str) -> list[Rank]:
     """Run a script with and without the observer; what it prints and its exit codes are equal, bit for bit."""
-    alone = run_ranks(folder, script, attached=False, variables=variables)
-    ranks = run_ranks(folder, script, variables=variables)
+    alone = run_ranks(folder, script, attached=False, variables=variables, started=started)
+    ranks = run_ranks(folder, script, variables=variables, started=started)
     assert [rank.code for rank in alone] == [0, 0], alone[0].output
     assert [(rank.code, printed(rank)) for rank in ranks] == [(rank.code, printed(rank)) for rank in alone]
     for rank in ranks:
@@ -51,7 +51,7 @@ def losses_of(rank: Rank) -> list[float]:
 
 
 def test_gather_and_scatter_by_hand(tmp_path: Path) -> None:
-    for number, rank in enumerate(observed(tmp_path, "mean_on_root.py")):
+    for number, rank in enumerate(observed(tmp_path, "mean_on_root.py", started=True)):
         assert rank.of(Start)[0].rank == number and rank.of(Start)[0].gradient_bytes == GRADIENT_BYTES
         assert [step.loss for step in steps_of(rank)] == losses_of(rank)
         rows = {row.operation: row for row in rank.rows}
@@ -66,7 +66,7 @@ def test_gather_and_scatter_by_hand(tmp_path: Path) -> None:
 def test_all_reduce_by_hand(tmp_path: Path) -> None:
     for rank in observed(tmp_path, "all_reduce.py"):
         steps_of(rank)
-        each, flat, metric = (next(row for row in rank.rows if row.site == f"all_reduce.py:{k}") for k in (21, 25, 31))
+        each, flat, metric = (next(row for row in rank.rows if row.site == f"all_reduce.py:{k}") for k in (23, 28, 34))
         assert (each.count, each.bytes) == (4 * 2, 2 * GRADIENT_BYTES) and each.detail["reduce"] == "sum"
         assert (flat.count, flat.bytes) == (2, 2 * GRADIENT_BYTES) and flat.blocked > 0
         assert (metric.count, metric.bytes, metric.detail["reduce"]) == (STEPS, 4 * STEPS, "max")
@@ -125,7 +125,7 @@ def test_fully_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_script_that_starts_its_own_rank_and_workers(tmp_path: Path, method: str) -> None:
-    for number, rank in enumerate(observed(tmp_path, "own_ranks.py", START_METHOD=method)):
+    for number, rank in enumerate(observed(tmp_path, "own_ranks.py", started=True, START_METHOD=method)):
         steps = steps_of(rank)
         assert [step.epoch for step in steps] == [0, 0, 1, 1] and [step.images for step in steps] == [4] * STEPS
         assert [start.rank for start in rank.of(Start)] == [number]
@@ -136,7 +136,7 @@ def test_a_script_that_starts_its_own_rank_and_workers(tmp_path: Path, method: s
 
 
 def test_a_compiled_model(tmp_path: Path) -> None:
-    for rank in observed(tmp_path, "compiled.py"):
+    for rank in observed(tmp_path, "compiled.py", started=True):
         steps_of(rank)
         reduced = [row for row in rank.rows if row.phase == "backward"]
         assert sum(row.bytes for row in reduced) == STEPS * GRADIENT_BYTES

@@ -105,7 +105,7 @@ def test_when_a_rank_freezes_the_others_end_with_6_after_the_deadline(tmp_path: 
 
 def test_a_rank_that_never_comes_is_named_by_all_who_waited(tmp_path: Path) -> None:
     """Rank 0 ends first, and the store with it. The others must still name rank 3, not rank 0."""
-    folder, port = make(tmp_path, nodes=4, mode="ring", start_deadline=40.0), free_port()
+    folder, port = make(tmp_path, nodes=4, mode="ring", start_deadline=15.0), free_port()
     with RankRun(folder.path, 3, WORLD_SIZE="4", MASTER_PORT=str(port)) as run:
         for late in run.processes[1:]:
             late.send_signal(signal.SIGSTOP)

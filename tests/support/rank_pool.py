@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.support.forked import fork
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parents[1] / "gloo" / "worker.py"
 START_TIMEOUT_S = 200.0  # long enough to import torch on a busy machine
@@ -126,7 +128,7 @@ class _Worker:
 
 
 class RankRun:
-    """`python -m testbed.rank` as N processes on loopback; a context manager that leaves none behind.
+    """`python -m testbed.rank` as N forked processes on loopback; a context manager that leaves none behind.
 
     With a run folder, as the controller starts them; without one, as a launcher does: their runs are in `runs`.
     `own` gives single ranks other variables.
@@ -142,7 +144,7 @@ class RankRun:
         **environment: str,
     ) -> None:
         port = free_port()
-        argv = [sys.executable, "-m", "testbed.rank", *(["--folder", str(folder)] if folder else [])]
+        argv = ["-m", "testbed.rank", *(["--folder", str(folder)] if folder else [])]
         where = folder or runs
         assert where is not None
         where.mkdir(exist_ok=True)
@@ -150,9 +152,8 @@ class RankRun:
         self.logs = [where / (f"rank{rank}.log" if folder else f"output{rank}.txt") for rank in range(size)]
         self.processes = []
         for rank, path in enumerate(self.logs):
-            with path.open("wb") as log:
-                env = rank_environment(rank, size, port) | environment | (own or {}).get(rank, {})
-                self.processes.append(subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log))
+            env = rank_environment(rank, size, port) | environment | (own or {}).get(rank, {})
+            self.processes.append(fork(argv, env, ROOT, path))
 
     def __enter__(self) -> RankRun:
         return self

@@ -12,7 +12,7 @@ from testbed.attach import intake as module
 from testbed.attach.intake import MAX_PROCESSES, READY, Intake, Records
 from testbed.results.folder import RunFolder
 from testbed.results.records import Error
-from tests.support.observed import START, STEP
+from tests.support.observer_lines import START, STEP
 from tests.support.processes import until
 
 

@@ -12,7 +12,7 @@ from testbed.attach import where
 from testbed.attach.intake import Intake, Records
 from testbed.results.observations import Where
 from testbed.results.records import read
-from tests.support.observed import START
+from tests.support.observer_lines import START
 from tests.support.processes import until
 
 
