@@ -108,7 +108,7 @@ class Checkpoints:
             step=step,
             sha256=hashlib.sha256(data).hexdigest(),
             parameters=parameter_hash(trained.model),
-            seen=(seen.loss, seen.correct, seen.images),
+            seen=(seen.loss, seen.correct, seen.labels),
             python=_as_lists(random.getstate()),
         )
         write_whole(self._metadata(step), json.dumps(asdict(metadata)), durable=True)
@@ -145,7 +145,7 @@ class Checkpoints:
         except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, SafetensorError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SpecError(f"{path}: does not fit this run ({reason}). Remove it, or start again.") from None
-        trained.seen.loss, trained.seen.correct, trained.seen.images = metadata.seen
+        trained.seen.loss, trained.seen.correct, trained.seen.labels = metadata.seen
 
     def _valid(self, trained: Trained) -> Iterator[tuple[int, Metadata]]:
         """All valid checkpoints, in order of their steps. A damaged one is left out."""

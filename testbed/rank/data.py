@@ -1,4 +1,4 @@
-"""Training and test images as batches of tensors: data set, partition, augmentation, batches.
+"""Training and test samples as batches of tensors: data set, partition, augmentation, batches.
 
 Stored images stay memory-mapped bytes until their batch is made.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -25,34 +25,85 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 # --- data set ---------------------------------------------------------------------------------------------------------
 
-POOL_IMAGES = 4096  # distinct synthetic images, 13 MB; a larger data set repeats them
-SYNTHETIC_SEED = 20_240_229  # not the seed of the run: all runs have the same synthetic data set
+POOL_SAMPLES = 4096  # distinct synthetic images or sequences; a larger data set repeats them
+SYNTHETIC_SEED = 20_240_229  # not the seed of the run: all runs have the same synthetic data sets
 PATTERN = (48, 80)  # grey values of a class's pattern: faint, so that learning takes some steps
 NOISE = 128  # grey values added to it
+FOLLOWERS = 4  # tokens that may follow a token of the synthetic text, all with the same chance
+
+
+class Dataset(Protocol):
+    """Samples with labels. The training loop needs only these of a data set."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> Shape: ...  # of a sample in a batch
+    @property
+    def classes(self) -> int: ...
+    @property
+    def augment(self) -> bool: ...  # whether training crops and flips by default
+
+    def __len__(self) -> int: ...
+    def subset(self, chosen: Indices) -> Self: ...
+    def batch(self, indices: Indices, crops: Crops | None, dtype: torch.dtype) -> Batch: ...
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Images:
     """Image i is `images[rows[i]]` with class `labels[i]`."""
 
     name: str
-    images: NDArray[np.uint8]  # stored images, N x H x W x C
-    rows: NDArray[np.int64]  # a subset, or a repetition, of the stored images
-    labels: NDArray[np.int64]
+    images: Bytes  # stored images, N x H x W x C
+    rows: Indices  # a subset, or a repetition, of the stored images
+    labels: Indices
     shape: Shape  # C, H, W of a batch
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     pad: int
-    augment: bool  # whether training crops and flips by default
+    augment: bool
     size: int | None = None  # height and width that a batch is resized to; None: as stored and padded
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def pick(self, indices: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def pick(self, indices: Indices) -> Bytes:
         """A copy of these images, padded, N x H x W x C."""
         return pad(self.images[self.rows[indices]], self.pad)
+
+    def subset(self, chosen: Indices) -> Images:
+        return replace(self, rows=self.rows[chosen], labels=self.labels[chosen])
+
+    def batch(self, indices: Indices, crops: Crops | None, dtype: torch.dtype) -> Batch:
+        """Images N x C x H x W and labels N."""
+        stored = self.pick(indices)
+        images = channels_first(stored) if crops is None else crop_and_flip(stored, crops)
+        pixels = normalise(images, self.mean, self.std, dtype)
+        return resize(pixels, self.size), torch.from_numpy(self.labels[indices])
+
+
+@dataclass(frozen=True)
+class Text:
+    """Sequence i is `sequences[rows[i]]`, one token longer than a sample: the label of a token is its successor."""
+
+    name: str
+    sequences: Bytes  # N x (T + 1)
+    rows: Indices
+    shape: Shape  # T
+    classes: int
+    augment: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def subset(self, chosen: Indices) -> Text:
+        return replace(self, rows=self.rows[chosen])
+
+    def batch(self, indices: Indices, crops: Crops | None, dtype: torch.dtype) -> Batch:
+        """Tokens N x T and labels N x T; they are numbers of tokens, whatever the model's dtype is."""
+        tokens = torch.from_numpy(self.sequences[self.rows[indices]].astype(np.int64))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def open_dataset(
@@ -64,55 +115,68 @@ def open_dataset(
     shape: Shape | None = None,
     size: int | None = None,
 ) -> Dataset:
-    """Open a fetched data set, or generate the synthetic one in `shape`; draw `subset` of its images with `seed`.
+    """Open a fetched data set, or generate a synthetic one in `shape`; draw `subset` of its samples with `seed`.
 
-    Batches are resized to `size` x `size`. They are stored, cropped and flipped before that.
+    Batches of images are resized to `size` x `size`. They are stored, cropped and flipped before that.
     """
     info = dataset_info(name)
-    dataset = _synthetic(info, train, shape or info.shape) if info.generated else _stored(info, root, train)
-    if size is not None:
-        dataset = replace(dataset, size=size, shape=(dataset.shape[0], size, size))
-    return dataset if subset is None else _subset(dataset, subset, seed)
+    dataset: Dataset
+    if info.unit == "sequences":
+        dataset = _synthetic_text(info, train, shape or info.shape)
+    else:
+        images = _synthetic(info, train, shape or info.shape) if info.generated else _stored(info, root, train)
+        dataset = images if size is None else replace(images, size=size, shape=(images.shape[0], size, size))
+    return dataset if subset is None else _subset(dataset, subset, seed, info.unit)
 
 
-def _stored(info: DatasetInfo, root: Path, train: bool) -> Dataset:
+def _stored(info: DatasetInfo, root: Path, train: bool) -> Images:
     require_complete(info.name, root)
     part = "train" if train else "test"
     # A view as a plain array, because indexing of np.memmap is slower.
     images = np.load(array_path(info.name, root, f"{part}_images"), mmap_mode="r").view(np.ndarray)
     labels = np.load(array_path(info.name, root, f"{part}_labels")).astype(np.int64)
-    return _dataset(info, images, np.arange(len(labels)), labels, info.shape)
+    return _images(info, images, np.arange(len(labels)), labels, info.shape)
 
 
-def _synthetic(info: DatasetInfo, train: bool, shape: Shape) -> Dataset:
+def _synthetic(info: DatasetInfo, train: bool, shape: Shape) -> Images:
     """A coarse pattern for each class plus noise. Training and test images differ only in the noise."""
     channels, height, width = shape
     patterns = np.random.default_rng(SYNTHETIC_SEED).integers(*PATTERN, (info.classes, 4, 4, channels), np.uint8)
     up = patterns.repeat(-(-height // 4), axis=1).repeat(-(-width // 4), axis=2)[:, :height, :width]
     noise = np.random.default_rng(SYNTHETIC_SEED + (1 if train else 2))
-    rows = np.arange(info.train if train else info.test) % POOL_IMAGES
+    rows = np.arange(info.train if train else info.test) % POOL_SAMPLES
     images = noise.integers(
-        0, 256, (POOL_IMAGES, height, width, channels), np.uint8
+        0, 256, (POOL_SAMPLES, height, width, channels), np.uint8
     )  # drawing whole bytes is 7 times faster
     images //= 256 // NOISE
-    images += up[np.arange(POOL_IMAGES) % info.classes]
-    return _dataset(info, images, rows, rows % info.classes, shape)
+    images += up[np.arange(POOL_SAMPLES) % info.classes]
+    return _images(info, images, rows, rows % info.classes, shape)
 
 
-def _dataset(
-    info: DatasetInfo, images: NDArray[np.uint8], rows: NDArray[np.int64], labels: NDArray[np.int64], shape: Shape
-) -> Dataset:
+def _images(info: DatasetInfo, images: Bytes, rows: Indices, labels: Indices, shape: Shape) -> Images:
     channels = shape[0]  # the synthetic data set may have another number of channels than its entry
     mean, std = (info.mean * channels)[:channels], (info.std * channels)[:channels]
-    return Dataset(info.name, images, rows, labels, shape, info.classes, mean, std, info.pad, info.augment)
+    return Images(info.name, images, rows, labels, shape, info.classes, mean, std, info.pad, info.augment)
 
 
-def _subset(dataset: Dataset, subset: int, seed: int) -> Dataset:
-    """The same images for the same seed on every rank."""
+def _synthetic_text(info: DatasetInfo, train: bool, shape: Shape) -> Text:
+    """A Markov chain: each token has FOLLOWERS successors. A model that knows them has a loss of log(FOLLOWERS)."""
+    (length,) = shape
+    followers = np.random.default_rng(SYNTHETIC_SEED).integers(0, info.classes, (info.classes, FOLLOWERS), np.uint8)
+    rng = np.random.default_rng(SYNTHETIC_SEED + (1 if train else 2))
+    sequences = np.empty((POOL_SAMPLES, length + 1), np.uint8)
+    sequences[:, 0] = rng.integers(0, info.classes, POOL_SAMPLES)
+    for place in range(length):
+        sequences[:, place + 1] = followers[sequences[:, place], rng.integers(0, FOLLOWERS, POOL_SAMPLES)]
+    rows = np.arange(info.train if train else info.test) % POOL_SAMPLES
+    return Text(info.name, sequences, rows, shape, info.classes)
+
+
+def _subset(dataset: Dataset, subset: int, seed: int, unit: str) -> Dataset:
+    """The same samples for the same seed on every rank."""
     if not 1 <= subset <= len(dataset):
-        raise refuse("subset", subset, f"must be 1 to {len(dataset)}, the images of {dataset.name}", "Use fewer.")
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(dataset))[:subset])
-    return replace(dataset, rows=dataset.rows[chosen], labels=dataset.labels[chosen])
+        raise refuse("subset", subset, f"must be 1 to {len(dataset)}, the {unit} of {dataset.name}", "Use fewer.")
+    return dataset.subset(np.sort(np.random.default_rng(seed).permutation(len(dataset))[:subset]))
 
 
 # --- partition: which images a rank trains on in which step of an epoch ----------------------------------------------
@@ -294,28 +358,21 @@ class Batches:
         return self.partition.steps(self.world)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Images N x C x H x W and labels (int64), step by step. Every call repeats the same epoch exactly."""
+        """Samples and labels (int64), step by step. Every call repeats the same epoch exactly."""
         rng = generator(self.seed, epoch)
         for indices in self.partition.indices(self.rank, self.world, epoch):
             rows = self.partition.rows(self.rank, self.world, len(indices))
             crops = draw(rng, self.partition.batch).rows(rows) if self.augment else None
-            yield _batch(self.dataset, indices, crops, self.dtype)
+            yield self.dataset.batch(indices, crops, self.dtype)
 
 
 def test_batches(
     dataset: Dataset, rank: int, world: int, split: bool, batch: int = 250, dtype: torch.dtype = torch.float32
 ) -> Iterator[Batch]:
-    """All images in order, or with `split` the contiguous share of this rank; the shares cover each image once."""
+    """All samples in order, or with `split` the contiguous share of this rank; the shares cover each sample once."""
     first, end = (rank * len(dataset) // world, (rank + 1) * len(dataset) // world) if split else (0, len(dataset))
     for start in range(first, end, batch):
-        yield _batch(dataset, np.arange(start, min(start + batch, end)), None, dtype)
-
-
-def _batch(dataset: Dataset, indices: NDArray[np.int64], crops: Crops | None, dtype: torch.dtype) -> Batch:
-    stored = dataset.pick(indices)
-    images = channels_first(stored) if crops is None else crop_and_flip(stored, crops)
-    pixels = normalise(images, dataset.mean, dataset.std, dtype)
-    return resize(pixels, dataset.size), torch.from_numpy(dataset.labels[indices])
+        yield dataset.batch(np.arange(start, min(start + batch, end)), None, dtype)
 
 
 test_batches.__test__ = False  # type: ignore[attr-defined]  # pytest takes functions named test_* for tests

@@ -1,4 +1,4 @@
-"""Models by name: those of the reports, and every classification model of torchvision."""
+"""Models by name: those of the reports, two transformers, and every classification model of torchvision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from testbed.spec.datasets import Shape
 from testbed.spec.errors import one_line, refuse
@@ -34,10 +34,10 @@ def _torchvision() -> ModuleType:
     return module
 
 
-def vgg11(classes: int, channels: int) -> nn.Module:
+def vgg11(classes: int, shape: Shape) -> nn.Module:
     """VGG-11 for 32 x 32 images: 9,231,114 parameters in 34 tensors with 10 classes and 3 channels."""
     layers: list[nn.Module] = []
-    width = channels
+    width = shape[0]
     for item in VGG11:
         if isinstance(item, int):
             layers += [nn.Conv2d(width, item, 3, padding=1), nn.BatchNorm2d(item), nn.ReLU(inplace=True)]
@@ -47,34 +47,98 @@ def vgg11(classes: int, channels: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, classes))
 
 
-def lenet5(classes: int, channels: int) -> nn.Module:
+def lenet5(classes: int, shape: Shape) -> nn.Module:
     """LeNet-5 for 32 x 32 images, as in the published experiment R3 (experiments/r3.toml)."""
     return nn.Sequential(
-        *(nn.Conv2d(channels, 6, 5), nn.Tanh(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(shape[0], 6, 5), nn.Tanh(), nn.AvgPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)),
         *(nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten()),
         *(nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, classes)),
     )
 
 
-def resnet18(classes: int, channels: int) -> nn.Module:
+def resnet18(classes: int, shape: Shape) -> nn.Module:
     """torchvision's ResNet-18 with the CIFAR stem: a 3 x 3 convolution, no pooling before the first block."""
     model: nn.Module = _torchvision().resnet18(num_classes=classes)
-    model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    model.conv1 = nn.Conv2d(shape[0], 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
 
 
-MAKERS = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5}  # the others are torchvision's
+def vit_tiny(classes: int, shape: Shape) -> nn.Module:
+    """torchvision's vision transformer in the size called tiny: 12 layers of width 192, patches of 4 x 4 pixels."""
+    model: nn.Module = _torchvision().VisionTransformer(
+        image_size=shape[1],
+        patch_size=4,
+        num_layers=12,
+        num_heads=3,
+        hidden_dim=192,
+        mlp_dim=768,
+        num_classes=classes,
+    )
+    model.conv_proj = nn.Conv2d(shape[0], 192, kernel_size=4, stride=4)
+    return model
+
+
+class Block(nn.Module):
+    """A layer of GPT: attention to earlier tokens, then two linear layers; each is added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.query_key_value(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        query, key, value = split.unbind(2)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return x + added
+
+
+class GPT(nn.Module):
+    """A decoder of 6 layers of width 384, whose embedding of tokens is also its last layer; logits for each token."""
+
+    LAYERS, WIDTH, HEADS, DEVIATION = 6, 384, 6, 0.02  # DEVIATION: of the weights at the start, as in GPT-2
+
+    def __init__(self, tokens: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(tokens, self.WIDTH), nn.Embedding(length, self.WIDTH)
+        self.blocks = nn.Sequential(*(Block(self.WIDTH, self.HEADS) for _ in range(self.LAYERS)))
+        self.norm = nn.LayerNorm(self.WIDTH)
+        self.head = nn.Linear(self.WIDTH, tokens, bias=False)
+        self.head.weight = self.tokens.weight
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear | nn.Embedding):
+                nn.init.normal_(layer.weight, std=self.DEVIATION)
+            if isinstance(layer, nn.Linear) and layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions(places))))
+        return logits
+
+
+def gpt(classes: int, shape: Shape) -> nn.Module:
+    """GPT for sequences of this length: 10.8 million parameters with 256 tokens, one for each byte."""
+    return GPT(classes, shape[0])
+
+
+# The others are torchvision's.
+MAKERS = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5, "vit_tiny": vit_tiny, "gpt": gpt}
 
 
 def build_model(name: str, classes: int, shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """Build a model for images of this shape. Its weights come from torch's global generator, which is seeded before.
+    """Build a model for samples of this shape. Its weights come from torch's global generator, which is seeded before.
 
     RunSpec has checked the name and the shape; only another version of torchvision makes this raise SpecError.
     """
     make = MAKERS.get(name)
-    model = make(classes, shape[0]) if make else _from_torchvision(name, classes, shape)
+    model = make(classes, shape) if make else _from_torchvision(name, classes, shape)
     return model.to(dtype)
 
 

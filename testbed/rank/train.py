@@ -151,7 +151,7 @@ class Trainer:
             with self.sync.accumulating() if number < len(micro_batches) else nullcontext():
                 with self.timeline.phase("forward"):
                     logits = module(x)
-                    loss = nn.functional.cross_entropy(logits, y)
+                    loss = mean_loss(logits, y)
                 with self.timeline.phase("backward"):
                     (loss * (self.weight * len(y) / len(labels))).backward()
             self.seen.add(loss.item(), logits.detach(), y)
@@ -208,7 +208,7 @@ class Trainer:
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
         data, seed = self.spec.data, self.spec.seed
-        shape = self.spec.image_shape(resized=False)
+        shape = self.spec.sample_shape(resized=False)
         return open_dataset(data.name, data_dir(), train=train, subset=subset, seed=seed, shape=shape, size=data.size)
 
     def _batches(self, dtype: torch.dtype) -> Batches:
@@ -249,25 +249,30 @@ def _total_steps(spec: RunSpec, per_epoch: int) -> int:
 # --- test the model -------------------------------------------------------------------------------------------------
 
 
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy, averaged over labels: one for each image, or for each token of a sequence."""
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
 class Tally:
-    """Sums of loss and correct answers over images."""
+    """Sums of loss and correct answers over labels: one for each image, or for each token."""
 
     def __init__(self) -> None:
         self.loss = 0.0
         self.correct = 0
-        self.images = 0
+        self.labels = 0
 
     def add(self, loss: float, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """`loss` is the mean over these images."""
-        self.loss += loss * len(labels)
-        self.correct += int((logits.argmax(1) == labels).sum())
-        self.images += len(labels)
+        """`loss` is the mean over these labels."""
+        self.loss += loss * labels.numel()
+        self.correct += int((logits.argmax(-1) == labels).sum())
+        self.labels += labels.numel()
 
     def mean_loss(self) -> float:
-        return self.loss / max(1, self.images)
+        return self.loss / max(1, self.labels)
 
     def accuracy(self) -> float:
-        return self.correct / max(1, self.images)
+        return self.correct / max(1, self.labels)
 
 
 def evaluate(
@@ -277,13 +282,13 @@ def evaluate(
     share_statistics(model, group, spec.batchnorm)
     split = spec.evaluate == "split" and group.size > 1
     tally = _test(model, dataset, group, split)
-    loss, correct, images = _sum(tally, group, f"eval/{step}") if split else (tally.loss, tally.correct, tally.images)
+    loss, correct, labels = _sum(tally, group, f"eval/{step}") if split else (tally.loss, tally.correct, tally.labels)
     return Eval(
         step=step,
         epoch=epoch,
-        loss=loss / images,
+        loss=loss / labels,
         correct=correct,
-        images=images,
+        images=labels,
         scope="all ranks" if split else "this rank",
         train_loss=seen.mean_loss(),
         train_accuracy=seen.accuracy(),
@@ -297,11 +302,11 @@ def _test(model: nn.Module, dataset: Dataset, group: Group, split: bool) -> Tall
     with torch.no_grad():
         for images, labels in test_batches(dataset, group.rank, group.size, split, dtype=dtype):
             logits = model(images)
-            tally.add(float(nn.functional.cross_entropy(logits, labels)), logits, labels)
+            tally.add(float(mean_loss(logits, labels)), logits, labels)
     model.train()
     return tally
 
 
 def _sum(tally: Tally, group: Group, key: str) -> tuple[float, int, int]:
-    parts = [part.split() for part in group.all_gather_text(key, f"{tally.loss!r} {tally.correct} {tally.images}")]
+    parts = [part.split() for part in group.all_gather_text(key, f"{tally.loss!r} {tally.correct} {tally.labels}")]
     return sum(float(p[0]) for p in parts), sum(int(p[1]) for p in parts), sum(int(p[2]) for p in parts)

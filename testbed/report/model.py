@@ -35,6 +35,7 @@ from testbed.results.table import (
     varying_keys,
     varying_places,
 )
+from testbed.spec.datasets import dataset_info
 from testbed.spec.experiment import Experiment
 from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
@@ -286,6 +287,12 @@ class Chapter:
     def varying(self) -> list[str]:
         """Keys of the spec that differ between rows, without the mode."""
         return [key for key in varying_keys(self._rows) if key not in ("mode", "placement")]
+
+    @property
+    def unit(self) -> str:
+        """What a batch has many of: images, or sequences of tokens."""
+        units = {dataset_info(cell.spec.data.name).unit for cell in self.cells}
+        return units.pop() if len(units) == 1 else "samples"
 
     @property
     def substrates(self) -> list[str]:

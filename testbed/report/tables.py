@@ -86,7 +86,8 @@ def share(value: float | None) -> str:
 
 def modes(chapter: Chapter) -> Table:
     """Seconds per step with their interval, speed-up, test loss and accuracy."""
-    rest = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", "images/s", "test loss", "accuracy", "replicas")
+    times = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", f"{chapter.unit}/s")
+    rest = (*times, "test loss", "accuracy", "replicas")
     noted = bool(chapter.unmeasured) or any(cell.note for cell in chapter.cells)
     made = Columns(chapter, (*rest, NOTE) if noted else rest)
     for cell in chapter.cells:

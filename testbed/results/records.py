@@ -101,9 +101,9 @@ class Eval:
     kind: Literal["eval"] = "eval"
     step: Count
     epoch: Count
-    loss: float  # mean over the images below
+    loss: float  # mean over the labels below
     correct: Count
-    images: Count
+    images: Count  # labels: one for each image, or for each token of a sequence
     scope: str  # "all ranks" if summed over ranks, "this rank" if each rank tested all images
     train_loss: float  # mean over the epoch so far, this rank
     train_accuracy: float

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -21,7 +22,8 @@ from testbed.spec.words import setting, shown_path
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 MARKER = "done.json"
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]  # of one sample: channels, height, width of an image; the tokens of a sequence
+Unit = Literal["images", "sequences"]  # what a data set has many of, and a model takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +31,20 @@ class DatasetInfo:
     """The fixed properties of a data set, known before it is fetched."""
 
     name: str
-    shape: Shape  # C, H, W as the model gets it
-    classes: int
-    train: int  # images
+    shape: Shape  # as the model gets it
+    classes: int  # of sequences: different tokens
+    train: int  # images or sequences
     test: int
-    mean: tuple[float, ...]  # per channel, of pixels in 0..1
-    std: tuple[float, ...]
-    augment: bool  # whether training crops and flips by default
+    unit: Unit = "images"
+    mean: tuple[float, ...] = ()  # per channel, of pixels in 0..1
+    std: tuple[float, ...] = ()
+    augment: bool = False  # whether training crops and flips by default
     pad: int = 0  # zeros added on each side of a stored image to reach `shape`
     digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each raw array; empty: generated
 
     @property
     def generated(self) -> bool:
-        """True if the images are generated, so that nothing is stored or fetched."""
+        """True if the samples are generated, so that nothing is stored or fetched."""
         return not self.digests
 
     def array_shape(self, array: str) -> tuple[int, ...]:
@@ -79,7 +82,6 @@ MNIST = DatasetInfo(
     test=10_000,
     mean=(0.13066048,),
     std=(0.30810780,),
-    augment=False,
     digests={
         "train_images": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
         "train_labels": "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
@@ -97,10 +99,12 @@ SYNTHETIC = DatasetInfo(
     test=10_000,
     mean=(0.5, 0.5, 0.5),
     std=(0.15, 0.15, 0.15),
-    augment=False,
 )
 
-DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (CIFAR10, MNIST, SYNTHETIC)}
+# Generated text, one token a byte. One sequence costs GPT as much as ten images cost VGG-11, so the test set is small.
+TEXT = DatasetInfo(name="text", unit="sequences", shape=(64,), classes=256, train=50_000, test=500)
+
+DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (CIFAR10, MNIST, SYNTHETIC, TEXT)}
 
 
 def dataset_info(name: str) -> DatasetInfo:

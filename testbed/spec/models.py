@@ -1,4 +1,4 @@
-"""The known models and the images that they take. Their code is in rank/models.py; nothing here needs torch.
+"""The known models and the samples that they take. Their code is in rank/models.py; nothing here needs torch.
 
 The table lets a controller, or a container before it shapes its network, refuse what cannot work.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from testbed.spec.datasets import Unit
 from testbed.spec.errors import refuse
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model takes: square images whose sides have from `smallest` to `largest` pixels (None: no limit)."""
+    """What a model takes: square images, or sequences, of `smallest` to `largest` pixels or tokens (None: no limit)."""
 
     smallest: int = 1
     largest: int | None = None
+    takes: Unit = "images"
+    multiple: int = 1  # a side is a multiple of so many pixels
     channels: int | None = 3  # None: any number
     usual_channels: int = 3  # of the synthetic images that it gets
     parameters: int = 0  # with 10 classes
@@ -24,17 +27,30 @@ class ModelInfo:
     @property
     def sizes(self) -> str:
         """The sizes in words."""
-        least = f"{self.smallest} x {self.smallest}"
+        if self.multiple > 1:
+            return f"{self.in_words(self.smallest)} and larger multiples of {self.multiple}"
         if self.largest is None:
-            return f"{least} and larger"
-        return least if self.largest == self.smallest else f"{least} to {self.largest} x {self.largest}"
+            return f"{self.in_words(self.smallest)} and larger"
+        if self.largest == self.smallest:
+            return self.in_words(self.smallest)
+        return f"{self.in_words(self.smallest)} to {self.in_words(self.largest)}"
+
+    def fits(self, size: int) -> bool:
+        """Whether it takes images with sides of `size` pixels, or sequences of `size` tokens."""
+        return self.smallest <= size <= (self.largest or size) and size % self.multiple == 0
+
+    def in_words(self, size: int) -> str:
+        """A size with its unit."""
+        return f"{size} x {size}" if self.takes == "images" else f"{size} tokens"
 
 
-# Those of the published reports, made for 32 x 32 images.
-REPORT_MODELS = {
-    "vgg11": ModelInfo(32, 63, None, parameters=9_231_114),
-    "resnet18": ModelInfo(1, None, None, parameters=11_173_962),
-    "lenet5": ModelInfo(32, 35, None, 1, parameters=61_706),
+# Those of the published reports, made for 32 x 32 images, and two transformers.
+OWN_MODELS = {
+    "vgg11": ModelInfo(32, 63, channels=None, parameters=9_231_114),
+    "resnet18": ModelInfo(1, channels=None, parameters=11_173_962),
+    "lenet5": ModelInfo(32, 35, channels=None, usual_channels=1, parameters=61_706),
+    "vit_tiny": ModelInfo(8, multiple=4, channels=None, parameters=5_362_762),
+    "gpt": ModelInfo(8, 1024, "sequences", parameters=10_770_432),  # for 64 tokens
 }
 # torchvision's classifiers, each with its number of parameters with 10 classes.
 _PARAMETERS = """
@@ -78,12 +94,12 @@ TORCHVISION_MODELS = {
     name: replace(_of_torchvision(name), parameters=int(count))
     for name, _, count in (word.partition(":") for word in _PARAMETERS.split())
 }
-MODELS = TORCHVISION_MODELS | REPORT_MODELS  # two of torchvision's are replaced
+MODELS = TORCHVISION_MODELS | OWN_MODELS  # two of torchvision's are replaced
 
 
 def model_info(name: str) -> ModelInfo:
     """The model of that name; SpecError if there is none."""
     if name not in MODELS:
-        others = ", ".join(each for each in TORCHVISION_MODELS if each not in REPORT_MODELS)
-        raise refuse("model", name, "unknown", f"Use one of {', '.join(REPORT_MODELS)}, or of torchvision: {others}.")
+        others = ", ".join(each for each in TORCHVISION_MODELS if each not in OWN_MODELS)
+        raise refuse("model", name, "unknown", f"Use one of {', '.join(OWN_MODELS)}, or of torchvision: {others}.")
     return replace(MODELS[name], name=name)

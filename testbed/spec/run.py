@@ -19,12 +19,12 @@ from pydantic import (
 )
 
 from testbed.spec.base import Spec, validator
-from testbed.spec.datasets import Shape, dataset_info
+from testbed.spec.datasets import TEXT, Shape, dataset_info
 from testbed.spec.errors import SchemaError, SpecError, one_line
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import SCRIPT, Mode, SyncMode
-from testbed.spec.models import REPORT_MODELS, model_info
+from testbed.spec.models import MODELS, OWN_MODELS, model_info
 from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
@@ -59,7 +59,7 @@ class DataSpec(Spec):
     augment: bool | None = None  # random crop and flip; None: for cifar10 only
     # images per step of each rank, if they are not equal
     shares: tuple[int, ...] | None = Field(default=None, examples=[[96, 64, 64, 32]])
-    # images are resized to size x size; None: as they are
+    # images are resized to size x size, sequences have so many tokens; None: as they are
     size: int | None = Field(default=None, ge=8, le=1024, examples=[224])
 
 
@@ -163,9 +163,11 @@ class RunSpec(Spec):
         """Micro-batches per step of one rank."""
         return self.local_batch(rank) // self.micro_batch if self.micro_batch else self.accumulate
 
-    def image_shape(self, *, resized: bool = True) -> Shape:
-        """Channels, height and width of an image as the model gets it; `resized` False: before data.size is applied."""
+    def sample_shape(self, *, resized: bool = True) -> Shape:
+        """The shape of an image or a sequence as the model gets it; `resized` False: images as they are stored."""
         info = dataset_info(self.data.name)
+        if info.unit == "sequences":
+            return (self.data.size or info.shape[0],)
         channels, height, width = info.shape
         if info.generated:
             channels = model_info(self.model).usual_channels
@@ -226,6 +228,9 @@ class RunSpec(Spec):
             values |= {"batch": 256} if values.get("script") is None else {"batch_per_rank": 1}
         if values.get("steps") is None and values.get("epochs") is None and values.get("script") is None:
             values["steps"] = 40
+        if _takes_text(values.get("model")):
+            data = values.get("data", {})
+            values["data"] = {"name": TEXT.name} | data if isinstance(data, dict) else data
         if values.get("script") is not None and str(values.get("mode")) != SCRIPT:
             values.setdefault("warmup", SWAP_WARMUP_STEPS)
         return values
@@ -298,13 +303,23 @@ def _check_instead(spec: RunSpec) -> None:
         raise refuse_setting("warmup", spec.warmup, rule, f"Use {SWAP_WARMUP_STEPS} or more.")
 
 
+def _takes_text(model: object) -> bool:
+    return isinstance(model, str) and model in MODELS and MODELS[model].takes == TEXT.unit
+
+
 def _check_model(spec: RunSpec) -> None:
-    info, (channels, size, _) = model_info(spec.model), spec.image_shape()
-    if info.channels not in (None, channels):
-        rule = f"takes images of {info.channels} channels, and {spec.data.name} has {channels}"
-        raise refuse_setting("model", spec.model, rule, f"Use {', '.join(REPORT_MODELS)}, or other data.")
-    if not info.smallest <= size <= (info.largest or size):
-        rule = f"takes images of {info.sizes}, and these have {size} x {size}"
+    info, data = model_info(spec.model), dataset_info(spec.data.name)
+    *channels, size = spec.sample_shape()[:2]  # images are square
+    if info.takes != data.unit:
+        others = ", ".join(name for name, each in OWN_MODELS.items() if each.takes == data.unit)
+        rule = f"takes {info.takes}, and {data.name} has {data.unit}"
+        raise refuse_setting("model", spec.model, rule, f"Use one of {others}, or other data.")
+    if channels and info.channels not in (None, *channels):
+        rule = f"takes images of {info.channels} channels, and {data.name} has {channels[0]}"
+        others = ", ".join(name for name, each in OWN_MODELS.items() if each.channels is None)
+        raise refuse_setting("model", spec.model, rule, f"Use {others}, or other data.")
+    if not info.fits(size):
+        rule = f"takes {info.takes} of {info.sizes}, and these have {info.in_words(size)}"
         raise refuse_setting("model", spec.model, rule, f"Use {setting('data.size', info.smallest)}, or another model.")
 
 
@@ -315,10 +330,12 @@ def _check_images(spec: RunSpec) -> None:
         ("test_subset", data.test_subset, info.test),
     ):
         if requested is not None and requested > available:
-            raise refuse_setting(f"data.{key}", requested, f"{data.name} has {available} such images", "Request fewer.")
+            raise refuse_setting(
+                f"data.{key}", requested, f"{data.name} has {available} such {info.unit}", "Request fewer."
+            )
     need = spec.global_batch if spec.uneven else spec.world
     if data.subset is not None and data.subset < need:
-        rule = f"one step needs {need} images at least"
+        rule = f"one step needs {need} {info.unit} at least"
         raise refuse_setting("data.subset", data.subset, rule, "Request more.")
 
 

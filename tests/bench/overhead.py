@@ -102,7 +102,7 @@ def _bare_loop(seed: int, batch: Any) -> Callable[[], float]:
     from testbed.rank.models import vgg11
 
     torch.manual_seed(seed)
-    model = vgg11(10, 3)
+    model = vgg11(10, (3, 32, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     images, labels = batch
 

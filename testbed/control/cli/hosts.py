@@ -115,7 +115,7 @@ def run(
     mode: opt.Mode = "ring",
     nodes: FirstNodes = None,
     model: opt.Model = "vgg11",
-    data: opt.Data = DEFAULT_DATA,
+    data: opt.Data = None,
     batch: opt.Batch = None,
     batch_per_rank: opt.BatchPerRank = None,
     steps: opt.Steps = None,

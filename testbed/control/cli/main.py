@@ -64,7 +64,7 @@ def run(
     nodes: opt.Nodes = None,
     rate: opt.Rate = None,
     model: opt.Model = "vgg11",
-    data: opt.Data = "cifar10",
+    data: opt.Data = None,
     batch: opt.Batch = None,
     batch_per_rank: opt.BatchPerRank = None,
     steps: opt.Steps = None,
@@ -135,7 +135,7 @@ def tune(
     nodes: opt.Nodes = None,
     rate: opt.Rate = None,
     model: opt.Model = "vgg11",
-    data: opt.Data = "cifar10",
+    data: opt.Data = None,
     batch: opt.Batch = None,
     batch_per_rank: opt.BatchPerRank = None,
     steps: Annotated[

@@ -10,6 +10,7 @@ import typer
 from testbed.control.runs.select import SubstrateType
 from testbed.spec.datasets import DATASETS
 from testbed.spec.inventory import DEFAULT, VARIABLE
+from testbed.spec.models import OWN_MODELS
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Mode = Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")]
@@ -22,10 +23,13 @@ On = Annotated[
 ]
 Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]
 Rate = Annotated[str | None, typer.Option(help="rate of every node's link, each way, e.g. 200mbit [default: unshaped]")]
-Model = Annotated[str, typer.Option(help="vgg11, resnet18, lenet5, or a torchvision name")]
-Data = Annotated[str, typer.Option(help=f"{', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]}")]
+Model = Annotated[str, typer.Option(help=f"{', '.join(OWN_MODELS)}, or a torchvision name")]
+Data = Annotated[
+    str | None,
+    typer.Option(help=f"{', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]} [default: cifar10; for gpt text]"),
+]
 FetchedData = Annotated[str, typer.Argument(help=" or ".join(k for k, info in DATASETS.items() if not info.generated))]
-Batch = Annotated[str | None, typer.Option(help="images per step over all ranks [default: 256]")]
+Batch = Annotated[str | None, typer.Option(help="images, or sequences of text, per step over all ranks [default: 256]")]
 BatchPerRank = Annotated[str | None, typer.Option(help="images per step of each rank, instead of --batch")]
 Steps = Annotated[str | None, typer.Option(help="training steps [default: 40]")]
 Seed = Annotated[str, typer.Option(help="random seed of parameters, data order and augmentation")]

@@ -115,7 +115,7 @@ def weak(chapter: Chapter) -> list[Plot]:
     draw_curves(made, found, lambda cell: cell.images_per_second, bars=False)
     _whole_numbers(made, found)
     made.axes.set_ylim(0, None)
-    made.axes.set_ylabel("images per second")
+    made.axes.set_ylabel(f"{chapter.unit} per second")
     return [
         plot(
             made,

@@ -64,7 +64,7 @@ def test_a_restored_run_continues_like_an_undisturbed_one(tmp_path: Path, name: 
     keeps.load(other, 3)
     assert (random.random(), np.random.rand()) == drawn
     assert [other.step() for _ in range(3)] == expected
-    assert other.seen.loss == trained.seen.loss and other.seen.images == trained.seen.images
+    assert other.seen.loss == trained.seen.loss and other.seen.labels == trained.seen.labels
     left, right = other.model.state_dict(), trained.model.state_dict()
     assert all(torch.equal(left[key], right[key]) for key in right)
 

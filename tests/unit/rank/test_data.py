@@ -68,6 +68,31 @@ def test_synthetic_images_have_the_requested_shape() -> None:
     assert images.shape == (8, 1, 28, 30)
 
 
+def test_the_label_of_a_token_is_its_successor() -> None:
+    dataset = open_dataset("text", NOWHERE, True, 8, shape=(12,))
+    tokens, labels = dataset.batch(np.arange(8), None, torch.float64)
+    assert tokens.shape == labels.shape == (8, 12) and tokens.dtype == labels.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+
+
+def test_synthetic_text_can_be_learnt_and_train_agrees_with_test() -> None:
+    """Every token has four successors, the same in training and test; the sequences differ."""
+    found = []
+    for train in (True, False):
+        tokens, labels = open_dataset("text", NOWHERE, train).batch(np.arange(400), None, torch.float32)
+        found.append(set(zip(tokens.flatten().tolist(), labels.flatten().tolist(), strict=True)))
+    assert len(found[0] | found[1]) <= 4 * 256 and len(found[0] & found[1]) > 900
+    one, other = (open_dataset("text", NOWHERE, train).batch(np.arange(9), None, torch.float32)[0] for train in (1, 0))
+    assert not torch.equal(one, other)
+
+
+def test_ranks_together_get_the_batch_of_one_rank_of_text_too() -> None:
+    dataset = open_dataset("text", NOWHERE, True, 32)
+    whole, _ = next(Batches(dataset, Partition(size=32, batch=8), 0, 1).epoch(0))
+    parts = [next(Batches(dataset, Partition(size=32, batch=8), rank, 2).epoch(0))[0] for rank in range(2)]
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
+
+
 def test_images_are_resized_after_they_are_cropped() -> None:
     small = open_dataset("synthetic", NOWHERE, True, 48)
     large = open_dataset("synthetic", NOWHERE, True, 48, size=80)

@@ -50,6 +50,23 @@ def test_a_model_takes_the_channels_and_the_type_it_was_built_for(name: str, cha
     assert (logits.shape, logits.dtype) == ((2, 10), dtype)
 
 
+def test_gpt_predicts_each_token_from_earlier_ones_only() -> None:
+    torch.manual_seed(0)
+    model = build_model("gpt", 256, (16,), torch.float64).eval()
+    tokens = torch.randint(256, (2, 16))
+    other = tokens.clone()
+    other[:, 9] = (other[:, 9] + 1) % 256
+    before, after = model(tokens), model(other)
+    assert before.shape == (2, 16, 256)
+    assert torch.equal(before[:, :9], after[:, :9]) and not torch.equal(before[:, 9], after[:, 9])
+
+
+def test_gpt_has_one_parameter_for_its_first_and_its_last_layer() -> None:
+    model = build_model("gpt", 256, (16,), torch.float32)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert {"tokens.weight", "head.weight"} < set(names) and len(names) == len(list(model.parameters())) + 1
+
+
 def test_one_seed_gives_one_set_of_weights() -> None:
     one, again = build("lenet5").state_dict(), build("lenet5").state_dict()
     assert all(torch.equal(one[name], again[name]) for name in one)

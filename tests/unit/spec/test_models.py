@@ -10,14 +10,14 @@ from torch import nn
 
 from testbed.rank.models import MAKERS, _torchvision
 from testbed.spec.errors import SpecError
-from testbed.spec.models import MODELS, REPORT_MODELS, TORCHVISION_MODELS, ModelInfo, model_info
+from testbed.spec.models import MODELS, OWN_MODELS, TORCHVISION_MODELS, ModelInfo, model_info
 from testbed.spec.run import RunSpec
 
 
 def test_the_names_are_those_of_the_code() -> None:
     models = _torchvision()
     assert set(TORCHVISION_MODELS) == set(models.list_models(module=models))
-    assert list(REPORT_MODELS) == list(MAKERS)
+    assert list(OWN_MODELS) == list(MAKERS)
 
 
 @pytest.mark.parametrize("name", [name for name in TORCHVISION_MODELS if name not in ("googlenet", "inception_v3")])
@@ -32,7 +32,7 @@ def takes(name: str, size: int) -> bool:
     """Build the model without memory for its numbers, and try one forward pass."""
     with torch.device("meta"), torch.no_grad():
         if name in MAKERS:
-            model: nn.Module = MAKERS[name](10, 3)
+            model: nn.Module = MAKERS[name](10, (3, size, size))
         else:
             options = {"aux_logits": False, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
             model = _torchvision().get_model(name, num_classes=10, **options)
@@ -59,7 +59,9 @@ def test_the_sizes_are_those_that_a_model_takes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vgg99", "fcn_resnet50", "quantized_resnet18", "", "VGG11", "../x"])
 def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(SpecError, match=f"model '{name}': unknown. Use one of vgg11, resnet18, lenet5, or of torchvis"):
+    with pytest.raises(
+        SpecError, match=f"model '{name}': unknown. Use one of vgg11, resnet18, lenet5, vit_tiny, gpt, or of torch"
+    ):
         model_info(name)
     with pytest.raises(SpecError, match=f"--model '{name}': unknown"):
         RunSpec.load({"model": name}, "")
@@ -76,6 +78,16 @@ def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
         ({"model": "alexnet", "data": {"name": "synthetic"}}, "takes images of 63 x 63 and larger, and these have 32"),
         ({"model": "vgg11", "data": {"size": 64}}, "takes images of 32 x 32 to 63 x 63, and these have 64 x 64"),
         ({"model": "resnet50", "data": {"name": "mnist"}}, "takes images of 3 channels, and mnist has 1. Use vgg11, "),
+        (
+            {"model": "vit_tiny", "data": {"size": 30}},
+            "takes images of 8 x 8 and larger multiples of 4, and these",
+        ),
+        ({"model": "gpt", "data": {"name": "cifar10"}}, "takes sequences, and cifar10 has images. Use one of vgg11, "),
+        (
+            {"model": "vgg11", "data": {"name": "text"}},
+            "takes images, and text has sequences. Use one of gpt, or",
+        ),
+        ({"model": "gpt", "data": {"size": 1025}}, "--set data.size=1025: must be at most 1024"),
         ({"data": {"size": 7}}, "--set data.size=7: must be at least 8. Write e.g. --set data.size=224."),
     ],
 )
@@ -94,12 +106,26 @@ def test_images_that_a_model_cannot_take_are_refused_before_anything_starts(
         ({"model": "lenet5", "data": {"name": "synthetic"}}, (1, 32, 32)),
         ({"model": "lenet5"}, (3, 32, 32)),
         ({"model": "vgg11", "data": {"name": "mnist", "size": 40}}, (1, 40, 40)),
+        ({"model": "gpt"}, (64,)),
+        ({"model": "gpt", "data": {"size": 128}}, (128,)),
     ],
 )
-def test_the_shape_of_an_image_is_that_of_the_data_or_as_resized(
-    values: dict[str, Any], shape: tuple[int, int, int]
+def test_the_shape_of_a_sample_is_that_of_the_data_or_as_resized(
+    values: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
-    assert RunSpec.load(values, "").image_shape() == shape
+    assert RunSpec.load(values, "").sample_shape() == shape
+
+
+def test_a_model_of_text_gets_text_where_no_data_is_named() -> None:
+    assert RunSpec.load({"model": "gpt"}, "").data.name == "text"
+    assert RunSpec.load({"model": "gpt", "data": {"test_subset": 9}}, "").data.model_dump()["test_subset"] == 9
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit_tiny"])
+def test_the_number_of_parameters_is_that_of_our_transformers(name: str) -> None:
+    shape = RunSpec.load({"model": name}, "").sample_shape()
+    model = MAKERS[name](256 if name == "gpt" else 10, shape)
+    assert sum(each.numel() for each in model.parameters()) == MODELS[name].parameters
 
 
 def test_sizes_in_words() -> None:

@@ -34,7 +34,7 @@ def bytes_of(group: list[nn.Parameter]) -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_parameter_is_in_one_bucket_last_layer_first(mode: str) -> None:
-    model = lenet5(10, 1)
+    model = lenet5(10, (1, 32, 32))
     ordered = [p for group in make_buckets(list(model.parameters()), SyncMode.parse(mode)) for p in group]
     assert [id(p) for p in ordered] == [id(p) for p in reversed(list(model.parameters()))]
 
@@ -74,7 +74,7 @@ def test_frozen_parameters_are_in_no_bucket(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_writes_into_the_buffers(mode: str) -> None:
     torch.manual_seed(0)
-    model, twin = lenet5(10, 1), lenet5(10, 1)
+    model, twin = lenet5(10, (1, 32, 32)), lenet5(10, (1, 32, 32))
     twin.load_state_dict(model.state_dict())
     groups = make_buckets(list(model.parameters()), SyncMode.parse(mode))
     buffers = flat_gradients(groups)
