@@ -180,7 +180,7 @@ def prepare(
     nodes = len(inventory.nodes) if isinstance(inventory, Inventory) else None
     spec = spec_from_flags(
         {"nodes": nodes} | {key: value for key, value in flags.items() if value is not None}, settings
-    )
+    ).with_files()
     choice = select(on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
     check_shaping(spec, choice)
     return spec, choice
@@ -233,7 +233,7 @@ def sweep(
             what = experiment if isinstance(experiment, str | Path) else found.name
             raise SpecError(f"--set {key}: {what} sweeps it over {found.axes[key]}. Change it in the file.")
     found = found.model_copy(update={"base": with_settings(found.base, settings)})
-    specs = found.runs()
+    specs = [spec.with_files() for spec in found.runs()]
     choice = select(on, specs, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
     duration = f", {found.takes}" if found.takes else ""
     with _show_progress(quiet, f"{found.title} ({len(specs)} runs{duration})") as progress:

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, default_collate
 
+from testbed.rank.own_code import blame_line, call
 from testbed.spec.datasets import DatasetInfo, Shape, array_path, dataset_info, require_complete
 from testbed.spec.errors import refuse
 
@@ -106,6 +107,36 @@ class Text:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+class Indexed(Protocol):
+    """A data set of torch's kind: sample i is `dataset[i]`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """A user's data set of torch's kind: sample i is `samples[rows[i]]`, a tensor and a class."""
+
+    name: str
+    samples: Indexed
+    rows: Indices
+    shape: Shape
+    classes: int
+    augment: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def subset(self, chosen: Indices) -> OwnData:
+        return replace(self, rows=self.rows[chosen])
+
+    def batch(self, indices: Indices, crops: Crops | None, dtype: torch.dtype) -> Batch:
+        """Samples of floating-point numbers get the model's dtype; whole numbers stay as they are."""
+        found, labels = default_collate([self.samples[int(row)] for row in self.rows[indices]])
+        return found.to(dtype) if found.is_floating_point() else found, labels.to(torch.int64)
+
+
 def open_dataset(
     name: str,
     root: Path,
@@ -114,14 +145,20 @@ def open_dataset(
     seed: int = 0,
     shape: Shape | None = None,
     size: int | None = None,
+    own: Path | None = None,
 ) -> Dataset:
     """Open a fetched data set, or generate a synthetic one in `shape`; draw `subset` of its samples with `seed`.
 
-    Batches of images are resized to `size` x `size`. They are stored, cropped and flipped before that.
+    Batches of images are resized to `size` x `size`. They are stored, cropped and flipped before that. `own` is the
+    copy of the user's file that the name says.
     """
     info = dataset_info(name)
     dataset: Dataset
-    if info.unit == "sequences":
+    if own is not None and info.unit == "samples":
+        dataset = _own_data(info, own, train)
+    elif own is not None:
+        dataset = _text_of_file(info, own, train, shape or info.shape)
+    elif info.unit == "sequences":
         dataset = _synthetic_text(info, train, shape or info.shape)
     else:
         images = _synthetic(info, train, shape or info.shape) if info.generated else _stored(info, root, train)
@@ -144,7 +181,7 @@ def _synthetic(info: DatasetInfo, train: bool, shape: Shape) -> Images:
     patterns = np.random.default_rng(SYNTHETIC_SEED).integers(*PATTERN, (info.classes, 4, 4, channels), np.uint8)
     up = patterns.repeat(-(-height // 4), axis=1).repeat(-(-width // 4), axis=2)[:, :height, :width]
     noise = np.random.default_rng(SYNTHETIC_SEED + (1 if train else 2))
-    rows = np.arange(info.train if train else info.test) % POOL_SAMPLES
+    rows = np.arange((info.train if train else info.test) or 0) % POOL_SAMPLES
     images = noise.integers(
         0, 256, (POOL_SAMPLES, height, width, channels), np.uint8
     )  # drawing whole bytes is 7 times faster
@@ -168,8 +205,61 @@ def _synthetic_text(info: DatasetInfo, train: bool, shape: Shape) -> Text:
     sequences[:, 0] = rng.integers(0, info.classes, POOL_SAMPLES)
     for place in range(length):
         sequences[:, place + 1] = followers[sequences[:, place], rng.integers(0, FOLLOWERS, POOL_SAMPLES)]
-    rows = np.arange(info.train if train else info.test) % POOL_SAMPLES
+    rows = np.arange((info.train if train else info.test) or 0) % POOL_SAMPLES
     return Text(info.name, sequences, rows, shape, info.classes)
+
+
+TEST_SHARE = 10  # the last tenth of a text is its test set
+TEST_SEQUENCES = 500  # at most; one sequence costs GPT as much as ten images cost VGG-11
+
+
+def _text_of_file(info: DatasetInfo, path: Path, train: bool, shape: Shape) -> Text:
+    """The bytes of a file in sequences that follow one another. The test set is its end."""
+    (length,) = shape
+    text = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    count = (len(text) - 1) // length
+    tests = min(count // TEST_SHARE, TEST_SEQUENCES)
+    if not tests:
+        rule = f"has {len(text)} bytes, and {TEST_SHARE * length + 1} are needed for sequences of {length} tokens"
+        raise refuse("data", info.name, rule, "Use more text, or a smaller data.size.")
+    starts = length * np.arange(count)[: count - tests] if train else length * np.arange(count)[count - tests :]
+    windows = sliding_window_view(text, length + 1)  # a view: byte i begins sequence i
+    return Text(info.name, windows, starts, shape, info.classes)
+
+
+def _own_data(info: DatasetInfo, path: Path, train: bool) -> OwnData:
+    """Call the user's function, which returns a training and a test set. Raises SpecError if they cannot be used."""
+    own, what = info.own, f"data {info.name!r}"
+    assert own is not None, info
+    made = call(path, own.function, (), what, own.path)
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        rule = f"{own.function} returned {type(made).__name__}, and a training and a test set are needed"
+        raise refuse("data", info.name, rule, "Write `return train, test`.")
+    samples = made[0 if train else 1]
+    try:
+        size, (first, label) = len(samples), samples[0]
+        shape = tuple(default_collate([first]).shape[1:])
+        int(label) if not isinstance(label, torch.Tensor) or label.numel() == 1 else label.to(torch.int64)
+    except (Exception, SystemExit) as error:
+        rule = f"sample 0 is not a tensor and a class ({blame_line(path, error, own.path)})"
+        raise refuse(
+            "data", info.name, rule, "Return data sets of torch's kind: dataset[i] is (tensor, class)."
+        ) from None
+    classes = _count_classes(made[0])
+    if classes is None:
+        rule = "its training set has neither `classes` nor `targets`, so that the number of classes is not known"
+        raise refuse("data", info.name, rule, "Set train.classes to a list of the classes.")
+    return OwnData(info.name, samples, np.arange(size), shape, classes)
+
+
+def _count_classes(samples: Any) -> int | None:
+    """As torchvision's data sets say it: `classes`, else the largest of `targets`, or of the last of `tensors`."""
+    if (named := getattr(samples, "classes", None)) is not None:
+        return named if isinstance(named, int) else len(named)
+    targets = getattr(samples, "targets", None)
+    if targets is None and getattr(samples, "tensors", None):
+        targets = samples.tensors[-1]
+    return None if targets is None or not len(targets) else int(torch.as_tensor(targets).max()) + 1
 
 
 def _subset(dataset: Dataset, subset: int, seed: int, unit: str) -> Dataset:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from testbed.rank.own_code import call
 from testbed.spec.datasets import Shape
 from testbed.spec.errors import one_line, refuse
+from testbed.spec.own_files import own_code
 
 VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # widths, M: max-pool 2
 _declared: list[torch.library.Library] = []
@@ -139,6 +142,26 @@ def build_model(name: str, classes: int, shape: Shape, dtype: torch.dtype) -> nn
     """
     make = MAKERS.get(name)
     model = make(classes, shape) if make else _from_torchvision(name, classes, shape)
+    return model.to(dtype)
+
+
+def build_own_model(name: str, file: Path, classes: int, shape: Shape, dtype: torch.dtype) -> nn.Module:
+    """Build a user's model: `function(classes, channels)` of `file`, which is a copy of what `name` says.
+
+    Raises SpecError if it cannot be trained.
+    """
+    own = own_code(name)
+    assert own is not None, name
+    model = call(file, own.function, (classes, shape[0] if shape else 0), f"model {name!r}", own.path)
+    if not isinstance(model, nn.Module):
+        rule = f"{own.function} returned {type(model).__name__}, and a torch.nn.Module is needed"
+        raise refuse("model", name, rule, "Return the model.")
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.requires_grad})
+    if not dtypes:
+        raise refuse("model", name, "has no parameter that is trained", "Set requires_grad of some to True.")
+    if len(dtypes) > 1:
+        rule = f"its parameters have {len(dtypes)} types, {', '.join(dtypes)}, and gradients are sent as one"
+        raise refuse("model", name, rule, "Use one type, and convert inside forward.")
     return model.to(dtype)
 
 

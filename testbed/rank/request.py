@@ -29,7 +29,7 @@ from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.link import Link, parse_shaping, why_not_shaped
 from testbed.spec.run import DEFAULT_PORT, RunSpec
-from testbed.spec.words import VARIABLES, Place, reading
+from testbed.spec.words import VARIABLES, Place, reading, refuse_setting
 
 COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/ under that name
 PLACES = {COMPOSE: Place.COMPOSE, LAUNCHED: Place.LAUNCHER}
@@ -167,6 +167,9 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
             way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
             raise refuse("SET", key, "running containers cannot change their number or CPU share", way_out)
     spec = spec_from_flags({"experiment": LAUNCHED if launched else COMPOSE} | flags, settings)
+    for key, (name, own) in spec.own_files.items():
+        rule = f"only a controller brings {own.path} to the ranks"
+        raise refuse_setting(key, name, rule, "Use `testbed run`.")
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")

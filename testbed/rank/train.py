@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from testbed.rank.counters import Counter
 from testbed.rank.cpu_time import CpuMeter
 from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
 from testbed.rank.group import Group
-from testbed.rank.models import build_model, untrack_statistics
+from testbed.rank.models import build_model, build_own_model, untrack_statistics
 from testbed.rank.optim import Optimizer
 from testbed.rank.profiler import Profiler
 from testbed.rank.recorder import Recorder, describe_environment
@@ -27,6 +28,7 @@ from testbed.rank.sync.schedules import build
 from testbed.results.records import End, Eval, Start, Step
 from testbed.results.timeline import Timeline
 from testbed.spec.datasets import data_dir
+from testbed.spec.own_files import copy_of
 from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class Trainer:
         self.test_set = self._open(train=False, subset=spec.data.test_subset)
         self.batches = self._batches(dtype)
         self.total = _total_steps(spec, len(self.batches))
-        self.model = build_model(spec.model, self.train_set.classes, self.train_set.shape, dtype)
+        self.model = self._build(dtype)
         if spec.batchnorm == "untracked":
             untrack_statistics(self.model)
         self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
@@ -208,8 +210,28 @@ class Trainer:
 
     def _open(self, *, train: bool, subset: int | None) -> Dataset:
         data, seed = self.spec.data, self.spec.seed
-        shape = self.spec.sample_shape(resized=False)
-        return open_dataset(data.name, data_dir(), train=train, subset=subset, seed=seed, shape=shape, size=data.size)
+        return open_dataset(
+            data.name,
+            data_dir(),
+            train=train,
+            subset=subset,
+            seed=seed,
+            shape=self.spec.sample_shape(resized=False),
+            size=data.size,
+            own=self._own_file("data.name"),
+        )
+
+    def _build(self, dtype: torch.dtype) -> nn.Module:
+        name, classes, shape = self.spec.model, self.train_set.classes, self.train_set.shape
+        own = self._own_file("model")
+        return build_own_model(name, own, classes, shape, dtype) if own else build_model(name, classes, shape, dtype)
+
+    def _own_file(self, key: str) -> Path | None:
+        """The copy of the user's file that a key names; None if it names none."""
+        if key not in self.spec.own_files:
+            return None
+        _, own = self.spec.own_files[key]
+        return copy_of(self.recorder.folder.own_files, own.path, self.spec.files[own.path])
 
     def _batches(self, dtype: torch.dtype) -> Batches:
         spec, rank = self.spec, self.group.rank

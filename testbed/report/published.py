@@ -26,8 +26,9 @@ from testbed.report.tables import (
     DASH,
     Table,
     bandwidth_used,
-    epoch_images,
     epoch_seconds,
+    epoch_steps,
+    times,
     weak_speed_up,
 )
 
@@ -51,7 +52,7 @@ MEASURES: dict[str, tuple[str, Callable[[Chapter, Cell], float | None]]] = {
     "epoch_seconds": ("s/epoch", lambda chapter, cell: epoch_seconds(cell)),
     "epoch_communication_seconds": (
         "communication s/epoch",
-        lambda chapter, cell: cell.split.busy * epoch_images(cell) / cell.spec.global_batch,
+        lambda chapter, cell: times(epoch_steps(cell), cell.split.busy),
     ),
     "bandwidth_megabytes": ("MB/s, all ranks", lambda chapter, cell: bandwidth_used(cell)),
     "train_accuracy_percent": ("train accuracy %", lambda chapter, cell: _percent(_train_accuracy(cell))),

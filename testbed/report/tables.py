@@ -86,8 +86,8 @@ def share(value: float | None) -> str:
 
 def modes(chapter: Chapter) -> Table:
     """Seconds per step with their interval, speed-up, test loss and accuracy."""
-    times = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", f"{chapter.unit}/s")
-    rest = (*times, "test loss", "accuracy", "replicas")
+    first = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", f"{chapter.unit}/s")
+    rest = (*first, "test loss", "accuracy", "replicas")
     noted = bool(chapter.unmeasured) or any(cell.note for cell in chapter.cells)
     made = Columns(chapter, (*rest, NOTE) if noted else rest)
     for cell in chapter.cells:
@@ -327,9 +327,8 @@ def workers_by_batch(chapter: Chapter) -> list[Table]:
         return [number(epoch_seconds(cell), ".1f"), number(weak_speed_up(chapter, cell), ".2f")]
 
     def parts(cell: Cell) -> list[str]:
-        steps = epoch_images(cell) / cell.spec.global_batch
         known = (cell.split.compute, cell.split.busy) if cell.spec.spans else (None, None)
-        return [number(None if each is None else each * steps, ".1f") for each in known]
+        return [number(times(epoch_steps(cell), each), ".1f") for each in known]
 
     def bandwidth(cell: Cell) -> list[str]:
         return [number(bandwidth_used(cell), ".1f"), share(utilisation(cell))]
@@ -356,13 +355,20 @@ def bandwidth_used(cell: Cell) -> float | None:
     return sent / cell.split.busy / 1e6 if cell.split.busy and sent else None
 
 
-def epoch_images(cell: Cell) -> int:
-    return cell.spec.data.subset or dataset_info(cell.spec.data.name).train
+def epoch_steps(cell: Cell) -> float | None:
+    """Steps of an epoch of our own loop; None if a file of the user's decides how much data there is."""
+    images = cell.spec.data.subset or dataset_info(cell.spec.data.name).train
+    return None if images is None else images / cell.spec.global_batch
 
 
-def epoch_seconds(cell: Cell) -> float:
+def epoch_seconds(cell: Cell) -> float | None:
     """Seconds of an epoch of our own loop, extrapolated from its steps."""
-    return epoch_images(cell) / cell.spec.global_batch * cell.seconds.centre
+    return times(epoch_steps(cell), cell.seconds.centre)
+
+
+def times(one: float | None, other: float | None) -> float | None:
+    """The product; None if a factor is not known."""
+    return None if one is None or other is None else one * other
 
 
 def epochs(chapter: Chapter) -> Table | None:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import SpecError, UsageError, refuse
+from testbed.spec.own_files import digest_of, file_name
 from testbed.spec.run import RunSpec
 from testbed.spec.words import Place, current_place, name_of, shown_path
 
@@ -60,6 +61,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.faults = path / "faults.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.own_files = path / "files"  # copies of the user's own files, which the spec names
 
     def records(self, rank: int) -> Path:
         return self.path / f"rank{rank}.jsonl"
@@ -109,12 +111,22 @@ class RunFolder:
         try:
             if substrate:
                 write_whole(self.substrate, substrate)
+            self._copy_own_files(spec)
             write_whole(self.spec, spec.to_json())
-        except OSError as error:
+        except (OSError, UsageError) as error:
             with suppress(OSError):  # so that the same --out can be used again
                 self.substrate.unlink(missing_ok=True)
+                shutil.rmtree(self.own_files, ignore_errors=True)
                 self.path.rmdir()
-            raise os_failure(error, self.spec) from None
+            raise (error if isinstance(error, UsageError) else os_failure(error, self.spec)) from None
+
+    def _copy_own_files(self, spec: RunSpec) -> None:
+        for path, digest in spec.files.items():
+            self.own_files.mkdir(exist_ok=True)
+            content = Path(path).read_bytes()
+            if digest_of(content) != digest:
+                raise UsageError(f"{path}: was changed while the run started. Start it again.")
+            write_whole(self.own_files / file_name(path, digest), content)
 
     def reopen(self) -> None:
         """Remove the summary, because the run is resumed: it gets a new one when it ends."""

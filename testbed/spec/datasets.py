@@ -11,19 +11,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from testbed.spec.errors import Unavailable, refuse
+from testbed.spec.own_files import OwnFile, looks_like_code, own_code, own_text
 from testbed.spec.words import setting, shown_path
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 MARKER = "done.json"
 Shape = tuple[int, ...]  # of one sample: channels, height, width of an image; the tokens of a sequence
-Unit = Literal["images", "sequences"]  # what a data set has many of, and a model takes
+Unit = Literal["images", "sequences", "samples"]  # what a data set has many of, and a model takes; samples: either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +34,24 @@ class DatasetInfo:
     name: str
     shape: Shape  # as the model gets it
     classes: int  # of sequences: different tokens
-    train: int  # images or sequences
-    test: int
+    train: int | None  # images or sequences; None: a user's file decides
+    test: int | None
     unit: Unit = "images"
     mean: tuple[float, ...] = ()  # per channel, of pixels in 0..1
     std: tuple[float, ...] = ()
     augment: bool = False  # whether training crops and flips by default
     pad: int = 0  # zeros added on each side of a stored image to reach `shape`
-    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each raw array; empty: generated
+    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each raw array; empty: not fetched
+    own: OwnFile | None = None  # the user's file that it comes from
 
     @property
     def generated(self) -> bool:
-        """True if the samples are generated, so that nothing is stored or fetched."""
+        """True if the samples are generated or in a user's file, so that nothing is stored or fetched."""
         return not self.digests
 
     def array_shape(self, array: str) -> tuple[int, ...]:
         """The shape on disk of one of ARRAYS."""
-        count = self.train if array.startswith("train") else self.test
+        count = (self.train if array.startswith("train") else self.test) or 0
         channels, height, width = self.shape
         images = (count, height - 2 * self.pad, width - 2 * self.pad, channels)
         return images if array.endswith("images") else (count,)
@@ -109,9 +111,16 @@ DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (CIFAR10, MNIST,
 
 def dataset_info(name: str) -> DatasetInfo:
     """The data set of that name; SpecError if there is none."""
-    if name not in DATASETS:
-        raise refuse("data", name, "is not a known data set", f"Use one of {', '.join(DATASETS)}.")
-    return DATASETS[name]
+    if name in DATASETS:
+        return DATASETS[name]
+    if text := own_text(name):
+        return replace(TEXT, name=name, train=None, test=None, own=text)
+    if code := own_code(name):
+        return DatasetInfo(name=name, unit="samples", shape=(), classes=0, train=None, test=None, own=code)
+    if looks_like_code(name):
+        raise refuse("data", name, "a data set of your own is FILE.py:FUNCTION", "Write e.g. my_data.py:load.")
+    way_out = f"Use one of {', '.join(DATASETS)}, text:FILE or FILE.py:FUNCTION."
+    raise refuse("data", name, "is not a known data set", way_out)
 
 
 def data_dir() -> Path:

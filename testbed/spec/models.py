@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from testbed.spec.datasets import Unit
 from testbed.spec.errors import refuse
+from testbed.spec.own_files import OwnFile, looks_like_code, own_code
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ModelInfo:
     usual_channels: int = 3  # of the synthetic images that it gets
     parameters: int = 0  # with 10 classes
     name: str = ""
+    own: OwnFile | None = None  # the user's file that it is in
 
     @property
     def sizes(self) -> str:
@@ -99,7 +101,12 @@ MODELS = TORCHVISION_MODELS | OWN_MODELS  # two of torchvision's are replaced
 
 def model_info(name: str) -> ModelInfo:
     """The model of that name; SpecError if there is none."""
+    if code := own_code(name):
+        return ModelInfo(takes="samples", channels=None, name=name, own=code)
+    if looks_like_code(name):
+        raise refuse("model", name, "a model of your own is FILE.py:FUNCTION", "Write e.g. my_model.py:make.")
     if name not in MODELS:
         others = ", ".join(each for each in TORCHVISION_MODELS if each not in OWN_MODELS)
-        raise refuse("model", name, "unknown", f"Use one of {', '.join(OWN_MODELS)}, or of torchvision: {others}.")
+        way_out = f"Use one of {', '.join(OWN_MODELS)}, FILE.py:FUNCTION, or of torchvision: {others}."
+        raise refuse("model", name, "unknown", way_out)
     return replace(MODELS[name], name=name)

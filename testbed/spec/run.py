@@ -25,6 +25,7 @@ from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import SCRIPT, Mode, SyncMode
 from testbed.spec.models import MODELS, OWN_MODELS, model_info
+from testbed.spec.own_files import OwnFile, digest_of, read
 from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
@@ -51,7 +52,8 @@ Faults = Annotated[tuple[FaultText, ...], BeforeValidator(lambda value: [value] 
 class DataSpec(Spec):
     """The training data, and how the ranks divide it."""
 
-    name: Annotated[str, AfterValidator(validator(lambda name: dataset_info(name).name))] = "cifar10"  # one of DATASETS
+    # one of DATASETS, file.py:function, or text:FILE
+    name: Annotated[str, AfterValidator(validator(lambda name: dataset_info(name).name))] = "cifar10"
     # number of training images, drawn with the seed; None: all
     subset: int | None = Field(default=None, gt=0, examples=[1000])
     test_subset: int | None = Field(default=None, gt=0, examples=[1000])
@@ -111,7 +113,10 @@ class RunSpec(Spec):
     # after-step: the mistake of published experiment R3 (experiments/r3.toml)
     placement: Literal["before-step", "after-step"] = "before-step"
     nodes: int = Field(default=4, ge=1, le=256)
-    model: Annotated[str, AfterValidator(validator(lambda name: model_info(name).name))] = "vgg11"  # one of MODELS
+    # one of MODELS, or file.py:function
+    model: Annotated[str, AfterValidator(validator(lambda name: model_info(name).name))] = "vgg11"
+    # SHA-256 of the user's own files that model and data name, by their paths; the run folder has copies
+    files: dict[str, str] = Field(default={}, examples=[{"my_model.py": "5f70bf18a08660b2..."}])
     dtype: Literal["float32", "float64"] = "float32"
     batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
 
@@ -168,11 +173,25 @@ class RunSpec(Spec):
         info = dataset_info(self.data.name)
         if info.unit == "sequences":
             return (self.data.size or info.shape[0],)
+        if info.unit == "samples":
+            return ()  # known when a rank has executed the file
         channels, height, width = info.shape
         if info.generated:
             channels = model_info(self.model).usual_channels
         size = self.data.size if resized else None
         return (channels, size or height, size or width)
+
+    @property
+    def own_files(self) -> dict[str, tuple[str, OwnFile]]:
+        """The user's own files by the key that names them, each with the name as it was written."""
+        found = {"model": (self.model, model_info(self.model).own)}
+        found["data.name"] = (self.data.name, dataset_info(self.data.name).own)
+        return {key: (name, own) for key, (name, own) in found.items() if own}
+
+    def with_files(self) -> RunSpec:
+        """The spec with the SHA-256 of the user's own files. Raises SpecError if one cannot be used."""
+        files = {own.path: digest_of(read(name_of(key), name, own)) for key, (name, own) in self.own_files.items()}
+        return self.model_copy(update={"files": files})
 
     def link_of(self, rank: int) -> Link:
         """The link of a node: its override, else that of all nodes."""
@@ -309,6 +328,8 @@ def _takes_text(model: object) -> bool:
 
 def _check_model(spec: RunSpec) -> None:
     info, data = model_info(spec.model), dataset_info(spec.data.name)
+    if "samples" in (info.takes, data.unit):
+        return  # what a file of the user's takes or gives is known when it is executed
     *channels, size = spec.sample_shape()[:2]  # images are square
     if info.takes != data.unit:
         others = ", ".join(name for name, each in OWN_MODELS.items() if each.takes == data.unit)
@@ -329,7 +350,7 @@ def _check_images(spec: RunSpec) -> None:
         ("subset", data.subset, info.train),
         ("test_subset", data.test_subset, info.test),
     ):
-        if requested is not None and requested > available:
+        if requested is not None and available is not None and requested > available:
             raise refuse_setting(
                 f"data.{key}", requested, f"{data.name} has {available} such {info.unit}", "Request fewer."
             )

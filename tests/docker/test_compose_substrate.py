@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -45,6 +46,19 @@ def test_a_shaped_run_leaves_the_same_folder_as_on_other_substrates(tmp_path: Pa
     (summary,) = json.loads(result.stdout)["runs"]
     assert summary["substrate"] == "compose" and summary["replicas_agree"]
     assert summary["counter"] == "interface eth0" and summary["environment"]["congestion"] == "cubic"
+
+
+def test_a_users_model_and_data_are_brought_to_the_containers(tmp_path: Path, repository: Path) -> None:
+    shutil.copy(repository / "examples" / "own_model.py", tmp_path / "mine.py")
+    flags = ["--model", "mine.py:make", "--data", "mine.py:load", "--nodes", "2", "--batch", "16", "--steps", "4"]
+    result = run_command(
+        "run", "--on", "compose", *flags, "--set", "probe=false", "--json", "--out", "runs/r", cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert summary["replicas_agree"] and len(summary["losses"]) == 4
+    (copy,) = (tmp_path / "runs/r/files").iterdir()
+    assert copy.read_bytes() == (tmp_path / "mine.py").read_bytes()
 
 
 @pytest.mark.quiet

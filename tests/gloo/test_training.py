@@ -6,11 +6,13 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from testbed.results.folder import RunFolder
 from testbed.spec.run import RunSpec
 from tests.bench.exact import FULL_OPTIMIZER, MAX_DIFFERENCE, REFERENCE, differences, exact_modes, worst
 from tests.support import training
@@ -63,6 +65,35 @@ def assert_same_parameters(one: TrainedRun, other: TrainedRun, tolerance: float 
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         np.testing.assert_allclose(value, theirs[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+# --- models of the user's own ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def train_own(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Train:
+    """`train_own(mode="ring")` trains the model and the data of examples/own_model.py: attention, tied and frozen."""
+    file = str(repository / "examples" / "own_model.py")
+    keys = {"model": f"{file}:make", "data": {"name": f"{file}:load"}, "batch": 24, "nodes": 3, "steps": 20}
+    keys |= {"dtype": "float64", "optimizer": {"lr": 0.05}, "seed": 3}
+
+    @functools.cache
+    def cached(mode: str) -> TrainedRun:
+        spec = RunSpec.load({**keys, "mode": mode}, "case").with_files()
+        folder = tmp_path_factory.mktemp("own") / "run"
+        RunFolder(folder).create(spec)
+        return training.train(ranks(spec.nodes), spec, folder)
+
+    return cached
+
+
+@pytest.mark.parametrize("mode", [*SYNCHRONOUS, "ring/bucket:1KiB/pipeline"])
+def test_a_users_model_with_attention_and_tied_weights_is_trained_as_by_one_node(train_own: Train, mode: str) -> None:
+    one, many = train_own(mode="single"), train_own(mode=mode)
+    assert len(set(many.hashes)) == 1 and many.summary.replicas_agree is True
+    np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
+    assert_same_parameters(many, one)
+    assert statistics.fmean(many.summary.losses[-5:]) < 0.9 * many.summary.losses[0], "nothing was learnt"
 
 
 # --- all synchronous modes train one model -----------------------------------------------------------------------

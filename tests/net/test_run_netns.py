@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,17 @@ def processes_of(controller: int) -> list[int]:
         if mark in environment:
             found.append(int(entry.name))
     return found
+
+
+def test_a_model_of_text_is_trained_on_a_file_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("to be, or not to be. " * 400)
+    flags = ["--model", "gpt", "--data", "text:book.txt", "--set", "data.size=8", "--set", "data.test_subset=4"]
+    argv = ["run", "--on", "netns", "--nodes", "2", "--batch", "4", "--steps", "3", *flags, "--set", "probe=false"]
+    result = run_command(*argv, "--json", "--out", "r", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert summary["replicas_agree"] and summary["test_accuracy"] is not None
+    assert summary["losses"][0] == pytest.approx(math.log(256), rel=0.1), "256 tokens, and nothing is known of them"
 
 
 def test_clean_removes_everything_of_a_killed_controller(tmp_path: Path) -> None:

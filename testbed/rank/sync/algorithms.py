@@ -6,8 +6,6 @@ What each one sends, and the time it needs at least, is in its row in spec/mode.
 
 from __future__ import annotations
 
-import importlib.util
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +16,9 @@ import torch
 from torch import Tensor
 
 from testbed.rank.group import Group, Work
+from testbed.rank.own_code import execute_file
 from testbed.rank.sync.buckets import split
-from testbed.spec.errors import SpecError, one_line, refuse
+from testbed.spec.errors import SpecError, refuse
 from testbed.spec.methods import SIGNATURE, method_path
 from testbed.spec.mode import ALGORITHMS, Round
 
@@ -59,15 +58,10 @@ def find_mean(name: str) -> Mean:
 
 
 def _load_method(name: str, path: Path) -> OwnMethod:
-    """Execute the file of a user's algorithm, every time anew, so that no two users of it share its state."""
-    spec = importlib.util.spec_from_file_location(f"methods.{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    """Execute the file of a user's algorithm."""
+    if not path.is_file():
         raise SpecError(f"algorithm {name!r}: no file {path} on this node. Copy it there, or set TESTBED_METHODS.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise SpecError(f"algorithm {name!r}: {blame_line(path, error)}. Fix the file.") from None
+    module = execute_file(path, f"algorithm {name!r}")
     if not callable(getattr(module, "mean_", None)):
         raise SpecError(f"algorithm {name!r}: {path} defines no {SIGNATURE}. Add it.")
     tolerance = getattr(module, "TOLERANCE", 0.0)
@@ -75,14 +69,6 @@ def _load_method(name: str, path: Path) -> OwnMethod:
         rule = f"TOLERANCE in {path} must be a number from 0 to {MAX_TOLERANCE:g}, a share of the largest number"
         raise refuse("TOLERANCE", tolerance, rule, "Leave it out for a method that does not round on purpose.")
     return OwnMethod(path, cast(Mean, module.mean_), float(tolerance))
-
-
-def blame_line(path: Path, error: BaseException) -> str:
-    """Where in a user's file an error was raised, and what it is: "methods/x.py, line 3: TypeError: ..."."""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = next((f", line {frame.lineno}" for frame in reversed(frames) if frame.filename == str(path)), "")
-    said = f"sys.exit({error.code!r}) was called" if isinstance(error, SystemExit) else ""
-    return f"{path}{line}: {said or one_line(f'{type(error).__name__}: {error}')}"
 
 
 @algorithm("gather")

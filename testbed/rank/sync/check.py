@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
-from testbed.rank.sync.algorithms import blame_line
+from testbed.rank.own_code import blame_line
 from testbed.rank.sync.buckets import make_buckets, trained
 from testbed.rank.sync.codecs import MAX_INT8
 from testbed.rank.sync.schedules import Averager, build

@@ -93,6 +93,78 @@ def test_ranks_together_get_the_batch_of_one_rank_of_text_too() -> None:
     assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
 
 
+def test_the_sequences_of_a_file_follow_one_another_and_its_end_is_the_test_set(tmp_path: Path) -> None:
+    text = bytes(range(200)) * 2
+    (tmp_path / "book").write_bytes(text)
+    train, test = (
+        open_dataset("text:book", NOWHERE, part, shape=(8,), own=tmp_path / "book") for part in (True, False)
+    )
+    assert (len(train), len(test), train.classes) == (45, 4, 256)  # 49 sequences and one byte more
+    for part, first in ((train, 0), (test, 45)):
+        tokens, labels = part.batch(np.arange(len(part)), None, torch.float32)
+        begin, end = 8 * first, 8 * (first + len(part))
+        assert bytes(tokens.flatten().tolist()) == text[begin:end]
+        assert bytes(labels.flatten().tolist()) == text[begin + 1 : end + 1]
+
+
+def test_a_file_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "book").write_text("short")
+    with pytest.raises(SpecError, match=r"has 5 bytes, and 81 are needed for sequences of 8 tokens\. Use more"):
+        open_dataset("text:book", NOWHERE, True, shape=(8,), own=tmp_path / "book")
+
+
+OWN = """
+import torch
+from torch.utils.data import TensorDataset
+
+class Listed(list):
+    targets = [0, 6, 2]
+
+def load():
+    train = TensorDataset(torch.ones(6, 3).double(), torch.tensor([0, 1, 2, 3, 0, 1]))
+    return train, TensorDataset(torch.zeros(2, 3), torch.zeros(2))
+
+def pairs():
+    return Listed([(torch.ones(2), k) for k in (0, 6, 2)]), [(torch.ones(2), 1)]
+
+def unknown():
+    return [(torch.ones(2), 1)] * 3, []
+
+def one():
+    return [1, 2, 3]
+
+def numbers():
+    return [5, 6], [7]
+"""
+
+
+def own_data(folder: Path, function: str, train: bool = True) -> Dataset:
+    (folder / "abc-d.py").write_text(OWN)
+    return open_dataset(f"d.py:{function}", NOWHERE, train, own=folder / "abc-d.py")
+
+
+def test_a_users_data_set_has_the_type_of_the_run_and_as_many_classes_as_it_says(tmp_path: Path) -> None:
+    train, test = own_data(tmp_path, "load"), own_data(tmp_path, "load", train=False)
+    assert (len(train), train.shape, train.classes, len(test)) == (6, (3,), 4, 2)
+    samples, labels = train.batch(np.array([1, 3]), None, torch.float32)
+    assert samples.dtype == torch.float32 and labels.tolist() == [1, 3] and labels.dtype == torch.int64
+    assert own_data(tmp_path, "pairs").classes == 7
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("unknown", "its training set has neither `classes` nor `targets`, so that the number of classes is not known"),
+        ("one", "one returned list, and a training and a test set are needed. Write `return train, test`."),
+        ("numbers", "sample 0 is not a tensor and a class (d.py: TypeError: "),
+    ],
+)
+def test_a_users_data_that_cannot_be_used_is_refused(tmp_path: Path, function: str, reason: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        own_data(tmp_path, function)
+    assert str(refusal.value).startswith(f"data 'd.py:{function}': {reason}")
+
+
 def test_images_are_resized_after_they_are_cropped() -> None:
     small = open_dataset("synthetic", NOWHERE, True, 48)
     large = open_dataset("synthetic", NOWHERE, True, 48, size=80)

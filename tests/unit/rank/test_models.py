@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from testbed.rank.models import build_model, untrack_statistics
+from testbed.rank.models import build_model, build_own_model, untrack_statistics
 from testbed.spec.errors import SpecError
 
 
@@ -109,3 +111,51 @@ def test_untracked_statistics_make_testing_like_training() -> None:
     assert list(model.buffers()) == []
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(images), model.train()(images))
+
+
+OWN = """
+import torch
+from torch import nn
+
+def make(classes, channels):
+    return nn.Linear(channels, classes)
+
+def half(classes, channels):
+    return nn.Linear(channels, classes).to(torch.bfloat16)
+
+def several(classes, channels):
+    return nn.Sequential(nn.Linear(channels, 4), nn.Linear(4, classes).to(torch.bfloat16))
+
+def frozen(classes, channels):
+    return nn.Linear(channels, classes).requires_grad_(False)
+
+def number(classes, channels):
+    return classes
+"""
+
+
+def own(folder: Path, function: str) -> nn.Module:
+    (folder / "abc-m.py").write_text(OWN)
+    return build_own_model(f"m.py:{function}", folder / "abc-m.py", 5, (12,), torch.float64)
+
+
+@pytest.mark.parametrize("function", ["make", "half"])
+def test_a_users_model_is_built_for_the_classes_and_channels_of_the_data_in_the_type_of_the_run(
+    tmp_path: Path, function: str
+) -> None:
+    model = own(tmp_path, function)
+    assert model(torch.zeros(2, 12, dtype=torch.float64)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("several", "its parameters have 2 types, bfloat16, float32, and gradients are sent as one. Use one type"),
+        ("frozen", "has no parameter that is trained. Set requires_grad of some to True."),
+        ("number", "number returned int, and a torch.nn.Module is needed. Return the model."),
+    ],
+)
+def test_a_users_model_that_cannot_be_trained_is_refused(tmp_path: Path, function: str, reason: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        own(tmp_path, function)
+    assert str(refusal.value).startswith(f"model 'm.py:{function}': {reason}")

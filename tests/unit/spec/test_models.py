@@ -60,7 +60,7 @@ def test_the_sizes_are_those_that_a_model_takes(name: str) -> None:
 @pytest.mark.parametrize("name", ["vgg99", "fcn_resnet50", "quantized_resnet18", "", "VGG11", "../x"])
 def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(
-        SpecError, match=f"model '{name}': unknown. Use one of vgg11, resnet18, lenet5, vit_tiny, gpt, or of torch"
+        SpecError, match=f"model '{name}': unknown. Use one of vgg11, resnet18, lenet5, vit_tiny, gpt, FILE.py"
     ):
         model_info(name)
     with pytest.raises(SpecError, match=f"--model '{name}': unknown"):

@@ -140,7 +140,8 @@ REFUSED = {
     ),
     "unknown data": (
         {"data": {"name": "imagenet"}},
-        "data.name = 'imagenet': is not a known data set. Use one of cifar10, mnist, synthetic, text.",
+        "data.name = 'imagenet': is not a known data set. "
+        "Use one of cifar10, mnist, synthetic, text, text:FILE or FILE.py:FUNCTION.",
     ),
     "negative seed": ({"seed": -1}, "seed = -1"),
     "no steps": ({"steps": 0}, "steps = 0"),

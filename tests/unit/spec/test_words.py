@@ -108,8 +108,10 @@ RULES = {  # flags: the sentence on the command line, and with docker compose up
         "RATE='fast': needs a number and one of bit, kbit, mbit, gbit. Write e.g. 200mbit.",
     ),
     ("data", "imagenet"): (
-        "--data 'imagenet': is not a known data set. Use one of cifar10, mnist, synthetic, text.",
-        "DATA='imagenet': is not a known data set. Use one of cifar10, mnist, synthetic, text.",
+        "--data 'imagenet': is not a known data set. "
+        "Use one of cifar10, mnist, synthetic, text, text:FILE or FILE.py:FUNCTION.",
+        "DATA='imagenet': is not a known data set. "
+        "Use one of cifar10, mnist, synthetic, text, text:FILE or FILE.py:FUNCTION.",
     ),
     ("fault", "kill:rank9@step3"): (
         "--fault 'kill:rank9@step3': there are ranks 0 to 3. Name one of them, or rank? for any.",

@@ -478,7 +478,7 @@ class HostsSubstrate:
         return self._port
 
     def prepare_folder(self, folder: Path) -> None:
-        """Send spec.json and the user's own method to every host."""
+        """Send spec.json and the user's own files to every host."""
         write_hosts_file(folder, self._id, self._hosts)
         with tempfile.NamedTemporaryFile(prefix="testbed-script-", suffix=".tar") as archive:
             if self._script:
@@ -488,6 +488,9 @@ class HostsSubstrate:
     def _send_request(self, host: Host, archive: Path) -> None:
         user, run_dir = self._accounts[self._hosts.index(host)], self._run_dir(host)
         _put(host, RunFolder(self._folder).spec, run_dir / "spec.json")
+        for file in sorted(RunFolder(self._folder).own_files.glob("*")):
+            host.run(["mkdir", "-p", str(run_dir / file.parent.name)], QUERY_TIMEOUT_S)
+            _put(host, file, run_dir / file.parent.name / file.name)
         if self._has_own_method():
             file = method_path(self._spec.mode.algorithm)
             host.run(["mkdir", "-p", str(run_dir / "methods")], QUERY_TIMEOUT_S)

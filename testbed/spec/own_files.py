@@ -1,0 +1,107 @@
+"""A user's own files where a name is expected: `file.py:function` for a model or a data set, `text:FILE` for text.
+
+The spec keeps the name as it was written, and the SHA-256 of the file in `files`. The controller copies the file into
+the run folder, where every rank reads it: the folder shows what was trained. Nothing here executes a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.spec.errors import SpecError, one_line, refuse
+
+TEXT_PREFIX = "text:"
+MAX_CODE_BYTES = 1 << 20
+MAX_TEXT_BYTES = 1 << 30
+_CODE = re.compile(r"(?P<path>[^\0:]+\.py):(?P<function>[A-Za-z_]\w*)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """A file that a name stands for; `function` is empty for text."""
+
+    path: str
+    function: str = ""
+
+    @property
+    def max_bytes(self) -> int:
+        return MAX_CODE_BYTES if self.function else MAX_TEXT_BYTES
+
+
+def own_code(name: str) -> OwnFile | None:
+    """The file and the function of `file.py:function`; None for any other name."""
+    found = _CODE.fullmatch(name)
+    return OwnFile(found["path"], found["function"]) if found else None
+
+
+def own_text(name: str) -> OwnFile | None:
+    """The file of `text:FILE`; None for any other name."""
+    path = name.removeprefix(TEXT_PREFIX)
+    return OwnFile(path) if path and path != name and "\0" not in path else None
+
+
+def looks_like_code(name: str) -> bool:
+    """Whether a name that is none of ours was meant as `file.py:function`."""
+    return ".py" in name
+
+
+def file_name(path: str, digest: str) -> str:
+    """The name of the copy in the run folder: it differs for two files of one name."""
+    safe = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(path).name)[-80:]
+    return f"{digest[:12]}-{safe}"
+
+
+def read(key: str, name: str, file: OwnFile) -> bytes:
+    """The content of a file. Raises SpecError, with `key` and `name` in its message, if it cannot be used."""
+    path = Path(file.path)
+    try:
+        if not path.is_file():
+            raise refuse(key, name, f"there is no file {file.path}", "Write its path from this folder.")
+        if path.stat().st_size > file.max_bytes:
+            rule = f"{file.path} has {path.stat().st_size} bytes, and {file.max_bytes} are the limit"
+            raise refuse(key, name, rule, "Use a smaller file.")
+        content = path.read_bytes()
+    except OSError as error:
+        raise refuse(key, name, f"{file.path} cannot be read ({error.strerror})", "Change its mode.") from None
+    if file.function and (problem := _code_problem(content, file.function)):
+        raise refuse(key, name, f"{file.path}{problem}", "Fix the file.")
+    if not file.function and not content:
+        raise refuse(key, name, f"{file.path} is empty", "Use a file with text.")
+    return content
+
+
+def digest_of(content: bytes) -> str:
+    """The SHA-256 of a file, as `files` in a spec has it."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def copy_of(folder: Path, path: str, digest: str) -> Path:
+    """The copy of a file in `folder`, for a rank that reads it. Raises SpecError if it is not the recorded one."""
+    copy = folder / file_name(path, digest)
+    try:
+        content = copy.read_bytes()
+    except OSError as error:
+        raise SpecError(f"{copy}: cannot be read ({error.strerror}). Start a new run.") from None
+    if digest_of(content) != digest:
+        raise SpecError(f"{copy}: is not the file {path} that the spec was made with. Start a new run.")
+    return copy
+
+
+def _code_problem(content: bytes, function: str) -> str:
+    try:
+        tree = ast.parse(content)
+    except SyntaxError as error:
+        return f", line {error.lineno}: {error.msg}"
+    except (ValueError, RecursionError) as error:
+        return f": {one_line(str(error))}"
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    nodes = list(ast.walk(tree))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imports = [alias for node in nodes if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names]
+    if function in names | stored | {alias.asname or alias.name for alias in imports}:
+        return ""
+    return f" defines no {function}; it has {', '.join(sorted(names)) or 'no function'}"

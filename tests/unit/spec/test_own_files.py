@@ -1,0 +1,121 @@
+"""A user's own files: which names mean one, what is refused, and that a copy is the file that was recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.results.folder import RunFolder
+from testbed.spec.datasets import dataset_info
+from testbed.spec.errors import SpecError, UsageError
+from testbed.spec.own_files import copy_of, digest_of, file_name, own_code, own_text
+from testbed.spec.run import RunSpec
+
+MODEL = "def make(classes, channels):\n    pass\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "book.txt").write_text("in the beginning")
+    return tmp_path
+
+
+def spec(**keys: Any) -> RunSpec:
+    return RunSpec.load(keys, "")
+
+
+@pytest.mark.parametrize("name", ["vgg11", "mine.py", "mine.py:", ":make", "a.py:b:c", "mine.py:2b", "text:a.py"])
+def test_other_names_are_no_files(name: str) -> None:
+    assert own_code(name) is None
+
+
+def test_a_name_is_a_file_and_a_function_or_a_text() -> None:
+    assert (own := own_code("../a b/mine.py:make")) and (own.path, own.function) == ("../a b/mine.py", "make")
+    assert (text := own_text("text:a/book.txt")) and (text.path, text.function) == ("a/book.txt", "")
+    assert own_text("text:") is None and own_text("text") is None
+
+
+def test_the_spec_records_the_content_of_every_file(here: Path) -> None:
+    found = spec(model="mine.py:make", data={"name": "text:book.txt"}).with_files()
+    assert found.files == {"mine.py": digest_of(MODEL.encode()), "book.txt": digest_of(b"in the beginning")}
+    assert RunSpec.from_json(found.to_json(), "") == found
+    assert spec(model="vgg11").with_files().files == {}
+
+
+def test_a_changed_file_is_another_run(here: Path) -> None:
+    before = spec(model="mine.py:make").with_files()
+    (here / "mine.py").write_text(MODEL + "# changed\n")
+    assert spec(model="mine.py:make").with_files() != before
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "reason"),
+    [
+        (MODEL, "mine.py:other", "--model 'mine.py:other': mine.py defines no other; it has make. Fix the file."),
+        ("def make(:", "mine.py:make", "--model 'mine.py:make': mine.py, line 1: "),
+        ("", "mine.py:make", "mine.py defines no make; it has no function. Fix the file."),
+        (MODEL, "none.py:make", "--model 'none.py:make': there is no file none.py. Write its path from this folder."),
+        ("x" * ((1 << 20) + 1), "mine.py:make", "mine.py has 1048577 bytes, and 1048576 are the limit. Use a smaller"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
+    here: Path, content: str, name: str, reason: str
+) -> None:
+    (here / "mine.py").write_text(content)
+    with pytest.raises(SpecError) as refusal:
+        spec(model=name).with_files()
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", ["from elsewhere import make", "import x as make", "make = lambda c, h: None"])
+def test_a_function_may_be_imported_or_assigned(here: Path, content: str) -> None:
+    (here / "mine.py").write_text(content)
+    assert spec(model="mine.py:make").with_files().files
+
+
+def test_names_that_were_meant_as_files_are_refused_with_the_form() -> None:
+    with pytest.raises(SpecError, match=r"--model 'mine\.py': a model of your own is FILE\.py:FUNCTION\. Write e\.g"):
+        spec(model="mine.py")
+    with pytest.raises(SpecError, match=r"--data 'mine\.py': a data set of your own is FILE\.py:FUNCTION\. Write e\.g"):
+        spec(data={"name": "mine.py"})
+
+
+def test_an_empty_text_and_a_text_for_a_model_of_images_are_refused(here: Path) -> None:
+    (here / "empty.txt").touch()
+    with pytest.raises(SpecError, match=r"empty\.txt is empty\. Use a file with text"):
+        spec(model="gpt", data={"name": "text:empty.txt"}).with_files()
+    with pytest.raises(SpecError, match=r"takes images, and text:book\.txt has sequences"):
+        spec(model="vgg11", data={"name": "text:book.txt"})
+
+
+def test_how_much_is_in_a_file_is_not_known_from_its_name() -> None:
+    assert dataset_info("text:book.txt").train is None and dataset_info("mine.py:load").unit == "samples"
+    assert spec(data={"name": "mine.py:load", "subset": 10**6}).sample_shape() == ()
+
+
+def test_the_folder_has_copies_and_a_rank_reads_only_what_was_recorded(here: Path) -> None:
+    made = spec(model="mine.py:make").with_files()
+    folder = RunFolder(here / "run")
+    folder.create(made)
+    copy = copy_of(folder.own_files, "mine.py", made.files["mine.py"])
+    assert copy.read_text() == MODEL and copy.parent == folder.own_files
+    copy.write_text("other")
+    with pytest.raises(SpecError, match=r"is not the file mine\.py that the spec was made with\. Start a new run"):
+        copy_of(folder.own_files, "mine.py", made.files["mine.py"])
+
+
+def test_a_file_that_changes_while_the_run_starts_is_refused(here: Path) -> None:
+    made = spec(model="mine.py:make").with_files()
+    (here / "mine.py").write_text("other")
+    with pytest.raises(UsageError, match=r"mine\.py: was changed while the run started"):
+        RunFolder(here / "run").create(made)
+    assert not (here / "run").exists(), "the same --out can be used again"
+
+
+def test_two_files_of_one_name_have_two_copies_and_odd_names_are_made_plain() -> None:
+    assert file_name("a/m.py", "1" * 64) != file_name("b/m.py", "2" * 64)
+    assert file_name("a/my model\n.py", "1" * 64) == "111111111111-my_model_.py"
