@@ -39,8 +39,8 @@ MAX_DIVISOR = 64  # divisors up to this are named in a message
 SCHEMA = 3
 # What our own loop trains. A user's script has a model, data and a batch of its own, so its files lack these keys.
 OF_OUR_LOOP = (
-    *("placement", "model", "dtype", "batchnorm", "data", "batch", "batch_per_rank", "accumulate", "micro_batch"),
-    *("epochs", "evaluate", "optimizer", "checkpoint", "profile"),
+    *("placement", "model", "dtype", "batchnorm", "data", "files", "batch", "batch_per_rank", "accumulate"),
+    *("micro_batch", "epochs", "evaluate", "optimizer", "checkpoint", "profile"),
 )
 FOLDER_NAME = "letters, digits, _, . and -, beginning with a letter or digit, at most {} characters"
 
