@@ -27,13 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from testbed.attach.events import Collective, Hub, Part, call_site
+from testbed.attach.closed_form import REPLACED, TOLERANCE, Call, ClosedForms, Done, NoClosedForm, Site
+from testbed.attach.events import Collective, Hub, Part, call_site, caller
 from testbed.attach.lineage import Lineage, storage
+from testbed.attach.sampling import hook_first
+from testbed.attach.steps import leave_together
 from testbed.spec.errors import SpecError, UsageError
 
+REFUSED_TIMEOUT_S = 10.0  # for the slowest rank to come to the same refusal
 SAMPLES = 64  # numbers of a parameter's gradient that are compared
-TOLERANCE = 1e-3  # of factor and residual of the optimizer's gradients against the mean
-REPLACED = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather")
 
 
 class Instead(Part):
@@ -73,11 +75,13 @@ class Instead(Part):
         self.fits: list[tuple[float, float]] = []  # factor and residual
         self.sync: Any = None
         self.begun = self.synced = False
-        self.gradient_sites: set[tuple[str, str]] = set()
-        self.other_sites: set[tuple[str, str]] = set()
-        self.sizes: dict[tuple[str, str], set[int]] = {}
-        self.factors: dict[tuple[str, str], float] = {}
-        self.sent_last: dict[int, Tensor] = {}  # the last gradient that was gathered or reduced, by its length
+        self.gradient_sites: set[Site] = set()
+        self.other_sites: set[Site] = set()
+        self.sizes: dict[Site, set[int]] = {}
+        self.in_backward = False
+        self.backward_sites: set[Site] = set()  # that reduce gradients in hooks of backward
+        self.copies: dict[str, None] = {}  # collectives in hooks of backward on anything else
+        self.forms = ClosedForms(self._own_call)
         hub.muted = self.is_ours
         hub.parts.insert(0, EndOfWindow(self._close_window))
         self._replace_collectives()
@@ -97,13 +101,19 @@ class Instead(Part):
         if kind == "DistributedDataParallel":
             self.wrappers.append(module)
 
+    def group_made(self) -> None:
+        with self._guarded():
+            self._load_packages()
+
     def backward_began(self, loss: Any) -> None:
         self.passes += 1
+        self.in_backward = True
         with self._guarded():
             if self.sync is not None:
                 self._before_backward()
 
     def backward_ended(self, reduced: list[Collective]) -> None:
+        self.in_backward = False
         with self._guarded():
             if self.sync is not None:
                 self._after_backward()
@@ -127,6 +137,7 @@ class Instead(Part):
             self.step += 1
             self.passes, self.given, self.begun, self.synced = 0, None, False, False
             self.local.clear()
+            self.forms.start()
             if self.step == self.first:
                 self._swap()
             elif not self.swapped and self.pipelined:
@@ -159,8 +170,7 @@ class Instead(Part):
                     "DDP has static_graph=True, and its reduction cannot be switched off", "Leave it out."
                 )
         for number, parameter in enumerate(self.parameters):
-            hook = functools.partial(self._sample, number)
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self.hooks.append(hook_first(parameter, functools.partial(self._sample, number)))
         self.hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(self._forward_begins))
         self.lineage = Lineage(dist.get_world_size(), self._own_call)
 
@@ -267,7 +277,7 @@ class Instead(Part):
             "factor": self.fits[-1][0],
             "residual": max(residual for _, residual in self.fits),
             "passes": self.usual_passes,
-            "replaced": sorted(f"{operation} at {site}" for operation, site in self.gradient_sites),
+            "replaced": sorted(f"{name} at {line}" for name, line in self.gradient_sites | self.backward_sites),
             "ddp": bool(self.wrappers),
         }
         self.send({"kind": "swap", "step": self.step, "mode": self.mode, "detail": detail})
@@ -276,14 +286,18 @@ class Instead(Part):
         """Decide which collectives of the script carry gradients: the k-th of a step is the same one on all ranks."""
         mine = [[(c["operation"], c["tainted"], c["whole"]) for c in step] for step in self.calls]
         everyone: list[Any] = [None] * dist.get_world_size()
+        uncovered = self.lineage.uncovered if self.lineage else []
         with self._own_call():
-            dist.all_gather_object(everyone, (mine, self.lineage.uncovered if self.lineage else []))
-        for _, uncovered in everyone:
-            if uncovered:
-                rule = f"its gradients go through {uncovered[0]}, which has no closed form here"
+            dist.all_gather_object(everyone, (mine, [*uncovered[:1], ""][0], [*self.copies, ""][0]))
+        for _, other, copy in everyone:
+            if other:
+                rule = f"its gradients go through {other}, which has no closed form here"
                 raise self._refusal(rule, f"Replaced are {', '.join(REPLACED)}, and DDP.")
+            if copy:
+                rule = f"{copy} runs during backward, and not as all_reduce of all ranks on an accumulated gradient"
+                raise self._refusal(rule, "Synchronise after backward, or p.grad in a post-accumulate hook.")
         for number, step in enumerate(self.calls):
-            rows = [ranks[number] for ranks, _ in everyone if number < len(ranks)]
+            rows = [ranks[number] for ranks, *_ in everyone if number < len(ranks)]
             for place, call in enumerate(step):
                 same = [row[place] for row in rows if place < len(row) and row[place][0] == call["operation"]]
                 if any(tainted for _, tainted, _ in same):
@@ -294,7 +308,7 @@ class Instead(Part):
                     self.sizes.setdefault((call["operation"], call["site"]), set()).add(call["numel"])
                 else:
                     self.other_sites.add((call["operation"], call["site"]))
-        if not self.wrappers and not self.gradient_sites:
+        if not self.wrappers and not self.gradient_sites and not self.backward_sites:
             rule = "no collective on gradients was seen, and there is no DDP"
             raise self._refusal(rule, "Use a script that synchronises its gradients after backward.")
 
@@ -312,18 +326,24 @@ class Instead(Part):
         if self.without:
             raise self._refusal("pipeline: some parameters get no gradient", "Use overlap instead of pipeline.")
 
-    def _build(self) -> None:
-        """Load the mode and attach it to the model."""
+    def _load_packages(self) -> None:
+        """Raise SpecError if the script's Python cannot load the mode: before the first step, the same on all ranks."""
         try:
-            from testbed.attach.takeover import ScriptUpdate, parameters_module, switch_off
-            from testbed.rank.group import Group
-            from testbed.rank.sync.check import check_mode
-            from testbed.rank.sync.schedules import build
-            from testbed.results.timeline import Timeline
-            from testbed.spec.run import RunSpec
+            import testbed.attach.takeover
+            import testbed.rank.sync.check  # noqa: F401
         except ImportError as error:
             rule = f"the script's Python {sys.executable} lacks a package of the testbed ({error.name})"
             raise self._refusal(rule, f"Install it there: {sys.executable} -m pip install pydantic.") from None
+
+    def _build(self) -> None:
+        """Load the mode and attach it to the model."""
+        from testbed.attach.takeover import ScriptUpdate, parameters_module, switch_off
+        from testbed.rank.group import Group
+        from testbed.rank.sync.check import check_mode
+        from testbed.rank.sync.schedules import build
+        from testbed.results.timeline import Timeline
+        from testbed.spec.run import RunSpec
+
         spec = RunSpec.load(self.request, where="")
         trained = [p for number, p in enumerate(self.parameters) if number not in (self.without or set())]
         root = self._root(trained)
@@ -344,7 +364,7 @@ class Instead(Part):
             self.views: dict[int, Tensor] = {}
             if not self.pipelined:  # before the mode's own hooks, which launch buckets
                 for number, parameter in enumerate(self.parameters):
-                    parameter.register_post_accumulate_grad_hook(functools.partial(self._place, number))
+                    hook_first(parameter, functools.partial(self._place, number))
             module = sync.attach(model, self.update)
             if self.pipelined:
                 model.register_forward_pre_hook(self._begin_step)
@@ -480,98 +500,82 @@ class Instead(Part):
     def _replaced(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wrapper(*arguments: Any, **named: Any) -> Any:
-            if self.is_ours() or not self.window or threading.get_ident() != self.thread:
+            between = self.window or self.in_backward
+            if self.is_ours() or not between or threading.get_ident() != self.thread:
                 return original(*arguments, **named)
+            call = Call(name, arguments, named, dist.get_rank(), dist.get_world_size())
             if not self.swapped:
-                return self._watched(name, original, arguments, named)
-            key = (name, call_site())
-            call = Call(name, arguments, named)
-            if not self._has_gradient(key, call):
+                return self._watched(call, original, arguments, named)
+            site = (name, call_site())
+            if not self._has_gradient(site, call):
                 return original(*arguments, **named)
             with self._guarded():
-                if self.step == self.first:
-                    self._learn(key, call, original)
-                else:
-                    self._apply(key, call)
-            return Done() if call.asynchronous else None
+                self._replace(site, call, original)
+            return Done(call.results) if call.asynchronous else None
 
         return wrapper
 
-    def _watched(self, name: str, original: Callable[..., Any], arguments: Any, named: Any) -> Any:
+    def _watched(self, call: Call, original: Callable[..., Any], arguments: Any, named: Any) -> Any:
         """Before the swap: note whether the collective carries gradients."""
-        if self.lineage is None or not self.calls:
+        if self.lineage is None or not (self.calls or self.in_backward):
             return original(*arguments, **named)
-        call = Call(name, arguments, named)
+        line, by = caller()
+        whole = dist.get_world_size(call.group) == dist.get_world_size()
+        if self.in_backward:
+            self._watch_hook(call, line, by, whole)
+            return original(*arguments, **named)
         with self.lineage.covering():
             tainted = self.lineage.is_from_gradients(call.tensors)
             result = original(*arguments, **named)
-        whole = call.group is None or call.group is distributed_c10d._get_default_group()
-        row = {"operation": name, "site": call_site(), "tainted": tainted, "whole": whole, "numel": call.numel}
+        row = {"operation": call.operation, "site": line, "tainted": tainted, "whole": whole, "numel": call.numel}
         self.calls[-1].append(row)
         return result
 
-    def _has_gradient(self, key: tuple[str, str], call: Call) -> bool:
-        if key in self.gradient_sites and key not in self.other_sites:
-            return True
+    def _watch_hook(self, call: Call, line: str, by: str, whole: bool) -> None:
+        """A collective during backward: of a hook of the script's, unless a library makes it, e.g. SyncBatchNorm."""
+        if self.wrappers or by or call.numel <= 1:
+            return
+        if whole and call.multiple is not None and call.operation == "all_reduce" and self._is_gradient(call.tensor):
+            self.backward_sites.add((call.operation, line))
+        else:
+            self.copies.setdefault(f"{call.operation} at {line}")
+
+    def _is_gradient(self, *tensors: Tensor) -> bool:
         storages = {storage(p.grad) for p in self.parameters if p.grad is not None}
-        if any(storage(tensor) in storages for tensor in call.tensors):
+        return any(storage(tensor) in storages for tensor in tensors)
+
+    def _has_gradient(self, site: Site, call: Call) -> bool:
+        if self.in_backward:
+            return site in self.backward_sites and self._is_gradient(call.tensor)
+        if site in self.gradient_sites and site not in self.other_sites:
             return True
-        return key in self.gradient_sites and call.numel > 1 and call.numel in self.sizes[key]
+        if self._is_gradient(*call.tensors):
+            return True
+        return site in self.gradient_sites and call.numel > 1 and call.numel in self.sizes[site]
 
-    def _learn(self, key: tuple[str, str], call: Call, original: Callable[..., Any]) -> None:
-        """Run the collective on equal inputs once more and measure by which factor its results differ from them."""
-        own = self._own_value(call)
-        kept = call.tensor.clone()
-        with self._own_call():
-            original(**call.blocking)
-        if call.operation == "reduce" and not call.is_root:
-            call.tensor.copy_(kept)  # undefined there by definition
-            return
-        for result in call.results:
-            found = round_factor(result, own, dist.get_world_size())
-            if found is None:
-                rule = f"{key[0]} at {key[1]} does not give a multiple of the gradient on equal inputs"
-                raise self._refusal(rule, "Edit the script for the mode.")
-            if found and self.factors.setdefault(key, found) != found:
-                raise self._refusal(
-                    f"{key[0]} at {key[1]} scales gradients differently", "Edit the script for the mode."
-                )
-
-    def _own_value(self, call: Call) -> Tensor:
-        """What this rank has of the gradient that a collective is about."""
-        if call.operation in ("gather", "reduce"):
-            self.sent_last[call.numel] = call.tensor.detach().clone() if call.operation == "reduce" else call.tensor
-        if call.operation == "scatter" and call.is_root:
-            return call.sources[dist.get_rank()].clone()
-        if call.operation in ("scatter", "broadcast") and not call.is_root:
-            storages = {storage(p.grad) for p in self.parameters if p.grad is not None}
-            if storage(call.tensor) not in storages:
-                return self.sent_last.get(call.numel, call.tensor).clone().reshape(call.tensor.shape)
-        return call.tensor.detach().clone()
-
-    def _apply(self, key: tuple[str, str], call: Call) -> None:
-        """The closed form of a collective whose inputs are equal on all ranks."""
-        if call.operation in ("reduce",) and not call.is_root:
-            self._own_value(call)
-            return
-        factor = self.factors.get(key, 1.0)
-        own = self._own_value(call) if call.operation != "all_reduce" else call.tensor
-        with torch.no_grad():
-            for result in call.results:
-                if result is own:
-                    result.mul_(factor) if factor != 1 else None
-                else:
-                    result.copy_(own.mul(factor) if factor != 1 else own)
+    def _replace(self, site: Site, call: Call, original: Callable[..., Any]) -> None:
+        """Do what the collective does on equal inputs. In step `first` it runs once more, and that is measured."""
+        try:
+            if self.in_backward:
+                self.forms.multiply(call)
+            elif self.step == self.first:
+                self.forms.learn(site, call, original)
+            else:
+                self.forms.apply(site, call)
+        except NoClosedForm as error:
+            raise self._refusal(f"{site[0]} at {site[1]} {error}", "Edit the script for the mode.") from None
 
     # --- own calls, refusals ------------------------------------------------------------------------------------------
 
     def _replace_clipping(self) -> None:
-        """Clipping changes gradients after they were synchronised: they are compared as they were before."""
+        """What changes gradients after they were synchronised: they are compared as they were before."""
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                setattr(module, name, self._before_clipping(getattr(module, name)))
+                setattr(module, name, self._before_change(getattr(module, name)))
+        scaler: Any = torch.amp.GradScaler
+        scaler._unscale_grads_ = self._before_change(scaler._unscale_grads_)
 
-    def _before_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_change(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wrapper(*arguments: Any, **named: Any) -> Any:
             if self.optimizer is not None and self.step < self.first + 2 and self.given is None:
@@ -606,6 +610,8 @@ class Instead(Part):
             self.send({"kind": "refused", "message": str(error)})
             print(f"testbed: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
+            if dist.is_initialized():
+                leave_together("refused", REFUSED_TIMEOUT_S)
             os._exit(UsageError.exit_code)  # the script must not go on, and must not catch this
 
 
@@ -620,68 +626,6 @@ class EndOfWindow(Part):
 
     def update_began(self, optimizer: Any) -> None:
         self.close()
-
-
-class Call:
-    """The arguments of one collective of torch.distributed, by their names."""
-
-    SIGNATURES = {
-        "all_reduce": ("tensor", "op", "group", "async_op"),
-        "reduce": ("tensor", "dst", "op", "group", "async_op", "group_dst"),
-        "broadcast": ("tensor", "src", "group", "async_op", "group_src"),
-        "gather": ("tensor", "gather_list", "dst", "group", "async_op", "group_dst"),
-        "scatter": ("tensor", "scatter_list", "src", "group", "async_op", "group_src"),
-        "all_gather": ("tensor_list", "tensor", "group", "async_op"),
-    }
-
-    def __init__(self, operation: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.operation = operation
-        self.named = dict(zip(self.SIGNATURES[operation], arguments, strict=False)) | named
-        self.tensor: Tensor = self.named["tensor"]
-        self.group = self.named.get("group")
-        self.asynchronous = bool(self.named.get("async_op"))
-
-    @property
-    def blocking(self) -> dict[str, Any]:
-        return self.named | {"async_op": False}
-
-    @property
-    def sources(self) -> list[Tensor]:
-        return list(self.named.get("scatter_list") or [])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        lists = [self.named.get(name) or [] for name in ("gather_list", "scatter_list", "tensor_list")]
-        return [self.tensor, *(tensor for each in lists for tensor in each)]
-
-    @property
-    def numel(self) -> int:
-        return self.tensor.numel()
-
-    @property
-    def is_root(self) -> bool:
-        roots = (self.named.get(name) for name in ("dst", "src", "group_dst", "group_src"))
-        return next((root for root in roots if root is not None), 0) == dist.get_rank()
-
-    @property
-    def results(self) -> list[Tensor]:
-        """The tensors that the collective writes on this rank."""
-        if self.operation in ("gather", "all_gather"):
-            return list(self.named.get("gather_list") or self.named.get("tensor_list") or [])
-        return [self.tensor]
-
-
-class Done(dist.Work):
-    """The work of a collective that was replaced: it has ended."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
 
 
 def sample(gradient: Tensor) -> Tensor:
@@ -708,15 +652,6 @@ def fit_to_mean(locals_: Tensor, givens: Tensor) -> tuple[float, float]:
 def fits(found: Tensor, expected: Tensor) -> bool:
     """True if both are equal up to the tolerance."""
     return float((found - expected).norm()) <= TOLERANCE * float(expected.norm())
-
-
-def round_factor(result: Tensor, own: Tensor, n: int) -> float | None:
-    """The factor between both: 1, N or 1/N; 0 if they are zero, None if it is none of these."""
-    a, b = result.detach().double().reshape(-1), own.detach().double().reshape(-1)
-    for factor in (1.0, float(n), 1.0 / n):
-        if float((a - factor * b).norm()) <= TOLERANCE * float(a.norm()):
-            return factor if float(a.norm()) > 0 else 0.0
-    return None
 
 
 def ordered(root: Any, trained: list[Any]) -> list[Any]:

@@ -56,6 +56,7 @@ class Records:
         self.reached_limit = False  # of the steps that were requested
         self.on_limit: Callable[[], None] = lambda: None
         self.dropped = 0  # lines that are no records
+        self.swapped = False  # --instead: a mode synchronises the script
         self.refused = ""  # why --instead did not replace the script's synchronisation
 
     def accept(self, connection: int, line: bytes) -> None:
@@ -68,6 +69,7 @@ class Records:
         with self._lock:
             if kind == "start" and connection not in self._started:
                 self._start(connection)
+            self.swapped = self.swapped or kind == "swap"
             if kind in KINDS:
                 self._store(connection, kind, line)
 

@@ -36,6 +36,7 @@ from testbed.results.observations import Unseen
 from testbed.results.records import End, Error
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import PeerLost, RankFailed, TestbedError, UsageError, one_line
+from testbed.spec.methods import METHODS_VARIABLE
 from testbed.spec.privileges import NOBODY
 from testbed.spec.process_tree import become_subreaper, end_descendants
 from testbed.spec.run import SCHEMA, RunSpec
@@ -100,6 +101,7 @@ def environment(
             "PYTHONPATH": path,
             "PYTHONDONTWRITEBYTECODE": "1",
             LAUNCHER_VARIABLE: str(os.getpid()),
+            **({METHODS_VARIABLE: str(place.methods)} if place.methods.is_dir() else {}),
             channel.VARIABLE: str(place.socket),
             channel.REQUEST: json.dumps(request),
         }
@@ -201,6 +203,7 @@ def run_script(spec: RunSpec, folder: RunFolder, rank: int) -> int:
 
 def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, records: Records) -> int:
     assert spec.script is not None
+    place.put_methods(folder.methods)
     offered = offer_data(place, spec.script)
     variables = environment(spec, place, os.environ, offered)
     argv = fill(in_working_copy(spec.script), placeholders(place, os.environ))
@@ -228,6 +231,10 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
             what = f"{records.dropped} lines that are no records of this version were dropped"
             records.write(Unseen(seam="records", error=what))
         records.write(place.collect(folder.files(rank)))
+    if not spec.mode.is_script and not records.swapped and not records.refused and records.steps and code == 0:
+        error = Error(code=UsageError.exit_code, message=too_short(spec, records.steps), at=script.ended)
+        records.write(error)
+        return error.code
     if (code == 0 or records.reached_limit) and records.steps:
         seconds = script.ended - begun
         end = End(steps=records.steps, seconds=seconds, sent=moved[0], received=moved[1], processes=records.processes)
@@ -238,6 +245,12 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
         error = Error(code=code, message=records.refused, at=script.ended, script_code=code)
     records.write(error)
     return error.code
+
+
+def too_short(spec: RunSpec, steps: int) -> str:
+    """Why a script ended before a mode could replace its synchronisation."""
+    rule = f"the script made {steps} steps, and the mode synchronises from the {SWAP_STEP + 1}th on"
+    return f"--instead {spec.mode}: {rule} and is timed from the {spec.warmup + 1}th. Let it make more steps."
 
 
 def ask_while_silent(spec: RunSpec, records: Records, intake: Intake) -> None:
@@ -320,6 +333,8 @@ def main() -> int:
     options = parser.parse_args()
     folder = RunFolder(options.folder)
     rank = int(os.environ["RANK"])
+    if folder.methods.is_dir():  # else the spec's mode is not known here
+        os.environ[METHODS_VARIABLE] = str(folder.methods)
     spec = folder.read_spec()
     if spec.script is None:
         raise UsageError(f"{folder.spec}: has no script. Use `testbed exec`.")

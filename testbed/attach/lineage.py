@@ -42,6 +42,11 @@ class Lineage(TorchDispatchMode):
         self.touched: list[str] = []  # operations that read gradients or parameters
         self.uncovered: list[str] = []  # communication of gradients by other functions than the replaced ones
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to mark `__torch_dispatch__` as not compiled, torch would import its compiler, which takes seconds."""
+        return False
+
     def open(self, gradients: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
         """Follow these gradients; note operations on them and on these parameters."""
         if self.active:

@@ -109,6 +109,15 @@ def loss_scale(loss: Any) -> float:
     return scale
 
 
+def hook_first(parameter: torch.Tensor, hook: Callable[[Any], None]) -> Any:
+    """Call `hook` when a gradient was accumulated, before the script's own hooks. Return its handle."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    for key in [key for key in hooks if key != handle.id]:  # the order in which torch calls them
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
 class Tracked:
     """One optimizer: its parameters, the positions that are read, and what its present update has seen."""
 
@@ -179,11 +188,7 @@ class Tracked:
         if self.handles:
             return
         for k, parameter in enumerate(self.parameters):
-            handle = parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, k))
-            self.handles.append(handle)
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            for key in [key for key in hooks if key != handle.id]:  # the order in which torch calls them
-                hooks[key] = hooks.pop(key)
+            self.handles.append(hook_first(parameter, functools.partial(self._accumulated, k)))
 
     def _accumulated(self, k: int, parameter: torch.Tensor) -> None:
         began = time.perf_counter()

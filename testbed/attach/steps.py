@@ -23,6 +23,7 @@ from testbed.results.collectives import Observed
 from testbed.results.timeline import Timeline
 
 SCHEDSTAT = "/proc/thread-self/schedstat"  # nanoseconds: with a processor, without one; time slices
+DONE_TIMEOUT_S = 60.0  # for the slowest rank to make its last step
 EACH_CALLS = 50  # steps between two records of the calls so far
 LOGGED_STEPS = 10  # first steps in which DDP logs its own times; later it does so every hundredth
 LOGGED_EACH = 100
@@ -335,7 +336,7 @@ class Steps(Part):
         if self.limit is not None and self.number >= self.limit:
             self._send_calls()
             self.send({"kind": "limit", "steps": self.number})
-            _leave_together()
+            leave_together("done", DONE_TIMEOUT_S)
             raise SystemExit(0)
 
     def _send_calls(self) -> None:
@@ -382,16 +383,16 @@ def _images(batch: Any) -> int:
     return 0
 
 
-def _leave_together() -> None:
-    """Wait until all ranks have done their last step: a rank that ends earlier would break the others' connections."""
+def leave_together(name: str, timeout_s: float) -> None:
+    """Wait until all ranks leave, e.g. after their last step: one that ends earlier would break others' connections."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     from datetime import timedelta
 
     store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    store.set(f"testbed/done/{rank}", "1")
+    store.set(f"testbed/{name}/{rank}", "1")
     try:
-        store.wait([f"testbed/done/{each}" for each in range(world)], timedelta(seconds=60))
+        store.wait([f"testbed/{name}/{each}" for each in range(world)], timedelta(seconds=timeout_s))
     except RuntimeError:
         return
     if rank == 0:

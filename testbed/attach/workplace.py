@@ -3,6 +3,7 @@
     ROOT/work      copy of the user's folder, the script's working folder
     ROOT/home      HOME and TMPDIR of the script, with the observer's socket
     ROOT/python    PYTHONPATH: `testbed` and sitecustomize, nothing else
+    ROOT/methods   TESTBED_METHODS: the user's own method, if a mode of his replaces the script's synchronisation
 
 When the script has ended, what it wrote to `work` is collected: regular files only, bounded in size and number.
 """
@@ -35,6 +36,7 @@ class Workplace:
         self.root = Path(tempfile.mkdtemp(prefix=f"testbed-{mark}-script-" if mark else "testbed-script-"))
         self.work, self.python, self.home = (self.root / name for name in ("work", "python", "home"))
         self.socket = self.home / "observer"
+        self.methods = self.root / "methods"
         self._owner = owner
         try:
             self.root.chmod(0o711)
@@ -53,6 +55,11 @@ class Workplace:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+
+    def put_methods(self, folder: Path) -> None:
+        """Copy the user's own methods, which the script's process executes."""
+        if folder.is_dir():
+            copy_tree(folder, self.methods, ())
 
     def collect(self, target: Path) -> Files:
         """Copy what the script wrote to `target`. All of its processes must have ended."""

@@ -62,6 +62,7 @@ class RunFolder:
         self.faults = path / "faults.jsonl"
         self.checkpoints = path / "checkpoints"
         self.own_files = path / "files"  # copies of the user's own files, which the spec names
+        self.methods = path / "methods"  # the user's own method, where a script is synchronised by it
 
     def records(self, rank: int) -> Path:
         return self.path / f"rank{rank}.jsonl"

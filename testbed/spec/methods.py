@@ -16,11 +16,12 @@ from testbed.spec.errors import one_line
 
 _NAME = re.compile(r"[a-z][A-Za-z0-9_.]*", re.ASCII)
 SIGNATURE = "mean_(buffer, group)"
+METHODS_VARIABLE = "TESTBED_METHODS"
 
 
 def methods_dir() -> Path:
     """The folder of a user's own algorithms: TESTBED_METHODS, else ./methods."""
-    return Path(os.environ.get("TESTBED_METHODS", "methods"))
+    return Path(os.environ.get(METHODS_VARIABLE, "methods"))
 
 
 @dataclass(frozen=True)

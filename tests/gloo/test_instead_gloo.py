@@ -118,3 +118,27 @@ def test_accumulated_gradients_are_synchronised_once(tmp_path: Path) -> None:
     assert run_script(tmp_path, "ddp_buffers.py", "--instead", "ring/bucket:16KiB/overlap", PASSES="3").returncode == 0
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-3)
     assert swap(tmp_path).detail["passes"] == 3
+
+
+METHOD = """
+import torch.distributed as dist
+
+def mean_(buffer, group):
+    dist.all_reduce(buffer)
+    buffer.div_(group.size)
+"""
+
+
+def test_a_method_of_the_users_own_synchronises_a_script(tmp_path: Path, alone: list[float]) -> None:
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "my_way.py").write_text(METHOD)
+    done = run_script(tmp_path, GATHER, "--instead", "my-way/bucket:16KiB", nodes=3)
+    assert done.returncode == 0, done.stderr
+    assert printed(tmp_path) == pytest.approx(alone, rel=1e-3)
+    assert (tmp_path / "r" / "methods" / "my_way.py").read_text() == METHOD
+
+
+def test_a_script_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    done = run_script(tmp_path, GATHER, "--instead", "ring", SCRIPT_STEPS="3")
+    assert done.returncode == 2
+    assert "--instead ring: the script made 3 steps" in done.stderr and len(losses(tmp_path)) == 3

@@ -1,4 +1,7 @@
-"""DDP with BatchNorm buffers, Adam and a learning rate schedule. PASSES: micro-batches a step. CLIP=1: clipped."""
+"""DDP with BatchNorm buffers, Adam and a learning rate schedule.
+
+PASSES: micro-batches a step. CLIP=1: clipped. DDP: its options that are on, e.g. static_graph. HOOK=1: sent as fp16.
+"""
 
 import contextlib
 import os
@@ -6,6 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -16,8 +20,11 @@ torch.manual_seed(0)
 data = TensorDataset(torch.randn(1024, 64), torch.randint(0, 10, (1024,)))
 loader = iter(DataLoader(data, batch_size=8, sampler=DistributedSampler(data)))
 model = DistributedDataParallel(
-    nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
+    nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)),
+    **dict.fromkeys(os.environ.get("DDP", "").split(), True),
 )
+if os.environ.get("HOOK"):
+    model.register_comm_hook(None, fp16_compress_hook)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 for _ in range(STEPS):

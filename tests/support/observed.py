@@ -19,7 +19,8 @@ from testbed.attach import channel
 from testbed.attach.intake import Intake, Records
 from testbed.results.observations import Call, Calls, Unseen
 from testbed.results.records import Record, read
-from testbed.spec.run import SCHEMA
+from testbed.spec.run import SCHEMA, RunSpec
+from testbed.spec.script import SWAP_STEP
 from tests.support.forked import ForkedProcess, fork
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -114,6 +115,14 @@ def _start(argv: list[str], environment: dict[str, str], log: Path) -> subproces
     with log.open("wb") as out:
         argv = [sys.executable, *argv]
         return subprocess.Popen(argv, env=environment, cwd=SCRIPTS, stdout=out, stderr=subprocess.STDOUT)
+
+
+def instead(mode: str, ranks: int = 2) -> dict[str, Any]:
+    """What the launcher asks of the observer for `--instead MODE`."""
+    script = {"argv": ["python", "main.py"], "folder": "/"}
+    spec = RunSpec.load({"mode": mode, "nodes": ranks, "batch_per_rank": 1, "script": script}, where="")
+    asked = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return {"instead": asked | {"mode": mode}, "swap": SWAP_STEP}
 
 
 def _read(path: Path) -> list[Record]:

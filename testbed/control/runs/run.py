@@ -128,6 +128,7 @@ def execute(
             folder.reopen()
         else:
             folder.create(applied, choice.name)
+            scripts.put_method(applied, folder)
         substrate.prepare_folder(folder.path)
         retries = spec.retries if retries is None else retries
         context = RunContext(applied, substrate, folder, progress, injector, retries, timing, notes, witness)

@@ -1,11 +1,11 @@
-"""`--instead MODE`: fits to the mean, and the arguments of collectives."""
+"""`--instead MODE`: fits to the mean."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from testbed.attach.instead import Call, fit_to_mean, round_factor, sample
+from testbed.attach.instead import fit_to_mean, sample
 
 
 def rows(*values: list[float]) -> torch.Tensor:
@@ -36,19 +36,5 @@ def test_gradients_that_are_zero_fit_nothing() -> None:
     assert fit_to_mean(zero, zero) == (0.0, float("inf"))
 
 
-def test_factors_of_a_collective_are_one_n_or_its_inverse() -> None:
-    own = torch.tensor([1.0, -2.0])
-    assert [round_factor(f * own, own, 4) for f in (1, 4, 0.25, 3, 0)] == [1.0, 4.0, 0.25, None, None]
-    assert round_factor(0 * own, 0 * own, 4) == 0.0
-
-
 def test_samples_are_few_and_at_equal_distances() -> None:
     assert len(sample(torch.arange(10_000.0))) <= 64 and len(sample(torch.arange(5.0))) == 5
-
-
-def test_arguments_are_found_by_place_and_by_name() -> None:
-    tensor, parts = torch.ones(3), [torch.zeros(3), torch.zeros(3)]
-    call = Call("gather", (tensor, parts), {"dst": 0, "async_op": True})
-    assert call.tensor is tensor and call.results == parts and call.asynchronous
-    assert call.blocking["async_op"] is False and call.numel == 3
-    assert Call("all_gather", (parts, tensor), {}).tensor is tensor

@@ -1,0 +1,283 @@
+"""Collectives without communication: what a collective gives where all ranks have equal inputs.
+
+    all_reduce, reduce            a multiple of the own tensor: N for a sum
+    gather, all_gather            N copies of it
+    scatter, broadcast            what this rank gathered or reduced last of that length, or its own tensor
+    reduce_scatter                a multiple of the own shard; the all_gather after it gives all shards of that input
+
+The multiples are measured once, by running the collective on equal inputs (`learn`). From then on `apply` makes the
+results. Nothing is sent, and large copies are made only when they are written to (copy on write).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from testbed.attach.lineage import storage
+
+TOLERANCE = 1e-3  # of a factor, and of a residual
+LAZY_NUMBERS = 4096  # shorter tensors are copied at once
+# arguments by their places
+SIGNATURES = {
+    "all_reduce": ("tensor", "op", "group", "async_op"),
+    "reduce": ("tensor", "dst", "op", "group", "async_op", "group_dst"),
+    "broadcast": ("tensor", "src", "group", "async_op", "group_src"),
+    "gather": ("tensor", "gather_list", "dst", "group", "async_op", "group_dst"),
+    "scatter": ("tensor", "scatter_list", "src", "group", "async_op", "group_src"),
+    "all_gather": ("tensor_list", "tensor", "group", "async_op"),
+    "all_gather_into_tensor": ("output_tensor", "input_tensor", "group", "async_op"),
+    "reduce_scatter": ("output", "input_list", "op", "group", "async_op"),
+    "reduce_scatter_tensor": ("output", "input", "op", "group", "async_op"),
+}
+REPLACED = tuple(SIGNATURES)
+GATHERS = ("all_gather", "all_gather_into_tensor")
+SCATTERS = ("reduce_scatter", "reduce_scatter_tensor")
+Site = tuple[str, str]  # operation, line of the script
+
+
+class Call:
+    """The arguments of one collective of torch.distributed, by their names; rank and number of ranks."""
+
+    def __init__(
+        self, operation: str, arguments: tuple[Any, ...], named: dict[str, Any], rank: int, world: int
+    ) -> None:
+        self.operation, self.rank, self.world = operation, rank, world
+        self.named = dict(zip(SIGNATURES[operation], arguments, strict=False)) | named
+        first = {"all_gather_into_tensor": "input_tensor"} | dict.fromkeys(SCATTERS, "output")
+        self.tensor: Tensor = self.named[first.get(operation, "tensor")]
+        self.group = self.named.get("group")
+        self.asynchronous = bool(self.named.get("async_op"))
+
+    @property
+    def blocking(self) -> dict[str, Any]:
+        return self.named | {"async_op": False}
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The shards that a scattering collective reads on this rank."""
+        if "input" in self.named:
+            return list(self.named["input"].reshape(-1).chunk(self.world))
+        return list(self.named.get("scatter_list") or self.named.get("input_list") or [])
+
+    @property
+    def results(self) -> list[Tensor]:
+        """The tensors that the collective writes on this rank."""
+        if self.operation == "all_gather_into_tensor":
+            return list(self.named["output_tensor"].view(-1).chunk(self.world))
+        if self.operation in ("gather", "all_gather"):
+            return list(self.named.get("gather_list") or self.named.get("tensor_list") or [])
+        return [self.tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.tensor, *self.inputs, *self.results]
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def is_root(self) -> bool:
+        roots = (self.named.get(name) for name in ("dst", "src", "group_dst", "group_src"))
+        return next((root for root in roots if root is not None), 0) == self.rank
+
+    @property
+    def multiple(self) -> float | None:
+        """By how much a reduction multiplies equal inputs, by its definition; None if that is no sum and no mean."""
+        operation = self.named.get("op", dist.ReduceOp.SUM)
+        if operation == dist.ReduceOp.SUM:
+            return float(self.world)
+        return 1.0 if operation == dist.ReduceOp.AVG else None
+
+
+class Done(dist.Work):
+    """The work of a collective that was replaced: it has ended."""
+
+    def __init__(self, results: list[Tensor]) -> None:
+        super().__init__()
+        self.results = results
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self.results
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self.results)
+        return future
+
+
+class Kept(NamedTuple):
+    """A tensor that was sent. `version` counts what is written to it; `copy` is as it was, if one was made."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    @property
+    def value(self) -> Tensor | None:
+        """The tensor as it was when it was sent; None if it has changed and there is no copy."""
+        return self.tensor if self.tensor._version == self.version else self.copy
+
+    @property
+    def differs(self) -> bool:
+        """True if the tensor has other values than its copy."""
+        return self.copy is not None and not torch.equal(self.tensor, self.copy)
+
+
+class NoClosedForm(Exception):
+    """A collective does not give on equal inputs what it should. `str` continues "OPERATION at LINE ..."."""
+
+
+class ClosedForms:
+    """The closed forms of all collectives of a script that carry gradients."""
+
+    def __init__(self, own_call: Callable[[], AbstractContextManager[None]]) -> None:
+        self.own_call = own_call  # entered around communication that is not the script's
+        self.factors: dict[Site, float] = {}
+        self.of_shards: set[Site] = set()  # all_gather of what reduce_scatter gave
+        self.copied: set[int] = set()  # lengths of tensors that the script changes between sending and receiving
+        self.start()
+
+    def start(self) -> None:
+        """A step begins: nothing is sent."""
+        self.sent: dict[int, deque[Kept]] = defaultdict(deque)  # by length, in the order in which they were sent
+        self.shards: dict[int, deque[Kept]] = defaultdict(deque)  # inputs of reduce_scatter, by the length of a shard
+
+    def learn(self, site: Site, call: Call, original: Callable[..., Any]) -> None:
+        """Run the collective once and measure its factor. Raises NoClosedForm if it is none of 1, N and 1/N."""
+        shards = self._sharded(call, learning=True)
+        own = self._own(call, learning=True).clone()
+        kept = call.tensor.clone()
+        with self.own_call():
+            original(**call.blocking)
+        if call.operation == "reduce" and not call.is_root:
+            call.tensor.copy_(kept)  # undefined there by definition
+            return
+        if shards is not None and self._learn_shards(site, call, shards):
+            return
+        for result in call.results:
+            self._set_factor(site, round_factor(result, own, call.world))
+
+    def _set_factor(self, site: Site, factor: float | None) -> None:
+        if factor is None:
+            raise NoClosedForm("does not give a multiple of the gradient on equal inputs")
+        if factor and self.factors.setdefault(site, factor) != factor:
+            raise NoClosedForm("scales gradients differently from call to call")
+
+    def _learn_shards(self, site: Site, call: Call, shards: list[Tensor]) -> bool:
+        """True if an all_gather gave all shards of what was scattered, times a factor."""
+        pairs = [(r, s) for k, (r, s) in enumerate(zip(call.results, shards, strict=True)) if k != call.rank]
+        found = {round_factor(result, shard, call.world) for result, shard in pairs} - {0.0}
+        if None in found or len(found) > 1:
+            return False
+        self.of_shards.add(site)
+        for factor in found:
+            self._set_factor(site, factor)
+        return True
+
+    def apply(self, site: Site, call: Call) -> None:
+        """Write the results of the collective."""
+        shards = self._sharded(call, learning=False)
+        own = self._own(call, learning=False)
+        factor = self.factors.get(site, 1.0)
+        with torch.no_grad():
+            if shards is not None and site in self.of_shards:
+                for k, (result, shard) in enumerate(zip(call.results, shards, strict=True)):
+                    write(result, own, 1.0) if k == call.rank else write(result, shard, factor)
+            elif call.operation in ("gather", *GATHERS):
+                fill(call.results, own, factor)
+            elif call.operation != "reduce" or call.is_root:
+                write(call.tensor, own, factor)
+
+    def multiply(self, call: Call) -> None:
+        """all_reduce on own values, before a mode averages them: both are linear, so their order does not matter."""
+        if call.operation != "all_reduce" or call.multiple is None:
+            raise NoClosedForm("runs during backward, where only all_reduce is replaced")
+        with torch.no_grad():
+            write(call.tensor, call.tensor, call.multiple)
+
+    def _sharded(self, call: Call, learning: bool) -> list[Tensor] | None:
+        """The shards of the input that a reduce_scatter had, where this may be the all_gather after it."""
+        if call.operation in SCATTERS:
+            inputs = call.inputs
+            alone = "input" in call.named and storage(inputs[0]) != storage(call.tensor)
+            whole = call.named["input"].reshape(-1) if alone else torch.cat([each.reshape(-1) for each in inputs])
+            self._keep(self.shards[call.numel], whole, copied=learning or call.numel in self.copied)
+        elif call.operation in GATHERS and self.shards[call.numel]:
+            taken = self._take(self.shards[call.numel], call.numel, learning)
+            if taken is None:
+                raise NoClosedForm("follows a reduce_scatter whose input has changed meanwhile")
+            return list(taken.chunk(call.world))
+        return None
+
+    def _own(self, call: Call, learning: bool) -> Tensor:
+        """What this rank has of the gradient that a collective is about."""
+        own = call.inputs[call.rank] if call.inputs else call.tensor
+        if call.operation in ("gather", "reduce"):
+            copied = learning or call.operation == "reduce" or call.numel in self.copied
+            self._keep(self.sent[call.numel], call.tensor, copied)
+        elif call.operation in ("scatter", "broadcast") and self.sent[call.numel]:
+            sent = self._take(self.sent[call.numel], call.numel, learning)
+            own = own if sent is None else sent.reshape(call.tensor.shape)
+        return own.detach()
+
+    def _keep(self, queue: deque[Kept], tensor: Tensor, copied: bool) -> None:
+        tensor = tensor.detach()
+        queue.append(Kept(tensor, tensor._version, tensor.clone() if copied else None))
+
+    def _take(self, queue: deque[Kept], length: int, learning: bool) -> Tensor | None:
+        kept = queue.popleft()
+        if learning and kept.differs:
+            self.copied.add(length)
+        return kept.copy if learning else kept.value
+
+
+def round_factor(result: Tensor, own: Tensor, n: int) -> float | None:
+    """The factor between both: 1, N or 1/N; 0 if they are zero, None if it is none of these."""
+    a, b = result.detach().double().reshape(-1), own.detach().double().reshape(-1)
+    for factor in (1.0, float(n), 1.0 / n):
+        if float((a - factor * b).norm()) <= TOLERANCE * float(a.norm()):
+            return factor if float(a.norm()) > 0 else 0.0
+    return None
+
+
+def write(result: Tensor, own: Tensor, factor: float) -> None:
+    """Make `result` a multiple of `own`, which may be the same tensor."""
+    if result.data_ptr() == own.data_ptr():
+        result.mul_(factor) if factor != 1 else None
+    elif factor == 1:
+        result.copy_(own.view_as(result))
+    else:
+        torch.mul(own.view_as(result), factor, out=result)
+
+
+def fill(results: list[Tensor], own: Tensor, factor: float) -> None:
+    """Make all results a multiple of `own`. Those with memory of their own share it until one is written to."""
+    if own.numel() < LAZY_NUMBERS:
+        for result in results:
+            write(result, own, factor)
+        return
+    made = own * factor if factor != 1 else own.clone()
+    for result in results:
+        if result.data_ptr() == own.data_ptr():
+            write(result, own, factor)
+        elif result._base is None and result.untyped_storage().nbytes() == result.nbytes and result.dtype == own.dtype:
+            result.data = torch._lazy_clone(made.view_as(result))
+        else:
+            result.copy_(made.view_as(result))
