@@ -201,11 +201,16 @@ class Observed:
         """By rank the seconds of work from the end of the step before to the end of this one; None if not known.
 
         Not counted: waiting for communication, samples of the observer, and time without a processor, which a busy
-        machine takes from one rank or the other. A test between two steps counts, though it belongs to no step.
+        machine takes from one rank or the other. A test between two steps counts, though it belongs to no step; where
+        one rank alone tests, its test is all that counts.
         """
         before, own = self.all_steps.get(number - 1), self.all_steps[number]
         pairs = list(zip(before or [], own, strict=bool(before)))
-        spent = [_worked(a, b) for a, b in pairs if a.attempt == b.attempt]
+        pairs = [(a, b) for a, b in pairs if a.attempt == b.attempt]
+        if sum(bool(step.evaluated) for step in own) == 1:  # the others wait for it, with a processor or without
+            spent: list[float | None] = [max(0.0, b.at - a.at - a.total) for a, b in pairs]
+        else:
+            spent = [_worked(a, b) for a, b in pairs]
         known = [seconds for seconds in spent if seconds is not None]
         return known if len(known) == len(own) else None
 
@@ -777,12 +782,10 @@ def rank_works_alone(run: Observed) -> Finding | None:
         f"{seconds(statistics.median(times))} each, with a step of {seconds(run.step_time)}{where}",
         "Do it on all ranks at once (each on its part), more rarely, or after training: e.g. a test, a checkpoint, a "
         f"log on rank {rank} only.",
-        "likely: time in which the rank had no processor is not counted; "
-        + (
-            "an evaluation began at this line before these steps"
-            if evaluation
-            else "which line does the work was not recorded, only where the others wait"
-        ),
+        f"certain that no other rank evaluated before these steps; likely that they waited for rank {rank}"
+        if evaluation
+        else "likely: time in which the rank had no processor is not counted; which line does the work was not "
+        "recorded, only where the others wait",
         f"a node {run.group.nodes[rank]} whose disk or memory is slower",
         evaluation or waits,
         sum(times) / len(run.steps),

@@ -343,6 +343,8 @@ def test_an_evaluation_of_one_rank_is_found_with_its_line_and_one_of_all_ranks_i
     finding = script.rules()["rank_works_alone"]
     assert finding.title.startswith("Rank 0 evaluates") and finding.site == "main.py:50"
     assert finding.seconds == pytest.approx(0.2 * 3 / 10, rel=0.01)
+    script.delayed = lambda rank, step: 0.9 * script.evaluation(rank, step)  # of a busy machine: the others wait for it
+    assert script.rules()["rank_works_alone"].site == "main.py:50"
     script.evaluation = lambda rank, step: 0.2 if step % 3 == 0 else 0.0
     assert script.found() == []
 
