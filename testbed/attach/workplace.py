@@ -26,6 +26,7 @@ from testbed.spec.tree import check_tree, walk
 from testbed.spec.units import approximate_size
 
 FICLONE = 0x40049409  # ioctl: share the blocks of a file, which are copied when one of both is written to
+MAX_NAMES, MAX_NAME = 10, 200  # collected files that are named in the record; characters of a name
 NOT_NEEDED = ("control", "report", "predict", "__pycache__")  # of our package, inside the script
 
 
@@ -128,6 +129,7 @@ def fingerprint(status: os.stat_result) -> Fingerprint:
 def collect(work: Path, before: dict[str, Fingerprint], target: Path, owner: tuple[int, int]) -> Files:
     """Copy regular files that are new or changed to `target`, which is made if there are any."""
     count = size = left_out = 0
+    kept: list[str] = []
     reasons: dict[str, None] = {}
     for folder, _, names in os.walk(work):
         for name in sorted(names):
@@ -147,10 +149,12 @@ def collect(work: Path, before: dict[str, Fingerprint], target: Path, owner: tup
                 reasons.setdefault(reason)
             else:
                 count, size = count + 1, size + status.st_size
+                kept.append(relative)
     if os.geteuid() == 0 and target.exists():
         for path in (target, *target.rglob("*")):
             os.chown(path, *owner, follow_symlinks=False)
-    return Files(count=count, bytes=size, left_out=left_out, reasons=list(reasons)[:10])
+    first = [name for name in sorted(kept) if len(name) <= MAX_NAME][:MAX_NAMES]
+    return Files(count=count, bytes=size, left_out=left_out, names=first, reasons=list(reasons)[:10])
 
 
 def _why_left_out(relative: str, status: os.stat_result, count: int, size: int) -> str:

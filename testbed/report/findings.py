@@ -44,6 +44,7 @@ from testbed.results import theory
 from testbed.results.limits import MAX_USE
 from testbed.results.receipt import TOLERANCE
 from testbed.results.table import label
+from testbed.spec.units import in_megabytes
 
 SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest
 BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again
@@ -68,7 +69,9 @@ def rough_rate(value: float) -> str:
 
 
 def megabytes(value: float) -> str:
-    """111_050_000 -> '111 MB', 390_000 -> '0.39 MB'."""
+    """111_050_000 -> '111 MB', 390_000 -> '0.39 MB', 34_100 -> '34.1 kB'."""
+    if 0 < value < 1e5:
+        return in_megabytes(value)
     return f"{value / 1e6:.0f} MB" if value >= 1e7 else f"{value / 1e6:.2g} MB"
 
 

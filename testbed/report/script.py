@@ -17,8 +17,9 @@ from testbed.report.script_findings import find, read_forked
 from testbed.report.stats import seconds
 from testbed.report.tables import DASH, Table, number
 from testbed.results.finding import Finding
-from testbed.results.observations import Call, Calls, Setup, Swap, Unseen
+from testbed.results.observations import Call, Calls, Files, Setup, Swap, Unseen
 from testbed.results.records import Record
+from testbed.results.table import NOT_SEEN, batch_in_words
 from testbed.spec.errors import TestbedError, one_line
 
 COLLECTIVES = (
@@ -43,6 +44,7 @@ class ScriptPart:
     findings: list[Finding]  # errors first
     notes: list[str]
     tables: list[Table]
+    quiet: tuple[str, ...] = ("Certainty", "Refuted by")  # details that are read last
     nothing_found: str = "No rule found a mistake or an avoidable cost in this script."
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the table of collectives, as numbers
 
@@ -65,6 +67,7 @@ class ScriptPart:
             "notes": self.notes,
             "setup": [asdict(setup) for setup in _setups(self.cell)],
             "images": self.cell.first.summary.images,
+            "batches": self.cell.first.summary.batches,
         }
 
 
@@ -83,7 +86,7 @@ def _part(cell: Cell, name: str, place: int) -> ScriptPart:
         slug=slug,
         title=f"What this script does: {name}",
         findings=_findings(cell),
-        notes=[*_changed(cell), *_swapped(cell), *_sampled(cell), *_unseen(cell)],
+        notes=[*_changed(cell), *_swapped(cell), *_sampled(cell), *_written(cell), *_unseen(cell)],
         tables=[table for table in tables if table],
         rows=rows,
     )
@@ -199,8 +202,8 @@ def _phases_table(cell: Cell, slug: str) -> Table:
         inside = steps.data + steps.forward + steps.backward + steps.sync
         columns = (steps.total, steps.data, steps.forward, steps.backward, steps.sync - steps.update, steps.update)
         means = [float(column.mean()) for column in (*columns, steps.total - inside, steps.blocked)]
-        images = cell.first.images(rank)
-        rows.append([str(rank), *(number(max(0.0, mean), ".4f") for mean in means), f"{images:g}" if images else DASH])
+        images = batch_in_words(cell.first.summary, rank)
+        rows.append([str(rank), *(number(max(0.0, mean), ".4f") for mean in means), images])
     return Table(f"{slug}-phases", "Its phases", header, rows, PHASES)
 
 
@@ -219,13 +222,18 @@ def _setup_table(cell: Cell, slug: str) -> Table | None:
             "process group": f"{setup.backend}, {setup.world} ranks" if setup.backend else "none",
             "wrappers": "; ".join(f"{name} ({_options(kept)})" for name, kept in setup.wrappers.items()) or "none",
             "optimizers": ", ".join(setup.optimizers) or "none",
-            "threads of torch": str(setup.threads),
+            "threads of torch": _threads(setup.threads, cell.spec.threads),
             **{name: _option(value) for name, value in setup.detail.items()},
         }
         for key, value in own.items():
             values.setdefault(one_line(key), []).append(one_line(value))
     rows = [[key, _by_rank(found)] for key, found in values.items()]
-    return Table(f"{slug}-setup", "How it set itself up", ["what", "value"], rows, SETUP)
+    return Table(f"{slug}-setup", "How it set itself up", ["what", "value"], rows, SETUP, worded=True)
+
+
+def _threads(chosen: int, requested: int) -> str:
+    own = f", by its own choice; requested {requested}" if chosen and chosen != requested else ""
+    return f"{chosen or NOT_SEEN}{own}"
 
 
 def _by_rank(values: Sequence[str]) -> str:
@@ -236,7 +244,9 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def _options(options: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={_option(value)}" for key, value in options.items()) or "defaults"
+    """Options that were given: None is the default of all of them."""
+    given = {key: value for key, value in options.items() if value is not None}
+    return ", ".join(f"{key}={_option(value)}" for key, value in given.items()) or "defaults"
 
 
 def _option(value: Any) -> str:
@@ -271,6 +281,28 @@ def _sampled(cell: Cell) -> list[str]:
         f"In {summary.sampled_steps} of {summary.sampled_steps + summary.steps} steps (step {which}) gradients and"
         f" parameters were sampled: they took {seconds(summary.sampled_seconds)} and are in no other time of this page."
     ]
+
+
+def _written(cell: Cell) -> list[str]:
+    """The files that the script wrote, and where they were collected; ranks that wrote alike together."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank in cell.first.ranks:
+        for record in (r for r in rank.records if isinstance(r, Files) and (r.count or r.left_out)):
+            names = ", ".join(map(one_line, record.names)) + (", ..." if record.count > len(record.names) else "")
+            files = f"{record.count} file{'s' * (record.count != 1)} ({size_in_words(record.bytes)}): {names}"
+            reasons = "; ".join(map(one_line, record.reasons))
+            left_out = f" {record.left_out} more were not collected: {reasons}." if record.left_out else ""
+            found.setdefault((files if record.count else "", left_out), []).append(rank.number)
+    return [
+        f"Rank {ranges(ranks)} wrote "
+        + (f"{files}; collected in {_folders(cell, ranks)}.{left_out}" if files else f"files.{left_out}")
+        for (files, left_out), ranks in found.items()
+    ]
+
+
+def _folders(cell: Cell, ranks: Sequence[int]) -> str:
+    first, last = (cell.first.folder.files(rank).name for rank in (ranks[0], ranks[-1]))
+    return first if first == last else f"{first} to {last}"
 
 
 def _unseen(cell: Cell) -> list[str]:

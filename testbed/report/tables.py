@@ -21,6 +21,7 @@ from testbed.results import theory
 from testbed.results.faults import HEADER
 from testbed.results.table import BUSY_MARK, NOTE, busy_footnote, busy_mark, format_table, short_key
 from testbed.spec.datasets import dataset_info
+from testbed.spec.units import in_megabytes
 
 DASH = "-"
 PAYLOADS = ("gradients", "parameters", "buffers", "metrics")
@@ -37,6 +38,7 @@ class Table:
     rows: list[list[str]]
     note: str = ""
     folded: bool = False  # the page shows the table after a click
+    worded: bool = False  # cells are sentences: the page aligns them to the left and breaks lines
 
     def markdown(self) -> str:
         note = f"\n\n{self.note}" if self.note else ""
@@ -264,7 +266,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _mb(value: float | None) -> str:
-    return DASH if value is None else f"{value / 1e6:.2f}"
+    return DASH if value is None else in_megabytes(value, 2)
 
 
 def _small(value: float) -> str:

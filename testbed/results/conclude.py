@@ -21,7 +21,7 @@ from testbed.results.finding import Finding
 from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.limits import impossible
 from testbed.results.machines import MachineLoad, machine_loads
-from testbed.results.observations import Parameters, Unseen
+from testbed.results.observations import Parameters, Setup, Unseen
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.spec.base import Spec
 from testbed.spec.disk import full_disk, nearly_full, os_failure
@@ -63,6 +63,9 @@ class Summary(Spec):
     sampled_steps: int = 0  # steps of a user's script in which the observer took samples: they are not in `steps`
     sampled_seconds: float | None = None  # median of those
     images: list[float] = []  # of a user's script: images per step that each rank fetched; 0 if none was seen
+    # of a user's script, by rank: images of a step, and of the last step of a pass if they differ; None: others differ
+    batches: list[list[int] | None] = []
+    threads: list[int] = []  # of a user's script, by rank, as it has set them
     seconds_per_step: float | None = None  # median (every:K: mean) over steps of the mean over ranks
     seconds_spread: tuple[float, float] | None = None  # quartiles of the same
     per_rank_seconds: list[float | None] = []  # mean per rank
@@ -154,6 +157,7 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         environment=starts[0].environment if starts else {},
         replicas_agree=_replicas_agree(ranks) if spec.script is None else _script_replicas_agree(ranks),
         machines=machine_loads(ranks),
+        threads=[r.threads for records in ranks for r in records if isinstance(r, Setup) and r.threads],
         **_accuracy(ranks),
         **_timing(folder, spec, steps, facts.get("substrate", "")),
         **facts | _verdict(spec, ranks, steps, facts["status"]) | {"notes": notes},
@@ -175,7 +179,7 @@ def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate
         "left_out_steps": len(left_out),
         "left_out_reason": fault_names(kind for number in left_out for kind in faults[number]),
         **_sampled(spec, [[r.total for r in rows if r.step in sampled] for rows in calm]),
-        **({"images": [_mean_images(rows) for rows in kept]} if spec.script else {}),
+        **({"images": [_mean_images(rows) for rows in kept], "batches": _batches(steps)} if spec.script else {}),
         "seconds_per_step": centre(spec)(means) if means else None,
         "seconds_spread": _quartiles(means),
         "per_rank_seconds": [statistics.fmean(r.total for r in k) if k else None for k in kept],
@@ -200,6 +204,21 @@ def _sampled(spec: RunSpec, totals: list[list[float]]) -> dict[str, Any]:
 
 def _mean_images(rows: Sequence[Step]) -> float:
     return statistics.fmean(r.images for r in rows) if rows else 0.0
+
+
+def _batches(ranks: Sequence[Sequence[Step]]) -> list[list[int] | None]:
+    """By rank the usual number of images, and that of the last step of a pass if it differs; None if others differ."""
+    found: list[list[int] | None] = []
+    for rows in ranks:
+        sizes = Counter(row.images for row in rows)
+        usual = sizes.most_common(1)[0][0] if sizes else 0
+        ends = [a.images for a, b in zip(rows, [*rows[1:], None], strict=True) if b is None or b.epoch > a.epoch]
+        others = {size: count for size, count in sizes.items() if size != usual}
+        if any(ends.count(size) < count for size, count in others.items()) or len(others) > 1:
+            found.append(None)
+        else:
+            found.append([usual, *others])
+    return found
 
 
 def timed(step: Step) -> TimedStep:

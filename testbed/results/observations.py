@@ -143,6 +143,7 @@ class Files:
     count: Count
     bytes: Count
     left_out: Count = 0
+    names: list[Text] = field(default_factory=list)  # of the first ones
     reasons: list[Text] = field(default_factory=list)  # why some were left out, each once
 
 

@@ -15,7 +15,7 @@ from testbed.results.machines import busy_note
 from testbed.spec.errors import one_line
 from testbed.spec.mode import ALGORITHMS, CONTROL
 from testbed.spec.run import RunSpec
-from testbed.spec.units import format_rate
+from testbed.spec.units import format_rate, in_megabytes
 
 HEADER = (
     "mode",
@@ -30,6 +30,7 @@ HEADER = (
 NOTE = "note"  # the last column, if any row has one
 MIN_WIDTH = 3  # characters of a column: some readers of Markdown need three in the line below the header
 BUSY_MARK = " *"
+NOT_SEEN = "not seen"
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
 NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries", "keep_going", "script.path", "script.output"}
@@ -137,14 +138,13 @@ def caption(summaries: Sequence[Summary]) -> str:
     spec, varying = summaries[0].spec, set(varying_keys(summaries))
     equal = "" if "overrides" in varying else "unequal " if spec.overrides else "equal "
     alone = all(x.spec.world == 1 for x in summaries)  # `single` only: the other nodes and the network are not used
-    threads = spec.threads if spec.script is None else int(summaries[0].environment.get("threads") or spec.threads)
     each, over_all = ("", "") if alone else (" each", " over all ranks")
     parts = {
         **next((_trained(s.spec, over_all) for s in summaries if s.spec.script is None), {}),
         **_script_in_words([s for s in summaries if s.spec.script is not None]),
         "nodes": "1 node" if alone else f"{spec.nodes} {equal}nodes",
         "node.cpus": f"{spec.node.cpus:g} cores{each}" if spec.node.cpus else "no CPU limit",
-        "threads": f"{threads} thread{'s' * (threads > 1)}{each}",
+        "threads": _threads_in_words(summaries[0], each),
         **({} if alone else {"link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped"}),
     }
     common = ", ".join(text for key, text in parts.items() if key not in varying)
@@ -172,12 +172,30 @@ def _script_in_words(summaries: Sequence[Summary]) -> dict[str, str]:
     if script is None:
         return {}
     made = {"script.argv": shlex.join(script.argv), **({"script.as_cpu": "run on the CPU"} if script.as_cpu else {})}
-    batches = {batch for s in summaries for batch in s.images}
-    least, most = min(batches, default=0.0), max(batches, default=0.0)
-    if most:
-        made["observed batch"] = f"{least:g} to {most:g}" if least < most else f"{most:g}"
-        made["observed batch"] = f"batches of {made['observed batch']} per rank (observed)"
+    found = dict.fromkeys(batch_in_words(s, rank) for s in summaries for rank in range(len(s.images)))
+    usual, comma, last = " or ".join(found).partition(",")
+    made["observed batch"] = f"batches of {usual} per rank{comma}{last} (observed)"
+    if set(found) <= {NOT_SEEN}:
+        made["observed batch"] = "batch not seen: it uses no DataLoader"
     return made
+
+
+def batch_in_words(s: Summary, rank: int) -> str:
+    """The images of a step that a rank of a user's script fetched: `128`, `128, the last 96`, `not seen`."""
+    if s.images[rank] == 0:
+        return NOT_SEEN
+    sizes = s.batches[rank] if rank < len(s.batches) else None
+    if not sizes:
+        return f"{s.images[rank]:.4g} on average"
+    return ", the last ".join(map(str, sizes))
+
+
+def _threads_in_words(s: Summary, each: str) -> str:
+    """`1 thread each`; of a user's script its own choice, if it is not the requested number."""
+    chosen = set(s.threads) or {s.spec.threads}
+    least, most = min(chosen), max(chosen)
+    words = f"{least} to {most} threads" if least < most else f"{most} thread{'s' * (most > 1)}"
+    return f"{words}{each}{', by its own choice' if chosen != {s.spec.threads} else ''}"
 
 
 def label(spec: RunSpec) -> str:
@@ -284,9 +302,9 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _traffic(sent: list[float | None]) -> str:
-    """Megabytes (10^6 bytes) per step of rank 0, then the mean of the others."""
+    """Megabytes (10^6 bytes) per step of rank 0, then the mean of the others; few bytes in kB."""
     first, *others = sent or [None]
     known = [s for s in others if s is not None]
     if first is None or not known:
         return "-"
-    return f"{first / 1e6:.1f}, {statistics.fmean(known) / 1e6:.1f}"
+    return f"{in_megabytes(first)}, {in_megabytes(statistics.fmean(known))}"

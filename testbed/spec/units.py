@@ -57,6 +57,11 @@ def approximate_size(value: int) -> str:
     return f"{value} bytes"
 
 
+def in_megabytes(value: float, digits: int = 1) -> str:
+    """12_340_000 -> '12.3', for a column of MB; less than 0.1 MB with its unit: 34_100 -> '34.1 kB'."""
+    return f"{value / 1e3:.{digits}f} kB" if 0 < value < 1e5 else f"{value / 1e6:.{digits}f}"
+
+
 def parse_rate(text: str) -> int:
     """'200mbit' -> 200_000_000 bit/s."""
     return _parse("rate", text, RATE_UNITS, "200mbit")

@@ -12,7 +12,7 @@ import pytest
 
 from testbed.report.page import Report, write
 from tests.support.command import chromium
-from tests.support.scripted_runs import Script, make_script_run
+from tests.support.scripted_runs import GATHER_SCATTER, Script, make_script_run, plant_sum
 from tests.support.synthetic import Conditions, make_faulted, make_run
 
 pytestmark = pytest.mark.browser
@@ -38,6 +38,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     wrappers = {"DistributedDataParallel": {"bucket_cap_mb": 25, "process_group": "a long option " * 8}}
     script = Script(wrappers=wrappers, sampled=(3, 7), unseen=("<b>watch_waits</b>",), rest=0.05)
     make_script_run(folder / "script", script, experiment="own", **LINK)
+    written = {"kind": "files", "count": 2, "bytes": 9_000_000, "names": ["checkpoints/last.pt", "log.txt"]}
+    uneven: dict[str, Any] = {"images": 128, "last_images": 96, "threads": 2, "more": (written,)}
+    make_script_run(folder / "faulty", Script(GATHER_SCATTER, overlap=False, **uneven), experiment="faulty", **LINK)
+    plant_sum(folder / "faulty", site="main.py:48")
     make_run(folder / "dead", mode="tree", experiment="quick", status="failed", reason="<b>rank 2</b> died", **LINK)
     make_faulted(folder / "killed", "kill:rank2@step8", mode="ring", experiment="quick", **LINK)
     return write([folder], folder)
@@ -153,3 +157,18 @@ def test_a_script_has_its_section_with_collectives_phases_and_set_up(page: Any) 
     assert page.locator("#own-script-1-phases tbody tr").count() == 4
     assert "gloo, 4 ranks" in page.locator("#own-script-1-setup").inner_text()
     assert section.locator("b", has_text="watch_waits").count() == 0 and "<b>watch_waits</b>" in section.inner_text()
+
+
+def test_findings_of_each_severity_have_evidence_line_and_fix(page: Any) -> None:
+    items = page.locator("#faulty-script-1 .findings > li")
+    assert [items.nth(k).get_attribute("class") for k in range(items.count())] == ["error", "cost", "note"]
+    error = items.nth(0)
+    assert "summed over 4 ranks" in error.inner_text() and error.locator("code").inner_text() == "main.py:48"
+    names = ["Evidence", "Fix", "Certainty", "Refuted by"]
+    assert error.locator("dt").all_inner_texts() == names
+    assert items.nth(1).locator("dt").all_inner_texts() == [names[0], "Costs", *names[1:]]
+    assert (
+        "checkpoints/last.pt, log.txt; collected in rank0.files to rank3.files"
+        in page.locator("#faulty-script-1").inner_text()
+    )
+    assert page.locator("#own-script-1 .findings").count() == 0

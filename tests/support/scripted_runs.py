@@ -30,6 +30,8 @@ class Script:
     compute: float = 0.1
     rest: float = 0.0  # at the end of a step, in no phase
     images: int = 16
+    last_images: int | None = None  # of the last step, if they differ
+    threads: int = 1
     steps: int = 12
     more_steps: dict[int, int] = field(default_factory=dict)  # rank -> steps beyond `steps`
     slow: dict[int, float] = field(default_factory=dict)  # rank -> factor on compute
@@ -59,14 +61,29 @@ def make_script_run(folder: Path, does: Script | None = None, **values: Any) -> 
     return conclude(run, spec, status="ok", substrate="netns", network="network: synthetic")
 
 
+def plant_sum(folder: Path, site: str) -> None:
+    """Add samples to the records of four ranks: the optimizer gets the sum of their gradients."""
+    local = [[1.0, 2.0], [3.0, -1.0], [0.5, 0.5], [-2.0, 4.0]]
+    total = [sum(column) for column in zip(*local, strict=True)]
+    detail = {"optimizer": 0, "site": site}
+    for rank, own in enumerate(local):
+        sample = {"kind": "gradients", "passes": 1, "names": ["0 2"], "local": [own], "given": [total]}
+        with RunFolder(folder).records(rank).open("a") as file:
+            for step in (0, 1, 3, 7):
+                file.write(json.dumps(sample | {"step": step, "detail": detail}) + "\n")
+
+
 def _records(script: Script, spec: RunSpec, rank: int) -> list[dict[str, Any]]:
     start = {
         **{"kind": "start", "rank": rank, "world": spec.world, "unix": 0.0, "counter": "interface eth0"},
         **{"parameters": GRADIENT_BYTES // 4, "gradient_bytes": GRADIENT_BYTES, "tensors": 4, "deadline": 300.0},
-        **{"environment": {"torch": "2.13.0", "cpu": "synthetic", "cores": 2, "threads": 1}, "schema": SCHEMA},
+        **{
+            "environment": {"torch": "2.13.0", "cpu": "synthetic", "cores": 2},
+            "schema": SCHEMA,
+        },
     }
     setup = {"kind": "setup", "rank": rank, "world": spec.world, "backend": "gloo", "wrappers": script.wrappers}
-    setup |= {"optimizers": ["SGD"], "threads": 1, "changed": list(script.changed)}
+    setup |= {"optimizers": ["SGD"], "threads": script.threads, "changed": list(script.changed)}
     steps = _steps(script, spec, rank)
     number = len(steps)
     parameters = [
@@ -90,8 +107,8 @@ def _steps(script: Script, spec: RunSpec, rank: int) -> list[dict[str, Any]]:
     wire = max(load.seconds(rate, 0.0) for load in loads) * script.overhead
     computing = [script.compute * script.slow.get(each, 1.0) for each in range(spec.world)]
     begin = [(0.6 if script.overlap else 1.0) * seconds for seconds in computing]
-    steps, now = [], 1000.0
-    for step in range(script.steps + script.more_steps.get(rank, 0)):
+    steps, now, number = [], 1000.0, script.steps + script.more_steps.get(rank, 0)
+    for step in range(number):
         own, begun, last = computing[rank], begin[rank], max(begin) + wire
         sampling = own if step in script.sampled else 0.0
         end = max(last, own) if script.collectives else own
@@ -107,12 +124,13 @@ def _steps(script: Script, spec: RunSpec, rank: int) -> list[dict[str, Any]]:
         sync = update + (0.0 if script.overlap else blocked)
         busy = covered_length([(at, at + seconds) for _, at, seconds, _ in made])
         total = end + update + script.rest + sampling
+        images = script.images if script.last_images is None or step + 1 < number else script.last_images
         sent = round((step + 1) * loads[rank].sent / EFFICIENCY)
         steps.append(
             {
                 **{"kind": "step", "step": step, "epoch": 0, "at": now, "data": 0.0, "forward": forward},
                 **{"backward": backward, "sync": sync, "update": update, "total": total, "observing": sampling},
-                **{"loss": script.loss - 0.05 * step, "images": script.images, "sent": sent},
+                **{"loss": script.loss - 0.05 * step, "images": images, "sent": sent},
                 **{"received": round((step + 1) * loads[rank].received / EFFICIENCY), "cpu": None},
                 **{"blocked": blocked, "busy": busy, "hidden": max(0.0, busy - blocked), "comm": made},
                 **{"stalls": [[own, blocked]] if blocked else []},

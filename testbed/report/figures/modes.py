@@ -67,8 +67,8 @@ def bytes_per_rank(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
             bar = made.axes.barh(
                 at, (sent or 0) / 1e6, height=height * 0.82, color=colour(cell.spec.mode.algorithm), alpha=0.85
             )[0]
-            theory = f", theory {needed / 1e6:.1f} MB" if needed is not None else ""
-            made.tip(bar, f"{name}, rank {rank}: {(sent or 0) / 1e6:.1f} MB sent per step{theory}")
+            theory = f", theory {findings.megabytes(needed)}" if needed is not None else ""
+            made.tip(bar, f"{name}, rank {rank}: {findings.megabytes(sent or 0)} sent per step{theory}")
             if needed:
                 made.axes.plot([needed / 1e6] * 2, [at - height * 0.55, at + height * 0.55], color=BOUND, linewidth=1.6)
     made.axes.set_xlabel("MB per step, a bar per rank; | is theory")

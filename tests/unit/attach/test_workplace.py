@@ -79,6 +79,7 @@ def test_size_and_number_are_bounded(folder: Path, tmp_path: Path, monkeypatch: 
             (place.work / f"b{number}").write_bytes(b"x")
         found = place.collect(tmp_path / "out")
     assert (found.count, found.left_out, len(found.reasons)) == (3, 2, 2)
+    assert found.names == ["b0", "b1", "b2"]
 
 
 def test_a_folder_without_permissions_is_removed(folder: Path) -> None:

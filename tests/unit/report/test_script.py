@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from testbed.report.model import Cell, Chapter, chapters, comparable
 from testbed.report.page import write
 from testbed.report.script import ScriptPart, collectives, ranges, script_parts, size_in_words
 from testbed.results.finding import SEVERITIES
-from testbed.results.table import caption
-from tests.support.scripted_runs import DDP, GATHER_SCATTER, Script, make_script_run
+from testbed.results.table import caption, format_results
+from tests.support.scripted_runs import DDP, GATHER_SCATTER, Script, make_script_run, plant_sum
 from tests.support.synthetic import make_run
 
 WRAPPED = {"DistributedDataParallel": {"bucket_cap_mb": 25, "find_unused_parameters": False}}
@@ -79,7 +80,50 @@ def test_the_set_up_has_wrappers_and_the_ranks_that_differ(made: Make, tmp_path:
     (chapter,) = chapters(load([tmp_path]))
     rows = {row[0]: row[1] for row in part_of(chapter).tables[-1].rows}
     assert rows["wrappers"] == "DistributedDataParallel (bucket_cap_mb=25, find_unused_parameters=False)"
-    assert rows["process group"] == "gloo, 4 ranks" and rows["threads of torch"] == "1 (rank 0-1, 3); 2 (rank 2)"
+    assert rows["process group"] == "gloo, 4 ranks"
+    assert rows["threads of torch"] == "1 (rank 0-1, 3); 2, by its own choice; requested 1 (rank 2)"
+
+
+def test_options_that_are_not_given_are_not_listed(made: Make) -> None:
+    part = part_of(made(Script(wrappers={"DistributedDataParallel": {"device_ids": None, "static_graph": True}})))
+    rows = {row[0]: row[1] for row in part.tables[-1].rows}
+    assert rows["wrappers"] == "DistributedDataParallel (static_graph=True)"
+
+
+def test_threads_that_the_script_has_set_are_its_own_choice(made: Make) -> None:
+    chapter = made(Script(threads=3))
+    assert "3 threads each, by its own choice" in caption(chapter.summaries)
+    rows = {row[0]: row[1] for row in part_of(chapter).tables[-1].rows}
+    assert rows["threads of torch"] == "3, by its own choice; requested 1"
+    assert "1 thread each," in caption([make_script_run(Path(chapter.cells[0].first.folder.path).parent / "one")])
+
+
+def test_the_batch_is_the_usual_one_and_the_last_of_a_pass(made: Make) -> None:
+    chapter = made(Script(images=128, last_images=96))
+    assert "batches of 128 per rank, the last 96 (observed)" in caption(chapter.summaries)
+    table = next(t for t in part_of(chapter).tables if t.name.endswith("phases"))
+    assert [row[table.header.index("images")] for row in table.rows] == ["128, the last 96"] * 4
+
+
+def test_images_that_no_loader_gave_are_not_seen(made: Make) -> None:
+    chapter = made(Script(images=0))
+    assert "batch not seen: it uses no DataLoader" in caption(chapter.summaries)
+    table = next(t for t in part_of(chapter).tables if t.name.endswith("phases"))
+    assert {row[table.header.index("images")] for row in table.rows} == {"not seen"}
+
+
+def test_files_that_it_wrote_are_named_with_their_folder(made: Make) -> None:
+    written = {"kind": "files", "count": 2, "bytes": 1_500_000, "names": ["last.pt", "log/<b>"], "left_out": 1}
+    part = part_of(made(Script(more=(written | {"reasons": ["only regular files"]},))))
+    assert part.notes == [
+        "Rank 0-3 wrote 2 files (1.5 MB): last.pt, log/<b>; collected in rank0.files to rank3.files. 1 more were not"
+        " collected: only regular files."
+    ]
+
+
+def test_few_bytes_are_in_kilobytes(made: Make, tmp_path: Path) -> None:
+    summary = made(Script(collectives=(("all_reduce main.py:3", 20_000),))).summaries[0]
+    assert re.search(r"\d\d\.\d kB, \d\d\.\d kB", format_results([summary], tmp_path))
 
 
 def test_notes_say_what_was_changed_sampled_and_not_seen(made: Make) -> None:
@@ -111,26 +155,10 @@ def test_the_times_of_sampled_steps_are_in_no_median(made: Make) -> None:
     assert cell.n == 8 and cell.seconds.high == pytest.approx(cell.seconds.low)
 
 
-SUMMED = {
-    "kind": "gradients",
-    "passes": 1,
-    "names": ["0 2"],
-    "local": [[1.0, 2.0]],
-    "given": [[4.0, 8.0]],
-    "detail": {"optimizer": 0, "site": "main.py:<b>9</b>"},
-}
-
-
 def test_findings_are_on_the_page_in_markdown_and_in_json(made: Make, tmp_path: Path) -> None:
     """The optimizer of every rank gets the sum of four different gradients."""
-    local = [[1.0, 2.0], [3.0, -1.0], [0.5, 0.5], [-2.0, 4.0]]
-    total = [sum(column) for column in zip(*local, strict=True)]
     made(Script(differ=True))
-    for rank in range(4):
-        with (tmp_path / "run" / f"rank{rank}.jsonl").open("a") as file:
-            for step in (0, 1, 3, 7):
-                sample = SUMMED | {"step": step, "local": [local[rank]], "given": [total]}
-                file.write(json.dumps(sample) + "\n")
+    plant_sum(tmp_path / "run", site="main.py:<b>9</b>")
     write([tmp_path], tmp_path)
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report" / "report.md").read_text()
     (cell,) = json.loads((tmp_path / "report" / "report.json").read_text())["experiments"]["adhoc"]

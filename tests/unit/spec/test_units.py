@@ -12,6 +12,7 @@ from testbed.spec.units import (
     format_duration,
     format_rate,
     format_size,
+    in_megabytes,
     parse_duration,
     parse_rate,
     parse_size,
@@ -97,3 +98,8 @@ def _round_trip(parse, form, text: str) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_burst_is_4_ms_of_the_rate_and_at_least_16_kib() -> None:
     assert burst_bytes(10**9) == 500_000 and burst_bytes(10**7) == 16 * 1024
+
+
+def test_megabytes_of_a_column_have_a_unit_where_they_are_few() -> None:
+    values = (0, 40, 34_100, 99_999, 100_000, 12_340_000)
+    assert [in_megabytes(value) for value in values] == ["0.0", "0.0 kB", "34.1 kB", "100.0 kB", "0.1", "12.3"]
