@@ -45,6 +45,7 @@ from testbed.spec.script import SCRIPT_DEADLINE_S, SWAP_STEP, ScriptSpec, fill
 OWNER_VARIABLE = "TESTBED_OWNER"  # marks every process of a run, so that it can be found and ended
 LAUNCHER_VARIABLE = "TESTBED_LAUNCHER"  # pid of the launcher, in every process of its script
 FOLDER_VARIABLE = "TESTBED_SCRIPT"  # where the script's folder is on this node, if not at its own path
+USER_VARIABLE = "TESTBED_SCRIPT_USER"  # "uid:gid" of the script, if this launcher may start it as another user
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "TERM", OWNER_VARIABLE)
 STOP_GRACE_S = 2.0  # between SIGTERM and SIGKILL; the controller waits 5 s for the launcher
 EXIT_GRACE_S = 20.0  # for the script to end after the requested steps
@@ -64,6 +65,9 @@ def _stop(*_: object) -> NoReturn:
 
 def script_user(variables: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """The user that the script runs as: this one, but instead of root the one who called sudo, else nobody."""
+    own, _, group = variables.get(USER_VARIABLE, "").partition(":")
+    if own.isdecimal() and group.isdecimal() and int(own):
+        return int(own), int(group)
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
     uid, gid = variables.get("SUDO_UID", ""), variables.get("SUDO_GID", "")
@@ -180,6 +184,11 @@ class Script:
         """End every process of the script, also those in sessions of their own."""
         end_descendants(os.getpid(), grace_s)
         self._process.wait()
+        # Orphans of the script are children of this process now. Until they are waited for, they count as processes of
+        # the container, where no other command could be started.
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         self._copier.join(READ_TIMEOUT_S)
 
 
@@ -211,6 +220,7 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     counter: Counter = open_counter(interface) if interface != "lo" else NoCounter()  # the script's sockets are its own
     intake = Intake(place.socket, records)
+    place.hand_over()
     begun, before = time.monotonic(), counter.read()
     script = start(argv, variables, place, output, [Path(each["root"]) for each in offered.values()])
     threading.Thread(target=ask_while_silent, args=(spec, records, intake), daemon=True).start()
@@ -270,7 +280,7 @@ def offer_data(place: Workplace, script: ScriptSpec) -> dict[str, Any]:
     scratch = place.root / "layouts"
     scratch.mkdir()
     try:
-        return offer(data_dir(), place.work, script.data_at, scratch, script_user())
+        return offer(data_dir(), place.work, script.data_at, scratch)
     except (OSError, TestbedError) as error:
         print(f"testbed: no data set is offered to the script ({one_line(str(error))})", file=sys.stderr)
         return {}

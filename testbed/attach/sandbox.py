@@ -56,6 +56,8 @@ def command(
     user: tuple[int, int], needs: Iterable[Path], writable: Path, argv: Sequence[str], variables: int
 ) -> list[str]:
     """The command that is started instead of `argv`. Root's needs `variables`: the file of `open_variables`."""
+    if os.geteuid() not in (0, user[0]):  # in a container, with capabilities that the script does not get
+        return [*without_privileges(*user), *DIES_WITH_LAUNCHER, *argv]
     if os.geteuid() != 0:
         return [*DIES_WITH_LAUNCHER, *without_new_privileges(), *argv]
     if not _can_unshare():

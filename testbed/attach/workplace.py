@@ -1,9 +1,10 @@
 """The folders of one script on one node: a working copy of its own, and the Python path with the observer.
 
     ROOT/work      copy of the user's folder, the script's working folder
-    ROOT/home      HOME and TMPDIR of the script, with the observer's socket
+    ROOT/home      HOME and TMPDIR of the script
     ROOT/python    PYTHONPATH: `testbed` and sitecustomize, nothing else
     ROOT/methods   TESTBED_METHODS: the user's own method, if a mode of his replaces the script's synchronisation
+    ROOT/observer  the observer's socket
 
 When the script has ended, what it wrote to `work` is collected: regular files only, bounded in size and number.
 """
@@ -36,17 +37,14 @@ class Workplace:
     def __init__(self, folder: Path, owner: tuple[int, int], exclude: Sequence[str] = (), mark: str = "") -> None:
         self.root = Path(tempfile.mkdtemp(prefix=f"testbed-{mark}-script-" if mark else "testbed-script-"))
         self.work, self.python, self.home = (self.root / name for name in ("work", "python", "home"))
-        self.socket = self.home / "observer"
         self.methods = self.root / "methods"
+        self.socket = self.root / "observer"
         self._owner = owner
         try:
             self.root.chmod(0o711)
             self.home.mkdir()
             self._before = copy_tree(folder, self.work, exclude)
             _copy_package(self.python)
-            if os.geteuid() == 0:
-                for path in (self.work, self.home, *self.work.rglob("*")):
-                    os.chown(path, *owner, follow_symlinks=False)
         except BaseException:
             self.remove()
             raise
@@ -62,8 +60,29 @@ class Workplace:
         if folder.is_dir():
             copy_tree(folder, self.methods, ())
 
+    def hand_over(self) -> None:
+        """Give `work` and `home` to the script's user, if that is another one."""
+        if self._owner[0] != os.geteuid():
+            for path in (self.work, self.home, *self.work.rglob("*")):
+                os.chown(path, *self._owner, follow_symlinks=False)
+
+    def take_back(self) -> None:
+        """Own every folder again, from the top, also those that the script has closed. Root can read them anyway."""
+        queue = [self.work, self.home] if os.geteuid() not in (0, self._owner[0]) else []
+        while queue:
+            folder = queue.pop()
+            with contextlib.suppress(OSError):
+                os.chown(folder, os.geteuid(), os.getegid(), follow_symlinks=False)
+                folder.chmod(0o700)
+                for entry in os.scandir(folder):
+                    if entry.is_dir(follow_symlinks=False):
+                        queue.append(Path(entry.path))
+                    else:
+                        os.chown(entry.path, os.geteuid(), os.getegid(), follow_symlinks=False)
+
     def collect(self, target: Path) -> Files:
         """Copy what the script wrote to `target`. All of its processes must have ended."""
+        self.take_back()
         return collect(self.work, self._before, target, self._owner)
 
     def remove(self) -> None:

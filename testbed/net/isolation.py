@@ -21,14 +21,16 @@ def default_routes() -> list[str]:
 def isolate(defaults: Iterable[dict[str, Any]], gateways: Iterable[str] = ()) -> list[list[str]]:
     """The commands that remove the default routes and make gateways and the name server unreachable.
 
-    `gateways`: further addresses of the subnet that are not a rank's. A gateway is an address of the host itself.
+    `gateways`: further addresses of the subnet that are not a rank's. A gateway is an address of the host itself. Its
+    route is `throw`, because an attempt then counts as one without a route, as to any address outside. Programs ask
+    the name server without meaning to leave, so attempts to reach it do not count: its route is `blackhole`.
     """
     routes = list(defaults)
     found = [str(route["gateway"]) for route in routes if "gateway" in route]
     hosts = dict.fromkeys([*found, *gateways])
     return [
         *(["ip", "route", "del", "default", *_via(route)] for route in routes),
-        *(["ip", "route", "replace", "blackhole", f"{host}/32"] for host in hosts),
+        *(["ip", "route", "replace", "throw", f"{host}/32"] for host in hosts),
         ["ip", "route", "replace", "blackhole", f"{RESOLVER}/32", "table", "local"],
     ]
 

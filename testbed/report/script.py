@@ -15,7 +15,7 @@ from typing import Any
 from testbed.report.model import Cell, Chapter, names
 from testbed.report.script_findings import find, read_forked
 from testbed.report.stats import seconds
-from testbed.report.tables import DASH, Table, number
+from testbed.report.tables import DASH, Table, as_text, number
 from testbed.results.finding import Finding
 from testbed.results.observations import Call, Calls, Files, Setup, Swap, Unseen
 from testbed.results.records import Record
@@ -49,12 +49,12 @@ class ScriptPart:
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the table of collectives, as numbers
 
     def markdown(self) -> str:
-        lines = [f"### {self.title}", ""]
+        lines = [f"### {as_text(self.title)}", ""]
         for each in self.findings:
-            lines.append(f"- **{each.severity}**: {each.title}{f' ({each.site})' if each.site else ''}")
-            lines += [f"  {name}: {text}" for name, text in details(each)]
+            lines.append(as_text(f"- **{each.severity}**: {each.title}{f' ({each.site})' if each.site else ''}"))
+            lines += [as_text(f"  {name}: {text}") for name, text in details(each)]
         lines += [] if self.findings else [self.nothing_found]
-        return "\n".join([*lines, "", *self.notes, "", *(table.markdown() for table in self.tables)])
+        return "\n".join([*lines, "", *map(as_text, self.notes), "", *(table.markdown() for table in self.tables)])
 
     def details(self, finding: Finding) -> list[tuple[str, str]]:
         return details(finding)
@@ -113,10 +113,14 @@ def collectives(cell: Cell) -> list[dict[str, Any]]:
     for rank in cell.first.ranks:
         last = next((record for record in reversed(rank.records) if isinstance(record, Calls)), None)
         for row in last.rows if last else []:
-            whose = (str(row.detail.get("root", 0)), " ".join(map(str, row.detail.get("ranks") or ())))
+            whose = (str(row.detail.get("root", 0)), " ".join(map(str, _listed(row.detail.get("ranks")))))
             key = (row.operation, row.site, row.phase, row.by, *whose)
             found.setdefault(key, []).append((rank.number, row, last.last - last.first + 1 if last else 1))
     return [_merged(key, own) for key, own in sorted(found.items(), key=lambda pair: _first_bytes(pair[1]))]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _first_bytes(own: Sequence[tuple[int, Call, int]]) -> float:
@@ -136,16 +140,21 @@ def _merged(key: tuple[str, ...], own: Sequence[tuple[int, Call, int]]) -> dict[
         "site": site,
         "phase": phase,
         "by": by,
-        "root": int(root),
+        "root": int(root) if root.isdecimal() else 0,
         "group": group,
         "ranks": [rank for rank, *_ in own],
         "calls_per_step": per_step("count"),
         "bytes_per_call": sum(row.bytes for _, row, _ in own) / calls if calls else 0.0,
-        "smallest": min((row.detail["smallest"] for _, row, _ in own if "smallest" in row.detail), default=None),
-        "largest": max((row.detail["largest"] for _, row, _ in own if "largest" in row.detail), default=None),
+        "smallest": min(_sizes_in(own, "smallest"), default=None),
+        "largest": max(_sizes_in(own, "largest"), default=None),
         "in_flight_seconds_per_step": per_step("seconds"),
         "blocked_seconds_per_step": per_step("blocked"),
     }
+
+
+def _sizes_in(own: Sequence[tuple[int, Call, int]], name: str) -> list[float]:
+    """The numbers of this name; a script can forge `detail`."""
+    return [value for _, row, _ in own if isinstance(value := row.detail.get(name), int | float)]
 
 
 def _collectives_table(rows: Sequence[dict[str, Any]], slug: str) -> Table | None:

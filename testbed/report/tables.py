@@ -42,7 +42,8 @@ class Table:
 
     def markdown(self) -> str:
         note = f"\n\n{self.note}" if self.note else ""
-        return f"### {self.title}\n\n{format_table(self.header, self.rows)}{note}\n"
+        rows = [[as_text(cell) for cell in row] for row in self.rows]
+        return f"### {as_text(self.title)}\n\n{format_table(self.header, rows)}{note}\n"
 
     def csv(self) -> str:
         """A cell that a spreadsheet would run as a formula is written as text; a number has no footnote mark."""
@@ -52,6 +53,11 @@ class Table:
             [[_no_formula(cell.removesuffix(BUSY_MARK)) for cell in row] for row in [self.header, *self.rows]]
         )
         return out.getvalue()
+
+
+def as_text(text: str) -> str:
+    """Text for Markdown in which nothing is HTML: names and lines of a script may come from anybody."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _no_formula(cell: str) -> str:

@@ -5,13 +5,22 @@ The compose substrate and docker/entrypoint.py use it, on either side of the con
 
 from __future__ import annotations
 
-NOBODY = 65534  # uid and gid of a rank if root owns the run folder
+from collections.abc import Sequence
+
+NOBODY = 65534  # uid and gid of a rank if root owns the run folder, and of a script that is not trusted
+LAUNCHER = 65533  # uid and gid of the launcher of such a script, if root owns the run folder
+# What that launcher needs to start the script as another user, to give it its files, and to end it.
+LAUNCHER_CAPABILITIES = ("chown", "kill", "setgid", "setpcap", "setuid")
 
 
-def without_privileges(uid: int, gid: int) -> list[str]:
-    """Run as this user without groups, without capabilities, and without a way to gain them from a set-uid file."""
+def without_privileges(uid: int, gid: int, kept: Sequence[str] = ()) -> list[str]:
+    """Run as this user without groups, without capabilities, and without a way to gain them from a set-uid file.
+
+    `kept`: capabilities that the command has all the same.
+    """
     user = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
-    sets = ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"]
+    wanted = ",".join(["-all", *(f"+{name}" for name in kept)])
+    sets = [f"--bounding-set={wanted}", f"--inh-caps={wanted}", f"--ambient-caps={wanted}"]
     return ["setpriv", *user, *sets, "--no-new-privs", "--"]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from testbed.control.substrates.compose import rank_uid_gid
 from testbed.control.substrates.engine import image_name
+from testbed.control.substrates.layer import kept_layers
 from testbed.spec.errors import RankFailed, UsageError
 from tests.support.command import run_command
 
@@ -112,8 +113,12 @@ def test_requirements_become_a_layer_that_is_built_once_and_without_network(
             assert f"{number}\n" in (tmp_path / "r" / "rank1.log").read_text()
             images.add(json.loads((tmp_path / "r" / "spec.json").read_text())["script"]["image"])
         assert len(images) == 1 and not (tmp_path / "cache").exists()
+        (layer,) = (each for each in kept_layers(everything=True) if each.name in images)
+        assert layer not in kept_layers(everything=False)  # it is up to date
+        layer.remove()
+        assert layer not in kept_layers(everything=True)
     finally:
-        subprocess.run(["docker", "image", "rm", *images], check=True)
+        subprocess.run(["docker", "image", "rm", "--force", *images], check=True)
 
 
 def test_requirements_that_pip_refuses_have_one_sentence(tmp_path: Path) -> None:

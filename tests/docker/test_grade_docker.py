@@ -107,6 +107,7 @@ def test_a_submission_that_tries_to_leave_its_sandbox_gets_nothing_and_is_named(
     log = next((tmp_path / "out").glob("002-mallory/part-1/rank0.log")).read_text()
     found = json.loads(log.partition("FOUND ")[2].splitlines()[0])
     assert found["uid"] != 0 and not found["root"] and not found["mounts"]
+    assert not found["launcher"] and not found["signals"] and not found["records"]
     assert found["network"] == found["files"] == found["writes"] == [] and 0 < found["children"] < 128
     assert no_containers(tmp_path)
 

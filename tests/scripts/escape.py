@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+LAUNCHER = Path("/proc", os.environ["TESTBED_LAUNCHER"])
 TARGETS = json.loads(Path("targets.json").read_text())
 
 
@@ -52,11 +53,16 @@ found = {
     "uid": os.getuid(),
     "network": [target for target in TARGETS["addresses"] if works(connect, target)],
     "files": [path for path in TARGETS["paths"] if works(read, path)],
-    "writes": [folder for folder in ("/", "/etc", "/usr", "/script", "/data", "/sys") if works(write, folder)],
+    "writes": [folder for folder in ("/", "/etc", "/usr", "/script", "/data", "/sys", "/runs") if works(write, folder)],
     "root": works(os.setuid, 0),
+    "launcher": [
+        name for name in ("mem", "environ", "fd") if works(os.listdir if name == "fd" else open, LAUNCHER / name)
+    ],
+    "signals": works(os.kill, int(LAUNCHER.name), 0),
+    "records": works(os.rename, "/runs/rank0.jsonl", "/runs/mine.jsonl"),
     "mounts": os.system("mount -t tmpfs none /mnt 2>/dev/null") == 0,
     "children": bomb(),
 }
 print("FOUND " + json.dumps(found), flush=True)
 time.sleep(1)
-os.kill(-1, signal.SIGKILL)  # the launcher too
+os.kill(-1, signal.SIGKILL)  # all but itself that it may signal

@@ -41,6 +41,8 @@ class ScriptedEngine:
                 return 200, {"Version": "28.0", "ApiVersion": "1.44"}
             case ["GET", "info"]:
                 return 200, {"NCPU": 4, "MemTotal": MEMORY_BYTES}
+            case ["GET", "images", "json"]:
+                return 200, []
             case ["GET", "images", *_]:
                 if self.image is None:
                     return 404, {"message": "No such image"}

@@ -22,6 +22,7 @@ from testbed.control.cli.report import exit_code, finish_sweep, print_results
 from testbed.control.machine import ownership
 from testbed.control.machine.doctor import examine
 from testbed.control.runs.progress import console, open_progress
+from testbed.control.substrates.layer import kept_layers
 from testbed.control.tuning.search import conclusion, curve, document, new_search, tune_modes
 from testbed.data.fetch import fetch, verify
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
@@ -254,14 +255,19 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove what killed controllers left (processes, namespaces, cgroups, containers) and this clone's stopped
-    containers. What another clone or machine made and may use stays. runs/ and data/ stay."""
+    containers. What another clone or machine made and may use stays. Images of --requirements stay until a newer one
+    replaces them; --all removes them. runs/ and data/ stay."""
     found = ownership.find(everything=True)
     stays = [each for each in found if not each.removable(everything)]
     kept = [each for each in stays if everything or each.other_host or not each.in_use]  # the rest is simply in use
     if dry_run:
         lines = [f"{each}: {each.why()}" for each in found if each.removable(everything)]
+        lines += [f"{each}: {each.why()}" for each in kept_layers(everything)]
     else:
         lines = [str(each) for each in ownership.remove(everything)]
+        for layer in kept_layers(everything):
+            layer.remove()
+            lines.append(str(layer))
     for each in kept:
         print(f"{each} stays: {each.why()}. {each.way_out()}.", file=sys.stderr)
     if as_json:

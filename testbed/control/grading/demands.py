@@ -69,6 +69,8 @@ def _verdict(assignment: Assignment, part: Part, demand: Demand, parts: Mapping[
         found, rests_on = Finding(NOT_MET, f"{part.file} is missing"), OUTSIDE
     elif incidents := own.outside.incidents():
         found, rests_on = Finding(NOT_PROVEN, f"{'; '.join(incidents)}. A person has to look at it"), OUTSIDE
+    elif own.uncounted:
+        found, rests_on = Finding(NOT_PROVEN, f"{own.uncounted}. A person has to look at it"), OUTSIDE
     elif own.failure:
         found, rests_on = Finding(NOT_MET, own.failure), OUTSIDE
     elif own.unreadable and not own.records:
@@ -77,7 +79,7 @@ def _verdict(assignment: Assignment, part: Part, demand: Demand, parts: Mapping[
         refuted = [] if row.rests_on == OUTSIDE else contradictions(own) or list(filter(None, [own.unreadable]))
         case = Case(assignment, demand, own, parts)
         found = Finding(NOT_PROVEN, "; ".join(refuted)) if refuted else JUDGES[demand.kind](case)
-    if demand.kind == "bytes" and own and not own.outside.counted:
+    if demand.kind == "bytes" and own and own.trusted and not own.outside.counted:
         rests_on = "records"  # of a trusted submission
     return Verdict(
         part=part.name,

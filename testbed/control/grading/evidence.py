@@ -28,6 +28,10 @@ class Node:
     unreachable: int | None = None  # packets to addresses beyond the nodes, which the kernel refused
     refused: int | None = None  # processes beyond the limit
 
+    @property
+    def is_counted(self) -> bool:
+        return self.sent is not None and self.received is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
@@ -39,7 +43,7 @@ class Outside:
     @property
     def counted(self) -> bool:
         """True if the bytes of every node were counted."""
-        return bool(self.nodes) and all(node.sent is not None and node.received is not None for node in self.nodes)
+        return bool(self.nodes) and all(node.is_counted for node in self.nodes)
 
     def incidents(self) -> list[str]:
         """Attempts to leave the sandbox, one sentence each."""
@@ -61,10 +65,19 @@ class PartEvidence:
     outside: Outside = field(default_factory=Outside)
     records: Sequence[Sequence[Record]] = ()  # by rank
     unreadable: str = ""  # why the records cannot be used: they are damaged, or the run is invalid
+    trusted: bool = True  # False: without what is counted outside nothing is proven
 
     @property
     def world(self) -> int:
         return self.part.nodes or 1
+
+    @property
+    def uncounted(self) -> str:
+        """Why the evidence from outside is not complete; empty if it is, or if nothing needs it."""
+        missing = [number for number, node in enumerate(self.outside.nodes) if not node.is_counted]
+        if self.trusted or not missing:
+            return ""
+        return f"the counters of node {missing[0]} could not be read, e.g. because the script used all processes"
 
     def steps(self, rank: int) -> list[Step]:
         return [record for record in self.records[rank] if isinstance(record, Step)]

@@ -132,8 +132,18 @@ def _stage(submission: Path, given: Path | None, target: Path) -> str:
             return f"it has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, which is the limit"
         _copy(source, target / name)
     for source, name in _regular_files(given) if given else ():
+        _remove_in_the_way(target, name)
         _copy(source, target / name)
     return ""
+
+
+def _remove_in_the_way(target: Path, name: Path) -> None:
+    """Remove a folder of the submission where a given file goes, and a file where a given folder goes."""
+    if (target / name).is_dir():
+        shutil.rmtree(target / name)
+    for folder in name.parents:
+        if (target / folder).is_file():
+            (target / folder).unlink()
 
 
 def _regular_files(folder: Path) -> Iterator[tuple[Path, Path]]:
@@ -201,7 +211,14 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
             records = _read_records(folder, part.nodes or 1)
         except UsageError as error:
             unreadable = unreadable or one_line(str(error))
-    return PartEvidence(part=part, failure=failure, outside=witness.seen, records=records, unreadable=unreadable)
+    return PartEvidence(
+        part=part,
+        failure=failure,
+        outside=witness.seen,
+        records=records,
+        unreadable=unreadable,
+        trusted=setting.on != SANDBOXED,
+    )
 
 
 def _read_records(folder: Path, world: int) -> list[list[Record]]:

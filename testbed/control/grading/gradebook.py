@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -149,8 +150,9 @@ def _summary(graded: Graded) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """A text for a cell of a Markdown table: nothing in it is markup."""
-    return one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("`", "'")
+    """A text for a cell of a Markdown table: nothing in it is markup, a link or an image."""
+    escaped = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
+    return re.sub(r"[\\|*\[\]]", r"\\\g<0>", escaped)
 
 
 def _markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

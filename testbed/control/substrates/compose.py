@@ -27,6 +27,7 @@ from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.docker_cli import (
     DATA_FOLDER,
     MAX_PIDS,
+    NOBODY_USER,
     OWNER_LABEL,
     PROJECT_LABEL,
     RUN_FOLDER,
@@ -58,7 +59,7 @@ from testbed.spec.errors import CommandFailed, EngineLost, TestbedError, refuse
 from testbed.spec.link import why_not_shaped
 from testbed.spec.memory import DEFAULT_LIMIT, read_limit
 from testbed.spec.methods import methods_dir
-from testbed.spec.privileges import NOBODY, without_privileges
+from testbed.spec.privileges import LAUNCHER, LAUNCHER_CAPABILITIES, NOBODY, without_privileges
 from testbed.spec.run import DEFAULT_PORT
 from testbed.spec.script import NOT_COPIED, Limits, ScriptSpec
 
@@ -66,16 +67,26 @@ SIGNAL_TIMEOUT_S = 30.0
 
 
 class ContainerProcess:
-    """A process in a container, without any privilege; a `docker exec` on this machine has its output and exit code."""
+    """A process in a container; a `docker exec` on this machine has its output and exit code.
+
+    It has no privilege but the capabilities `kept`.
+    """
 
     def __init__(
-        self, container: str, argv: Sequence[str], env: Mapping[str, str], log: Path, uid_gid: tuple[int, int]
+        self,
+        container: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        uid_gid: tuple[int, int],
+        kept: Sequence[str] = (),
     ) -> None:
         self._container = container
         self._user = "{}:{}".format(*uid_gid)
         # The process writes its pid to this file: signals are sent inside, where it has another pid than here.
         self._pid_file = f"/tmp/pid-{time.monotonic_ns()}"
-        wrapped = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', self._pid_file, *without_privileges(*uid_gid), *argv]
+        wrapped = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', self._pid_file]
+        wrapped += [*without_privileges(*uid_gid, kept), *argv]
         self._exec = spawn(exec_argv(container, wrapped, env=env), {}, log)
         self._verified = False  # True: the exit code is that of the process
         self.pid = self._exec.pid
@@ -129,6 +140,9 @@ class ComposeSubstrate:
         self._plans = tuple(plans)
         self._folder, self._runs = folder.resolve(), folder.resolve().parent
         self._script = script
+        # A script that is not trusted runs as another user than its launcher, which writes its records and exit code.
+        self._apart = script is not None and script.limits is not None
+        self._uid_gid = rank_uid_gid(self._apart)
         self._source: str | Path = ""  # what a script's containers see as its folder
         self._staged: Path | None = None  # what they see as the run's folder
         self._project = f"{ownership.PREFIX}-{ownership.current()}"
@@ -175,7 +189,9 @@ class ComposeSubstrate:
         if self._script:
             self._staged = Path(tempfile.mkdtemp(prefix=f".{self._folder.name}.", dir=self._runs))
             undo.callback(shutil.rmtree, self._staged, ignore_errors=True)  # by then it has another name, see below
-            self._source = readable_copy(self._script, files / "script") if os.geteuid() == 0 else self._script.folder
+            copy = files / "script"
+            root = os.geteuid() == 0
+            self._source = readable_copy(self._script, copy, self._uid_gid) if root else self._script.folder
         (files / "compose.yaml").write_text(render(len(self._plans), project=self._project))
         (files / "idle.yaml").write_text(
             json.dumps(idle_override(len(self._plans), self._volumes(), self._script), indent=1)
@@ -255,7 +271,10 @@ class ComposeSubstrate:
         if self._script:
             env = {**env, "TESTBED_SCRIPT": SCRIPT_FOLDER, "TESTBED_DATA": DATA_FOLDER}
             argv = [RUN_FOLDER if word == str(self._folder) else word for word in argv]
-        process = ContainerProcess(self._containers[node].id, argv, env, log, rank_uid_gid())
+        if self._apart:
+            env = {**env, "TESTBED_SCRIPT_USER": NOBODY_USER}
+        kept = LAUNCHER_CAPABILITIES if self._apart else ()
+        process = ContainerProcess(self._containers[node].id, argv, env, log, self._uid_gid, kept)
         self._started.append(process)
         return process
 
@@ -293,7 +312,7 @@ class ComposeSubstrate:
             self._staged.rename(folder)
             self._staged = None
         if os.geteuid() == 0:
-            os.chown(folder, *rank_uid_gid())
+            os.chown(folder, *self._uid_gid)
 
     def stop(self) -> None:
         """Resume paused containers, send SIGTERM, wait, then send SIGKILL. Without an engine only SIGKILL is sent."""
@@ -318,9 +337,10 @@ class ComposeSubstrate:
                     self.kill(node)
 
     def kill(self, node: int) -> None:
-        """Send SIGKILL to all processes of the ranks' user in the container. The container stays."""
-        user = "{}:{}".format(*rank_uid_gid())
-        run_docker(exec_argv(self._containers[node].id, ["sh", "-c", "kill -9 -1; true"], user=user), ENGINE_TIMEOUT_S)
+        """Send SIGKILL to all processes of the users of rank and script in the container. The container stays."""
+        kill = ["sh", "-c", "kill -9 -1; true"]
+        for user in ("{}:{}".format(*self._uid_gid), *([NOBODY_USER] if self._apart else [])):
+            run_docker(exec_argv(self._containers[node].id, kill, user=user), ENGINE_TIMEOUT_S)
 
     def pause(self, node: int) -> None:
         """Freeze the container."""
@@ -392,11 +412,11 @@ def _bind(source: str | Path, target: str | Path, read_only: bool = False) -> di
     return {"type": "bind", "source": str(source), "target": str(target), "read_only": read_only}
 
 
-def readable_copy(script: ScriptSpec, target: Path) -> Path:
+def readable_copy(script: ScriptSpec, target: Path, uid_gid: tuple[int, int]) -> Path:
     """Copy a script's folder for the ranks' user, because root's own files may be readable by root alone."""
     shutil.copytree(script.folder, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED, *script.exclude))
     for path in (target, *target.rglob("*")):
-        os.chown(path, *rank_uid_gid(), follow_symlinks=False)
+        os.chown(path, *uid_gid, follow_symlinks=False)
     return target
 
 
@@ -414,6 +434,7 @@ def script_limits(limit_bytes: int, limits: Limits | None = None) -> dict[str, A
         "pids_limit": limits.processes,
         "mem_limit": limits.memory,
         "memswap_limit": limits.memory,
+        "cap_add": ["KILL"],  # of the launcher; the others that it needs are in compose.yaml
     }
 
 
@@ -445,6 +466,11 @@ def check_enterable(folder: Path) -> None:
         raise refuse("folder of the run", str(folder), rule, f"Use `chmod o+x {folder}`, or another --out.")
 
 
-def rank_uid_gid() -> tuple[int, int]:
-    """Return uid and gid of the ranks: this user's, or nobody's if this user is root."""
-    return (os.geteuid(), os.getegid()) if os.geteuid() else (NOBODY, NOBODY)
+def rank_uid_gid(apart: bool = False) -> tuple[int, int]:
+    """Return uid and gid of the ranks: this user's, or nobody's if this user is root.
+
+    `apart`: they are launchers of a script that runs as nobody.
+    """
+    if os.geteuid():
+        return os.geteuid(), os.getegid()
+    return (LAUNCHER, LAUNCHER) if apart else (NOBODY, NOBODY)

@@ -1,7 +1,8 @@
 """`testbed exec --requirements FILE`: an image with a script's packages, as a layer on ours.
 
 This machine downloads the packages as wheels (docker/wheels.sh); pip uses its own configuration. The build has no
-network. Wheels and image are kept, by the content of the file, of our packages and of our image.
+network. Wheels and image are kept, by the content of the file, of our packages and of our image; `testbed clean`
+removes images that a newer one has replaced, `testbed clean --all` all of them and the wheels.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.control.machine.processes import run
@@ -21,10 +23,12 @@ from testbed.control.substrates.engine import connect, image_name, inspect_image
 from testbed.results.folder import read_bounded
 from testbed.spec.errors import CommandFailed, Unavailable, one_line, refuse
 
+REPOSITORY = "testbed-requirements"
 LAYER_LABEL = "testbed.layer"  # on the image: the hash of what it was made from
 MAX_REQUIREMENTS_BYTES = 1 << 20
 DOWNLOAD_TIMEOUT_S = 3600.0
 BUILD_TIMEOUT_S = 1800.0
+REMOVE_TIMEOUT_S = 120.0
 PIP = "python3 /layer/wheels/pip.whl/pip install --quiet --no-cache-dir --no-index --find-links /layer/wheels"
 DOCKERFILE = f"""\
 ARG BASE
@@ -41,7 +45,7 @@ def image_with(requirements: Path, progress: Callable[[str], None]) -> str:
     """
     content = read_bounded(requirements, MAX_REQUIREMENTS_BYTES)
     inspect_image()
-    name = f"testbed-requirements:{_hash(content)}"
+    name = f"{REPOSITORY}:{_hash(content)}"
     key = _hash(content, content_hash().encode(), DOCKERFILE.encode())
     if _layer_of(name) == key:
         progress(f"{requirements}: the image {name} is up to date")
@@ -58,6 +62,45 @@ def image_with(requirements: Path, progress: Callable[[str], None]) -> str:
         with _pip_errors(requirements, "installed in the image"):
             run([*argv, "--tag", name, str(context)], BUILD_TIMEOUT_S)
     return name
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An image with packages of a script, or a folder with their wheels."""
+
+    kind: str  # "image" or "folder"
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+    def why(self) -> str:
+        """Say what it is for."""
+        return "it has packages of a script, and --requirements makes it again"
+
+    def remove(self) -> None:
+        """Remove it. An image that a container uses stays."""
+        if self.kind == "folder":
+            shutil.rmtree(self.name, ignore_errors=True)
+        else:
+            with contextlib.suppress(CommandFailed):
+                run(["docker", "image", "rm", self.name], REMOVE_TIMEOUT_S)
+
+
+def kept_layers(everything: bool) -> list[Kept]:
+    """The images that a newer one has replaced; with `everything` all that no container uses, and the wheels."""
+    found = [Kept("folder", str(path)) for path in sorted(cache_dir().glob("wheels-*"))] if everything else []
+    try:
+        client = connect()
+    except Unavailable:
+        return found
+    with contextlib.closing(client), wrap_docker_errors():
+        for image in client.images.list(filters={"label": LAYER_LABEL}):
+            names = [name for name in image.tags if name.startswith(f"{REPOSITORY}:")] if everything else []
+            names = names if image.tags else [str(image.id)]
+            if not client.containers.list(all=True, filters={"ancestor": image.id}, sparse=True):
+                found += [Kept("image", name) for name in names]
+    return found
 
 
 def _layer_of(name: str) -> str:

@@ -75,6 +75,11 @@ def test_root_becomes_the_caller_of_sudo_or_nobody(monkeypatch: pytest.MonkeyPat
         assert script_user(variables) == (NOBODY, NOBODY)
 
 
+def test_a_launcher_in_a_container_is_told_the_user_which_is_never_root() -> None:
+    assert script_user({"TESTBED_SCRIPT_USER": "1234:56"}) == (1234, 56)
+    assert script_user({"TESTBED_SCRIPT_USER": "0:0"})[0] != 0
+
+
 def test_a_script_in_the_folder_is_started_from_the_copy() -> None:
     script = ScriptSpec(argv=("python", "/mine/src/main.py", "--out", "/mine/x"), folder="/mine")
     assert in_working_copy(script) == ["python", "src/main.py", "--out", "/mine/x"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from testbed.attach import offers
 from testbed.attach.offers import offer
-
-OWNER = (os.geteuid(), os.getegid())
 
 
 @pytest.fixture
@@ -24,7 +21,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def linked(work: Path, *places: str) -> dict[str, object]:
-    return offer(work.parent / "own", work, places, work.parent, OWNER)
+    return offer(work.parent / "own", work, places, work.parent)
 
 
 def test_data_is_linked_at_every_place_and_the_folders_above_belong_to_the_script(work: Path) -> None:

@@ -50,6 +50,14 @@ def test_another_user_than_root_keeps_his_rights_and_gains_none(monkeypatch: pyt
     assert "--no-new-privs" in found and "unshare" not in found and found[-2:] == ["python", "main.py"]
 
 
+def test_a_launcher_of_another_user_gives_the_script_none_of_its_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 65533)
+    found = " ".join(command((NOBODY, NOBODY), [], Path("/work"), ["python", "main.py"], 3))
+    assert f"--reuid {NOBODY} --regid {NOBODY} --clear-groups --bounding-set=-all --inh-caps=-all" in found
+    # the signal is requested after the user is changed, which would cancel it
+    assert found.endswith("-- setpriv --pdeathsig KILL -- python main.py")
+
+
 def test_root_needs_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(sandbox, "_can_unshare", lambda: True)

@@ -18,8 +18,8 @@ def test_default_routes_gateways_and_the_name_server_are_removed() -> None:
     commands = [" ".join(command) for command in isolate(routes, ["172.18.0.1", "172.18.0.9"])]
     assert commands == [
         "ip route del default via 172.18.0.1 dev eth0",
-        "ip route replace blackhole 172.18.0.1/32",
-        "ip route replace blackhole 172.18.0.9/32",
+        "ip route replace throw 172.18.0.1/32",
+        "ip route replace throw 172.18.0.9/32",
         f"ip route replace blackhole {RESOLVER}/32 table local",
     ]
 

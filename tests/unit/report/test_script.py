@@ -197,3 +197,18 @@ def test_a_script_beside_our_own_modes_has_a_row_and_a_section_but_no_verdict(tm
 def test_ranges_and_sizes_in_words() -> None:
     assert ranges([0, 1, 2, 5]) == "0-2, 5" and ranges([3]) == "3"
     assert [size_in_words(size) for size in (8, 1500, 2_000_000)] == ["8 B", "1.5 kB", "2 MB"]
+
+
+def test_forged_details_and_names_do_no_harm(tmp_path: Path) -> None:
+    make_script_run(tmp_path / "run", Script(collectives=GATHER_SCATTER, overlap=False))
+    hostile = "<img src=x onerror=alert(1)>"
+    for path in (tmp_path / "run").glob("rank*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in (row for line in lines if line["kind"] == "calls" for row in line["rows"]):
+            row["site"] = row["by"] = hostile
+            row["detail"] = {"root": "x", "smallest": "a", "largest": {}, "ranks": 7}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (chapter,) = chapters(load([tmp_path]))
+    text = part_of(chapter).markdown()
+    assert "<img" not in text and "&lt;img" in text
+    assert {row["root"] for row in part_of(chapter).rows} == {0}

@@ -133,6 +133,15 @@ def test_an_attempt_to_leave_the_sandbox_gives_nothing_and_is_named() -> None:
     assert given.reason.startswith("node 2 tried 4 times to reach an address beyond its nodes")
 
 
+@pytest.mark.parametrize("kind", ["runs", "gradients", "bytes"])
+def test_without_the_counters_of_a_node_nothing_of_an_untrusted_submission_is_proven(kind: str) -> None:
+    nodes = [*evidence().outside.nodes[:2], Node(code=0)]
+    found = replace(evidence(), outside=Outside(seconds=9.0, nodes=nodes), trusted=False)
+    given = verdict(found, kind=kind, **(BANDS if kind == "bytes" else {}))
+    assert given.verdict == NOT_PROVEN and given.points == 0 and given.evidence == OUTSIDE
+    assert given.reason.startswith("the counters of node 2 could not be read")
+
+
 def test_without_counters_bytes_rest_on_records() -> None:
     given = verdict(replace(evidence(), outside=UNCOUNTED), kind="bytes", rank0=[0, 9], others=[0, 9])
     assert given.verdict == MET and given.evidence == "records"

@@ -79,6 +79,18 @@ def test_links_and_pipes_of_a_submission_are_not_taken_and_given_files_win(tmp_p
     assert (tmp_path / "files" / "starter.py").read_text() == "ours"
 
 
+def test_a_folder_in_place_of_a_given_file_is_removed(tmp_path: Path) -> None:
+    (own,) = submissions(tmp_path, "ann")
+    (own / "starter.py").mkdir()
+    (own / "starter.py" / "x").write_text("in the way")
+    (own / "lib").write_text("in the way")
+    (tmp_path / "given" / "lib").mkdir(parents=True)
+    for name in ("starter.py", "lib/x.py"):
+        (tmp_path / "given" / name).write_text("ours")
+    assert grade._stage(own, tmp_path / "given", tmp_path / "files") == ""
+    assert [(tmp_path / "files" / name).read_text() for name in ("starter.py", "lib/x.py")] == ["ours", "ours"]
+
+
 def test_a_submission_of_too_many_files_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grade, "MAX_FILES", 2)
     (own,) = submissions(tmp_path, "ann")

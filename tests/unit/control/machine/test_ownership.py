@@ -158,6 +158,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted
     made.networks["network of others"] = {"testbed": "x"}
     made.add_container("stranger", STRANGERS)
     monkeypatch.setattr(ownership, "FINDERS", (ownership.find_projects,))  # nothing else of this machine
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with serve(made, tmp_path / "docker.sock") as url:
         monkeypatch.setenv("DOCKER_HOST", url)
         yield made

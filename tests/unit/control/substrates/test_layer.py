@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed.control.substrates.content import ROOT
-from testbed.control.substrates.layer import DOCKERFILE, pip_error
+from testbed.control.substrates.layer import DOCKERFILE, kept_layers, pip_error
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,15 @@ def test_wheels_of_a_file_are_those_that_the_image_lacks_and_pip(tmp_path: Path)
     command = (tmp_path / "log").read_text().splitlines()[-2]
     assert "--constraint docker/packages.txt" in command and f"--requirement {tmp_path}/r.txt" in command
     assert "--python-version 3.11" in command and "--only-binary :all:" in command
+
+
+def test_wheels_are_removed_with_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
+    wheels = tmp_path / "testbed" / "wheels-0123"
+    wheels.mkdir(parents=True)
+    assert kept_layers(everything=False) == []
+    (found,) = kept_layers(everything=True)
+    assert str(found) == f"folder {wheels}" and "--requirements makes it again" in found.why()
+    found.remove()
+    assert not wheels.exists()
