@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from testbed.control.substrates.engine import image_name
 from tests.support.command import chromium
 from tests.support.rank_pool import RankPool
 from tests.support.turns import Turn, alone
@@ -169,7 +170,7 @@ def image(repository: Path) -> str:
     """Build the image of the present code and return its name. A rebuild after a change takes seconds."""
     with alone("image"):  # two workers would build it twice
         subprocess.run([repository / "docker" / "image.sh"], env=os.environ | {"CI": "true"}, timeout=900, check=True)
-    return "testbed:latest"
+    return image_name()
 
 
 @pytest.fixture(scope="session")

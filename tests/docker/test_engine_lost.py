@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.control.substrates.engine import image_name
 from tests.docker.cluster import wait_for
 from tests.docker.private_engine import PrivateEngine
 from tests.support.command import rank_pids, run_command, start_command, wait_for_steps
@@ -86,7 +87,7 @@ def test_the_next_engine_ends_the_containers_of_a_killed_one(second: PrivateEngi
     def docker(*argv: str) -> str:
         return subprocess.run(["docker", *argv], check=True, capture_output=True, text=True, timeout=120).stdout.strip()
 
-    container = docker("run", "--detach", "--entrypoint", "sleep", "testbed:latest", "100000")
+    container = docker("run", "--detach", "--entrypoint", "sleep", image_name(), "100000")
     pid = int(docker("inspect", "--format", "{{.State.Pid}}", container))
     second.kill()
     assert state(pid) not in ("", "Z"), "containers outlive their engine"

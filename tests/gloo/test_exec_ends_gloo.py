@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from testbed.control.machine import ownership
 from testbed.results.records import Step, read
-from tests.support.command import run_command, start_command, wait_for_steps
+from tests.support.command import start_command, wait_for_steps
 
 pytestmark = pytest.mark.gloo
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -25,13 +26,26 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "{world}"
 TORCHRUN += ["--node-rank", "{rank}", "--master-addr", "{master}", "--master-port", "{port}"]
 
 
+CONTROLLERS: set[int] = set()  # pids of those that these tests have started
+
+
 def script(folder: Path, content: str) -> None:
     (folder / "main.py").write_text(content)
 
 
+def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
+    controller = start_command("exec", *COMMON, *argv, cwd=folder)
+    CONTROLLERS.add(controller.pid)
+    return controller
+
+
 def execute(folder: Path, *arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    argv = arguments or ("python", "main.py")
-    return run_command("exec", *COMMON, *before, "--", *argv, cwd=folder)
+    controller = start(folder, *before, "--", *(arguments or ("python", "main.py")))
+    try:
+        printed, said = controller.communicate(timeout=240)
+    finally:
+        controller.kill()
+    return subprocess.CompletedProcess(controller.args, controller.returncode, printed, said)
 
 
 def fails(folder: Path, *words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -45,7 +59,7 @@ def reason(folder: Path) -> str:
 
 def left(folder: Path) -> list[str]:
     """What is left of a run in this folder: processes by their mark or their folder, working copies."""
-    copies = [str(path) for path in Path(tempfile.gettempdir()).glob("testbed-*-script-*") if _dead(path)]
+    copies = [str(path) for path in Path(tempfile.gettempdir()).glob("testbed-*-script-*") if _of_this_file(path)]
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -57,9 +71,9 @@ def left(folder: Path) -> list[str]:
     return found + copies
 
 
-def _dead(path: Path) -> bool:
+def _of_this_file(path: Path) -> bool:
     match = ownership.OWNED_NAME.fullmatch(path.name)
-    return match is not None and not ownership.alive(match[1])
+    return match is not None and int(match[1].partition("-")[0]) in CONTROLLERS
 
 
 def orphans(owner: int) -> list[int]:
@@ -70,8 +84,9 @@ def orphans(owner: int) -> list[int]:
 def test_the_rank_that_died_first_is_named_with_its_own_words(tmp_path: Path) -> None:
     done = fails(tmp_path, "raise", "1")
     assert done.returncode == 3
-    assert "rank 1 (node1) ended with code 1 after step 4: ValueError: rank 1 stops here." in done.stderr
-    assert "Then rank 0 lost it. See r/rank1.log" in done.stderr
+    said = r"rank 1 \(node1\) ended with code 1 after step 4: ValueError: rank 1 stops here\."
+    # On a busy machine rank 0 may be ended before it notices.
+    assert re.search(said + r"( Then rank 0 lost it\.)? See r/rank1\.log", done.stderr), done.stderr
     assert len([each for each in read(tmp_path / "r" / "rank1.jsonl") if isinstance(each, Step)]) == 4
     assert (tmp_path / "r" / "rank1.files" / "steps.txt").read_text().count("rank 1") == 4
     assert bytes(range(256)) in (tmp_path / "r" / "rank1.log").read_bytes()
@@ -95,10 +110,11 @@ def test_a_script_that_hangs_is_ended_after_the_deadline(tmp_path: Path) -> None
     assert left(tmp_path) == []
 
 
+@pytest.mark.quiet  # a run of another test kills what dead controllers left, before it has removed its files
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_controller_leaves_nothing(tmp_path: Path, signum: signal.Signals) -> None:
     shutil.copy(SCRIPTS / "fails.py", tmp_path)
-    controller = start_command("exec", *COMMON, "--", *TORCHRUN, "fails.py", "never", "0", cwd=tmp_path)
+    controller = start(tmp_path, "--", *TORCHRUN, "fails.py", "never", "0")
     wait_for_steps(tmp_path / "r", 0, 3)
     assert orphans(controller.pid)
     controller.send_signal(signum)

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from testbed.report.script_findings import find
 from testbed.results.finding import Finding
 from testbed.results.gradients import gradient_fit
 from testbed.results.records import Step, read
+from testbed.spec.run import RunSpec
+from testbed.spec.script import ScriptSpec
 from tests.support.command import run_command
+from tests.support.observed import run_ranks
 
 pytestmark = pytest.mark.gloo
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -30,6 +34,16 @@ def observe(folder: Path, name: str, nodes: int = 2, **variables: str) -> dict[s
     assert summary["status"] == "ok"
     assert json.loads((folder / "r" / "summary.json").read_text())["findings"] == summary["findings"]
     return {each["rule"]: Finding(**each) for each in summary["findings"]}
+
+
+def observe_forked(folder: Path, name: str, nodes: int = 2, **variables: str) -> dict[str, Finding]:
+    """The findings by rule about a script in ranks that are forked, without a controller."""
+    ranks = run_ranks(folder, name, ranks=nodes, variables=variables)
+    assert [rank.code for rank in ranks] == [0] * nodes, ranks[0].output
+    script = ScriptSpec(argv=["python", name], folder=str(SCRIPTS))
+    spec = RunSpec(mode="script", script=script, nodes=nodes, batch=nodes)
+    found = find({number: rank.records for number, rank in enumerate(ranks)}, spec)
+    return {finding.rule: finding for finding in found}
 
 
 def errors(found: dict[str, Finding]) -> list[str]:
@@ -55,7 +69,7 @@ def line_of(text: str) -> str:
     ],
 )
 def test_a_planted_fault_is_found_with_its_line(tmp_path: Path, fault: str, rule: str, says: str, line: str) -> None:
-    found = observe(tmp_path, "gather_scatter.py", nodes=3, SCRIPT_FAULT=fault)
+    found = observe_forked(tmp_path, "gather_scatter.py", nodes=3, SCRIPT_FAULT=fault)
     assert errors(found) == [rule]
     assert says in found[rule].title and found[rule].site == line_of(line)
 
@@ -107,7 +121,7 @@ def test_a_script_that_never_joins_a_group_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_a_look_alike_has_no_error(tmp_path: Path, name: str, variables: dict[str, str]) -> None:
-    found = observe(tmp_path, name, **variables)
+    found = observe_forked(tmp_path, name, **variables)
     assert errors(found) == [] and "not_the_mean" not in found
 
 

@@ -205,12 +205,12 @@ def test_a_rank_that_wants_to_be_idle_where_rank_0_does_not_is_refused(tmp_path:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_and_the_others_end_with_6(tmp_path: Path, victim: int) -> None:
     others = [rank for rank in range(3) if rank != victim]
-    with launched(tmp_path, 3, STEPS="100000") as run:
+    with launched(tmp_path, 3, STEPS="100000", SET=f"{SUBSET} deadline=60") as run:
         wait_for_steps(tmp_path, victim, 3)
         run.processes[victim].send_signal(signal.SIGKILL)
         killed = time.monotonic()
         assert run.wait(60.0, others) == [PeerLost.exit_code] * 2, run.log_of(others[0])
-        assert time.monotonic() - killed < 15.0
+        assert time.monotonic() - killed < 40.0  # before the deadline
     folder = only_folder(tmp_path)
     for rank in others:
         last = list(read(folder.records(rank)))[-1]
@@ -231,7 +231,7 @@ def test_a_frozen_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
         run.processes[1].send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
         assert run.wait(60.0, [0, 2]) == [PeerLost.exit_code] * 2, run.log_of(0)
-        assert 4.0 < time.monotonic() - stopped < 25.0
+        assert time.monotonic() - stopped > 4.0
     reason = summary_of(only_folder(tmp_path))["reason"]
     assert reason.startswith("rank 1 (node1) is silent since step ") and "frozen or cut off" in reason
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 
 @pytest.mark.parametrize(("mode", "rank"), [("allreduce", 3), ("ring/bucket:2MiB/pipeline", 0)])
 def test_a_rank_that_is_cut_off_is_named_after_the_deadline(mode: str, rank: int) -> None:
-    outcome = faults.fatal_case(mode, "netns", f"cut:rank{rank}@step5", rank, limit=faults.SILENCE_LIMIT_S)
+    outcome = faults.fatal_case(mode, "netns", f"cut:rank{rank}@step5", rank, limit=faults.DEADLINE_S + 30)
     assert outcome["ok"] and outcome["named"], outcome
 
 
@@ -33,7 +33,8 @@ def test_a_slow_link_for_a_while_changes_only_times() -> None:
 
 
 def test_a_rank_that_reaches_its_memory_limit_is_killed_and_named() -> None:
-    outcome = faults.fatal_case("ring", "netns", "oom:rank2@step5", 2, limit=10.0)
+    flags = ["--set", "deadline=60"]
+    outcome = faults.fatal_case("ring", "netns", "oom:rank2@step5", 2, limit=40.0, flags=flags)
     assert outcome["ok"] and outcome["named"], outcome
 
 

@@ -188,7 +188,7 @@ def test_links_and_huge_files_are_no_valid_checkpoints(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     begun = time.monotonic()
     assert keeps.agree(trained) == 1
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     tensors.unlink()
     (tmp_path / "elsewhere").write_bytes(good)
     tensors.symlink_to(tmp_path / "elsewhere")

@@ -26,7 +26,7 @@ def test_a_timeout_ends_the_command_with_all_its_children() -> None:
     began = time.monotonic()
     with pytest.raises(CommandFailed, match=r"not finished after 0\.2 s") as failure:
         run(["sh", "-c", "sleep 60 & sleep 60"], 0.2)
-    assert time.monotonic() - began < 5 and failure.value.code == 124
+    assert time.monotonic() - began < 30 and failure.value.code == 124
 
 
 def test_a_process_that_has_ended_has_no_start_time_and_takes_no_signal() -> None:
