@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from testbed.spec.datasets import dataset_info
 from testbed.spec.experiment import Experiment
 from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
+from testbed.spec.script import command_line
 from testbed.spec.units import format_rate
 
 REPEAT_KEYS = NO_COLUMN - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
@@ -545,7 +545,7 @@ def value_of(cell: Cell, key: str) -> Any:
     if key == "nodes":
         return cell.world
     if key == "script.argv" and cell.spec.script:
-        return shlex.join(cell.spec.script.argv)
+        return command_line(cell.spec.script.argv)
     if key == "overrides":
         return overrides_in_words(cell) or "none"
     return cell.flat.get(key)

@@ -28,6 +28,7 @@ from testbed.spec.errors import UsageError, refuse
 
 PAGE = "report.html"
 FILES = "report"  # the folder next to the page
+NAMED = 5  # folders that a message names, of those that cannot be shown
 FAULTS = "faults"  # prefix of the files of the section on faults
 
 
@@ -103,8 +104,10 @@ def _nothing_to_show(paths: Sequence[Path], loaded: Loaded) -> str:
     named = ", ".join(map(str, paths))
     if not loaded.skipped:
         return f"{named}: no run folder in it. Make one with `testbed run`."
-    first = loaded.skipped[0]
-    return f"{named}: none of {len(loaded.skipped)} run folders can be shown; {first.path.name}: {first.reason}."
+    reasons = [f"{each.path.name}: {each.reason.rstrip('.')}" for each in loaded.skipped[:NAMED]]
+    reasons += [f"{len(loaded.skipped) - NAMED} more"] if len(loaded.skipped) > NAMED else []
+    rule = f"none of {len(loaded.skipped)} run folders can be shown ({'; '.join(reasons)})"
+    return f"{named}: {rule}. Give a folder with a run that has ended well, or run it again."
 
 
 def make_section(chapter: Chapter) -> Section:

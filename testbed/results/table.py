@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from testbed.results.machines import busy_note
 from testbed.spec.errors import one_line
 from testbed.spec.mode import ALGORITHMS, CONTROL
 from testbed.spec.run import RunSpec
+from testbed.spec.script import command_line
 from testbed.spec.units import format_rate, in_megabytes
 
 HEADER = (
@@ -63,7 +63,7 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
 def _value(s: Summary, key: str) -> str:
     """A run's value of a key that varies; of a script's command the words."""
     value = s.spec.world if key == "nodes" else flatten(s.spec).get(key, "-")
-    return shlex.join(value) if key == "script.argv" and isinstance(value, list) else str(value)
+    return command_line(value) if key == "script.argv" and isinstance(value, list) else str(value)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -171,7 +171,7 @@ def _script_in_words(summaries: Sequence[Summary]) -> dict[str, str]:
     script = summaries[0].spec.script if summaries else None
     if script is None:
         return {}
-    made = {"script.argv": shlex.join(script.argv), **({"script.as_cpu": "run on the CPU"} if script.as_cpu else {})}
+    made = {"script.argv": command_line(script.argv), **({"script.as_cpu": "run on the CPU"} if script.as_cpu else {})}
     found = dict.fromkeys(batch_in_words(s, rank) for s in summaries for rank in range(len(s.images)))
     usual, comma, last = " or ".join(found).partition(",")
     made["observed batch"] = f"batches of {usual} per rank{comma}{last} (observed)"

@@ -27,6 +27,8 @@ characters are replaced when a message is printed, and `quote` and `one_line` li
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -152,6 +154,12 @@ def refuse(what: str, value: object, rule: str, way_out: str, kind: type[UsageEr
     error = kind(f"{what} {quote(value)}: {rule}. {way_out}")
     error.rule, error.way_out = rule, way_out
     return error
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question to append to a message, with the known word that is most similar; empty if none is."""
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {similar[0]}?" if similar else ""
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:

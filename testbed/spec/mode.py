@@ -26,7 +26,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer
 
 from testbed.spec.base import validator
-from testbed.spec.errors import SpecError, UsageError, refuse
+from testbed.spec.errors import SpecError, UsageError, did_you_mean, refuse
 from testbed.spec.methods import method_path, mode_name, own_methods
 from testbed.spec.units import format_size, parse_size
 
@@ -439,7 +439,8 @@ def _unknown_algorithm(text: str, name: str) -> UsageError:
     own = [method for method in own_methods([*ALGORITHMS, SCRIPT]) if str(method.path) not in unusable]
     known = [*ALGORITHMS, *(method.name for method in own)]
     others = "".join(f" {path} cannot be used: {problem}." for path, problem in unusable.items())
-    return refuse("mode", text, f"unknown algorithm {name!r}", f"Known: {', '.join(known)}.{others}")
+    way_out = f"Known: {', '.join(known)}.{did_you_mean(name, known)}{others}"
+    return refuse("mode", text, f"unknown algorithm {name!r}", way_out)
 
 
 def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMode:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from testbed.spec.datasets import Unit
-from testbed.spec.errors import refuse
+from testbed.spec.errors import did_you_mean, refuse
 from testbed.spec.own_files import OwnFile, looks_like_code, own_code
 
 
@@ -108,5 +108,6 @@ def model_info(name: str) -> ModelInfo:
     if name not in MODELS:
         others = ", ".join(each for each in TORCHVISION_MODELS if each not in OWN_MODELS)
         way_out = f"Use one of {', '.join(OWN_MODELS)}, FILE.py:FUNCTION, or of torchvision: {others}."
+        way_out += did_you_mean(name, MODELS)
         raise refuse("model", name, "unknown", way_out)
     return replace(MODELS[name], name=name)

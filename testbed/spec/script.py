@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any
@@ -57,6 +58,16 @@ def fill(argv: Sequence[str], values: Mapping[str, str]) -> list[str]:
         return values[match[1]]
 
     return [_PLACEHOLDER.sub(replace, word) for word in argv]
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command as it is typed in a shell. Placeholders are not quoted: a shell leaves `{rank}` as it is."""
+
+    def is_plain(word: str) -> bool:
+        rest = _PLACEHOLDER.sub("x", word)
+        return shlex.quote(rest) == rest
+
+    return " ".join(word if is_plain(word) else shlex.quote(word) for word in argv)
 
 
 def check_placeholders(argv: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ and limits. The `description` of a field is the rule for its pattern.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from testbed.spec.errors import SpecError, one_line, quote
+from testbed.spec.errors import SpecError, did_you_mean, one_line, quote
 from testbed.spec.words import refuse_setting, setting
 
 _WHOLE, _NUMBER, _TEXT, _LIST = "must be a whole number", "must be a number", "must be text", "must be a list"
@@ -154,8 +153,7 @@ def example_of(field: FieldInfo) -> Any:
 def _unknown_key(model: type[BaseModel] | None, loc: tuple[Any, ...]) -> str:
     """Name an unknown key, the keys that its table may have, and the most similar one of them."""
     known = sorted(field.alias or name for name, field in _table(model, loc[:-1]).model_fields.items()) if model else []
-    similar = difflib.get_close_matches(str(loc[-1]), known, n=1)
-    hint = f" Did you mean {similar[0]}?" if similar else ""
+    hint = did_you_mean(str(loc[-1]), known)
     return f"unknown key {quote('.'.join(map(str, loc)))}; known keys: {', '.join(known)}.{hint}"
 
 

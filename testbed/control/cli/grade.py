@@ -44,7 +44,7 @@ def grade(
     out: Annotated[Path | None, typer.Option(help="folder of the results [default: runs/grade-TIME]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Grade submissions by an instructor's file of demands: a table per submission, results.md, .json and .html."""
+    """Grade submissions by an instructor's file of demands. Each gets a table; results.md, .json and .html have all."""
     assignment = Assignment.read(file)
     found = _selected(find_submissions(submissions), only or [])
     where = check_trust(on, trusted)

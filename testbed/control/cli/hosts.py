@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from testbed.control import api
 from testbed.control.cli import options as opt
-from testbed.control.cli.report import exit_code, finish_sweep, print_results
+from testbed.control.cli.report import exit_code, finish_sweep, print_results, print_run
 from testbed.control.runs.progress import console
 from testbed.control.runs.select import HOSTS
 from testbed.results.table import format_table
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 DEFAULT_DATA = "cifar10"
 app = typer.Typer(
     no_args_is_help=True,
-    help=f"Real hosts by SSH: {DEFAULT}, or ${VARIABLE}, or --inventory. `fab` runs several of these in one line.",
+    help=f"Run on real hosts by SSH. They are listed in {DEFAULT}, or ${VARIABLE}, or --inventory.\n\n"
+    "`fab` runs several of these commands in one line.",
 )
 InventoryFile = Annotated[
     Path | None, typer.Option("--inventory", help=f"the hosts [default: ${VARIABLE}, else {DEFAULT}]")
@@ -67,7 +68,7 @@ class HostsOptions:
 
 @app.command()
 def doctor(inventory: InventoryFile = None, nodes: FirstNodes = None, accept_new: AcceptNew = False) -> None:
-    """Check every host: one row each with key, engine, disk, clock, interface, ports, image."""
+    """Check every host. A row each has key, engine, disk, clock, interface, ports, image."""
     hosts = HostsOptions.read(inventory, accept_new, nodes)
     from testbed.control.substrates.hosts.doctor import HEADER, examine
     from testbed.control.substrates.hosts.group import connected
@@ -143,7 +144,7 @@ def run(
         settings=settings or [],
         **{name: value for name, value in opt.spec_options(context).items() if name != "nodes"},  # it is in `hosts`
     )
-    print_results([made.summary], made.folder, as_json)
+    print_run(made, as_json)
     raise typer.Exit(exit_code([made.summary]))
 
 
@@ -156,7 +157,7 @@ def sweep(
     accept_new: AcceptNew = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Run every cell of an experiment file; finished runs are skipped."""
+    """Run every cell of an experiment file. Finished runs are skipped."""
     hosts = HostsOptions.read(inventory, accept_new)
     made = api.sweep(
         file,
@@ -207,7 +208,7 @@ def logs(
 
 @app.command()
 def collect(run: OneRun = None, inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
-    """Copy results from the hosts to this machine, for runs whose connection was lost."""
+    """Copy results from the hosts to this machine. It is for runs whose connection was lost."""
     summaries = []
     with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
         from testbed.control.substrates.hosts.runs import collect as collect_run
@@ -225,7 +226,7 @@ def collect(run: OneRun = None, inventory: InventoryFile = None, accept_new: Acc
 
 @app.command()
 def stop(run: OneRun = None, inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
-    """Stop all ranks on the hosts; their files stay for `collect`."""
+    """Stop all ranks on the hosts. Their files stay for `collect`."""
     with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
         from testbed.control.substrates.hosts.runs import stop as stop_run
 

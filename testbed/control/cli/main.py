@@ -18,7 +18,7 @@ from testbed.control.cli import grade, hosts, report, script
 from testbed.control.cli import options as opt
 from testbed.control.cli.documents import outcome, print_document, print_failure, reset
 from testbed.control.cli.options import Json
-from testbed.control.cli.report import exit_code, finish_sweep, print_results
+from testbed.control.cli.report import exit_code, finish_sweep, print_run
 from testbed.control.machine import ownership
 from testbed.control.machine.doctor import examine
 from testbed.control.runs.progress import console, open_progress
@@ -93,7 +93,7 @@ def run(
         made = api.resume(resume, retries=retries, **where)
     else:
         made = api.run(**where, out=out, settings=settings or [], **opt.spec_options(context))
-    print_results([made.summary], made.folder, as_json)
+    print_run(made, as_json)
     raise typer.Exit(exit_code([made.summary]))
 
 
@@ -111,7 +111,7 @@ def sweep(
     fresh: opt.Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Run every cell of an experiment file; finished runs are skipped, so that a sweep can be continued."""
+    """Run every cell of an experiment file. Finished runs are skipped, so that a sweep can be continued."""
     made = api.sweep(
         file,
         on=opt.substrate(context, on),
@@ -129,7 +129,10 @@ def sweep(
     raise typer.Exit(finish_sweep(made, as_json))
 
 
-@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [-- COMMAND...]",
+)
 def tune(
     context: typer.Context,
     mode: Annotated[str, typer.Option(help="ALGORITHM[/CODEC] whose bucket size and schedule are searched")] = "ring",
@@ -155,9 +158,9 @@ def tune(
     ),
     as_json: Json = False,
 ) -> None:
-    """Find the fastest bucket size and schedule for this model on this network, by short runs.
+    """Find the fastest bucket size and schedule by short runs.
 
-    With a command after --, e.g. testbed tune -- python main.py, for that script instead of a model of the testbed.
+    They train this model on this network or, with a command after -- (testbed tune -- python main.py), that script.
     """
     keys = {"steps": "16" if context.args else "10"} | opt.spec_options(context)
     if context.args:
@@ -205,7 +208,7 @@ def _check_with_resume(context: typer.Context) -> None:
 
 @app.command()
 def modes(as_json: Json = False) -> None:
-    """List every legal mode: algorithm x granularity x schedule, and what can follow: codecs and every:K."""
+    """List every legal mode. It is algorithm x granularity x schedule; codecs and every:K can follow."""
     for path, problem in unusable_methods().items():
         print(f"{path} cannot be used: {problem}.", file=sys.stderr)
     rows: list[dict[str, Any]] = [
@@ -236,7 +239,7 @@ def modes(as_json: Json = False) -> None:
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Print what this machine can and cannot do, one line each, with the fix."""
+    """Print what this machine can do. Each line names a fix if something is missing."""
     findings = examine()
     if as_json:
         print_document([vars(finding) for finding in findings])
@@ -254,9 +257,9 @@ def clean(
     ),
     as_json: Json = False,
 ) -> None:
-    """Remove what killed controllers left (processes, namespaces, cgroups, containers) and this clone's stopped
-    containers. What another clone or machine made and may use stays. Images of --requirements stay until a newer one
-    replaces them; --all removes them. runs/ and data/ stay."""
+    """Remove what killed controllers left. That is processes, namespaces, cgroups and containers, and this clone's
+    stopped containers. What another clone or machine made and may use stays. Images of --requirements stay until a
+    newer one replaces them; --all removes them. runs/ and data/ stay."""
     found = ownership.find(everything=True)
     stays = [each for each in found if not each.removable(everything)]
     kept = [each for each in stays if everything or each.other_host or not each.in_use]  # the rest is simply in use

@@ -5,6 +5,7 @@ testbed.report is imported inside functions: matplotlib takes a second to import
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from testbed.control.api import Runs
+from testbed.control.api import Run, Runs
 from testbed.control.cli.documents import outcome, print_document, results
 from testbed.control.cli.options import Json
 from testbed.control.runs.progress import console
@@ -35,7 +36,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="folder for report.html [default: the folder of the runs]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write tables, figures and one page about what was measured; folders that cannot be read are listed."""
+    """Write tables, figures and a page about runs. Folders that cannot be read are listed."""
     require_extra("the report page", "report", "matplotlib", "jinja2")
     from testbed.report.page import write
 
@@ -59,7 +60,8 @@ def compare(
     allow_missing: Annotated[bool, typer.Option("--allow-missing", help="B may lack runs that A has")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare B with A, with confidence intervals; exit code 1 if B is slower than the threshold or lacks a run."""
+    """Compare the runs of two folders. Ratios have confidence intervals; the exit code is 1 if B is slower than the
+    threshold or lacks a run."""
     from testbed.report.compare import compare as find
 
     found = find(a, b, threshold)
@@ -96,7 +98,7 @@ def trace(
     out: Annotated[Path | None, typer.Option(help="file to write [default: trace.json in the run folder]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one trace of all ranks on one clock, for Perfetto or chrome://tracing."""
+    """Write a trace of all ranks on one clock. Perfetto and chrome://tracing show it."""
     from testbed.report.trace import write_trace
 
     path, spans = write_trace(run, out)
@@ -124,6 +126,17 @@ def print_results(summaries: list[Summary], where: Path, as_json: bool, error: T
         print_document(results(summaries, where, ended))
         return
     console.print(format_results(summaries, where))
+
+
+def print_run(run: Run, as_json: bool) -> None:
+    """Print the results of one run, what its script does wrong, and the command that makes its page."""
+    print_results([run.summary], run.folder, as_json)
+    if as_json:
+        return
+    if run.summary.findings:
+        print_findings([run.summary])
+    if run.summary.status == "ok":
+        console.print(f"its page: testbed report {shlex.quote(str(run.folder))}")
 
 
 def print_findings(summaries: Sequence[Summary]) -> None:

@@ -13,7 +13,7 @@ import typer
 from testbed.control import api
 from testbed.control.cli import options as opt
 from testbed.control.cli.options import Json
-from testbed.control.cli.report import exit_code, print_findings, print_results
+from testbed.control.cli.report import exit_code, print_run
 from testbed.control.runs.progress import console
 from testbed.control.runs.select import HOSTS
 from testbed.control.substrates.layer import image_with
@@ -38,6 +38,10 @@ EPILOG = "\n".join(  # after \b the lines stay as they are
 )
 
 
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="any key of testbed/spec/run.py or link.py, e.g. node.cpus=0.4"),
+]
 Steps = Annotated[str | None, typer.Option(help="end the script after so many steps [default: its own end]")]
 Deadline = Annotated[str | None, typer.Option(help="seconds without a step until it is ended [default: 300]")]
 Env = Annotated[
@@ -78,6 +82,7 @@ Instead = Annotated[
 @app.command(
     "exec",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] -- COMMAND...",
     epilog=EPILOG,
 )
 def exec_(
@@ -95,7 +100,7 @@ def exec_(
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
     share: opt.Share = False,
-    settings: opt.Set = None,
+    settings: Set = None,
     keep_going: opt.KeepGoing = False,
     fault: opt.Faults = None,
     mount: Mounts = None,
@@ -106,7 +111,7 @@ def exec_(
     out: opt.Out = None,
     as_json: Json = False,
 ) -> None:
-    """Run your own training script on every node, unchanged: testbed exec [OPTIONS] -- python main.py --rank {rank}"""
+    """Run your own training script on every node, unchanged. See where its time goes and what it does wrong."""
     if not context.args:
         raise refuse("command", "", "is missing", f"Write it after --, e.g. {EXAMPLE}")
     script = script_keys(context.args)
@@ -121,9 +126,7 @@ def exec_(
     where |= {"allow_concurrent": share, "quiet": as_json}
     keys = opt.spec_options(context) | {"mode": instead or SCRIPT, "script": script}
     made = api.run(**where, out=out, settings=settings or [], **keys)
-    print_results([made.summary], made.folder, as_json)
-    if not as_json:
-        print_findings([made.summary])
+    print_run(made, as_json)
     raise typer.Exit(exit_code([made.summary]))
 
 

@@ -83,7 +83,12 @@ def check_trust(on: str, trusted: bool) -> str:
 
 
 def grade_all(setting: Setting, submissions: Sequence[Path]) -> Gradebook:
-    """Grade every submission; results are written after each. Raises Interrupted and ConnectionLost, and keeps them."""
+    """Grade every submission; results are written after each. Raises Interrupted and ConnectionLost, and keeps them.
+
+    Raises UsageError before the first submission if this machine cannot run a part, e.g. for lack of an image.
+    """
+    for part in map(setting.assignment.complete, setting.assignment.parts):
+        _choice(setting, part, _spec(setting, part, setting.out))
     book = Gradebook(setting.assignment.title, setting.out, setting.on, len(submissions))
     book.write()
     for number, submission in enumerate(submissions, start=1):
@@ -117,6 +122,9 @@ def _grade(setting: Setting, submission: Path, folder: Path) -> Graded:
             parts[part.name] = PartEvidence(part=part, failure=problem)
         elif (staged / part.file).is_file():
             parts[part.name] = _run_part(setting, part, staged, folder / f"part-{part.name}")
+        elif below := sorted(staged.glob(f"*/{part.file}")):
+            rule = f"{part.file} is in the folder {below[0].parent.name}, and must be at the top of the submission"
+            parts[part.name] = PartEvidence(part=part, failure=rule)
     return Graded(name=submission.name, verdicts=judge(setting.assignment, parts))
 
 

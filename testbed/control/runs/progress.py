@@ -12,6 +12,7 @@ from rich.table import Table
 
 from testbed.spec.errors import one_line, strip_control_chars
 from testbed.spec.run import RunSpec
+from testbed.spec.script import command_line
 
 EVERY_S = 5.0  # between two lines where the output is not a terminal
 WINDOW_STEPS = 5  # the speed is averaged over so many steps
@@ -102,7 +103,7 @@ class Plain:
         self.total = spec.steps or 0
         self.evaluates = spec.evaluate != "never" and spec.script is None
         self.speeds = [Speed() for _ in range(spec.world)]
-        what = f"{spec.model} on {spec.data.name}" if spec.script is None else " ".join(spec.script.argv)
+        what = f"{spec.model} on {spec.data.name}" if spec.script is None else command_line(spec.script.argv)
         self.stage(f"training: {what}, {spec.world} rank{'s' * (spec.world > 1)}, mode {spec.mode}")
 
     def step(self, rank: int, record: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedE
 from testbed.spec.experiment import run_name
 from testbed.spec.mode import REFERENCE, SCHEDULES, SCRIPT, SyncMode
 from testbed.spec.run import RunSpec
+from testbed.spec.script import command_line
 from testbed.spec.units import format_size
 
 FIRST_LINE = "# Written by `testbed tune`"  # a file that begins so may be overwritten
@@ -306,7 +306,7 @@ def conclusion(search: Search) -> list[str]:
     lines += [f"dropped: {name}: {why}" for name, why in search.dropped.items()]
     lines.append(f"all files are in {search.folder}")
     if search.spec.script is not None and leader != SCRIPT:
-        lines.append(f"use it: testbed exec --instead {leader} -- {shlex.join(search.spec.script.argv)}")
+        lines.append(f"use it: testbed exec --instead {leader} -- {command_line(search.spec.script.argv)}")
     return lines + ([f"compare them in longer runs: testbed sweep {search.out}"] if search.written else [])
 
 

@@ -123,11 +123,15 @@ def test_values_from_a_run_folder_are_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert" in page
 
 
-def test_nothing_to_show_is_refused_with_the_first_reason(tmp_path: Path) -> None:
+def test_nothing_to_show_is_refused_with_the_reason_of_each_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run folder"):
         write([tmp_path], tmp_path)
     make_run(tmp_path / "dead", mode="ring", status="failed", reason="rank 2 died")
-    with pytest.raises(UsageError, match="rank 2 died"):
+    with pytest.raises(UsageError, match=r"none of 1 run folders can be shown \(dead: .*rank 2 died\)\. Give a folder"):
+        write([tmp_path], tmp_path)
+    for number in range(5):
+        make_run(tmp_path / f"ended{number}", mode="ring", status="interrupted", reason="stopped")
+    with pytest.raises(UsageError, match=r"none of 6 .*ended0: .*stopped; .*; 1 more\)\. Give a folder"):
         write([tmp_path], tmp_path)
 
 

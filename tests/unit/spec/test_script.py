@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from testbed.spec.errors import SpecError, UsageError
 from testbed.spec.run import RunSpec
-from testbed.spec.script import Mount, ScriptSpec, fill, node_address
+from testbed.spec.script import Mount, ScriptSpec, command_line, fill, node_address
 
 VALUES = {"rank": "2", "world": "4", "master": "10.77.0.10", "port": "29500", "address": "a", "interface": "eth0"}
 
@@ -26,6 +28,13 @@ def test_placeholders_are_replaced_also_inside_a_word() -> None:
 
 def test_doubled_braces_and_other_braces_stay() -> None:
     assert fill(["{{rank}}", '{"a": 1}', "{}"], VALUES) == ["{rank}", '{"a": 1}', "{}"]
+
+
+def test_a_command_line_quotes_what_a_shell_would_change_and_no_placeholder() -> None:
+    argv = ["python", "main.py", "--url", "tcp://{master}:{port}", "--name", "a b", "{a,b}", "{rank};ls", ""]
+    line = command_line(argv)
+    assert line == "python main.py --url tcp://{master}:{port} --name 'a b' '{a,b}' '{rank};ls' ''"
+    assert shlex.split(line) == argv
 
 
 def test_an_unknown_placeholder_is_refused_with_the_known_ones() -> None:

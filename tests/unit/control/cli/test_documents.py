@@ -72,6 +72,11 @@ def test_without_json_a_refusal_prints_nothing_on_stdout(tmp_path: Path) -> None
     assert done.stdout == "" and done.returncode == 2
 
 
+def test_a_run_ends_with_the_command_for_its_page(fake: FakeRuns, tmp_path: Path) -> None:
+    done = invoke(fake, *RUN[:-1], "--out", "runs/my run")
+    assert done.stdout.endswith("all files are in runs/my run\nits page: testbed report 'runs/my run'\n")
+
+
 def test_a_failed_run_is_a_document_with_its_folder_and_its_summary(
     fake: FakeRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from testbed.control.cli import main
 from testbed.control.cli.options import OUTSIDE_SPEC
-from testbed.control.cli.report import print_findings
 from testbed.spec.errors import SpecError, TestbedError, UsageError
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.run import RunSpec
@@ -53,12 +52,19 @@ def test_every_option_of_exec_is_a_key_of_the_spec_or_named_as_none():
     assert keys <= set(RunSpec.model_fields) and {"nodes", "link", "faults"} <= keys
 
 
-def test_a_script_that_was_not_started_has_no_line_about_findings(tmp_path, capsys):
-    print_findings(tmp_path)
-    assert capsys.readouterr().out == ""
-    (tmp_path / "rank0.jsonl").touch()  # and a damaged folder has one
-    print_findings(tmp_path)
-    assert capsys.readouterr().out.startswith("no findings: ")
+HELP = [[], ["data"], ["hosts"]]
+
+
+@pytest.mark.parametrize("words", HELP, ids=["testbed", *(words[0] for words in HELP[1:])])
+def test_the_list_of_commands_has_whole_sentences(words):
+    listed = CliRunner().invoke(main.app, [*words, "--help"], terminal_width=80).stdout.partition("Commands:")[2]
+    assert len(listed.split("\n")) > 3
+    assert [line for line in listed.split("\n") if line and not line.endswith(".")] == []
+
+
+@pytest.mark.parametrize("command, words", [("exec", "[OPTIONS] -- COMMAND..."), ("tune", "[OPTIONS] [-- COMMAND...]")])
+def test_the_usage_of_a_command_for_scripts_shows_where_the_script_goes(command, words):
+    assert f"{command} {words}\n" in CliRunner().invoke(main.app, [command, "--help"]).stdout
 
 
 def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():
@@ -68,7 +74,7 @@ def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():
 
 
 REFUSALS = {
-    "unknown mode": (["--mode", "rong"], ["'rong'", "Known:"]),
+    "unknown mode": (["--mode", "rong"], ["'rong'", "Known:", "Did you mean ring?"]),
     "illegal cell": (["--mode", "ddp/flat"], ["'ddp/flat'", "bucket only"]),
     "one node, distributed": (["--nodes", "1"], ["nodes 1", "--mode single"]),
     "a rate that is no rate": (["--rate", "fast"], ["'fast'", "200mbit"]),
