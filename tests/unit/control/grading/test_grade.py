@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from testbed.control.grading.grade import Setting, Witness, check_trust, find_su
 from testbed.control.runs.progress import Silent
 from testbed.control.substrates.base import NodeCounts
 from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
-from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, UsageError
+from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, Unavailable, UsageError
 from testbed.spec.grading import Assignment
 
 PART = {"name": "1", "file": "a.py", "argv": ["python", "a.py"], "demands": [{"kind": "runs", "points": 2}]}
@@ -122,6 +123,26 @@ def test_a_missing_file_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "in" / "ann").mkdir(parents=True)
     book = grade_all(setting(tmp_path), find_submissions(tmp_path / "in"))
     assert book.graded[0].verdicts[0].reason == "a.py is missing"
+
+
+def test_a_file_in_a_folder_of_the_submission_is_named(tmp_path: Path) -> None:
+    (own,) = submissions(tmp_path, "ann")
+    (own / "hw2").mkdir()
+    (own / "a.py").rename(own / "hw2" / "a.py")
+    book = grade_all(setting(tmp_path), [own])
+    (verdict,) = book.graded[0].verdicts
+    assert verdict.verdict == "not met"
+    assert verdict.reason == "a.py is in the folder hw2, and must be at the top of the submission"
+
+
+def test_a_machine_that_cannot_run_a_part_is_refused_before_the_first_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no docker in it
+    on_compose = replace(setting(tmp_path), on="compose")
+    with pytest.raises(Unavailable, match="substrate compose: "):
+        grade_all(on_compose, submissions(tmp_path, "ann"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_hostile_name_becomes_a_plain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
