@@ -148,7 +148,7 @@ def test_the_command_prints_no_control_characters(tmp_path: Path) -> None:
     """Neither from the reason nor from the name of a run folder."""
     make_run(tmp_path / "bad\x1b]0;owned\x07", name="bad", mode="ring", status="failed", reason="\x1b[31mrank 2 died")
     nothing = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert "bad?]0;owned?: failed: ?[31mrank 2 died." in str(nothing.exception)
+    assert "(bad?]0;owned?: failed: ?[31mrank 2 died)" in str(nothing.exception)
     make_run(tmp_path / "good", mode="ring", **LINK)
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0 and "bad?]0;owned?: failed: ?[31mrank 2 died" in done.output, done.output

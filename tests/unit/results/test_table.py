@@ -325,7 +325,7 @@ def test_results_without_a_counted_run_have_no_table() -> None:
 def test_the_caption_of_a_script_has_its_command_and_the_batch_that_was_observed(tmp_path: Path) -> None:
     text = caption([make_script_run(tmp_path / "s", Script(images=7))])
     assert text == (
-        "python main.py --rank '{rank}' --world '{world}', batches of 7 per rank (observed), 4 equal nodes, "
+        "python main.py --rank {rank} --world {world}, batches of 7 per rank (observed), 4 equal nodes, "
         "no CPU limit, 1 thread each, 200mbit each way, on netns; median of 10 steps after 2 left out"
     )
 

@@ -164,7 +164,7 @@ def test_a_script_is_tuned_by_modes_instead_of_its_own_which_is_the_reference(sp
     assert speeds.order[:2] == ["ring", "script"]
     text = " ".join(result.output.split())
     assert "winner: ring/bucket:2MiB/pipeline" in text and "main.py itself takes" in text
-    assert "use it: testbed exec --instead ring/bucket:2MiB/pipeline -- python main.py --rank '{rank}'" in text
+    assert "use it: testbed exec --instead ring/bucket:2MiB/pipeline -- python main.py --rank {rank}" in text
     assert not Path("experiments/tuned.toml").exists()
 
 
