@@ -212,7 +212,7 @@ def _batches(ranks: Sequence[Sequence[Step]]) -> list[list[int] | None]:
     for rows in ranks:
         sizes = Counter(row.images for row in rows)
         usual = sizes.most_common(1)[0][0] if sizes else 0
-        ends = [a.images for a, b in zip(rows, [*rows[1:], None], strict=True) if b is None or b.epoch > a.epoch]
+        ends = [a.images for a, b in itertools.zip_longest(rows, rows[1:]) if b is None or b.epoch > a.epoch]
         others = {size: count for size, count in sizes.items() if size != usual}
         if any(ends.count(size) < count for size, count in others.items()) or len(others) > 1:
             found.append(None)

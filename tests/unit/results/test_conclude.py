@@ -542,3 +542,12 @@ def test_a_script_s_loss_is_weighted_by_the_images_that_were_observed(tmp_path: 
     path.write_text(path.read_text().replace('"loss": 2.3, "images": 16', '"loss": 5.3, "images": 48'))
     summary = conclude(RunFolder(tmp_path / "s"), spec, status="ok", substrate="netns")
     assert summary.losses[0] == pytest.approx((16 * 2.3 + 48 * 5.3) / 64)
+
+
+def test_a_script_that_was_interrupted_before_its_first_step_has_a_summary(tmp_path: Path) -> None:
+    spec = make_script_run(tmp_path / "s", nodes=2).spec
+    for rank in range(2):
+        path = tmp_path / "s" / f"rank{rank}.jsonl"
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if '"kind": "step"' not in line))
+    summary = conclude(RunFolder(tmp_path / "s"), spec, status="interrupted", substrate="netns")
+    assert (summary.status, summary.steps, summary.seconds_per_step) == ("interrupted", 0, None)
