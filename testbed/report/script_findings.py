@@ -35,6 +35,8 @@ EVERY_STEP = 0.9  # share of the steps in which a call happens, from which it ha
 MATTERS = 0.01  # share of a step from which its cost is one
 TINY_MATTERS = 0.05
 ALONE_SHARE = 0.25  # of a step: work of one rank that the others wait for
+ALONE_S = 0.005  # work that takes less is lost in what a busy machine does to all ranks
+ALONE_STANDS_OUT = 3  # times the usual difference between ranks in the other steps
 ALONE_TIMES = 3  # how often it must have happened
 SAME_RANK = 0.8
 SLOW_NODE = 1.25  # backward of a rank over that of the others, from which the node is slow, not the script
@@ -717,15 +719,22 @@ def metric_every_step(run: Observed) -> Finding | None:
                 f"{row.operation} {'' if barrier else 'of a small value '}in every step.",
                 f"{row.count / run.counted:.1f} calls a step of {format_size(round(row.bytes / row.count))}; the ranks "
                 f"wait {seconds(cost)} a step there, {100 * cost / run.step_time:.1f} %",
-                "Leave it out: collectives wait for each other already."
-                if barrier
-                else "Add the value up on each rank, and communicate it every 50 steps or at the end of an epoch.",
+                _instead_of(row.operation),
                 "certain that it is called; a part of the wait may move to the next collective",
                 "a value that decides what the next step does",
                 row.site,
                 cost,
             )
     return None
+
+
+def _instead_of(operation: str) -> str:
+    """What to do instead of communicating a small value in every step."""
+    if operation == "barrier":
+        return "Leave it out: collectives wait for each other already."
+    if operation == "broadcast":
+        return "Decide on each rank by what all ranks know, or communicate it every 50 steps."
+    return "Add the value up on each rank, and communicate it every 50 steps or at the end of an epoch."
 
 
 def needless_unused_search(run: Observed) -> Finding | None:
@@ -752,20 +761,13 @@ def rank_works_alone(run: Observed) -> Finding | None:
     """One rank does work that the others wait for, again and again."""
     if len(run.steps) < MIN_STEPS or len(run.ranks) < 2:
         return None
-    late: list[tuple[int, int, float]] = []  # step, rank, seconds
-    for number, own in run.steps.items():
-        worked = run.worked(number)
-        if worked is None:
-            continue
-        last = max(range(len(worked)), key=lambda k: worked[k])
-        excess = worked[last] - max(value for k, value in enumerate(worked) if k != last)
-        waited = max(step.blocked for k, step in enumerate(own) if k != last)
-        if excess > ALONE_SHARE * run.step_time and waited >= 0.5 * excess:
-            late.append((number, last, max(excess, waited - run.exposed)))
+    late, usual = _late_steps(run)
     who = statistics.mode(rank for _, rank, _ in late) if late else 0
     found = [each for each in late if each[1] == who]
     rank = run.ranks[who]
     if len(found) < ALONE_TIMES or len(found) < SAME_RANK * len(late):
+        return None
+    if statistics.median(each[2] for each in found) < ALONE_STANDS_OUT * usual:
         return None
     if f"node{run.group.nodes[rank]}" in run.spec.overrides or run.spec.faults or _slow_node(run, who):
         return None
@@ -790,6 +792,27 @@ def rank_works_alone(run: Observed) -> Finding | None:
         evaluation or waits,
         sum(times) / len(run.steps),
     )
+
+
+def _late_steps(run: Observed) -> tuple[list[tuple[int, int, float]], float]:
+    """Steps in which one rank worked longer than all others and they waited (number, rank, seconds).
+
+    And by how much one rank worked longer in nine of ten other steps.
+    """
+    late: list[tuple[int, int, float]] = []
+    others: list[float] = []
+    for number, own in run.steps.items():
+        worked = run.worked(number)
+        if worked is None:
+            continue
+        last = max(range(len(worked)), key=lambda k: worked[k])
+        excess = worked[last] - max(value for k, value in enumerate(worked) if k != last)
+        waited = max(step.blocked for k, step in enumerate(own) if k != last)
+        if excess > max(ALONE_S, ALONE_SHARE * run.step_time) and waited >= 0.5 * excess:
+            late.append((number, last, max(excess, waited - run.exposed)))
+        else:
+            others.append(excess)
+    return late, sorted(others)[int(0.9 * len(others))] if others else 0.0
 
 
 def _waits_at(run: Observed, who: int, numbers: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from testbed.report.script_findings import find
 from testbed.results.finding import Finding
-from testbed.results.gradients import gradient_fit
+from testbed.results.gradients import gradient_fit, gradient_fits
 from testbed.results.records import Step, read
 from testbed.spec.run import RunSpec
 from testbed.spec.script import ScriptSpec
@@ -65,6 +65,7 @@ def line_of(text: str) -> str:
         ("twice", "divided_twice", "divided by 3 twice", "dist.gather(parameter.grad, parts)"),
         ("data", "same_data", "Ranks 0, 1 and 2 train on the same data", "for images, labels in loader:"),
         ("start", "different_start", "start with different parameters", "optimizer.step()"),
+        ("drift", "replicas_drift", "Replicas drift apart", "optimizer.step()"),
         ("zero", "zero_gradients", "zero on ranks 0, 1 and 2", "optimizer.step()"),
     ],
 )
@@ -123,6 +124,23 @@ def test_a_script_that_never_joins_a_group_is_found(tmp_path: Path) -> None:
 def test_a_look_alike_has_no_error(tmp_path: Path, name: str, variables: dict[str, str]) -> None:
     found = observe_forked(tmp_path, name, **variables)
     assert errors(found) == [] and "not_the_mean" not in found
+
+
+STYLES = ("accumulate", "ema", "warmup", "mixed", "autocast", "metric", "stop", "fp16", "flat", "turns", "clip")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_correct_style_has_no_error_and_only_true_costs(tmp_path: Path, style: str) -> None:
+    ranks = run_ranks(tmp_path, "styles.py", variables={"SCRIPT_STYLE": style})
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].output
+    assert [rank.unseen for rank in ranks] == [[], []]
+    script = ScriptSpec(argv=("python", "styles.py"), folder=str(tmp_path))
+    found = find({k: rank.records for k, rank in enumerate(ranks)}, RunSpec(nodes=2, mode="script", script=script))
+    of_synchronisation = {each.rule for each in found} - {"metric_every_step", "rank_works_alone", "tiny_collectives"}
+    assert of_synchronisation <= ({"no_overlap"} if style in ("mixed", "fp16", "flat", "turns") else set())
+    assert ("metric_every_step" in {each.rule for each in found}) == (style == "stop")
+    fits = gradient_fits({k: rank.records for k, rank in enumerate(ranks)})
+    assert {fit.kind for fit in fits} == {"mean"} and len(fits) >= 5
 
 
 def test_forked_ranks_of_all_nodes_are_compared(tmp_path: Path) -> None:

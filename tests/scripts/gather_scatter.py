@@ -21,7 +21,7 @@ if FAULT == "data":
 else:
     sampler = DistributedSampler(data, shuffle=True, num_replicas=world, rank=rank)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + rank) if FAULT == "drift" else 0.05)
 
 
 def synchronise() -> None:

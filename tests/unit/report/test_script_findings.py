@@ -325,6 +325,22 @@ def test_work_of_one_rank_that_others_wait_for_is_found() -> None:
     assert finding.site == "main.py:29" and "wait for it at main.py:29" in finding.evidence
 
 
+def test_differences_between_ranks_as_they_occur_in_all_steps_are_no_work_alone() -> None:
+    """Rank 0 is 60 ms late in every third step, and some rank is 24 ms late in all others: a busy machine."""
+    script = Script()
+    script.own = lambda rank, step: 0.1 + (0.06 if step % 3 == 0 else 0.024) * (rank == (0 if step % 3 == 0 else 1))
+    assert script.found() == []
+    script.own = lambda rank, step: 0.16 if rank == 0 and step % 3 == 0 else 0.1
+    assert "rank_works_alone" in script.rules()
+
+
+def test_a_few_milliseconds_are_no_work_alone() -> None:
+    script = Script()
+    script.comm = script.hidden = script.backward = 0.0
+    script.own = lambda rank, step: 0.006 if rank == 0 and step % 3 == 0 else 0.002
+    assert script.found() == []
+
+
 def test_a_rank_that_has_no_processor_does_not_work_alone() -> None:
     """Another process of the machine takes the core of rank 0 in every third step."""
     script = Script()
