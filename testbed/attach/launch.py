@@ -27,9 +27,8 @@ from typing import Any, NoReturn
 
 from testbed.attach import channel, rewrite, sandbox
 from testbed.attach.intake import Intake, Records
-from testbed.attach.offers import offer
 from testbed.attach.output import Output, last_words, lost_another
-from testbed.attach.workplace import Workplace
+from testbed.attach.workplace import Workplace, offer
 from testbed.rank.counters import Counter, NoCounter, open_counter
 from testbed.results.folder import RunFolder
 from testbed.results.observations import Unseen

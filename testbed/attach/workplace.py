@@ -19,9 +19,12 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import testbed
+from testbed.data.layouts import FOLDERS, layouts
 from testbed.results.observations import Files
+from testbed.spec.datasets import dataset_info
 from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES
 from testbed.spec.tree import check_tree, walk
 from testbed.spec.units import approximate_size
@@ -192,3 +195,31 @@ def _collect_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as content, target.open("xb") as copy:
         shutil.copyfileobj(content, copy, 1 << 20)
+
+
+# Data sets that a script finds without the internet: torchvision's classes find them at `root`, e.g. ./data, where they
+# are linked to the testbed's own copies. vision.py acts inside the script.
+
+
+def offer(data: Path, work: Path, places: Sequence[str], scratch: Path) -> dict[str, Any]:
+    """Link every data set that is complete in `data` at the places in the working folder; return what vision.py needs.
+
+    A layout that nobody made before is made in `scratch`. What the script brings itself stays as it is.
+    """
+    offered = {}
+    for name, root in layouts(data, scratch).items():
+        for place in places:
+            _link_data(work / place / FOLDERS[name], root.resolve() / FOLDERS[name], work)
+        offered[name] = {"root": str(root.resolve()), "digests": dict(dataset_info(name).digests)}
+    return offered
+
+
+def _link_data(target: Path, source: Path, work: Path) -> None:
+    """Make the link and the folders above it; no-op if a folder above it is a link."""
+    missing = [each for each in reversed(target.parents) if each.is_relative_to(work) and not os.path.lexists(each)]
+    above = [each for each in target.parents if each.is_relative_to(work) and each not in missing]
+    if os.path.lexists(target) or any(each.is_symlink() or not each.is_dir() for each in above):
+        return
+    for folder in missing:
+        folder.mkdir()
+    target.symlink_to(source)

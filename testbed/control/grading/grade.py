@@ -43,6 +43,7 @@ SANDBOXED = "compose"  # the substrate for submissions that nobody has read
 MAX_FILES = 1000  # of a submission
 MAX_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 1 << 20  # of a rank's log
+BUSY_LOAD_PER_CORE = 4.0  # more than the ranks of a part make
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
     spec = _spec(setting, part, files)
     choice = _choice(setting, part, spec)
     witness = Witness()
-    failure = unreadable = ""
+    failure = unreadable = late = ""
     try:
         summary = execute(spec, choice, RunFolder(folder), setting.progress, witness=witness)
         if summary.status != "ok":
@@ -213,8 +214,10 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
         if isinstance(error, ConnectionLost):
             raise
         failure = one_line(str(error))
+        if witness.seen.seconds > setting.assignment.limits.seconds and (late := busy_words(os.getloadavg()[0])):
+            failure, unreadable = "", f"{failure}; {late}"
     records: list[list[Record]] = []
-    if not failure:
+    if not (failure or late):
         try:
             records = _read_records(folder, part.nodes or 1)
         except UsageError as error:
@@ -227,6 +230,14 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
         unreadable=unreadable,
         trusted=setting.on != SANDBOXED,
     )
+
+
+def busy_words(load: float) -> str:
+    """Why a part that did not end in time is not to blame: other processes used the machine. Empty if they did not."""
+    cores = len(os.sched_getaffinity(0))
+    if load < BUSY_LOAD_PER_CORE * cores:
+        return ""
+    return f"the machine was busy (load {load:.0f} on {cores} cores). Grade it again when nothing else runs"
 
 
 def _read_records(folder: Path, world: int) -> list[list[Record]]:

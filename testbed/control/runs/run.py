@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 from testbed.control.machine import ownership
 from testbed.control.runs import scripts
-from testbed.control.runs.allowance import Allowance
 from testbed.control.runs.faults import Injector
 from testbed.control.runs.locks import folder_lock, machine_lock
 from testbed.control.runs.progress import Progress
@@ -490,7 +489,7 @@ def _attempt(run: RunContext, resume: bool) -> None:
     run.injector.attach(processes)
     names = [node.name for node in substrate.nodes]
     script = scripts.rules(spec, substrate) if spec.script else None
-    observer = Allowance(spec.script.limits if spec.script else None, folder.path, run.injector)
+    observer = scripts.Allowance(spec.script.limits if spec.script else None, folder.path, run.injector)
     try:
         supervise(processes, folder, run.progress, observer, tails, names, run.timing, script)
     finally:

@@ -6,24 +6,27 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from testbed.control.machine import ownership
-from testbed.control.runs.supervisor import ScriptRules
+from testbed.control.runs.supervisor import RankObserver, RankState, ScriptRules
 from testbed.control.substrates.base import Substrate
 from testbed.results.finding import Finding
 from testbed.results.folder import RunFolder
 from testbed.results.observations import Files
 from testbed.results.records import read
-from testbed.spec.errors import TestbedError, Unavailable, refuse
+from testbed.spec.errors import RankFailed, TestbedError, Unavailable, refuse
 from testbed.spec.methods import method_path
 from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
-from testbed.spec.script import SCRIPT_DEADLINE_S, ScriptSpec
+from testbed.spec.script import SCRIPT_DEADLINE_S, Limits, ScriptSpec
 from testbed.spec.tree import check_tree
 from testbed.spec.units import approximate_size
+
+SIZE_EVERY_S = 0.5  # between two looks at the run folder, to which a script may be able to write
 
 
 def check(script: ScriptSpec, here: bool) -> None:
@@ -66,6 +69,36 @@ def rules(spec: RunSpec, substrate: Substrate) -> ScriptRules:
     deadline = spec.deadline or SCRIPT_DEADLINE_S
     start = max(deadline, spec.start_deadline)
     return ScriptRules(deadline_s=deadline, start_s=start, one_clock=substrate.one_clock)
+
+
+class Allowance:
+    """A RankObserver that raises RankFailed when a limit is exceeded; `inner` observes the ranks as well."""
+
+    def __init__(self, limits: Limits | None, folder: Path, inner: RankObserver) -> None:
+        self._limits, self._folder, self._inner = limits, folder, inner
+        self._began = self._looked = time.monotonic()
+
+    def poll(self, ranks: Sequence[RankState]) -> None:
+        """Raise RankFailed for the first limit that is exceeded while a rank runs."""
+        self._inner.poll(ranks)
+        if self._limits is None or all(rank.code is not None for rank in ranks):
+            return
+        now = time.monotonic()
+        if now - self._began > self._limits.seconds:
+            raise RankFailed(f"the script ran longer than {self._limits.seconds:g} s, which is its limit")
+        if now - self._looked > SIZE_EVERY_S:
+            self._looked = now
+            if size_of(self._folder) > self._limits.disk:
+                raise RankFailed(f"the run folder is larger than {self._limits.disk >> 20} MiB, which is its limit")
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; no link is followed."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size
+    return total
 
 
 @contextmanager

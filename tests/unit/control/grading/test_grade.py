@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from testbed.control.grading import grade
+from testbed.control.grading.evidence import Outside
 from testbed.control.grading.grade import Setting, Witness, check_trust, find_submissions, grade_all
 from testbed.control.runs.progress import Silent
 from testbed.control.substrates.base import NodeCounts
@@ -117,6 +118,21 @@ def test_an_interrupt_keeps_what_was_graded(tmp_path: Path, monkeypatch: pytest.
         grade_all(setting(tmp_path), submissions(tmp_path, "ann", "bob"))
     document = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [each["name"] for each in document["submissions"]] == ["ann"] and document["complete"] is False
+
+
+@pytest.mark.parametrize(("load", "verdict"), [(1e6, "not proven"), (0.0, "not met")])
+def test_a_part_that_was_too_slow_on_a_busy_machine_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, verdict: str
+) -> None:
+    def execute(spec: Any, choice: Any, folder: Any, progress: Any, witness: Witness) -> Any:
+        witness.seen = Outside(seconds=ASSIGNMENT.limits.seconds + 1)
+        raise RankFailed("the script ran longer than its limit")
+
+    monkeypatch.setattr(grade, "execute", execute)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    (given,) = grade_all(setting(tmp_path), submissions(tmp_path, "ann")).graded[0].verdicts
+    assert given.verdict == verdict and given.points == 0 and "ran longer" in given.reason
+    assert ("the machine was busy (load 1000000 on" in given.reason) is (load > 0)
 
 
 def test_a_missing_file_is_not_run(tmp_path: Path) -> None:
