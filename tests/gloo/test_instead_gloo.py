@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from testbed.results.observations import Swap
 from testbed.results.records import Record, Step, read
-from tests.support.command import run_command
+from testbed.spec.errors import Interrupted
+from tests.support.command import run_command, start_command
 
 pytestmark = pytest.mark.gloo
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -142,3 +145,19 @@ def test_a_script_that_is_too_short_is_refused(tmp_path: Path) -> None:
     done = run_script(tmp_path, GATHER, "--instead", "ring", SCRIPT_STEPS="3")
     assert done.returncode == 2
     assert "--instead ring: the script made 3 steps" in done.stderr and len(losses(tmp_path)) == 3
+
+
+def test_ctrl_c_keeps_what_a_search_for_a_script_has_measured(tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / GATHER, tmp_path)
+    flags = ["--nodes", "2", "--on", "process", "--share", "--set", "probe=false", "--steps", "8", "--json"]
+    search = start_command("tune", *flags, "--", "python", GATHER, cwd=tmp_path)
+    end = time.monotonic() + 300
+    while not list(tmp_path.glob("runs/tune-*/002-*")) and search.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    search.send_signal(signal.SIGINT)
+    text, _ = search.communicate(timeout=120)
+    assert search.returncode == Interrupted.exit_code
+    found = json.loads(text)
+    assert found["winner"] == "ring" and [point["mode"] for point in found["curve"]] == ["ring"]
+    assert "script" in found["untried"] and found["ended"] == "interrupted"
+    assert found["command"].startswith("testbed exec --instead ring --nodes 2 --on process")

@@ -47,6 +47,7 @@ app.add_typer(grade.app)
 
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 WrongCommandLine: Any = typer.BadParameter.__base__  # UsageError of click, which newer versions of typer contain
+WITH_EXEC = ("nodes", "rate", "on", "inventory", "settings")  # options of tune that exec has, too
 WITH_RESUME = {
     "resume",
     "on",
@@ -161,6 +162,7 @@ def tune(
     """Find the fastest bucket size and schedule by short runs.
 
     They train this model on this network or, with a command after -- (testbed tune -- python main.py), that script.
+    What `testbed exec` has options for is a key then: --set script.as_cpu=true, --set script.environment.DEBUG=1.
     """
     keys = {"steps": "16" if context.args else "10"} | opt.spec_options(context)
     if context.args:
@@ -173,7 +175,7 @@ def tune(
         accept_new=accept_new,
         allow_concurrent=share,
     )
-    search = new_search(spec, out)
+    search = new_search(spec, out, opt.typed(context, WITH_EXEC))
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"on {choice.name}: {choice.reason}")
     failure: TestbedError | None = None

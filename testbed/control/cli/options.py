@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,3 +85,15 @@ def substrate(context: typer.Context, on: str) -> str | SubstrateType:
     """The substrate of that name among those that the caller of `app` passes as `obj`, else the name itself."""
     known: dict[str, SubstrateType] = context.obj or {}
     return known.get(on, on)
+
+
+def typed(context: typer.Context, names: Collection[str]) -> list[str]:
+    """The options of these names that the user has typed, as words of a command line."""
+    words: list[str] = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source is not None and source.name == "COMMANDLINE":
+            given = context.params[option.name]
+            for value in given if isinstance(given, list | tuple) else [given]:
+                words += [option.opts[0], str(value)]
+    return words

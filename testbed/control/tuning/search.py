@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Search:
     spec: RunSpec
     folder: Path
     out: Path = Path("tuned.toml")
+    options: Sequence[str] = ()  # of `testbed exec`, with which the winner is used
     race: Race = field(default_factory=Race)
     gradient: int = 0  # bytes; known after the first run
     runs: int = 0
@@ -75,12 +76,12 @@ class Search:
         return [name for name in self.round if name not in self.race.times and name not in self.dropped]
 
 
-def new_search(spec: RunSpec, out: Path) -> Search:
+def new_search(spec: RunSpec, out: Path, options: Sequence[str] = ()) -> Search:
     """Return a search with its own folder. Raises UsageError or SpecError for what cannot be tuned or written."""
     if spec.script is None:
         _check_file(out)
     first_mode(spec.mode)
-    return Search(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}", out)
+    return Search(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}", out, options)
 
 
 def _check_file(out: Path) -> None:
@@ -305,9 +306,17 @@ def conclusion(search: Search) -> list[str]:
         lines.append(f"not tried: {', '.join(search.untried)}")
     lines += [f"dropped: {name}: {why}" for name, why in search.dropped.items()]
     lines.append(f"all files are in {search.folder}")
-    if search.spec.script is not None and leader != SCRIPT:
-        lines.append(f"use it: testbed exec --instead {leader} -- {command_line(search.spec.script.argv)}")
+    if use := command(search):
+        lines.append(f"use it: {use}")
     return lines + ([f"compare them in longer runs: testbed sweep {search.out}"] if search.written else [])
+
+
+def command(search: Search) -> str:
+    """The command that runs the script with the winner; empty if it is no script, or is the fastest by itself."""
+    leader = search.race.leader()
+    if search.spec.script is None or leader == SCRIPT:
+        return ""
+    return command_line(["testbed", "exec", "--instead", leader, *search.options, "--", *search.spec.script.argv])
 
 
 def _named(search: Search, name: str) -> str:
@@ -324,7 +333,8 @@ def document(search: Search) -> dict[str, Any]:
         found = {"seconds_per_step": race.centre(name), "low": low, "high": high, "chance": probability[name]}
         points.append({"mode": name, **found, "runs": race.times[name]})
     facts = {"winner": race.leader(), "sure": search.certainty, "tolerance": TOLERANCE, "ended": search.ended}
-    where = {"file": str(search.out) if search.written else None, "folder": str(search.folder)}
+    where: dict[str, str | None] = {"file": str(search.out) if search.written else None, "folder": str(search.folder)}
+    where |= {"command": command(search)} if search.spec.script is not None else {}
     return {**facts, "curve": points, "dropped": search.dropped, "untried": search.untried, **where}
 
 

@@ -159,12 +159,13 @@ def test_it_prints_a_curve_the_winner_and_the_factor_to_the_reference(speeds: Sp
 
 def test_a_script_is_tuned_by_modes_instead_of_its_own_which_is_the_reference(speeds: Speeds) -> None:
     speeds.known["script"] = 3.0
-    result = command(speeds.fake, "--", "python", "main.py", "--rank", "{rank}")
+    result = command(speeds.fake, "--set", "script.as_cpu=true", "--", "python", "main.py", "--rank", "{rank}")
     assert result.exit_code == 0, result.output
     assert speeds.order[:2] == ["ring", "script"]
     text = " ".join(result.output.split())
     assert "winner: ring/bucket:2MiB/pipeline" in text and "main.py itself takes" in text
-    assert "use it: testbed exec --instead ring/bucket:2MiB/pipeline -- python main.py --rank {rank}" in text
+    use = "--instead ring/bucket:2MiB/pipeline --nodes 2 --rate 200mbit --on fake --set script.as_cpu=true"
+    assert f"use it: testbed exec {use} -- python main.py --rank {{rank}}" in text
     assert not Path("experiments/tuned.toml").exists()
 
 
