@@ -15,8 +15,10 @@ import pytest
 from testbed.control.substrates.compose import rank_uid_gid
 from testbed.control.substrates.engine import image_name
 from testbed.control.substrates.layer import kept_layers
+from testbed.results.observations import Swap
+from testbed.results.records import read
 from testbed.spec.errors import RankFailed, UsageError
-from tests.support.command import run_command
+from tests.support.command import run_command, write_method
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -50,6 +52,13 @@ def test_a_ddp_script_is_measured_on_shaped_links(tmp_path: Path) -> None:
     assert summary["status"] == "ok" and len(summary["losses"]) == 12 and summary["counter"] == "interface eth0"
     spec = json.loads((tmp_path / "r" / "spec.json").read_text())
     assert spec["script"]["path"] == "", "the programs are those of the image"
+
+
+def test_a_method_of_the_users_own_synchronises_a_script(tmp_path: Path) -> None:
+    mode = write_method(tmp_path)
+    done, summary = execute(tmp_path, "--instead", mode, "--steps", "9", command=("python", "gather_mean.py"))
+    assert done.returncode == 0, done.stderr
+    assert summary["status"] == "ok" and any(isinstance(each, Swap) for each in read(tmp_path / "r" / "rank0.jsonl"))
 
 
 def test_torchrun_finds_the_other_nodes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from testbed.results.observations import Swap
 from testbed.results.records import Record, Step, read
 from testbed.spec.errors import Interrupted
-from tests.support.command import run_command, start_command
+from tests.support.command import OWN_METHOD, run_command, start_command, write_method
 
 pytestmark = pytest.mark.gloo
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -123,22 +123,11 @@ def test_accumulated_gradients_are_synchronised_once(tmp_path: Path) -> None:
     assert swap(tmp_path).detail["passes"] == 3
 
 
-METHOD = """
-import torch.distributed as dist
-
-def mean_(buffer, group):
-    dist.all_reduce(buffer)
-    buffer.div_(group.size)
-"""
-
-
 def test_a_method_of_the_users_own_synchronises_a_script(tmp_path: Path, alone: list[float]) -> None:
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "my_way.py").write_text(METHOD)
-    done = run_script(tmp_path, GATHER, "--instead", "my-way/bucket:16KiB", nodes=3)
+    done = run_script(tmp_path, GATHER, "--instead", f"{write_method(tmp_path)}/bucket:16KiB", nodes=3)
     assert done.returncode == 0, done.stderr
     assert printed(tmp_path) == pytest.approx(alone, rel=1e-3)
-    assert (tmp_path / "r" / "methods" / "my_way.py").read_text() == METHOD
+    assert (tmp_path / "r" / "methods" / "my_way.py").read_text() == OWN_METHOD
 
 
 def test_a_script_that_is_too_short_is_refused(tmp_path: Path) -> None:

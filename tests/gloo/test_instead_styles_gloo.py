@@ -76,10 +76,18 @@ def test_options_of_ddp_make_no_difference(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-3) and len(expected) == 12
 
 
+def test_gradients_of_a_scaled_loss_are_compared_before_they_are_unscaled(tmp_path: Path) -> None:
+    scaled = {"STYLE": "scaler", "SCRIPT_STEPS": "10"}
+    expected = losses(run_ranks(tmp_path, "ddp_styles.py", variables=scaled))
+    found = losses(run_ranks(tmp_path, "ddp_styles.py", variables=scaled, request=instead(MODE)))
+    assert found == pytest.approx(expected, rel=1e-3) and len(expected) == 10
+
+
 @pytest.mark.parametrize(
     ("script", "variables", "mode", "said"),
     [
         ("ddp_buffers.py", {"DDP": "static_graph"}, MODE, "DDP has static_graph=True"),
+        ("ddp_styles.py", {"STYLE": "closure"}, MODE, "it computes gradients inside optimizer.step (a closure)"),
         ("two_optimizers.py", {"SCRIPT_STEPS": "8"}, MODE, "the script has more than one optimizer"),
         (HAND, {"STYLE": "flat"}, "ring/bucket:16KiB/pipeline", "reads them. Use overlap instead of pipeline."),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pwd
@@ -16,10 +17,10 @@ from typing import Any
 import pytest
 
 from testbed.results.observations import Setup
-from testbed.results.records import read
+from testbed.results.records import Step, read
 from testbed.spec.errors import NetworkInvalid
 from testbed.spec.privileges import NOBODY
-from tests.support.command import COMMAND
+from tests.support.command import COMMAND, write_method
 
 pytestmark = [pytest.mark.net, pytest.mark.gloo]
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -168,3 +169,15 @@ def test_a_hard_coded_address_and_interface_are_served(tmp_path: Path, on: str) 
     else:
         assert "instead of tcp://10.10.1.1:6585" in " ".join(setup.changed)
         assert "GLOO_SOCKET_IFNAME was lo instead of eth1" in " ".join(setup.changed)
+
+
+def test_a_mode_of_the_users_own_sends_what_it_must_instead_of_gather_and_scatter(tmp_path: Path) -> None:
+    mode, gradient = write_method(tmp_path), 4 * (64 * 512 + 512 * 512 + 512 * 10 + 512 + 512 + 10)
+    flags = ["--nodes", "3", "--rate", "100mbit", "--on", "netns", "--set", "probe=false", "--steps", "12"]
+    flags += ["--env", "SCRIPT_WIDTH=512", "--instead", mode]
+    done = execute(tmp_path, *flags, argv=["python", "gather_mean.py"])
+    assert done.returncode == 0, done.stderr
+    sent = [each.sent for each in read(tmp_path / "r" / "rank0.jsonl") if isinstance(each, Step)]
+    shares = [(b - a) / gradient for a, b in itertools.pairwise(sent)]
+    assert shares[1] == pytest.approx(2, rel=0.1), "rank 0 scatters to two others"
+    assert shares[-2] == pytest.approx(4 / 3, rel=0.1), "a ring all-reduce of three ranks"
