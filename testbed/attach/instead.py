@@ -61,7 +61,8 @@ class Instead(Part):
         self.inside = 0  # depth of calls of our own in the script's thread
         self.step = self.passes = 0
         self.wrappers: list[Any] = []  # DDP modules
-        self.optimizer: Any = None
+        self.optimizer: Any = None  # the first that updates in a step
+        self.others: list[Any] = []  # optimizers that update after it, without a backward pass in between
         self.parameters: list[Any] = []
         self.called: list[Any] = []  # modules in the order of their first forward
         self.hooks: list[Any] = []
@@ -126,13 +127,15 @@ class Instead(Part):
         with self._guarded():
             if self.optimizer is None:
                 self._begin(optimizer)
-            elif optimizer is not self.optimizer:
-                raise self._refusal("the script has more than one optimizer", "Use a script with one.")
-            else:
+            elif optimizer is self.optimizer:
                 self._before_update()
+            else:
+                self._check_other(optimizer)
         self.window = False
 
     def update_ended(self, optimizer: Any) -> None:
+        if optimizer is not self.optimizer:
+            return
         with self._guarded():
             self.step += 1
             self.passes, self.given, self.begun, self.synced = 0, None, False, False
@@ -156,23 +159,42 @@ class Instead(Part):
 
     def _begin(self, optimizer: Any) -> None:
         """The first step: the parameters are known from now on."""
-        self.optimizer = optimizer
+        self.optimizer, self.thread = optimizer, threading.get_ident()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise self._refusal("the script has no process group of several ranks", "Use a script that synchronises.")
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if any(hasattr(p, "to_local") for p in self.parameters):
-            raise self._refusal("its parameters are sharded (FSDP), and modes average whole gradients", "Use DDP.")
-        if len({p.dtype for p in self.parameters}) > 1:
-            raise self._refusal("its parameters have several dtypes", "Use one.")
         for wrapper in self.wrappers:
             if getattr(wrapper, "static_graph", False):
                 raise self._refusal(
                     "DDP has static_graph=True, and its reduction cannot be switched off", "Leave it out."
                 )
-        for number, parameter in enumerate(self.parameters):
-            self.hooks.append(hook_first(parameter, functools.partial(self._sample, number)))
+        self._add_parameters(optimizer)
         self.hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(self._forward_begins))
         self.lineage = Lineage(dist.get_world_size(), self._own_call)
+
+    def _add_parameters(self, optimizer: Any) -> None:
+        """Compare the gradients of this optimizer's parameters, too."""
+        known = {id(p) for p in self.parameters}
+        found = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for parameter in (p for p in found if id(p) not in known):
+            hook = functools.partial(self._sample, len(self.parameters))
+            self.parameters.append(parameter)
+            self.hooks.append(hook_first(parameter, hook))
+        if any(hasattr(p, "to_local") for p in self.parameters):
+            raise self._refusal("its parameters are sharded (FSDP), and modes average whole gradients", "Use DDP.")
+        if len({p.dtype for p in self.parameters}) > 1:
+            raise self._refusal("its parameters have several dtypes", "Use one.")
+
+    def _check_other(self, optimizer: Any) -> None:
+        """Several optimizers are one update if they follow each other without a backward pass."""
+        if self.passes or self.pipelined:
+            rule = "pipeline updates with one optimizer, and the script has several"
+            apart = "the script has several optimizers with a backward pass between their updates"
+            raise self._refusal(apart if self.passes else rule, "Use overlap, or a script with one.")
+        if not any(optimizer is each for each in self.others):
+            if self.step > 1:
+                raise self._refusal(f"another optimizer begins in step {self.step - 1}", "Use all from the first step.")
+            self.others.append(optimizer)
+            self._add_parameters(optimizer)
 
     def _sample(self, number: int, parameter: Any) -> None:
         """A gradient was accumulated: keep some numbers of it."""

@@ -63,6 +63,13 @@ def test_what_has_no_closed_form_is_refused(tmp_path: Path, style: str, said: st
     assert len(ranks[0].of(Step)) == 4  # before the mode
 
 
+def test_two_optimizers_that_follow_each_other_are_one_update(tmp_path: Path, plain: list[float]) -> None:
+    """Both have the settings of the single one, so the losses are the same."""
+    ranks = run_ranks(tmp_path, HAND, variables={"STYLE": "flat", "OPTIMIZERS": "2"}, request=instead(MODE))
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].output
+    assert printed(ranks[0]) == pytest.approx(plain, rel=1e-3)
+
+
 def losses(ranks: list[Rank]) -> list[float]:
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].output
     return [step.loss for step in ranks[1].of(Step)]
@@ -88,7 +95,7 @@ def test_gradients_of_a_scaled_loss_are_compared_before_they_are_unscaled(tmp_pa
     [
         ("ddp_buffers.py", {"DDP": "static_graph"}, MODE, "DDP has static_graph=True"),
         ("ddp_styles.py", {"STYLE": "closure"}, MODE, "it computes gradients inside optimizer.step (a closure)"),
-        ("two_optimizers.py", {"SCRIPT_STEPS": "8"}, MODE, "the script has more than one optimizer"),
+        ("two_optimizers.py", {"SCRIPT_STEPS": "8"}, MODE, "several optimizers with a backward pass between"),
         (HAND, {"STYLE": "flat"}, "ring/bucket:16KiB/pipeline", "reads them. Use overlap instead of pipeline."),
     ],
 )

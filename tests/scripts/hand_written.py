@@ -1,4 +1,7 @@
-"""Gradients are averaged by hand after backward, or in hooks of backward: STYLE says how. WIDTH: of the layers."""
+"""Gradients are averaged by hand after backward, or in hooks of backward: STYLE says how.
+
+WIDTH: of the layers. OPTIMIZERS=2: the last layer has one of its own.
+"""
 
 import os
 
@@ -14,7 +17,10 @@ rank, world = dist.get_rank(), dist.get_world_size()
 right, left = (rank + 1) % world, (rank - 1) % world
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+first = list(model.parameters())[: -2 if os.environ.get("OPTIMIZERS") == "2" else None]
+optimizers = [torch.optim.SGD(first, lr=0.05, momentum=0.9)]
+if os.environ.get("OPTIMIZERS") == "2":
+    optimizers.append(torch.optim.SGD(model[-1].parameters(), lr=0.05, momentum=0.9))
 draw = torch.Generator().manual_seed(1 + rank)
 works = []
 
@@ -202,11 +208,12 @@ for parameter in model.parameters():
 synchronise = after.get(STYLE) or (nothing if "hook" in STYLE else globals()[STYLE])
 for step in range(STEPS):
     batch, target = torch.randn(8, 32, generator=draw), torch.randint(0, 4, (8,), generator=draw)
-    optimizer.zero_grad()
+    model.zero_grad()
     loss = nn.functional.cross_entropy(model(batch), target)
     loss.backward()
     synchronise()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     print(f"step {step} mean loss {mean.item() / world:.7f}", flush=True)
