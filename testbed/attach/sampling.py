@@ -153,6 +153,7 @@ class Tracked:
         self.fired: list[int] = [0] * count
         self.local_norms: list[float] = [0.0] * count
         self.pass_bytes: list[int] = []  # of collectives in each backward pass
+        self.pass_sites: list[str] = []  # the line of each
         self.between: dict[tuple[str, str, str, str], list[int]] = {}
         self.reduced: list[Values] = []
         self.unclipped: list[Values] = []
@@ -180,11 +181,13 @@ class Tracked:
         self.base = [self.read(k) for k in range(len(self.parameters))]
         if not any(value for values in self.base for value in values or ()):  # zero_grad
             self.pass_bytes.clear()
+            self.pass_sites.clear()
             self.between.clear()
             self.local = [None] * len(self.parameters)
             self.fired = [0] * len(self.parameters)
         self.start = list(self.local)
         self.pass_bytes.append(0)
+        self.pass_sites.append(call_site())
         if self.handles:
             return
         for k, parameter in enumerate(self.parameters):
@@ -428,6 +431,7 @@ class Sampling(Part):
                     "norms": norms,
                     "local_norms": each.local_norms,
                     "pass_bytes": each.pass_bytes,
+                    "pass_sites": each.pass_sites,
                     "bytes": each.bytes,
                     "between": [[*key, *row] for key, row in each.between.items()],
                     "unused": sum(1 for fired in each.fired if fired < len(each.pass_bytes)),

@@ -463,17 +463,16 @@ def watch_evaluation(hub: Hub, position: Position) -> None:
 
 
 def watch_wrappers(hub: Hub, position: Position) -> None:
-    """DistributedDataParallel and fully_shard, and the options they get."""
+    """DistributedDataParallel and its options that are not its defaults; fully_shard."""
     kind = torch.nn.parallel.DistributedDataParallel
     original, register_hook = kind.__init__, kind.register_comm_hook
     signature = inspect.signature(original)
 
     def made(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         position.has_ddp = True
-        bound = signature.bind(module, *arguments, **named)
-        bound.apply_defaults()
-        plain = (int, float, str, bool, type(None))
-        options = {key: value for key, value in bound.arguments.items() if isinstance(value, plain)}
+        given = signature.bind(module, *arguments, **named).arguments
+        plain = {key: value for key, value in given.items() if isinstance(value, int | float | str)}
+        options = {key: value for key, value in plain.items() if value != signature.parameters[key].default}
         hub.emit("wrapped", "DistributedDataParallel", module, options)
 
     def hooked(hook: Any) -> None:

@@ -23,7 +23,7 @@ from testbed.results.records import End, Record, Start, Step, read
 from testbed.results.timeline import CONTINUED
 from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
-from testbed.spec.units import covered_length, format_rate, format_size
+from testbed.spec.units import approximate_size, covered_length, format_rate
 
 MIN_SAMPLES = 2  # samples that must agree before a rule speaks: one may be an accident
 MIN_STEPS = 4  # the fewest steps of which a time is said
@@ -518,8 +518,8 @@ def reduced_twice(run: Observed) -> Finding | None:
                 "reduced_twice",
                 "cost",
                 f"Gradients are reduced twice in each step: {first}, then the script reduces them again.",
-                f"{format_size(int(inside))} in backward and {format_size(int(after))} after it, for "
-                f"{format_size(int(size))} of gradients",
+                f"{approximate_size(int(inside))} in backward and {approximate_size(int(after))} after it, for "
+                f"{approximate_size(int(size))} of gradients",
                 "Leave out the second reduction: gradients are the mean already.",
                 "certain: the tensors of the second reduction are the gradients",
                 "two reductions over different groups of ranks",
@@ -544,19 +544,31 @@ def no_no_sync(run: Observed) -> Finding | None:
     if run.uses(DDP) is None or len(found) < MIN_SAMPLES or run.replaced:
         return None
     record = found[-1]
-    saved = run.exposed * (record.passes - 1) / record.passes
+    saved = _blocked_in_passes(run, [str(site) for site in record.detail.get("pass_sites", [])])
+    saved = run.exposed * (record.passes - 1) / record.passes if saved is None else saved
     return Finding(
         "no_no_sync",
         "cost",
         f"DDP sends the gradients in each of {record.passes} backward passes of a step; the last one alone would do.",
-        f"{', '.join(format_size(int(size)) for size in record.detail['pass_bytes'])} in the passes of one step, for "
-        f"{format_size(int(record.detail['bytes']))} of gradients",
+        f"{', '.join(approximate_size(int(size)) for size in record.detail['pass_bytes'])} in the passes of a step, "
+        f"for {approximate_size(int(record.detail['bytes']))} of gradients",
         "Put all passes but the last into `with model.no_sync():`.",
-        f"certain; the seconds are {record.passes - 1}/{record.passes} of the exposed communication",
+        "certain; the seconds are what the script waits for DDP in all passes but the last",
         "a backward pass whose gradients are read before the step",
         str(record.detail.get("site", "")),
         saved,
     )
+
+
+def _blocked_in_passes(run: Observed, sites: Sequence[str]) -> float | None:
+    """Seconds a step that DDP blocks in all passes but the last one, by the lines of the passes; None if not known."""
+    if not all(sites) or len(sites) < 2 or not run.counted:
+        return None
+    waits = []
+    for own in run.calls:
+        blocked = {site: sum(row.blocked for row in own if row.site == site and row.by == DDP) for site in set(sites)}
+        waits.append(sum(blocked[site] / sites.count(site) for site in sites[:-1]))
+    return statistics.median(waits) / run.counted
 
 
 def _reduces_each(record: Gradients) -> bool:
@@ -689,8 +701,8 @@ def tiny_collectives(run: Observed) -> Finding | None:
             return Finding(
                 "tiny_collectives",
                 "cost",
-                f"{row.operation} is called {count:.0f} times a step with {format_size(round(size))} on average.",
-                f"{count:.0f} calls and {format_size(round(row.bytes / run.counted))} a step; the ranks wait "
+                f"{row.operation} is called {count:.0f} times a step with {approximate_size(round(size))} on average.",
+                f"{count:.0f} calls and {approximate_size(round(row.bytes / run.counted))} a step; the ranks wait "
                 f"{seconds(cost)} for them, {100 * cost / run.step_time:.0f} % of a step",
                 "Put the tensors into one buffer and call once: torch.cat, or DDP's buckets.",
                 "certain that the calls are small; how much one buffer saves depends on the delay of the network",
@@ -717,8 +729,8 @@ def metric_every_step(run: Observed) -> Finding | None:
                 "metric_every_step",
                 "cost" if cost >= MATTERS * run.step_time else "note",
                 f"{row.operation} {'' if barrier else 'of a small value '}in every step.",
-                f"{row.count / run.counted:.1f} calls a step of {format_size(round(row.bytes / row.count))}; the ranks "
-                f"wait {seconds(cost)} a step there, {100 * cost / run.step_time:.1f} %",
+                f"{row.count / run.counted:.1f} calls a step of {approximate_size(round(row.bytes / row.count))}; the "
+                f"ranks wait {seconds(cost)} a step there, {100 * cost / run.step_time:.1f} %",
                 _instead_of(row.operation),
                 "certain that it is called; a part of the wait may move to the next collective",
                 "a value that decides what the next step does",

@@ -82,8 +82,8 @@ class Gradients:
     reduced: list[list[Number]] = field(default_factory=list)  # when backward had ended; empty: as `given`
     unclipped: list[list[Number]] = field(default_factory=list)  # before they were clipped; empty: they were not
     # optimizer, site, sharded, norms (of `given`), local_norms, pass_bytes (of collectives in each backward pass),
-    # bytes (of all parameters), between (operation, site, phase, what it carries, count, bytes), unused, loss_scale,
-    # wrapped (site of DDP)
+    # pass_sites, bytes (of all parameters), between (operation, site, phase, what it carries, count, bytes), unused,
+    # loss_scale, wrapped (site of DDP)
     detail: dict[str, Any] = field(default_factory=dict)
 
 

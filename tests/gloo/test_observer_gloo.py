@@ -111,6 +111,7 @@ def test_a_communication_hook_of_ddp(tmp_path: Path, style: str, site: str, shar
         assert row.bytes == STEPS * GRADIENT_BYTES // share and row.blocked > 0
         assert row.site == site
         assert "communication hook" in rank.of(Setup)[0].wrappers
+        assert None not in rank.of(Setup)[0].wrappers["DistributedDataParallel"].values()
 
 
 def test_fully_shard(tmp_path: Path) -> None:

@@ -261,6 +261,10 @@ def test_reduction_in_every_pass_is_found_and_no_sync_is_silent() -> None:
     script.passes, script.detail["pass_bytes"] = 3, [SIZE, SIZE, SIZE]
     finding = script.rules()["no_no_sync"]
     assert finding.severity == "cost" and finding.seconds == pytest.approx(0.01 * 2 / 3)
+    rows = [call("all_reduce", f"main.py:{line}", 1, SIZE, 0.006, "backward") for line in (27, 28, 40)]
+    script.rows = [Call(**(vars(row) | {"by": "DistributedDataParallel"})) for row in rows]
+    script.detail["pass_sites"] = ["main.py:27", "main.py:27", "main.py:28"]  # line 40: another model
+    assert script.rules()["no_no_sync"].seconds == pytest.approx(0.006)
     script.detail["pass_bytes"] = [0, 0, SIZE]
     assert script.found() == []
 
