@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -131,6 +132,19 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         if not (_quiet(item) and _quiet(nextitem)):
             TURN.end()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how long the tests of each folder took, added up over the workers."""
+    seconds: dict[str, float] = {}
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            folder = "/".join(report.nodeid.partition("::")[0].split("/")[:2])
+            seconds[folder] = seconds.get(folder, 0.0) + report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("minutes by folder, over all workers")
+        for folder, sum_s in sorted(seconds.items(), key=lambda item: -item[1]):
+            terminalreporter.write_line(f"{sum_s / 60:6.1f}  {folder}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -68,12 +68,10 @@ class Cluster:
         self._started.append(up)
         return up
 
-    def interrupt(self, up: subprocess.Popen[str]) -> float:
-        """Send SIGINT, as Ctrl-C does; return the seconds until everything has ended."""
-        begun = time.monotonic()
+    def interrupt(self, up: subprocess.Popen[str]) -> None:
+        """Send SIGINT, as Ctrl-C does, and wait until everything has ended."""
         up.send_signal(signal.SIGINT)
         up.wait(60)
-        return time.monotonic() - begun
 
     def codes(self) -> dict[str, int]:
         """Each container's exit code, once all have ended."""

@@ -192,8 +192,8 @@ def test_a_running_rank_has_no_privilege_and_ctrl_c_leaves_complete_files(cluste
         assert set(values["Uid"]) == set(values["Gid"]) == {str(USER)}
         assert values["Cpus_allowed_list"] == [cores_of(rank)]
         assert "Read-only" in cluster.compose("exec", "-T", rank, "touch", "/opt/x").stderr
-    assert cluster.interrupt(up) < 10
-    assert cluster.codes() == dict.fromkeys(RANKS, Interrupted.exit_code)
+    cluster.interrupt(up)
+    assert cluster.codes() == dict.fromkeys(RANKS, Interrupted.exit_code), "none had to be killed"
     (folder,) = cluster.folders()
     for rank in RANKS:
         records = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]

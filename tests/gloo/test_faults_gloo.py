@@ -39,7 +39,7 @@ def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named() -> None:
 def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
     """With every:3 the checkpoint after step 28 is inside a period."""
     flags = ["--fault", "kill:rank1@step30", "--retries", "1", "--set", "checkpoint=7"]
-    outcome = faults.identical_case([*faults.run_flags(mode, 60, "process"), *PATIENT], flags, {})
+    outcome = faults.identical_case([*faults.run_flags(mode, 60, "process"), "--nodes", "2", *PATIENT], flags, {})
     assert outcome["ok"] and outcome["after"] >= 28, outcome  # a run that began anew would have this hash, too
 
 

@@ -15,6 +15,7 @@ from testbed.results.observations import Swap
 from testbed.results.records import Record, Step, read
 from testbed.spec.errors import Interrupted
 from tests.support.command import OWN_METHOD, run_command, start_command, write_method
+from tests.support.observed import instead, run_ranks
 
 pytestmark = pytest.mark.gloo
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -46,49 +47,59 @@ def printed(folder: Path, rank: int = 0) -> list[float]:
     return [float(line.split()[-1]) for line in lines if "mean loss" in line]
 
 
-def swap(folder: Path) -> Swap:
-    (found,) = [each for each in records(folder) if isinstance(each, Swap)]
-    return found
+def forked(
+    folder: Path, name: str, mode: str | None = None, *, ranks: int = 2, rank: int = 0, **variables: str
+) -> tuple[list[float], Swap | None]:
+    """Run a script in forked ranks, with a mode instead of its own: the losses of a rank, and the swap."""
+    found = run_ranks(folder, name, ranks=ranks, variables=variables, request=instead(mode, ranks) if mode else None)
+    assert [each.code for each in found] == [0] * ranks, found[0].output
+    own = [float(line.split()[-1]) for line in found[rank].output.splitlines() if "mean loss" in line]
+    swaps: list[Swap] = found[0].of(Swap)
+    return own or [step.loss for step in found[rank].of(Step)], swaps[0] if swaps else None
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the gather/scatter script by itself."""
-    folder = tmp_path_factory.mktemp("alone")
-    done = run_script(folder, GATHER, nodes=3)
+    return forked(tmp_path_factory.mktemp("alone"), GATHER, ranks=3)[0]
+
+
+@pytest.fixture(scope="module")
+def alone_with_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of rank 1 of the script with DDP by itself."""
+    return forked(tmp_path_factory.mktemp("alone"), "ddp_buffers.py", rank=1)[0]
+
+
+def test_exec_runs_a_script_with_a_mode_instead_of_its_own(tmp_path: Path, alone: list[float]) -> None:
+    done = run_script(tmp_path, GATHER, "--instead", "ring/bucket:16KiB/overlap", nodes=3)
     assert done.returncode == 0, done.stderr
-    return printed(folder)
+    (summary,) = json.loads(done.stdout)["runs"]
+    assert summary["status"] == "ok"
+    assert printed(tmp_path) == pytest.approx(alone, rel=1e-3)
+    (found,) = [each for each in records(tmp_path) if isinstance(each, Swap)]
+    assert found.step == 4 and found.mode == "ring/bucket:16KiB/overlap"
 
 
 @pytest.mark.parametrize("mode", ["ring/bucket:16KiB", "ring/bucket:16KiB/overlap", "allreduce/param", "ddp"])
 def test_gather_and_scatter_by_another_mode_has_the_same_losses(tmp_path: Path, alone: list[float], mode: str) -> None:
-    done = run_script(tmp_path, GATHER, "--instead", mode, nodes=3)
-    assert done.returncode == 0, done.stderr
-    (summary,) = json.loads(done.stdout)["runs"]
-    assert summary["status"] == "ok"
-    assert printed(tmp_path) == pytest.approx(alone, rel=1e-3) and len(alone) == 20
-    found = swap(tmp_path)
-    assert found.step == 4 and found.detail["factor"] == pytest.approx(1, abs=1e-3)
-    assert found.detail["replaced"] == [f"gather at {GATHER}:29", f"scatter at {GATHER}:31"]
+    found, swap = forked(tmp_path, GATHER, mode, ranks=3)
+    assert found == pytest.approx(alone, rel=1e-3) and len(alone) == 20
+    assert swap is not None and swap.step == 4 and swap.detail["factor"] == pytest.approx(1, abs=1e-3)
+    assert swap.detail["replaced"] == [f"gather at {GATHER}:29", f"scatter at {GATHER}:31"]
 
 
 @pytest.mark.parametrize("mode", ["ring/bucket:16KiB/overlap", "ring/bucket:16KiB/pipeline", "ddp/bucket:32KiB"])
-def test_ddp_by_another_mode_has_the_same_losses(tmp_path: Path, mode: str) -> None:
-    assert run_script(tmp_path, "ddp_buffers.py").returncode == 0
-    expected = losses(tmp_path, rank=1)
-    done = run_script(tmp_path, "ddp_buffers.py", "--instead", mode)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path, rank=1) == pytest.approx(expected, rel=1e-3) and len(expected) == 12
-    assert swap(tmp_path).detail["ddp"] is True
+def test_ddp_by_another_mode_has_the_same_losses(tmp_path: Path, alone_with_ddp: list[float], mode: str) -> None:
+    found, swap = forked(tmp_path, "ddp_buffers.py", mode, rank=1)
+    assert found == pytest.approx(alone_with_ddp, rel=1e-3) and len(alone_with_ddp) == 12
+    assert swap is not None and swap.detail["ddp"] is True
 
 
 def test_all_reduce_of_a_flat_copy_is_replaced_and_metrics_are_not(tmp_path: Path) -> None:
-    assert run_script(tmp_path, "flat_all_reduce.py").returncode == 0
-    expected = printed(tmp_path)
-    done = run_script(tmp_path, "flat_all_reduce.py", "--instead", "ring/bucket:16KiB/overlap")
-    assert done.returncode == 0, done.stderr
-    assert printed(tmp_path) == pytest.approx(expected, rel=1e-3)
-    assert len(swap(tmp_path).detail["replaced"]) == 1
+    expected, _ = forked(tmp_path, "flat_all_reduce.py")
+    found, swap = forked(tmp_path, "flat_all_reduce.py", "ring/bucket:16KiB/overlap")
+    assert found == pytest.approx(expected, rel=1e-3) and expected
+    assert swap is not None and len(swap.detail["replaced"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -109,18 +120,16 @@ def test_what_is_not_the_plain_mean_is_refused(
 
 
 def test_clipping_after_synchronisation_is_the_scripts_own(tmp_path: Path) -> None:
-    assert run_script(tmp_path, GATHER, CLIP="1").returncode == 0
-    expected = printed(tmp_path)
-    assert run_script(tmp_path, GATHER, "--instead", "ring/bucket:16KiB/overlap", CLIP="1").returncode == 0
-    assert printed(tmp_path) == pytest.approx(expected, rel=1e-3)
+    expected, _ = forked(tmp_path, GATHER, CLIP="1")
+    found, _ = forked(tmp_path, GATHER, "ring/bucket:16KiB/overlap", CLIP="1")
+    assert found == pytest.approx(expected, rel=1e-3) and expected
 
 
 def test_accumulated_gradients_are_synchronised_once(tmp_path: Path) -> None:
-    assert run_script(tmp_path, "ddp_buffers.py", PASSES="3").returncode == 0
-    expected = losses(tmp_path)
-    assert run_script(tmp_path, "ddp_buffers.py", "--instead", "ring/bucket:16KiB/overlap", PASSES="3").returncode == 0
-    assert losses(tmp_path) == pytest.approx(expected, rel=1e-3)
-    assert swap(tmp_path).detail["passes"] == 3
+    expected, _ = forked(tmp_path, "ddp_buffers.py", PASSES="3")
+    found, swap = forked(tmp_path, "ddp_buffers.py", "ring/bucket:16KiB/overlap", PASSES="3")
+    assert found == pytest.approx(expected, rel=1e-3) and expected
+    assert swap is not None and swap.detail["passes"] == 3
 
 
 def test_a_method_of_the_users_own_synchronises_a_script(tmp_path: Path, alone: list[float]) -> None:

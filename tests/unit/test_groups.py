@@ -71,6 +71,7 @@ def test_workers_keep_together_what_shares_a_start_and_quiet_files_run_alone(tmp
     env = os.environ | {"PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)}  # with lock files of its own
     done = run_pytest("-n", "3", "-q", str(tmp_path), cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "minutes by folder" in done.stdout and done.stdout.count("  0.0  hosts/") == 2
     found = {name: (tmp_path / name).with_suffix(".worker").read_text().split() for name in FILES}
     assert found["hosts/test_a.py"][0] == found["hosts/test_b.py"][0]
     assert found["gloo/test_algorithms.py"][0] == found["gloo/test_training.py"][0]
