@@ -186,6 +186,7 @@ class Tracked:
             self.local = [None] * len(self.parameters)
             self.fired = [0] * len(self.parameters)
         self.start = list(self.local)
+        self.unclipped = []  # clipping after an earlier pass: the gradients of this one are not in it
         self.pass_bytes.append(0)
         self.pass_sites.append(call_site())
         if self.handles:
