@@ -214,7 +214,8 @@ def remove_archives() -> None:
 def pack_image() -> Archive:
     """Pack the image; raise Unavailable if it was not made from the code as it is now."""
     size = int(engine.inspect_image()["Size"])
-    path = cache_dir() / f"image-{content_hash()}.tar.gz"
+    name = hashlib.sha256(IMAGE.encode()).hexdigest()[:8]  # it is in the archive, and IMAGE may have changed since
+    path = cache_dir() / f"image-{content_hash()}-{name}.tar.gz"
     if not path.exists():
         with _open_archive(path, "image-*.gz") as out:
             _save_image(out)
