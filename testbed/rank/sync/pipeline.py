@@ -24,7 +24,7 @@ import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from testbed.net.tcp import tcp_sockets
 from testbed.rank.group import Group, Work
@@ -199,14 +201,13 @@ class Pipeline(BaseSynchronizer):
 
     # Waits and failures
 
-    def _wait_before_forward(self, buckets: list[Bucket]) -> None:
+    def _wait_before_forward(self, buckets: Sequence[Bucket]) -> None:
         """The hook of a layer's forward: block the loop until the layer's buckets are complete."""
         since = self.timeline.now()
         self._wait_for(buckets)
-        if buckets:
-            self.timeline.copied(since)
+        self.timeline.copied(since)
 
-    def _wait_for(self, buckets: list[Bucket]) -> None:
+    def _wait_for(self, buckets: Sequence[Bucket]) -> None:
         """Block the loop until these buckets are complete; raise RankFailed after the deadline."""
         missing = [bucket for bucket in buckets if not bucket.complete.is_set()]
         if missing:
@@ -305,38 +306,116 @@ def bucket_bounds(total: int, most: int) -> list[int]:
 
 
 class ForwardWaits:
-    """Each layer waits for its own buckets before its forward.
+    """Before its forward each module waits for the buckets of its own parameters, and of others that it reads.
 
-    A parameter whose layer is never called (another layer reads it) is waited for when the model's forward begins:
-    the first forward, which has nothing to wait for, shows which layers are called.
+    A module may read parameters of a layer that is never called, or that is called later: `out_proj` of
+    nn.MultiheadAttention, a weight that an embedding and a head share. The forward of the first step, which has nothing
+    to wait for, shows which module reads which parameter. A layer that is not called, and whose parameters nothing was
+    seen to read, is waited for at the nearest module above it that is called.
     """
 
-    def __init__(self, model: Module, buckets: list[Bucket], wait: Callable[[list[Bucket]], None]) -> None:
-        self.model, self.wait = model, wait
-        self.buckets_of = {
-            module: [bucket for bucket in buckets if any(bucket.holds(p) for p in module.parameters(recurse=False))]
-            for module in model.modules()
-        }
-        self.called: set[Module] = set()
-        self.first_done = False
-        for module in self.buckets_of:
-            module.register_forward_pre_hook(self._before)
+    def __init__(self, model: Module, buckets: list[Bucket], wait: Callable[[Sequence[Bucket]], None]) -> None:
+        self.model, self.buckets, self.wait = model, buckets, wait
+        self.waits = {module: self._buckets_of(list(module.parameters(recurse=False))) for module in model.modules()}
+        self.hooks = {module: module.register_forward_pre_hook(self._before) for module in hookable(model)}
+        self.reads: Reads | None = Reads(model)
+
+    def _buckets_of(self, parameters: list[Parameter]) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if any(bucket.holds(p) for p in parameters)]
 
     def _before(self, module: Module, inputs: Any) -> None:
-        if not self.first_done:
-            self.called.add(module)
-        self.wait(self.buckets_of[module])
+        if self.waits[module]:
+            self.wait(self.waits[module])
 
     def finish_first_forward(self) -> None:
-        """After the first forward: the whole model waits for the buckets of layers that were not called."""
-        if self.first_done:
+        """After the forward of the first step: each module waits for all that it was seen to read."""
+        if self.reads is None:
             return
-        self.first_done = True
-        never = [module for module in self.buckets_of if module not in self.called]
-        self.buckets_of[self.model] = [
-            *self.buckets_of[self.model],
-            *(bucket for module in never for bucket in self.buckets_of[module]),
+        reads, self.reads = self.reads, None
+        reads.stop()
+        parents = parents_of(self.model)
+        for module in list(self.waits):
+            own = list(module.parameters(recurse=False))
+            for parameter in own:
+                readers = reads.readers.get(id(parameter), set())
+                if not readers and module not in reads.called:
+                    readers = nearest_called(module, parents, reads.called) or {self.model}
+                for reader in readers - {module}:
+                    known = self.waits[reader]
+                    self.waits[reader] = known + [b for b in self._buckets_of([parameter]) if b not in known]
+        for module in [module for module in self.hooks if not self.waits[module]]:
+            self.hooks.pop(module).remove()
+
+
+class Reads(TorchFunctionMode):
+    """Finds which module's forward reads which parameter: the innermost that is being called when torch gets it."""
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()
+        self.readers: dict[int, set[Module]] = {}  # by id of the parameter
+        self.called: set[Module] = set()
+        self._inside: list[Module] = []  # the modules that are being called, outermost first
+        self._ids = {id(p) for p in model.parameters()}
+        self._hooks = [hook for module in hookable(model) for hook in self._watch(module)]
+
+    def _watch(self, module: Module) -> list[RemovableHandle]:
+        return [
+            module.register_forward_pre_hook(self._enter, prepend=True),
+            module.register_forward_hook(self._leave, always_call=True),
         ]
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: Module, inputs: Any) -> None:
+        self.called.add(module)
+        if not self._inside:
+            self.__enter__()  # type: ignore[no-untyped-call]
+        self._inside.append(module)
+
+    def _leave(self, module: Module, inputs: Any, output: Any) -> None:
+        self._inside.pop()
+        if not self._inside:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_property = getattr(func, "__name__", "") == "__get__"
+        if self._inside and (not is_property or isinstance(found, Tensor)):  # a dtype or a shape is no value
+            self._note([*args, *(kwargs or {}).values()])
+        return found
+
+    def _note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and id(value) in self._ids:
+                self.readers.setdefault(id(value), set()).add(self._inside[-1])
+            elif isinstance(value, list | tuple):
+                self._note(value)
+
+
+def hookable(model: Module) -> list[Module]:
+    """The modules that tell when they are called: all but compiled ones."""
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def parents_of(model: Module) -> dict[Module, set[Module]]:
+    """The modules that have each module as a child; several, if it is shared."""
+    found: dict[Module, set[Module]] = {module: set() for module in model.modules()}
+    for module in found:
+        for child in module.children():
+            found[child].add(module)
+    return found
+
+
+def nearest_called(module: Module, parents: dict[Module, set[Module]], called: set[Module]) -> set[Module]:
+    """On each way up from a module, the first one that is called."""
+    found: set[Module] = set()
+    for parent in parents[module]:
+        found |= {parent} if parent in called else nearest_called(parent, parents, called)
+    return found
 
 
 class Clipping:

@@ -25,6 +25,8 @@ from testbed.rank.sync.pipeline import (
     TCP_NOTSENT_LOWAT,
     UNSENT_BYTES,
     WINDOW_BYTES,
+    Bucket,
+    ForwardWaits,
     Pipeline,
     Sender,
     bucket_bounds,
@@ -272,3 +274,158 @@ def test_a_thread_that_has_ended_is_ignored() -> None:
     thread.start()
     thread.join()
     use_sched_batch(thread.native_id or 0)
+
+
+# --- what a forward waits for ------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A model after its first step: `waited` are the buckets of each wait of a later forward, one parameter each."""
+
+    def __init__(self, model: nn.Module, *inputs: Any) -> None:
+        self.model, self.inputs = model, inputs
+        self.events: list[str] = []
+        parameters = dict(model.named_parameters())
+        self.names = {number: name for number, name in enumerate(parameters)}
+        buckets = [Bucket(number, 0, [], [], [], [p]) for number, p in enumerate(parameters.values())]
+        self.waits = ForwardWaits(model, buckets, self._wait)
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            module.register_forward_hook(lambda m, i, o, name=name: self.events.append(f"end {name}"))
+        model(*inputs)
+        self.waits.finish_first_forward()
+        self.events.clear()
+
+    def _wait(self, buckets: Any) -> None:
+        self.events.append("wait " + " ".join(sorted(self.names[bucket.number] for bucket in buckets)))
+
+    def forward(self) -> list[str]:
+        self.model(*self.inputs)
+        return self.events
+
+
+def test_a_layer_waits_for_its_own_parameters_when_it_is_called() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    found = Watched(model, torch.ones(1, 2)).forward()
+    assert found == ["wait 0.bias 0.weight", "end 0", "end 1", "wait 2.bias 2.weight", "end 2", "end "]
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(4, 2, batch_first=True) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, x, x)[0]
+        return x
+
+
+def test_multihead_attention_waits_for_its_own_projection_alone() -> None:
+    """It reads `out_proj.weight` without a call of `out_proj`."""
+    found = Watched(Blocks(2), torch.ones(1, 3, 4)).forward()
+    own = ("in_proj_bias", "in_proj_weight", "out_proj.bias", "out_proj.weight")
+    expected = [[f"wait {' '.join(f'blocks.{k}.{name}' for name in own)}", f"end blocks.{k}"] for k in range(2)]
+    assert found == [*expected[0], *expected[1], "end "]
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight; `by_call`: the head is a layer, else its weight is read."""
+
+    def __init__(self, by_call: bool) -> None:
+        super().__init__()
+        self.embedding, self.middle, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.by_call = by_call
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.middle(self.embedding(tokens))
+        return self.head(x) if self.by_call else nn.functional.linear(x, self.head.weight)
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+def test_a_tied_weight_is_waited_for_at_its_first_use(by_call: bool) -> None:
+    found = Watched(Tied(by_call), torch.tensor([1, 2])).forward()
+    assert found.index("wait embedding.weight") < found.index("end embedding")
+
+
+class Borrower(nn.Module):
+    """Reads the weight of a layer that is not its child."""
+
+    def __init__(self, owner: nn.Linear) -> None:
+        super().__init__()
+        self.owner = [owner]  # not registered
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.owner[0].weight.t()
+
+
+class Borrowing(nn.Module):
+    def __init__(self, called: bool) -> None:
+        super().__init__()
+        self.first, self.owner = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+        self.borrower = Borrower(self.owner)
+        self.called = called
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.borrower(self.first(x))
+        return self.owner(x) if self.called else x
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_module_waits_for_a_weight_that_it_reads_from_another(called: bool) -> None:
+    """Also if the other is called, because that is later."""
+    found = Watched(Borrowing(called), torch.ones(1, 2)).forward()
+    assert found[:4] == ["wait first.bias first.weight", "end first", "wait owner.weight", "end borrower"]
+
+
+class Block(nn.Module):
+    """Neither the call of a compiled layer nor what it reads is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compiled(x)  # type: ignore[no-any-return]
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block = nn.Linear(2, 2), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.before(x))  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_nothing_is_seen_to_read_is_waited_for_at_the_nearest_module_that_is_called() -> None:
+    found = Watched(Scripted(), torch.ones(1, 2)).forward()
+    inner = "wait block.compiled.0.bias block.compiled.0.weight"
+    assert found == ["wait before.bias before.weight", "end before", inner, "end block", "end "]
+
+
+def test_an_error_in_the_first_forward_leaves_no_mode_behind() -> None:
+    class Broken(nn.Module):
+        fine = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            if not self.fine:
+                raise ValueError("not yet")
+            return x
+
+    model = Broken()
+    waits = ForwardWaits(model, [Bucket(0, 0, [], [], [], list(model.parameters()))], lambda buckets: None)
+    with pytest.raises(ValueError, match="not yet"):
+        model(torch.ones(1, 2))
+    assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
+    model.fine = True
+    model(torch.ones(1, 2))
+    waits.finish_first_forward()
+    assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
