@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.results.observations import Swap
-from testbed.results.records import read
 from testbed.spec.errors import HostFailed, RankFailed
 from tests.hosts.nodes import ROOT, Nodes
-from tests.support.command import write_method
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 QUICK = ("--on", "hosts", "--set", "probe=false")
@@ -39,14 +36,6 @@ def test_a_script_runs_on_every_host_and_what_it_wrote_comes_back(nodes: Nodes, 
         assert found["writes"] == [] and found["tmp_bytes"] == found["shm_bytes"] == 1 << 30
         assert (out / f"rank{rank}.files" / "written.txt").read_text() == "kept"
     assert [nodes.of_runs(node) for node in range(2)] == [[], []], "containers and files of the run are gone"
-
-
-def test_a_method_of_the_users_own_synchronises_a_script(nodes: Nodes, scripts: Path, tmp_path: Path) -> None:
-    out, mode = tmp_path / "r", write_method(scripts)
-    asked = ["--nodes", "2", "--steps", "9", "--out", str(out), "--instead", mode]
-    done = nodes.testbed("exec", *QUICK, *asked, "--", "python", "gather_mean.py", cwd=scripts)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert any(isinstance(each, Swap) for each in read(out / "rank0.jsonl"))
 
 
 def test_a_script_that_fails_is_quoted_and_nothing_stays(nodes: Nodes, scripts: Path, tmp_path: Path) -> None:
