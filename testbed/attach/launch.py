@@ -30,6 +30,7 @@ from testbed.attach.intake import Intake, Records
 from testbed.attach.output import Output, last_words, lost_another
 from testbed.attach.workplace import Workplace, offer
 from testbed.rank.counters import Counter, NoCounter, open_counter
+from testbed.rank.oom import install_oom_handler
 from testbed.results.folder import RunFolder
 from testbed.results.observations import Unseen
 from testbed.results.records import End, Error
@@ -348,6 +349,7 @@ def main() -> int:
     if spec.script is None:
         raise UsageError(f"{folder.spec}: has no script. Use `testbed exec`.")
     signal.signal(signal.SIGTERM, _stop)
+    install_oom_handler(spec)  # the memory limit of that fault is the node's
     if options.resume:
         folder.set_records_aside(rank)
     try:

@@ -94,6 +94,38 @@ def test_a_killed_rank_is_named_and_no_container_stays(tmp_path: Path) -> None:
     assert str(tmp_path) not in mounted_sources()
 
 
+QUOTA = """import os
+from pathlib import Path
+one, two = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu.max")
+text = one.read_text() if one.exists() else two.read_text()
+print("quota", text.split()[0], flush=True)
+import ddp
+"""
+
+
+def test_overrides_and_faults_act_on_single_nodes(tmp_path: Path) -> None:
+    (tmp_path / "quota.py").write_text(QUOTA)
+    flags = ["--rate", "100mbit", "--set", "node.cpus=0.4", "--set", "overrides.node1.cpus=0.3"]
+    faults = ["pause:rank0@step5+1s", "rate:rank1@step8+1s=20mbit", "slow:rank0@step10+1s=0.2cpu"]
+    flags += [word for fault in faults for word in ("--fault", fault)]
+    done, summary = execute(tmp_path, *flags, command=("env", "SCRIPT_STEPS=600", "python", "quota.py"))
+    assert done.returncode == 0 and summary["status"] == "ok", done.stderr
+    quotas = [(tmp_path / "r" / f"rank{k}.log").read_text().split("quota ")[1].split()[0] for k in range(2)]
+    assert quotas == ["4000", "3000"]  # of 10000 microseconds
+    events = [json.loads(line) for line in (tmp_path / "r" / "faults.jsonl").read_text().splitlines()]
+    over = [each["fault"] for each in events if each["event"] == "over"]
+    assert sorted(over) == sorted(faults), events
+
+
+def test_a_memory_limit_ends_a_rank(tmp_path: Path) -> None:
+    many = ("env", "SCRIPT_STEPS=100000", "python", "ddp.py")
+    done, summary = execute(tmp_path, "--fault", "oom:rank1@step3", command=many)
+    assert done.returncode == RankFailed.exit_code and "rank 1 (node1) was killed by SIGKILL" in done.stderr, (
+        done.stderr
+    )
+    assert summary["status"] == "failed"
+
+
 def test_requirements_become_a_layer_that_is_built_once_and_without_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import tomllib
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from testbed.spec.errors import Interrupted
 from tests.docker.test_isolation import Listener, gateway_of
-from tests.support.command import run_command
+from tests.support.command import run_command, start_command
+from tests.support.processes import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
@@ -121,3 +124,27 @@ def test_forged_records_are_not_proven_and_give_nothing(tmp_path: Path) -> None:
     assert result["points"] == 0 and own.pop("bytes")["verdict"] == "not met"
     assert {each["verdict"] for each in own.values()} == {"not proven"}
     assert all("the interfaces of all nodes counted" in each["reason"] for each in own.values()), own
+
+
+def test_ctrl_c_keeps_what_was_graded_and_leaves_no_container(tmp_path: Path) -> None:
+    """The second submission never ends; SIGINT comes while its ranks run."""
+    shutil.copytree(COURSE / "given", tmp_path / "given")
+    text = (COURSE / "assignment2.toml").read_text()
+    (tmp_path / "one.toml").write_text(text[: text.index('[[parts]]\nname = "2a"')])
+    for name in ("ann", "endless"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+    shutil.copy(COURSE / "solutions" / "model" / "part1.py", tmp_path / "in" / "ann")
+    (tmp_path / "in" / "endless" / "part1.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(3600)\n")
+    running = start_command("grade", "one.toml", "in", "--share", "--out", "out", cwd=tmp_path)
+    log = tmp_path / "out" / "002-endless" / "part-1" / "rank0.log"
+    try:
+        until(lambda: running.poll() is not None or (log.exists() and "begun" in log.read_text()), 600)
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=300)
+    finally:
+        running.kill()
+    assert running.returncode == Interrupted.exit_code and "results.md" in errors, errors
+    (graded,) = json.loads((tmp_path / "out" / "results.json").read_text())["submissions"]
+    assert graded["name"] == "ann" and graded["points"] == 10
+    assert "1 of 2 submissions were not graded" in (tmp_path / "out" / "results.md").read_text()
+    assert no_containers(tmp_path)

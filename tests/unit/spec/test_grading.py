@@ -39,7 +39,7 @@ def test_every_key_of_a_demand_belongs_to_a_kind() -> None:
 def test_a_part_has_the_values_of_the_assignment_unless_it_has_its_own() -> None:
     read = Assignment.read(COURSE / "assignment2.toml")
     first, second = (read.complete(part) for part in read.parts[:2])
-    assert (first.nodes, second.nodes, second.steps, second.rate) == (1, 3, 10, 200_000_000)
+    assert (first.nodes, second.nodes, second.steps, second.rate) == (1, 4, 10, 200_000_000)
     assert read.limits.memory == 1 << 30 and read.gradient_bytes == 4 * 101770
 
 
