@@ -107,6 +107,9 @@ def _send_image(host: Host, archives: Archives, progress: TransferProgress) -> s
     archive = archives.image()
     _check_space(host, free_engine_bytes(host), archive, "the image")
     _send(host, "image", archive, ["docker", "load", "--quiet"], progress)
+    if engine.image_name() != IMAGE:  # hosts know the image by one name, whatever IMAGE is here
+        host.run(["docker", "tag", engine.image_name(), IMAGE], QUERY_TIMEOUT_S)
+        host.run(["docker", "rmi", engine.image_name()], QUERY_TIMEOUT_S)
     if image_content(host) != wanted:
         raise HostFailed(f"{host}: the image was sent, but the engine does not show it. Run fab deploy again")
     host.run(prune_images_argv(), QUERY_TIMEOUT_S)
@@ -214,7 +217,7 @@ def remove_archives() -> None:
 def pack_image() -> Archive:
     """Pack the image; raise Unavailable if it was not made from the code as it is now."""
     size = int(engine.inspect_image()["Size"])
-    name = hashlib.sha256(IMAGE.encode()).hexdigest()[:8]  # it is in the archive, and IMAGE may have changed since
+    name = hashlib.sha256(engine.image_name().encode()).hexdigest()[:8]  # in the archive, and may change here
     path = cache_dir() / f"image-{content_hash()}-{name}.tar.gz"
     if not path.exists():
         with _open_archive(path, "image-*.gz") as out:
@@ -223,7 +226,8 @@ def pack_image() -> Archive:
 
 
 def _save_image(out: BinaryIO) -> None:
-    with subprocess.Popen(["docker", "save", IMAGE], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as saving:
+    argv = ["docker", "save", engine.image_name()]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as saving:
         assert saving.stdout is not None and saving.stderr is not None
         try:
             compress(saving.stdout, out)

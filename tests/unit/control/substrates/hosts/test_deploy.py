@@ -40,5 +40,5 @@ def test_images_of_one_content_and_two_names_are_two_archives(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(deploy.engine, "inspect_image", lambda: {"Size": 1})
     for image in ("testbed:latest", "testbed:mine"):
-        monkeypatch.setattr(deploy, "IMAGE", image)
+        monkeypatch.setenv("IMAGE", image)
         assert gzip.decompress(pack_image().path.read_bytes()) == f"save {image}\n".encode()
