@@ -13,6 +13,8 @@ from typing import Any
 VARIABLE = "TESTBED_OBSERVER"  # the path of the launcher's Unix socket; empty or missing: nothing is observed
 REQUEST = "TESTBED_OBSERVE"  # what the launcher requests, as JSON: schema, steps, deadline, interface, ...
 SEND_TIMEOUT_S = 5.0  # a launcher that does not read for so long is treated as gone
+SEND_BUFFER_BYTES = 1 << 20  # so that a step does not wait for the launcher; the kernel allows less
+ENCODER = json.JSONEncoder(separators=(",", ":"), default=str)
 
 
 class Channel:
@@ -33,7 +35,7 @@ class Channel:
         if self.broken:
             return
         try:
-            line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
+            line = ENCODER.encode(record).encode() + b"\n"
         except (TypeError, ValueError, RecursionError):
             return
         with self._lock:
@@ -54,5 +56,6 @@ class Channel:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket = made
             made.settimeout(SEND_TIMEOUT_S)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             made.connect(self.path)
         return self._socket

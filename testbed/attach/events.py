@@ -28,7 +28,7 @@ MADE_BY = {  # folder or file of torch on the stack: who made a collective that 
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Collective:
     """One collective operation that is in flight, or has ended."""
 
@@ -42,7 +42,7 @@ class Collective:
     launched: float = 0.0  # the call that started it has returned
     ended: float | None = None
     by: str = ""  # who made it, if not the script itself: DistributedDataParallel, ...
-    name: str = ""  # as records have it
+    row: dict[str, Any] = field(default_factory=dict)  # of the calls record
     token: int = -1  # of the timeline
 
 
@@ -124,6 +124,7 @@ class Hub:
         self.off: set[str] = set()  # seams that raised
         self.muted: Callable[[], bool] = lambda: False  # True if what happens is a mode's own, not the script's
         self._refusal: Exception | None = None  # what an essential part raised
+        self._listeners: tuple[list[Part], dict[str, list[tuple[Part, Callable[..., None]]]]] = ([], {})
         self.start()
 
     def start(self) -> None:
@@ -134,11 +135,11 @@ class Hub:
         """Call the event of every part. A part that raises is taken out, unless it is essential."""
         if event != "collective_ended" and self.muted():  # a collective of the script's may end in any thread
             return
-        for part in tuple(self.parts):
+        for part, react in self._listening(event):
             try:
                 if self._fault:
                     self._raise_if(f"{type(part).__name__}.{event}")
-                getattr(part, event)(*arguments)
+                react(*arguments)
             except Exception as error:
                 if part.essential:
                     self._refusal = error
@@ -146,6 +147,17 @@ class Hub:
                 if part in self.parts:
                     self.parts.remove(part)
                 self.failed(f"{type(part).__name__}.{event}", error)
+
+    def _listening(self, event: str) -> list[tuple[Part, Callable[..., None]]]:
+        """The parts that react to an event, looked up once: this runs several times in every collective."""
+        parts, known = self._listeners
+        if parts != self.parts:
+            parts, known = self._listeners = (list(self.parts), {})
+        found = known.get(event)
+        if found is None:
+            ignored = None if self._fault else getattr(Part, event)
+            found = known[event] = [(p, getattr(p, event)) for p in parts if getattr(type(p), event) is not ignored]
+        return found
 
     def observe(self, seam: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of a seam and return its result; None if it raises, and from then on."""
@@ -187,19 +199,20 @@ def is_library(path: str) -> bool:
     return _classify(path)[0]
 
 
-def caller() -> tuple[str, str]:
+def caller(frame: Any = None) -> tuple[str, str]:
     """The innermost line of the stack that is no library's, e.g. `main.py:88`, and who called from there.
 
-    The line is empty if there is none; the second is empty if the script called torch.distributed itself.
+    The line is empty if there is none; the second is empty if the script called torch.distributed itself. `frame`:
+    where to begin.
     """
-    frame, depth, by = sys._getframe(1), 0, ""
+    frame, depth, by = frame or sys._getframe(1), 0, ""
     while frame is not None and depth < MAX_DEPTH:
         path = frame.f_code.co_filename
         library, name, maker = _FILES.get(path) or _FILES.setdefault(path, _classify(path))
         if not library:
             return f"{name}:{frame.f_lineno}", by
         by = by or maker
-        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+        frame, depth = frame.f_back, depth + 1
     return "", by
 
 

@@ -7,6 +7,7 @@ sends and its values are of the right types (results/records.py); the file has a
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import socket
 import struct
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from pydantic import ValidationError
 
@@ -31,6 +32,8 @@ OTHERS_SHARE = 0.25  # of the largest size, for the processes that are not the r
 MAX_PROCESSES = 32  # of one node whose records are kept
 ACCEPT_BACKLOG = 64
 MAX_CONNECTIONS = 256  # at once: two for each process of a script that imports torch
+PAUSE_S = 0.05  # between two reads of one connection; meanwhile the kernel keeps what the observer sends
+READ_BYTES = 1 << 16
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a connected process
 READY = json.dumps(where.READY).encode() + b"\n"
 
@@ -154,6 +157,24 @@ class Records:
                     file.close()
 
 
+class Pausing(io.RawIOBase):
+    """Reads a connection a few times a second, so that a script does not wake the launcher up in every short step."""
+
+    def __init__(self, connection: socket.socket, finishing: threading.Event) -> None:
+        self._connection, self._finishing = connection, finishing
+        self._more = True  # the last read left something behind
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._more:
+            self._finishing.wait(PAUSE_S)
+        size = self._connection.recv_into(buffer)
+        self._more = size == len(buffer)
+        return size
+
+
 class Intake:
     """Listens for observers, in threads that end with this process."""
 
@@ -164,6 +185,7 @@ class Intake:
         path.chmod(0o666)  # the folder around it belongs to the script's user alone
         self._server.listen(ACCEPT_BACKLOG)
         self._path = path
+        self._finishing = threading.Event()  # no reader pauses any more
         self._readers: list[threading.Thread] = []
         self._pids: list[int] = []  # of the processes, by number of the connection
         self._asked: dict[int, socket.socket] = {}  # connections that answer questions, by pid
@@ -190,7 +212,8 @@ class Intake:
 
     def _read(self, connection: socket.socket, number: int) -> None:
         pid = self._pids[number]
-        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
+        paused = Pausing(connection, self._finishing)
+        with contextlib.suppress(OSError), connection, io.BufferedReader(paused, READ_BYTES) as lines:
             for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
                 if line == READY:
                     self._asked[pid] = connection
@@ -221,6 +244,7 @@ class Intake:
 
     def finish(self, timeout_s: float) -> None:
         """Read what is left. The processes that sent it have ended, so every connection has an end."""
+        self._finishing.set()
         self._server.setblocking(False)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
             wake.connect(str(self._path))  # the acceptor may still wait

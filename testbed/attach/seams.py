@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -81,8 +82,9 @@ MAX_PENDING = 4096  # works that nobody has waited for; older ones are forgotten
 class Call:
     """A function of torch.distributed that is running, and the collectives it started."""
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, frame: Any = None) -> None:
         self.operation = operation  # reduce operation
+        self.frame = frame  # of its caller
         self.started: list[tuple[Collective, Any]] = []  # with its Work, still as an object of TorchScript
 
 
@@ -148,9 +150,9 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
     after_autograd = torch._C._after_autograd_keyset
 
     def begin(arguments: tuple[Any, ...]) -> Collective:
-        call = position.calls[-1] if position.calls else None
-        phase = position.phase
-        tensors = () if place is None else tuple(_tensors(arguments[place]))
+        calls, phase = position.calls, position.phase
+        call = calls[-1] if calls else None
+        tensors = () if place is None else _tensors(arguments[place])
         ranks, own = position.group(arguments[group_place])
         detail: dict[str, Any] = {"group": len(ranks)}
         if own:
@@ -159,8 +161,10 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
             detail[root_word] = ranks[arguments[root_place]]
         if reduces:  # DDP's reducer divides before it adds
             detail["reduce"] = call.operation if call else "sum"
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        site, by = caller()
+        size = 0
+        for tensor in tensors:
+            size += tensor.nbytes
+        site, by = caller(None if call is None else call.frame)
         if not by and call is None and position.has_ddp and phase == "backward":
             by = "DistributedDataParallel"
         collective = Collective(operation, size, hub.clock(), site, phase, detail, tensors, by=by)
@@ -170,11 +174,12 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
 
     def follow(collective: Collective, result: Any) -> None:
         collective.launched = hub.clock()
-        work = result[-1] if isinstance(result, tuple | list) else result
+        work = result[-1] if isinstance(result, (tuple, list)) else result
         if collective.phase == "backward" and (position.has_hook or collective.by == "DistributedDataParallel"):
             position.reduced.append(collective)
-        if position.calls:
-            position.calls[-1].started.append((collective, work))  # the function returns when it has ended
+        calls = position.calls
+        if calls:
+            calls[-1].started.append((collective, work))  # the function returns when it has ended
         else:
             track(hub, position, collective, distributed_c10d.Work.unbox(work))
 
@@ -190,13 +195,15 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
     return kernel
 
 
-def _tensors(value: Any) -> Any:
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
     """The tensors of an argument: a tensor, or a nested list of them."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        if len(value) == 1:
+            return _tensors(value[0])
+        return tuple(tensor for each in value for tensor in _tensors(each))
+    return ()
 
 
 def track(hub: Hub, position: Position, collective: Collective, work: Any) -> None:
@@ -266,8 +273,8 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
     """A function that does what `original` does and reports how long the script waited in it."""
     operation_of = _reduce_operation(original)
 
-    def begin(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call, float]:
-        call = Call(operation_of(arguments, named))
+    def begin(arguments: tuple[Any, ...], named: dict[str, Any], frame: Any) -> tuple[Call, float]:
+        call = Call(operation_of(arguments, named), frame)
         position.calls.append(call)
         return call, hub.clock()
 
@@ -287,7 +294,7 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
     def wrapper(*arguments: Any, **named: Any) -> Any:
         if hub.muted():
             return original(*arguments, **named)
-        begun = hub.observe("waits", begin, arguments, named)
+        begun = hub.observe("waits", begin, arguments, named, sys._getframe(1))
         if begun is None:
             return original(*arguments, **named)
         try:

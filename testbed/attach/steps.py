@@ -68,7 +68,7 @@ class Steps(Part):
         self.ddp: Any = None  # the first DistributedDataParallel
         self.logged: list[dict[str, Any]] = []  # times of DDP's own logging data beside ours
         self.backward: dict[str, float] = {}  # our times of the last backward pass that reduced gradients
-        self.rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+        self.rows: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}  # with the name in step records
         self.passes: dict[int, list[int]] = {}  # by id of a loader's sampler: passes, the present iterator
         self.iterator: Any = None  # that gave the last training batch
         self.batches: dict[int, tuple[Any, int]] = {}  # by id of a sampler: iterator, images that no backward has used
@@ -206,21 +206,20 @@ class Steps(Part):
             self.phases.start()
 
     def collective_began(self, collective: Collective) -> None:
-        root, ranks = collective.detail.get("root", 0), collective.detail.get("ranks", ())
-        collective.name = str(Observed(collective.operation, collective.site, root, tuple(ranks)))
-        row = self._row(collective)
+        name, row = self._row(collective)
         size, detail = collective.size, row["detail"]
         row["count"] += 1
         row["bytes"] += size
-        detail["smallest"] = min(size, detail.get("smallest", size))
-        detail["largest"] = max(size, detail.get("largest", size))
-        collective.token = self.timeline.begin_comm(collective.name, size, collective.begun)
+        if not detail["smallest"] <= size <= detail["largest"]:
+            detail["smallest"], detail["largest"] = min(size, detail["smallest"]), max(size, detail["largest"])
+        collective.row = row
+        collective.token = self.timeline.begin_comm(name, size, collective.begun)
 
     def collective_ended(self, collective: Collective) -> None:
         token, collective.token = collective.token, -1
         if token >= 0 and collective.ended is not None:
             self.timeline.end_comm(token, collective.ended)
-            self._row(collective)["seconds"] += collective.ended - collective.begun
+            collective.row["seconds"] += collective.ended - collective.begun
 
     def waited(self, since: float, until: float, collectives: list[Collective]) -> None:
         """Blocked is what overlaps a collective; preparing it and copying its results is counted as copies."""
@@ -238,10 +237,12 @@ class Steps(Part):
 
     def _share_blocked(self, collectives: list[Collective], since: float) -> None:
         """Add to each row the time that its collective alone was waited for: in the order in which they ended."""
-        for collective in sorted(collectives, key=lambda each: each.ended or 0.0):
+        if len(collectives) > 1:
+            collectives = sorted(collectives, key=lambda each: each.ended or 0.0)
+        for collective in collectives:
             ended = collective.ended or since
             if ended > since:
-                self._row(collective)["blocked"] += ended - since
+                collective.row["blocked"] += ended - since
                 since = ended
 
     def ends(self) -> None:
@@ -250,20 +251,36 @@ class Steps(Part):
 
     # records
 
-    def _row(self, collective: Collective) -> dict[str, Any]:
-        key = (collective.name, collective.phase, collective.by, collective.detail.get("reduce", ""))
+    def _row(self, collective: Collective) -> tuple[str, dict[str, Any]]:
+        """The name of a collective in records, and its row."""
+        detail = collective.detail
+        ranks = tuple(detail["ranks"]) if "ranks" in detail else ()
+        root = detail.get("root", 0)
+        key = (
+            collective.operation,
+            collective.site,
+            root,
+            ranks,
+            collective.phase,
+            collective.by,
+            detail.get("reduce"),
+        )
         if key not in self.rows:
-            self.rows[key] = {
-                "operation": collective.operation,
-                "site": collective.site,
-                "phase": collective.phase,
-                "count": 0,
-                "bytes": 0,
-                "seconds": 0.0,
-                "blocked": 0.0,
-                "by": collective.by,
-                "detail": dict(collective.detail),
-            }
+            name = str(Observed(collective.operation, collective.site, root, ranks))
+            self.rows[key] = (
+                name,
+                {
+                    "operation": collective.operation,
+                    "site": collective.site,
+                    "phase": collective.phase,
+                    "count": 0,
+                    "bytes": 0,
+                    "seconds": 0.0,
+                    "blocked": 0.0,
+                    "by": collective.by,
+                    "detail": {**detail, "smallest": collective.size, "largest": collective.size},
+                },
+            )
         return self.rows[key]
 
     def _compare_with_ddp(self) -> None:
@@ -341,7 +358,12 @@ class Steps(Part):
 
     def _send_calls(self) -> None:
         if self.number:
-            calls = {"kind": "calls", "first": 0, "last": self.number - 1, "rows": list(self.rows.values())}
+            calls = {
+                "kind": "calls",
+                "first": 0,
+                "last": self.number - 1,
+                "rows": [row for _, row in self.rows.values()],
+            }
             self.send(calls | {"detail": {"ddp": self.logged[-LOGGED_STEPS:]} if self.logged else {}})
 
 

@@ -41,6 +41,17 @@ def test_a_part_that_raises_is_taken_out_and_named() -> None:
     assert reports == [("Bad.group_made", "ValueError: no")]
 
 
+def test_a_part_that_is_added_or_removed_later_counts_from_then_on() -> None:
+    first, second = Good(), Good()
+    hub, _ = make_hub(first)
+    hub.emit("group_made")
+    hub.parts.append(second)
+    hub.emit("group_made")
+    hub.parts.remove(first)
+    hub.emit("group_made")
+    assert (first.calls, second.calls) == (2, 2)
+
+
 def test_a_seam_that_raises_is_off_and_named_once() -> None:
     hub, reports = make_hub()
     assert hub.observe("data", lambda: 1 / 0) is None

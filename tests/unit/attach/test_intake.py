@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,24 @@ def test_lines_sent_before_the_end_are_all_written(tmp_path: Path) -> None:
     intake.finish(timeout_s=30)
     records.close()
     assert kinds(tmp_path / "rank0.jsonl") == ["start", *["step"] * 500] and records.steps == 500
+
+
+def test_the_end_of_the_script_ends_the_pause_between_two_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 600.0)
+    records = Records(tmp_path / "rank0.jsonl")
+    intake = Intake(tmp_path / "socket", records)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(tmp_path / "socket"))
+        connection.sendall(json.dumps(START).encode() + b"\n")
+        while records.rank is None:
+            time.sleep(0.01)
+        connection.sendall(json.dumps(STEP).encode() + b"\n")  # nobody reads it now
+        assert records.steps == 0
+    intake.finish(timeout_s=30)
+    records.close()
+    assert records.steps == 1
 
 
 def test_the_first_process_that_starts_is_the_rank(tmp_path: Path) -> None:

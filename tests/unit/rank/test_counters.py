@@ -43,6 +43,18 @@ def test_the_sockets_counter_counts_exactly_what_was_sent(pair: tuple[socket.soc
     assert (after[0] - sent, after[1] - received) == (BYTES, BYTES)  # type: ignore[operator]
 
 
+def test_a_new_socket_is_counted_also_under_a_number_that_was_in_use(tmp_path: Path) -> None:
+    counter = SocketCounter()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with (tmp_path / "file").open("wb") as file:
+            before, number = counter.read(), file.fileno()
+        with socket.create_connection(server.getsockname(), timeout=10) as near:
+            assert near.fileno() == number  # the lowest free one
+            near.sendall(b"x" * 1000)
+            assert counter.read()[0] - before[0] == 1000  # type: ignore[operator]
+        assert counter.read() == before  # closed
+
+
 def test_counting_neither_closes_nor_leaks_descriptors(pair: tuple[socket.socket, socket.socket]) -> None:
     before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(50):
