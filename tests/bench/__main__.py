@@ -1,7 +1,7 @@
 """`make bench`: measure speeds as ratios inside one run, and compare each with its limit.
 
     make bench                     all parts
-    make bench ARGS="loop start"   some parts
+    make bench ARGS="loop start"   some parts; `attach` means all parts whose names begin with `attach-`
     make bench ARGS=--resume       skip the parts that are already measured at this commit
 Results are written to results/bench.json after each part, with the commit; results of other parts are kept. Do not use
 the machine for anything else meanwhile.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.results.folder import write_whole
-from tests.bench import codecs, collectives, containers, exact, instrument, overhead, step
+from tests.bench import attach, codecs, collectives, containers, exact, instrument, overhead, step
 from tests.bench.figures import MEASURED, Figure, limits_met
 from tests.support.provenance import ROOT, code_commit, commit_of_all, current
 
@@ -38,6 +38,9 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "straggler": instrument.straggler,
     "hosts": containers.hosts,
     "codecs": codecs.measure,
+    "attach-cost": attach.cost,
+    "attach-ddp": attach.ddp,
+    "attach-instead": attach.instead,
 }
 
 
@@ -49,10 +52,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench.json")
     parser.add_argument("--resume", action="store_true", help="skip the parts that the file has at the present commit")
     options = parser.parse_args()
-    unknown = [part for part in options.parts if part not in PARTS]
+    unknown = [part for part in options.parts if not _named(part)]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    kept, chosen, commit = _load(options.out), options.parts or list(PARTS), _commit()
+    chosen = [part for name in options.parts for part in _named(name)] or list(PARTS)
+    kept, commit = _load(options.out), _commit()
     for part in chosen:
         if options.resume and part in kept and current(kept[part]["commit"], commit):
             print(f"{part}: already measured at this commit", flush=True)
@@ -69,6 +73,11 @@ def main() -> int:
     met = limits_met(figure for part in chosen for figure in kept[part]["figures"])
     print(f"{sum(met)} of {len(met)} limits met; all figures are in {options.out}")
     return 0 if all(met) else 1
+
+
+def _named(name: str) -> list[str]:
+    """The part of this name, or all parts `name-...`."""
+    return [part for part in PARTS if part == name or part.startswith(f"{name}-")]
 
 
 def _commit() -> str:

@@ -12,6 +12,7 @@ MEASURED = (  # paths that the figures depend on: a figure belongs to the last c
     "tests/bench",
     "tests/support/training.py",
     "tests/support/rank_pool.py",
+    "tests/support/observed.py",
     "tests/gloo/worker.py",
     "tests/hosts/nodes.py",
     "experiments/codecs*.toml",

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import testbed
 from testbed.attach import channel
 from testbed.attach.intake import Intake, Records
+from testbed.control.machine import affinity
 from testbed.results.observations import Call, Calls, Unseen
 from testbed.results.records import Record, read
 from testbed.spec.run import SCHEMA, RunSpec
@@ -70,10 +71,12 @@ def run_ranks(
     request: Mapping[str, Any] | None = None,
     records: str = "",
     started: bool = False,
+    cores: Sequence[int] = (),
 ) -> list[Rank]:
     """Run the ranks of a script to their end. `records`: where the lines go instead of files in the folder.
 
-    `started`: each rank is a Python that is started as the launcher does it, not one that is forked.
+    `started`: each rank is a Python that is started as the launcher does it, not one that is forked; `cores`: that of
+    each started rank.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -96,7 +99,8 @@ def run_ranks(
                 intakes.append((Intake(path, written), written))
         log, environment = place / f"{rank}.log", own | dict(variables or {})
         argv = [str(SCRIPTS / script)]
-        processes.append(_start(argv, environment, log) if started else fork(argv, environment, SCRIPTS, log))
+        with affinity.limited_to(cores[rank : rank + 1] or None):
+            processes.append(_start(argv, environment, log) if started else fork(argv, environment, SCRIPTS, log))
     try:
         codes = [process.wait(TIMEOUT_S) for process in processes]
     finally:

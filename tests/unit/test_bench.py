@@ -22,9 +22,11 @@ import pytest
 
 from testbed.rank.train import deadline
 from testbed.results.conclude import Summary
+from testbed.results.observations import Calls
+from testbed.results.records import Step
 from testbed.spec.run import RunSpec
 from tests.bench import __main__ as bench
-from tests.bench import codecs, instrument, openmpi, step
+from tests.bench import attach, codecs, instrument, openmpi, step
 from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
 from tests.bench.openmpi import Timing
@@ -68,6 +70,14 @@ def test_resume_skips_only_parts_of_the_same_commit(run_bench: Bench, tmp_path: 
     assert run_bench("def", "--resume", "a", a=[GOOD], b=[GOOD]) == (0, ["a"])
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert {part: of["commit"] for part, of in kept.items()} == {"a": "def", "b": "abc"}
+
+
+def test_a_name_stands_for_all_parts_that_begin_with_it(run_bench: Bench) -> None:
+    parts = {"attach-cost": [GOOD], "attach-ddp": [GOOD], "attached": [GOOD]}
+    assert run_bench("abc", "attach", **parts) == (0, ["attach-cost", "attach-ddp"])
+    assert run_bench("abc", "attach-ddp", **parts) == (0, ["attach-ddp"])
+    with pytest.raises(SystemExit):
+        run_bench("abc", "att", **parts)
 
 
 def test_figures_of_a_tree_with_uncommitted_changes_are_never_reused(run_bench: Bench) -> None:
@@ -214,6 +224,97 @@ def test_a_case_carries_its_deadline_and_scheduling_class() -> None:
     plain, batch = case(DDP, 3), case(DDP + SCHED_BATCH, 3)
     assert (plain.pop("sched_batch"), batch.pop("sched_batch")) == (False, True) and plain == batch
     assert deadline(RunSpec.load(plain, "case"), step.GRADIENT_BYTES) == DEADLINE_S
+
+
+# --- a user's script ----------------------------------------------------------------------------------------------
+
+
+def timed(seconds: float, sampled: float, losses: str = "0x1.8p+0", steps: int = 24) -> attach.Timed:
+    """Steps of these seconds; those with samples take longer."""
+    numbers = range(steps)
+    return attach.Timed([losses] * steps, [sampled if attach.with_samples(k) else seconds for k in numbers])
+
+
+def test_steps_with_samples_are_compared_apart() -> None:
+    ratio, sampled, losses = attach.cost_figures("ddp", 10, [timed(0.0119, 0.03)] * 2, [timed(0.01, 0.01)] * 2)
+    assert ratio.value == pytest.approx(1.19) and ratio.met and ratio.high == 1.20
+    assert sampled.value == pytest.approx(3.0) and sampled.high is None
+    assert losses.value == 0 and losses.met
+    (slow, *_) = attach.cost_figures("ddp", 100, [timed(0.103, 0.3)], [timed(0.1, 0.1)])
+    assert not slow.met
+
+
+def test_losses_that_differ_in_one_bit_miss_the_limit() -> None:
+    pair = timed(0.01, 0.01), timed(0.01, 0.01, "0x1.8000000000001p+0")
+    (*_, losses) = attach.cost_figures("gather", 10, [pair[0], pair[0]], [pair[0], pair[1]])
+    assert losses.value == 1 and not losses.met
+
+
+def test_gradients_and_parameters_are_sampled_in_two_steps_each() -> None:
+    assert [k for k in range(20) if attach.with_samples(k)] == [0, 1, 2, 3, 4, 7, 8, 15, 16]
+
+
+def test_a_step_of_a_script_is_the_mean_over_its_ranks() -> None:
+    lines = [
+        json.dumps({"losses": ["0x1p+0", "0x1p+1"], "ends": ends}) for ends in ([5.0, 6.0, 8.0], [7.0, 10.0, 11.0])
+    ]
+    assert attach.printed([f"warning\n{line}\n" for line in lines]) == (["0x1p+0", "0x1p+1"], [2.0, 1.5])
+
+
+def test_the_batch_for_a_step_lies_on_the_line_through_two_others() -> None:
+    small, large = attach.CALIBRATION
+    line = [0.004 + 1e-4 * small, 0.004 + 1e-4 * large]
+    assert attach.batch_for(0.020, line) == 160 and attach.batch_for(0.001, line) == 1
+
+
+def observed_run(period: float, blocked: float, busy: float) -> attach.Run:
+    """A run of a DDP script whose steps wait for `blocked` of the `busy` seconds; DDP logs the same times."""
+    times = {"compute": period - blocked, "comm": busy, "overlap": busy - blocked}
+    row = {"step": 3, "observer": times | {"exposed": blocked}, "ddp": times}
+    records: list[Any] = [
+        Step(
+            **{"step": k, "epoch": 0, "loss": 1.0, "images": 8, "at": k * period, "data": 0.0, "forward": 0.0},
+            **{"backward": period, "sync": 0.0, "update": 0.0, "total": period, "blocked": blocked, "busy": busy},
+            **{"hidden": busy - blocked, "sent": k * 1_000_000, "received": 0},
+            phases=[("backward", 0.0, period)],
+            stalls=[(period - blocked, blocked)],
+        )
+        for k in range(attach.NET_STEPS)
+    ]
+    records.append(Calls(first=0, last=attach.NET_STEPS - 1, rows=[], detail={"ddp": [row]}))
+    return attach.Run([records] * 2, attach.Timed([], [period] * attach.NET_STEPS))
+
+
+def test_parts_of_a_step_are_held_against_the_scripts_own_clock() -> None:
+    run = observed_run(1.0, 0.4, 0.6)
+    assert [(figure.value, figure.met) for figure in attach.sums([run])] == [(pytest.approx(1.0), True)] * 2
+    slower = run._replace(output=attach.Timed([], [1.1] * attach.NET_STEPS))  # the script sees what the observer misses
+    parts, _ = attach.sums([slower])
+    assert parts.value == pytest.approx(1 / 1.1) and not parts.met
+
+
+def test_the_observers_times_are_held_against_those_that_ddp_logs() -> None:
+    run = observed_run(1.0, 0.4, 0.6)
+    assert all(figure.met and figure.value == pytest.approx(1) for figure in attach.logged([run]))
+    run.records[0][-1].detail["ddp"][0]["observer"]["exposed"] = 0.5  # type: ignore[union-attr]
+    assert [figure.met for figure in attach.logged([run])] == [True, True, True, False]
+
+
+def test_exposed_and_busy_are_held_against_what_needs_no_observer() -> None:
+    alone = observed_run(0.6, 0.0, 0.0)
+    exposed, busy = attach.from_outside([observed_run(1.0, 0.4, 0.6)], alone)
+    assert exposed.value == pytest.approx(1.0)
+    assert busy.value == pytest.approx(0.6 / (8e6 / (500e6 * 1448 / 1514)))
+
+
+def test_runs_made_in_turn_are_compared_by_the_period_of_their_steps() -> None:
+    figure = attach.ratio_of_periods("x", [observed_run(1.02, 0.4, 0.6)], [observed_run(1.0, 0.4, 0.6)], 0.03)
+    assert figure.value == pytest.approx(1.02) and figure.met
+    assert not attach.ratio_of_periods("x", [observed_run(0.9, 0.4, 0.6)], [observed_run(1.0, 0.4, 0.6)], 0.03).met
+
+
+def test_the_largest_difference_of_losses_is_relative() -> None:
+    assert attach.largest_difference(["0x1p+1", "0x1.1p+0"], ["0x1p+1", "0x1p+0"]) == pytest.approx(1 / 16)
 
 
 # --- codecs -------------------------------------------------------------------------------------------------------
