@@ -3,14 +3,15 @@
     make bench                     all parts
     make bench ARGS="loop start"   some parts; `attach` means all parts whose names begin with `attach-`
     make bench ARGS=--resume       skip the parts that are already measured at this commit
-Results are written to results/bench.json after each part, with the commit; results of other parts are kept. Do not use
-the machine for anything else meanwhile.
+Results are written to results/bench.json after each part, with the commit and the machine's load before it; results of
+other parts are kept. Do not use the machine for anything else meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -62,12 +63,12 @@ def main() -> int:
             print(f"{part}: already measured at this commit", flush=True)
             continue
         print(f"{part} ...", flush=True)
-        before, begun, figures = _commit(), time.monotonic(), []
+        before, begun, figures, load = _commit(), time.monotonic(), [], os.getloadavg()[0]
         for figure in PARTS[part]():
             print(f"  {figure}", flush=True)
             figures.append(figure.as_dict())
         print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
-        kept[part] = {"commit": commit_of_all(commit, before, _commit()), "figures": figures}
+        kept[part] = {"commit": commit_of_all(commit, before, _commit()), "load": round(load, 2), "figures": figures}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     met = limits_met(figure for part in chosen for figure in kept[part]["figures"])
