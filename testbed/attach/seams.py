@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from testbed.attach.events import Collective, Hub, caller
+from testbed.rank.counters import read_file
 from testbed.results.collectives import group_of
 
 # operations of torch.ops.c10d, the name that users know, and the argument whose bytes are counted
@@ -234,11 +236,27 @@ def track(hub: Hub, position: Position, collective: Collective, work: Any) -> No
 
 
 def await_callbacks(position: Position) -> None:
-    """Wait until no thread of Gloo is about to call us: one that does while Python ends would abort the process."""
-    limit = time.monotonic() + CALLBACKS_TIMEOUT_S
-    while position.called_back and time.monotonic() < limit:
+    """Wait until no thread of Gloo needs Python: one that does while Python ends would abort the process.
+
+    After it has called us it still frees the tensors of its collective, which are objects of Python by then.
+    """
+    begun = time.monotonic()
+    while position.called_back and time.monotonic() < begun + CALLBACKS_TIMEOUT_S:
         time.sleep(CALLBACK_S)
-    time.sleep(CALLBACK_S)  # for the last thread to leave Python
+    time.sleep(CALLBACK_S)
+    while other_thread_runs() and time.monotonic() < begun + CALLBACKS_TIMEOUT_S:
+        time.sleep(CALLBACK_S)
+
+
+def other_thread_runs() -> bool:
+    """True if another thread of this process runs, or could if it had a core."""
+    own = str(threading.get_native_id())
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            state = read_file(f"/proc/self/task/{name}/stat").rpartition(b")")[2].split()[0]
+            if name != own and state == b"R":
+                return True
+    return False
 
 
 def watch_waits(hub: Hub, position: Position) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from testbed.attach import seams
 from testbed.attach.seams import BLOCKING, OPERATIONS, Position
+from tests.support.processes import until
 
 
 def test_every_operation_exists_and_has_the_argument_that_is_counted() -> None:
@@ -49,3 +53,20 @@ def test_a_forked_process_has_nothing_in_flight() -> None:
     position.calls.append(seams.Call("sum"))
     position.forget()
     assert position.phase == "other" and position.calls == [] and position.pending == {}
+
+
+def test_a_thread_that_works_outside_python_is_seen_until_it_ends() -> None:
+    begun, stop = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        while not stop.is_set():
+            hashlib.sha256(bytes(1 << 22))  # without the lock of Python
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    begun.wait()
+    until(seams.other_thread_runs)
+    stop.set()
+    worker.join()
+    until(lambda: not seams.other_thread_runs())
