@@ -40,7 +40,7 @@ RANKS = 2  # one for each core
 MAX_RATIOS = {100: 1.02, 20: 1.10, 10: 1.20}  # by milliseconds of a step without the observer
 STEPS = {100: 32, 20: 100, 10: 150}
 STYLES = {"ddp": "DDP", "gather": "gather and scatter"}
-PAIRS = 3
+PAIRS = 2  # in the order with, without, without, with
 CALIBRATION = (16, 512)  # images a step; the step's length is a line through both
 WARMUP = 10
 
