@@ -46,10 +46,11 @@ WARMUP = 10
 
 
 class Timed(NamedTuple):
-    """What a script printed: the losses of rank 0, all digits, and seconds of each step, mean over ranks."""
+    """What a script printed: the losses of rank 0, all digits, and two times of each step, mean over ranks."""
 
     losses: list[str]
     seconds: list[float]
+    cpu: list[float] = []  # seconds of processor time
     codes: tuple[int, ...] = ()  # exit codes of the ranks
 
 
@@ -90,9 +91,13 @@ def _run_alone(style: str, batch: int, steps: int, attached: bool) -> Timed:
 def printed(outputs: Sequence[str]) -> Timed:
     """Read the line of JSON in every rank's output."""
     ranks = [json.loads(next(line for line in each.splitlines() if line.startswith("{"))) for each in outputs]
-    ends = [rank["ends"] for rank in ranks]
-    seconds = [[b - a for a, b in itertools.pairwise(own)] for own in ends]
-    return Timed(ranks[0]["losses"], [statistics.fmean(row) for row in zip(*seconds, strict=True)])
+    return Timed(ranks[0]["losses"], *(_differences([rank[key] for rank in ranks]) for key in ("ends", "cpu")))
+
+
+def _differences(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """What passes from one time to the next, mean over ranks."""
+    rows = ([b - a for a, b in itertools.pairwise(own)] for own in ranks)
+    return [statistics.fmean(row) for row in zip(*rows, strict=True)]
 
 
 def batch_for(seconds: float, line: Sequence[float]) -> int:
@@ -107,8 +112,8 @@ def with_samples(number: int) -> bool:
     return is_sampled(number) or (number > 0 and is_sampled(number - 1))
 
 
-def _counted(run: Timed, sampled: bool = False) -> list[float]:
-    numbered = list(enumerate(run.seconds))[WARMUP:]
+def _counted(run: Timed, sampled: bool = False, column: str = "seconds") -> list[float]:
+    numbered = list(enumerate(getattr(run, column)))[WARMUP:]
     return [seconds for number, seconds in numbered if with_samples(number) is sampled]
 
 
@@ -126,6 +131,12 @@ def cost_figures(style: str, milliseconds: int, attached: Sequence[Timed], alone
         value=statistics.median(with_it) / statistics.median(without),
         high=MAX_RATIOS[milliseconds],
         detail=f"with {spread(with_it)}, without {spread(without)}; by pair {_listed(pairs)}",
+    )
+    used, needed = ([s for run in runs for s in _counted(run, column="cpu")] for runs in (attached, alone))
+    yield Figure(
+        name=f"processor time of a step with the observer / without, {name}",
+        value=statistics.median(used) / statistics.median(needed),
+        detail=f"with {spread(used)}, without {spread(needed)}, all threads of a rank",
     )
     sampled, others = ([s for run in runs for s in _counted(run, sampled=True)] for runs in (attached, alone))
     yield Figure(
@@ -160,9 +171,11 @@ class Run(NamedTuple):
     def periods(self) -> list[float]:
         """Seconds from the begin of a step to that of the next, mean over ranks, of steps without samples."""
         begins = [[record.at for record in own if isinstance(record, Step)] for own in self.records]
-        rows = [[b - a for a, b in itertools.pairwise(own)] for own in begins]
-        means = [statistics.fmean(row) for row in zip(*rows, strict=True)]
-        return [mean for number, mean in enumerate(means) if number >= NET_WARMUP and not with_samples(number)]
+        return [
+            mean
+            for number, mean in enumerate(_differences(begins))
+            if number >= NET_WARMUP and not with_samples(number)
+        ]
 
 
 def _run_net(folder: Path, *words: str) -> Run:

@@ -4,7 +4,7 @@ STYLE    ddp; gather: to rank 0 and back by scatter, one parameter after the oth
          a mode, e.g. ring/bucket:2MiB: the script was edited by hand, its gradients are synchronised by that mode
 MODEL    mlp or vgg11; BATCH, STEPS: images a step on this rank, number of steps
 
-The last line of its output is JSON: the loss of every step, all digits, and the time at the end of every step.
+It prints one line of JSON: the loss of every step, all digits; the time and this process's processor time at its end.
 """
 
 import json
@@ -25,7 +25,7 @@ def make_model(name: str) -> nn.Module:
     if name == "vgg11":
         from testbed.rank.models import vgg11
 
-        return vgg11(10, 3)
+        return vgg11(10, (3, 32, 32))
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
 
@@ -80,7 +80,7 @@ def main() -> None:
         group = Group(dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store(), 300.0)
         sync = build(SyncMode.parse(style), "before-step", group, Timeline(detailed=False))
         model = sync.attach(model, Update(optimizer))
-    losses, ends = [], [time.monotonic()]
+    losses, ends, cpu = [], [time.monotonic()], [time.process_time()]
     for epoch in range(steps):
         sampler.set_epoch(epoch)
         for images, labels in loader:
@@ -92,13 +92,14 @@ def main() -> None:
             sync.step() if sync else optimizer.step()
             losses.append(loss.item().hex())
             ends.append(time.monotonic())
+            cpu.append(time.process_time())
             if len(losses) == steps:
                 break
         if len(losses) == steps:
             break
     if sync:
         sync.close()
-    print(json.dumps({"losses": losses, "ends": ends}), flush=True)
+    print(json.dumps({"losses": losses, "ends": ends, "cpu": cpu}), flush=True)
     dist.destroy_process_group()
 
 

@@ -231,13 +231,16 @@ def test_a_case_carries_its_deadline_and_scheduling_class() -> None:
 
 def timed(seconds: float, sampled: float, losses: str = "0x1.8p+0", steps: int = 24) -> attach.Timed:
     """Steps of these seconds; those with samples take longer."""
-    numbers = range(steps)
-    return attach.Timed([losses] * steps, [sampled if attach.with_samples(k) else seconds for k in numbers])
+    times = [sampled if attach.with_samples(k) else seconds for k in range(steps)]
+    return attach.Timed([losses] * steps, times, [0.5 * each for each in times])
 
 
 def test_steps_with_samples_are_compared_apart() -> None:
-    ratio, sampled, losses = attach.cost_figures("ddp", 10, [timed(0.0119, 0.03)] * 2, [timed(0.01, 0.01)] * 2)
+    ratio, processor, sampled, losses = attach.cost_figures(
+        "ddp", 10, [timed(0.0119, 0.03)] * 2, [timed(0.01, 0.01)] * 2
+    )
     assert ratio.value == pytest.approx(1.19) and ratio.met and ratio.high == 1.20
+    assert processor.value == pytest.approx(1.19) and "0.005 s" in processor.detail
     assert sampled.value == pytest.approx(3.0) and sampled.high is None
     assert losses.value == 0 and losses.met
     (slow, *_) = attach.cost_figures("ddp", 100, [timed(0.103, 0.3)], [timed(0.1, 0.1)])
@@ -255,10 +258,9 @@ def test_gradients_and_parameters_are_sampled_in_two_steps_each() -> None:
 
 
 def test_a_step_of_a_script_is_the_mean_over_its_ranks() -> None:
-    lines = [
-        json.dumps({"losses": ["0x1p+0", "0x1p+1"], "ends": ends}) for ends in ([5.0, 6.0, 8.0], [7.0, 10.0, 11.0])
-    ]
-    assert attach.printed([f"warning\n{line}\n" for line in lines]) == (["0x1p+0", "0x1p+1"], [2.0, 1.5])
+    ranks = [{"ends": [5.0, 6.0, 8.0], "cpu": [1.0, 1.5, 2.0]}, {"ends": [7.0, 10.0, 11.0], "cpu": [0.0, 1.0, 2.0]}]
+    lines = [f"warning\n{json.dumps(rank | {'losses': ['0x1p+0', '0x1p+1']})}\nanother one\n" for rank in ranks]
+    assert attach.printed(lines) == attach.Timed(["0x1p+0", "0x1p+1"], [2.0, 1.5], [0.75, 0.75])
 
 
 def test_the_batch_for_a_step_lies_on_the_line_through_two_others() -> None:
