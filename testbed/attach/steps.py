@@ -227,8 +227,10 @@ class Steps(Part):
         if not collectives:
             self.phases.was_blocked(since, until)
             return
-        begun = max(since, min(collective.begun for collective in collectives))
-        ended = min(until, max(collective.ended or until for collective in collectives))
+        begun, ended = collectives[0].begun, collectives[0].ended or until
+        for collective in collectives[1:]:
+            begun, ended = min(begun, collective.begun), max(ended, collective.ended or until)
+        begun, ended = max(since, begun), min(until, ended)
         if ended > begun:
             self.phases.was_blocked(begun, ended)
             self._share_blocked(collectives, begun)

@@ -170,12 +170,12 @@ class Timeline:
         stalls = [(max(a, begun), b) for a, b in self._stalls]
         copies = [(a, b) for a, b in self._copies if a >= begun]
         intervals = [(transfer.begun, end) for transfer, end in transfers]
-        busy = covered_length(intervals)
+        blocked = covered_length(stalls)
         return {
-            "blocked": covered_length(stalls),
-            "busy": busy,
-            "hidden": covered_length([*intervals, *stalls]) - covered_length(stalls),
-            "copies": covered_length([*copies, *stalls]) - covered_length(stalls),
+            "blocked": blocked,
+            "busy": covered_length(intervals),
+            "hidden": covered_length([*intervals, *stalls]) - blocked,
+            "copies": covered_length([*copies, *stalls]) - blocked,
             "copies_cpu": _short(self._copies_cpu),
             "kernel": _short(self._kernel),
             "phases": [(name, _short(a - begun), _short(b - a)) for name, a, b in self._phases],
