@@ -165,7 +165,7 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
             detail["reduce"] = call.operation if call else "sum"
         size = 0
         for tensor in tensors:
-            size += tensor.nbytes
+            size += tensor.numel() * tensor.element_size()
         site, by = caller(None if call is None else call.frame)
         if not by and call is None and position.has_ddp and phase == "backward":
             by = "DistributedDataParallel"
