@@ -144,18 +144,31 @@ def test_a_compiled_model(tmp_path: Path) -> None:
         assert any(row.operation == "all_reduce" and row.phase != "backward" for row in rank.rows)
 
 
+@pytest.mark.quiet
 def test_the_times_of_a_ddp_script_are_those_that_ddp_logs(tmp_path: Path) -> None:
-    """DDP's own logging data is of the same backward pass, so it differs by microseconds; a busy machine adds some."""
-    for rank in run_ranks(tmp_path, "ddp_wide.py"):
-        assert rank.code == 0, rank.output
-        (entry, *_) = pairs = rank.of(Calls)[-1].detail["ddp"]
-        assert {"compute", "comm", "overlap"} == set(entry["ddp"]) and len(pairs) == 7
-        for name in entry["ddp"]:
-            ours, theirs = (statistics.median(pair[whose][name] for pair in pairs) for whose in ("observer", "ddp"))
-            if name == "compute":  # DDP counts from the end of forward, the observer from the call of backward
-                assert ours <= 1.05 * theirs + 2e-3, pairs
-            else:
-                assert ours == pytest.approx(theirs, rel=0.05, abs=2e-3), (name, pairs)
+    """DDP's own logging data is of the same backward pass, so it differs by microseconds; a busy machine adds some.
+
+    Times that are wrong differ in every attempt, those of a machine that others use in some.
+    """
+    for _ in range(3):
+        differences = [each for rank in run_ranks(tmp_path, "ddp_wide.py") for each in _differences_from_ddp(rank)]
+        if not differences:
+            return
+    pytest.fail(f"name, by the observer, by DDP: {differences}")
+
+
+def _differences_from_ddp(rank: Rank) -> list[tuple[str, float, float]]:
+    assert rank.code == 0, rank.output
+    (entry, *_) = pairs = rank.of(Calls)[-1].detail["ddp"]
+    assert {"compute", "comm", "overlap"} == set(entry["ddp"]) and len(pairs) == 7
+    found = []
+    for name in entry["ddp"]:
+        ours, theirs = (statistics.median(pair[whose][name] for pair in pairs) for whose in ("observer", "ddp"))
+        limit = 0.05 * theirs + 2e-3
+        # DDP counts compute from the end of forward, the observer from the call of backward.
+        if ours - theirs > limit or (theirs - ours > limit and name != "compute"):
+            found.append((name, ours, theirs))
+    return found
 
 
 def test_the_line_of_an_evaluation_is_recorded_with_the_next_step(tmp_path: Path) -> None:
