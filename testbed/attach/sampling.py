@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -88,6 +89,14 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from _tensors(value)
+
+
+def _as_bytes(indices: list[Any]) -> bytes:
+    """Indices for a digest; those of torch's samplers are whole numbers."""
+    try:
+        return array("q", indices).tobytes()
+    except (TypeError, OverflowError):
+        return repr(indices).encode()
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -379,7 +388,7 @@ class Sampling(Part):
                 "kind": "pass",
                 "number": self.passes,
                 "epoch": int(getattr(sampler, "epoch", -1)),
-                "order": hashlib.sha256(repr(indices).encode()).hexdigest()[:32],
+                "order": hashlib.sha256(_as_bytes(indices)).hexdigest()[:32],
                 "length": len(indices),
                 "shuffled": bool(getattr(sampler, "shuffle", False)),
                 "site": made["site"],

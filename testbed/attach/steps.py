@@ -177,7 +177,7 @@ class Steps(Part):
             first = min(collective.begun for collective in reduced)
             self.backward = {
                 "step": self.number,
-                "compute": last - self.phases.since.at,
+                "computed": last,
                 "comm": self.timeline.clock() - first,
                 "overlap": last - first,
                 "exposed": until - last,
@@ -294,6 +294,9 @@ class Steps(Part):
         data = self.ddp._get_ddp_logging_data()
         theirs = {name: data[key] / 1e9 for key, name in LOGGED.items() if data.get(key)}
         if len(theirs) == len(LOGGED):
+            # DDP computes from the end of forward, which is before the loss; it logs that moment by the time of day.
+            begun = data["backward_compute_time_start"] / 1e9 - (time.time() - self.timeline.clock())
+            ours["compute"] = ours.pop("computed") - begun
             self.logged.append({"step": step, "observer": ours, "ddp": theirs, "iteration": data.get("iteration")})
 
     def _start(self, optimizer: Any) -> None:

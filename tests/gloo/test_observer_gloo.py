@@ -164,9 +164,7 @@ def _differences_from_ddp(rank: Rank) -> list[tuple[str, float, float]]:
     found = []
     for name in entry["ddp"]:
         ours, theirs = (statistics.median(pair[whose][name] for pair in pairs) for whose in ("observer", "ddp"))
-        limit = 0.05 * theirs + 2e-3
-        # DDP counts compute from the end of forward, the observer from the call of backward.
-        if ours - theirs > limit or (theirs - ours > limit and name != "compute"):
+        if ours != pytest.approx(theirs, rel=0.05, abs=2e-3):
             found.append((name, ours, theirs))
     return found
 

@@ -233,7 +233,8 @@ def _speed(case: Case) -> Finding:
     mine, theirs = race.interval("own"), race.interval("other")
     shown = f"{_span(mine)} here, {_span(theirs)} in part {case.demand.part}"
     if mine[0] > theirs[1]:
-        return Finding(NOT_MET, f"slower: {shown}")
+        busy = case.own.busy or other.busy
+        return Finding(NOT_PROVEN, f"slower: {shown}; {busy}") if busy else Finding(NOT_MET, f"slower: {shown}")
     if mine[1] < theirs[0]:
         return Finding(MET, f"faster: {shown}")
     return Finding(MET, f"the intervals overlap, so no order is shown: {shown}")

@@ -66,6 +66,7 @@ class PartEvidence:
     records: Sequence[Sequence[Record]] = ()  # by rank
     unreadable: str = ""  # why the records cannot be used: they are damaged, or the run is invalid
     trusted: bool = True  # False: without what is counted outside nothing is proven
+    busy: str = ""  # that other processes used the machine, so that its times prove nothing
 
     @property
     def world(self) -> int:

@@ -229,13 +229,14 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
         records=records,
         unreadable=unreadable,
         trusted=setting.on != SANDBOXED,
+        busy=busy_words(os.getloadavg()[0] - (part.nodes or 1), per_core=1.0),
     )
 
 
-def busy_words(load: float) -> str:
-    """Why a part that did not end in time is not to blame: other processes used the machine. Empty if they did not."""
+def busy_words(load: float, per_core: float = BUSY_LOAD_PER_CORE) -> str:
+    """Why a part that was slow is not to blame: other processes used the machine. Empty if they did not."""
     cores = len(os.sched_getaffinity(0))
-    if load < BUSY_LOAD_PER_CORE * cores:
+    if load < per_core * cores:
         return ""
     return f"the machine was busy (load {load:.0f} on {cores} cores). Grade it again when nothing else runs"
 

@@ -92,6 +92,15 @@ def test_an_order_of_speed_counts_only_where_intervals_do_not_overlap() -> None:
     assert verdict(evidence(), replace(slow, failure="it failed"), **SPEED).verdict == NOT_PROVEN
 
 
+def test_a_part_that_was_slower_beside_other_work_is_for_a_person_to_look_at() -> None:
+    fast, busy = evidence(name="2a", seconds=0.02), "the machine was busy"
+    for own, other in ((replace(evidence(), busy=busy), fast), (evidence(), replace(fast, busy=busy))):
+        given = verdict(own, other, **SPEED)
+        assert given.verdict == NOT_PROVEN and "slower" in given.reason and busy in given.reason
+    slow = evidence(name="2a", seconds=0.4)
+    assert verdict(replace(evidence(), busy=busy), slow, **SPEED).verdict == MET
+
+
 def test_every_kind_has_a_judge_and_is_tested() -> None:
     assert set(JUDGES) == set(DEMANDS) == {each[0] for each in CASES} | {"loss", "speed"}
 
