@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from testbed.attach.lineage import storage
+from testbed.spec.errors import NoClosedForm
 
 TOLERANCE = 1e-3  # of a factor, and of a residual
 LAZY_NUMBERS = 4096  # shorter tensors are copied at once
@@ -138,10 +139,6 @@ class Kept(NamedTuple):
     def differs(self) -> bool:
         """True if the tensor has other values than its copy."""
         return self.copy is not None and not torch.equal(self.tensor, self.copy)
-
-
-class NoClosedForm(Exception):
-    """A collective does not give on equal inputs what it should. `str` continues "OPERATION at LINE ..."."""
 
 
 class ClosedForms:

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from testbed.attach.closed_form import REPLACED, TOLERANCE, Call, ClosedForms, Done, NoClosedForm, Site
+from testbed.attach.closed_form import REPLACED, TOLERANCE, Call, ClosedForms, Done, Site
 from testbed.attach.events import Collective, Hub, Part, call_site, caller
 from testbed.attach.lineage import Lineage, storage
 from testbed.attach.sampling import hook_first
 from testbed.attach.steps import leave_together
-from testbed.spec.errors import SpecError, UsageError
+from testbed.spec.errors import NoClosedForm, SpecError, UsageError
 
 REFUSED_TIMEOUT_S = 10.0  # for the slowest rank to come to the same refusal
 SAMPLES = 64  # numbers of a parameter's gradient that are compared

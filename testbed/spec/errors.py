@@ -3,6 +3,7 @@
 TestbedError                  1   any failure of the testbed that is none of the others
 ├── UsageError                2   the request cannot be met: the message has the value, the rule and the way out
 │   ├── SpecError                 a value in a mode, spec, experiment or inventory
+│   ├── NoClosedForm              a collective of a script does not give on equal inputs what it should
 │   ├── SchemaError               a file written by another version of the schema
 │   └── Unavailable               this machine lacks something (root, a port, data, a kernel module)
 ├── RankFailed                3   a rank died or hung; the message names it
@@ -55,6 +56,10 @@ class UsageError(TestbedError):
 
 class SpecError(UsageError):
     """A value in a mode, spec, experiment or inventory breaks a rule."""
+
+
+class NoClosedForm(UsageError):
+    """A collective of a script cannot be replaced. `str` continues "OPERATION at LINE ..."."""
 
 
 class SchemaError(UsageError):

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from testbed.attach.closed_form import LAZY_NUMBERS, Call, ClosedForms, Done, NoClosedForm, fill, round_factor, write
+from testbed.attach.closed_form import LAZY_NUMBERS, Call, ClosedForms, Done, fill, round_factor, write
+from testbed.spec.errors import NoClosedForm
 
 LONG = LAZY_NUMBERS + 1
 

@@ -53,6 +53,7 @@ def test_steps_are_columns_of_equal_length_with_a_row_per_step_and_rank(fake: Fa
     assert {len(column) for column in steps.values()} == {2 * 6}
     assert steps["rank"] == [0] * 6 + [1] * 6 and steps["step"] == [*range(6), *range(6)]
     assert set(steps["loss"]) == {2.0} and steps["sent"][5] == 500
+    assert set(steps.pop("evaluated")) == {""}, "a line of a script"
     assert all(isinstance(value, int | float | None) for column in steps.values() for value in column)
 
 

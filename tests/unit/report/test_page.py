@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import time
@@ -194,7 +195,7 @@ def markdown_tables(text: str) -> list[list[list[str]]]:
         elif token.type in ("th_open", "td_open"):
             cell = True
         elif token.type == "inline" and cell:
-            tables[-1][-1].append(token.content)
+            tables[-1][-1].append(html.unescape(token.content))  # names are no markup
             cell = False
     return tables
 
