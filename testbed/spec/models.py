@@ -47,7 +47,7 @@ class ModelInfo:
 
 
 # Those of the published reports, made for 32 x 32 images, and two transformers.
-OWN_MODELS = {
+BUILT_IN_MODELS = {
     "vgg11": ModelInfo(32, 63, channels=None, parameters=9_231_114),
     "resnet18": ModelInfo(1, channels=None, parameters=11_173_962),
     "lenet5": ModelInfo(32, 35, channels=None, usual_channels=1, parameters=61_706),
@@ -96,7 +96,7 @@ TORCHVISION_MODELS = {
     name: replace(_of_torchvision(name), parameters=int(count))
     for name, _, count in (word.partition(":") for word in _PARAMETERS.split())
 }
-MODELS = TORCHVISION_MODELS | OWN_MODELS  # two of torchvision's are replaced
+MODELS = TORCHVISION_MODELS | BUILT_IN_MODELS  # two of torchvision's are replaced
 
 
 def model_info(name: str) -> ModelInfo:
@@ -106,8 +106,8 @@ def model_info(name: str) -> ModelInfo:
     if looks_like_code(name):
         raise refuse("model", name, "a model of your own is FILE.py:FUNCTION", "Write e.g. my_model.py:make.")
     if name not in MODELS:
-        others = ", ".join(each for each in TORCHVISION_MODELS if each not in OWN_MODELS)
-        way_out = f"Use one of {', '.join(OWN_MODELS)}, FILE.py:FUNCTION, or of torchvision: {others}."
+        others = ", ".join(each for each in TORCHVISION_MODELS if each not in BUILT_IN_MODELS)
+        way_out = f"Use one of {', '.join(BUILT_IN_MODELS)}, FILE.py:FUNCTION, or of torchvision: {others}."
         way_out += did_you_mean(name, MODELS)
         raise refuse("model", name, "unknown", way_out)
     return replace(MODELS[name], name=name)

@@ -24,7 +24,7 @@ from testbed.spec.errors import SchemaError, SpecError, one_line
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import SCRIPT, Mode, SyncMode
-from testbed.spec.models import MODELS, OWN_MODELS, model_info
+from testbed.spec.models import BUILT_IN_MODELS, MODELS, model_info
 from testbed.spec.own_files import OwnFile, digest_of, read
 from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
@@ -332,12 +332,12 @@ def _check_model(spec: RunSpec) -> None:
         return  # what a file of the user's takes or gives is known when it is executed
     *channels, size = spec.sample_shape()[:2]  # images are square
     if info.takes != data.unit:
-        others = ", ".join(name for name, each in OWN_MODELS.items() if each.takes == data.unit)
+        others = ", ".join(name for name, each in BUILT_IN_MODELS.items() if each.takes == data.unit)
         rule = f"takes {info.takes}, and {data.name} has {data.unit}"
         raise refuse_setting("model", spec.model, rule, f"Use one of {others}, or other data.")
     if channels and info.channels not in (None, *channels):
         rule = f"takes images of {info.channels} channels, and {data.name} has {channels[0]}"
-        others = ", ".join(name for name, each in OWN_MODELS.items() if each.channels is None)
+        others = ", ".join(name for name, each in BUILT_IN_MODELS.items() if each.channels is None)
         raise refuse_setting("model", spec.model, rule, f"Use {others}, or other data.")
     if not info.fits(size):
         rule = f"takes {info.takes} of {info.sizes}, and these have {info.in_words(size)}"

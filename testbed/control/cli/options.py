@@ -11,7 +11,7 @@ import typer
 from testbed.control.runs.select import SubstrateType
 from testbed.spec.datasets import DATASETS
 from testbed.spec.inventory import DEFAULT, VARIABLE
-from testbed.spec.models import OWN_MODELS
+from testbed.spec.models import BUILT_IN_MODELS
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Mode = Annotated[str, typer.Option(help="how gradients are synchronised; `testbed modes` lists them")]
@@ -24,7 +24,7 @@ On = Annotated[
 ]
 Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]
 Rate = Annotated[str | None, typer.Option(help="rate of every node's link, each way, e.g. 200mbit [default: unshaped]")]
-Model = Annotated[str, typer.Option(help=f"{', '.join(OWN_MODELS)}, or a torchvision name")]
+Model = Annotated[str, typer.Option(help=f"{', '.join(BUILT_IN_MODELS)}, or a torchvision name")]
 Data = Annotated[
     str | None,
     typer.Option(help=f"{', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]} [default: cifar10; for gpt text]"),

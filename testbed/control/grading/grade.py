@@ -44,6 +44,7 @@ MAX_FILES = 1000  # of a submission
 MAX_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 1 << 20  # of a rank's log
 BUSY_LOAD_PER_CORE = 4.0  # more than the ranks of a part make
+OTHER_LOAD_PER_CORE = 1.0  # of processes that are not the part's: beside more of it an order of speed proves nothing
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
         records=records,
         unreadable=unreadable,
         trusted=setting.on != SANDBOXED,
-        busy=busy_words(os.getloadavg()[0] - (part.nodes or 1), per_core=1.0),
+        busy=busy_words(os.getloadavg()[0] - (part.nodes or 1), OTHER_LOAD_PER_CORE),
     )
 
 

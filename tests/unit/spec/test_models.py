@@ -10,14 +10,14 @@ from torch import nn
 
 from testbed.rank.models import MAKERS, _torchvision
 from testbed.spec.errors import SpecError
-from testbed.spec.models import MODELS, OWN_MODELS, TORCHVISION_MODELS, ModelInfo, model_info
+from testbed.spec.models import BUILT_IN_MODELS, MODELS, TORCHVISION_MODELS, ModelInfo, model_info
 from testbed.spec.run import RunSpec
 
 
 def test_the_names_are_those_of_the_code() -> None:
     models = _torchvision()
     assert set(TORCHVISION_MODELS) == set(models.list_models(module=models))
-    assert list(OWN_MODELS) == list(MAKERS)
+    assert list(BUILT_IN_MODELS) == list(MAKERS)
 
 
 @pytest.mark.parametrize("name", [name for name in TORCHVISION_MODELS if name not in ("googlenet", "inception_v3")])
