@@ -239,7 +239,7 @@ def _own_data(info: DatasetInfo, path: Path, train: bool) -> OwnData:
     try:
         size, (first, label) = len(samples), samples[0]
         shape = tuple(default_collate([first]).shape[1:])
-        int(label) if not isinstance(label, torch.Tensor) or label.numel() == 1 else label.to(torch.int64)
+        torch.as_tensor(label).to(torch.int64)  # a class, or one for each token
     except (Exception, SystemExit) as error:
         rule = f"sample 0 is not a tensor and a class ({blame_line(path, error, own.path)})"
         raise refuse(
