@@ -77,6 +77,17 @@ BLOCKING = (
     "_broadcast_coalesced",  # DDP's buffers and first parameters
     "_verify_params_across_processes",  # DDP's constructor
 )
+# functions that start one collective of the same name: the argument whose bytes are counted, and that of the root
+SIMPLE = {
+    "all_reduce": ("tensor", ""),
+    "broadcast": ("tensor", "src"),
+    "reduce": ("tensor", "dst"),
+    "gather": ("tensor", "dst"),
+    "scatter": ("tensor", "src"),
+    "all_gather": ("tensor_list", ""),
+}
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass, which may do something else
+SEEN_BY = "AutogradCPU"  # the dispatch key of our kernels
 CALLBACKS_TIMEOUT_S = 2.0  # a collective that has not ended when the script ends may never end
 CALLBACK_S = 0.01
 MAX_PENDING = 4096  # works that nobody has waited for; older ones are forgotten
@@ -88,7 +99,7 @@ class Call:
     def __init__(self, operation: str, frame: Any = None) -> None:
         self.operation = operation  # reduce operation
         self.frame = frame  # of its caller
-        self.started: list[tuple[Collective, Any]] = []  # with its Work, still as an object of TorchScript
+        self.started: list[tuple[Collective, Any]] = []  # with its Work as an object of TorchScript; None: what returns
 
 
 class Position:
@@ -96,6 +107,7 @@ class Position:
 
     def __init__(self) -> None:
         self.phase = "other"  # that the last event began
+        self.dispatched = False  # our kernels are in c10d's dispatcher
         self.has_loader = False  # the script has fetched a training batch from a DataLoader
         self.has_ddp = False
         self.has_hook = False  # DDP with a communication hook
@@ -114,9 +126,8 @@ class Position:
             found = self._local.calls = []
         return found
 
-    def group(self, boxed: Any) -> tuple[list[int], list[int]]:
+    def ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
         """The ranks of a process group by their numbers in the whole run; again if they are not all ranks."""
-        group = dist.ProcessGroup.unbox(boxed)
         key = (group.group_name, group.size())
         if key not in self._groups:
             ranks = dist.get_process_group_ranks(group)
@@ -141,7 +152,8 @@ def watch_collectives(hub: Hub, position: Position) -> None:
         if hasattr(torch.ops.c10d, name):
             overload = getattr(torch.ops.c10d, name).default
             kernel = _kernel(hub, position, overload, operation, counted)
-            library.impl(name, kernel, "AutogradCPU", with_keyset=True)
+            library.impl(name, kernel, SEEN_BY, with_keyset=True)
+    position.dispatched = True
 
 
 def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted: str) -> Callable[..., Any]:
@@ -153,27 +165,13 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
     after_autograd = torch._C._after_autograd_keyset
 
     def begin(arguments: tuple[Any, ...]) -> Collective:
-        calls, phase = position.calls, position.phase
-        call = calls[-1] if calls else None
-        tensors = () if place is None else _tensors(arguments[place])
-        ranks, own = position.group(arguments[group_place])
-        detail: dict[str, Any] = {"group": len(ranks)}
-        if own:
-            detail["ranks"] = own
-        if root_place is not None:
-            detail[root_word] = ranks[arguments[root_place]]
+        calls = position.calls
+        ranks = position.ranks(dist.ProcessGroup.unbox(arguments[group_place]))
+        detail = {} if root_place is None else {root_word: ranks[0][arguments[root_place]]}
         if reduces:  # DDP's reducer divides before it adds
-            detail["reduce"] = call.operation if call else "sum"
-        size = 0
-        for tensor in tensors:
-            size += tensor.numel() * tensor.element_size()
-        site, by = caller(None if call is None else call.frame)
-        if not by and call is None and position.has_ddp and phase == "backward":
-            by = "DistributedDataParallel"
-        collective = Collective(operation, size, hub.clock(), site, phase, detail, tensors, by=by)
-        hub.emit("collective_began", collective)
-        collective.tensors = ()
-        return collective
+            detail["reduce"] = calls[-1].operation if calls else "sum"
+        tensors = () if place is None else _tensors(arguments[place])
+        return begin_collective(hub, position, operation, tensors, ranks, detail)
 
     def follow(collective: Collective, result: Any) -> None:
         collective.launched = hub.clock()
@@ -196,6 +194,31 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
         return result
 
     return kernel
+
+
+def begin_collective(
+    hub: Hub,
+    position: Position,
+    operation: str,
+    tensors: tuple[torch.Tensor, ...],
+    ranks: tuple[list[int], list[int]],
+    detail: dict[str, Any],
+) -> Collective:
+    """Report that a collective begins. `ranks`: of its group, as Position.ranks returns them."""
+    calls, phase = position.calls, position.phase
+    detail["group"] = len(ranks[0])
+    if ranks[1]:
+        detail["ranks"] = ranks[1]
+    size = 0
+    for tensor in tensors:
+        size += tensor.numel() * tensor.element_size()
+    site, by = caller(calls[-1].frame if calls else None)
+    if not by and not calls and position.has_ddp and phase == "backward":
+        by = "DistributedDataParallel"
+    collective = Collective(operation, size, hub.clock(), site, phase, detail, tensors, by=by)
+    hub.emit("collective_began", collective)
+    collective.tensors = ()
+    return collective
 
 
 def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
@@ -289,19 +312,41 @@ def _waited(hub: Hub, position: Position, work: Any, collective: Collective | No
 
 
 def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that does what `original` does and reports how long the script waited in it."""
-    operation_of = _reduce_operation(original)
+    """A function that does what `original` does and reports how long the script waited in it.
+
+    A kernel in the dispatcher costs as much as the rest of the observer. So where the arguments say what is sent, the
+    collective is reported here, and the dispatcher passes over our kernel.
+    """
+    operation_of, describe = _reduce_operation(original), _simple_call(original)
+    unseen = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, SEEN_BY))
 
     def begin(arguments: tuple[Any, ...], named: dict[str, Any], frame: Any) -> tuple[Call, float]:
         call = Call(operation_of(arguments, named), frame)
         position.calls.append(call)
         return call, hub.clock()
 
+    def start(call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Report the collective that the call will start, if its arguments say what it is."""
+        group, outer = dist.group.WORLD, len(position.calls) > 1
+        if outer or group is None or position.phase == "backward" or not position.dispatched:
+            return False
+        if describe is None or distributed_c10d._world.pg_coalesce_state:
+            return False
+        described = describe(arguments, named)
+        if described is None:
+            return False
+        tensors, detail = described
+        if "reduce" in original.__name__:
+            detail["reduce"] = call.operation
+        collective = begin_collective(hub, position, original.__name__, tensors, position.ranks(group), detail)
+        call.started.append((collective, None))
+        return True
+
     def end(call: Call, since: float, result: Any) -> None:
         until = hub.clock()
         if isinstance(result, dist.Work):
             for collective, work in call.started:
-                track(hub, position, collective, distributed_c10d.Work.unbox(work))
+                track(hub, position, collective, result if work is None else distributed_c10d.Work.unbox(work))
             return
         collectives = [collective for collective, _ in call.started]
         for collective in collectives:
@@ -316,14 +361,46 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
         begun = hub.observe("waits", begin, arguments, named, sys._getframe(1))
         if begun is None:
             return original(*arguments, **named)
+        reported = describe is not None and hub.observe("collectives", start, begun[0], arguments, named)
         try:
-            result = original(*arguments, **named)
+            if reported:
+                with torch._C._ExcludeDispatchKeyGuard(unseen):
+                    result = original(*arguments, **named)
+            else:
+                result = original(*arguments, **named)
         finally:
             position.calls.remove(begun[0])
         hub.observe("waits", end, *begun, result)
         return result
 
     return _not_compiled(wrapper)
+
+
+Described = tuple[tuple[torch.Tensor, ...], dict[str, Any]]  # tensors that are sent, and the root
+
+
+def _simple_call(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Described | None] | None:
+    """For a function in SIMPLE: a function that returns what a call sends, or None if the arguments do not say it."""
+    if function.__name__ not in SIMPLE:
+        return None
+    counted, root = SIMPLE[function.__name__]
+    names = list(inspect.signature(function).parameters)
+    group_place, in_group = names.index("group"), f"group_{root}"  # the root by its number in a group
+
+    def given(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        place = names.index(name)
+        return arguments[place] if len(arguments) > place else named.get(name)
+
+    def describe(arguments: tuple[Any, ...], named: dict[str, Any]) -> Described | None:
+        if len(arguments) > group_place or named.get("group") is not None or in_group in named:
+            return None
+        tensors = _tensors(given(counted, arguments, named))
+        for tensor in tensors:
+            if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.is_complex() or tensor.is_sparse:
+                return None
+        return (tensors, {"root": given(root, arguments, named) or 0} if root else {}) if tensors else None
+
+    return describe
 
 
 def _not_compiled(wrapper: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,6 +72,27 @@ def test_all_reduce_by_hand(tmp_path: Path) -> None:
         assert (metric.count, metric.bytes, metric.detail["reduce"]) == (STEPS, 4 * STEPS, "max")
 
 
+def test_a_collective_is_recorded_alike_by_its_arguments_and_by_the_dispatcher(tmp_path: Path) -> None:
+    """A call that names its group is seen by the dispatcher only: both calls of a line are in one row."""
+    per_step = 2
+    for rank in observed(tmp_path, "both_ways.py"):
+        rows = [row for row in rank.rows if row.site != "both_ways.py:33"]
+        assert [(row.operation, row.detail.get("reduce"), row.detail.get("root")) for row in rows] == [
+            ("all_reduce", "sum", None),
+            ("all_reduce", "max", None),
+            ("broadcast", None, 1),
+            ("reduce", "sum", 1),
+            ("gather", None, 0),
+            ("scatter", None, 1),
+            ("all_gather", None, None),
+            ("all_reduce", "sum", None),
+        ]
+        for row in rows:
+            size = 64 if row.operation == "all_gather" else 32
+            assert (row.count, row.bytes, row.by) == (per_step * STEPS, per_step * STEPS * size, ""), row
+            assert row.detail["group"] == 2 and "ranks" not in row.detail and 0 < row.blocked <= row.seconds
+
+
 def test_a_ring_by_hand(tmp_path: Path) -> None:
     for number, rank in enumerate(observed(tmp_path, "own_ring.py")):
         steps_of(rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -40,6 +41,54 @@ def test_the_reduce_operation_of_a_call(
 
 def test_a_function_without_reduction_counts_as_a_sum() -> None:
     assert seams._reduce_operation(dist.broadcast)((torch.zeros(1), 0), {}) == "sum"
+
+
+TENSOR = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "named", "expected"),
+    [
+        (dist.all_reduce, (TENSOR,), {}, {}),
+        (dist.all_reduce, (), {"tensor": TENSOR, "group": None, "async_op": True}, {}),
+        (dist.broadcast, (TENSOR, 3), {}, {"root": 3}),
+        (dist.reduce, (TENSOR,), {"dst": 2}, {"root": 2}),
+        (dist.gather, (TENSOR, None), {}, {"root": 0}),
+        (dist.scatter, (TENSOR, [TENSOR], 1), {}, {"root": 1}),
+        (dist.all_gather, ([TENSOR], TENSOR), {}, {}),
+    ],
+)
+def test_a_simple_call_says_what_it_sends(
+    function: Callable[..., object], arguments: tuple[object, ...], named: dict[str, object], expected: object
+) -> None:
+    describe = seams._simple_call(function)
+    assert describe is not None
+    described = describe(arguments, named)
+    assert described is not None and described[0] == (TENSOR,) and described[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "named"),
+    [
+        (dist.all_reduce, (TENSOR, dist.ReduceOp.SUM, "a group"), {}),
+        (dist.all_reduce, (TENSOR,), {"group": "a group"}),
+        (dist.broadcast, (TENSOR,), {"group_src": 1}),
+        (dist.all_reduce, (torch.zeros(2, dtype=torch.complex64),), {}),
+        (dist.all_reduce, (torch.zeros(2).to_sparse(),), {}),
+        (dist.all_reduce, (torch.zeros(2, device="meta"),), {}),
+        (dist.all_reduce, ("no tensor",), {}),
+        (dist.all_reduce, (), {}),
+    ],
+)
+def test_what_the_arguments_do_not_say_is_left_to_the_dispatcher(
+    function: Callable[..., object], arguments: tuple[object, ...], named: dict[str, object]
+) -> None:
+    describe = seams._simple_call(function)
+    assert describe is not None and describe(arguments, named) is None
+
+
+def test_functions_that_start_several_collectives_are_not_simple() -> None:
+    assert seams._simple_call(dist.all_gather_object) is None and set(seams.SIMPLE) <= set(BLOCKING)
 
 
 def test_tensors_are_found_in_nested_lists() -> None:
