@@ -236,21 +236,28 @@ def timed(seconds: float, sampled: float, losses: str = "0x1.8p+0", steps: int =
 
 
 def test_steps_with_samples_are_compared_apart() -> None:
-    ratio, processor, sampled, losses = attach.cost_figures(
+    ratio, processor, sampled, losses, codes = attach.cost_figures(
         "ddp", 10, [timed(0.0119, 0.03)] * 2, [timed(0.01, 0.01)] * 2
     )
     assert ratio.value == pytest.approx(1.19) and ratio.met and ratio.high == 1.20
     assert processor.value == pytest.approx(1.19) and "0.005 s" in processor.detail
     assert sampled.value == pytest.approx(3.0) and sampled.high is None
     assert losses.value == 0 and losses.met
+    assert codes.value == 0 and codes.high is None
     (slow, *_) = attach.cost_figures("ddp", 100, [timed(0.103, 0.3)], [timed(0.1, 0.1)])
     assert not slow.met
 
 
 def test_losses_that_differ_in_one_bit_miss_the_limit() -> None:
     pair = timed(0.01, 0.01), timed(0.01, 0.01, "0x1.8000000000001p+0")
-    (*_, losses) = attach.cost_figures("gather", 10, [pair[0], pair[0]], [pair[0], pair[1]])
+    (*_, losses, _) = attach.cost_figures("gather", 10, [pair[0], pair[0]], [pair[0], pair[1]])
     assert losses.value == 1 and not losses.met
+
+
+def test_the_median_of_the_pairs_counts_and_codes_are_counted_apart() -> None:
+    attached = [timed(seconds, 0.1)._replace(codes=(0, -6)) for seconds in (0.11, 0.12, 0.2)]
+    ratio, *_, codes = attach.cost_figures("ddp", 100, attached, [timed(0.1, 0.1)._replace(codes=(0, 0))] * 3)
+    assert ratio.value == pytest.approx(1.2) and codes.value == 3 and codes.detail == "of 6; without it 0 of 6"
 
 
 def test_gradients_and_parameters_are_sampled_in_two_steps_each() -> None:
