@@ -317,30 +317,13 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
     A kernel in the dispatcher costs as much as the rest of the observer. So where the arguments say what is sent, the
     collective is reported here, and the dispatcher passes over our kernel.
     """
-    operation_of, describe = _reduce_operation(original), _simple_call(original)
+    operation_of, report = _reduce_operation(original), _simple_report(hub, position, original)
     unseen = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, SEEN_BY))
 
     def begin(arguments: tuple[Any, ...], named: dict[str, Any], frame: Any) -> tuple[Call, float]:
         call = Call(operation_of(arguments, named), frame)
         position.calls.append(call)
         return call, hub.clock()
-
-    def start(call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Report the collective that the call will start, if its arguments say what it is."""
-        group, outer = dist.group.WORLD, len(position.calls) > 1
-        if outer or group is None or position.phase == "backward" or not position.dispatched:
-            return False
-        if describe is None or distributed_c10d._world.pg_coalesce_state:
-            return False
-        described = describe(arguments, named)
-        if described is None:
-            return False
-        tensors, detail = described
-        if "reduce" in original.__name__:
-            detail["reduce"] = call.operation
-        collective = begin_collective(hub, position, original.__name__, tensors, position.ranks(group), detail)
-        call.started.append((collective, None))
-        return True
 
     def end(call: Call, since: float, result: Any) -> None:
         until = hub.clock()
@@ -361,7 +344,7 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
         begun = hub.observe("waits", begin, arguments, named, sys._getframe(1))
         if begun is None:
             return original(*arguments, **named)
-        reported = describe is not None and hub.observe("collectives", start, begun[0], arguments, named)
+        reported = report is not None and hub.observe("collectives", report, begun[0], arguments, named)
         try:
             if reported:
                 with torch._C._ExcludeDispatchKeyGuard(unseen):
@@ -374,6 +357,29 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
         return result
 
     return _not_compiled(wrapper)
+
+
+def _simple_report(hub: Hub, position: Position, original: Callable[..., Any]) -> Callable[..., bool] | None:
+    """For a function in SIMPLE: a function that reports the collective of a call, unless the dispatcher has to."""
+    operation, describe = original.__name__, _simple_call(original)
+    if describe is None:
+        return None
+
+    def report(call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Return True if the arguments say what is sent, and it was reported."""
+        group, outer = dist.group.WORLD, len(position.calls) > 1
+        if outer or group is None or position.phase == "backward" or not position.dispatched:
+            return False
+        if distributed_c10d._world.pg_coalesce_state or (described := describe(arguments, named)) is None:
+            return False
+        tensors, detail = described
+        if "reduce" in operation:
+            detail["reduce"] = call.operation
+        collective = begin_collective(hub, position, operation, tensors, position.ranks(group), detail)
+        call.started.append((collective, None))
+        return True
+
+    return report
 
 
 Described = tuple[tuple[torch.Tensor, ...], dict[str, Any]]  # tensors that are sent, and the root

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 WIDTH, LAYERS = 256, 8  # of the MLP: 2.1 MB in 18 tensors
-IMAGES = 8192
+IMAGES = 65_536  # a pass of many steps, as people train: what is done once a pass is no part of a step
 
 
 def make_model(name: str) -> nn.Module:
