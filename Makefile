@@ -63,10 +63,10 @@ image: ## build the image of a rank, unless it is up to date (ARGS=-y: install w
 	PYTHON=$(PYTHON) docker/image.sh $(filter -y,$(ARGS))
 
 up: image ## build the image, then docker compose up: four nodes in containers, without a controller
-	COMPOSE_PROJECT_NAME=$$($(PYTHON) -m testbed.control.substrates.project) PWD="$(CURDIR)" docker compose up $(filter-out -y,$(ARGS))
+	COMPOSE_PROJECT_NAME=$$($(PYTHON) -m testbed.control.substrates.clone project) PWD="$(CURDIR)" docker compose up $(filter-out -y,$(ARGS))
 
 down: ## remove the containers and the network of make up
-	COMPOSE_PROJECT_NAME=$$($(PYTHON) -m testbed.control.substrates.project) PWD="$(CURDIR)" docker compose down $(ARGS)
+	COMPOSE_PROJECT_NAME=$$($(PYTHON) -m testbed.control.substrates.clone project) PWD="$(CURDIR)" docker compose down $(ARGS)
 
 clean: $(VENV)/.ready ## remove what killed controllers left, and this clone's stopped containers (ARGS=--dry-run: only list)
 	$(BIN)/testbed clean $(ARGS)

@@ -29,17 +29,20 @@ import tempfile  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from testbed.net.congestion import check_congestion_control  # noqa: E402
 from testbed.net.isolation import default_routes, isolate  # noqa: E402
 from testbed.net.shaping import routes_congestion, shape, unshape  # noqa: E402
+from testbed.net.tcp import check_congestion_control  # noqa: E402
 from testbed.rank.request import Request, request_from_environment  # noqa: E402
 from testbed.results.folder import fresh_folder, runs_dir, write_whole  # noqa: E402
-from testbed.spec.cpu import divide_cores  # noqa: E402
 from testbed.spec.datasets import data_dir, is_complete  # noqa: E402
 from testbed.spec.disk import os_failure  # noqa: E402
 from testbed.spec.errors import NetworkInvalid, RankFailed, TestbedError, Unavailable  # noqa: E402
-from testbed.spec.memory import check_memory, limit_of_container  # noqa: E402
 from testbed.spec.privileges import NOBODY, without_privileges  # noqa: E402
+from testbed.spec.resources import (  # noqa: E402
+    check_memory,
+    divide_cores,
+    limit_of_container,
+)
 from testbed.spec.words import Place, set_place, shown_path  # noqa: E402
 
 CLONE = Path("/clone/files")  # the folder of compose.yaml, the user's clone; ranks may not enter its parent

@@ -31,7 +31,7 @@ if [[ $compose =~ ^v?([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] * 1000 + BASH_RE
   say "Compose $compose is too old. Install 2.16 or later."
   exit 2
 fi
-hash=$("${PYTHON:-python3}" -m testbed.control.substrates.content)
+hash=$("${PYTHON:-python3}" -m testbed.control.substrates.clone image)
 made=$(docker image inspect --format '{{index .Config.Labels "testbed.content"}}' "$image" 2>/dev/null || true)
 if [[ $made == "$hash" ]]; then
   say "$image is up to date ($hash)"

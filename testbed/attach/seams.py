@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from testbed.attach.events import Collective, Hub, caller
 from testbed.rank.counters import read_file
-from testbed.results.collectives import group_of
+from testbed.results.timeline import group_of
 
 # operations of torch.ops.c10d, the name that users know, and the argument whose bytes are counted
 OPERATIONS = {

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from testbed.attach.events import Collective, Part, call_site
 from testbed.attach.phases import Phases
 from testbed.rank.counters import Counter
-from testbed.results.collectives import Observed
-from testbed.results.timeline import Timeline
+from testbed.results.timeline import Observed, Timeline
 
 SCHEDSTAT = "/proc/thread-self/schedstat"  # nanoseconds: with a processor, without one; time slices
 DONE_TIMEOUT_S = 60.0  # for the slowest rank to make its last step

@@ -25,8 +25,7 @@ import testbed
 from testbed.data.layouts import FOLDERS, layouts
 from testbed.results.observations import Files
 from testbed.spec.datasets import dataset_info
-from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES
-from testbed.spec.tree import check_tree, walk
+from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, check_tree, walk
 from testbed.spec.units import approximate_size
 
 FICLONE = 0x40049409  # ioctl: share the blocks of a file, which are copied when one of both is written to

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from testbed.net.probe import link_steps
 from testbed.net.shaping import Shaping, difference
 from testbed.results.folder import RunFolder
-from testbed.results.limits import counted
 from testbed.results.receipt import Receipt
 from testbed.results.records import read
+from testbed.results.validity import counted
 from testbed.spec.errors import EngineLost, Interrupted, TestbedError
 from testbed.spec.run import RunSpec
 from testbed.spec.words import setting

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from testbed.results.folder import MAX_SPEC_BYTES, RunFolder, read_bounded
-from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.link import Link, parse_shaping, why_not_shaped
+from testbed.spec.resources import CPU_PERIOD_US
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 from testbed.spec.words import VARIABLES, Place, reading, refuse_setting
 

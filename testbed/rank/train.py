@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from testbed.rank.checkpoint import Checkpoints
-from testbed.rank.counters import Counter
-from testbed.rank.cpu_time import CpuMeter
+from testbed.rank.counters import Counter, CpuMeter
 from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
 from testbed.rank.group import Group
 from testbed.rank.models import build_model, build_own_model, untrack_statistics

@@ -41,9 +41,9 @@ from testbed.report.sentences import (
 )
 from testbed.report.stats import seconds
 from testbed.results import theory
-from testbed.results.limits import MAX_USE
 from testbed.results.receipt import TOLERANCE
 from testbed.results.table import label
+from testbed.results.validity import MAX_USE
 from testbed.spec.units import in_megabytes
 
 SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest

@@ -24,7 +24,7 @@ import numpy as np
 from testbed.report.load import LoadedRun
 from testbed.report.stats import seconds
 from testbed.results import theory
-from testbed.results.collectives import Observed
+from testbed.results.timeline import Observed
 from testbed.spec.units import Interval, covered_length
 
 SLOW_CPU = 1.25

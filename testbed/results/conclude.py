@@ -19,10 +19,9 @@ from pydantic import ConfigDict, Field, ValidationError
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.finding import Finding
 from testbed.results.folder import RunFolder, read_bounded, write_whole
-from testbed.results.limits import impossible
-from testbed.results.machines import MachineLoad, machine_loads
 from testbed.results.observations import Parameters, Setup, Unseen
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
+from testbed.results.validity import MachineLoad, impossible, machine_loads
 from testbed.spec.base import Spec
 from testbed.spec.disk import full_disk, nearly_full, os_failure
 from testbed.spec.errors import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from testbed.results.conclude import Summary
-from testbed.results.machines import busy_note
+from testbed.results.validity import busy_note
 from testbed.spec.errors import one_line
 from testbed.spec.mode import ALGORITHMS, CONTROL
 from testbed.spec.run import RunSpec

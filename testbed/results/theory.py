@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from testbed.results.collectives import Observed
-from testbed.results.timeline import CONTINUED
+from testbed.results.timeline import CONTINUED, Observed
 from testbed.spec.mode import MakeRounds, SyncMode
 
 

@@ -1,16 +1,18 @@
 """ScriptSpec: a training script of the user's, which runs unchanged on every node.
 
 Its command line may contain placeholders, e.g. `python main.py --rank {rank}`. torchrun's variables (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT) are always in its environment.
+MASTER_ADDR, MASTER_PORT) are always in its environment. Its folder is copied for every rank: `walk` yields what is
+copied, `check_tree` refuses too much.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import ipaddress
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
 
 from testbed.spec.base import Spec, validator
 from testbed.spec.errors import refuse
-from testbed.spec.units import format_size, parse_size
+from testbed.spec.units import approximate_size, format_size, parse_size
 
 PLACEHOLDERS = {
     "rank": "number of the node, from 0",
@@ -217,3 +219,51 @@ class ScriptSpec(Spec):
         """The name of the script for tables: the first word that ends in .py, else the command."""
         words = [word for word in self.argv if word.endswith(".py")] or list(self.argv[:1])
         return PurePath(words[0]).name
+
+
+MAX_COPY_BYTES = 2 << 30
+MAX_COPY_FILES = 100_000
+LARGEST = 3  # entries that a message names
+
+
+def walk(source: Path, exclude: Sequence[str]) -> Iterator[tuple[os.DirEntry[str], str]]:
+    """Yield every entry below a folder with its relative path, a folder before its content. Links are not followed."""
+    patterns = (*NOT_COPIED, *exclude)
+    queue = [""]
+    while queue:
+        above = queue.pop()
+        with os.scandir(source / above) as entries:
+            for entry in sorted(entries, key=lambda each: each.name):
+                relative = str(Path(above, entry.name))
+                if any(fnmatch.fnmatch(entry.name, each) or fnmatch.fnmatch(relative, each) for each in patterns):
+                    continue
+                yield entry, relative
+                if entry.is_dir(follow_symlinks=False):
+                    queue.append(relative)
+
+
+def check_tree(
+    source: Path, exclude: Sequence[str] = (), max_bytes: int = MAX_COPY_BYTES, max_files: int = MAX_COPY_FILES
+) -> None:
+    """Raise UsageError if a folder has more than is copied for every rank, or something that cannot be read."""
+    sizes: dict[str, int] = {}
+    files = 0
+    try:
+        for entry, relative in walk(source, exclude):
+            if entry.is_file(follow_symlinks=False):
+                files += 1
+                top = relative.partition(os.sep)[0]
+                sizes[top] = sizes.get(top, 0) + entry.stat(follow_symlinks=False).st_size
+            if files > 10 * max_files:
+                break  # e.g. a whole disk: what was found is enough for the message
+    except OSError as error:
+        way_out = f"Change its mode, or leave it out: --exclude {Path(str(error.filename)).name}"
+        raise refuse("folder", str(source), f"{error.filename}: {error.strerror}", way_out) from None
+    total = sum(sizes.values())
+    if total > max_bytes or files > max_files:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:LARGEST]
+        named = ", ".join(f"{name} {approximate_size(sizes[name])}" for name in largest)
+        rule = f"at most {approximate_size(max_bytes)} in {max_files} files are copied for each rank"
+        found = f"has {approximate_size(total)} in {files} files ({named})"
+        way_out = f"Leave some out, e.g. --exclude {largest[0]}, or start in a smaller folder."
+        raise refuse("folder", str(source), f"{found}, and {rule}", way_out)

@@ -14,9 +14,9 @@ import pytest
 
 from testbed.control.machine import ownership
 from testbed.control.substrates import engine
-from testbed.control.substrates.content import image_files
-from testbed.spec.cpu import divide_cores
+from testbed.control.substrates.clone import image_files
 from testbed.spec.errors import Interrupted, NetworkInvalid, UsageError
+from testbed.spec.resources import divide_cores
 from tests.docker.cluster import QUICK, RANKS, ROOT, Cluster, summary_of, wait_for
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]

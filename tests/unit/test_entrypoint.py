@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.substrates.content import image_files
-from testbed.net.congestion import congestion_controls
+from testbed.control.substrates.clone import image_files
+from testbed.net.tcp import congestion_controls
 from testbed.spec.errors import Interrupted, NetworkInvalid, UsageError
 
 ROOT = Path(__file__).parents[2]

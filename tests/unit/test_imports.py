@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import testbed
-from testbed.control.substrates.content import copied_paths
+from testbed.control.substrates.clone import copied_paths
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "testbed"

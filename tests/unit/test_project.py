@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import testbed
-from testbed.control.substrates.project import project_name
+from testbed.control.substrates.clone import project_name
 from testbed.spec.errors import Interrupted
 
 ROOT = Path(__file__).parents[2]

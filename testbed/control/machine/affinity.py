@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from testbed.control.substrates.base import NodePlan
-from testbed.spec.cpu import divide_cores
+from testbed.spec.resources import divide_cores
 
 Cores = frozenset[int]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from testbed.control.machine.processes import kill_until_gone
-from testbed.spec.cpu import NO_QUOTA, quota_and_period
 from testbed.spec.errors import TestbedError, Unavailable
+from testbed.spec.resources import NO_QUOTA, quota_and_period
 
 ROOT = Path("/sys/fs/cgroup")
 TOP = "testbed"  # all our groups are below this folder

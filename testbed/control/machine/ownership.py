@@ -21,7 +21,7 @@ from pathlib import Path
 from testbed.control.machine import cgroups
 from testbed.control.machine.processes import NETNS, PROC, all_pids, kill_until_gone, pids_in_namespace, run, start_time
 from testbed.control.substrates import engine
-from testbed.control.substrates.content import ROOT
+from testbed.control.substrates.clone import ROOT
 
 VARIABLE = "TESTBED_OWNER"  # in the environment of every process that a substrate starts
 LAUNCHER = "TESTBED_LAUNCHER"  # in every process of a user's script (attach/launch.py): the pid of its launcher

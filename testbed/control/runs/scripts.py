@@ -22,8 +22,7 @@ from testbed.spec.errors import RankFailed, TestbedError, Unavailable, refuse
 from testbed.spec.methods import method_path
 from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
-from testbed.spec.script import SCRIPT_DEADLINE_S, Limits, ScriptSpec
-from testbed.spec.tree import check_tree
+from testbed.spec.script import SCRIPT_DEADLINE_S, Limits, ScriptSpec, check_tree
 from testbed.spec.units import approximate_size
 
 SIZE_EVERY_S = 0.5  # between two looks at the run folder, to which a script may be able to write

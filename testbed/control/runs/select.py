@@ -19,11 +19,11 @@ from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.substrates.process import check as check_process
-from testbed.net.congestion import check_congestion_control
+from testbed.net.tcp import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
-from testbed.spec.memory import DEFAULT_LIMIT, check_memory, read_limit
+from testbed.spec.resources import DEFAULT_LIMIT, check_memory, read_limit
 from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
 from testbed.spec.script import node_address
 

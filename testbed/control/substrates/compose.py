@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from testbed.control.machine import affinity, ownership
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
-from testbed.control.substrates.content import ROOT
+from testbed.control.substrates.clone import ROOT
 from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.docker_cli import (
     DATA_FOLDER,
@@ -53,13 +53,12 @@ from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
 from testbed.net.isolation import default_routes, isolate
 from testbed.net.shaping import Shaping, routes_congestion
-from testbed.spec.cpu import CPU_PERIOD_US, NO_QUOTA, quota_and_period
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import CommandFailed, EngineLost, TestbedError, refuse
 from testbed.spec.link import why_not_shaped
-from testbed.spec.memory import DEFAULT_LIMIT, read_limit
 from testbed.spec.methods import methods_dir
 from testbed.spec.privileges import LAUNCHER, LAUNCHER_CAPABILITIES, NOBODY, without_privileges
+from testbed.spec.resources import CPU_PERIOD_US, DEFAULT_LIMIT, NO_QUOTA, quota_and_period, read_limit
 from testbed.spec.run import DEFAULT_PORT
 from testbed.spec.script import NOT_COPIED, Limits, ScriptSpec
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from testbed.spec.cpu import quota_and_period
 from testbed.spec.privileges import NOBODY
+from testbed.spec.resources import quota_and_period
 from testbed.spec.units import parse_size
 
 IMAGE = "testbed:latest"

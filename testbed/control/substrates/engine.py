@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from testbed import __version__
 from testbed.control.machine.processes import run
 from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.content import ROOT, content_hash
+from testbed.control.substrates.clone import ROOT, content_hash
 from testbed.control.substrates.docker_cli import (
     CONTENT_LABEL,
     FOLDER_LABEL,
@@ -28,10 +28,9 @@ from testbed.control.substrates.docker_cli import (
     trial_argv,
 )
 from testbed.control.substrates.links import trials, try_commands
-from testbed.spec.cpu import CPU_PERIOD_US
 from testbed.spec.errors import CommandFailed, EngineLost, TestbedError, Unavailable, refuse, require_extra
 from testbed.spec.link import parse_shaping
-from testbed.spec.memory import DEFAULT_LIMIT
+from testbed.spec.resources import CPU_PERIOD_US, DEFAULT_LIMIT
 from testbed.spec.run import SCHEMA
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.control.machine.processes import run
-from testbed.control.substrates.content import ROOT, content_hash
+from testbed.control.substrates.clone import ROOT, content_hash
 from testbed.control.substrates.engine import connect, image_name, inspect_image, wrap_docker_errors
 from testbed.results.folder import read_bounded
 from testbed.spec.errors import CommandFailed, Unavailable, one_line, refuse

@@ -29,8 +29,8 @@ from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
 from testbed.net.shaping import Shaping, congestion, route_congestion
-from testbed.spec.cpu import quota_and_period
 from testbed.spec.errors import TestbedError, Unavailable, require_extra
+from testbed.spec.resources import quota_and_period
 from testbed.spec.run import DEFAULT_PORT
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "unshare": "util-linux"}

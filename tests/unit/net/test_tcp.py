@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from testbed.net import tcp
 from testbed.net.tcp import (
     bottleneck,
     byte_counts,
+    check_congestion_control,
     congestion_control,
+    congestion_controls,
     congestion_in_use,
     efficiency,
     min_round_trip,
@@ -20,6 +24,8 @@ from testbed.net.tcp import (
     tcp_sockets,
     wire_rate,
 )
+from testbed.spec.errors import Unavailable
+from testbed.spec.words import Place, reading
 
 
 @pytest.fixture
@@ -72,3 +78,34 @@ def test_the_bottleneck_is_the_receiver_or_all_senders_together() -> None:
     assert bottleneck(None, [30]) == 30
     assert bottleneck(50, [None, 30]) == 50
     assert bottleneck(None, [None]) is None
+
+
+@pytest.mark.parametrize("place", [Place.COMMAND_LINE, Place.COMPOSE])
+def test_a_congestion_control_that_does_not_exist_is_refused_with_those_that_do(place: Place) -> None:
+    known = ", ".join(congestion_controls())
+    name = {Place.COMMAND_LINE: "--set node.congestion", Place.COMPOSE: "CONGESTION"}[place]
+    with reading(place), pytest.raises(Unavailable) as refusal:
+        check_congestion_control("foo")
+    rule = "this kernel has no such TCP congestion control"
+    assert str(refusal.value) == f"{name}='foo': {rule}. Use one of {known}."
+
+
+def test_those_that_exist_are_accepted() -> None:
+    assert "reno" in congestion_controls()  # part of every kernel
+    for name in [None, *tcp.LOADED.read_text().split()]:
+        check_congestion_control(name)
+
+
+def test_a_module_that_is_not_loaded_counts_as_existing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / platform.release()
+    folder.mkdir()
+    lines = ["kernel/net/ipv4/tcp_fooish.ko.xz:", "kernel/net/ipv4/tcp_diag.ko: kernel/net/ipv4/inet_diag.ko"]
+    (folder / "modules.dep").write_text("\n".join(lines))
+    monkeypatch.setattr(tcp, "MODULES", tmp_path)
+    check_congestion_control("fooish")
+    assert "diag" not in congestion_controls()
+
+
+def test_nothing_is_refused_where_the_kernel_has_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "LOADED", tmp_path / "none")
+    check_congestion_control("foo")

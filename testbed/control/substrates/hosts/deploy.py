@@ -22,7 +22,7 @@ from threading import Lock
 from typing import IO, BinaryIO, Protocol
 
 from testbed.control.substrates import engine
-from testbed.control.substrates.content import content_hash
+from testbed.control.substrates.clone import content_hash
 from testbed.control.substrates.docker_cli import IMAGE, prune_images_argv
 from testbed.control.substrates.hosts.group import Outcome, run_on_all
 from testbed.control.substrates.hosts.node import (

@@ -26,7 +26,7 @@ from typing import Self
 import paramiko
 
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
-from testbed.control.substrates.content import content_hash
+from testbed.control.substrates.clone import content_hash
 from testbed.control.substrates.docker_cli import (
     DATA_FOLDER,
     IMAGE,
@@ -63,8 +63,7 @@ from testbed.spec.inventory import Inventory
 from testbed.spec.methods import method_path, methods_dir
 from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import DEFAULT_PORT, RunSpec
-from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, ScriptSpec
-from testbed.spec.tree import walk
+from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, ScriptSpec, walk
 
 LOG = logging.getLogger(__name__)
 NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host"

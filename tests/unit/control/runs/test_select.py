@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from testbed.control.runs import select
-from testbed.net import congestion
+from testbed.net import tcp
 from testbed.spec.errors import SpecError, Unavailable
 from testbed.spec.inventory import Inventory
 from testbed.spec.run import RunSpec
@@ -164,8 +164,8 @@ def test_a_congestion_control_is_not_checked_where_nothing_applies_it(monkeypatc
 
 def test_auto_accepts_the_default_congestion_control_on_a_kernel_without_it(monkeypatch, tmp_path):
     (tmp_path / "available").write_text("reno")
-    monkeypatch.setattr(congestion, "LOADED", tmp_path / "available")
-    monkeypatch.setattr(congestion, "_accepted", lambda name: False)
+    monkeypatch.setattr(tcp, "LOADED", tmp_path / "available")
+    monkeypatch.setattr(tcp, "_accepted", lambda name: False)
     for name in ("compose", "netns"):
         monkeypatch.setitem(select.SUBSTRATES, name, replace(select.SUBSTRATES[name], check=refusing("not here")))
     assert select.select("auto", [spec()]).name == "process"

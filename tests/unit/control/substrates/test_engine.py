@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from testbed.control.substrates import engine
+from testbed.control.substrates.clone import content_hash
 from testbed.control.substrates.compose import idle_override
-from testbed.control.substrates.content import content_hash
 from testbed.control.substrates.engine import render
 from testbed.spec.errors import CommandFailed, EngineLost, SpecError, TestbedError, Unavailable
 from tests.support.scripted_engine import ScriptedEngine, serve

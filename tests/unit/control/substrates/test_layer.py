@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.substrates.content import ROOT
+from testbed.control.substrates.clone import ROOT
 from testbed.control.substrates.layer import DOCKERFILE, kept_layers, pip_error
 
 

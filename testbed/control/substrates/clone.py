@@ -1,11 +1,18 @@
-"""A hash over the content of the image, which becomes its label: image ids differ between image stores.
+"""What identifies this clone: the hash of the image's content, and the name of its Compose project.
 
-docker/image.sh runs this module with any Python before a virtual environment exists, so it needs no packages.
+The hash becomes the label of the image: image ids differ between image stores. `make up` passes the name to Compose as
+COMPOSE_PROJECT_NAME. The name that compose.yaml makes from PWD is not always the clone's own: Compose removes `/` and
+dots from it, so that /a/bc and /ab/c are one project.
+
+docker/image.sh and make run this module with any Python before a virtual environment exists, so it needs no packages:
+
+    python3 -m testbed.control.substrates.clone image|project      print the hash, or the name
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -48,5 +55,19 @@ def content_hash(root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
+VARIABLE = "COMPOSE_PROJECT_NAME"
+HASH_DIGITS = 12
+MAX_FOLDER_CHARACTERS = 20  # names of containers and networks begin with the project's name
+
+
+def project_name(folder: Path = ROOT) -> str:
+    """Return a name that no other folder of this machine has, in the characters that Compose allows."""
+    path = folder.resolve()
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:HASH_DIGITS]
+    readable = re.sub(r"[^a-z0-9]+", "-", path.name.lower())[:MAX_FOLDER_CHARACTERS].strip("-")
+    return "-".join(word for word in ("testbed", readable, digest) if word)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(content_hash() + "\n")
+    printed = {"image": content_hash, "project": lambda: os.environ.get(VARIABLE) or project_name()}[sys.argv[1]]()
+    sys.stdout.write(printed + "\n")

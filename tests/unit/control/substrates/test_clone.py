@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from testbed.control.substrates.content import BUILD_FILES, content_hash, copied_paths, image_files
+from testbed.control.substrates.clone import (
+    BUILD_FILES,
+    VARIABLE,
+    content_hash,
+    copied_paths,
+    image_files,
+    project_name,
+)
 from testbed.spec.errors import Unavailable
 
 ROOT = Path(__file__).parents[4]
@@ -102,6 +109,29 @@ def test_without_the_files_of_a_clone_it_says_what_it_needs(tmp_path: Path) -> N
 
 def test_a_python_without_packages_can_compute_it() -> None:
     """docker/image.sh runs it before a virtual environment exists."""
-    argv = [sys.executable, "-S", "-m", "testbed.control.substrates.content"]
+    argv = [sys.executable, "-S", "-m", "testbed.control.substrates.clone", "image"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"{content_hash(ROOT)}\n"
+
+
+def test_clones_have_different_names_where_compose_alone_would_give_them_one(tmp_path: Path) -> None:
+    """Compose removes `/` and dots, and changes capitals."""
+    folders = [tmp_path / path for path in ("a/bc", "ab/c", "a.b/c", "A/bc", "clone", "other/clone")]
+    names = [project_name(folder) for folder in folders]
+    assert len(set(names)) == len(folders)
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) for name in names)
+    assert names[4].startswith("testbed-clone-")
+
+
+def test_two_paths_of_one_folder_have_one_name(tmp_path: Path) -> None:
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "clone")
+    assert project_name(tmp_path / "link") == project_name(tmp_path / "clone")
+
+
+def test_the_module_prints_the_name_without_packages_unless_the_user_has_set_one(tmp_path: Path) -> None:
+    argv = [sys.executable, "-S", "-m", "testbed.control.substrates.clone", "project"]
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    assert subprocess.run(argv, env=env, **run).stdout == f"{project_name(ROOT)}\n"
+    assert subprocess.run(argv, env=env | {VARIABLE: "mine"}, **run).stdout == "mine\n"
