@@ -19,8 +19,7 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from testbed.attach import where
-from testbed.attach.where import QUESTION
+from testbed.attach.channel import QUESTION, READY_TO_ANSWER
 from testbed.results.folder import MAX_RECORDS_BYTES, process_records
 from testbed.results.observations import Files, Unseen, Where
 from testbed.results.records import MAX_LINE_BYTES, End, Error, decode, encode
@@ -35,7 +34,7 @@ MAX_CONNECTIONS = 256  # at once: two for each process of a script that imports 
 PAUSE_S = 0.05  # between two reads of one connection; meanwhile the kernel keeps what the observer sends
 READ_BYTES = 1 << 16
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a connected process
-READY = json.dumps(where.READY).encode() + b"\n"
+READY = json.dumps(READY_TO_ANSWER).encode() + b"\n"
 
 
 class Records:

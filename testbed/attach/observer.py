@@ -12,8 +12,8 @@ import os
 from multiprocessing import util
 from typing import Any
 
-from testbed.attach import rewrite, seams, where
-from testbed.attach.channel import REQUEST, VARIABLE, Channel
+from testbed.attach import rewrite, seams
+from testbed.attach.channel import REQUEST, VARIABLE, Channel, listen
 from testbed.attach.events import FAULT, Hub, Part
 from testbed.attach.sampling import Sampling
 from testbed.attach.steps import Steps
@@ -41,7 +41,7 @@ def install() -> None:
         as_cpu.install(changed)  # before the seams, which see what really happens
     vision = Vision(request.get("data", {}), changed, hub.failed)
     before = {"rewrite": lambda *_: rewrite.install(request.get("rewrite", {}), changed)}
-    after = {"vision": lambda *_: vision.install(), "where": lambda *_: where.listen(path)}
+    after = {"vision": lambda *_: vision.install(), "where": lambda *_: listen(path)}
     for name, seam in {**before, **seams.SEAMS, **after}.items():
         try:
             if fault == f"install {name}":

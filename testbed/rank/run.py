@@ -38,11 +38,10 @@ from testbed.rank import watchdog
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import open_counter
 from testbed.rank.group import Group, await_all, connect, leave, make_group, single_rank_group
-from testbed.rank.oom import install_oom_handler
 from testbed.rank.recorder import Recorder
 from testbed.rank.request import COMPOSE, Request
 from testbed.rank.train import Trainer
-from testbed.rank.watchdog import Heartbeat, Watchdog
+from testbed.rank.watchdog import Heartbeat, Watchdog, install_oom_handler
 from testbed.results.conclude import Status, Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
 from testbed.results.receipt import Receipt

@@ -18,8 +18,7 @@ from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_ba
 from testbed.rank.group import Group
 from testbed.rank.models import build_model, build_own_model, untrack_statistics
 from testbed.rank.optim import Optimizer
-from testbed.rank.profiler import Profiler
-from testbed.rank.recorder import Recorder, describe_environment
+from testbed.rank.recorder import Profiler, Recorder, describe_environment
 from testbed.rank.replicas import compare, share_statistics
 from testbed.rank.sync.buckets import trained
 from testbed.rank.sync.check import check_mode

@@ -3,6 +3,8 @@
 Three threads can find a reason to end: the main thread (an exception), the signal thread (SIGTERM while the main thread
 waits inside Gloo) and the heartbeat thread (another rank is dead, frozen or cut off). All of them call
 `Watchdog.exit_once`, the only failure path of a rank.
+
+The fault `oom` is here too: a rank that gets SIGUSR1 allocates memory until its limit ends it.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ if TYPE_CHECKING:  # importing torch takes a second, and signal handlers are ins
     import torch.distributed as dist
 
     from testbed.rank.recorder import Recorder
+from testbed.spec.run import RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -582,3 +585,20 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a full disk, or a closed stream
             stream.flush()
+
+
+BLOCK_BYTES = 8 << 20
+MAX_BLOCKS = 128  # stop here if there is no memory limit, before the machine has no memory left
+_blocks: list[bytes] = []
+
+
+def install_oom_handler(spec: RunSpec) -> None:
+    """Handle SIGUSR1, but only in runs whose spec contains the fault."""
+    if any(fault.kind == "oom" for fault in spec.faults):
+        signal.signal(signal.SIGUSR1, _allocate)
+
+
+def _allocate(signum: int, frame: FrameType | None) -> None:
+    for _ in range(MAX_BLOCKS):
+        _blocks.append(b"\1" * BLOCK_BYTES)  # written to, so that the kernel allocates the pages
+    raise MemoryError(f"allocated {MAX_BLOCKS * BLOCK_BYTES >> 20} MiB without reaching a memory limit")

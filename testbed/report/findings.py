@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from testbed.report.faulted import FaultedRun
-from testbed.report.load import Column
+from testbed.report.load import Column, FaultedRun
 from testbed.report.model import (
     REPEAT_KEYS,
     Cell,

@@ -1,7 +1,8 @@
 """Read run folders.
 
 A folder may come from another user. A damaged one is skipped with one sentence of explanation, never with a
-traceback. Reading order: one rank's steps as columns, a run, and all runs below some paths.
+traceback. Reading order: one rank's steps as columns, a run, and all runs below some paths. Runs with injected faults
+are read with every step and every fault on one clock (`read_faulted`).
 
 How a step is split (all in seconds, as one rank saw them):
 
@@ -28,9 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from testbed.report.faulted import FaultedRun, read_faulted
-from testbed.results.conclude import Summary, faulted_steps, sampled_steps
-from testbed.results.faults import TimedStep
+from testbed.results.conclude import Summary, faulted_steps, has_one_clock, sampled_steps
+from testbed.results.faults import Event, FaultHistory, TimedStep, fault_table, read_history
 from testbed.results.folder import (
     EXPERIMENT,
     MAX_JSON_BYTES,
@@ -49,7 +49,7 @@ from testbed.results.timeline import CONTINUED
 from testbed.spec.errors import SpecError, TestbedError, one_line
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-from testbed.spec.units import covered_length
+from testbed.spec.units import Interval, covered_length
 
 Column = NDArray[np.float64]
 Span = tuple[float, float]  # offset from the beginning of the step, length; seconds
@@ -399,3 +399,74 @@ def sentence(error: BaseException) -> str:
     """One line about what is wrong. It quotes the file, so control characters are replaced."""
     text = one_line(next(iter(str(error).splitlines()), "")) or type(error).__name__
     return f"damaged ({type(error).__name__}: {text})" if not isinstance(error, TestbedError) else text
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One fault, from its beginning to its end; `end` is None for a fault that was never undone."""
+
+    fault: str
+    rank: int
+    begin: float
+    end: float | None
+
+
+@dataclass(frozen=True)
+class FaultedRun:
+    """One run with faults, however it ended, as the report draws it."""
+
+    folder: RunFolder
+    summary: Summary
+    history: FaultHistory
+    row: tuple[str, ...]  # of the table
+    episodes: list[Episode]
+    noticed: list[tuple[int, float]]  # rank, time at which it ended because it lost another rank
+    ended: list[tuple[int, float, int]]  # rank, time, exit code
+    steps: list[list[Interval]]  # begin and end of every step of each rank, of all attempts
+    one_clock: bool  # False on real hosts
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.summary.spec
+
+
+def read_faulted(folder: RunFolder) -> FaultedRun | None:
+    """Read a run with faults; None if it has none, or did not begin."""
+    if not folder.faults.is_file() or not folder.summary.is_file():
+        return None
+    folder.check_no_links(allow_top=True)
+    history, summary = read_history(folder), Summary.read(folder)
+    rows = fault_table([(folder, summary.spec, summary.status)])
+    if not rows:
+        return None
+    saw = [event for event in history.events if event["event"] == "saw" and event["at"]]
+    ended = [event for event in history.events if event["event"] == "ended" and event["at"]]
+    return FaultedRun(
+        folder=folder,
+        summary=summary,
+        history=history,
+        row=rows[0],
+        episodes=_episodes(history.events),
+        noticed=[(int(event["rank"]), float(event["at"])) for event in saw],
+        ended=[(int(event["rank"]), float(event["at"]), int(event["code"])) for event in ended],
+        steps=[_steps(folder, rank) for rank in range(summary.spec.world)],
+        one_clock=has_one_clock(summary.substrate),
+    )
+
+
+def _episodes(events: Sequence[Event]) -> list[Episode]:
+    found = []
+    for number, event in enumerate(events):
+        if event["event"] == "injected":
+            over = (e for e in events[number:] if e["event"] == "over" and e["fault"] == event["fault"])
+            end = next((float(e["at"]) for e in over), None)
+            found.append(Episode(str(event["fault"]), int(event["rank"]), float(event["begun"]), end))
+    return found
+
+
+def _steps(folder: RunFolder, rank: int) -> list[Interval]:
+    """Begin and end of every step of a rank, those of failed attempts included."""
+    paths = [*folder.attempts(rank).values(), folder.records(rank)]
+    check_size((path for path in paths if path.is_file()), MAX_RECORDS_BYTES)
+    steps = [record for path in paths for record in read(path) if isinstance(record, Step)]
+    return [(step.at, step.at + step.total) for step in steps]

@@ -14,8 +14,8 @@ import jinja2
 from testbed import __version__
 from testbed.report import findings, tables
 from testbed.report.figures import axes, modes, time
-from testbed.report.figures import faults as fault_figures
 from testbed.report.figures.style import Plot, css
+from testbed.report.figures.time import draw_faults
 from testbed.report.findings import Verdict, verdict
 from testbed.report.load import Loaded, Skipped, load
 from testbed.report.model import Cell, Chapter, Focus, chapters, focus
@@ -165,7 +165,7 @@ def make_faults(loaded: Loaded) -> Faults | None:
     runs = loaded.faulted
     if not runs:
         return None
-    return Faults(findings.faults(runs), tables.faults(runs), fault_figures.draw(runs))
+    return Faults(findings.faults(runs), tables.faults(runs), draw_faults(runs))
 
 
 def slug(text: str) -> str:

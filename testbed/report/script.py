@@ -16,8 +16,7 @@ from testbed.report.model import Cell, Chapter, names
 from testbed.report.script_findings import find, read_forked
 from testbed.report.stats import seconds
 from testbed.report.tables import DASH, Table, as_text, number
-from testbed.results.finding import Finding
-from testbed.results.observations import Call, Calls, Files, Setup, Swap, Unseen
+from testbed.results.observations import Call, Calls, Files, Finding, Setup, Swap, Unseen
 from testbed.results.records import Record
 from testbed.results.table import NOT_SEEN, batch_in_words
 from testbed.spec.errors import TestbedError, one_line

@@ -14,10 +14,20 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from testbed.report.stats import seconds
-from testbed.results.finding import SEVERITIES, Finding
 from testbed.results.folder import MAX_RECORDS_BYTES, RunFolder, check_size
 from testbed.results.gradients import EXACT, Fit, gradient_fits, near, optimizer_of
-from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup, Swap
+from testbed.results.observations import (
+    SEVERITIES,
+    Batch,
+    Call,
+    Calls,
+    Finding,
+    Gradients,
+    Parameters,
+    Pass,
+    Setup,
+    Swap,
+)
 from testbed.results.records import End, Record, Start, Step, read
 from testbed.results.timeline import CONTINUED
 from testbed.results.timeline import Observed as Collective

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from testbed.report import findings
-from testbed.report.faulted import FaultedRun
-from testbed.report.load import Rank
+from testbed.report.load import FaultedRun, Rank
 from testbed.report.model import Cell, Chapter, names, value_of
 from testbed.results import theory
 from testbed.results.faults import HEADER

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from testbed.report.faulted import FaultedRun, read_faulted
-from testbed.report.load import DAMAGE, LoadedRun, Rank, Steps, read_run, sentence
+from testbed.report.load import DAMAGE, FaultedRun, LoadedRun, Rank, Steps, read_faulted, read_run, sentence
 from testbed.results.folder import RunFolder, write_whole
 from testbed.results.table import label
 from testbed.spec.errors import TestbedError, UsageError

@@ -17,12 +17,11 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
-from testbed.results.finding import Finding
 from testbed.results.folder import RunFolder, read_bounded, write_whole
-from testbed.results.observations import Parameters, Setup, Unseen
+from testbed.results.observations import Finding, Parameters, Setup, Unseen
 from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
 from testbed.results.validity import MachineLoad, impossible, machine_loads
-from testbed.spec.base import Spec
+from testbed.spec.base import Spec, damage
 from testbed.spec.disk import full_disk, nearly_full, os_failure
 from testbed.spec.errors import (
     DiskFull,
@@ -36,7 +35,6 @@ from testbed.spec.errors import (
     one_line,
 )
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
-from testbed.spec.validation import damage
 
 SAMPLED_SHARE = 0.01  # of a step's time: a step in which the observer's samples took more is reported apart
 TOO_FAST = "This is faster than the requested links allow: run it again"

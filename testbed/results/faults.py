@@ -1,7 +1,7 @@
 """Runs with injected faults: which faults faults.jsonl records, which ranks detected them when, how the run ended.
 
 The controller writes faults.jsonl while it injects (control/runs/faults.py). The command line prints `fault_table`; the
-report also draws the times (report/faulted.py). This is the only table that shows failed runs. Times are on the
+report also draws the times (report/load.py). This is the only table that shows failed runs. Times are on the
 monotonic clock of the controller; on real hosts the nodes have other clocks, so those runs have no times to draw.
 
 Steps under a fault are in no median: `steps_under_fault` says which.

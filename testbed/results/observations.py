@@ -13,14 +13,16 @@ swap        once      --instead MODE: from this step on the mode synchronises
 
 The observer is code that runs inside the script's own process, so a script can forge these lines. Every line is checked
 against its class when it is read.
+
+`Finding` is what a rule of ours says about the script: a line of the table, an entry of the page, summary.json, --json.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Text = Annotated[str, Field(max_length=4096)]
@@ -167,3 +169,25 @@ class Swap:
 
 
 Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files | Where | Swap
+
+
+Severity = Literal["error", "cost", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "cost", "note")
+LongText = Annotated[str, Field(max_length=16_384)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a script does. `error`: it trains another model than it seems to; `cost`: seconds of a step."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="ignore")  # of summary.json
+
+    rule: LongText
+    severity: Severity
+    title: LongText  # one sentence
+    evidence: LongText  # the numbers
+    fix: LongText
+    sure: LongText  # how sure it is
+    refuted_by: LongText  # what would refute it
+    site: LongText = ""  # file and line of the script; empty if none is known
+    seconds: float | None = None  # of a step, where they are known

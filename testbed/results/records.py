@@ -26,9 +26,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from testbed.results.folder import open_regular
 from testbed.results.observations import Observation
+from testbed.spec.base import damage
 from testbed.spec.errors import SpecError
 from testbed.spec.run import SCHEMA, check_schema
-from testbed.spec.validation import damage
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]

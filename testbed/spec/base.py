@@ -1,16 +1,191 @@
-"""Spec, the base class of all configuration: frozen, no unknown keys, one sentence for each wrong value."""
+"""Spec, the base class of all configuration: frozen, no unknown keys, one sentence for each wrong value.
+
+Errors of pydantic become our messages: the value, the rule, the way out. `RULES` has a sentence for every type of error
+that our models can raise; tests/unit/spec/test_base.py feeds every field with wrong values and proves it. No text of
+pydantic is printed. The way out shows an accepted value: the first of a field's `examples`, else its default, else one
+made from its type and limits. The `description` of a field is the rule for its pattern.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
-from testbed.spec.errors import SpecError
-from testbed.spec.validation import damage, sentences
-from testbed.spec.words import Place, reading
+from testbed.spec.errors import SpecError, did_you_mean, one_line, quote
+from testbed.spec.words import Place, reading, refuse_setting, setting
+
+_WHOLE, _NUMBER, _TEXT, _LIST = "must be a whole number", "must be a number", "must be text", "must be a list"
+_TABLE, _BOOL, _JSON = "must be a table of keys and values", "must be true or false", "is not JSON"
+RULES = {  # type of pydantic's error: the rule; words in braces are from the error's context
+    "missing": "is missing",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "int_parsing_size": "has too many digits",
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": "must be a finite number",
+    "bool_type": _BOOL,
+    "bool_parsing": _BOOL,
+    "string_type": _TEXT,
+    "string_unicode": _TEXT,
+    "invalid_key": "must have text as keys",
+    "string_pattern_mismatch": "must be {description}",
+    "literal_error": "must be one of {expected}",
+    "list_type": _LIST,
+    "tuple_type": _LIST,
+    "dict_type": _TABLE,
+    "model_type": _TABLE,
+    "dataclass_type": _TABLE,
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must have at least {min_length}, and has {actual_length}",
+    "too_long": "must have at most {max_length}, and has {actual_length}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "json_invalid": _JSON,
+    "union_tag_invalid": "must have a kind, one of {expected_tags}",
+    "union_tag_not_found": "must have a kind",
+}
+_CONTAINERS = (dict, tuple, list)
+_OTHER = "cannot be used here"  # a type without a row: a test keeps this unused
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One wrong value. `text` is a whole message, of a rule that connects several values; it replaces the rest."""
+
+    key: str
+    value: Any
+    rule: str
+    way_out: str
+    shown: bool = True  # whether the value is worth showing: of a missing key there is none
+    text: str = ""
+
+
+def sentences(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return a sentence for each wrong value of a setting, in the words of the reader."""
+    return " ".join(_sentence(problem) for problem in _problems(error, model))
+
+
+def damage(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """Return what is wrong first in a file that the testbed has written: its reader cannot correct the value."""
+    problem = _problems(error, model)[0]
+    if problem.text:
+        return one_line(problem.text)
+    value = f" = {quote(problem.value)}" if problem.shown else ""
+    return one_line(f"{problem.key}{value}: {problem.rule}".removeprefix(": "))
+
+
+def _sentence(problem: Problem) -> str:
+    if problem.text:
+        return problem.text if problem.text.endswith((".", "?")) else f"{problem.text}."
+    if not problem.shown:
+        return f"{one_line(problem.key) or 'its content'}: {problem.rule}. {problem.way_out}"
+    return str(refuse_setting(one_line(problem.key), problem.value, problem.rule, problem.way_out))
+
+
+def _problems(error: ValidationError, model: type[BaseModel] | None) -> list[Problem]:
+    items = error.errors(include_url=False)
+    # A list loses its wrong entries before its length is checked; only the entries are worth a sentence then.
+    wrong_inside = {item["loc"][:length] for item in items for length in range(len(item["loc"]))}
+    return [_problem(model, each) for each in items if each["type"] != "too_short" or each["loc"] not in wrong_inside]
+
+
+def _problem(model: type[BaseModel] | None, item: Any) -> Problem:
+    kind, loc, value, context = item["type"], item["loc"], item["input"], item.get("ctx", {})
+    key = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        return Problem(key, value, "", "", text=_unknown_key(model, loc))
+    field_key, field = _field(model, loc)
+    if kind == "value_error":
+        cause = context["error"].args[0]
+        if isinstance(cause, SpecError) and cause.rule:  # of this field alone
+            return Problem(field_key, value, cause.rule, cause.way_out)
+        return Problem(key, value, "", "", text=str(cause))
+    description = (field.description if field else None) or "text of another form"
+    words = {name: f"{each:g}" for name, each in context.items() if isinstance(each, float)}
+    words |= {name: _entries(context[name]) for name in ("min_length", "max_length") if name in context}
+    rule = RULES.get(kind, _OTHER).format_map(context | words | {"description": description})
+    shown = kind != "missing" and bool(key) and not isinstance(value, dict)
+    return Problem(key, value, rule, _way_out(kind, field_key, field), shown=shown)
+
+
+def _entries(number: int) -> str:
+    return f"{number} {'entry' if number == 1 else 'entries'}"
+
+
+def _way_out(kind: str, key: str, field: FieldInfo | None) -> str:
+    if field is None:
+        return "Give another value."
+    if (table := table_of(field)) is not None:
+        return f"Set its keys instead: {', '.join(f'{key}.{name}' for name in sorted(table.model_fields))}."
+    if kind == "too_long":
+        return "Leave some out."
+    verb = "Add" if kind == "missing" else "Write"
+    return f"{verb} e.g. {setting(key, example_of(field))}."
+
+
+def table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the spec class of a field that is one table, such as `Link` or `Link | None`; else None."""
+    return None if get_origin(field.annotation) in _CONTAINERS else _spec_in(field.annotation)
+
+
+def example_of(field: FieldInfo) -> Any:
+    """Return a value that the field accepts: its first example, its default, or one made from its type."""
+    if field.examples:
+        return field.examples[0]
+    if field.default is not None and not field.is_required() and not isinstance(field.default, BaseModel):
+        return field.default
+    (kind, *_) = [each for each in (get_args(field.annotation) or [field.annotation]) if each is not NoneType]
+    if get_origin(field.annotation) is Literal:
+        return get_args(field.annotation)[0]
+    made: dict[Any, Any] = {int: 1, float: 0.5, bool: True, str: "text"}
+    return made.get(kind, [])
+
+
+def _unknown_key(model: type[BaseModel] | None, loc: tuple[Any, ...]) -> str:
+    """Name an unknown key, the keys that its table may have, and the most similar one of them."""
+    known = sorted(field.alias or name for name, field in _table(model, loc[:-1]).model_fields.items()) if model else []
+    hint = did_you_mean(str(loc[-1]), known)
+    return f"unknown key {quote('.'.join(map(str, loc)))}; known keys: {', '.join(known)}.{hint}"
+
+
+def _field(model: type[BaseModel] | None, loc: tuple[Any, ...]) -> tuple[str, FieldInfo | None]:
+    """Return the field that contains the wrong value and its key: of data.shares.0 that is data.shares."""
+    names: list[str] = []
+    found: FieldInfo | None = None
+    parts = list(loc)
+    while model is not None and parts:
+        part = parts.pop(0)
+        found = next((each for name, each in model.model_fields.items() if part in (name, each.alias)), None)
+        if found is None:
+            return ".".join(map(str, loc)), None
+        names.append(str(part))
+        model = _spec_in(found.annotation)
+        if model is not None and parts and get_origin(found.annotation) in _CONTAINERS:
+            names.append(str(parts.pop(0)))  # a key of a dict of specs, or an index of a tuple of them
+    return ".".join(names), found
+
+
+def _table(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
+    """Return the spec class of the table at `loc`."""
+    _, field = _field(model, loc)
+    return (_spec_in(field.annotation) if field else None) or model
+
+
+def _spec_in(annotation: Any) -> type[BaseModel] | None:
+    """The spec class in the type of a field: `Link`, `Link | None`, `dict[str, Link]` or `tuple[Link, ...]`."""
+    kinds = [*get_args(annotation), annotation]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from testbed.report.script_findings import find
-from testbed.results.finding import Finding
 from testbed.results.gradients import gradient_fit, gradient_fits
+from testbed.results.observations import Finding
 from testbed.results.records import Step, read
 from testbed.spec.run import RunSpec
 from testbed.spec.script import ScriptSpec

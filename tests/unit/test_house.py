@@ -12,13 +12,10 @@ PACKAGE = Path(__file__).parents[2] / "testbed"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_FUNCTION_LINES = 60
 TESTED_ELSEWHERE = {  # module without a unit test of its own: why
-    "spec/base.py": "the base of the models in tests/unit/spec",
     "spec/privileges.py": "in test_arguments.py; started for real in tests/net and tests/docker",
-    "report/faulted.py": "in figures/test_faults.py, which draws what it reads",
     "report/figures/axes.py": "drawn by test_page.py",
     "report/figures/modes.py": "drawn by test_page.py",
     "report/figures/style.py": "drawn by test_page.py",
-    "report/figures/time.py": "drawn by test_page.py",
     "control/substrates/base.py": "an interface without code",
     "control/substrates/fake.py": "is itself what tests use",
     "control/cli/options.py": "in test_main.py and test_hosts.py",
@@ -26,7 +23,6 @@ TESTED_ELSEWHERE = {  # module without a unit test of its own: why
     "attach/inject/sitecustomize.py": "in test_observer.py, which starts scripts with it",
     "control/cli/script.py": "in test_main.py and tests/gloo/test_exec_gloo.py",
     "rank/group.py": "needs several processes: tests/gloo",
-    "rank/oom.py": "needs a rank that runs out of memory: tests/gloo and tests/net",
 }
 
 

@@ -71,7 +71,7 @@ def doctor(inventory: InventoryFile = None, nodes: FirstNodes = None, accept_new
     """Check every host. A row each has key, engine, disk, clock, interface, ports, image."""
     hosts = HostsOptions.read(inventory, accept_new, nodes)
     from testbed.control.substrates.hosts.doctor import HEADER, examine
-    from testbed.control.substrates.hosts.group import connected
+    from testbed.control.substrates.hosts.ssh import connected
 
     with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes:
         rows = examine(outcomes)
@@ -91,7 +91,7 @@ def deploy(
     """Send the image and the data to the hosts that lack them."""
     hosts = HostsOptions.read(inventory, accept_new, nodes)
     from testbed.control.substrates.hosts import deploy as deployment
-    from testbed.control.substrates.hosts.group import connected
+    from testbed.control.substrates.hosts.ssh import connected
 
     wanted = list(dict.fromkeys(data or ()))
     if not wanted and is_complete(DEFAULT_DATA, data_dir()):
@@ -248,8 +248,8 @@ def clean(
     """Remove your testbed containers, files and images from the hosts."""
     hosts = HostsOptions.read(inventory, accept_new)
     from testbed.control.substrates.hosts.deploy import remove_archives
-    from testbed.control.substrates.hosts.group import connected, run_on_all
     from testbed.control.substrates.hosts.runs import clean as clean_host
+    from testbed.control.substrates.hosts.ssh import connected, run_on_all
 
     with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes:
         reached = [outcome.host for outcome in outcomes if outcome.error is None]
@@ -265,8 +265,8 @@ def clean(
 @contextmanager
 def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[RunOnHosts], list[TestbedError]]]:
     """Yield our runs on the hosts that answer, and the problems of the others, a list to which the caller may add."""
-    from testbed.control.substrates.hosts.group import connected
     from testbed.control.substrates.hosts.runs import check_name, find
+    from testbed.control.substrates.hosts.ssh import connected
 
     check_name(only)
     with connected(hosts.inventory.nodes, hosts.accept_new) as outcomes:

@@ -14,9 +14,8 @@ from pathlib import Path
 from testbed.control.machine import ownership
 from testbed.control.runs.supervisor import RankObserver, RankState, ScriptRules
 from testbed.control.substrates.base import Substrate
-from testbed.results.finding import Finding
 from testbed.results.folder import RunFolder
-from testbed.results.observations import Files
+from testbed.results.observations import Files, Finding
 from testbed.results.records import read
 from testbed.spec.errors import RankFailed, TestbedError, Unavailable, refuse
 from testbed.spec.methods import method_path

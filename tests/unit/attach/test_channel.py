@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,11 @@ import pytest
 
 from testbed.attach import channel
 from testbed.attach.channel import Channel
+from testbed.attach.intake import Intake, Records
+from testbed.results.observations import Where
+from testbed.results.records import read
+from tests.support.observer_lines import START
+from tests.support.processes import until
 
 
 @pytest.fixture
@@ -80,3 +87,32 @@ def test_a_forked_process_has_a_connection_of_its_own(made: Channel, server: soc
         os._exit(0)
     os.waitpid(child, 0)
     assert [received(server), received(server)] == [b'{"from":"parent"}\n', b'{"from":"child"}\n']
+
+
+def test_the_line_of_the_script_is_found() -> None:
+    found = channel.position(sys._getframe())
+    assert found["site"].startswith("test_channel.py:") and found["waits"] is False
+    assert channel.position(None) == {"kind": "where", "site": "", "waits": False}
+
+
+def test_a_frame_of_torch_distributed_waits() -> None:
+    program = compile("frame = sys._getframe()", "/x/site-packages/torch/distributed/c10d.py", "exec")
+    names = {"sys": sys}
+    exec(program, names)
+    assert channel.position(names["frame"])["waits"] is True  # type: ignore[arg-type]
+
+
+def test_the_launcher_gets_an_answer(tmp_path: Path) -> None:
+    records = Records(tmp_path / "rank0.jsonl")
+    intake = Intake(tmp_path / "socket", records)
+    before = threading.active_count()
+    channel.listen(str(tmp_path / "socket"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rank:
+        rank.connect(str(tmp_path / "socket"))
+        rank.sendall(json.dumps(START).encode() + b"\n")
+        until(lambda: records.rank is not None and threading.active_count() > before)
+        until(lambda: intake.ask() or (tmp_path / "rank0.jsonl").read_text().count('"where"') > 0)
+    found = [each for each in (tmp_path / "rank0.jsonl").read_text().splitlines() if '"where"' in each]
+    (tmp_path / "where.jsonl").write_text(found[0] + "\n")
+    (record,) = read(tmp_path / "where.jsonl")
+    assert isinstance(record, Where) and record.site.startswith(("test_channel.py:", "processes.py:"))

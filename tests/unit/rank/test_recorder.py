@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from testbed.rank.recorder import Recorder
+from testbed.rank.recorder import Recorder, time_shares
 from testbed.results.folder import RunFolder
 from testbed.results.records import (
     Hash,
@@ -98,3 +100,25 @@ def test_a_step_without_a_loss_is_refused(tmp_path: Path) -> None:
     old.write_text(json.dumps({key: line[key] for key in line if key != "loss"}) + "\n")
     with Recorder(tmp_path / "rank0.jsonl", {1: old}) as recorder, pytest.raises(SpecError, match=r"step\.loss"):
         recorder.copy_earlier(1)
+
+
+def event(name: str, start: float, end: float) -> Any:
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+
+def test_time_divides_into_compute_communication_and_other() -> None:
+    shares = time_shares(
+        [
+            event("aten::conv2d", 0, 40),
+            event("aten::mkldnn_convolution", 5, 35),  # inside the other
+            event("gloo:all_reduce", 30, 60),  # ten of it while an operator runs
+            event("communication", 60, 80),
+            event("aten::add_", 70, 75),  # an operator while the loop waits is not compute
+            event("python", 90, 100),
+        ]
+    )
+    assert shares == pytest.approx({"compute": 0.4, "communication": 0.4, "overlap": 0.1, "other": 0.2})
+
+
+def test_no_events_no_shares() -> None:
+    assert time_shares([]) == {}

@@ -14,7 +14,7 @@ from testbed.report.load import load
 from testbed.report.model import Cell, Chapter, chapters, comparable
 from testbed.report.page import write
 from testbed.report.script import ScriptPart, collectives, ranges, script_parts, size_in_words
-from testbed.results.finding import SEVERITIES
+from testbed.results.observations import SEVERITIES
 from testbed.results.table import caption, format_results
 from tests.support.scripted_runs import DDP, GATHER_SCATTER, Script, make_script_run, plant_sum
 from tests.support.synthetic import make_run

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from testbed.report.script_findings import RULES, as_line, find
-from testbed.results.finding import Finding
-from testbed.results.observations import Batch, Call, Calls, Gradients, Parameters, Pass, Setup, Swap
+from testbed.results.observations import Batch, Call, Calls, Finding, Gradients, Parameters, Pass, Setup, Swap
 from testbed.results.records import Record, Start, Step
 from testbed.spec.run import RunSpec
 from testbed.spec.script import ScriptSpec

@@ -24,7 +24,6 @@ from typing import IO, BinaryIO, Protocol
 from testbed.control.substrates import engine
 from testbed.control.substrates.clone import content_hash
 from testbed.control.substrates.docker_cli import IMAGE, prune_images_argv
-from testbed.control.substrates.hosts.group import Outcome, run_on_all
 from testbed.control.substrates.hosts.node import (
     QUERY_TIMEOUT_S,
     Account,
@@ -34,7 +33,7 @@ from testbed.control.substrates.hosts.node import (
     free_engine_bytes,
     image_content,
 )
-from testbed.control.substrates.hosts.ssh import Host
+from testbed.control.substrates.hosts.ssh import Host, Outcome, run_on_all
 from testbed.control.substrates.layer import cache_dir
 from testbed.results.folder import open_whole
 from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, array_path, data_dir, dataset_info, require_complete

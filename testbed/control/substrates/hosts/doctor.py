@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from testbed.control.substrates.clone import content_hash
-from testbed.control.substrates.hosts.group import Outcome, run_on_all
 from testbed.control.substrates.hosts.node import (
     Endpoint,
     Reachability,
@@ -19,7 +18,7 @@ from testbed.control.substrates.hosts.node import (
     image_content,
     try_reachability,
 )
-from testbed.control.substrates.hosts.ssh import Host
+from testbed.control.substrates.hosts.ssh import Host, Outcome, run_on_all
 from testbed.spec.errors import AuthenticationFailed, KeyUnknown, TestbedError
 from testbed.spec.run import DEFAULT_PORT
 

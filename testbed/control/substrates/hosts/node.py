@@ -24,8 +24,7 @@ from testbed.control.substrates.docker_cli import (
     remove_argv,
     server_version_argv,
 )
-from testbed.control.substrates.hosts.group import Outcome, results_or_raise, run_on_all
-from testbed.control.substrates.hosts.ssh import Host
+from testbed.control.substrates.hosts.ssh import Host, Outcome, results_or_raise, run_on_all
 from testbed.net import reachability
 from testbed.spec.errors import CommandFailed, HostFailed, NetworkInvalid, Unavailable
 from testbed.spec.run import DEFAULT_PORT

@@ -23,7 +23,6 @@ from testbed.control.substrates.docker_cli import (
     local_user,
     stop_argv,
 )
-from testbed.control.substrates.hosts.group import results_or_raise, run_on_all
 from testbed.control.substrates.hosts.node import (
     HOME,
     QUERY_TIMEOUT_S,
@@ -33,7 +32,7 @@ from testbed.control.substrates.hosts.node import (
     engine_version,
     remove_containers,
 )
-from testbed.control.substrates.hosts.ssh import Host
+from testbed.control.substrates.hosts.ssh import Host, results_or_raise, run_on_all
 from testbed.control.substrates.hosts.substrate import HOSTS_FILE, STOP_GRACE_S, remove_run, write_hosts_file
 from testbed.results.conclude import Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, runs_dir

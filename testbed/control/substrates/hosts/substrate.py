@@ -40,7 +40,6 @@ from testbed.control.substrates.docker_cli import (
     set_memory_argv,
     stop_argv,
 )
-from testbed.control.substrates.hosts.group import connected, results_or_raise, run_on_all
 from testbed.control.substrates.hosts.node import (
     HOME,
     QUERY_TIMEOUT_S,
@@ -53,7 +52,7 @@ from testbed.control.substrates.hosts.node import (
     remove_containers,
     run_id,
 )
-from testbed.control.substrates.hosts.ssh import CONNECTION_ERRORS, Host
+from testbed.control.substrates.hosts.ssh import CONNECTION_ERRORS, Host, connected, results_or_raise, run_on_all
 from testbed.net.shaping import Shaping
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.datasets import MARKER, data_dir, dataset_info

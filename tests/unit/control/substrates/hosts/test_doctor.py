@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.control.substrates.hosts.doctor import connection_row
-from testbed.control.substrates.hosts.group import Outcome
+from testbed.control.substrates.hosts.ssh import Outcome
 from testbed.spec.errors import AuthenticationFailed, HostFailed, KeyUnknown
 from tests.support.scripted_hosts import ScriptedHost, silent
 

@@ -16,13 +16,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 import testbed.results
 import testbed.spec
 from testbed.results.records import Record, read
-from testbed.spec.base import Spec
+from testbed.spec.base import RULES, Spec, damage, example_of, table_of
 from testbed.spec.errors import SpecError
 from testbed.spec.experiment import Experiment
 from testbed.spec.inventory import HostNode, Inventory
 from testbed.spec.link import Link
 from testbed.spec.run import DataSpec, NodeOverride, NodeSpec, OptimizerSpec, RunSpec
-from testbed.spec.validation import RULES, damage, example_of, table_of
 from testbed.spec.words import Place, reading
 
 for package in (testbed.spec, testbed.results):
