@@ -363,10 +363,6 @@ def main() -> int:
         return STOPPED_CODE
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 64 << 10  # the end of the output, which is kept also if the log is full
 _PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch marks the lines of an exception with the rank
@@ -445,3 +441,7 @@ def exceptions(text: str) -> list[str]:
 def lost_another(text: str) -> bool:
     """True if the words are those of a rank that lost another one, or did not reach it."""
     return bool(_LOST.search(text))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
