@@ -38,7 +38,7 @@ from testbed.results.records import End, Error
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import PeerLost, RankFailed, TestbedError, UsageError, one_line
 from testbed.spec.methods import METHODS_VARIABLE
-from testbed.spec.privileges import NOBODY
+from testbed.spec.privileges import NOBODY, alone_as, is_root
 from testbed.spec.process_tree import become_subreaper, end_descendants
 from testbed.spec.run import SCHEMA, RunSpec
 from testbed.spec.script import SCRIPT_DEADLINE_S, SWAP_STEP, ScriptSpec, fill
@@ -70,7 +70,7 @@ def script_user(variables: Mapping[str, str] = os.environ) -> tuple[int, int]:
     own, _, group = variables.get(USER_VARIABLE, "").partition(":")
     if own.isdecimal() and group.isdecimal() and int(own):
         return int(own), int(group)
-    if os.geteuid() != 0:
+    if not is_root():
         return os.geteuid(), os.getegid()
     uid, gid = variables.get("SUDO_UID", ""), variables.get("SUDO_GID", "")
     return (int(uid), int(gid)) if uid.isdecimal() and gid.isdecimal() and int(uid) else (NOBODY, NOBODY)
@@ -130,8 +130,9 @@ def like_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
 def user_base() -> Path | None:
     """The folder of packages that the caller has installed for himself (`pip install --user`); None without any."""
     with contextlib.suppress(KeyError, RuntimeError):
-        uid = script_user()[0]
-        base = Path(pwd.getpwuid(0 if uid == NOBODY and os.geteuid() == 0 else uid).pw_dir) / ".local"
+        outside = alone_as() if os.geteuid() == 0 else None
+        uid = script_user()[0] if outside is None else outside
+        base = Path(pwd.getpwuid(0 if uid == NOBODY and is_root() else uid).pw_dir) / ".local"
         return base if (base / "lib").is_dir() else None
     return None
 
@@ -310,7 +311,7 @@ def start(
     handle = sandbox.open_variables(variables)
     try:
         command = sandbox.command(script_user(), needs, place.root, argv, handle)
-        if os.geteuid() == 0:  # the variables of the script have no effect on programs that root still runs
+        if is_root():  # the variables of the script have no effect on programs that root still runs
             first = {name: variables[name] for name in (OWNER_VARIABLE, LAUNCHER_VARIABLE) if name in variables}
             return Script(command, first | {"PATH": os.environ.get("PATH", os.defpath)}, place, output, [handle])
         return Script(command, variables, place, output)

@@ -6,7 +6,8 @@
 Only root can do all of this. In a mount namespace everything is read-only but the working copy, /tmp and /dev/shm,
 which are its own; home folders are empty but for what the script needs, e.g. an interpreter in /root/venv. In a process
 namespace all processes of the script end with the first one, also if the launcher is killed. Both namespaces end with
-the script; nothing outside of them changes. Another user than root starts the script with that user's own rights.
+the script; nothing outside of them changes. Another user than root starts the script with that user's own rights, also
+where that user is uid 0 of a user namespace: the script gets another one, in which it cannot change the node's network.
 
 Until root's rights are gone, no code and no variable of the script may have an effect: Python is isolated (-I), because
 with -m it would import modules from the script's folder, and the script's variables, e.g. LD_PRELOAD, come from a file
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import testbed
 from testbed.spec.errors import Unavailable
-from testbed.spec.privileges import without_new_privileges, without_privileges
+from testbed.spec.privileges import alone_as, as_outside, without_new_privileges, without_privileges
 
 NAMESPACES = ("--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private")
 DIES_WITH_LAUNCHER = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -56,6 +57,10 @@ def command(
     user: tuple[int, int], needs: Iterable[Path], writable: Path, argv: Sequence[str], variables: int
 ) -> list[str]:
     """The command that is started instead of `argv`. Root's needs `variables`: the file of `open_variables`."""
+    if (outside := alone_as()) is not None and os.geteuid() == 0:  # without root, in the controller's user namespace
+        group = alone_as(Path("/proc/self/gid_map"))
+        own = as_outside(outside, outside if group is None else group)
+        return [*own, *DIES_WITH_LAUNCHER, *without_new_privileges(), *argv]
     if os.geteuid() not in (0, user[0]):  # in a container, with capabilities that the script does not get
         return [*without_privileges(*user), *DIES_WITH_LAUNCHER, *argv]
     if os.geteuid() != 0:

@@ -75,6 +75,7 @@ class Summary(Spec):
     counter: str = ""
     gradient_bytes: int | None = None
     replicas_agree: bool | None = None
+    copies: int = 0  # of a single node's job, that ran to their end at the same time (control/substrates/copies.py)
     machines: list[MachineLoad] = []  # how busy each machine was with other work; empty if it is not known
     environment: dict[str, Any] = {}
     findings: list[Finding] = []  # about a user's script: errors first, then costs, the dearest first, then notes
@@ -142,6 +143,7 @@ def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
 
 def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summary:
     ranks = [list(read(folder.records(rank))) for rank in range(spec.world)]
+    copies = [list(read(copy.records(0))) for copy in folder.copies()]
     steps = [[r for r in records if isinstance(r, Step)] for records in ranks]
     starts = [r for records in ranks for r in records if isinstance(r, Start)]
     notes = [*facts.get("notes", ()), *_restarted(folder, steps)]
@@ -153,7 +155,8 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         gradient_bytes=starts[0].gradient_bytes if starts else None,
         environment=starts[0].environment if starts else {},
         replicas_agree=_replicas_agree(ranks) if spec.script is None else _script_replicas_agree(ranks),
-        machines=machine_loads(ranks),
+        machines=machine_loads([*ranks, *copies]),
+        copies=sum(any(isinstance(r, End) for r in records) for records in copies),
         threads=[r.threads for records in ranks for r in records if isinstance(r, Setup) and r.threads],
         **_accuracy(ranks),
         **_timing(folder, spec, steps, facts.get("substrate", "")),

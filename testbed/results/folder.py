@@ -94,6 +94,15 @@ class RunFolder:
         found = ((name.fullmatch(path.name), path) for path in self.path.glob(f"rank{rank}.process*.jsonl"))
         return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
+    def copy(self, number: int) -> RunFolder:
+        """The folder of a copy of a single node's job, which ran at the same time (control/substrates/copies.py)."""
+        return RunFolder(self.path / f"copy{number}")
+
+    def copies(self) -> list[RunFolder]:
+        """The folders of all copies."""
+        numbers = itertools.takewhile(lambda number: self.copy(number).path.is_dir(), itertools.count(1))
+        return [self.copy(number) for number in numbers]
+
     def create(self, spec: RunSpec, substrate: str = "") -> None:
         """Make the folder with spec.json and the name of the substrate; UsageError if the folder exists."""
         try:

@@ -110,6 +110,9 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
     notes = []
     if any(s.spec.mode.is_control for s in counted):
         notes.append(f"{CONTROL}: {ALGORITHMS[CONTROL].does}")
+    for copies in sorted({s.copies for s in counted} - {0}):
+        done = f"{copies + 1} copies of it ran at once, each with 1/{copies + 1} of the machine"
+        notes.append(f"single: {done}, because there is no CPU quota here; the figures are of the first")
     if busy := busy_footnote(counted):
         notes.append(busy)
     return notes

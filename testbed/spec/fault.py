@@ -49,6 +49,7 @@ class FaultKind:
     does: str
     example: str
     substrates: tuple[str, ...] = ("process", "netns", "compose", "hosts")  # that can inject it
+    controller: str = ""  # the controller of cgroups that it needs where nodes are processes of this machine
     lasting: bool = False  # whether it can be undone, and so have a +DURATION
     value: FaultValue | None = None
 
@@ -86,6 +87,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
     "slow": FaultKind(
         does="the node gets another CPU share",
         example="slow:rank1@step5+2s=0.25cpu",
+        controller="cpu",
         substrates=SHAPED,
         lasting=True,
         value=FaultValue(field="cpus", example="0.25cpu", parse=_parse_share),
@@ -93,6 +95,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
     "oom": FaultKind(
         does="a memory limit that the rank then exceeds",
         example="oom:rank2@step10",
+        controller="memory",
         substrates=(*SHAPED, "hosts"),
     ),
     "disk-full": FaultKind(

@@ -5,12 +5,37 @@ The compose substrate and docker/entrypoint.py use it, on either side of the con
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 NOBODY = 65534  # uid and gid of a rank if root owns the run folder, and of a script that is not trusted
 LAUNCHER = 65533  # uid and gid of the launcher of such a script, if root owns the run folder
 # What that launcher needs to start the script as another user, to give it its files, and to end it.
 LAUNCHER_CAPABILITIES = ("chown", "kill", "setgid", "setpcap", "setuid")
+
+
+def alone_as(uid_map: Path = Path("/proc/self/uid_map")) -> int | None:
+    """Return the user that uid 0 really is, in a user namespace that has no other user; else None.
+
+    There root has that user's rights on files, and can become nobody else.
+    """
+    try:
+        lines = [line.split() for line in uid_map.read_text().splitlines()]
+    except OSError:
+        return None
+    (inside, outside, count), *others = lines or [["", "", ""]]
+    return int(outside) if (inside, count) == ("0", "1") and not others else None
+
+
+def is_root() -> bool:
+    """Return True if this process has root's rights, on this machine or in its container."""
+    return os.geteuid() == 0 and alone_as() is None
+
+
+def as_outside(uid: int, gid: int) -> list[str]:
+    """Run with the ids that uid and gid 0 have outside of this user namespace, without any right in it."""
+    return ["unshare", "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
 
 
 def without_privileges(uid: int, gid: int, kept: Sequence[str] = ()) -> list[str]:

@@ -224,6 +224,12 @@ class RunSpec(Spec):
         node = self.node.model_copy(update={"congestion": None, "cpus": self.node.cpus if keep_cpus else None})
         return self.model_copy(update={"link": Link(), "node": node, "overrides": {}})
 
+    def without_quotas(self) -> RunSpec:
+        """The spec without CPU quotas."""
+        own = {name: each.model_copy(update={"cpus": None}) for name, each in self.overrides.items()}
+        kept = {name: each for name, each in own.items() if each.link is not None}
+        return self.model_copy(update={"node": self.node.model_copy(update={"cpus": None}), "overrides": kept})
+
     def fault_schedule(self) -> tuple[Fault, ...]:
         """The faults with every `?` replaced by a drawn number; the same for the same seed."""
         return draw_random(self.faults, self.seed, self.world, self.steps)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from testbed.control.machine import ownership
-from testbed.control.machine.processes import NETNS
+from testbed.control.machine.user_namespace import NAMED
 from tests.docker.cluster import ROOT, wait_for
 from tests.support.processes import state
 
@@ -61,7 +61,7 @@ class PrivateEngine:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _script(self, *argv: str) -> None:
-        command = ["nsenter", f"--net={NETNS / self._namespace}", str(ROOT / "docker/engine.sh"), *argv]
+        command = ["nsenter", f"--net={NAMED / self._namespace}", str(ROOT / "docker/engine.sh"), *argv]
         env = os.environ | {"ENGINE_FOLDER": str(self.folder)}
         log = self.folder / "script.log"
         with log.open("ab") as output:  # not a pipe, which the engine would keep open

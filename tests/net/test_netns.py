@@ -221,12 +221,6 @@ def test_what_the_kernel_lacks_is_refused_before_anything_is_created() -> None:
         assert "delay and loss (netem)" in str(error)
 
 
-def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(Unavailable, match="--on process"):
-        check(plans(2))
-
-
 def test_a_second_substrate_in_the_same_process_is_refused_and_the_first_stays() -> None:
     with NetnsSubstrate(plans(1)) as first:
         with pytest.raises(TestbedError, match="already exists: another run in this Python process"):

@@ -1,4 +1,8 @@
-"""cgroups, version 1 (a hierarchy per controller) and 2 (unified): CPU quota of a node, and memory limit for faults."""
+"""cgroups, version 1 (a hierarchy per controller) and 2 (unified): CPU quota of a node, and memory limit for faults.
+
+Root uses the whole hierarchy. Another user can only use the cgroup that this process is in, if it was delegated to that
+user, e.g. by `systemd-run --user --scope --property Delegate=yes make run`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from testbed.spec.errors import TestbedError, Unavailable
 from testbed.spec.resources import NO_QUOTA, quota_and_period
 
 ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+DELEGATED = "a cgroup of your own: systemd-run --user --scope --property Delegate=yes COMMAND"
 TOP = "testbed"  # all our groups are below this folder
+CALLERS = "testbed-callers"  # in a delegated cgroup of version 2: the group of this process and of its callers
 CREATE_ATTEMPTS = 10
 REMOVE_TIMEOUT_S = 2.0
 _NEEDED_FOR = {"cpu": ("CPU quota", "Leave node.cpus unset"), "memory": ("memory limit", "Leave the fault out")}
@@ -29,6 +36,7 @@ class Hierarchy:
 
     path: Path
     version: int
+    delegated: bool = False  # True if `path` is not the mount point but a cgroup that a user may use
 
     @property
     def top(self) -> Path:
@@ -36,23 +44,55 @@ class Hierarchy:
         return self.path / TOP
 
 
-def find_hierarchy(root: Path = ROOT, controller: str = "cpu") -> Hierarchy:
-    """Return where a cgroup controller (cpu, memory) is mounted; raise Unavailable if none can be written to."""
+def find_hierarchy(root: Path = ROOT, controller: str = "cpu", own: Path = OWN) -> Hierarchy:
+    """Return where a cgroup controller (cpu, memory) can be used; raise Unavailable if it cannot.
+
+    That is where it is mounted, or the cgroup of this process, which `own` lists, if it is delegated to this user.
+    """
     with contextlib.suppress(OSError):
         if controller in (root / "cgroup.controllers").read_text().split():
-            return _writable(Hierarchy(root, 2), controller)
+            return _writable(Hierarchy(root, 2), controller, own)
     for name in (controller, f"{controller},cpuacct"):
         if (root / name / "cgroup.procs").exists():
-            return _writable(Hierarchy(root / name, 1), controller)
+            return _writable(Hierarchy(root / name, 1), controller, own)
     what, way_out = _NEEDED_FOR[controller]
     raise Unavailable(f"{what}: no {controller} controller under {root}. {way_out}, or mount cgroups")
 
 
-def _writable(hierarchy: Hierarchy, controller: str) -> Hierarchy:
+def _writable(hierarchy: Hierarchy, controller: str, own: Path) -> Hierarchy:
     if os.access(hierarchy.path, os.W_OK):
         return hierarchy
+    folder = hierarchy.path / _own_group(hierarchy.version, controller, own)
+    needed = ["", "cgroup.procs", *(["cgroup.subtree_control"] if hierarchy.version == 2 else [])]
+    if folder != hierarchy.path and all(os.access(folder / name, os.W_OK) for name in needed):
+        offered = (folder / "cgroup.controllers").read_text().split() if hierarchy.version == 2 else [controller]
+        if controller in offered:
+            return Hierarchy(folder, hierarchy.version, delegated=True)
     what, way_out = _NEEDED_FOR[controller]
-    raise Unavailable(f"{what}: {hierarchy.path} is not writable. {way_out}, or run as root")
+    raise Unavailable(f"{what}: {hierarchy.path} is not writable. {way_out}, run as root, or in {DELEGATED}")
+
+
+def _own_group(version: int, controller: str, own: Path) -> str:
+    """Return the path of this process's cgroup below the mount point, by a file like /proc/self/cgroup."""
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if (controller in controllers.split(",")) if version == 1 else not controllers:
+            return path.strip("/").removesuffix(f"/{CALLERS}")
+    return ""
+
+
+def missing_controller(controller: str) -> str:
+    """Return why a controller cannot be used here; empty if it can."""
+    try:
+        find_hierarchy(controller=controller)
+    except Unavailable as error:
+        return str(error).partition(". ")[0]
+    return ""
+
+
+def has_controller(controller: str) -> bool:
+    """Return True if a controller can be used here."""
+    return not missing_controller(controller)
 
 
 def mounted_hierarchies() -> list[Hierarchy]:
@@ -86,8 +126,18 @@ class Cgroup:
     def _enable(self, controller: str) -> None:
         """Enable a controller of version 2 on every level from the mount point down to the folder above this group."""
         below = self.path.relative_to(self._hierarchy.path)
+        if self._hierarchy.delegated:
+            self._vacate()
         for parent in reversed(below.parents):
             _write(self._hierarchy.path / parent / "cgroup.subtree_control", f"+{controller}")
+
+    def _vacate(self) -> None:
+        """Move all processes of the delegated cgroup one level down: a cgroup with processes cannot enable anything."""
+        callers = self._hierarchy.path / CALLERS
+        callers.mkdir(exist_ok=True)
+        for pid in pids_of(self._hierarchy.path):
+            with contextlib.suppress(TestbedError):  # it has ended
+                _write(callers / "cgroup.procs", str(pid))
 
     def set_quota(self, cpus: float | None) -> None:
         """Change the CPU share, also while processes run in the group; None removes the limit."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from testbed.control.machine import user_namespace
 from testbed.control.machine.cgroups import find_hierarchy
 from testbed.control.substrates import engine, netns
 from testbed.control.substrates.base import NodePlan
@@ -32,10 +33,21 @@ class Finding:
 def examine() -> list[Finding]:
     """Run all checks and return the findings, the basic ones first."""
     engine_findings = _engine()
-    root = root_finding(os.geteuid() == 0, containers=all(finding.ok for finding in engine_findings))
+    namespaces = _namespaces(containers=all(finding.ok for finding in engine_findings))
     shaping = _link("shaping both ways (tbf, ifb)", Link(rate=parse_rate("100mbit")), "a kernel with sch_tbf and ifb")
     netem = _link("delay and loss (netem)", Link(delay=0.01), "a kernel with sch_netem; rates work without it")
-    return [_python(), _cores(), _torch(), *_data(), root, *_tools(), shaping, netem, _cgroups(), *engine_findings]
+    return [
+        _python(),
+        _cores(),
+        _torch(),
+        *_data(),
+        namespaces,
+        *_tools(),
+        shaping,
+        netem,
+        _cgroups(),
+        *engine_findings,
+    ]
 
 
 def _python() -> Finding:
@@ -66,14 +78,25 @@ def _data() -> list[Finding]:
     ]
 
 
-def root_finding(root: bool, containers: bool) -> Finding:
-    """Return whether this is root; if not, the finding says where ranks run instead: in containers or as processes."""
+def _namespaces(containers: bool) -> Finding:
+    if not user_namespace.needed():
+        return namespaces_finding("", "works, as root", containers)
+    try:
+        user_namespace.check()
+    except Unavailable as error:
+        return namespaces_finding(str(error).removeprefix("substrate netns: "), "", containers)
+    return namespaces_finding("", "works without root, in a user namespace", containers)
+
+
+def namespaces_finding(refusal: str, works: str, containers: bool) -> Finding:
+    """Return whether namespaces can be made; if not, why, and where ranks run: in containers or as processes."""
     instead = "in containers" if containers else "as plain processes on loopback, unshaped"
-    return Finding("root (for network namespaces)", root, "yes" if root else f"no: ranks run {instead}", "run as root")
+    why, _, fix = refusal.partition(". ")
+    return Finding("network namespaces", not refusal, f"no: {why}; ranks run {instead}" if refusal else works, fix)
 
 
 def _tools() -> list[Finding]:
-    paths = {tool: shutil.which(tool) for tool in netns.TOOLS}
+    paths = {tool: shutil.which(tool, path=user_namespace.search_path()) for tool in netns.TOOLS}
     return [
         Finding(f"command {tool}", path is not None, path or "missing", f"install {netns.TOOLS[tool]}")
         for tool, path in paths.items()
@@ -92,9 +115,10 @@ def _link(what: str, link: Link, fix: str) -> Finding:
 def _cgroups() -> Finding:
     try:
         found = find_hierarchy()
-        return Finding("CPU shares", os.geteuid() == 0, f"cgroups v{found.version} in {found.path}", "run as root")
+        return Finding("CPU shares", True, f"cgroups v{found.version} in {found.path}")
     except TestbedError as error:
-        return Finding("CPU shares", False, str(error), "mount the cpu controller")
+        why, _, fix = str(error).partition(". ")
+        return Finding("CPU shares", False, why, fix)
 
 
 def _engine() -> list[Finding]:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from testbed.control.machine import cgroups
-from testbed.control.machine.processes import NETNS, PROC, all_pids, kill_until_gone, pids_in_namespace, run, start_time
+from testbed.control.machine import cgroups, user_namespace
+from testbed.control.machine.processes import PROC, all_pids, kill_until_gone, pids_in_namespace, run, start_time
 from testbed.control.substrates import engine
 from testbed.control.substrates.clone import ROOT
 
@@ -117,8 +117,8 @@ def kill_processes(owner: str) -> list[int]:
 def remove_namespace(name: str) -> list[int]:
     """Kill what runs in a network namespace and delete it with its links and queues; return the killed pids."""
     killed = kill_until_gone(lambda: pids_in_namespace(name))
-    if (NETNS / name).exists():
-        run(["ip", "netns", "delete", name], COMMAND_TIMEOUT_S)
+    if (user_namespace.named() / name).exists():
+        run([*user_namespace.prefix(), "ip", "netns", "delete", name], COMMAND_TIMEOUT_S)
     return killed
 
 
@@ -217,7 +217,8 @@ def find_processes() -> list[OwnedResource]:
 
 def find_namespaces() -> list[OwnedResource]:
     """Named network namespaces with a mark."""
-    names = sorted(entry.name for entry in NETNS.iterdir()) if NETNS.is_dir() else []
+    folder = user_namespace.named()
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     return [OwnedResource("namespace", match[0], match[1]) for match in map(OWNED_NAME.fullmatch, names) if match]
 
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from testbed.control.machine import user_namespace
 from testbed.spec.errors import CommandFailed
 
 PROC = Path("/proc")
-NETNS = Path("/run/netns")  # where `ip netns` keeps its named namespaces
 KILL_TIMEOUT_S = 5.0
 TIMEOUT_CODE = 124  # what timeout(1) ends with when the command did not finish in time
 
@@ -59,7 +59,7 @@ def pids_in_namespace(namespace: str) -> list[int]:
     """Return the pids of live processes inside a named network namespace."""
     found = []
     with contextlib.suppress(OSError):
-        wanted = (NETNS / namespace).stat()
+        wanted = (user_namespace.named() / namespace).stat()
         for pid in all_pids():
             with contextlib.suppress(OSError):
                 if os.path.samestat((PROC / str(pid) / "ns/net").stat(), wanted) and start_time(pid) is not None:

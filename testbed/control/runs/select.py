@@ -11,17 +11,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from testbed.control.machine.cgroups import missing_controller
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check as check_compose
 from testbed.control.substrates.engine import inspect_image, remote_engine, shaping, variable
-from testbed.control.substrates.netns import NetnsSubstrate
+from testbed.control.substrates.netns import NetnsSubstrate, without_quota
 from testbed.control.substrates.netns import check as check_netns
+from testbed.control.substrates.netns import where as where_netns
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.substrates.process import check as check_process
 from testbed.net.tcp import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
-from testbed.spec.fault import KINDS, kinds_on
+from testbed.spec.fault import FAULT_KINDS, KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
 from testbed.spec.resources import DEFAULT_LIMIT, check_memory, read_limit
 from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
@@ -63,6 +65,7 @@ class SubstrateType:
     where: Callable[[], str] = lambda: ""  # words on where its nodes are, if that depends on the user's settings
     runs_here: bool = False  # True if ranks use the files and commands of this machine
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
+    lacks: Callable[[str], str] = lambda controller: ""  # why this controller of cgroups cannot be used; empty: it can
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
 
     def describe(self) -> str:
@@ -105,8 +108,11 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "netns": SubstrateType(
         name="netns",
         description="network namespaces, links shaped as requested",
-        make=lambda spec, folder: NetnsSubstrate(node_plans(spec), folder),
+        make=lambda spec, folder: NetnsSubstrate(node_plans(spec), folder, idle=spec.nodes - spec.world),
         check=check_netns,
+        drop_unsupported=lambda spec: spec.without_quotas() if without_quota() else spec,
+        where=where_netns,
+        lacks=missing_controller,
         runs_here=True,
         faults=kinds_on("netns"),
         is_local=lambda: True,
@@ -257,6 +263,9 @@ def check_faults(spec: RunSpec, choice: SubstrateChoice) -> None:
         if fault.kind not in choice.type.faults:
             rule = f"cannot be injected on {choice.name}, which supports {', '.join(choice.type.faults)}"
             raise refuse("fault", str(fault), rule, "Leave it out, or use --on netns or compose.")
+        needed = FAULT_KINDS[fault.kind].controller
+        if needed and (reason := choice.type.lacks(needed)):
+            raise refuse("fault", str(fault), f"needs the {needed} controller of cgroups: {reason}", "Leave it out.")
 
 
 def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:

@@ -1,4 +1,4 @@
-"""One network namespace per node, a bridge in another, links shaped both ways. Needs root.
+"""One network namespace per node, a bridge in another, links shaped both ways.
 
     node0 [eth0 10.77.0.10] --veth-- [port0]
     node1 [eth0 10.77.0.11] --veth-- [port1]  bridge br0 in the switch namespace
@@ -6,12 +6,15 @@
 
 The bridge has its own namespace because a Docker engine's FORWARD policy drops bridged traffic in the machine's own.
 Every veth pair is created inside the namespaces: none is visible outside, and all disappear with the namespaces.
+
+Root makes them on the machine, another user in a user namespace (machine/user_namespace.py). A user without a cgroup
+gets no CPU quota: nodes share the cores, to which their ranks are pinned. So that a single node does not have a core of
+its own then, every idle node runs a copy of its job at the same time (copies.py).
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import shutil
 import signal
 import sys
@@ -21,10 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from testbed.control.machine import affinity, ownership
-from testbed.control.machine.cgroups import Cgroup, find_hierarchy
-from testbed.control.machine.processes import NETNS, kill_until_gone, pids_in_namespace, run, send
+from testbed.control.machine import affinity, ownership, user_namespace
+from testbed.control.machine.cgroups import Cgroup, find_hierarchy, has_controller
+from testbed.control.machine.processes import kill_until_gone, pids_in_namespace, run, send
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
+from testbed.control.substrates.copies import Copies, WithCopies
 from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
@@ -50,15 +54,17 @@ def check(plans: Sequence[NodePlan]) -> None:
 
 def check_network(plans: Sequence[NodePlan]) -> None:
     """Raise Unavailable for namespaces, links and CPU shares that this machine cannot make."""
-    if os.geteuid() != 0:
-        raise Unavailable("substrate netns: network namespaces need root. Run as root, or use --on process (unshaped)")
     for tool, package in TOOLS.items():
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=user_namespace.search_path()) is None:
             raise Unavailable(f"substrate netns: the command {tool} is missing. Install {package}")
     check_count(len(plans))
-    for cpus in {plan.cpus for plan in plans if plan.cpus is not None}:
-        find_hierarchy()
+    if user_namespace.needed():
+        user_namespace.check()
+    shares = {plan.cpus for plan in plans}
+    for cpus in shares - {None}:
         quota_and_period(cpus)
+    if shares != {None} and (len(shares) > 1 or not user_namespace.needed()):  # without root equal nodes need no quota
+        find_hierarchy()
     up = ["ip", "link", "set", "lo", "up"]
     needed = [
         ([up], "network namespaces"),
@@ -71,6 +77,22 @@ def check_network(plans: Sequence[NodePlan]) -> None:
         try_commands("substrate netns: this machine's kernel", commands, feature, _run_in_temporary_namespace)
 
 
+def without_quota() -> bool:
+    """Return True if nodes get no CPU quota: root's always do, another user's need a cgroup of that user."""
+    return user_namespace.needed() and not has_controller("cpu")
+
+
+def where() -> str:
+    """Words on how an ordinary user makes namespaces, and whether nodes get a CPU quota."""
+    quota = ", without a CPU quota" if without_quota() else ""
+    return f"in a user namespace, without root{quota}" if user_namespace.needed() else ""
+
+
+def no_quota(cpus: float) -> str:
+    """What is not applied where this user has no cgroup to set a quota in."""
+    return f"{cpus:g} CPUs per node not applied: this user has no cgroup; all nodes share the cores equally"
+
+
 def check_count(nodes: int) -> None:
     """Raise Unavailable if the subnet has no address for each node."""
     if not 1 <= nodes <= MAX_NODES:
@@ -80,7 +102,7 @@ def check_count(nodes: int) -> None:
 
 def _run_in_temporary_namespace(script: str) -> str:
     """Run a script in a new network namespace, which the kernel removes when the script ends; return its stdout."""
-    return run(["unshare", "--net", "sh", "-c", script], COMMAND_TIMEOUT_S)
+    return run([*user_namespace.temporary(), "sh", "-c", script], COMMAND_TIMEOUT_S)
 
 
 class NetnsSubstrate:
@@ -91,9 +113,14 @@ class NetnsSubstrate:
     not_shaped = ""
     one_clock = True
     python = sys.executable
-    notes: Sequence[str] = ()
 
-    def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
+    def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None, idle: int = 0) -> None:
+        """`idle`: nodes of the run that get no rank."""
+        shares = [plan.cpus for plan in plans if plan.cpus is not None]
+        self._has_quota = not without_quota()
+        self.notes: Sequence[str] = [no_quota(shares[0])] if shares and not self._has_quota else ()
+        self._copies = Copies(len(plans), idle if self.notes else 0, folder)
+        plans = [*plans, *self._copies.plans(plans[0])]
         self._plans = tuple(plans)
         self._switch = ownership.owned_name("switch")
         self._names = [ownership.owned_name(plan.name) for plan in plans]
@@ -104,7 +131,7 @@ class NetnsSubstrate:
         self._memory_groups: dict[int, Cgroup] = {}  # nodes with a memory limit
         self._started: list[LocalProcess] = []
         self._cleanup = ExitStack()
-        self.nodes: Sequence[NodeHandle] = tuple(
+        self._handles = tuple(
             NodeHandle(
                 name=plan.name,
                 address=plan.address or f"10.77.0.{FIRST_HOST + k}",
@@ -112,9 +139,11 @@ class NetnsSubstrate:
             )
             for k, plan in enumerate(plans)
         )
+        self.nodes: Sequence[NodeHandle] = self._handles[: self._copies.first]
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:  # removes what exists so far if any of this fails
+            undo.enter_context(user_namespace.held({ownership.VARIABLE: ownership.current()}))
             undo.callback(self._remove_late_groups)
             self._make_switch(undo)
             for node in range(len(self._plans)):
@@ -129,7 +158,7 @@ class NetnsSubstrate:
         self._cleanup.close()
 
     def _make_namespace(self, name: str, undo: ExitStack) -> None:
-        if (NETNS / name).exists():
+        if (user_namespace.named() / name).exists():
             rule = "another run in this Python process still uses it"
             raise TestbedError(f"namespace {name} already exists: {rule}. Wait until it has ended.")
         undo.callback(ownership.remove_namespace, name)
@@ -145,16 +174,16 @@ class NetnsSubstrate:
         _ip("-n", self._switch, "link", "set", "br0", "up")
 
     def _make_node(self, node: int, undo: ExitStack) -> None:
-        name, port, interface = self._names[node], f"port{node}", self.nodes[node].interface
+        name, port, interface = self._names[node], f"port{node}", self._handles[node].interface
         self._make_namespace(name, undo)
         _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", interface, "netns", name)
         _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
-        _ip("-n", name, "address", "add", f"{self.nodes[node].address}/24", "dev", interface)
+        _ip("-n", name, "address", "add", f"{self._handles[node].address}/24", "dev", interface)
         _ip("-n", name, "link", "set", interface, "up")
 
     def _make_group(self, node: int, undo: ExitStack) -> None:
         cpus = self._plans[node].cpus
-        if cpus is not None:
+        if cpus is not None and self._has_quota:
             group = self._groups[node] = self._group(node, "cpu")
             undo.callback(group.remove)
             group.create()
@@ -165,7 +194,7 @@ class NetnsSubstrate:
 
     def _set_congestion(self, node: int) -> None:
         """Set it by sysctl if the machine allows this name to all users, else on the route."""
-        name, handle = self._plans[node].congestion, self.nodes[node]
+        name, handle = self._plans[node].congestion, self._handles[node]
         if name is None:
             return
         try:
@@ -187,6 +216,9 @@ class NetnsSubstrate:
         with affinity.limited_to(self._cores[node] if quota else None):
             process = spawn([*join, *self._inside(node), *dies_with_parent(), *argv], env, log)
         self._started.append(process)
+        if quota and node < self._copies.first and self._copies.nodes:
+            jobs = [self._copies.job(copy, self._handles[copy].address, argv, env) for copy in self._copies.nodes]
+            return WithCopies(process, [self.start(*job) for job in jobs])
         return process
 
     def port(self, wanted: int = 0) -> int:
@@ -271,11 +303,11 @@ class NetnsSubstrate:
             group.remove()
 
     def _inside(self, node: int) -> list[str]:
-        return ["ip", "netns", "exec", self._names[node]]
+        return [*user_namespace.prefix(), "ip", "netns", "exec", self._names[node]]
 
     def _pids(self, node: int) -> Callable[[], list[int]]:
         return lambda: pids_in_namespace(self._names[node])
 
 
 def _ip(*arguments: str) -> None:
-    run(["ip", *arguments], COMMAND_TIMEOUT_S)
+    run([*user_namespace.prefix(), "ip", *arguments], COMMAND_TIMEOUT_S)

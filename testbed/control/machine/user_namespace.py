@@ -1,0 +1,168 @@
+"""Network namespaces without root: a user namespace of the controller's own, in which it may make and shape them.
+
+    controller (uid 1000) --starts--> keeper: unshare --user --map-root-user --net --mount, ends with the controller
+                          --starts--> nsenter --target KEEPER ... ip netns add ..., a rank, a probe
+
+The keeper only keeps the namespaces open. In them uid 0 is the controller's user: files belong to that user, and no
+process has a right on this machine that the user does not have. /run/netns is a tmpfs there, which disappears with all
+named network namespaces when the keeper and the last rank have ended, however they end.
+
+Root needs none of this: `prefix()` is empty then, and named namespaces are in /run/netns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.spec.errors import Unavailable, one_line
+
+NAMED = Path("/run/netns")  # where `ip netns` keeps its named namespaces
+UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--")
+# Where no root has made /run/netns yet, the user cannot make it, so all of /run is covered.
+MAKE_ROOM = "if test -d /run/netns; then mount -t tmpfs tmpfs /run/netns; else mount -t tmpfs tmpfs /run; fi"
+# What a run needs and a container may forbid: `ip netns exec` mounts /sys again.
+TRY = f"{MAKE_ROOM} && ip netns add try && ip netns exec try true"
+READY = b"ready\n"
+KEEP = f"{MAKE_ROOM} && echo ready && exec cat"  # cat ends when the controller's end of the pipe is closed
+TIMEOUT_S = 20.0  # each of these commands takes milliseconds
+SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
+SYSCTL = Path("/proc/sys")
+# A setting of the kernel, the value that forbids user namespaces, and what allows them.
+FORBIDDING = (
+    ("kernel/unprivileged_userns_clone", "0", "As root: sysctl -w kernel.unprivileged_userns_clone=1"),
+    ("user/max_user_namespaces", "0", "As root: sysctl -w user.max_user_namespaces=15000"),
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "As root: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; give unshare an AppArmor profile "
+        "that has `userns,`",
+    ),
+)
+INSTEAD = "run as root, or use --on process (unshaped)"
+CONTAINER_FIX = "Start the container with --privileged, use the machine itself"
+
+
+@dataclass
+class _Keeper:
+    process: subprocess.Popen[bytes]
+    users: int = 0  # substrates that need it
+
+
+_keeper: _Keeper | None = None
+
+
+def needed() -> bool:
+    """Return True if this process may make network namespaces only in a user namespace."""
+    return os.geteuid() != 0
+
+
+@contextmanager
+def held(mark: Mapping[str, str]) -> Iterator[None]:
+    """Keep the user namespace open while one of several `with` blocks needs it; no-op for root. Raises Unavailable.
+
+    `mark` is in the keeper's environment, so that `testbed clean` finds it.
+    """
+    global _keeper
+    if not needed():
+        yield
+        return
+    _keeper = _keeper or _Keeper(_start_keeper(mark))
+    _keeper.users += 1
+    try:
+        yield
+    finally:
+        _keeper.users -= 1
+        if _keeper.users == 0:
+            ended, _keeper = _keeper, None
+            _end_keeper(ended.process)
+
+
+def _start_keeper(mark: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    argv = [*UNSHARE, "sh", "-c", KEEP]
+    # in a session of its own: Ctrl-C at the terminal reaches only the controller
+    process = subprocess.Popen(
+        argv, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | dict(mark), start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline() != READY:
+        raise Unavailable(f"substrate netns: {refusal(process.communicate()[1].decode(errors='replace'))}")
+    return process
+
+
+def _end_keeper(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.communicate(timeout=TIMEOUT_S)  # closes its standard input
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+def prefix() -> list[str]:
+    """Return the words in front of a command that makes, enters or removes network namespaces."""
+    if _keeper is None:
+        return []
+    # --mount changes to the folder /, and a user's own model may read files by relative paths
+    enter = ["nsenter", "--target", str(_keeper.process.pid), "--user", "--net", "--mount", "--preserve-credentials"]
+    return [*enter, "--", "env", f"--chdir={Path.cwd()}", f"PATH={search_path()}"]
+
+
+def named() -> Path:
+    """Return the folder of the named network namespaces, as this process sees it."""
+    return NAMED if _keeper is None else Path(f"/proc/{_keeper.process.pid}/root{NAMED}")
+
+
+def temporary() -> list[str]:
+    """Return the words in front of a command for a network namespace that the kernel removes when the command ends."""
+    return [*UNSHARE, "env", f"PATH={search_path()}"] if needed() else ["unshare", "--net", "--"]
+
+
+def search_path() -> str:
+    """Return PATH with the folders of `tc` and `sysctl` at its end, which an ordinary user may not have there."""
+    present = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join([*present, *(folder for folder in SYSTEM_FOLDERS if folder not in present)])
+
+
+def check() -> None:
+    """Raise Unavailable, with the way out, if this user may not make user namespaces. It is tried."""
+    for tool in ("unshare", "nsenter"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"substrate netns: the command {tool} is missing. Install util-linux")
+    found = subprocess.run(
+        [*UNSHARE, "sh", "-c", TRY], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    if found.returncode != 0:
+        raise Unavailable(f"substrate netns: {refusal(found.stderr)}")
+
+
+def refusal(error: str) -> str:
+    """Say why user namespaces do not work here, and what to change: `error` is what the command printed."""
+    settings = {}
+    for name, _, _ in FORBIDDING:
+        with contextlib.suppress(OSError):
+            settings[name] = (SYSCTL / name).read_text().strip()
+    return explain(error, settings, in_container())
+
+
+def explain(error: str, settings: Mapping[str, str], container: bool) -> str:
+    """Say it from the command's error, the values of FORBIDDING that this kernel has, and where this process is."""
+    what = "without root a user namespace is needed, which is not allowed here"
+    for name, value, fix in FORBIDDING:
+        if settings.get(name) == value:
+            return f"{what} ({name.replace('/', '.')} = {value}). {fix}, {INSTEAD}"
+    last = one_line(error.strip().rpartition("\n")[2]) or "unknown reason"
+    if container:
+        return f"{what} (inside a container: {last}). {CONTAINER_FIX}, {INSTEAD}"
+    return f"{what} ({last}). Ask whoever administers this machine to allow them, {INSTEAD}"
+
+
+def in_container(marks: Sequence[str] = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")) -> bool:
+    """Return True if a file says that this is a container."""
+    return any(Path(mark).exists() for mark in marks)

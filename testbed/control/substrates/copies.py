@@ -1,0 +1,71 @@
+"""Copies of the job of a single node, on the nodes that would be idle: each then has an equal share of the machine.
+
+A single node with a CPU quota computes as fast as one of N nodes. Where no quota can be set, it would have a core of
+its own, and be no baseline. So N - 1 copies of it run at the same time, each in a folder `copyK` of the run's folder
+with records of its own. Only the figures of the first count; `conclude` counts the copies, and the table says that
+they ran.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from testbed.control.substrates.base import NodePlan, Process
+from testbed.control.substrates.process import LocalProcess
+from testbed.results.folder import RunFolder
+from testbed.spec.link import Link
+
+GRACE_S = 20.0  # for the copies to end after the first; they begin together and do the same
+
+
+class Copies:
+    """Where copies run: `count` nodes after the `first` ones of the run. `folder` is the run's."""
+
+    def __init__(self, first: int, count: int, folder: Path | None) -> None:
+        self.first = first
+        self.nodes = range(first, first + count) if folder is not None else range(0)
+        self._folder = folder or Path()
+
+    def plans(self, like: NodePlan) -> list[NodePlan]:
+        """The plans of their nodes, whose links are not used."""
+        return [replace(like, name=f"node{node}", link=Link(), address="") for node in self.nodes]
+
+    def job(
+        self, node: int, address: str, argv: Sequence[str], env: Mapping[str, str]
+    ) -> tuple[int, list[str], dict[str, str], Path]:
+        """Make the folder of a copy; return what `start` needs: the command with the copy's folder and address."""
+        original = RunFolder(self._folder.resolve())
+        copy = original.copy(node - self.first + 1)
+        copy.path.mkdir(exist_ok=True)
+        shutil.copyfile(original.spec, copy.spec)
+        if original.own_files.is_dir():
+            shutil.copytree(original.own_files, copy.own_files, dirs_exist_ok=True)
+        words = [str(copy.path) if word == str(original.path) else word for word in argv]
+        return node, words, {**env, "MASTER_ADDR": address, "TESTBED_ADDRESS": address}, copy.log(0)
+
+
+class WithCopies:
+    """The first process; it has ended when its copies have ended too, so that their records are complete."""
+
+    def __init__(self, first: LocalProcess, copies: Sequence[Process]) -> None:
+        self._first, self._copies = first, copies
+        self._ended = 0.0  # monotonic time
+        self.pid = first.pid
+        self.signal, self.forbid_writing = first.signal, first.forbid_writing
+
+    def poll(self) -> int | None:
+        """Return the first one's exit code; None while it or a copy runs, at most GRACE_S longer than the first."""
+        code = self._first.poll()
+        if code is None:
+            return None
+        self._ended = self._ended or time.monotonic()
+        waits = code == 0 and time.monotonic() - self._ended < GRACE_S
+        return None if waits and any(copy.poll() is None for copy in self._copies) else code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the first one."""
+        return self._first.wait(timeout)

@@ -1,0 +1,51 @@
+"""Network namespaces without root: what is said where they do not work. tests/net/test_rootless.py makes them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from testbed.control.machine import user_namespace
+from testbed.control.machine.user_namespace import FORBIDDING, explain
+
+
+@pytest.mark.parametrize(("name", "value", "fix"), FORBIDDING)
+def test_a_setting_of_the_kernel_that_forbids_it_is_named_with_the_command_that_allows_it(
+    name: str, value: str, fix: str
+) -> None:
+    others = {other: "1" if unwanted == "0" else "0" for other, unwanted, _ in FORBIDDING}
+    said = explain("unshare: unshare failed: Operation not permitted", others | {name: value}, container=True)
+    assert f"{name.replace('/', '.')} = {value}" in said and fix in said and "--on process" in said
+
+
+def test_in_a_container_the_way_to_start_it_is_named() -> None:
+    said = explain("mount: permission denied\nunshare: unshare failed: Operation not permitted\n", {}, container=True)
+    assert "inside a container: unshare: unshare failed: Operation not permitted" in said and "--privileged" in said
+
+
+def test_an_unknown_reason_is_shown_as_it_is() -> None:
+    said = explain("write failed /proc/self/uid_map: Operation not permitted", {}, container=False)
+    assert "write failed /proc/self/uid_map: Operation not permitted" in said and "administers" in said
+
+
+def test_root_needs_no_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with user_namespace.held({}):
+        assert user_namespace.prefix() == [] and user_namespace.named() == Path("/run/netns")
+    assert user_namespace.temporary() == ["unshare", "--net", "--"]
+
+
+def test_the_folders_of_tc_are_searched_once_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/opt/bin:/sbin")
+    assert user_namespace.search_path() == "/opt/bin:/sbin:/usr/sbin"
+
+
+def test_what_unshare_prints_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = (sys.executable, "-c", "import sys; sys.exit('unshare: not today')")
+    monkeypatch.setattr(user_namespace, "UNSHARE", failing)
+    monkeypatch.setattr(user_namespace, "FORBIDDING", ())
+    with pytest.raises(user_namespace.Unavailable, match="unshare: not today"):
+        user_namespace.check()
