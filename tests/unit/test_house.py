@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).parents[2] / "testbed"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_FUNCTION_LINES = 60
 TESTED_ELSEWHERE = {  # module without a unit test of its own: why
-    "spec/privileges.py": "in test_arguments.py; started for real in tests/net and tests/docker",
     "report/figures/axes.py": "drawn by test_page.py",
     "report/figures/modes.py": "drawn by test_page.py",
     "report/figures/style.py": "drawn by test_page.py",

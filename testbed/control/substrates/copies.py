@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from testbed.control.substrates.base import NodePlan, Process
-from testbed.control.substrates.process import LocalProcess
 from testbed.results.folder import RunFolder
 from testbed.spec.link import Link
 
@@ -51,7 +50,7 @@ class Copies:
 class WithCopies:
     """The first process; it has ended when its copies have ended too, so that their records are complete."""
 
-    def __init__(self, first: LocalProcess, copies: Sequence[Process]) -> None:
+    def __init__(self, first: Process, copies: Sequence[Process]) -> None:
         self._first, self._copies = first, copies
         self._ended = 0.0  # monotonic time
         self.pid = first.pid

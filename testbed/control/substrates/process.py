@@ -194,7 +194,7 @@ class ProcessSubstrate:
 
     def cut(self, node: int) -> None:
         """Raise Unavailable: the loopback has no link per node."""
-        raise Unavailable("cutting a link: plain processes share the loopback. Use --on netns (as root)")
+        raise Unavailable("cutting a link: plain processes share the loopback. Use --on netns")
 
     def reconnect(self, node: int) -> None:
         """Raise Unavailable: the loopback has no link per node."""
@@ -214,11 +214,11 @@ class ProcessSubstrate:
 
     def set_cpus(self, node: int, cpus: float | None) -> None:
         """Raise Unavailable: plain processes have no quota."""
-        raise Unavailable("a CPU quota: plain processes have none. Use --on netns (as root)")
+        raise Unavailable("a CPU quota: plain processes have none. Use --on netns")
 
     def limit_memory(self, node: int) -> None:
         """Raise Unavailable: plain processes have no memory limit."""
-        raise Unavailable("a memory limit: plain processes have none. Use --on netns (as root)")
+        raise Unavailable("a memory limit: plain processes have none. Use --on netns")
 
     def unlimit_memory(self, node: int) -> None:
         """Raise Unavailable: plain processes have no memory limit."""

@@ -71,3 +71,11 @@ def test_root_needs_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_code_of_the_script_is_returned() -> None:
     assert run(["sh", "-c", "exit 7"]) == 7
     assert run(["sh", "-c", "kill -SEGV $$"]) == 128 + 11
+
+
+def test_in_a_user_namespace_the_script_is_its_user_again_without_rights_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "alone_as", lambda *file: 1000)
+    found = " ".join(command((0, 0), [], Path("/work"), ["python", "main.py"], 3))
+    assert found.startswith("unshare --user --map-user=1000 --map-group=1000 -- setpriv --pdeathsig KILL -- ")
+    assert "--no-new-privs" in found and found.endswith("-- python main.py")

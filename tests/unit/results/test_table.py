@@ -23,7 +23,7 @@ from tests.support.scripted_runs import Script, make_script_run
 from tests.support.synthetic import make_run
 
 FACTS = ("status", "reason", "substrate", "environment", "test_loss", "test_accuracy", "sent_per_step")
-FACTS += ("replicas_agree", "machines")
+FACTS += ("replicas_agree", "machines", "copies")
 BUSY = {"ranks": [0, 1], "cores": 2, "others": 1.2}
 QUIET = BUSY | {"others": 0.1}
 
@@ -53,6 +53,11 @@ def test_every_row_has_a_cell_per_heading() -> None:
     header, rows = table([made("single", 2.0), made("ring", 1.0)])
     assert header == HEADER
     assert [len(row) for row in rows] == [len(HEADER)] * 2
+
+
+def test_a_single_node_beside_copies_of_itself_has_a_footnote() -> None:
+    (note,) = footnotes([made("single", 2.0, copies=3), made("ring", 1.0)])
+    assert note.startswith("single: 4 copies of it ran at once, each with 1/4 of the machine")
 
 
 def test_no_runs_make_an_empty_table() -> None:

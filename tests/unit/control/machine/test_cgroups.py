@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from testbed.control.machine.cgroups import (
+    CALLERS,
     Cgroup,
     Hierarchy,
     find_hierarchy,
@@ -104,3 +105,41 @@ def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
     group = Cgroup(Hierarchy(tmp_path, 2), "12-34/node0")
     with pytest.raises(TestbedError, match=r"cpu\.max failed: No such file"):
         group.set_quota(1.0)
+
+
+def delegate(root: Path, monkeypatch: pytest.MonkeyPatch, *writable: Path) -> Path:
+    """A hierarchy of root's in which this process is in /user/scope; return a file like /proc/self/cgroup."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) in writable)
+    own = root / "own"
+    own.write_text("4:cpu,cpuacct:/user/scope\n1:name=systemd:/other\n0::/user/scope\n")
+    return own
+
+
+def test_a_user_has_the_delegated_group_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cpu" / "user/scope"
+    folder.mkdir(parents=True)
+    (tmp_path / "cpu/cgroup.procs").touch()
+    own = delegate(tmp_path, monkeypatch, folder, folder / "cgroup.procs")
+    assert find_hierarchy(tmp_path, own=own) == Hierarchy(folder, 1, delegated=True)
+    with pytest.raises(Unavailable, match=r"cpu is not writable.*Delegate=yes"):
+        find_hierarchy(tmp_path, own=delegate(tmp_path, monkeypatch, folder))
+
+
+def test_processes_leave_a_delegated_group_of_version_2_before_a_controller_is_enabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "user/scope"
+    folder.mkdir(parents=True)
+    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+    (folder / "cgroup.controllers").write_text("cpu\n")
+    (folder / "cgroup.procs").write_text("77\n")
+    own = delegate(tmp_path, monkeypatch, folder, folder / "cgroup.procs", folder / "cgroup.subtree_control")
+    found = find_hierarchy(tmp_path, own=own)
+    assert found == Hierarchy(folder, 2, delegated=True)
+    with pytest.raises(Unavailable, match="memory limit"):
+        find_hierarchy(tmp_path, controller="memory", own=own)  # it is not delegated
+    Cgroup(found, "12-34/node0").create()
+    assert (folder / CALLERS / "cgroup.procs").read_text() == "77"
+    assert (folder / "cgroup.subtree_control").read_text() == "+cpu"
+    own.write_text(f"0::/user/scope/{CALLERS}\n")  # where this process is now
+    assert find_hierarchy(tmp_path, own=own) == found

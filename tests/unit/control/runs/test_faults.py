@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from testbed.control.runs.faults import Injector
-from testbed.control.runs.select import check_faults, choose
+from testbed.control.runs.select import SubstrateChoice, check_faults, choose
 from testbed.control.runs.supervisor import RankState, Tail
 from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
 from testbed.spec.errors import SpecError
@@ -161,3 +162,14 @@ def test_plain_processes_refuse_faults_that_they_cannot_inject(kind: str) -> Non
 def test_plain_processes_accept_faults_that_they_can_inject(fault: str) -> None:
     spec = RunSpec.load({"nodes": 2, "faults": [fault]}, "test")
     check_faults(spec, choose("process", spec))
+
+
+@pytest.mark.parametrize(("fault", "controller"), [("slow:rank0@step1=0.5cpu", "cpu"), ("oom:rank0@step1", "memory")])
+def test_a_fault_is_refused_where_the_controller_of_cgroups_that_it_needs_cannot_be_used(
+    fault: str, controller: str
+) -> None:
+    spec = RunSpec.load({"nodes": 2, "faults": [fault]}, "test")
+    lacking = replace(choose("netns", spec).type, lacks=lambda name: f"{name} is not writable")
+    with pytest.raises(SpecError, match=f"needs the {controller} controller of cgroups: {controller} is not writable"):
+        check_faults(spec, SubstrateChoice(lacking, ""))
+    check_faults(spec, SubstrateChoice(replace(lacking, lacks=lambda name: ""), ""))
