@@ -37,16 +37,21 @@ class NetworkCheck:
         return self.receipt is not None and not self.receipt.valid()
 
 
-def measure(spec: RunSpec, probe: Probe, announce: Announce, retry: bool = True) -> NetworkCheck:
+def measure(
+    spec: RunSpec, probe: Probe, announce: Announce, retry: bool = True, earlier: Receipt | None = None
+) -> NetworkCheck:
     """Probe the network of a run, and once more if the receipt is invalid: a busy machine can spoil one probe.
 
     The better result of each link counts. All nodes of a probe get the same receipt, so all of them make the same
-    decision. Raises NetworkInvalid if the probe could not finish.
+    decision. Raises NetworkInvalid if the probe could not finish. `earlier`: measured on the same nodes, it counts.
     """
     if spec.world == 1:
         return NetworkCheck("one node, no network")
     if not spec.probe:
         return NetworkCheck("not measured (probe = false)", notes=["probe = false: the network was not checked"])
+    if earlier is not None:
+        announce(earlier.sentence())
+        return NetworkCheck(earlier.sentence(), earlier)
     links, between = sum(map(len, link_steps(spec.world))), spec.world * (spec.world - 1)
     announce(f"measuring the network: {links}{f' of {between}' if links < between else ''} links and the fan-ins")
     receipt, notes = probe(), []

@@ -64,6 +64,7 @@ class Receipt(Spec):
     congestion: tuple[str, ...]  # TCP congestion control of each node's connections
     duration: float  # seconds
     clock: tuple[ClockReceipt, ...] = ()  # of each node
+    measured_before: float | None = None  # seconds before this run, on the same nodes; None: right before training
     after: Receipt | None = None  # a sample of the links, measured again after training
 
     @property
@@ -90,14 +91,19 @@ class Receipt(Spec):
         count = f"{len(self.links)}{sample} links and {fan_ins}"
         if self.worst_error is None:
             slowest = min(self._rates(), key=lambda rate: rate.measured)
-            return f"network: unshaped; {count} measured, slowest {_mbit(slowest.measured)} ({_name(slowest)})"
+            unshaped = f"network: unshaped; {count} measured, slowest {_mbit(slowest.measured)} ({_name(slowest)})"
+            return unshaped + self._age()
         errors = [(rate.error, rate) for rate in self._rates() if rate.error is not None]
         error, worst = max(errors, key=lambda each: each[0] if fastest else abs(each[0]))
         verdict = "within" if self.valid(tolerance) else "NOT within"
         rates = f"requested {format_rate(worst.requested or 0)}, measured {_mbit(worst.measured)}"
-        return (
-            f"network: {count} {verdict} {100 * tolerance:g} %; worst {100 * error:+.1f} % on {_name(worst)}: {rates}"
-        )
+        sentence = f"network: {count} {verdict} {100 * tolerance:g} %; worst {100 * error:+.1f} % on {_name(worst)}"
+        return f"{sentence}: {rates}{self._age()}"
+
+    def _age(self) -> str:
+        if self.measured_before is None:
+            return ""
+        return f"; measured {self.measured_before:.0f} s before this run, on the same nodes"
 
     def better(self, other: Receipt) -> Receipt:
         """Of each rate the measurement that is nearer to the request; `other` has measured the same links."""

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from testbed.control.machine import ownership
 from testbed.control.runs import scripts
 from testbed.control.runs.faults import Injector
 from testbed.control.runs.locks import folder_lock, machine_lock
+from testbed.control.runs.nodes import Nodes, NodesOfRuns
 from testbed.control.runs.progress import Progress
+from testbed.control.runs.quotas import Quotas
 from testbed.control.runs.select import SubstrateChoice, check_faults, node_plans
 from testbed.control.runs.supervisor import Tail, Timing, supervise
 from testbed.control.substrates.base import NodePlan, Process, Substrate
@@ -78,7 +80,7 @@ class RunContext:
     """The parts of a run while its nodes exist."""
 
     spec: RunSpec
-    substrate: Substrate
+    nodes: Nodes
     folder: RunFolder
     progress: Progress
     injector: Injector
@@ -86,6 +88,10 @@ class RunContext:
     timing: Timing
     notes: Sequence[str] = ()  # on what was done before the nodes were made
     witness: Witness | None = None
+
+    @property
+    def substrate(self) -> Substrate:
+        return self.nodes.substrate
 
 
 def execute(
@@ -99,12 +105,14 @@ def execute(
     timing: Timing = Timing(),  # noqa: B008  (frozen)
     lock: Lock = machine_lock,
     witness: Witness | None = None,
+    nodes: NodesOfRuns | None = None,
 ) -> Summary:
     """Run the spec to its end and return its summary. Raises a TestbedError if it fails or is interrupted.
 
     `resume`: continue the run in `folder`; its faults are not injected again. `retries`: instead of the spec's.
-    `witness` sees the nodes of every attempt.
+    `witness` sees the nodes of every attempt. `nodes`: may be up already, and stay up for the next run.
     """
+    own = nodes or NodesOfRuns()
     check_inputs(spec)
     if spec.script is not None:
         scripts.check(spec.script, choice.type.runs_here)
@@ -118,8 +126,10 @@ def execute(
         folder_lock(folder.path),
         _orphans_ended(choice, progress) as notes,
         scripts.copies_removed(),
-        choice.make(spec, folder.path) as substrate,
+        nullcontext() if nodes else own,
+        own.of(choice, spec, folder.path) as up,
     ):
+        substrate = up.substrate
         injector = Injector(() if resume else spec.fault_schedule(), substrate, folder.faults)
         substrate.port(spec.port)  # a port that is not free is refused before the folder exists
         if resume:
@@ -130,8 +140,11 @@ def execute(
             scripts.put_method(applied, folder)
         substrate.prepare_folder(folder.path)
         retries = spec.retries if retries is None else retries
-        context = RunContext(applied, substrate, folder, progress, injector, retries, timing, notes, witness)
-        return measure_and_train(context, resume)
+        context = RunContext(applied, up, folder, progress, injector, retries, timing, notes, witness)
+        summary = measure_and_train(context, resume)
+        if summary.status != "ok":
+            own.discard()
+        return summary
 
 
 def resume_run(
@@ -329,10 +342,16 @@ def _measure(run: RunContext, notes: RunNotes) -> None:
     """Measure the network and write receipt.json; note it if the network is not as requested."""
     plans = node_plans(run.spec)
     check = measure(
-        run.spec, lambda: probe(run.substrate, plans, run.progress.link), run.progress.stage, not notes.invalid
+        run.spec,
+        lambda: probe(run.substrate, plans, run.progress.link),
+        run.progress.stage,
+        retry=not notes.invalid,
+        earlier=run.nodes.earlier_receipt(),
     )
     if check.receipt is not None:
         check.receipt.write(run.folder.receipt)
+        if check.receipt.measured_before is None:
+            run.nodes.keep(check.receipt)
     notes.notes += check.notes
     notes.network = check.network
     if check.invalid and not notes.invalid:
@@ -481,6 +500,7 @@ def _attempt(run: RunContext, resume: bool) -> None:
         argv.append("--resume")
     tails = [Tail(folder.records(rank), from_end=resume) for rank in range(spec.world)]  # before the ranks write
     processes: list[Process] = []
+    quotas = Quotas(spec, substrate, run.injector)
     if run.witness:
         run.witness.begin(substrate)
     for rank, node in enumerate(substrate.nodes):
@@ -489,7 +509,7 @@ def _attempt(run: RunContext, resume: bool) -> None:
     run.injector.attach(processes)
     names = [node.name for node in substrate.nodes]
     script = scripts.rules(spec, substrate) if spec.script else None
-    observer = scripts.Allowance(spec.script.limits if spec.script else None, folder.path, run.injector)
+    observer = scripts.Allowance(spec.script.limits if spec.script else None, folder.path, quotas)
     try:
         supervise(processes, folder, run.progress, observer, tails, names, run.timing, script)
     finally:

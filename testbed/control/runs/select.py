@@ -66,6 +66,7 @@ class SubstrateType:
     runs_here: bool = False  # True if ranks use the files and commands of this machine
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
     lacks: Callable[[str], str] = lambda controller: ""  # why this controller of cgroups cannot be used; empty: it can
+    keeps_nodes: bool = False  # True: nodes may stay up for further runs, in other folders
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
 
     def describe(self) -> str:
@@ -113,6 +114,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         drop_unsupported=lambda spec: spec.without_quotas() if without_quota() else spec,
         where=where_netns,
         lacks=missing_controller,
+        keeps_nodes=True,
         runs_here=True,
         faults=kinds_on("netns"),
         is_local=lambda: True,

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from testbed.control.runs.locks import folder_lock, machine_lock
+from testbed.control.runs.nodes import NodesOfRuns
 from testbed.control.runs.progress import Progress
 from testbed.control.runs.run import Lock, execute
 from testbed.control.runs.select import SubstrateChoice
@@ -62,6 +63,7 @@ def run_all(
     with ExitStack() as locks:
         for experiment in sorted({spec.experiment for spec in specs}):
             locks.enter_context(folder_lock(root / experiment))
+        nodes = locks.enter_context(NodesOfRuns())
         for number, spec in enumerate(specs, start=1):
             progress.headline(f"[{number}/{len(specs)}] {spec.name}")
             folder = folder_for(spec, choice, root)
@@ -73,7 +75,7 @@ def run_all(
             locks.enter_context(lock(choice, progress.stage))
             folder = folder_for(spec, choice, root)  # again: the process that held the lock may have written it
             try:
-                summaries.append(_run_cell(spec, choice, folder, progress, fresh, lock))
+                summaries.append(_run_cell(spec, choice, folder, progress, fresh, lock, nodes))
             except Interrupted:
                 raise
             except TestbedError as error:
@@ -89,7 +91,13 @@ def run_all(
 
 
 def _run_cell(
-    spec: RunSpec, choice: SubstrateChoice, folder: RunFolder, progress: Progress, fresh: bool, lock: Lock
+    spec: RunSpec,
+    choice: SubstrateChoice,
+    folder: RunFolder,
+    progress: Progress,
+    fresh: bool,
+    lock: Lock,
+    nodes: NodesOfRuns,
 ) -> Summary:
     if folder.path.exists():
         with folder_lock(folder.path):  # no other controller uses it
@@ -97,4 +105,4 @@ def _run_cell(
                 progress.stage("finished meanwhile, skipped")
                 return done
             progress.stage(f"an earlier attempt was moved to {folder.set_aside()}")
-    return execute(spec, choice, folder, progress, lock=lock)
+    return execute(spec, choice, folder, progress, lock=lock, nodes=nodes)

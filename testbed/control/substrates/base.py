@@ -150,6 +150,10 @@ class Substrate(FaultTarget, Protocol):
         """What the kernel counts for the node, read from outside of its processes; NodeCounts() where it does not."""
         ...
 
+    def limit_cpus(self, limited: bool) -> None:
+        """Apply the planned CPU quotas of all nodes, or lift them. No-op where they last as long as the nodes."""
+        ...
+
     def prepare_folder(self, folder: Path) -> None:
         """Make a run folder that the controller has just created usable for the ranks."""
         ...

@@ -301,6 +301,9 @@ class ComposeSubstrate:
         """Return `wanted` or DEFAULT_PORT, which is always free: a container shares its ports with no other."""
         return wanted or DEFAULT_PORT
 
+    def limit_cpus(self, limited: bool) -> None:
+        """No-op: the quota of a container lasts as long as the container."""
+
     def prepare_folder(self, folder: Path) -> None:
         """Give the run's folder to the user that the ranks run as."""
         if self._staged is not None:  # mounted in the containers: a mount follows the folder, not its name

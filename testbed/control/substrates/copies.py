@@ -22,12 +22,12 @@ GRACE_S = 20.0  # for the copies to end after the first; they begin together and
 
 
 class Copies:
-    """Where copies run: `count` nodes after the `first` ones of the run. `folder` is the run's."""
+    """Where copies run: `count` nodes after the `first` ones of the run. `folder` is the run's folder."""
 
-    def __init__(self, first: int, count: int, folder: Path | None) -> None:
+    def __init__(self, first: int, count: int) -> None:
         self.first = first
-        self.nodes = range(first, first + count) if folder is not None else range(0)
-        self._folder = folder or Path()
+        self.nodes = range(first, first + count)
+        self.folder = Path()
 
     def plans(self, like: NodePlan) -> list[NodePlan]:
         """The plans of their nodes, whose links are not used."""
@@ -37,7 +37,7 @@ class Copies:
         self, node: int, address: str, argv: Sequence[str], env: Mapping[str, str]
     ) -> tuple[int, list[str], dict[str, str], Path]:
         """Make the folder of a copy; return what `start` needs: the command with the copy's folder and address."""
-        original = RunFolder(self._folder.resolve())
+        original = RunFolder(self.folder.resolve())
         copy = original.copy(node - self.first + 1)
         copy.path.mkdir(exist_ok=True)
         shutil.copyfile(original.spec, copy.spec)

@@ -60,6 +60,7 @@ class FakeSubstrate:
         self._script = script
         self.shaping = shaping  # not recorded
         self.calls: list[tuple[object, ...]] = []
+        self.limits: list[bool] = []  # CPU quotas, as they were applied and lifted
         self.processes: list[FakeProcess] = []
         self.nodes: Sequence[NodeHandle] = tuple(
             NodeHandle(name=f"node{k}", address=f"10.77.0.{10 + k}", interface="eth0") for k in range(n)
@@ -85,6 +86,9 @@ class FakeSubstrate:
 
     def counts(self, node: int) -> NodeCounts:
         return NodeCounts()
+
+    def limit_cpus(self, limited: bool) -> None:
+        self.limits.append(limited)
 
     def prepare_folder(self, folder: Path) -> None:
         self.calls.append(("prepare_folder", folder))

@@ -119,7 +119,7 @@ class NetnsSubstrate:
         shares = [plan.cpus for plan in plans if plan.cpus is not None]
         self._has_quota = not without_quota()
         self.notes: Sequence[str] = [no_quota(shares[0])] if shares and not self._has_quota else ()
-        self._copies = Copies(len(plans), idle if self.notes else 0, folder)
+        self._copies = Copies(len(plans), idle if self.notes else 0)
         plans = [*plans, *self._copies.plans(plans[0])]
         self._plans = tuple(plans)
         self._switch = ownership.owned_name("switch")
@@ -225,8 +225,14 @@ class NetnsSubstrate:
         """Return `wanted` or DEFAULT_PORT, which is always free: a node shares its ports with no other."""
         return wanted or DEFAULT_PORT
 
+    def limit_cpus(self, limited: bool) -> None:
+        """Set or lift the quota of every node that has one."""
+        for node, group in self._groups.items():
+            group.set_quota(self._plans[node].cpus if limited else None)
+
     def prepare_folder(self, folder: Path) -> None:
-        """No-op: ranks run as this user."""
+        """Ranks run as this user and can use it; copies of a single node's job get folders in it."""
+        self._copies.folder = folder
 
     def stop(self) -> None:
         """End every process that was started, then kill what is left in the cgroups."""

@@ -172,6 +172,9 @@ class ProcessSubstrate:
             way_out = "Use another, or --set port=0 for any free one"
             raise Unavailable(f"port {wanted} on {address}: {error.strerror}. {way_out}") from None
 
+    def limit_cpus(self, limited: bool) -> None:
+        """No-op: there are no quotas."""
+
     def prepare_folder(self, folder: Path) -> None:
         """No-op: ranks run as this user."""
 

@@ -475,6 +475,9 @@ class HostsSubstrate:
         """The port at which all hosts reached each other."""
         return self._port
 
+    def limit_cpus(self, limited: bool) -> None:
+        """No-op: the quota of a container lasts as long as the container."""
+
     def prepare_folder(self, folder: Path) -> None:
         """Send spec.json and the user's own files to every host."""
         write_hosts_file(folder, self._id, self._hosts)

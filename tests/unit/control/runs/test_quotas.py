@@ -1,0 +1,44 @@
+"""CPU quotas apply while ranks train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.control.runs.quotas import Quotas
+from testbed.control.runs.supervisor import RankState, Tail
+from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
+from testbed.spec.run import RunSpec
+
+
+class Nothing:
+    def poll(self, ranks: object) -> None:
+        pass
+
+
+def quotas(**values: object) -> tuple[Quotas, FakeSubstrate, list[RankState]]:
+    substrate = FakeSubstrate(2)
+    spec = RunSpec.load({"nodes": 2, "batch": 8, **values}, "test")
+    ranks = [RankState(FakeProcess(pid=k), Tail(Path(f"/nowhere/rank{k}.jsonl"))) for k in range(2)]
+    return Quotas(spec, substrate, Nothing()), substrate, ranks
+
+
+def test_they_are_lifted_once_when_the_slowest_rank_has_done_its_last_step() -> None:
+    made, substrate, ranks = quotas(steps=6)
+    ranks[0].last_step = 5
+    made.poll(ranks)
+    assert substrate.limits == [True]
+    ranks[1].last_step = 5
+    made.poll(ranks)
+    made.poll(ranks)
+    assert substrate.limits == [True, False]
+
+
+@pytest.mark.parametrize("values", [{"epochs": 1}, {"epochs": 1, "steps": 6}])
+def test_they_stay_where_the_last_step_is_not_known(values: dict[str, int]) -> None:
+    made, substrate, ranks = quotas(**values)
+    for rank in ranks:
+        rank.last_step = 10_000
+    made.poll(ranks)
+    assert substrate.limits == [True]
