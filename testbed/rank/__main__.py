@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from testbed.rank import watchdog
 from testbed.rank.request import Request, read_request
+from testbed.spec import quota_signal
 from testbed.spec.errors import TestbedError
 from testbed.spec.words import set_place
 
@@ -18,6 +19,7 @@ log = logging.getLogger("testbed.rank")
 
 def main() -> int:
     """Read the request, run it, return the exit code."""
+    quota_signal.block()
     watchdog.raise_interrupted()
     log_to_streams()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # messages of the testbed replace the store's warnings

@@ -25,7 +25,9 @@ from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.schedules import build
 from testbed.results.records import End, Eval, Start, Step
 from testbed.results.timeline import Timeline
+from testbed.spec import quota_signal
 from testbed.spec.datasets import data_dir
+from testbed.spec.errors import TestbedError
 from testbed.spec.own_files import copy_of
 from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 
@@ -65,6 +67,8 @@ class Trainer:
     def run(self) -> None:
         """Train, test, and check that the replicas agree."""
         self._record_start()
+        if not quota_signal.wait(self.spec.start_deadline):
+            raise TestbedError(f"the controller applied no CPU quota within {self.spec.start_deadline:g} s")
         self._compare(0)
         check_mode(self.spec, self.model, self.group)
         module = self.sync.attach(self.model, self.optimizer)

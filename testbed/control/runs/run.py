@@ -501,6 +501,7 @@ def _attempt(run: RunContext, resume: bool) -> None:
     tails = [Tail(folder.records(rank), from_end=resume) for rank in range(spec.world)]  # before the ranks write
     processes: list[Process] = []
     quotas = Quotas(spec, substrate, run.injector)
+    environment |= quotas.environment()
     if run.witness:
         run.witness.begin(substrate)
     for rank, node in enumerate(substrate.nodes):

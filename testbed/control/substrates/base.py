@@ -122,6 +122,11 @@ class Substrate(FaultTarget, Protocol):
     python: str  # the Python command of a node, with our package on its path
 
     @property
+    def late_quotas(self) -> bool:
+        """True if nodes have CPU quotas that can be applied and lifted while processes run."""
+        ...
+
+    @property
     def nodes(self) -> Sequence[NodeHandle]:
         """The nodes in rank order."""
         ...

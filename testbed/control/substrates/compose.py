@@ -132,6 +132,7 @@ class ComposeSubstrate:
 
     name = "compose"
     one_clock = True
+    late_quotas = False
     python = "python3"  # of the image, which has our package on its path
     notes: Sequence[str] = ()
 

@@ -48,6 +48,7 @@ class FakeSubstrate:
     shaped = True
     not_shaped = ""
     one_clock = True
+    late_quotas = False
     python = "python3"
     notes: Sequence[str] = ()
 

@@ -225,6 +225,11 @@ class NetnsSubstrate:
         """Return `wanted` or DEFAULT_PORT, which is always free: a node shares its ports with no other."""
         return wanted or DEFAULT_PORT
 
+    @property
+    def late_quotas(self) -> bool:
+        """True if a node has a quota."""
+        return bool(self._groups)
+
     def limit_cpus(self, limited: bool) -> None:
         """Set or lift the quota of every node that has one."""
         for node, group in self._groups.items():

@@ -134,6 +134,7 @@ class ProcessSubstrate:
     shaped = False
     not_shaped = ""
     one_clock = True
+    late_quotas = False
     python = sys.executable
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:

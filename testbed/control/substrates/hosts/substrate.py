@@ -307,6 +307,7 @@ class HostsSubstrate:
     shaped = False
     not_shaped = ""
     one_clock = False
+    late_quotas = False
     python = "python3"  # of the image
 
     def __init__(
