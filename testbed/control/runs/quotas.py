@@ -1,8 +1,8 @@
 """When the CPU quotas of nodes apply: to all steps, not to what is not timed.
 
 Ranks import torch, connect and build their model without a quota. When all of them have recorded their start, quotas
-are applied and the ranks are told so, by a signal; none takes a step before. When all ranks have recorded their last step,
-the quotas are lifted, and the model is tested without them.
+are applied and the ranks are told so, by a signal; none takes a step before. When all ranks have recorded their last
+step, the quotas are lifted, and the model is tested without them.
 """
 
 from __future__ import annotations
