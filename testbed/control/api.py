@@ -25,6 +25,7 @@ from testbed.control.runs.progress import Progress, console, open_progress
 from testbed.control.runs.run import execute, recorded_substrate, resume_run
 from testbed.control.runs.select import HOSTS, SubstrateChoice, SubstrateType, check_shaping, select
 from testbed.control.runs.sweep import folder_for, run_all
+from testbed.control.substrates.slurm import SlurmOptions
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder, find_runs, fresh_folder, runs_dir, write_whole
 from testbed.results.receipt import Receipt
@@ -144,18 +145,25 @@ def run(
     inventory: Inventory | Path | None = None,
     accept_new: bool = False,
     allow_concurrent: bool = False,
+    slurm: SlurmOptions | None = None,
     quiet: bool = False,
     settings: Iterable[str] = (),
     **keys: Any,
 ) -> Run:
     """Train once and return the run. `keys` are those of the spec, and the flags of `testbed run`.
 
-    `on`: auto, compose, netns, process or hosts. `out`: the run's folder, which must not exist. `inventory` and
-    `accept_new` are for hosts. `allow_concurrent`: do not wait for another measurement on this machine.
+    `on`: auto, compose, netns, process, hosts or slurm. `out`: the run's folder, which must not exist. `inventory` and
+    `accept_new` are for hosts, `slurm` for Slurm. `allow_concurrent`: do not wait for another measurement here.
     `settings`: KEY=VALUE strings, as for --set. Raises a TestbedError if the run is refused, fails or is interrupted.
     """
     spec, choice = prepare(
-        keys, settings, on=on, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent
+        keys,
+        settings,
+        on=on,
+        inventory=inventory,
+        accept_new=accept_new,
+        allow_concurrent=allow_concurrent,
+        slurm=slurm,
     )
     folder = RunFolder(Path(out) if out else fresh_folder(runs_dir() / spec.experiment, spec.name))
     with _show_progress(quiet, f"on {choice.name}: {choice.reason}") as progress:
@@ -170,6 +178,7 @@ def prepare(
     inventory: Inventory | Path | None,
     accept_new: bool,
     allow_concurrent: bool,
+    slurm: SlurmOptions | None = None,
 ) -> tuple[RunSpec, SubstrateChoice]:
     """Return the spec and the substrate of one run. On hosts, `nodes` is by default the number of hosts.
 
@@ -181,7 +190,9 @@ def prepare(
     spec = spec_from_flags(
         {"nodes": nodes} | {key: value for key, value in flags.items() if value is not None}, settings
     ).with_files()
-    choice = select(on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
+    choice = select(
+        on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent, slurm=slurm
+    )
     check_shaping(spec, choice)
     return spec, choice
 
@@ -194,6 +205,7 @@ def resume(
     inventory: Inventory | Path | None = None,
     accept_new: bool = False,
     allow_concurrent: bool = False,
+    slurm: SlurmOptions | None = None,
     quiet: bool = False,
 ) -> Run:
     """Continue an unfinished run from its last checkpoint, on the substrate it began on. Raises a TestbedError."""
@@ -204,7 +216,9 @@ def resume(
     if on == "auto":
         with suppress(OSError, UsageError):
             on = recorded_substrate(folder) or "auto"
-    choice = select(on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
+    choice = select(
+        on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent, slurm=slurm
+    )
     check_shaping(spec, choice)
     with _show_progress(quiet, f"resuming {path}, on {choice.name}: {choice.type.description}") as progress:
         return Run(folder.path, resume_run(spec, choice, folder, progress, int(retries)))
@@ -218,6 +232,7 @@ def sweep(
     inventory: Inventory | Path | None = None,
     accept_new: bool = False,
     allow_concurrent: bool = False,
+    slurm: SlurmOptions | None = None,
     quiet: bool = False,
     settings: Iterable[str] = (),
 ) -> Runs:
@@ -226,15 +241,15 @@ def sweep(
     `experiment`: a TOML file, or a mapping with its keys (name, title, base, axes, cells, repeats). A run that fails
     does not end the sweep; its error is in `errors` of the result.
     """
-    settings = list(settings)
-    found = _experiment(experiment)
-    for key in (setting.partition("=")[0].strip() for setting in settings):
-        if key in found.axes:
-            what = experiment if isinstance(experiment, str | Path) else found.name
-            raise SpecError(f"--set {key}: {what} sweeps it over {found.axes[key]}. Change it in the file.")
-    found = found.model_copy(update={"base": with_settings(found.base, settings)})
-    specs = [spec.with_files() for spec in found.runs()]
-    choice = select(on, specs, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent)
+    found, specs, choice = prepare_sweep(
+        experiment,
+        settings,
+        on=on,
+        inventory=inventory,
+        accept_new=accept_new,
+        allow_concurrent=allow_concurrent,
+        slurm=slurm,
+    )
     duration = f", {found.takes}" if found.takes else ""
     with _show_progress(quiet, f"{found.title} ({len(specs)} runs{duration})") as progress:
         progress.headline(f"on {choice.name}: {choice.reason}")
@@ -243,6 +258,31 @@ def sweep(
     folders = {spec.name: folder_for(spec, choice, runs_dir()).path for spec in specs}
     done = tuple(Run(folders[summary.spec.name], summary) for summary in summaries)
     return Runs(runs_dir() / found.name, done, tuple(errors))
+
+
+def prepare_sweep(
+    experiment: Experiment | Mapping[str, Any] | Path | str,
+    settings: Iterable[str],
+    *,
+    on: str | SubstrateType,
+    inventory: Inventory | Path | None,
+    accept_new: bool,
+    allow_concurrent: bool,
+    slurm: SlurmOptions | None = None,
+) -> tuple[Experiment, list[RunSpec], SubstrateChoice]:
+    """Return the experiment, its runs and their substrate. Raises SpecError or Unavailable."""
+    settings = list(settings)
+    found = _experiment(experiment)
+    for key in (setting.partition("=")[0].strip() for setting in settings):
+        if key in found.axes:
+            what = experiment if isinstance(experiment, str | Path) else found.name
+            raise SpecError(f"--set {key}: {what} sweeps it over {found.axes[key]}. Change it in the file.")
+    found = found.model_copy(update={"base": with_settings(found.base, settings)})
+    specs = [spec.with_files() for spec in found.runs()]
+    choice = select(
+        on, specs, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent, slurm=slurm
+    )
+    return found, specs, choice
 
 
 def load(path: Path | str) -> Run | Runs:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import time
 import traceback
@@ -32,6 +30,7 @@ from typing import Any
 import torch
 
 from testbed.net.check import Recheck, measure, why_not_trained
+from testbed.net.endpoint import interface_of
 from testbed.net.probe import probe_node, receipt_of
 from testbed.net.shaping import LIST_QDISCS, Shaping, read_buckets
 from testbed.rank import watchdog
@@ -67,7 +66,6 @@ PEER_REPORT_TIMEOUT_S = 2.0  # for the other ranks to send their error records t
 SUMMARY_TIMEOUT_S = 120.0  # for rank 0 to write the summary, while the other ranks wait
 SUMMARY_TIMEOUT_AFTER_LOSS_S = 5.0  # the same after a rank was lost: rank 0 may be unreachable from here
 TC_TIMEOUT_S = 20.0  # tc takes milliseconds
-SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
 
 
 @dataclass
@@ -303,17 +301,6 @@ def _final_spec(spec: RunSpec, name: str, synthetic: bool) -> RunSpec:
     """The spec with the name of its folder and, if the data set could not be fetched, with synthetic images."""
     data = spec.data.model_copy(update={"name": "synthetic"}) if synthetic else spec.data
     return spec.model_copy(update={"name": name, "data": data})
-
-
-def interface_of(address: str) -> str:
-    """The name of the interface that has this IPv4 address; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe_socket, SIOCGIFADDR, struct.pack("16s16x", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
 
 
 def _log_to(path: Path) -> None:

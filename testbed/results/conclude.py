@@ -100,7 +100,7 @@ class Summary(Spec):
 
 def has_one_clock(substrate: str) -> bool:
     """True if all nodes have the controller's monotonic clock: on every substrate but real hosts."""
-    return substrate != "hosts"
+    return substrate not in ("hosts", "slurm")
 
 
 def conclude(

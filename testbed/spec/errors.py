@@ -19,7 +19,8 @@ TestbedError                  1   any failure of the testbed that is none of the
 │   ├── AuthenticationFailed      it answers, but does not accept our user or key
 │   └── HostCommandFailed         a command on it failed (also a CommandFailed)
 ├── ConnectionLost            3   an open connection to a host broke; processes on the host keep running
-│   └── EngineLost                the Docker engine of this machine stopped answering during a run
+│   ├── EngineLost                the Docker engine of this machine stopped answering during a run
+│   └── AllocationLost            the Slurm job that held the nodes of a run ended before the run
 └── Interrupted             130   Ctrl-C or SIGTERM; what was measured is kept
 
 All packages raise these. Messages quote files and the output of programs, which are not trusted: control
@@ -146,6 +147,16 @@ class ConnectionLost(TestbedError):
 
 class EngineLost(ConnectionLost):
     """The Docker engine of this machine stopped answering; its containers may still run."""
+
+    way_out = "Start the engine again (make engine)"
+
+
+class AllocationLost(ConnectionLost):
+    """The Slurm job that held the nodes ended: time limit, preemption, scancel, a failed node."""
+
+    def __init__(self, message: str, way_out: str = "Submit it again") -> None:
+        super().__init__(message)
+        self.way_out = way_out
 
 
 class Interrupted(TestbedError):

@@ -48,7 +48,7 @@ class FaultKind:
 
     does: str
     example: str
-    substrates: tuple[str, ...] = ("process", "netns", "compose", "hosts")  # that can inject it
+    substrates: tuple[str, ...] = ("process", "netns", "compose", "hosts", "slurm")  # that can inject it
     controller: str = ""  # the controller of cgroups that it needs where nodes are processes of this machine
     lasting: bool = False  # whether it can be undone, and so have a +DURATION
     value: FaultValue | None = None

@@ -22,6 +22,7 @@ from testbed.control.cli.report import exit_code, finish_sweep, print_run
 from testbed.control.machine import ownership
 from testbed.control.machine.doctor import examine
 from testbed.control.runs.progress import console, open_progress
+from testbed.control.runs.select import SubstrateChoice
 from testbed.control.substrates.layer import kept_layers
 from testbed.control.tuning.search import conclusion, curve, document, new_search, tune_modes
 from testbed.data.fetch import fetch, verify
@@ -54,6 +55,7 @@ WITH_RESUME = {
     "inventory",
     "accept_new",
     "share",
+    *opt.OF_SLURM,
     "retries",
     "as_json",
 }  # other options change the spec
@@ -75,6 +77,12 @@ def run(
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
     share: opt.Share = False,
+    partition: opt.Partition = "",
+    account: opt.Account = "",
+    time: opt.Time = "",
+    slurm_option: opt.SlurmOption = None,
+    python: opt.Python = "",
+    dry_run: opt.DryRun = False,
     settings: opt.Set = None,
     profile: Profile = False,
     keep_going: opt.KeepGoing = False,
@@ -88,12 +96,15 @@ def run(
 ) -> None:
     """Train once, in one mode, and print what it cost."""
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
-    where |= {"allow_concurrent": share, "quiet": as_json}
+    where |= {"allow_concurrent": share, "slurm": opt.slurm(context)}
+    if dry_run:
+        _print_commands(api.prepare(opt.spec_options(context), settings or [], **where)[1])
+        return
     if resume is not None:
         _check_with_resume(context)
-        made = api.resume(resume, retries=retries, **where)
+        made = api.resume(resume, retries=retries, quiet=as_json, **where)
     else:
-        made = api.run(**where, out=out, settings=settings or [], **opt.spec_options(context))
+        made = api.run(**where, quiet=as_json, out=out, settings=settings or [], **opt.spec_options(context))
     print_run(made, as_json)
     raise typer.Exit(exit_code([made.summary]))
 
@@ -106,6 +117,12 @@ def sweep(
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
     share: opt.Share = False,
+    partition: opt.Partition = "",
+    account: opt.Account = "",
+    time: opt.Time = "",
+    slurm_option: opt.SlurmOption = None,
+    python: opt.Python = "",
+    dry_run: opt.DryRun = False,
     settings: opt.Set = None,
     profile: Profile = False,
     keep_going: opt.KeepGoing = False,
@@ -113,20 +130,14 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Run every cell of an experiment file. Finished runs are skipped, so that a sweep can be continued."""
-    made = api.sweep(
-        file,
-        on=opt.substrate(context, on),
-        inventory=inventory,
-        accept_new=accept_new,
-        allow_concurrent=share,
-        fresh=fresh,
-        quiet=as_json,
-        settings=[
-            *(settings or []),
-            *(["profile=true"] if profile else []),
-            *(["keep_going=true"] if keep_going else []),
-        ],
-    )
+    where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
+    where |= {"allow_concurrent": share, "slurm": opt.slurm(context)}
+    flags = {"profile": profile, "keep_going": keep_going}
+    keys = [*(settings or []), *(f"{name}=true" for name, given in flags.items() if given)]
+    if dry_run:
+        _print_commands(api.prepare_sweep(file, keys, **where)[2])
+        return
+    made = api.sweep(file, **where, fresh=fresh, quiet=as_json, settings=keys)
     raise typer.Exit(finish_sweep(made, as_json))
 
 
@@ -192,6 +203,13 @@ def tune(
             console.print(f"\n{curve(search)}\n")
             for line in conclusion(search):
                 console.print(line)
+
+
+def _print_commands(choice: SubstrateChoice) -> None:
+    """Print what --dry-run shows. Raises UsageError where there is nothing to submit."""
+    if not choice.type.dry_run:
+        raise refuse("--dry-run with --on", choice.name, "submits no job", "Use it with --on slurm.")
+    console.print(choice.type.dry_run)
 
 
 def _check_with_resume(context: typer.Context) -> None:

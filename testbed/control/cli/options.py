@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from testbed.control.runs.select import SubstrateType
+from testbed.control.substrates.slurm import SlurmOptions
 from testbed.spec.datasets import DATASETS
 from testbed.spec.inventory import DEFAULT, VARIABLE
 from testbed.spec.models import BUILT_IN_MODELS
@@ -20,7 +21,9 @@ Nodes = Annotated[
 ]
 On = Annotated[
     str,
-    typer.Option("--on", help="substrate: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH)"),
+    typer.Option(
+        "--on", help="substrate: auto, compose (engine), netns (root), process (unshaped), hosts (by SSH), slurm"
+    ),
 ]
 Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]
 Rate = Annotated[str | None, typer.Option(help="rate of every node's link, each way, e.g. 200mbit [default: unshaped]")]
@@ -52,11 +55,22 @@ InventoryFile = Annotated[
 AcceptNew = Annotated[
     bool, typer.Option("--accept-new", help="hosts: trust unknown host keys; changed ones are always refused")
 ]
+Partition = Annotated[str, typer.Option(help="slurm: the partition of the job [default: the cluster's]")]
+Account = Annotated[str, typer.Option(help="slurm: the account that the job is charged to")]
+Time = Annotated[str, typer.Option("--time", help="slurm: time limit of the job, e.g. 30 (minutes) or 01:30:00")]
+SlurmOption = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="slurm: another option of sbatch, e.g. constraint=ib")
+]
+Python = Annotated[str, typer.Option(help="slurm: the Python of the nodes [default: this one, on a shared disk]")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="slurm: print the job and its commands; submit nothing")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")]
 ExperimentFile = Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")]
 
 # Options of a run that are no keys of its spec.
+OF_SLURM = ("partition", "account", "time", "slurm_option", "python")
 OUTSIDE_SPEC = {
+    *OF_SLURM,
+    "dry_run",
     "on",
     "inventory",
     "accept_new",
@@ -79,6 +93,12 @@ def spec_options(context: typer.Context) -> dict[str, Any]:
     """Return the options of this command that are keys of a spec, without those that were not given."""
     chosen = {name: value for name, value in context.params.items() if name not in OUTSIDE_SPEC}
     return {name: value for name, value in chosen.items() if value not in (None, False, ())}
+
+
+def slurm(context: typer.Context) -> SlurmOptions:
+    """What this command line requests of Slurm. Raises SpecError for an option that is not allowed."""
+    given = {name: context.params[name] or "" for name in OF_SLURM}
+    return SlurmOptions(options=tuple(given.pop("slurm_option") or ()), **given)
 
 
 def substrate(context: typer.Context, on: str) -> str | SubstrateType:

@@ -100,6 +100,11 @@ def exec_(
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
     share: opt.Share = False,
+    partition: opt.Partition = "",
+    account: opt.Account = "",
+    time: opt.Time = "",
+    slurm_option: opt.SlurmOption = None,
+    python: opt.Python = "",
     settings: Set = None,
     keep_going: opt.KeepGoing = False,
     fault: opt.Faults = None,
@@ -123,7 +128,7 @@ def exec_(
         on = in_containers(on)
         script |= {"mounts": mounts(mount or (), on), "image": image_of(image, requirements, as_json)}
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
-    where |= {"allow_concurrent": share, "quiet": as_json}
+    where |= {"allow_concurrent": share, "quiet": as_json, "slurm": opt.slurm(context)}
     keys = opt.spec_options(context) | {"mode": instead or SCRIPT, "script": script}
     made = api.run(**where, out=out, settings=settings or [], **keys)
     print_run(made, as_json)

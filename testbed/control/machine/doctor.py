@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from testbed.control.machine import user_namespace
 from testbed.control.machine.cgroups import find_hierarchy
-from testbed.control.substrates import engine, netns
+from testbed.control.substrates import engine, netns, slurm
 from testbed.control.substrates.base import NodePlan
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import TestbedError, Unavailable
@@ -47,6 +47,7 @@ def examine() -> list[Finding]:
         netem,
         _cgroups(),
         *engine_findings,
+        _slurm(),
     ]
 
 
@@ -119,6 +120,14 @@ def _cgroups() -> Finding:
     except TestbedError as error:
         why, _, fix = str(error).partition(". ")
         return Finding("CPU shares", False, why, fix)
+
+
+def _slurm() -> Finding:
+    what, fix = "Slurm (for --on slurm)", "not needed elsewhere; on a cluster use its login node"
+    try:
+        return Finding(what, True, f"partitions {', '.join(slurm.partitions())}")
+    except TestbedError as error:
+        return Finding(what, False, str(error).removeprefix("substrate slurm: ").partition(". ")[0], fix)
 
 
 def _engine() -> list[Finding]:

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from testbed.control.machine import user_namespace
@@ -19,15 +19,15 @@ KILL_TIMEOUT_S = 5.0
 TIMEOUT_CODE = 124  # what timeout(1) ends with when the command did not finish in time
 
 
-def run(argv: Sequence[str], timeout_s: float) -> str:
+def run(argv: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None, text: str = "") -> str:
     """Run a command to its end and return its stdout; raise CommandFailed with the command, its code and stderr.
 
-    At the timeout the command's whole process group is killed.
+    `env`: instead of this process's variables. `text`: its input. At the timeout its whole process group is killed.
     """
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    child = subprocess.Popen(argv, stdin=null, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
-        out, err = child.communicate(timeout=timeout_s)
+        out, err = child.communicate(text, timeout=timeout_s)
     except BaseException as error:
         os.killpg(child.pid, signal.SIGKILL)  # the child is not reaped yet, so the number is still its own
         child.communicate()

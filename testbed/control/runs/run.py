@@ -41,6 +41,7 @@ from testbed.results.records import Step, read
 from testbed.spec.datasets import data_dir, require_complete
 from testbed.spec.disk import os_failure
 from testbed.spec.errors import (
+    AllocationLost,
     EngineLost,
     Interrupted,
     NetworkInvalid,
@@ -124,6 +125,7 @@ def execute(
         _restored_signals(),
         lock(choice, progress.stage),
         folder_lock(folder.path),
+        choice.type.reserve(progress.stage),
         _orphans_ended(choice, progress) as notes,
         scripts.copies_removed(),
         nullcontext() if nodes else own,
@@ -286,8 +288,8 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     except (TestbedError, OSError) as error:
         _stop(run.substrate)
         cause = error if isinstance(error, TestbedError) else os_failure(error, run.folder.path)
-        if isinstance(cause, EngineLost):
-            cause = EngineLost(f"{cause} {_when(run)}. {_kept(run.folder)}")
+        if isinstance(cause, EngineLost | AllocationLost):
+            cause = type(cause)(f"{cause} {_when(run)}. {_kept(run.folder, cause.way_out)}")
         with suppress(TestbedError, OSError):  # an error of writing the summary must not hide the cause
             _conclude(run, notes, "failed", str(cause))
         raise _with_folder(cause, run.folder) from None
@@ -303,8 +305,8 @@ def _when(run: RunContext) -> str:
     return f"at step {done}" if done else "before the first step"
 
 
-def _kept(folder: RunFolder) -> str:
-    again = f"Start the engine again (make engine), then continue with testbed run --resume {folder.path}"
+def _kept(folder: RunFolder, way_out: str) -> str:
+    again = f"{way_out}, then continue with testbed run --resume {folder.path}"
     return f"What was measured is in {folder.path}. {again}, or start a new run"
 
 

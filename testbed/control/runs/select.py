@@ -8,6 +8,7 @@ reason, which is printed. A substrate that does not shape the network drops link
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from testbed.control.substrates.netns import check as check_netns
 from testbed.control.substrates.netns import where as where_netns
 from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.substrates.process import check as check_process
+from testbed.control.substrates.slurm import Reservation, SlurmOptions, SlurmSubstrate, describe
+from testbed.control.substrates.slurm import check as check_slurm
 from testbed.net.tcp import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fault import FAULT_KINDS, KINDS, kinds_on
@@ -30,6 +33,7 @@ from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
 from testbed.spec.script import node_address
 
 HOSTS = "hosts"
+SLURM = "slurm"
 NEVER_SHAPED = "the network of real hosts is measured, never shaped"
 ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
@@ -68,6 +72,9 @@ class SubstrateType:
     lacks: Callable[[str], str] = lambda controller: ""  # why this controller of cgroups cannot be used; empty: it can
     keeps_nodes: bool = False  # True: nodes may stay up for further runs, in other folders
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
+    # Holds the machines of all nodes over the runs of a sweep, where they have to be waited for; reports why it waits.
+    reserve: Callable[[Callable[[str], None]], AbstractContextManager[None]] = lambda report: nullcontext()
+    dry_run: str = ""  # the commands that would be executed, where they can be printed
 
     def describe(self) -> str:
         """Return the description, with the place of the nodes if that depends on the user's settings."""
@@ -164,6 +171,31 @@ def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
     )
 
 
+def slurm_type(options: SlurmOptions, specs: Sequence[RunSpec]) -> SubstrateType:
+    """The nodes of one Slurm job, as many as the largest of these runs needs."""
+    largest = max(specs, key=lambda spec: spec.world)
+    cpus = max(spec.threads for spec in specs)
+    reservation = Reservation(options, largest.world, cpus)
+
+    def make(spec: RunSpec, folder: Path) -> Substrate:
+        links = spec.links_requested
+        notes = [f"{links} not applied: {NEVER_SHAPED}; {ELSEWHERE}"] if links else []
+        applied = spec.without_shaping()
+        return SlurmSubstrate(node_plans(applied), folder, applied, reservation, notes)
+
+    return SubstrateType(
+        name=SLURM,
+        description="one task per node of a Slurm job; their network is measured, never shaped",
+        make=make,
+        drop_unsupported=RunSpec.without_shaping,
+        shapes=False,
+        runs_here=True,
+        faults=kinds_on(SLURM),
+        reserve=reservation.hold,
+        dry_run=describe(options, largest, largest.world, cpus),
+    )
+
+
 @dataclass(frozen=True)
 class SubstrateChoice:
     """The substrate of a run, and the reason why it was taken."""
@@ -202,9 +234,14 @@ def select(
     inventory: Inventory | Path | None = None,
     accept_new: bool = False,
     allow_concurrent: bool = False,
+    slurm: SlurmOptions | None = None,
 ) -> SubstrateChoice:
     """Return the substrate for all of `specs`; the spec with most ranks decides. `inventory`: read, or its path."""
     largest = max(specs, key=lambda spec: spec.world)
+    if slurm and slurm.given and on != SLURM:
+        raise SpecError(f"{', '.join(slurm.given)}: is for Slurm only. Use it with --on slurm.")
+    if on == SLURM and inventory is None and not accept_new:
+        return choose_slurm(slurm or SlurmOptions(), specs)
     if on == HOSTS:
         hosts = inventory if isinstance(inventory, Inventory) else read_inventory(inventory)
         return choose_hosts(hosts, largest, accept_new)
@@ -239,7 +276,7 @@ def choose(requested: str, example: RunSpec, types: Mapping[str, SubstrateType] 
     if requested in types:
         return SubstrateChoice(types[requested], f"requested; {types[requested].describe()}")
     if requested != "auto":
-        raise SpecError(f"--on {requested!r}: no such substrate. Use auto, {', '.join([*types, HOSTS])}.")
+        raise SpecError(f"--on {requested!r}: no such substrate. Use auto, {', '.join([*types, HOSTS, SLURM])}.")
     plans, refusals = node_plans(example), []
     for found in types.values():
         try:
@@ -259,6 +296,13 @@ def choose_hosts(inventory: Inventory, largest: RunSpec, accept_new: bool = Fals
     return SubstrateChoice(found, f"{', '.join(names)}; {found.description}")
 
 
+def choose_slurm(options: SlurmOptions, specs: Sequence[RunSpec]) -> SubstrateChoice:
+    """The nodes of a Slurm job, if Slurm would accept it. `auto` never takes Slurm. Raises Unavailable."""
+    check_slurm(options, max(spec.world for spec in specs), max(spec.threads for spec in specs))
+    found = slurm_type(options, specs)
+    return SubstrateChoice(found, f"requested; {found.description}")
+
+
 def check_faults(spec: RunSpec, choice: SubstrateChoice) -> None:
     """Refuse faults that this substrate cannot inject."""
     for fault in spec.faults:
@@ -275,7 +319,7 @@ def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
     links = spec.links_requested
     if not links or choice.type.shapes:
         return
-    if choice.name == HOSTS:
+    if choice.name in (HOSTS, SLURM):
         raise Unavailable(f"{links}: {NEVER_SHAPED}. Leave it out, or {ELSEWHERE}.")
     way_out = "Run as root, or start a Docker engine" if choice.automatic else "Use --on netns or compose"
     if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):

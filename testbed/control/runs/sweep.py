@@ -14,7 +14,7 @@ from testbed.control.runs.select import SubstrateChoice
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
 from testbed.spec.disk import os_failure
-from testbed.spec.errors import Interrupted, TestbedError, UsageError
+from testbed.spec.errors import AllocationLost, Interrupted, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 
 
@@ -71,12 +71,13 @@ def run_all(
                 progress.stage("finished earlier, skipped")
                 summaries.append(done)
                 continue
-            # The machine is locked from the first run that is not skipped until the sweep ends.
+            # The machine is locked, or nodes are reserved, from the first run that is not skipped until the end.
             locks.enter_context(lock(choice, progress.stage))
+            locks.enter_context(choice.type.reserve(progress.stage))
             folder = folder_for(spec, choice, root)  # again: the process that held the lock may have written it
             try:
                 summaries.append(_run_cell(spec, choice, folder, progress, fresh, lock, nodes))
-            except Interrupted:
+            except (Interrupted, AllocationLost):  # without its nodes no other run can start
                 raise
             except TestbedError as error:
                 progress.stage(f"failed: {error}")

@@ -86,13 +86,16 @@ def dies_with_parent() -> list[str]:
     return ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProcess:
+def spawn(
+    argv: Sequence[str], env: Mapping[str, str], log: Path, inherited: Mapping[str, str] = os.environ
+) -> LocalProcess:
     """Start a process with our mark in a session of its own; stdout and stderr are appended to `log`.
 
+    `inherited`: the variables that it has besides `env`.
     Raises SpecError if `log` is a link or pipe: a script in a container may own the folder, and we may be root.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**os.environ, ownership.PACKAGE_PATH: _package_path(), **env, ownership.VARIABLE: ownership.current()}
+    whole = {**inherited, ownership.PACKAGE_PATH: package_path(), **env, ownership.VARIABLE: ownership.current()}
     with open_append(log) as output:
         popen = subprocess.Popen(
             argv, env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -100,7 +103,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> LocalProces
     return LocalProcess(popen)
 
 
-def _package_path() -> str:
+def package_path() -> str:
     """Return PYTHONPATH with this package's folder first, so that a child imports the same code, installed or not."""
     root = str(Path(testbed.__file__).resolve().parent.parent)
     inherited = os.environ.get(ownership.PACKAGE_PATH)

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from testbed.net.endpoint import interface_of
 from testbed.rank import run as module
 from testbed.rank.request import Request, read_request
-from testbed.rank.run import JoinedRun, interface_of, wait_for_listener
+from testbed.rank.run import JoinedRun, wait_for_listener
 from testbed.rank.watchdog import CLOSED, DONE
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import LinkReceipt, Receipt

@@ -1,0 +1,90 @@
+"""The interface of a node and the address at which others reach it, as this machine's own routes have it.
+
+`python -m testbed.net.endpoint` prints them as one JSON line, with what the node lacks of the files that a run needs.
+The controller runs it on every node of an allocation (control/substrates/slurm.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
+SEEN_TIMEOUT_S = 5.0  # for a new file to appear on a disk that several machines share
+POLL_S = 0.2
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this IPv4 address; empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe_socket, SIOCGIFADDR, struct.pack("16s16x", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
+
+
+def own_address(target: str) -> str:
+    """The IPv4 address of this machine on its route to `target`, a name or an address. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((target, 9))
+        return str(sock.getsockname()[0])
+
+
+def free_port(address: str, wanted: int) -> tuple[int, str]:
+    """A free port of this address, `wanted` unless it is 0; and why it cannot be used, "" if it can."""
+    try:
+        with socket.create_server((address, wanted)) as server:
+            return int(server.getsockname()[1]), ""
+    except OSError as error:
+        return wanted, error.strerror or str(error)
+
+
+def describe(
+    name: str, names: Sequence[str], addresses: Sequence[str], port: int, sees: Sequence[str]
+) -> dict[str, object]:
+    """What one of these nodes finds about itself. Its route to the first node counts, or to the second."""
+    found: dict[str, object] = {"node": name, "interface": "lo", "address": "127.0.0.1", "problem": ""}
+    if len(names) > 1:
+        target = addresses[1] if name == names[0] else addresses[0]
+        try:
+            found["address"] = own_address(target)
+            found["interface"] = interface_of(str(found["address"]))
+        except OSError as error:
+            found["problem"] = f"no route to {target} ({error.strerror or error})"
+    found["port"], found["busy"] = free_port(str(found["address"]), port) if name == names[0] else (port, "")
+    found["missing"] = _missing(sees)
+    return found
+
+
+def _missing(paths: Sequence[str]) -> list[str]:
+    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    while True:
+        missing = [path for path in paths if not Path(path).exists()]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(POLL_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for option in ("--names", "--addresses"):
+        parser.add_argument(option, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--sees", action="append", default=[])
+    given = parser.parse_args()
+    name = os.environ.get("SLURMD_NODENAME", "")
+    print(json.dumps(describe(name, given.names.split(","), given.addresses.split(","), given.port, given.sees)))
+
+
+if __name__ == "__main__":
+    main()
