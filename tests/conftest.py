@@ -63,17 +63,24 @@ def _missing_for_hosts() -> str | None:
     return _missing_for_docker() or (None if shutil.which("ssh-keygen") else "ssh-keygen not found: openssh-client")
 
 
+def _missing_for_slurm() -> str | None:
+    from tests.slurm.cluster import missing
+
+    return _missing_for_gloo() or missing()
+
+
 GROUPS = {
     "gloo": _missing_for_gloo,
     "net": _missing_for_net,
     "docker": _missing_for_docker,
     "hosts": _missing_for_hosts,
     "browser": _missing_for_browser,
+    "slurm": _missing_for_slurm,
 }
 
 
 POOLED = ("test_algorithms", "test_check_gloo", "test_codecs_gloo", "test_pipeline_gloo", "test_training")
-LONGEST_FIRST = ("test_grade_docker.py", "hosts", "pools", "docker", "gloo", "net", "browser")
+LONGEST_FIRST = ("test_grade_docker.py", "hosts", "slurm", "pools", "docker", "gloo", "net", "browser")
 
 
 def scope_of(nodeid: str) -> str:

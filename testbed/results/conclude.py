@@ -19,7 +19,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.observations import Finding, Parameters, Setup, Unseen
-from testbed.results.records import End, Eval, Hash, Record, Start, Step, read
+from testbed.results.receipt import Receipt
+from testbed.results.records import End, Error, Eval, Hash, Record, Start, Step, read
 from testbed.results.validity import MachineLoad, impossible, machine_loads
 from testbed.spec.base import Spec, damage
 from testbed.spec.disk import full_disk, nearly_full, os_failure
@@ -416,6 +417,40 @@ def root_cause(
     ended, infinite for those that run: the first one that ended badly is the failed one.
     """
     return _RootCause(codes, error_records, ended, last_steps, nodes, folder, ended_at).find()
+
+
+def conclude_without_controller(
+    folder: RunFolder,
+    spec: RunSpec,
+    *,
+    codes: Sequence[int | None],
+    nodes: Sequence[str],
+    substrate: str,
+    note: str,
+) -> Summary:
+    """Write the summary of a run whose controller has gone, from what its ranks left: it is ok if all have finished."""
+    records = [list(read(folder.records(rank))) for rank in range(spec.world)]
+    reasons = []
+    if any(codes):
+        cause = root_cause(
+            codes,
+            [next((vars(r) for r in reversed(lines) if isinstance(r, Error)), None) for lines in records],
+            last_steps=[max((r.step for r in lines if isinstance(r, Step)), default=-1) for lines in records],
+            nodes=nodes,
+            folder=folder,
+        )
+        reasons.append(str(cause))
+    unfinished = [rank for rank, lines in enumerate(records) if not any(isinstance(r, End) for r in lines)]
+    reasons += [f"rank {rank} did not finish, or its records are not here" for rank in unfinished]
+    return conclude(
+        folder,
+        spec,
+        status="failed" if reasons else "ok",
+        reason="; ".join(reasons),
+        substrate=substrate,
+        notes=[note],
+        network=Receipt.read(folder.receipt).sentence() if folder.receipt.exists() else "not measured",
+    )
 
 
 def reported_rank(code: int | None, error_record: Mapping[str, Any] | None) -> int | None:

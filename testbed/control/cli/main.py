@@ -14,7 +14,7 @@ import typer
 
 from testbed import __version__
 from testbed.control import api
-from testbed.control.cli import grade, hosts, report, script
+from testbed.control.cli import grade, hosts, jobs, report, script
 from testbed.control.cli import options as opt
 from testbed.control.cli.documents import outcome, print_document, print_failure, reset
 from testbed.control.cli.options import Json
@@ -45,6 +45,7 @@ app.add_typer(hosts.app, name="hosts")
 app.add_typer(report.app)
 app.add_typer(script.app)
 app.add_typer(grade.app)
+app.add_typer(jobs.app)
 
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 WrongCommandLine: Any = typer.BadParameter.__base__  # UsageError of click, which newer versions of typer contain
@@ -97,11 +98,12 @@ def run(
     """Train once, in one mode, and print what it cost."""
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "slurm": opt.slurm(context)}
-    if dry_run:
+    if resume is not None:
+        _check_with_resume(context)
+    elif dry_run:
         _print_commands(api.prepare(opt.spec_options(context), settings or [], **where)[1])
         return
     if resume is not None:
-        _check_with_resume(context)
         made = api.resume(resume, retries=retries, quiet=as_json, **where)
     else:
         made = api.run(**where, quiet=as_json, out=out, settings=settings or [], **opt.spec_options(context))
@@ -164,6 +166,11 @@ def tune(
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
     share: opt.Share = False,
+    partition: opt.Partition = "",
+    account: opt.Account = "",
+    time: opt.Time = "",
+    slurm_option: opt.SlurmOption = None,
+    python: opt.Python = "",
     settings: opt.Set = None,
     out: Annotated[Path, typer.Option(help="experiment file to write, with the winner")] = Path(
         "experiments/tuned.toml"
@@ -185,6 +192,7 @@ def tune(
         inventory=inventory,
         accept_new=accept_new,
         allow_concurrent=share,
+        slurm=opt.slurm(context),
     )
     search = new_search(spec, out, opt.typed(context, WITH_EXEC))
     progress = open_progress(console, quiet=as_json)

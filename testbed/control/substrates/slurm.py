@@ -57,7 +57,7 @@ SURVEY_TIMEOUT_S = 90.0
 STEP_TIMEOUT_S = 10.0  # for Slurm to list a step that srun has begun
 END_TIMEOUT_S = 30.0  # for a job that is ending to show how it ended
 POLL_S = 0.5
-MAX_VALUE_CHARS = 200
+MAX_VALUE_CHARS = 1000
 MAX_POLL_S = 5.0  # between two looks at a job that waits in the queue
 
 # The job does nothing: its controller starts the ranks with srun and cancels it at the end. A job without a step for
@@ -243,6 +243,11 @@ def how_it_ended(job: Job) -> AllocationLost:
     return AllocationLost(f"Slurm job {job.id} {what}", way_out)
 
 
+def before_the_run(lost: AllocationLost) -> AllocationLost:
+    """The same error as a whole message; run.py adds to it what a run has measured, if there is a run."""
+    return AllocationLost(f"{lost}. {lost.way_out}.")
+
+
 def _down(nodes: str) -> str:
     """Those of these nodes that Slurm cannot use now; all of them if it does not say."""
     with contextlib.suppress(CommandFailed):
@@ -347,8 +352,8 @@ class Reservation:
             report(f"inside Slurm job {job}: {', '.join(self.names[: self.size])}")
             return
         self._own = True
-        self.job = self._submit()
         try:
+            self._submit()
             self.names = self._wait(report)
         except KeyboardInterrupt:
             job = self.job
@@ -358,12 +363,12 @@ class Reservation:
             self._end()
             raise
 
-    def _submit(self) -> str:
-        """Submit the job and return its id. A signal is raised after that, because a job of unknown id would stay."""
+    def _submit(self) -> None:
+        """Submit the job. A signal takes effect when its id is known: a job of unknown id would stay."""
         argv = submit_argv(self.options, self.size, self.cpus)
         with _signals_blocked():
             try:
-                return ask(*argv, text=JOB_SCRIPT).strip().partition(";")[0]
+                self.job = ask(*argv, text=JOB_SCRIPT).strip().partition(";")[0]
             except CommandFailed as error:
                 raise _refused(error, self.options, self.size) from None
 
@@ -376,7 +381,7 @@ class Reservation:
                 report(f"Slurm job {job.id} has {', '.join(names)}")
                 return names
             if job.state not in WAITING:
-                raise self.lost() or how_it_ended(job)
+                raise before_the_run(self.lost() or how_it_ended(job))
             text = f"Slurm job {job.id} waits in partition {job.partition}: {job.reason}"
             text += f", expected to start at {job.start}" if job.start not in ("", "N/A") else ""
             if text != said and job.reason not in ("None", ""):
@@ -508,7 +513,7 @@ class SlurmSubstrate:
             output = run(argv, SURVEY_TIMEOUT_S, env={**variables(), "PYTHONPATH": package_path()})
         except CommandFailed as error:
             if lost := self._reservation.lost():
-                raise lost from None
+                raise before_the_run(lost) from None
             rule = f"python {self.python}: cannot be started on {', '.join(names)}: {one_line(error.output)}"
             way_out = "It and this package must be on a disk that all nodes share; --python PATH names another"
             raise Unavailable(f"{rule}. {way_out}") from None

@@ -34,10 +34,8 @@ from testbed.control.substrates.hosts.node import (
 )
 from testbed.control.substrates.hosts.ssh import Host, results_or_raise, run_on_all
 from testbed.control.substrates.hosts.substrate import HOSTS_FILE, STOP_GRACE_S, remove_run, write_hosts_file
-from testbed.results.conclude import Summary, conclude, root_cause
+from testbed.results.conclude import Summary, conclude_without_controller
 from testbed.results.folder import RunFolder, runs_dir
-from testbed.results.receipt import Receipt
-from testbed.results.records import End, Error, Step, read
 from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, UsageError
 from testbed.spec.run import RunSpec
 
@@ -231,29 +229,14 @@ def _copy_files(on_host: RankOnHost, folder: RunFolder) -> None:
 
 
 def _conclude(found: RunOnHosts, spec: RunSpec, folder: RunFolder) -> Summary:
-    records = [list(read(folder.records(rank))) for rank in range(spec.world)]
     of_rank = {on_host.rank: on_host for on_host in found.ranks}
-    codes = [of_rank[rank].code if rank in of_rank else None for rank in range(spec.world)]
-    reasons = []
-    if any(codes):
-        cause = root_cause(
-            codes,
-            [next((vars(r) for r in reversed(lines) if isinstance(r, Error)), None) for lines in records],
-            last_steps=[max((r.step for r in lines if isinstance(r, Step)), default=-1) for lines in records],
-            nodes=[str(of_rank[rank].host) if rank in of_rank else f"node{rank}" for rank in range(spec.world)],
-            folder=folder,
-        )
-        reasons.append(str(cause))
-    unfinished = [rank for rank, lines in enumerate(records) if not any(isinstance(r, End) for r in lines)]
-    reasons += [f"rank {rank} did not finish, or its records are not here" for rank in unfinished]
-    return conclude(
+    return conclude_without_controller(
         folder,
         spec,
-        status="failed" if reasons else "ok",
-        reason="; ".join(reasons),
+        codes=[of_rank[rank].code if rank in of_rank else None for rank in range(spec.world)],
+        nodes=[str(of_rank[rank].host) if rank in of_rank else f"node{rank}" for rank in range(spec.world)],
         substrate="hosts",
-        notes=["collected after the connection was lost"],
-        network=Receipt.read(folder.receipt).sentence() if folder.receipt.exists() else "not measured",
+        note="collected after the connection was lost",
     )
 
 

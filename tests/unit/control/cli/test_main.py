@@ -24,23 +24,26 @@ def flags_of(command: str) -> set[str]:
     return {option for parameter in group.commands[command].params for option in parameter.opts if option[:2] == "--"}
 
 
+OF_SLURM = ("--partition", "--account", "--time", "--slurm-option", "--python")
+
+
 def test_the_flags_of_run_are_these_and_no_more():
     assert flags_of("run") == {
         *("--mode", "--nodes", "--rate", "--model", "--data", "--batch", "--batch-per-rank", "--steps", "--seed"),
         *("--on", "--inventory", "--accept-new", "--set", "--profile", "--out", "--json", "--fault", "--retries"),
-        *("--resume", "--share", "--keep-going"),
+        *("--resume", "--share", "--keep-going", "--dry-run", *OF_SLURM),
     }
 
 
 def test_the_flags_of_tune_are_those_of_run_and_minutes():
-    of_one_run = {"--profile", "--fault", "--retries", "--resume", "--keep-going"}
+    of_one_run = {"--profile", "--fault", "--retries", "--resume", "--keep-going", "--dry-run"}
     assert flags_of("tune") == flags_of("run") - of_one_run | {"--minutes"}
 
 
 def test_the_flags_of_sweep_are_these_and_no_more():
     assert flags_of("sweep") == {
         *("--on", "--inventory", "--accept-new", "--share", "--set", "--profile", "--fresh", "--json"),
-        "--keep-going",
+        *("--keep-going", "--dry-run", *OF_SLURM),
     }
 
 
@@ -100,7 +103,7 @@ def test_bad_input_is_refused_with_value_and_way_out_and_creates_nothing(argumen
     assert list(tmp_path.iterdir()) == []
 
 
-RESUMABLE = {"--on", "--inventory", "--accept-new", "--share", "--retries", "--json", "--resume"}
+RESUMABLE = {*OF_SLURM, "--on", "--inventory", "--accept-new", "--share", "--retries", "--json", "--resume"}
 
 
 def test_options_that_a_resumed_run_would_ignore_are_refused_by_name(tmp_path, monkeypatch):
@@ -109,7 +112,7 @@ def test_options_that_a_resumed_run_would_ignore_are_refused_by_name(tmp_path, m
     with pytest.raises(SpecError, match=r"'--mode, --steps, --set, --out': .*keeps its spec.*start a new run without"):
         main.app(["run", "--resume", "r", *wanted], standalone_mode=False)
     for flag in flags_of("run") - RESUMABLE:
-        value = [] if flag in ("--profile", "--keep-going") else ["1"]
+        value = [] if flag in ("--profile", "--keep-going", "--dry-run") else ["1"]
         with pytest.raises(SpecError, match=rf"--resume with '{flag}'"):
             main.app(["run", "--resume", "r", flag, *value], standalone_mode=False)
 

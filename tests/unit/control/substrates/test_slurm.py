@@ -1,0 +1,173 @@
+"""Slurm without a cluster: argument lists, options, what squeue, sinfo and scontrol print, and the job's script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from testbed.control.runs import select
+from testbed.control.substrates import slurm
+from testbed.control.substrates.slurm import Job, SlurmOptions
+from testbed.net import endpoint
+from testbed.spec.errors import SpecError, Unavailable
+from testbed.spec.run import RunSpec
+
+
+def test_options_become_single_arguments_after_our_own() -> None:
+    options = SlurmOptions(partition="a b; rm", account="x", time="01:00:00", options=["mem=8G", "exclusive"])
+    assert slurm.submit_argv(options, nodes=4, cpus=2) == [
+        *("sbatch", "--parsable", "--job-name=testbed", "--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=2"),
+        *("--output=/dev/null", "--chdir=/", "--no-requeue"),
+        *("--partition=a b; rm", "--account=x", "--time=01:00:00", "--mem=8G", "--exclusive"),
+    ]
+
+
+def test_a_step_is_one_task_per_node_of_the_job() -> None:
+    assert slurm.step_argv("12", ["n1", "n2"], "name", 3) == [
+        *("srun", "--jobid=12", "--overlap", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n2"),
+        *("--cpus-per-task=3", "--job-name=name", "--input=none", "--chdir=/", "--mpi=none"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["wrap=x"], "'wrap' is not allowed"),
+        (["export=ALL"], "'export' is not allowed"),
+        (["output=/etc/passwd"], "'output' is not allowed"),
+        (["constrain=ib"], "Did you mean constraint"),
+        (["mem"], "mem needs a value"),
+        (["exclusive=user"], "exclusive takes no value"),
+        (["comment=x"], "not allowed"),
+        (["mem=1\n#SBATCH"], "must be printable"),
+        ([f"mem={'9' * 1001}"], "at most 1000"),
+        (["--mem=1"], "not allowed"),
+    ],
+)
+def test_an_option_outside_the_list_is_refused(options: list[str], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        SlurmOptions(options=options)
+
+
+@pytest.mark.parametrize("name", ["partition", "account", "time", "python"])
+def test_a_value_with_a_control_character_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match=f"--{name} .* must be printable"):
+        SlurmOptions(**{name: "a\x1b[2J"})
+
+
+def test_only_listed_variables_are_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    found = slurm.variables()
+    assert found["SLURM_CONF"] == "/etc/slurm.conf" and not {"HF_TOKEN", "SLURM_NTASKS"} & set(found)
+
+
+def test_the_state_of_a_job_is_parsed() -> None:
+    line = "12|PENDING||debug|30:00|2030-01-01T00:00:00|ReqNodeNotAvail, UnavailableNodes:n[0-3]|x\n"
+    assert slurm.parse_job("12", f"11|RUNNING|n0|a|1:00|N/A|None\n{line}") == Job(
+        id="12",
+        state="PENDING",
+        partition="debug",
+        limit="30:00",
+        start="2030-01-01T00:00:00",
+        reason="ReqNodeNotAvail, UnavailableNodes:n[0-3]|x",
+    )
+    assert slurm.parse_job("12", "").state == slurm.GONE
+
+
+def test_steps_nodes_and_addresses_are_parsed() -> None:
+    assert slurm.parse_steps("12.batch|batch\n12.extern|extern\n12.4|testbed-7-0\n") == {"testbed-7-0": "12.4"}
+    assert slurm.parse_down("n0 idle\nn1 down*\nn2 mixed*\nn3 allocated\nn1 down*\n") == "n1, n2"
+    text = "NodeName=n0 Arch=x86_64 NodeAddr=10.0.0.1 OS=Linux 6.1 #1 SMP\nNodeName=n1 NodeAddr=n1.lan State=IDLE\n"
+    assert slurm.parse_addresses(text) == {"n0": "10.0.0.1", "n1": "n1.lan"}
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    {
+        "TIMEOUT": "reached its time limit of 5:00",
+        "PREEMPTED": "was preempted",
+        "CANCELLED": "was cancelled",
+        "OUT_OF_MEMORY": "more memory",
+        "FAILED": "ended with state FAILED (why)",
+        slurm.GONE: "no longer exists",
+    }.items(),
+)
+def test_how_a_job_ended_is_one_sentence_with_its_id(state: str, words: str) -> None:
+    error = slurm.how_it_ended(Job(id="12", state=state, limit="5:00", reason="why"))
+    assert str(error).startswith("Slurm job 12 ") and words in str(error) and error.way_out
+
+
+def test_the_exit_code_of_srun_is_that_of_its_task() -> None:
+    assert [slurm.task_code(code) for code in (0, 3, 137, 143, 255)] == [0, 3, -9, -15, 255]
+
+
+def test_a_survey_names_every_node_that_lacks_something() -> None:
+    there = {"interface": "eth0", "address": "10.0.0.1", "problem": "", "port": 29500, "busy": "", "missing": []}
+    rows = [there | {"node": "n0"}, there | {"node": "n1", "missing": ["/x/.r.shared"]}]
+    rows.append(there | {"node": "n2", "problem": "no route to n0 (unreachable)"})
+    output = "\n".join(["srun: hello", *map(json.dumps, rows)])
+    assert slurm.parse_survey(json.dumps(rows[0]), ["n0"], {})[0]["port"] == 29500
+    with pytest.raises(Unavailable) as caught:
+        slurm.parse_survey(output, ["n0", "n1", "n2", "n3"], {"/x/.r.shared": "/x"})
+    for words in ("n3 did not answer", "n1 does not see /x,", "n2: no route to n0"):
+        assert words in str(caught.value)
+
+
+def test_a_machine_without_sbatch_refuses_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match="the command sbatch is missing"):
+        select.select("slurm", [RunSpec()])
+    with pytest.raises(SpecError, match="--time: is for Slurm only"):
+        select.select("process", [RunSpec()], slurm=SlurmOptions(time="5"))
+
+
+def test_auto_never_takes_slurm() -> None:
+    assert "slurm" not in select.SUBSTRATES
+
+
+def tools(folder: Path, **scripts: str) -> dict[str, str]:
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+
+
+def test_a_job_without_steps_ends_by_itself(tmp_path: Path) -> None:
+    """With a step it goes on; Slurm's own steps do not count; a squeue that fails changes nothing."""
+    looks = 'n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) >n; echo 12.batch; [ "$n" = 1 ] && exit 1'
+    looks += '; [ "$n" -ge 3 ] || echo 12.0; exit 0'
+    env = tools(tmp_path, squeue=looks, sleep=":")
+    done = subprocess.run(["sh"], input=slurm.JOB_SCRIPT, text=True, env=env, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and int((tmp_path / "n").read_text()) == 3 + 12, "12 looks of 10 s without a step"
+
+
+def test_a_job_that_waits_is_reported_with_its_reason_and_cancelled_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 'echo x >>looks; [ $(wc -l <looks) -lt 3 ] && echo "7|PENDING||p|5:00|N/A|Priority" || '
+    rows += 'echo "7|RUNNING|n[0-1]|p|5:00|N/A|None"'
+    env = tools(tmp_path, sbatch="cat >script; echo 7", squeue=rows, scontrol="echo n0 n1", scancel='echo "$@" >>ended')
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    reservation = slurm.Reservation(SlurmOptions(), nodes=2, cpus=1)
+    with reservation.hold(said.append):
+        with reservation.hold(said.append):
+            assert reservation.names == ["n0", "n1"]
+        assert not Path("ended").exists(), "the outer one still holds it"
+    assert said == ["Slurm job 7 waits in partition p: Priority", "Slurm job 7 has n0, n1"]
+    assert Path("ended").read_text() == "7\n" and Path("script").read_text() == slurm.JOB_SCRIPT
+
+
+def test_a_node_finds_its_own_address_and_a_free_port() -> None:
+    found = endpoint.describe("a", ["a", "b"], ["127.0.0.1", "127.0.0.1"], 0, ["/", "/no/such/file"][:1])
+    assert (found["interface"], found["address"], found["missing"], found["busy"]) == ("lo", "127.0.0.1", [], "")
+    assert endpoint.describe("a", ["a"], ["x"], int(str(found["port"])), [])["port"] == found["port"]
