@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -225,15 +225,16 @@ def parse_steps(output: str) -> dict[str, str]:
 def how_it_ended(job: Job) -> AllocationLost:
     """The error for a job that no longer holds its nodes."""
     again = "Submit it again"
+    failed = (not_usable(job.nodes) or job.nodes) if job.state in ("NODE_FAIL", "BOOT_FAIL") else ""
     ends = {
         "TIMEOUT": (f"reached its time limit of {job.limit}", "Give it longer with --time"),
         "PREEMPTED": ("was preempted by a job of higher priority", again),
         "CANCELLED": ("was cancelled (scancel)", again),
         "NODE_FAIL": (
-            f"lost a node that failed ({_down(job.nodes)})",
+            f"lost a node that failed ({failed})",
             f"{again}, or without it: --slurm-option exclude=NAME",
         ),
-        "BOOT_FAIL": (f"lost a node that did not boot ({_down(job.nodes)})", again),
+        "BOOT_FAIL": (f"lost a node that did not boot ({failed})", again),
         "OUT_OF_MEMORY": ("used more memory than it had requested", "Request more, e.g. --slurm-option mem=8G"),
         "DEADLINE": ("reached its deadline", "Request a later one"),
         "COMPLETING": ("is being ended by Slurm", "See `squeue`"),
@@ -248,17 +249,17 @@ def before_the_run(lost: AllocationLost) -> AllocationLost:
     return AllocationLost(f"{lost}. {lost.way_out}.")
 
 
-def _down(nodes: str) -> str:
-    """Those of these nodes that Slurm cannot use now; all of them if it does not say."""
-    with contextlib.suppress(CommandFailed):
-        return parse_down(ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T")) or nodes
-    return nodes
+def not_usable(nodes: str) -> str:
+    """Those of these nodes that Slurm cannot use now; "" if there is none, or it does not say."""
+    with contextlib.suppress(CommandFailed, FileNotFoundError):
+        return parse_down(ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T"))
+    return ""
 
 
 def parse_down(output: str) -> str:
-    """The nodes whose state is down, fail or drain, or ends with `*`: it does not answer."""
+    """The nodes whose state is down or fail, or ends with `*`: they do not answer."""
     rows = dict.fromkeys(tuple(line.split()) for line in output.splitlines() if len(line.split()) == 2)
-    return ", ".join(name for name, state in rows if re.match(r"down|fail|drain|unknown|.*\*$", state))
+    return ", ".join(name for name, state in rows if re.match(r"down|fail|unknown|.*\*$", state))
 
 
 # Hold nodes
@@ -390,11 +391,20 @@ class Reservation:
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_S)
 
-    def lost(self) -> AllocationLost | None:
-        """The error if the job no longer holds its nodes, else None. Waits while Slurm ends it, to know why."""
+    def lost(self, node: str = "") -> AllocationLost | None:
+        """The error if the job no longer holds its nodes, or `node` does not answer; else None.
+
+        Waits while Slurm ends the job, to know why: srun may know of a failed node before the job's state shows it.
+        """
         deadline = time.monotonic() + END_TIMEOUT_S
-        while (job := find_job(self.job)).state == "COMPLETING" and time.monotonic() < deadline:
+        while True:
+            job = find_job(self.job)
+            down = job.state in RUNNING and node and not_usable(node)
+            if not (down or job.state == "COMPLETING") or time.monotonic() > deadline:
+                break
             time.sleep(POLL_S)
+        if down:
+            return how_it_ended(replace(job, state="NODE_FAIL", nodes=node))
         return None if job.state in RUNNING else how_it_ended(job)
 
     def _end(self) -> None:
@@ -420,15 +430,15 @@ def _signals_blocked() -> Iterator[None]:
 class SlurmProcess:
     """A step with one task. Its srun runs here, so its output and exit code arrive here."""
 
-    def __init__(self, srun: LocalProcess, name: str, node: int, reservation: Reservation) -> None:
-        self.srun, self.name, self.node, self._reservation = srun, name, node, reservation
+    def __init__(self, srun: LocalProcess, name: str, node: int, host: str, reservation: Reservation) -> None:
+        self.srun, self.name, self.node, self._host, self._reservation = srun, name, node, host, reservation
         self.pid = srun.pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs. Raises AllocationLost."""
         if self._code is None and (code := self.srun.poll()) is not None:
-            if code and (lost := self._reservation.lost()):
+            if code and (lost := self._reservation.lost(self._host)):
                 raise lost
             self._code = task_code(code)
         return self._code
@@ -536,9 +546,10 @@ class SlurmSubstrate:
         """Start a step on one node. Its srun does not end with this controller, so that the ranks can finish."""
         name = f"{JOB_NAME}-{os.getpid()}-{next(self._count)}"
         cpus = self._reservation.cpus if quota else 1
-        step = step_argv(self._reservation.job, [self.nodes[node].name], name, cpus)
+        host = self.nodes[node].name
+        step = step_argv(self._reservation.job, [host], name, cpus)
         srun = spawn([*step, *argv], env, log, inherited=variables())
-        self._started.append(process := SlurmProcess(srun, name, node, self._reservation))
+        self._started.append(process := SlurmProcess(srun, name, node, host, self._reservation))
         return process
 
     def port(self, wanted: int = 0) -> int:
