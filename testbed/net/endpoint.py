@@ -46,7 +46,7 @@ def free_port(address: str, wanted: int) -> tuple[int, str]:
         with socket.create_server((address, wanted)) as server:
             return int(server.getsockname()[1]), ""
     except OSError as error:
-        return wanted, error.strerror or str(error)
+        return wanted, os.strerror(error.errno) if error.errno else str(error)
 
 
 def describe(

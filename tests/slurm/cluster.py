@@ -6,6 +6,7 @@ a child of this process; `down` ends them by their process ids and removes the n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -98,6 +99,7 @@ class Cluster:
         self.net = f"10.{200 + int(self.mark, 16) % 50}.{int(self.mark, 16) // 50 % 250}"
         self.switch, self.login = f"slurm{self.mark}switch", f"slurm{self.mark}"
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.started: list[subprocess.Popen[str]] = []
 
     @property
     def names(self) -> list[str]:
@@ -228,12 +230,18 @@ class Cluster:
         """Start `testbed`, to be disturbed."""
         whole = [sys.executable, "-m", "testbed.control", *argv]
         out = subprocess.PIPE
-        return subprocess.Popen(
+        started = subprocess.Popen(
             whole, cwd=cwd, env=self.environment(), stdout=out, stderr=out, text=True, start_new_session=True
         )
+        self.started.append(started)
+        return started
 
     def down(self) -> None:
         """Remove everything of this instance, in any state."""
+        for started in self.started:
+            started.kill()
+            with contextlib.suppress(ValueError):  # its output was read
+                started.communicate()
         for name in ("slurmctld", *self.names, "munged"):
             daemon = self.daemons.pop(name, None)
             if daemon is None:

@@ -24,14 +24,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> subprocess.Popen[str]:
     """A script that does not end, in a job of one minute, the shortest that Slurm has."""
-    started = start_sleeping(cluster, tmp_path_factory.mktemp("timed"), "--time", "1")
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
+    return start_sleeping(cluster, tmp_path_factory.mktemp("timed"), "--time", "1")
 
 
 def start_sleeping(cluster: Cluster, folder: Path, *options: str) -> subprocess.Popen[str]:

@@ -138,7 +138,7 @@ def test_a_run_whose_controller_was_killed_finishes_and_is_collected(
     cluster: Cluster, tmp_path: Path, timed: subprocess.Popen[str]
 ) -> None:
     started = cluster.start_testbed(
-        "run", *UNPROBED, "--nodes", "2", "--steps", "150", "--out", "runs/adhoc/r", cwd=tmp_path
+        "run", *UNPROBED, "--nodes", "2", "--steps", "1000", "--out", "runs/adhoc/r", cwd=tmp_path
     )
     folder = tmp_path / "runs" / "adhoc" / "r"
     wait_for_steps(folder, 0, 3)

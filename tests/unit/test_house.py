@@ -18,6 +18,7 @@ TESTED_ELSEWHERE = {  # module without a unit test of its own: why
     "control/substrates/base.py": "an interface without code",
     "control/substrates/fake.py": "is itself what tests use",
     "control/cli/options.py": "in test_main.py and test_hosts.py",
+    "control/cli/jobs.py": "needs Slurm: tests/slurm; what it prints is found in control/runs/test_jobs.py",
     "control/cli/report.py": "in test_main.py",
     "attach/inject/sitecustomize.py": "in test_observer.py, which starts scripts with it",
     "control/cli/script.py": "in test_main.py and tests/gloo/test_exec_gloo.py",

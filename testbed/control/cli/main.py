@@ -185,15 +185,9 @@ def tune(
     keys = {"steps": "16" if context.args else "10"} | opt.spec_options(context)
     if context.args:
         keys |= {"script": script.script_keys(context.args)}
-    spec, choice = api.prepare(
-        keys,
-        settings or [],
-        on=opt.substrate(context, on),
-        inventory=inventory,
-        accept_new=accept_new,
-        allow_concurrent=share,
-        slurm=opt.slurm(context),
-    )
+    where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
+    where |= {"allow_concurrent": share, "slurm": opt.slurm(context)}
+    spec, choice = api.prepare(keys, settings or [], **where)
     search = new_search(spec, out, opt.typed(context, WITH_EXEC))
     progress = open_progress(console, quiet=as_json)
     progress.headline(f"on {choice.name}: {choice.reason}")

@@ -12,7 +12,6 @@ import pytest
 from testbed.control.runs import select
 from testbed.control.substrates import slurm
 from testbed.control.substrates.slurm import Job, SlurmOptions
-from testbed.net import endpoint
 from testbed.spec.errors import SpecError, Unavailable
 from testbed.spec.run import RunSpec
 
@@ -165,9 +164,3 @@ def test_a_job_that_waits_is_reported_with_its_reason_and_cancelled_at_the_end(
         assert not Path("ended").exists(), "the outer one still holds it"
     assert said == ["Slurm job 7 waits in partition p: Priority", "Slurm job 7 has n0, n1"]
     assert Path("ended").read_text() == "7\n" and Path("script").read_text() == slurm.JOB_SCRIPT
-
-
-def test_a_node_finds_its_own_address_and_a_free_port() -> None:
-    found = endpoint.describe("a", ["a", "b"], ["127.0.0.1", "127.0.0.1"], 0, ["/", "/no/such/file"][:1])
-    assert (found["interface"], found["address"], found["missing"], found["busy"]) == ("lo", "127.0.0.1", [], "")
-    assert endpoint.describe("a", ["a"], ["x"], int(str(found["port"])), [])["port"] == found["port"]
