@@ -54,7 +54,7 @@ def test_a_run_has_the_same_folder_and_table_as_elsewhere_and_leaves_no_job(
     cluster: Cluster, tmp_path: Path, timed: subprocess.Popen[str]
 ) -> None:
     options = ("--nodes", "4", "--mode", "ddp", "--steps", "150", "--fault", "pause:rank1@step3+1s")
-    done = cluster.testbed("run", *SMALL, *options, "--out", "r", cwd=tmp_path, TOKEN="geheim")
+    done = cluster.testbed("run", *SMALL, *options, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "has n0, n1, n2, n3" in done.stdout and "| ddp" in done.stdout
     found = summary_of(tmp_path / "r")
@@ -109,14 +109,14 @@ def test_a_killed_rank_is_named_with_its_node(cluster: Cluster, tmp_path: Path) 
 def test_scancel_is_told_and_ranks_have_no_variable_that_was_not_listed(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOKEN", "geheim")
+    monkeypatch.setenv("TOKEN", "a-secret")
     started = cluster.start_testbed("run", *UNPROBED, "--nodes", "2", "--steps", "100000", "--out", "r", cwd=tmp_path)
     wait_for_steps(tmp_path / "r", 0, 3)
     ranks = [pid for pid in rank_pids(tmp_path / "r") if Path(f"/proc/{pid}/comm").read_text().strip() != "srun"]
     assert len(ranks) == 2
-    assert all(b"geheim" not in Path(f"/proc/{pid}/environ").read_bytes() for pid in ranks)
+    assert all(b"a-secret" not in Path(f"/proc/{pid}/environ").read_bytes() for pid in ranks)
     job = json.loads((tmp_path / "r" / "slurm.json").read_text())["job"]
-    assert "geheim" not in cluster.ask("scontrol", "show", "job", job)
+    assert "a-secret" not in cluster.ask("scontrol", "show", "job", job)
     cluster.ask("scancel", job)
     _, err = started.communicate(timeout=60)
     assert started.returncode == AllocationLost.exit_code
