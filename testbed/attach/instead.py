@@ -374,7 +374,7 @@ class Instead(Part):
             raise self._refusal(f"{spec.mode}: no module of the script has all its parameters", "Use overlap.")
         model = root if self.pipelined or self.reference else parameters_module(ordered(root, trained))
         store = dist.PrefixStore("testbed/instead", distributed_c10d._get_default_store())
-        group = Group(dist.get_rank(), dist.get_world_size(), store, self.deadline)
+        group = Group(dist.get_rank(), dist.get_world_size(), store, self.deadline, racks=spec.topology.racks)
         for wrapper in self.wrappers:
             switch_off(wrapper)
         self.update = ScriptUpdate(self.optimizer)

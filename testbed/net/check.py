@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from testbed.net.probe import link_steps
+from testbed.net.probe import link_steps_of, uplink_steps
 from testbed.net.shaping import Shaping, difference
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import Receipt
@@ -52,8 +52,9 @@ def measure(
     if earlier is not None:
         announce(earlier.sentence())
         return NetworkCheck(earlier.sentence(), earlier)
-    links, between = sum(map(len, link_steps(spec.world))), spec.world * (spec.world - 1)
-    announce(f"measuring the network: {links}{f' of {between}' if links < between else ''} links and the fan-ins")
+    links, between = sum(map(len, link_steps_of(spec.fabric))), spec.world * (spec.world - 1)
+    rest = "the fan-ins and the uplinks" if uplink_steps(spec.fabric) else "the fan-ins"
+    announce(f"measuring the network: {links}{f' of {between}' if links < between else ''} links, {rest}")
     receipt, notes = probe(), []
     if retry and not receipt.valid():
         notes.append(f"first probe: {receipt.sentence()}")
@@ -87,20 +88,26 @@ class Recheck:
     """
 
     def __init__(
-        self, folder: RunFolder, read_shaping: Callable[[], Mapping[int, Shaping]], interface: str = "eth0"
+        self,
+        folder: RunFolder,
+        read_shaping: Callable[[], Mapping[int, Shaping]],
+        interface: str = "eth0",
+        read_uplinks: Callable[[], Mapping[int, Shaping]] = dict,
     ) -> None:
-        self._folder, self._read, self._interface = folder, read_shaping, interface
-        self._before = read_shaping()
+        self._folder, self._read, self._interface, self._read_uplinks = folder, read_shaping, interface, read_uplinks
+        self._before, self._uplinks_before = read_shaping(), read_uplinks()
 
     @property
     def shaped(self) -> bool:
         """True if a rate was requested of one of the nodes."""
-        return any(shaping.rate is not None for shaping in self._before.values())
+        every = (*self._before.values(), *self._uplinks_before.values())
+        return any(shaping.rate is not None for shaping in every)
 
     def before(self) -> str:
         """Return which node is not shaped as requested before training; empty if none."""
+        nodes = (difference(_name(rank), Shaping(), now, iface=self._interface) for rank, now in self._before.items())
         return _first(
-            difference(_name(rank), Shaping(), now, iface=self._interface) for rank, now in self._before.items()
+            [*nodes, *(_uplink_difference(rack, Shaping(), now) for rack, now in self._uplinks_before.items())]
         )
 
     def after(
@@ -127,16 +134,26 @@ class Recheck:
 
     def _changed(self) -> str:
         try:
-            now = self._read()
+            now, uplinks = self._read(), self._read_uplinks()
             sizes = {rank: counted(read(self._folder.records(rank))) for rank in now if now[rank].rate is not None}
         except (EngineLost, Interrupted):
             raise
         except TestbedError as error:
             return f"the network could not be checked: {error}"
-        return _first(
+        nodes = (
             difference(_name(rank), self._before[rank], now[rank], size, self._interface)
             for rank, size in sizes.items()
         )
+        return _first(
+            [*nodes, *(_uplink_difference(rack, self._uplinks_before[rack], each) for rack, each in uplinks.items())]
+        )
+
+
+def _uplink_difference(rack: int, before: Shaping, now: Shaping) -> str:
+    """Why the uplink of a rack is not the requested one; what its devices sent since `before` has to have passed it."""
+    up, down = f"up{rack}", f"down{rack}"
+    sent = [now.sent.get(device, 0) - before.sent.get(device, 0) if before.sent else 0 for device in (up, down)]
+    return difference(f"uplink of rack {rack}", before, now, (sent[0], sent[1]), up, down)
 
 
 def _first(reasons: Iterable[str]) -> str:

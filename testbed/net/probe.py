@@ -3,10 +3,12 @@
 Every node runs one. In rounds 1..N-1 node i sends to node (i + r) % N, so that each directed link is used once; above
 ALL_LINKS_NODES only some of the rounds are taken, in each of which every node still sends and receives. Then come the
 fan-ins: several nodes send into one, because one sender alone never fills more than its own link, and so never shows
-whether the ingress of the receiver is shaped. The receiver counts. Each round is cut into steps in
-which no node both sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short
-path) cost up to 15 %, and the link would look that much slower than it is. Before each step all nodes report to node 0
-and wait for its answer. Every wait has a deadline. If a node fails, the probe ends on all nodes with the same message.
+whether the ingress of the receiver is shaped. The receiver counts. Each round is cut into steps in which no node both
+sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short path) cost up to 15 %,
+and the link would look that much slower than it is. Before each step all nodes report to node 0 and wait for its
+answer. With racks, at most one link of a step passes each uplink, and at last all nodes of a rack send to all others at
+once, because one sender alone does not show what the uplink passes. Every wait has a deadline. If a node fails, the
+probe ends on all nodes with the same message.
 
 The controller starts the probe on every node; ranks without a controller call `probe_node`. Both check the result
 by net/check.py.
@@ -30,13 +32,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from testbed.net.channel import Channel, listen, new_token
-from testbed.net.tcp import MTU_BYTES, bottleneck, congestion_control, min_round_trip, path_mtu, wire_rate
+from testbed.net.tcp import MTU_BYTES, congestion_control, min_round_trip, path_mtu, wire_rate
 from testbed.spec.errors import ChannelClosed, ProbeError
+from testbed.spec.fabric import Fabric, Pairs
 from testbed.spec.units import burst_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +50,9 @@ STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
 
 ALL_LINKS_NODES = 16  # with more nodes a sample of the links is measured: 64 nodes have 4032
 SAMPLE_ROUNDS = 8  # of that sample: each node sends on so many links and receives on so many
+ACROSS_LINKS = 24  # links between racks that are measured at most: they are measured one after the other
+SAMPLE_ACROSS = 2  # of these links after training
+ALL_PAIRS = 36  # through an uplink at once; of more, each node sends to one
 FILLS = 1.25  # senders fill a link if their rates together are so many times its own
 
 SLOW_START_S = 0.25  # discarded at the start of a flow
@@ -54,6 +60,7 @@ SLICE_S = 0.1  # a flow is counted in slices
 SLOW_START_BURSTS, SLICE_BURSTS = 20, 17  # both take longer on a slow link; three slices hold more than 50 bursts
 UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S = 0.1, 0.067
 MIN_SLICES, MAX_SLICES = 3, 9
+TOGETHER_SLICES = 5  # of a step whose receivers' rates are added
 MAX_STANDARD_ERROR = 0.01  # a flow ends when the standard error of the slices' mean is at most this share of it
 
 IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
@@ -67,7 +74,6 @@ BUFFER_BYTES = 1024 * 1024  # at each end, so that the link stays busy while a p
 HEADER = struct.Struct("!32sI")  # of a data connection: token, rank
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing discards what is still in flight
 
-Pairs = Sequence[tuple[int, int]]  # (src, dst)
 OnEvent = Callable[[dict[str, Any]], None]
 
 
@@ -78,6 +84,7 @@ class Pace:
     slow_start_s: float
     slice_s: float
     max_slices: int = MAX_SLICES
+    min_slices: int = MIN_SLICES
 
     @property
     def timeout_s(self) -> float:
@@ -91,13 +98,59 @@ def link_steps(n: int) -> list[Pairs]:
     return [step for number in rounds for step in _steps_of_round(n, number)]
 
 
-def fan_in_steps(rates: Sequence[int | None]) -> list[Pairs]:
+def link_steps_of(fabric: Fabric) -> list[Pairs]:
+    """The same with racks: the links inside racks as without, then those across, of which some are left out."""
+    steps = link_steps(fabric.size)
+    if not fabric.shared_uplinks:
+        return steps
+    inside = [[pair for pair in step if not fabric.crosses(*pair)] for step in steps]
+    across = [pair for step in steps for pair in step if fabric.crosses(*pair)]
+    kept = min(len(across), ACROSS_LINKS)
+    spread = [across[k * len(across) // kept] for k in range(kept)]
+    return [*filter(None, inside), *_one_per_uplink(fabric, spread)]
+
+
+def _one_per_uplink(fabric: Fabric, pairs: Pairs) -> list[Pairs]:
+    """Steps in which each uplink carries one pair, in one direction: acknowledgements must not queue behind data."""
+    steps: list[list[tuple[int, int]]] = []
+    for src, dst in pairs:
+        racks = {fabric.racks[src], fabric.racks[dst]}
+        for step in steps:
+            if not racks & {fabric.racks[node] for pair in step for node in pair}:
+                step.append((src, dst))
+                break
+        else:
+            steps.append([(src, dst)])
+    return list(steps)
+
+
+def uplink_steps(fabric: Fabric) -> list[tuple[int, bool, Pairs]]:
+    """For each rack, and each direction (True: out of the rack), the pairs that send through its uplink at once.
+
+    What leaves one of two racks enters the other, so two racks have one step for each direction.
+    """
+    found: list[tuple[int, bool, Pairs]] = []
+    racks = fabric.shared_uplinks
+    for rack in racks:
+        own = [node for node in range(fabric.size) if fabric.racks[node] == rack]
+        others = [node for node in range(fabric.size) if fabric.racks[node] != rack]
+        for outgoing in (True, False) if len(racks) > 2 else (True,):
+            senders, receivers = (own, others) if outgoing else (others, own)
+            pairs = [(src, dst) for src in senders for dst in receivers]
+            if len(pairs) > ALL_PAIRS:
+                count = max(len(senders), len(receivers))
+                pairs = [(senders[k % len(senders)], receivers[k % len(receivers)]) for k in range(count)]
+            found.append((rack, outgoing, pairs))
+    return found
+
+
+def fan_in_steps(fabric: Fabric) -> list[Pairs]:
     """The pairs of every fan-in: all nodes into node 0, then as few as fill the link into every other shaped node.
 
     Several nodes receive in one step if there are enough senders for each. Two nodes have one fan-in only: a single
     sender fills no link but its own.
     """
-    n = len(rates)
+    n, rates = fabric.size, fabric.rates
     if n < 2:
         return []
     steps: list[Pairs] = [[(src, 0) for src in range(1, n)]]
@@ -105,10 +158,10 @@ def fan_in_steps(rates: Sequence[int | None]) -> list[Pairs]:
     while waiting:
         step: list[tuple[int, int]] = []
         free = set(range(n))
-        for dst in [dst for dst in waiting if dst in free]:
+        for dst in [dst for dst in waiting if dst in free][: 1 if fabric.shared_uplinks else None]:
             # First those that have had their own fan-in, so that the others can receive in the same step.
             others = sorted(free - {dst}, key=lambda src: (src in waiting, -(rates[src] or math.inf), src))
-            senders = _senders(rates, dst, others) or (others if not step else [])
+            senders = _senders(fabric, dst, others) or (others if not step else [])
             if dst in free and senders:
                 step += [(src, dst) for src in senders]
                 free -= {dst, *senders}
@@ -117,35 +170,44 @@ def fan_in_steps(rates: Sequence[int | None]) -> list[Pairs]:
     return steps
 
 
-def _senders(rates: Sequence[int | None], dst: int, others: Sequence[int]) -> Sequence[int]:
+def _senders(fabric: Fabric, dst: int, others: Sequence[int]) -> Sequence[int]:
     """The first of `others`, at least two, that together fill the link of `dst`; none if all of them do not."""
+    unlimited = replace(fabric, rates=tuple(None if node == dst else rate for node, rate in enumerate(fabric.rates)))
     for count in range(2, len(others) + 1):
-        sent = bottleneck(None, [rates[src] for src in others[:count]])
-        if sent is None or sent >= FILLS * (rates[dst] or 0):
+        sent = unlimited.limit([(src, dst) for src in others[:count]])
+        if sent is None or sent >= FILLS * (fabric.rates[dst] or 0):
             return others[:count]
     return []
 
 
-def schedule(rates: Sequence[int | None], sample: int | None = None) -> list[Pairs]:
-    """The pairs of every step: the links, then the fan-ins."""
-    links, fan_ins = plan_steps(rates, sample)
-    return [*links, *fan_ins]
+def schedule(fabric: Fabric, sample: int | None = None) -> list[Pairs]:
+    """The pairs of every step: the links, then the fan-ins, then the uplinks."""
+    links, fan_ins, uplinks = plan_steps(fabric, sample)
+    return [*links, *fan_ins, *(pairs for _, _, pairs in uplinks)]
 
 
-def plan_steps(rates: Sequence[int | None], sample: int | None = None) -> tuple[list[Pairs], list[Pairs]]:
-    """The steps that measure links, and the fan-ins.
+def plan_steps(
+    fabric: Fabric, sample: int | None = None
+) -> tuple[list[Pairs], list[Pairs], list[tuple[int, bool, Pairs]]]:
+    """The steps that measure links, the fan-ins, and the uplinks.
 
-    With `sample`, a number that chooses them: one round of links, in which every node sends and receives once, and the
-    fan-in of one node.
+    With `sample`, a number that chooses them: one round of links, in which every node sends and receives once (with
+    racks at least one of them across), the fan-in of one node, and one uplink.
     """
-    n = len(rates)
+    n, uplinks = fabric.size, uplink_steps(fabric)
     if sample is None or n < 2:
-        return link_steps(n), fan_in_steps(rates)
-    into = [pair for step in fan_in_steps(rates) for pair in step]
+        return link_steps_of(fabric), fan_in_steps(fabric), uplinks
+    into = [pair for step in fan_in_steps(fabric) for pair in step]
     receivers = sorted({dst for _, dst in into})
     chosen = receivers[sample % len(receivers)]
     fan_ins: list[Pairs] = [[pair for pair in into if pair[1] == chosen]] if n > 2 else []  # two nodes: as the links
-    return _steps_of_round(n, 1 + sample % (n - 1)), fan_ins
+    links = _steps_of_round(n, 1 + sample % (n - 1))
+    if not uplinks:
+        return links, fan_ins, []
+    inside = [[pair for pair in step if not fabric.crosses(*pair)] for step in links]
+    across = [pair for step in links for pair in step if fabric.crosses(*pair)]
+    kept = [*filter(None, inside), *_one_per_uplink(fabric, across[:SAMPLE_ACROSS])]
+    return kept, fan_ins, [uplinks[sample % len(uplinks)]]
 
 
 def _steps_of_round(n: int, number: int) -> list[Pairs]:
@@ -161,41 +223,50 @@ def _steps_of_round(n: int, number: int) -> list[Pairs]:
     return [step for step in steps if step]
 
 
-def pace(rates: Sequence[int | None], pairs: Pairs) -> Pace:
-    """Return how long a step takes. Its slowest link decides: at least 50 bursts are counted."""
-    limits = [bottleneck(rates[dst], [rates[src] for src, to in pairs if to == dst]) for _, dst in pairs]
+def pace(fabric: Fabric, pairs: Pairs, together: bool = False) -> Pace:
+    """Return how long a step takes. Its slowest link decides: at least 50 bursts are counted.
+
+    `together`: all receivers count for the same time, because their rates are added.
+    """
+    limits = [fabric.limit([pair for pair in pairs if pair[1] == dst]) for _, dst in pairs]
     burst_s = [burst_bytes(rate) * 8 / rate for rate in limits if rate is not None]
     if not burst_s:
         return Pace(UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S, max_slices=MIN_SLICES)
-    return Pace(max(SLOW_START_S, SLOW_START_BURSTS * max(burst_s)), max(SLICE_S, SLICE_BURSTS * max(burst_s)))
+    slow_start_s, slice_s = (
+        max(SLOW_START_S, SLOW_START_BURSTS * max(burst_s)),
+        max(SLICE_S, SLICE_BURSTS * max(burst_s)),
+    )
+    return Pace(slow_start_s, slice_s, *((TOGETHER_SLICES, TOGETHER_SLICES) if together else ()))
 
 
-def longest_probe(rates: Sequence[int | None], sample: int | None = None) -> float:
+def longest_probe(fabric: Fabric, sample: int | None = None) -> float:
     """Seconds after which a probe of these links counts as hung."""
-    return 2 * MEETING_TIMEOUT_S + sum(pace(rates, pairs).timeout_s for pairs in schedule(rates, sample))
+    return 2 * MEETING_TIMEOUT_S + sum(pace(fabric, pairs).timeout_s for pairs in schedule(fabric, sample))
 
 
-def window(rates: Sequence[int | None], pairs: Pairs, dst: int, round_trip: float) -> int | None:
+def window(fabric: Fabric, pairs: Pairs, dst: int, round_trip: float) -> int | None:
     """Bytes that one connection into `dst` may have in flight; None leaves that to the kernel.
 
     On a slow link TCP's first window alone overflows the queue: frames are lost, and the bytes behind the gap are
     counted late. With a bound from the start nothing is lost, and the link is still busy all the time.
     """
-    sources = [src for src, to in pairs if to == dst]
-    rate = bottleneck(rates[dst], [rates[src] for src in sources])
+    into = [pair for pair in pairs if pair[1] == dst]
+    rate, flows = fabric.limit(into), len(into)
+    if len({to for _, to in pairs if to != dst}) and any(fabric.crosses(*pair) for pair in into):
+        rate, flows = fabric.limit(pairs), len(pairs)  # all of them share an uplink
     if rate is None or round_trip > SHORT_PATH_S:
         return None
-    size = max(MIN_IN_FLIGHT_BYTES, round(rate / len(sources) * IN_FLIGHT_S / 8))
+    size = max(MIN_IN_FLIGHT_BYTES, round(rate / flows * IN_FLIGHT_S / 8))
     return size if size <= MAX_IN_FLIGHT_BYTES else None
 
 
-def steady(rates: Sequence[float], max_slices: int) -> bool:
+def steady(rates: Sequence[float], max_slices: int, min_slices: int = MIN_SLICES) -> bool:
     """Return True if enough slices are counted: their mean is known well, or there are `max_slices`.
 
     On a busy machine a slice may be short of bytes; it stays in the mean, and more slices are counted. The requested
     rate is not used: a measurement must not end because its result is the expected one.
     """
-    if len(rates) < MIN_SLICES:
+    if len(rates) < min_slices:
         return False
     error = statistics.stdev(rates) / math.sqrt(len(rates)) / statistics.fmean(rates)
     return error <= MAX_STANDARD_ERROR or len(rates) >= max_slices
@@ -211,13 +282,20 @@ class Clock:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one receiver counted in one step; `src` is None for a fan-in."""
+    """What one receiver counted in one step; `src` is None for a fan-in, and for its part of what an uplink passed."""
 
     src: int | None
     dst: int
     bytes: int
     seconds: float
     round_trip: float | None = None  # seconds, before any data was sent; None for a fan-in
+    uplink: tuple[int, bool] | None = None  # the rack whose uplink all senders of the step share, and if it sends
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """Build it from JSON, which has no tuples."""
+        uplink = values.get("uplink")
+        return cls(**(values | {"uplink": tuple(uplink) if uplink else None}))
 
     @property
     def goodput(self) -> float:
@@ -239,7 +317,7 @@ class Measurement:
     def of(cls, values: dict[str, Any]) -> Self:
         """Build it from the event `result` that a probe process prints."""
         return cls(
-            flows=[Flow(**flow) for flow in values["flows"]],
+            flows=[Flow.of(flow) for flow in values["flows"]],
             mtu=values["mtu"],
             congestion=values["congestion"],
             seconds=values["seconds"],
@@ -247,31 +325,41 @@ class Measurement:
         )
 
 
-def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt:
-    """Return the receipt: the measured rates against the requested rates of the nodes' links."""
-    from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Receipt  # pydantic: not for a probe process
+def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
+    """Return the receipt: the measured rates against the requested rates of the links and uplinks."""
+    # pydantic: not for a probe process
+    from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Receipt, UplinkReceipt
 
-    def rate(flow: Flow, requested: int | None) -> dict[str, Any]:
-        measured = wire_rate(flow.goodput, measurement.mtu)
+    def rate(goodput: float, pairs: Pairs) -> dict[str, Any]:
+        requested, measured = fabric.limit(pairs), wire_rate(goodput, measurement.mtu)
         error = None if requested is None else measured / requested - 1
-        return {"requested": requested, "goodput": flow.goodput, "measured": measured, "error": error}
+        return {"requested": requested, "goodput": goodput, "measured": measured, "error": error}
 
     links, fan_ins = [], list[FanIn]()
-    into = [pair for step in fan_in_steps(rates) for pair in step]
+    into = [pair for step in fan_in_steps(fabric) for pair in step]
     for flow in measurement.flows:
+        if flow.uplink is not None:
+            continue
         if flow.src is None:
-            senders = tuple(src for src, dst in into if dst == flow.dst)
-            requested = bottleneck(rates[flow.dst], [rates[src] for src in senders])
-            fan_ins.append(FanIn(dst=flow.dst, senders=senders, **rate(flow, requested)))
+            pairs = [pair for pair in into if pair[1] == flow.dst]
+            fan_ins.append(FanIn(dst=flow.dst, senders=tuple(src for src, _ in pairs), **rate(flow.goodput, pairs)))
         else:
-            requested = bottleneck(rates[flow.dst], [rates[flow.src]])
-            links.append(LinkReceipt(src=flow.src, dst=flow.dst, rtt=flow.round_trip, **rate(flow, requested)))
-    between = len(rates) * (len(rates) - 1)
+            pair = (flow.src, flow.dst)
+            across, measured = fabric.crosses(*pair), rate(flow.goodput, [pair])
+            links.append(LinkReceipt(src=flow.src, dst=flow.dst, across=across, rtt=flow.round_trip, **measured))
+    uplinks = []
+    for rack, outgoing, through in uplink_steps(fabric):
+        parts = [flow.goodput for flow in measurement.flows if flow.uplink == (rack, outgoing)]
+        if parts:
+            found = rate(sum(parts), through)
+            uplinks.append(UplinkReceipt(rack=rack, outgoing=outgoing, pairs=tuple(through), **found))
+    between = fabric.size * (fabric.size - 1)
     return Receipt(
         links=tuple(links),
         sampled_from=between if len(links) < between else None,
         fan_in=next((each for each in fan_ins if each.dst == 0), None),
         fan_in_others=tuple(each for each in fan_ins if each.dst != 0),
+        uplinks=tuple(uplinks),
         mtu=measurement.mtu,
         congestion=tuple(measurement.congestion),
         duration=measurement.seconds,
@@ -281,10 +369,12 @@ def receipt_of(measurement: Measurement, rates: Sequence[int | None]) -> Receipt
 
 @dataclass(frozen=True)
 class Peer:
-    """A node's address, and the rate of its link in bit/s."""
+    """A node's address, the rate of its link in bit/s, its rack, and the rate of that rack's uplink."""
 
     address: str
     rate: int | None
+    rack: int = 0
+    uplink: int | None = None
 
 
 class Meeting(ABC):
@@ -534,20 +624,24 @@ def probe_node(
     on_event: OnEvent,
     timeout_s: float = MEETING_TIMEOUT_S,
     sample: int | None = None,
+    rack: int = 0,
+    uplink: int | None = None,
 ) -> Measurement:
     """Take part in a probe as node `rank`, whose link has `rate` bit/s; all nodes call this at the same time.
+
+    `uplink` is the rate of its rack's uplink; None where nothing is limited between racks.
 
     `sample`: see `schedule`; the same on all nodes.
     """
     began = time.monotonic()
-    with meet(rank, addresses, port, Peer(address=addresses[rank], rate=rate), timeout_s) as meeting:
+    with meet(rank, addresses, port, Peer(addresses[rank], rate, rack, uplink), timeout_s) as meeting:
         try:
             with _Node(rank, meeting, on_event, sample) as node:
                 node.run()
                 outcomes = meeting.gather(node.outcome())
         except (OSError, ProbeError) as error:
             raise meeting.fail(error) from None
-    flows = [Flow(**flow) for outcome in outcomes for flow in outcome["flows"]]
+    flows = [Flow.of(flow) for outcome in outcomes for flow in outcome["flows"]]
     return Measurement(
         flows=sorted(flows, key=lambda flow: (flow.src is None, flow.src or 0, flow.dst)),
         mtu=min(outcome["mtu"] for outcome in outcomes),
@@ -565,10 +659,14 @@ class _Node:
         self._meeting = meeting
         self._on_event = on_event
         self._address = meeting.peers[rank].address
-        self._rates = [peer.rate for peer in meeting.peers]
-        links, fan_ins = plan_steps(self._rates, sample)
-        self._steps = [*links, *fan_ins]
+        peers = meeting.peers
+        uplink = peers[0].uplink
+        self._fabric = Fabric.of((peer.rate for peer in peers), (peer.rack for peer in peers), uplink)
+        links, fan_ins, uplinks = plan_steps(self._fabric, sample)
+        self._steps = [*links, *fan_ins, *(pairs for _, _, pairs in uplinks)]
         self._links = len(links)
+        first = len(links) + len(fan_ins)
+        self._uplinks = {first + k: (rack, outgoing) for k, (rack, outgoing, _) in enumerate(uplinks)}  # by step
         self._listeners: dict[int, socket.socket] = {}  # one per step in which this node receives
         self._flows: list[Flow] = []
         self._mtu = MTU_BYTES
@@ -602,7 +700,7 @@ class _Node:
         }
 
     def _listen(self, pairs: Pairs) -> socket.socket:
-        listener = listen(self._address, 0, backlog=2 * len(self._rates))
+        listener = listen(self._address, 0, backlog=2 * self._fabric.size)
         size = self._window(pairs, self._rank)
         if size is not None:  # accepted connections inherit both
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -610,11 +708,11 @@ class _Node:
         return listener
 
     def _window(self, pairs: Pairs, dst: int) -> int | None:
-        return window(self._rates, pairs, dst, self._meeting.round_trip())
+        return window(self._fabric, pairs, dst, self._meeting.round_trip())
 
     def _step(self, number: int, pairs: Pairs, ports: Sequence[int]) -> None:
         """Open this step's connections, wait for the others, then send and count."""
-        plan = pace(self._rates, pairs)
+        plan = pace(self._fabric, pairs, together=number in self._uplinks)
         sources = [src for src, dst in pairs if dst == self._rank]
         with ExitStack() as closing:
             outgoing = []
@@ -674,11 +772,12 @@ class _Node:
         return None
 
     def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
-        fan_in = number >= self._links
-        round_trip = None if fan_in else min_round_trip(incoming[0])  # of the handshake: no data has been sent yet
+        several, uplink = number >= self._links, self._uplinks.get(number)
+        round_trip = None if several else min_round_trip(incoming[0])  # of the handshake: no data has been sent yet
         bound = self._window(self._steps[number], self._rank)
         try:
-            flow = Flow(None if fan_in else sources[0], self._rank, *_receive(incoming, plan, bound), round_trip)
+            counted = _receive(incoming, plan, bound)
+            flow = Flow(None if several else sources[0], self._rank, *counted, round_trip, uplink)
         except (OSError, ProbeError) as error:
             names = ", ".join(f"node{src}" for src in sources)
             raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None
@@ -707,7 +806,7 @@ def _receive(socks: Sequence[socket.socket], plan: Pace, bound: int | None) -> t
         _, first = _drain(selector, buffer, until=0.0)
         _, start = _drain(selector, buffer, until=first + plan.slow_start_s)
         total, end, rates = 0, start, list[float]()
-        while not steady(rates, plan.max_slices):
+        while not steady(rates, plan.max_slices, plan.min_slices):
             began = end
             size, end = _drain(selector, buffer, until=began + plan.slice_s)
             total += size
@@ -744,13 +843,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--port", type=int, required=True, help="where node 0 listens")
     parser.add_argument("--rate", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
+    parser.add_argument("--rack", type=int, default=0)
+    parser.add_argument("--uplink", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
     parser.add_argument("--sample", type=int, default=None, help="measure a few links only, chosen by this number")
     options = parser.parse_args(arguments)
     with suppress(OSError):  # if allowed: the probe measures the link, not how busy the processors are
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         where = (options.rank, options.addresses, options.port, options.rate)
-        result = probe_node(*where, _print, sample=options.sample)
+        racks = {"rack": options.rack, "uplink": options.uplink}
+        result = probe_node(*where, _print, sample=options.sample, **racks)
     except (OSError, ProbeError) as error:
         _print({"event": "error", "rank": options.rank, "sentence": str(error)})
         return ProbeError.exit_code

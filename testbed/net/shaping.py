@@ -88,6 +88,7 @@ class Shaping:
 
     rate: int | None = None
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)  # bytes by device, where the kernel's count of them was read
 
 
 def read_buckets(text: str) -> dict[str, Bucket]:

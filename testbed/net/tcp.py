@@ -1,4 +1,4 @@
-"""TCP on Linux: bytes on the wire, bottlenecks, congestion control, and what the kernel reports about a connection.
+"""TCP on Linux: bytes on the wire, congestion control, and what the kernel reports about a connection.
 
 Used by the probe, the shaping and the ranks. Standard library only: the probe starts before anything heavy is imported.
 """
@@ -12,7 +12,7 @@ import platform
 import re
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from testbed.spec.errors import Unavailable
@@ -37,14 +37,6 @@ def efficiency(mtu: int = MTU_BYTES) -> float:
 def wire_rate(goodput: float, mtu: int = MTU_BYTES) -> float:
     """The rate on the wire for a goodput, in the same unit."""
     return goodput / efficiency(mtu)
-
-
-def bottleneck(receiver: int | None, senders: Iterable[int | None]) -> int | None:
-    """The rate that `senders` together can reach into `receiver`, in bit/s; None where nothing limits it."""
-    rates = list(senders)
-    sent = None if None in rates else sum(rate for rate in rates if rate is not None)
-    limits = [rate for rate in (receiver, sent) if rate is not None]
-    return min(limits, default=None)
 
 
 def path_mtu(sock: socket.socket) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from testbed.net.channel import listen
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
 from testbed.spec.errors import PeerLost, TestbedError, Unavailable, refuse
+from testbed.spec.fabric import Racks
 from testbed.spec.words import setting
 
 LATE_DEADLINES = 10  # deadlines by which one rank may be later than another at a test or a comparison
@@ -39,10 +40,17 @@ class Group:
     """Point-to-point and collective calls on one process group. A fake needs only these methods."""
 
     def __init__(
-        self, rank: int, size: int, store: dist.Store, deadline: float, heartbeat: Heartbeat | None = None
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        deadline: float,
+        heartbeat: Heartbeat | None = None,
+        racks: Racks = (),
     ) -> None:
         self.rank = rank
         self.size = size
+        self.racks = racks  # the ranks of each rack; empty: one switch connects all
         self.store = store
         self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)
@@ -174,7 +182,7 @@ def open_store(rank: int, size: int, address: str, port: int, deadline: float) -
         raise PeerLost(message, failed_rank=0) from None
 
 
-def make_group(heartbeat: Heartbeat, deadline: float) -> Group:
+def make_group(heartbeat: Heartbeat, deadline: float, racks: Racks = ()) -> Group:
     """Make the default process group of all ranks that share the heartbeat's store."""
     rank, size, store = heartbeat.rank, heartbeat.size, heartbeat.store
     try:
@@ -187,7 +195,7 @@ def make_group(heartbeat: Heartbeat, deadline: float) -> Group:
     except (RuntimeError, OSError) as error:
         message = f"rank {rank} did not connect to all of {size} ranks within {deadline:g} s: {error}"
         raise heartbeat.wait_for_verdict(LAST_VERDICT_TIMEOUT_S) or PeerLost(message) from None
-    return Group(rank, size, store, deadline, heartbeat)
+    return Group(rank, size, store, deadline, heartbeat, racks)
 
 
 def await_all(store: dist.Store, keys: Sequence[str], deadline: float) -> None:

@@ -170,6 +170,9 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
     for key, (name, own) in spec.own_files.items():
         rule = f"only a controller brings {own.path} to the ranks"
         raise refuse_setting(key, name, rule, "Use `testbed run`.")
+    if spec.topology.trunk is not None and shaping not in ("off", UNSHAPED):
+        rule = "only a controller can make racks with an uplink; racks alone tell `hierarchical` who is near"
+        raise refuse("SET", "topology.uplink, topology.delay", rule, "Leave it out, or use `testbed run --on netns`.")
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")

@@ -157,7 +157,7 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: Callable[
         os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo reads nothing else
     if spec.world > 1:
         assert heartbeat is not None
-        group = make_group(heartbeat, spec.start_deadline)
+        group = make_group(heartbeat, spec.start_deadline, spec.topology.racks)
     else:
         group = single_rank_group()
     assert guard.recorder is not None
@@ -331,10 +331,10 @@ def _announce(request: Request, sentence: str) -> None:
 
 def _probe(request: Request, run: JoinedRun, sample: int | None = None) -> Receipt:
     """Take part in one probe of all links, or of a few (`sample`: see net/probe.py)."""
-    rank, rates = request.rank, run.spec.rates
-    where = (rank, run.addresses, request.probe_port, rates[rank])
+    rank, fabric = request.rank, run.spec.fabric
+    where = (rank, run.addresses, request.probe_port, fabric.rates[rank])
     try:
-        return receipt_of(probe_node(*where, lambda event: None, sample=sample), rates)
+        return receipt_of(probe_node(*where, lambda event: None, sample=sample), fabric)
     except OSError as error:
         raise NetworkInvalid(f"the probe of the network failed: {error}") from None
 

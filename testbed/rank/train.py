@@ -260,7 +260,7 @@ def deadline(spec: RunSpec, size: int) -> float:
     """
     if spec.deadline is not None:
         return spec.deadline
-    rates = [rate for rate in (*spec.rates, *(fault.rate for fault in spec.faults)) if rate]
+    rates = [rate for rate in (*spec.limiting_rates, *(fault.rate for fault in spec.faults)) if rate]
     return STEP_DEADLINE_S * min(spec.mode.every, 30) + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
 
 

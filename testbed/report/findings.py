@@ -244,7 +244,7 @@ def effect_of_placement(chapter: Chapter) -> str:
 @states(steps=1, otherwise=[])
 def busiest_link(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
     """The bytes on the busiest link of the slowest and of the fastest mode."""
-    costs = [theory.cost(cell.spec.mode, cell.world) for cell in (best, worst)]
+    costs = [theory.cost(cell.spec.mode, cell.world, cell.first.network.rack_uplinks) for cell in (best, worst)]
     if best.label == worst.label or not best.bound or not worst.bound or worst.bound <= 1.5 * best.bound:
         return []
     loads = [cost.load * cell.buffers[1] * cell.syncs for cost, cell in zip(costs, (best, worst), strict=True) if cost]

@@ -203,7 +203,7 @@ class Cell:
         if not rate or self.spec.mode.silent:
             return None
         count, size = self.buffers
-        once = theory.bound(self.spec.mode, self.world, size, rate, network.delay, count)
+        once = theory.bound(self.spec.mode, self.world, size, rate, network.delay, count, network.rack_uplinks)
         return None if once is None else once * self.syncs
 
     @property
@@ -236,7 +236,8 @@ class Cell:
         if self.observed is not None:
             return [statistics.fmean(load.sent for load in row[1:] or row) if row else None for row in self.observed]
         size = self.buffers[1]
-        shares = [theory.sent_share(self.spec.mode, self.world, rank) for rank in range(self.world)]
+        racks = self.spec.topology.racks
+        shares = [theory.sent_share(self.spec.mode, self.world, rank, racks) for rank in range(self.world)]
         return [None if share is None else share * size * self.syncs for share in shares]
 
     def sent_over_theory(self) -> float | None:

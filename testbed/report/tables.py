@@ -18,6 +18,7 @@ from testbed.report.load import FaultedRun, Rank
 from testbed.report.model import Cell, Chapter, names, value_of
 from testbed.results import theory
 from testbed.results.faults import HEADER
+from testbed.results.receipt import Network
 from testbed.results.table import BUSY_MARK, NOTE, busy_footnote, busy_mark, format_table, short_key
 from testbed.spec.datasets import dataset_info
 from testbed.spec.units import in_megabytes
@@ -207,7 +208,8 @@ def wire(chapter: Chapter) -> Table | None:
     )
     made = Columns(chapter, rest)
     for cell in (cell for cell in chapter.cells if cell.split.busy > 0):
-        least, busy, known = cell.bound, cell.split.busy, theory.cost(cell.spec.mode, cell.world)
+        least, busy = cell.bound, cell.split.busy
+        known = theory.cost(cell.spec.mode, cell.world, cell.first.network.rack_uplinks)
         size = cell.buffers[1] * cell.syncs
         rate = cell.first.network.slowest if cell.observed is None else None
         bus = size / busy / 1e6 * 2 * (cell.world - 1) / cell.world if cell.observed is None else None
@@ -242,9 +244,17 @@ def utilisation(cell: Cell) -> float | None:
     )
 
 
+def _uplinks(found: Network) -> str:
+    """The slowest and the fastest uplink in Mbit/s, each with all pairs across at once."""
+    rates = [rate * 8e-6 for rate in found.uplinks_measured]
+    return f"{min(rates):.1f} to {max(rates):.1f}" if rates else DASH
+
+
 def network(chapter: Chapter) -> Table | None:
     """Requested and measured rates of the first run of each cell."""
-    made = Columns(chapter, ("requested Mbit/s", "slowest measured", "fastest measured", "worst error", "links"))
+    racked = any(cell.first.network.uplinks for cell in chapter.cells)
+    columns = ("requested Mbit/s", "slowest measured", "fastest measured", "worst error", "links")
+    made = Columns(chapter, (*columns, *(("uplinks measured",) if racked else ())))
     for cell in chapter.cells:
         found = cell.first.network
         measured = list(found.measured.values())
@@ -257,6 +267,7 @@ def network(chapter: Chapter) -> Table | None:
                 number(max(measured) * 8e-6, ".1f"),
                 DASH if found.worst_error is None else f"{100 * found.worst_error:+.2f} %",
                 f"{len(measured)} of {found.sampled_from}" if found.sampled_from else str(len(measured)),
+                *([_uplinks(found)] if racked else []),
             )
     return (
         Table("network", "The network, requested and measured", made.header, made.rows, findings.NETWORK, folded=True)

@@ -186,7 +186,9 @@ def _matters(run: LoadedRun, rate: float) -> bool:
     if run.observed is not None:
         steps = [max(load.seconds(rate, 0.0) for load in row) for row in zip(*run.observed, strict=True)]
         return statistics.fmean(steps) >= LINK_MATTERS * statistics.fmean(float(s.busy.mean()) for s in run.kept)
-    least = theory.bound(run.spec.mode, run.spec.world, run.buffers[1], rate, 0.0, 1)
+    least = theory.bound(
+        run.spec.mode, run.spec.world, run.buffers[1], rate, 0.0, 1, theory.Uplinks(run.spec.topology.racks, 0.0)
+    )
     syncs = theory.syncs_per_step(run.spec.mode, run.kept[0].numbers)
     busy = statistics.fmean(float(steps.busy.mean()) for steps in run.kept)
     return least is None or least * syncs >= LINK_MATTERS * busy
@@ -196,4 +198,5 @@ def _rate(run: LoadedRun, rank: int) -> float | None:
     """A node's rate in byte/s: measured, else requested. Two nodes share their only link, so there requested."""
     link = run.spec.link_of(rank)
     requested = link.rate / 8 if link.rate else None
-    return (run.network.node(rank) if run.spec.world > 2 else None) or requested
+    alone = (rank,) in run.spec.topology.racks and run.spec.topology.uplink  # all of its links pass the uplink
+    return (run.network.node(rank) if run.spec.world > 2 and not alone else None) or requested

@@ -12,9 +12,11 @@ from typing import Self
 
 from pydantic import Field
 
+from testbed.results import theory
 from testbed.results.folder import read_json, write_whole
 from testbed.spec.base import Spec
 from testbed.spec.errors import SpecError
+from testbed.spec.fabric import Racks, rack_numbers
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 from testbed.spec.units import format_rate
 
@@ -35,6 +37,7 @@ class LinkReceipt(MeasuredRate):
 
     src: int
     dst: int
+    across: bool = False  # True if it passes the uplinks of two racks
     rtt: float | None = None  # round-trip time in seconds while nothing else was sent
 
 
@@ -43,6 +46,14 @@ class FanIn(MeasuredRate):
 
     dst: int = 0
     senders: tuple[int, ...]
+
+
+class UplinkReceipt(MeasuredRate):
+    """Nodes of a rack send to nodes of other racks at once, or receive from them."""
+
+    rack: int
+    outgoing: bool
+    pairs: tuple[tuple[int, int], ...]
 
 
 class ClockReceipt(Spec):
@@ -60,6 +71,7 @@ class Receipt(Spec):
     sampled_from: int | None = None  # directed links of which `links` is a sample; None: `links` has all of them
     fan_in: FanIn | None  # all other nodes into node 0; None with a single node
     fan_in_others: tuple[FanIn, ...] = ()  # into the other nodes whose links are shaped
+    uplinks: tuple[UplinkReceipt, ...] = ()  # of racks whose uplink has a rate
     mtu: int  # bytes; the smallest on any path
     congestion: tuple[str, ...]  # TCP congestion control of each node's connections
     duration: float  # seconds
@@ -88,7 +100,8 @@ class Receipt(Spec):
         sample = f" of {self.sampled_from}" if self.sampled_from else ""
         measured = len(self.fan_in_others) + (self.fan_in is not None)
         fan_ins = f"{measured} fan-ins" if measured > 1 else "the fan-in"
-        count = f"{len(self.links)}{sample} links and {fan_ins}"
+        uplinks = f" and {len(self.uplinks)} uplink{'s' * (len(self.uplinks) > 1)}" if self.uplinks else ""
+        count = f"{len(self.links)}{sample} links{',' if uplinks else ' and'} {fan_ins}{uplinks}"
         if self.worst_error is None:
             slowest = min(self._rates(), key=lambda rate: rate.measured)
             unshaped = f"network: unshaped; {count} measured, slowest {_mbit(slowest.measured)} ({_name(slowest)})"
@@ -115,6 +128,7 @@ class Receipt(Spec):
                 "links": tuple(rate for rate in best if isinstance(rate, LinkReceipt)),
                 "fan_in": next((rate for rate in fan_ins if rate.dst == 0), None),
                 "fan_in_others": tuple(rate for rate in fan_ins if rate.dst != 0),
+                "uplinks": tuple(rate for rate in best if isinstance(rate, UplinkReceipt)),
             }
         )
 
@@ -135,12 +149,14 @@ class Receipt(Spec):
         return cls.load_written(values, path)
 
     def _rates(self) -> list[MeasuredRate]:
-        return [*self.links, *([self.fan_in] if self.fan_in else []), *self.fan_in_others]
+        return [*self.links, *([self.fan_in] if self.fan_in else []), *self.fan_in_others, *self.uplinks]
 
 
 def _name(rate: MeasuredRate) -> str:
     if isinstance(rate, FanIn):
         return f"the fan-in of node{rate.dst}"
+    if isinstance(rate, UplinkReceipt):
+        return f"the uplink {'out of' if rate.outgoing else 'into'} rack {rate.rack}, {len(rate.pairs)} pairs at once"
     assert isinstance(rate, LinkReceipt)
     return f"node{rate.src} -> node{rate.dst}"
 
@@ -157,6 +173,9 @@ class Network:
     requested: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
     measured: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
     sampled_from: int | None = None  # directed links of which these are a sample; None: all were measured
+    uplinks: dict[tuple[int, bool], float] = field(default_factory=dict)  # payload, by rack and if it is the sender
+    uplinks_measured: tuple[float, ...] = ()  # the same on the wire
+    racks: Racks = ()  # of the ranks; empty: one switch
     worst_error: float | None = None  # measured / requested - 1, the one furthest from 0
     delay: float = 0.0  # seconds, one way: half the shortest round trip, or what was requested
     offsets: dict[int, float] = field(default_factory=dict)  # seconds to subtract from a rank's clock to get rank 0's
@@ -173,6 +192,9 @@ class Network:
             requested={pair: link.requested / 8 for pair, link in links.items() if link.requested is not None},
             measured={pair: link.measured / 8 for pair, link in links.items()},
             sampled_from=receipt.sampled_from,
+            uplinks={(each.rack, each.outgoing): each.goodput / 8 for each in receipt.uplinks},
+            uplinks_measured=tuple(each.measured / 8 for each in receipt.uplinks),
+            racks=spec.topology.racks if spec.world > 1 else (),
             worst_error=receipt.worst_error,
             delay=min(round_trips) / 2 if round_trips else spec.link.delay or 0.0,
             offsets={rank: clock.offset for rank, clock in ahead.items()},
@@ -181,8 +203,17 @@ class Network:
 
     @property
     def slowest(self) -> float | None:
-        """Payload rate of the slowest directed link."""
-        return min(self.links.values(), default=None)
+        """Payload rate of the slowest directed link; with uplinks of those inside racks, if there are any."""
+        rack_of = rack_numbers(self.racks, 1 + max(map(max, self.links), default=0))
+        inside = [rate for (src, dst), rate in self.links.items() if rack_of[src] == rack_of[dst]]
+        return min((self.uplinks and inside) or self.links.values(), default=None)
+
+    @property
+    def rack_uplinks(self) -> theory.Uplinks:
+        """The racks, and how much slower than the slowest link their uplinks are."""
+        if not self.uplinks or not self.slowest:
+            return theory.Uplinks(self.racks, 0.0)
+        return theory.Uplinks(self.racks, self.slowest / min(self.uplinks.values()))
 
     def node(self, rank: int, rates: dict[tuple[int, int], float] | None = None) -> float | None:
         """A node's rate: the fastest of its links in each direction, the slower of the two directions.

@@ -6,7 +6,9 @@ buckets of the gradient, but 1 in `ddp` and `pipeline`, whose buckets are in fli
 
     least time = S/B x (sum over rounds of what the busiest link sends or receives) + a x m x (number of rounds)
 
-Links are full duplex. The first term is what the wire needs, the second what empty messages would need.
+Links are full duplex. With racks, a round takes as long as its busiest link or its busiest uplink (rate U), whichever
+needs longer, so the formula is "a S/B + b S/U". The first term is what the wire needs, the second what empty messages
+would need.
 
 Of a user's script nothing is known beforehand. The collectives that were observed have bytes by Gloo's algorithms
 (COLLECTIVES), and least times per rank: collectives that are in flight together need the larger of what the rank's link
@@ -21,14 +23,23 @@ from fractions import Fraction
 from functools import cache
 
 from testbed.results.timeline import CONTINUED, Observed
-from testbed.spec.mode import MakeRounds, SyncMode
+from testbed.spec.fabric import Racks, rack_numbers
+from testbed.spec.mode import SyncMode
+
+
+@dataclass(frozen=True)
+class Uplinks:
+    """The racks of a network, and how many times longer than a link an uplink takes for the same bytes (B/U)."""
+
+    racks: Racks
+    slower: float
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of synchronising once: the load of the busiest link in multiples of S, and the hops in sequence."""
 
-    load: float  # S/B
+    load: float  # S/B; what waits for an uplink is multiplied by B/U
     hops: int  # a, per buffer
     formula: str
 
@@ -38,20 +49,59 @@ def log2(n: int) -> int:
     return (n - 1).bit_length()
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What one synchronisation sends, in shares of S."""
+
+    links: float  # of the busiest link, summed over the rounds that wait for a link
+    uplinks: float  # of the busiest uplink, summed over the rounds that wait for an uplink
+    rounds: int
+    ranks: list[tuple[float, float]]  # what each rank sends and receives
+    racks: list[tuple[float, float]]  # what leaves and enters each rack
+
+
 @cache
-def _traffic(make: MakeRounds, ranks: int) -> tuple[float, int, list[tuple[float, float]]]:
-    """Load of the busiest link, number of rounds, and what each rank sends and receives; shares of S."""
-    rounds = make(ranks)
+def _traffic(mode: SyncMode, ranks: int, uplinks: Uplinks) -> Traffic | None:
+    """The traffic of a mode; None where its rounds are unknown."""
+    rounds = mode.rounds(ranks, uplinks.racks)
+    if rounds is None:
+        return None
     every_round = (*rounds.reduce, *rounds.gather)
-    load, whole = Fraction(), [(Fraction(), Fraction())] * ranks
+    rack_of, slower = rack_numbers(uplinks.racks, ranks), Fraction(uplinks.slower)
+    links, waiting, whole = Fraction(), Fraction(), [(Fraction(), Fraction())] * ranks
+    crossed = [(Fraction(), Fraction())] * max(1, len(uplinks.racks))
     for round_ in every_round:
         sent, received = [Fraction()] * ranks, [Fraction()] * ranks
+        leaves, enters = [Fraction()] * len(crossed), [Fraction()] * len(crossed)
         for transfer in round_:
             sent[transfer.sender] += transfer.share
             received[transfer.receiver] += transfer.share
-        load += max(*sent, *received)
-        whole = [(out + o, into + i) for (out, into), o, i in zip(whole, sent, received, strict=True)]
-    return float(load), len(every_round), [(float(out), float(into)) for out, into in whole]
+            source, target = rack_of[transfer.sender], rack_of[transfer.receiver]
+            if source != target:
+                leaves[source] += transfer.share
+                enters[target] += transfer.share
+        link, uplink = max(*sent, *received), max(*leaves, *enters)
+        if uplink * slower > link:
+            waiting += uplink
+        else:
+            links += link
+        whole = _plus(whole, sent, received)
+        crossed = _plus(crossed, leaves, enters)
+    return Traffic(float(links), float(waiting), len(every_round), _floats(whole), _floats(crossed))
+
+
+Shares = list[tuple[Fraction, Fraction]]
+
+
+def _plus(so_far: Shares, out: list[Fraction], into: list[Fraction]) -> Shares:
+    return [(a + o, b + i) for (a, b), o, i in zip(so_far, out, into, strict=True)]
+
+
+def _floats(shares: Shares) -> list[tuple[float, float]]:
+    return [(float(out), float(into)) for out, into in shares]
+
+
+ONE_SWITCH = Uplinks((), 0.0)
 
 
 def concurrent_buffers(mode: SyncMode) -> bool:
@@ -59,12 +109,14 @@ def concurrent_buffers(mode: SyncMode) -> bool:
     return mode.is_reference or mode.schedule == "pipeline"
 
 
-def cost(mode: SyncMode, ranks: int) -> Cost | None:
+def cost(mode: SyncMode, ranks: int, uplinks: Uplinks = ONE_SWITCH) -> Cost | None:
     """The cost of a built-in algorithm; None for a user's algorithm (rounds unknown) and if nothing is sent."""
-    if mode.rounds is None:
+    traffic = _traffic(mode, ranks, uplinks)
+    if traffic is None:
         return None
-    load, hops, _ = _traffic(mode.rounds, ranks)
-    return Cost(load, hops, mode.time)
+    terms = [f"{load:.3g} S/{rate}" for load, rate in ((traffic.links, "B"), (traffic.uplinks, "U")) if load]
+    formula = " + ".join(terms) if uplinks.racks else mode.time
+    return Cost(traffic.links + traffic.uplinks * uplinks.slower, traffic.rounds, formula)
 
 
 def syncs_per_step(mode: SyncMode, steps: Sequence[int]) -> float:
@@ -78,24 +130,39 @@ def syncs_per_step(mode: SyncMode, steps: Sequence[int]) -> float:
     return (exact + averaged) / len(steps)
 
 
-def bound(mode: SyncMode, ranks: int, size: float, rate: float, delay: float, buffers: float) -> float | None:
+def bound(
+    mode: SyncMode,
+    ranks: int,
+    size: float,
+    rate: float,
+    delay: float,
+    buffers: float,
+    uplinks: Uplinks = ONE_SWITCH,
+) -> float | None:
     """Least seconds to synchronise once; None where the rounds are unknown."""
-    known = cost(mode, ranks)
+    known = cost(mode, ranks, uplinks)
     turns = 1.0 if concurrent_buffers(mode) else buffers
     return None if known is None else known.load * size / rate + known.hops * turns * delay
 
 
-def sent_share(mode: SyncMode, ranks: int, rank: int) -> float | None:
+def sent_share(mode: SyncMode, ranks: int, rank: int, racks: Racks = ()) -> float | None:
     """Multiples of S that a rank sends when it synchronises once; None where the rounds are unknown."""
-    found = shares(mode, ranks, rank)
+    found = shares(mode, ranks, rank, racks)
     return None if found is None else found[0]
 
 
-def shares(mode: SyncMode, ranks: int, rank: int) -> tuple[float, float] | None:
+def shares(mode: SyncMode, ranks: int, rank: int, racks: Racks = ()) -> tuple[float, float] | None:
     """Multiples of S that a rank sends and receives when it synchronises once; None where the rounds are unknown."""
     if mode.silent:
         return 0.0, 0.0
-    return None if mode.rounds is None else _traffic(mode.rounds, ranks)[2][rank]
+    traffic = _traffic(mode, ranks, Uplinks(racks, 0.0))
+    return None if traffic is None else traffic.ranks[rank]
+
+
+def rack_shares(mode: SyncMode, ranks: int, racks: Racks) -> list[tuple[float, float]] | None:
+    """Multiples of S that leave and enter each rack in one synchronisation; None where the rounds are unknown."""
+    traffic = None if mode.silent else _traffic(mode, ranks, Uplinks(racks, 0.0))
+    return None if traffic is None else traffic.racks
 
 
 def turnaround(mode: SyncMode, ranks: int) -> float | None:
@@ -105,9 +172,9 @@ def turnaround(mode: SyncMode, ranks: int) -> float | None:
     ranks send may arrive before, while sockets and queues still hold what the root has sent, so this is less than
     `Cost.load`, and no run is faster. None where rank 0 is not the root, or where buffers overlap.
     """
-    if mode.rounds is None or concurrent_buffers(mode) or mode.schedule != "after":
-        return None
     rounds = mode.rounds(ranks)
+    if rounds is None or mode.row.follows_racks or concurrent_buffers(mode) or mode.schedule != "after":
+        return None
     reduce, gather = ([each for round_ in half for each in round_] for half in (rounds.reduce, rounds.gather))
     received = [each.share for each in reduce if each.receiver == 0]
     if not received or any(each.sender == 0 for each in reduce) or any(each.receiver == 0 for each in gather):

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from testbed.results import theory
 from testbed.results.records import End, Record, Start, Step
 from testbed.spec.base import Spec
+from testbed.spec.fabric import rack_numbers
 from testbed.spec.run import RunSpec
 from testbed.spec.units import burst_bytes, format_rate
 
@@ -106,6 +107,10 @@ def impossible(spec: RunSpec, ranks: Sequence[Sequence[Record]]) -> str:
     for rank, records in enumerate(ranks):
         rate = fastest_rate(spec, rank)
         start = next((record for record in records if isinstance(record, Start)), None)
+        if start is not None and spec.fabric.shared_uplinks:
+            reason = _through_uplink(spec, start, [record for record in records if isinstance(record, Step)])
+            if reason:
+                return reason
         if rate is None or start is None:
             continue
         steps = (record for record in records if isinstance(record, Step))
@@ -118,7 +123,9 @@ def impossible(spec: RunSpec, ranks: Sequence[Sequence[Record]]) -> str:
 
 def fastest_rate(spec: RunSpec, rank: int) -> int | None:
     """The highest rate in bit/s that a node's link had in the run, faults included; None if it was not limited."""
-    requested = spec.link_of(rank).rate
+    requested, uplink = spec.link_of(rank).rate, spec.topology.uplink
+    if uplink is not None and (rank,) in spec.topology.racks and spec.fabric.shared_uplinks:  # all it sends passes it
+        return min(uplink, uplink if requested is None else requested)
     if requested is None:
         return None
     faults = [fault.rate for fault in spec.fault_schedule() if fault.kind == "rate" and fault.rank == rank]
@@ -138,10 +145,10 @@ def _too_fast(spec: RunSpec, start: Start, steps: Sequence[Step], rate: int) -> 
     """The reason for one attempt of one rank; its first step only begins the count."""
     if len(steps) < 2:
         return ""
-    first, last, count = steps[0], steps[-1], len(steps) - 1
-    seconds = max((last.at + last.total) - (first.at + first.total), sum(step.total for step in steps[1:]))
+    first, last = steps[0], steps[-1]
+    seconds, during = _duration(steps)
     room = MAX_USE * (rate / 8 * (seconds + READING_S) + burst_bytes(rate))  # bytes
-    rank, during = start.rank, f"{count} steps in {seconds:.3g} s"
+    rank = start.rank
     if first.sent is not None and last.sent is not None and start.counter.startswith("interface"):
         sent = last.sent - first.sent
         if sent > room:
@@ -157,13 +164,44 @@ def _too_fast(spec: RunSpec, start: Start, steps: Sequence[Step], rate: int) -> 
     return ""
 
 
+def _through_uplink(spec: RunSpec, start: Start, steps: Sequence[Step]) -> str:
+    """Why a rank's steps were faster than its rack's uplink allows; empty if they were not, or if it is unknown."""
+    uplink, mode, racks = spec.topology.uplink, spec.mode, spec.topology.racks
+    shares = None if mode.codec or spec.script else theory.rack_shares(mode, spec.world, racks)
+    if shares is None or uplink is None:
+        return ""
+    number = rack_numbers(racks, spec.world)[start.rank]
+    share, direction = max((shares[number][0], "send"), (shares[number][1], "receive"))
+    for _, group in itertools.groupby(steps, key=lambda step: step.attempt):
+        attempt = list(group)
+        if len(attempt) < 2:
+            continue
+        seconds, during = _duration(attempt)
+        first, last = attempt[0].step + 1, attempt[-1].step
+        syncs = theory.syncs_per_step(mode, range(first, last + 1)) * (last - first + 1) - CARRIED
+        needed = max(0.0, syncs) * share * start.gradient_bytes
+        if needed > MAX_USE * (uplink / 8 * (seconds + READING_S) + burst_bytes(uplink)):
+            must = f"{mode} must {direction} {_mb(needed)} through the uplink of rack {number} during them"
+            return f"rank {start.rank} did {during}, and {must}: {_arithmetic(needed, uplink, seconds)}"
+    return ""
+
+
+def _duration(steps: Sequence[Step]) -> tuple[float, str]:
+    """The seconds of these steps without the first, and a sentence with their number."""
+    first, last = steps[0], steps[-1]
+    seconds = max((last.at + last.total) - (first.at + first.total), sum(step.total for step in steps[1:]))
+    return seconds, f"{len(steps) - 1} steps in {seconds:.3g} s"
+
+
 def _needed(spec: RunSpec, start: Start, first: int, last: int) -> tuple[float, str]:
     """Payload bytes that theory requires of a rank in these steps, in the direction with more; 0 if it is unknown.
 
     The root of a mode without overlap sends after it has received (theory.turnaround).
     """
     mode = spec.mode
-    shares = None if mode.codec else theory.shares(mode, spec.world, start.rank)  # with a codec S is not known here
+    shares = (
+        None if mode.codec else theory.shares(mode, spec.world, start.rank, spec.topology.racks)
+    )  # with a codec S is not known here
     if shares is None:
         return 0.0, ""
     syncs = theory.syncs_per_step(mode, range(first, last + 1)) * (last - first + 1) - CARRIED

@@ -77,6 +77,8 @@ class Experiment(Spec):
 
 def _name_part(key: str, value: Any) -> str:
     """A cell's part of the run's name: `ring_bucket_5MiB` for a mode, `rate_200mbit` for any other axis."""
+    if isinstance(value, list) and any(isinstance(each, list) for each in value):  # [[0, 1], [2, 3]] -> 0-1_2-3
+        value = "_".join("-".join(map(str, each)) if isinstance(each, list) else str(each) for each in value)
     text = re.sub(r"[^A-Za-z0-9.-]+", "_", str(value)).strip("_.") or "none"
     return text if key == "mode" else f"{key.split('.')[-1]}_{text}"
 

@@ -27,6 +27,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from testbed.spec.base import validator
 from testbed.spec.errors import SpecError, UsageError, did_you_mean, refuse
+from testbed.spec.fabric import Racks
 from testbed.spec.methods import method_path, mode_name, own_methods
 from testbed.spec.units import format_size, parse_size
 
@@ -59,6 +60,7 @@ class Rounds:
 
 
 MakeRounds = Callable[[int], Rounds]  # for a number of ranks
+MakeRackRounds = Callable[[Racks], Rounds]  # for the ranks of each rack
 
 
 def _mirrored(reduce: list[Round]) -> Rounds:
@@ -127,6 +129,32 @@ def exchange_rounds(n: int) -> Rounds:
     return Rounds(gather=(tuple(Transfer(a, b) for a in range(n) for b in range(n) if a != b),))
 
 
+def hierarchical_rounds(racks: Racks) -> Rounds:
+    """Reduce-scatter inside each rack, a ring across racks for each piece, and all of it back.
+
+    Inside a rack of M ranks each owns 1/M of the buffer. Racks may differ in size, so the buffer is cut where any rack
+    cuts it: such a piece has one owner in each of the R racks, and these form a ring that reduces 1/R of it per round.
+    """
+    across = len(racks)
+    inside = [
+        Transfer(sender, owner, Fraction(place, len(rack)), Fraction(place + 1, len(rack)))
+        for rack in racks
+        for place, owner in enumerate(rack)
+        for sender in rack
+        if sender != owner
+    ]
+    cuts = sorted({Fraction(place, len(rack)) for rack in racks for place in range(len(rack) + 1)})
+    ring: list[list[Transfer]] = [[] for _ in range(across - 1)]
+    for begin, end in pairwise(cuts):
+        owners = [rack[int(begin * len(rack))] for rack in racks]
+        part = (end - begin) / across
+        for hop, round_ in enumerate(ring):
+            for place, sender in enumerate(owners):
+                first = begin + (place - 1 - hop) % across * part
+                round_.append(Transfer(sender, owners[(place + 1) % across], first, first + part))
+    return _mirrored([tuple(round_) for round_ in [inside, *ring] if round_])
+
+
 # --- the algorithms and codecs ---------------------------------------------------------------------------------------
 
 
@@ -137,7 +165,8 @@ class Algorithm:
     does: str  # one sentence
     colour: tuple[str, str]  # in figures: on a light page, on a dark one
     rounds: MakeRounds | None = None  # None if nothing is sent, and for a user's algorithm, whose messages are unknown
-    time: str = "0"  # of the rounds, as a formula to read: S bytes on links of B byte/s, N ranks
+    rack_rounds: MakeRackRounds | None = None  # instead of `rounds`, of an algorithm that follows the racks
+    time: str = "0"  # of the rounds, as a formula to read: S bytes on links of B byte/s, N ranks; uplinks of U byte/s
     granularities: tuple[str, ...] = ("param", "bucket", "flat")
     default: str | None = None  # granularity; None: the algorithm decides itself
     rooted: bool = False  # everything passes rank 0's link
@@ -145,6 +174,11 @@ class Algorithm:
     sends_parameters: bool = False  # half of the bytes sent are parameters
     direct: bool = False  # payloads go straight to the ranks that need them, so they need not be summable
     every_refused: str | None = None  # why `every:K` is refused; None: it is allowed
+
+    @property
+    def follows_racks(self) -> bool:
+        """True if what is sent depends on the racks, so that a run needs some."""
+        return self.rack_rounds is not None
 
 
 # Colours: Okabe and Ito's hues, darkened or lightened until text in them can be read on the page.
@@ -212,6 +246,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         colour=("#5145a8", "#a79df5"),
         rounds=halving_rounds,
         time="2(P-1)/P S/B, and 2 S/B more if P < N",
+        default="flat",
+    ),
+    "hierarchical": Algorithm(
+        does="reduce-scatter inside each rack, a ring across racks for each shard, all-gather inside each rack",
+        colour=("#a3273f", "#ff7d93"),
+        rack_rounds=hierarchical_rounds,
+        time="2(M-1)/M S/B + 2(R-1)/R S/U, R racks of M ranks",
         default="flat",
     ),
     "server": Algorithm(
@@ -353,10 +394,15 @@ class SyncMode:
         """The row of the algorithm in ALGORITHMS; USER_METHOD for a method of the user, OWN_SCRIPT for a script."""
         return OWN_SCRIPT if self.is_script else ALGORITHMS.get(self.algorithm, USER_METHOD)
 
-    @property
-    def rounds(self) -> MakeRounds | None:
-        """What is sent when the mode synchronises once; None if nothing is sent, or if it is unknown."""
-        return (CODECS[self.codec].rounds if self.codec else None) or self.row.rounds
+    def rounds(self, ranks: int, racks: Racks = ()) -> Rounds | None:
+        """What is sent when the mode synchronises once; None if nothing is sent, or if it is unknown.
+
+        Without racks all ranks are in one.
+        """
+        if self.row.rack_rounds:
+            return self.row.rack_rounds(racks or (tuple(range(ranks)),))
+        make = (CODECS[self.codec].rounds if self.codec else None) or self.row.rounds
+        return make(ranks) if make else None
 
     @property
     def time(self) -> str:

@@ -21,12 +21,14 @@ from pydantic import (
 from testbed.spec.base import Spec, validator
 from testbed.spec.datasets import TEXT, Shape, dataset_info
 from testbed.spec.errors import SchemaError, SpecError, one_line
+from testbed.spec.fabric import Fabric, rack_numbers
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
 from testbed.spec.mode import SCRIPT, Mode, SyncMode
 from testbed.spec.models import BUILT_IN_MODELS, MODELS, model_info
 from testbed.spec.own_files import OwnFile, digest_of, read
 from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
+from testbed.spec.topology import EXAMPLE, Topology, as_lists, missing_or_unknown
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
 START_DEADLINE_S = 60.0  # for all ranks to start and connect
@@ -136,6 +138,7 @@ class RunSpec(Spec):
     threads: int = Field(default=1, ge=1, le=256)  # of torch, on every rank
     node: NodeSpec = NodeSpec()
     link: Link = Link()
+    topology: Topology = Topology()
     # "node2" -> what differs there
     overrides: dict[str, NodeOverride] = Field(default={}, examples=[{"node2": {"cpus": 0.1}}])
     probe: bool = True  # measure the network before training
@@ -202,6 +205,17 @@ class RunSpec(Spec):
         """The requested rates of the links of all ranks in bit/s; None where it is not limited."""
         return [self.link_of(rank).rate for rank in range(self.world)]
 
+    @property
+    def fabric(self) -> Fabric:
+        """The requested rates of links and uplinks, by rank."""
+        topology = self.topology
+        return Fabric.of(self.rates, rack_numbers(topology.racks, self.world), topology.uplink)
+
+    @property
+    def limiting_rates(self) -> list[int]:
+        """All requested rates in bit/s that limit what a rank sends: of links, and of uplinks."""
+        return [rate for rate in (*self.rates, self.topology.uplink if self.world > 1 else None) if rate]
+
     def cpus_of(self, rank: int) -> float | None:
         """The CPU share of a node in cores: its override, else that of all nodes."""
         return self._override(rank).cpus or self.node.cpus
@@ -214,15 +228,17 @@ class RunSpec(Spec):
         """Every requested link in words, those of single nodes included; empty if there is none."""
         links = {"": self.link} | {f" of {name}": own.link for name, own in self.overrides.items() if own.link}
         requested = {whose: link.model_dump_json(exclude_defaults=True) for whose, link in links.items() if link.shaped}
-        return ", ".join(f"link {link}{whose}" for whose, link in requested.items())
+        words = [f"link {link}{whose}" for whose, link in requested.items()]
+        return ", ".join([*words, *([self.topology.requested] if self.topology.requested else [])])
 
     def without_shaping(self, *, keep_cpus: bool = False) -> RunSpec:
-        """The spec without links, overrides, congestion control and CPU quota: spec.json has only what is applied.
+        """The spec without links, uplinks, overrides, congestion control and CPU quota: only what is applied.
 
-        `keep_cpus` keeps the quota that all nodes share.
+        `keep_cpus` keeps the quota that all nodes share. The racks stay: they are where the nodes are.
         """
         node = self.node.model_copy(update={"congestion": None, "cpus": self.node.cpus if keep_cpus else None})
-        return self.model_copy(update={"link": Link(), "node": node, "overrides": {}})
+        topology = Topology(racks=self.topology.racks)
+        return self.model_copy(update={"link": Link(), "topology": topology, "node": node, "overrides": {}})
 
     def without_quotas(self) -> RunSpec:
         """The spec without CPU quotas."""
@@ -267,6 +283,7 @@ class RunSpec(Spec):
             _check_model,
             _check_images,
             _check_nodes,
+            _check_racks,
             _check_shares,
             _check_batch,
             _check_overrides,
@@ -370,6 +387,18 @@ def _check_nodes(spec: RunSpec) -> None:
     if spec.mode.distributed and spec.nodes < 2 and not spec.mode.is_script:
         way_out = f"Use {setting('mode', 'single')}, or {setting('nodes', 2)}."
         raise refuse_setting("nodes", spec.nodes, f"mode {spec.mode} needs at least 2", way_out)
+
+
+def _check_racks(spec: RunSpec) -> None:
+    racks = spec.topology.racks
+    reason = missing_or_unknown(racks, spec.nodes) if racks else ""
+    if reason:
+        raise refuse_setting("topology.racks", as_lists(racks), reason, "Name every node of the run once.")
+    if spec.mode.row.follows_racks and not racks and spec.nodes > 1:
+        half = (spec.nodes + 1) // 2
+        example = EXAMPLE if spec.nodes == 4 else [list(range(half)), list(range(half, spec.nodes))]
+        way_out = f"Add e.g. {setting('topology.racks', example)}, or use {setting('mode', 'ring')}."
+        raise refuse_setting("mode", str(spec.mode), "averages inside racks first, and there are none", way_out)
 
 
 def _check_batch(spec: RunSpec) -> None:

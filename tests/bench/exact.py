@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from testbed.spec.mode import ALGORITHMS, legal_modes
+from testbed.spec.mode import ALGORITHMS, SyncMode, legal_modes
 from tests.bench.figures import Figure
 from tests.support.rank_pool import RankPool
 from tests.support.training import TrainedRun, lenet, train
@@ -85,4 +85,5 @@ def _all_differences() -> dict[str, float]:
 
 def _train(pool: RankPool, mode: str) -> TrainedRun:
     folder = Path(tempfile.mkdtemp(dir=pool.folder))
-    return train(pool, lenet(mode=mode, **FULL_OPTIMIZER), folder)
+    racks = {"topology": {"racks": [[0], [1, 2, 3]]}} if SyncMode.parse(mode).row.follows_racks else {}
+    return train(pool, lenet(mode=mode, **FULL_OPTIMIZER, **racks), folder)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testbed.results import theory
 from testbed.spec.mode import SyncMode
 from tests.bench.exact import exact_modes
 from tests.support.rank_pool import RankPool
@@ -78,6 +79,40 @@ def test_three_steps_in_float64_are_the_mean_of_all_gradients(ranks: Pools, mode
 @pytest.mark.parametrize("mode", ["ring", "ring-reduce", "tree", "halving", "gather", "allreduce", "server"])
 def test_a_buffer_smaller_than_the_number_of_ranks_has_empty_shards(ranks: Pools, mode: str, size: int) -> None:
     assert_stepped_by_the_mean(ranks(size), case_of(f"{mode}/flat", shapes=[[1]], transposed=[], unused=[]))
+
+
+RACKS = [
+    [[0, 1], [2, 3]],
+    [[0, 2], [1, 3]],
+    [[0], [1, 2, 3]],
+    [[3, 1], [2], [0]],
+    [[0], [1], [2], [3]],
+    [[0, 1, 2], [3, 4]],
+    [[4], [0, 2], [1, 3]],
+    [[0, 1]],
+    [[0], [1]],
+    [[0], [2, 1]],
+]
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [[1]], [[0], [4], [2, 0]], [[70_001]]], ids=str)
+@pytest.mark.parametrize("racks", RACKS, ids=str)
+def test_hierarchical_is_the_float64_mean_in_any_racks(
+    ranks: Pools, racks: list[list[int]], shapes: list[list[int]]
+) -> None:
+    rest: dict[str, Any] = {} if shapes == SHAPES else {"transposed": [], "unused": []}
+    size = sum(map(len, racks))
+    for dtype in TOLERANCE:
+        case = case_of("hierarchical", shapes=shapes, dtype=dtype, steps=2, racks=racks, **rest)
+        assert_stepped_by_the_mean(ranks(size), case)
+
+
+def test_hierarchical_sends_what_its_rounds_say(ranks: Pools) -> None:
+    racks = ((0,), (1, 2, 3))
+    case = case_of("hierarchical", shapes=[[6000]], transposed=[], unused=[], racks=racks)
+    sent = [answer["payload"]["gradients"] for answer in assert_stepped_by_the_mean(ranks(4), case)]
+    shares = [theory.sent_share(SyncMode.parse("hierarchical"), 4, rank, racks) for rank in range(4)]
+    assert sent == [round(24_000 * (share or 0)) for share in shares]
 
 
 @pytest.mark.parametrize(("mode", "size"), [*(("ring", size) for size in SIZES), ("halving", 3), ("tree", 3)])

@@ -31,7 +31,8 @@ def known_modes() -> list[str]:
 
 
 def specs(modes: list[str], nodes: int, **values: Any) -> list[dict[str, Any]]:
-    return [{"mode": mode, "nodes": nodes, "batch_per_rank": 1, "steps": 3} | values for mode in modes]
+    common = {"nodes": nodes, "batch_per_rank": 1, "steps": 3, "topology": {"racks": [[0], [*range(1, nodes)]]}}
+    return [common | {"mode": mode} | values for mode in modes]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def train(case: Case, group: Group) -> Case:
     os.environ["TESTBED_METHODS"] = case.get("methods", "methods")
     spec = RunSpec.load(case["spec"], "case")
     own = single_rank_group() if spec.world == 1 else group
+    own.racks = spec.topology.racks
     if group.rank >= spec.world:
         return {}
     with Recorder(Path(case["run"]) / f"rank{group.rank}.jsonl") as recorder:
@@ -155,9 +156,10 @@ def check(case: Case, group: Group) -> Case:
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in case["shapes"])
     before, refusals = torch.get_rng_state(), []
     for values in case["specs"]:
-        own = Group(group.rank, group.size, dist.PrefixStore(str(len(refusals)), group.store), DEADLINE)
+        spec, store = RunSpec.load(values, "case"), dist.PrefixStore(str(len(refusals)), group.store)
+        own = Group(group.rank, group.size, store, DEADLINE, racks=spec.topology.racks)
         try:
-            check_mode(RunSpec.load(values, "case"), model, own)
+            check_mode(spec, model, own)
             refusals.append("")
         except UsageError as error:
             refusals.append(str(error))
@@ -183,7 +185,8 @@ def answer(text: str, group: Group) -> Case:
     """Run one case with its own prefix in the store, so that cases do not read each other's values."""
     case = json.loads(text)
     store = dist.PrefixStore(case["name"], group.store)
-    own = Group(group.rank, group.size, store, case.get("deadline", DEADLINE))
+    racks = tuple(tuple(rack) for rack in case.get("racks", []))
+    own = Group(group.rank, group.size, store, case.get("deadline", DEADLINE), racks=racks)
     found = KINDS[case["kind"]](case, own)
     return found | {"arrays": f"{case['folder']}/{case['name']}.rank{group.rank}.npz"}
 

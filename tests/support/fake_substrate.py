@@ -30,6 +30,7 @@ from testbed.results.records import (
     encode,
 )
 from testbed.spec.errors import NetworkInvalid
+from testbed.spec.fabric import Fabric
 from testbed.spec.run import RunSpec
 
 RATE = 200_000_000
@@ -46,7 +47,9 @@ def measured(rate: float, nodes: int = 2) -> Measurement:
 
 
 # Receipts of links for which 200mbit was requested, and the measurements that give them.
-MEASURED = [(receipt_of(found, [RATE] * 2), found) for found in (measured(RATE * share) for share in (1, 0.9, 0.8))]
+MEASURED = [
+    (receipt_of(found, Fabric.of([RATE] * 2)), found) for found in (measured(RATE * share) for share in (1, 0.9, 0.8))
+]
 GOOD, BAD, WORSE = (receipt for receipt, _ in MEASURED)
 
 

@@ -168,7 +168,7 @@ def test_rank_and_control_do_not_import_each_other() -> None:
         ("rank", "from rich.console import Console", "rich.console.Console"),
         ("control", "if True:\n    import torch as t", "torch"),
         ("control", "from testbed.rank import train", "testbed.rank.train"),
-        ("report", "from testbed.net.tcp import bottleneck", "testbed.net.tcp.bottleneck"),
+        ("report", "from testbed.net.tcp import wire_rate", "testbed.net.tcp.wire_rate"),
     ],
 )
 def test_the_check_finds_a_forbidden_import(folder: str, source: str, offence: str) -> None:

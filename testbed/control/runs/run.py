@@ -51,6 +51,7 @@ from testbed.spec.errors import (
     one_line,
     refuse,
 )
+from testbed.spec.fabric import Fabric
 from testbed.spec.methods import methods_dir
 from testbed.spec.mode import check_method
 from testbed.spec.run import RunSpec
@@ -267,7 +268,8 @@ def measure_and_train(run: RunContext, resume: bool) -> Summary:
     notes.invalid = not_shaped
     try:
         _measure(run, notes)
-        recheck = Recheck(run.folder, lambda: _read_shaping(run), run.substrate.nodes[0].interface)
+        interface = run.substrate.nodes[0].interface
+        recheck = Recheck(run.folder, lambda: _read_shaping(run), interface, run.substrate.uplinks)
         notes.invalid = notes.invalid or recheck.before()
         reason = "" if not_shaped else why_not_trained(run.spec, notes.invalid)
         if reason:
@@ -389,25 +391,31 @@ def probe(
 
     Raises NetworkInvalid.
     """
-    rates = [plan.link.rate if substrate.shaped else None for plan in plans]
+    uplink = plans[0].uplink
+    fabric = Fabric.of(
+        (plan.link.rate if substrate.shaped else None for plan in plans),
+        (plan.rack for plan in plans),
+        uplink.rate if uplink and substrate.shaped else None,
+    )
     with tempfile.TemporaryDirectory(prefix="testbed-probe-") as folder:
         logs = [Path(folder) / f"{node.name}.log" for node in substrate.nodes]
-        started = _start_probes(substrate, rates, logs, [] if sample is None else ["--sample", str(sample)])
+        started = _start_probes(substrate, fabric, logs, [] if sample is None else ["--sample", str(sample)])
         try:
-            _follow_probes(started, logs, progress, longest_probe(rates, sample))
-            return receipt_of(_measurement(logs[0]), rates)
+            _follow_probes(started, logs, progress, longest_probe(fabric, sample))
+            return receipt_of(_measurement(logs[0]), fabric)
         finally:
             _end_probes(started)
 
 
-def _start_probes(
-    substrate: Substrate, rates: Sequence[int | None], logs: Sequence[Path], more: Sequence[str]
-) -> list[Process]:
+def _start_probes(substrate: Substrate, fabric: Fabric, logs: Sequence[Path], more: Sequence[str]) -> list[Process]:
     addresses = [node.address for node in substrate.nodes]
     common = ["-P", "-m", "testbed.net.probe", "--addresses", ",".join(addresses), "--port", str(substrate.port())]
     started = []
-    for node, (rate, log) in enumerate(zip(rates, logs, strict=True)):
+    if fabric.shared_uplinks:
+        more = [*more, "--uplink", str(fabric.uplink)]
+    for node, (rate, log) in enumerate(zip(fabric.rates, logs, strict=True)):
         argv = [substrate.python, *common, *more, "--rank", str(node), "--rate", str(rate or "none")]
+        argv += ["--rack", str(fabric.racks[node])] if fabric.shared_uplinks else []
         started.append(substrate.start(node, argv, {}, log, quota=False))
     return started
 

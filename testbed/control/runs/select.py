@@ -26,6 +26,7 @@ from testbed.control.substrates.slurm import Reservation, SlurmOptions, SlurmSub
 from testbed.control.substrates.slurm import check as check_slurm
 from testbed.net.tcp import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
+from testbed.spec.fabric import rack_numbers
 from testbed.spec.fault import FAULT_KINDS, KINDS, kinds_on
 from testbed.spec.inventory import Inventory, read_inventory
 from testbed.spec.resources import DEFAULT_LIMIT, check_memory, read_limit
@@ -40,6 +41,8 @@ ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
 def node_plans(spec: RunSpec) -> list[NodePlan]:
     """Return what is requested of each node that gets a rank."""
+    uplink = spec.topology.trunk if spec.world > 1 else None
+    racks = rack_numbers(spec.topology.racks, spec.world)
     first, interface = (spec.script.address, spec.script.interface) if spec.script else ("", "")
     return [
         NodePlan(
@@ -50,6 +53,8 @@ def node_plans(spec: RunSpec) -> list[NodePlan]:
             congestion=spec.node.congestion,
             address=node_address(first, rank) if first else "",
             interface=interface,
+            rack=racks[rank],
+            uplink=uplink,
         )
         for rank in range(spec.world)
     ]
@@ -236,8 +241,9 @@ def select(
     allow_concurrent: bool = False,
     slurm: SlurmOptions | None = None,
 ) -> SubstrateChoice:
-    """Return the substrate for all of `specs`; the spec with most ranks decides. `inventory`: read, or its path."""
-    largest = max(specs, key=lambda spec: spec.world)
+    """Return the substrate for all of `specs`; most ranks, then racks decide. `inventory`: read, or its path."""
+    # racks are not possible everywhere, so a spec that needs them decides
+    largest = max(specs, key=lambda spec: (spec.world, spec.topology.trunk is not None))
     if slurm and slurm.given and on != SLURM:
         raise SpecError(f"{', '.join(slurm.given)}: is for Slurm only. Use it with --on slurm.")
     if on == SLURM and inventory is None and not accept_new:
@@ -321,7 +327,10 @@ def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
         return
     if choice.name in (HOSTS, SLURM):
         raise Unavailable(f"{links}: {NEVER_SHAPED}. Leave it out, or {ELSEWHERE}.")
-    way_out = "Run as root, or start a Docker engine" if choice.automatic else "Use --on netns or compose"
+    racks = spec.topology.trunk is not None  # only netns makes them
+    way_out = "Use --on netns" if racks else "Use --on netns or compose"
+    if choice.automatic:
+        way_out = "Run as root" if racks else "Run as root, or start a Docker engine"
     if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
         way_out += ", on a kernel with sch_netem (`testbed doctor` shows what is missing)"
     raise Unavailable(f"{links}: cannot be shaped here: {choice.reason}. {way_out}, or leave it out.")

@@ -28,6 +28,8 @@ class NodePlan:
     congestion: str | None = None
     address: str = ""  # empty: the substrate's choice
     interface: str = ""  # name of its network interface; empty: the substrate's choice
+    rack: int = 0
+    uplink: Link | None = None  # of its rack, each way; None: one switch connects all nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,13 @@ class Substrate(FaultTarget, Protocol):
 
     def shaping(self, node: int) -> Shaping:
         """The node's link as it is requested now, and as the kernel has it; Shaping() where nothing is shaped."""
+        ...
+
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """The uplink of each rack as it is requested, and as the kernel has it: devices up0 and down0 of rack 0.
+
+        Empty where nothing is requested between racks.
+        """
         ...
 
     def counts(self, node: int) -> NodeCounts:

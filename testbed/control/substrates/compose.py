@@ -367,6 +367,10 @@ class ComposeSubstrate:
         self.exec(node, ["ip", "link", "set", INTERFACE, "up"])
         self._set_congestion(node)
 
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """None: one network connects all nodes."""
+        return {}
+
     def shaping(self, node: int) -> Shaping:
         """The node's link as it is requested now, and as the kernel has it."""
         return self._links.read(node)

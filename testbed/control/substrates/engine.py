@@ -216,6 +216,9 @@ def image_content() -> str:
 
 def check(plans: Sequence[NodePlan]) -> None:
     """Raise Unavailable if engine, Compose or image are missing, or if the engine's kernel cannot shape the links."""
+    if any(plan.uplink for plan in plans) and shaping() != "off":
+        rule = "racks with an uplink need a bridge for each rack, and containers share one network"
+        raise Unavailable(f"substrate compose: {rule}. Use --on netns, or leave topology.uplink out")
     engine_version()
     compose_version()
     inspect_image()

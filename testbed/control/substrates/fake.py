@@ -74,6 +74,10 @@ class FakeSubstrate:
     def __exit__(self, *exception: object) -> None:
         self.calls.append(("exit",))
 
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """None: one network connects all nodes."""
+        return {}
+
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Run the script at once; its result is the process's exit code."""
         self.calls.append(("start", node, tuple(argv), dict(env), quota))

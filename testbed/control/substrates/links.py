@@ -64,7 +64,8 @@ def trials(plans: Iterable[NodePlan], ingress: bool = True) -> Iterator[tuple[li
 
     Where a rate is tried, the last command lists the buckets, as it is done before and after training.
     """
-    for link in dict.fromkeys(plan.link for plan in plans if plan.link.shaped):
+    links = [link for plan in plans for link in (plan.link, plan.uplink) if link is not None]
+    for link in dict.fromkeys(link for link in links if link.shaped):
         if link.rate is not None:
             only_rate = Link(rate=link.rate, queue=link.queue)
             needs = "shaping (tbf, ifb, ingress, u32, mirred)" if ingress else "shaping (tbf)"

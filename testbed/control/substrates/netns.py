@@ -4,7 +4,8 @@
     node1 [eth0 10.77.0.11] --veth-- [port1]  bridge br0 in the switch namespace
     ...
 
-The bridge has its own namespace because a Docker engine's FORWARD policy drops bridged traffic in the machine's own.
+With racks there is a bridge per rack, and a shaped trunk from each to br0 (racks.py). The bridge has its own namespace
+because a Docker engine's FORWARD policy drops bridged traffic in the machine's own.
 Every veth pair is created inside the namespaces: none is visible outside, and all disappear with the namespaces.
 
 Root makes them on the machine, another user in a user namespace (machine/user_namespace.py). A user without a cgroup
@@ -32,7 +33,8 @@ from testbed.control.substrates.copies import Copies, WithCopies
 from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
-from testbed.net.shaping import Shaping, congestion, route_congestion
+from testbed.control.substrates.racks import LIST_COUNTERS, bridge_of, make_bridges, read_uplinks
+from testbed.net.shaping import LIST_QDISCS, Shaping, congestion, route_congestion
 from testbed.spec.errors import TestbedError, Unavailable, require_extra
 from testbed.spec.resources import quota_and_period
 from testbed.spec.run import DEFAULT_PORT
@@ -168,16 +170,17 @@ class NetnsSubstrate:
 
     def _make_switch(self, undo: ExitStack) -> None:
         self._make_namespace(self._switch, undo)
-        # forward_delay 0: a port carries traffic at once. mcast_snooping 0: no queries among the measured bytes.
-        options = ["forward_delay", "0", "mcast_snooping", "0"]
-        _ip("-n", self._switch, "link", "add", "br0", "type", "bridge", *options)
-        _ip("-n", self._switch, "link", "set", "br0", "up")
+        for command in make_bridges(self._plans):
+            self._in_switch(command)
+
+    def _in_switch(self, command: Sequence[str]) -> str:
+        return _ip("netns", "exec", self._switch, *command)
 
     def _make_node(self, node: int, undo: ExitStack) -> None:
         name, port, interface = self._names[node], f"port{node}", self._handles[node].interface
         self._make_namespace(name, undo)
         _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", interface, "netns", name)
-        _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
+        _ip("-n", self._switch, "link", "set", port, "master", bridge_of(self._plans[node]), "up")
         _ip("-n", name, "address", "add", f"{self._handles[node].address}/24", "dev", interface)
         _ip("-n", name, "link", "set", interface, "up")
 
@@ -272,6 +275,12 @@ class NetnsSubstrate:
         """The node's link as it is requested now, and as the kernel has it."""
         return self._links.read(node)
 
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """The trunk of each rack as it is requested, and as the kernel has it."""
+        if all(plan.uplink is None for plan in self._plans):
+            return {}
+        return read_uplinks(self._plans, self._in_switch(LIST_QDISCS), self._in_switch(LIST_COUNTERS))
+
     def counts(self, node: int) -> NodeCounts:
         """What the kernel counts in the namespace. Processes are not limited."""
         return replace(parse_counts(self.exec(node, COMMAND), INTERFACE), refused=None)
@@ -320,5 +329,5 @@ class NetnsSubstrate:
         return lambda: pids_in_namespace(self._names[node])
 
 
-def _ip(*arguments: str) -> None:
-    run([*user_namespace.prefix(), "ip", *arguments], COMMAND_TIMEOUT_S)
+def _ip(*arguments: str) -> str:
+    return run([*user_namespace.prefix(), "ip", *arguments], COMMAND_TIMEOUT_S)

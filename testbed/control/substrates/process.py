@@ -207,6 +207,10 @@ class ProcessSubstrate:
         """Raise Unavailable: the loopback has no link per node."""
         self.cut(node)
 
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """None: one network connects all nodes."""
+        return {}
+
     def shaping(self, node: int) -> Shaping:
         """Nothing is shaped."""
         return Shaping()

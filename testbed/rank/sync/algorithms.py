@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -19,8 +20,9 @@ from testbed.rank.group import Group, Work
 from testbed.rank.own_code import execute_file
 from testbed.rank.sync.buckets import split
 from testbed.spec.errors import SpecError, refuse
+from testbed.spec.fabric import Racks
 from testbed.spec.methods import SIGNATURE, method_path
-from testbed.spec.mode import ALGORITHMS, Round
+from testbed.spec.mode import ALGORITHMS, Round, Transfer, hierarchical_rounds
 
 SEGMENT_BYTES = 2 << 20  # a ring's shard is sent in segments of about this size: one is added while the next is sent
 MAX_SEGMENTS = 8
@@ -245,6 +247,60 @@ def _halve_and_double(buffer: Tensor, partial: Tensor, group: Group, core: int) 
     buffer[low:high].div_(group.size)
     for peer, keep, give in reversed(steps):
         group.exchange(buffer[keep[0] : keep[1]], buffer[give[0] : give[1]], peer)
+
+
+@algorithm("hierarchical")
+def hierarchical_mean_(buffer: Tensor, group: Group) -> None:
+    """Reduce-scatter inside the rack, a ring across racks for each shard, all-gather inside; `group.racks` are given.
+
+    After the reduce each number's sum is on one rank: on the one that has not sent it. Sums are added in the order of
+    the rounds, so they do not depend on which message arrives first.
+    """
+    plan = _rack_plan(group.racks or (tuple(range(group.size)),), group.rank)
+
+    def cut(begin: Fraction, end: Fraction) -> Tensor:
+        return buffer[int(begin * len(buffer)) : int(end * len(buffer))]
+
+    for sends, receives in plan.reduce:
+        received = [torch.empty_like(cut(t.begin, t.end)) for _, t in receives]
+        works = [group.receive(theirs, t.sender, tag) for theirs, (tag, t) in zip(received, receives, strict=True)]
+        works += [group.send(cut(t.begin, t.end), t.receiver, tag) for tag, t in sends]
+        group.wait(*works)
+        for theirs, (_, t) in zip(received, receives, strict=True):
+            cut(t.begin, t.end).add_(theirs)
+    for begin, end in plan.owned:
+        cut(begin, end).div_(group.size)
+    for sends, receives in plan.gather:
+        works = [group.receive(cut(t.begin, t.end), t.sender, tag) for tag, t in receives]
+        group.wait(*works, *[group.send(cut(t.begin, t.end), t.receiver, tag) for tag, t in sends])
+
+
+Numbered = tuple[tuple[int, Transfer], ...]  # with a tag, which both ends of a message have
+
+
+@dataclass(frozen=True)
+class RackPlan:
+    """What one rank sends and receives in each round, and the parts of the buffer whose sum it has in between."""
+
+    reduce: tuple[tuple[Numbered, Numbered], ...]
+    owned: tuple[tuple[Fraction, Fraction], ...]
+    gather: tuple[tuple[Numbered, Numbered], ...]
+
+
+@cache
+def _rack_plan(racks: Racks, rank: int) -> RackPlan:
+    def own(round_: Round) -> tuple[Numbered, Numbered]:
+        tagged = list(enumerate(round_))
+        sends = tuple((tag, t) for tag, t in tagged if t.sender == rank)
+        return sends, tuple((tag, t) for tag, t in tagged if t.receiver == rank)
+
+    rounds = hierarchical_rounds(racks)
+    owned, position = [], Fraction(0)
+    for t in sorted((t for round_ in rounds.reduce for t in round_ if t.sender == rank), key=lambda t: t.begin):
+        owned += [(position, t.begin)] if position < t.begin else []
+        position = max(position, t.end)
+    owned += [(position, Fraction(1))] if position < 1 else []
+    return RackPlan(tuple(map(own, rounds.reduce)), tuple(owned), tuple(map(own, rounds.gather)))
 
 
 # --- the rounds of an algorithm as one rank carries them out ---------------------------------------------------------

@@ -46,7 +46,8 @@ POWERSGD_STEPS = 3  # torch's PowerSGD compresses from the third step on
 
 def check_mode(spec: RunSpec, model: nn.Module, group: Group) -> None:
     """Try the mode of a run on known numbers. Raises the same SpecError on all ranks if a rank has a wrong result."""
-    own = Group(group.rank, group.size, group.store, group.deadline.total_seconds(), group.heartbeat)  # own counters
+    seconds = group.deadline.total_seconds()
+    own = Group(group.rank, group.size, group.store, seconds, group.heartbeat, group.racks)  # own counters
     case = cut_case(spec, [p.shape for p in trained(model)])
     with _tried(spec.mode, group.heartbeat):
         try:
@@ -99,7 +100,7 @@ def cut_case(spec: RunSpec, shapes: Sequence[torch.Size]) -> Case:
 
 def _most_numbers(spec: RunSpec) -> int:
     """How many numbers each rank may send, so that it takes about WIRE_S on the slowest link."""
-    rates = [rate for rate in spec.rates if rate]
+    rates = spec.limiting_rates
     itemsize = getattr(torch, spec.dtype).itemsize
     sent = int(min(rates) / 8 * WIRE_S / spec.world / itemsize) if rates else MAX_NUMBERS
     return max(MIN_NUMBERS, min(sent, MAX_NUMBERS // spec.world))

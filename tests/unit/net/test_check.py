@@ -14,6 +14,7 @@ from testbed.net.tcp import efficiency
 from testbed.results.folder import RunFolder
 from testbed.results.receipt import Receipt
 from testbed.spec.errors import EngineLost, ProbeError, TestbedError
+from testbed.spec.fabric import Fabric
 from testbed.spec.run import RunSpec
 from testbed.spec.words import Place, reading
 
@@ -27,7 +28,7 @@ def receipt(first: int, second: int) -> Receipt:
     """Two links of 200mbit that carry so many Mbit/s on the wire."""
     sizes = [round(rate * MBIT * efficiency(1500) / 8) for rate in (first, second)]
     flows = [Flow(0, 1, sizes[0], 1.0), Flow(1, 0, sizes[1], 1.0)]
-    return receipt_of(Measurement(flows, 1500, ["cubic"] * 2, 1.0), RATES)
+    return receipt_of(Measurement(flows, 1500, ["cubic"] * 2, 1.0), Fabric.of(RATES))
 
 
 GOOD = receipt(200, 200)

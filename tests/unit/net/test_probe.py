@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import socket
@@ -21,6 +22,7 @@ from testbed.net.probe import (
     Peer,
     fan_in_steps,
     link_steps,
+    link_steps_of,
     meet,
     pace,
     plan_steps,
@@ -29,10 +31,12 @@ from testbed.net.probe import (
     receipt_of,
     schedule,
     steady,
+    uplink_steps,
     window,
 )
 from testbed.net.tcp import efficiency
 from testbed.spec.errors import ProbeError
+from testbed.spec.fabric import Fabric
 from testbed.spec.units import burst_bytes
 
 LOOPBACK = "127.0.0.1"
@@ -56,7 +60,7 @@ def test_every_link_is_used_once_and_no_node_sends_while_it_receives(n: int) -> 
 @pytest.mark.parametrize("n", [3, 4, 5, 7, 16, 64])
 def test_the_fan_ins_go_round_all_nodes_and_fill_their_links(n: int) -> None:
     rates: list[int | None] = [10 * MBIT] * n
-    steps = fan_in_steps(rates)
+    steps = fan_in_steps(Fabric.of(rates))
     assert steps[0] == [(src, 0) for src in range(1, n)]
     assert sorted({dst for step in steps for _, dst in step}) == list(range(n))
     for step in steps:
@@ -68,24 +72,24 @@ def test_the_fan_ins_go_round_all_nodes_and_fill_their_links(n: int) -> None:
 
 
 def test_a_fast_node_gets_as_many_senders_as_fill_its_link() -> None:
-    steps = fan_in_steps([10 * MBIT, 35 * MBIT, 10 * MBIT, 10 * MBIT, 10 * MBIT, 20 * MBIT])
+    steps = fan_in_steps(Fabric.of([10 * MBIT, 35 * MBIT, 10 * MBIT, 10 * MBIT, 10 * MBIT, 20 * MBIT]))
     senders = {dst: sorted(src for step in steps for src, to in step if to == dst) for dst in range(6)}
     assert len(senders[1]) == 4 and 5 in senders[1]  # 20 + 3 x 10 are 50 Mbit/s
     assert len(senders[2]) == 2
 
 
 def test_a_node_whose_link_nobody_can_fill_gets_all_the_others() -> None:
-    steps = fan_in_steps([10 * MBIT, 1000 * MBIT, 10 * MBIT, 10 * MBIT])
+    steps = fan_in_steps(Fabric.of([10 * MBIT, 1000 * MBIT, 10 * MBIT, 10 * MBIT]))
     assert sorted(src for step in steps for src, to in step if to == 1) == [0, 2, 3]
 
 
 def test_unshaped_nodes_have_one_fan_in_and_so_have_two_nodes() -> None:
-    assert fan_in_steps([None] * 4) == [[(1, 0), (2, 0), (3, 0)]]
-    assert fan_in_steps([10 * MBIT] * 2) == [[(1, 0)]]
+    assert fan_in_steps(Fabric.of([None] * 4)) == [[(1, 0), (2, 0), (3, 0)]]
+    assert fan_in_steps(Fabric.of([10 * MBIT] * 2)) == [[(1, 0)]]
 
 
 def test_four_nodes_take_ten_steps_and_one_takes_none() -> None:
-    assert len(schedule([MBIT] * 4)) == 10 and schedule([MBIT]) == []
+    assert len(schedule(Fabric.of([MBIT] * 4))) == 10 and schedule(Fabric.of([MBIT])) == []
 
 
 def test_above_16_nodes_a_sample_is_taken_in_which_every_node_sends_and_receives() -> None:
@@ -101,50 +105,58 @@ def test_above_16_nodes_a_sample_is_taken_in_which_every_node_sends_and_receives
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 def test_a_sample_uses_every_node_both_ways_once_and_one_fan_in(n: int, seed: int) -> None:
     rates: list[int | None] = [10 * MBIT] * n
-    links, fan_ins = plan_steps(rates, seed)
+    links, fan_ins, _ = plan_steps(Fabric.of(rates), seed)
     pairs = [pair for step in links for pair in step]
     assert sorted(src for src, _ in pairs) == sorted(dst for _, dst in pairs) == list(range(n)) and len(links) <= 3
     assert len(fan_ins) == (n > 2) and all(len({dst for _, dst in step}) == 1 for step in fan_ins)
     assert all(len(step) >= 2 for step in fan_ins)
-    assert schedule(rates, seed) == [*links, *fan_ins]
+    assert schedule(Fabric.of(rates), seed) == [*links, *fan_ins]
 
 
 def test_samples_of_different_seeds_differ() -> None:
-    assert len({str(plan_steps([MBIT] * 4, seed)) for seed in range(12)}) == 12
+    assert len({str(plan_steps(Fabric.of([MBIT] * 4), seed)) for seed in range(12)}) == 12
 
 
 def test_64_nodes_take_about_as_long_as_16() -> None:
     def whole(n: int) -> float:
         rates: list[int | None] = [10**8] * n
-        return sum(plan.slow_start_s + 3 * plan.slice_s for plan in (pace(rates, each) for each in schedule(rates)))
+        return sum(
+            plan.slow_start_s + 3 * plan.slice_s
+            for plan in (pace(Fabric.of(rates), each) for each in schedule(Fabric.of(rates)))
+        )
 
     assert whole(16) < 21 and whole(64) < 15
 
 
 @pytest.mark.parametrize("rate", [10**6, 10**7, 10**8, 10**9])
 def test_at_least_50_bursts_are_counted(rate: int) -> None:
-    plan = pace([rate] * 4, [(0, 1), (2, 3)])
+    plan = pace(Fabric.of([rate] * 4), [(0, 1), (2, 3)])
     assert 3 * plan.slice_s >= 50 * burst_bytes(rate) * 8 / rate and plan.slow_start_s >= 0.25
 
 
 def test_four_nodes_at_100_mbit_take_about_6_seconds_and_unshaped_ones_less() -> None:
     def whole(rates: list[int | None]) -> float:
-        return sum(plan.slow_start_s + 3 * plan.slice_s for plan in (pace(rates, pairs) for pairs in schedule(rates)))
+        return sum(
+            plan.slow_start_s + 3 * plan.slice_s
+            for plan in (pace(Fabric.of(rates), pairs) for pairs in schedule(Fabric.of(rates)))
+        )
 
     assert 4.5 < whole([10**8] * 4) < 6.5 and whole([None] * 4) < 2.5
 
 
 def test_the_slowest_link_of_a_step_sets_its_length() -> None:
-    assert pace([10**6, 10**9, 10**9, 10**9], [(0, 1), (2, 3)]) == pace([10**6] * 4, [(0, 1), (2, 3)])
+    assert pace(Fabric.of([10**6, 10**9, 10**9, 10**9]), [(0, 1), (2, 3)]) == pace(
+        Fabric.of([10**6] * 4), [(0, 1), (2, 3)]
+    )
 
 
 def test_slow_links_get_a_bounded_window_and_fast_or_long_ones_the_kernels() -> None:
     pairs = [(0, 1)]
-    assert window([10**7, 10**7], pairs, 1, round_trip=0.0001) == 25_000
-    assert window([10**9, 10**9], pairs, 1, round_trip=0.0001) is None
-    assert window([10**7, 10**7], pairs, 1, round_trip=0.04) is None
-    assert window([None, None], pairs, 1, round_trip=0.0001) is None
-    fan_in = window([2 * 10**7] * 4, fan_in_steps([2 * 10**7] * 4)[0], 0, round_trip=0.0001)
+    assert window(Fabric.of([10**7, 10**7]), pairs, 1, round_trip=0.0001) == 25_000
+    assert window(Fabric.of([10**9, 10**9]), pairs, 1, round_trip=0.0001) is None
+    assert window(Fabric.of([10**7, 10**7]), pairs, 1, round_trip=0.04) is None
+    assert window(Fabric.of([None, None]), pairs, 1, round_trip=0.0001) is None
+    fan_in = window(Fabric.of([2 * 10**7] * 4), fan_in_steps(Fabric.of([2 * 10**7] * 4))[0], 0, round_trip=0.0001)
     assert fan_in is not None and 3 * fan_in == pytest.approx(50_000, abs=3)
 
 
@@ -169,7 +181,7 @@ def test_three_nodes_on_loopback_agree_on_what_they_measured() -> None:
     assert all(flow.goodput > 10**6 for flow in results[0].flows)
     assert len(results[0].congestion) == 3 and all(results[0].congestion)
     assert results[0].mtu > 1500  # loopback's, not an assumption
-    assert sorted({event["step"] for event in events}) == list(range(1, len(schedule([None] * 3)) + 1))
+    assert sorted({event["step"] for event in events}) == list(range(1, len(schedule(Fabric.of([None] * 3))) + 1))
 
 
 def test_as_processes_they_print_flows_and_a_result() -> None:
@@ -294,14 +306,14 @@ def _payload(rate: float) -> int:
 
 def test_the_requested_rate_of_a_link_is_the_smaller_of_its_two_ends() -> None:
     rates = [200 * MBIT, 50 * MBIT, None]
-    receipt = receipt_of(measurement([50 * MBIT] * 6, 3, 50 * MBIT), rates)
+    receipt = receipt_of(measurement([50 * MBIT] * 6, 3, 50 * MBIT), Fabric.of(rates))
     requested = {(link.src, link.dst): link.requested for link in receipt.links}
     assert requested[0, 1] == requested[1, 0] == requested[1, 2] == 50 * MBIT
     assert requested[0, 2] == requested[2, 0] == 200 * MBIT
 
 
 def test_the_requested_rate_of_the_fan_in_is_what_the_senders_can_bring() -> None:
-    receipt = receipt_of(measurement([10 * MBIT] * 6, 3, 20 * MBIT), [100 * MBIT, 10 * MBIT, 10 * MBIT])
+    receipt = receipt_of(measurement([10 * MBIT] * 6, 3, 20 * MBIT), Fabric.of([100 * MBIT, 10 * MBIT, 10 * MBIT]))
     assert receipt.fan_in is not None
     assert receipt.fan_in.requested == 20 * MBIT and receipt.fan_in.senders == (1, 2)
 
@@ -310,12 +322,72 @@ def test_a_receipt_has_the_fan_in_of_every_node_and_the_number_of_links_it_is_a_
     rates: list[int | None] = [10 * MBIT] * 3
     links = [Flow(src, dst, _payload(10 * MBIT), 1.0) for src, dst in [(0, 1), (1, 2), (2, 0)]]
     fan_ins = [Flow(None, dst, _payload((10 + 10 * (dst == 2)) * MBIT), 1.0) for dst in range(3)]
-    receipt = receipt_of(Measurement([*links, *fan_ins], 1500, ["cubic"] * 3, 4.0), rates)
+    receipt = receipt_of(Measurement([*links, *fan_ins], 1500, ["cubic"] * 3, 4.0), Fabric.of(rates))
     assert receipt.sampled_from == 6 and receipt.fan_in is not None and receipt.fan_in.dst == 0
     assert [(each.dst, sorted(each.senders)) for each in receipt.fan_in_others] == [(1, [0, 2]), (2, [0, 1])]
     assert not receipt.valid() and "the fan-in of node2: requested 10mbit, measured 20 Mbit/s" in receipt.sentence()
 
 
 def test_a_single_node_has_no_link() -> None:
-    receipt = receipt_of(Measurement([], 1500, [""], 0.1), [10 * MBIT])
+    receipt = receipt_of(Measurement([], 1500, [""], 0.1), Fabric.of([10 * MBIT]))
     assert receipt.valid() and receipt.fan_in is None and "one node" in receipt.sentence()
+
+
+# --- racks -----------------------------------------------------------------------------------------------------------
+
+RACKED = Fabric.of([100 * MBIT] * 4, (0, 0, 1, 1), 50 * MBIT)
+
+
+@pytest.mark.parametrize("racks", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2)])
+def test_with_racks_every_link_is_measured_once_and_no_uplink_is_shared(racks: tuple[int, ...]) -> None:
+    fabric = Fabric.of([100 * MBIT] * len(racks), racks, 50 * MBIT)
+    steps = link_steps_of(fabric)
+    pairs = [pair for step in steps for pair in step]
+    assert len(pairs) == len(set(pairs)) == len(racks) * (len(racks) - 1)
+    for step in steps:
+        nodes = [node for pair in step for node in pair]
+        assert len(nodes) == len(set(nodes))
+        passed = [racks[node] for pair in step if fabric.crosses(*pair) for node in pair]
+        assert len(passed) == len(set(passed))
+
+
+def test_of_many_links_across_racks_some_are_measured() -> None:
+    fabric = Fabric.of([100 * MBIT] * 16, [k // 8 for k in range(16)], 50 * MBIT)
+    across = [pair for step in link_steps_of(fabric) for pair in step if fabric.crosses(*pair)]
+    assert len(across) == len(set(across)) == 24 and len({src for src, _ in across}) >= 8
+
+
+def test_uplinks_are_filled_by_all_pairs_at_once_out_of_and_into_each_rack() -> None:
+    assert uplink_steps(RACKED) == [
+        (0, True, [(0, 2), (0, 3), (1, 2), (1, 3)]),
+        (1, True, [(2, 0), (2, 1), (3, 0), (3, 1)]),
+    ]
+    three = uplink_steps(Fabric.of([MBIT] * 6, (0, 0, 1, 1, 2, 2), MBIT))
+    assert [(rack, out) for rack, out, _ in three] == [(rack, out) for rack in range(3) for out in (True, False)]
+    assert uplink_steps(Fabric.of([MBIT] * 4, (0, 0, 1, 1))) == [] and uplink_steps(Fabric.of([MBIT] * 4)) == []
+
+
+def test_all_receivers_of_an_uplink_count_for_the_same_time() -> None:
+    plan = pace(RACKED, uplink_steps(RACKED)[0][2], together=True)
+    assert plan.min_slices == plan.max_slices
+
+
+def test_a_receipt_has_links_inside_and_across_and_what_an_uplink_passed() -> None:
+    wire = efficiency()
+    links = [
+        Flow(src, dst, round((50 if RACKED.crosses(src, dst) else 100) * MBIT * wire / 8), 1.0)
+        for src in range(4)
+        for dst in range(4)
+        if src != dst
+    ]
+    parts = [Flow(None, dst, round(25 * MBIT * wire / 8), 1.0, uplink=(0, True)) for dst in (2, 3)]
+    receipt = receipt_of(Measurement([*links, *parts], 1500, ["cubic"] * 4, 4.0), RACKED)
+    assert receipt.valid() and {link.requested for link in receipt.links if link.across} == {50 * MBIT}
+    assert {link.requested for link in receipt.links if not link.across} == {100 * MBIT}
+    (uplink,) = receipt.uplinks
+    assert (uplink.requested, uplink.rack, uplink.outgoing) == (50 * MBIT, 0, True)
+    assert uplink.measured == pytest.approx(50 * MBIT, rel=1e-6)
+    fast = [dataclasses.replace(part, bytes=part.bytes * 2) for part in parts]
+    wrong = receipt_of(Measurement([*links, *fast], 1500, ["cubic"] * 4, 4.0), RACKED)
+    assert wrong.too_fast() and "the uplink out of rack 0, 4 pairs at once: requested 50mbit" in wrong.sentence()
+    assert wrong.better(receipt) == receipt

@@ -12,7 +12,6 @@ import pytest
 
 from testbed.net import tcp
 from testbed.net.tcp import (
-    bottleneck,
     byte_counts,
     check_congestion_control,
     congestion_control,
@@ -70,14 +69,6 @@ def test_all_tcp_sockets_and_no_other_descriptors_are_found(
 def test_headers_leave_0_956_of_the_wire() -> None:
     assert efficiency(1500) == pytest.approx(0.9564, abs=1e-4)
     assert wire_rate(1448, 1500) == pytest.approx(1514)
-
-
-def test_the_bottleneck_is_the_receiver_or_all_senders_together() -> None:
-    assert bottleneck(100, [30, 30]) == 60
-    assert bottleneck(50, [30, 30]) == 50
-    assert bottleneck(None, [30]) == 30
-    assert bottleneck(50, [None, 30]) == 50
-    assert bottleneck(None, [None]) is None
 
 
 @pytest.mark.parametrize("place", [Place.COMMAND_LINE, Place.COMPOSE])

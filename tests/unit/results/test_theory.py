@@ -129,3 +129,37 @@ def test_a_collective_that_continues_is_counted_in_the_step_in_which_it_began() 
 def test_an_unknown_collective_makes_the_whole_step_unknown() -> None:
     assert theory.observed_load([("all_reduce", 0.0, 1.0, 100), ("bucket 3", 0.0, 1.0, 100)], 0, 4) is None
     assert theory.observed_load([("gather, root 9", 0.0, 1.0, 100)], 0, 4) is None
+
+
+# --- racks -----------------------------------------------------------------------------------------------------------
+
+NEAR, FAR = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("mode", "racks", "slower", "load", "formula"),
+    [
+        ("ring", NEAR, 0.0, 1.5, "1.5 S/B"),
+        ("ring", NEAR, 4.0, 6.0, "1.5 S/U"),
+        ("ring", FAR, 4.0, 12.0, "3 S/U"),
+        ("ddp", FAR, 4.0, 12.0, "3 S/U"),
+        ("hierarchical", NEAR, 4.0, 5.0, "1 S/B + 1 S/U"),
+        ("hierarchical", FAR, 4.0, 5.0, "1 S/B + 1 S/U"),
+        ("hierarchical", ((0,), (1, 2, 3)), 4.0, 4 / 3 + 4, "1.33 S/B + 1 S/U"),
+        ("gather", NEAR, 4.0, 16.0, "4 S/U"),
+    ],
+)
+def test_the_uplink_is_part_of_the_bound(
+    mode: str, racks: tuple[tuple[int, ...], ...], slower: float, load: float, formula: str
+) -> None:
+    known = theory.cost(SyncMode.parse(mode), 4, theory.Uplinks(racks, slower))
+    assert known is not None and known.load == pytest.approx(load) and known.formula == formula
+    bound = theory.bound(SyncMode.parse(mode), 4, S, B, 0.0, 1, theory.Uplinks(racks, slower))
+    assert bound == pytest.approx(load * S / B)
+
+
+def test_a_ring_that_leaves_its_racks_at_every_hop_sends_twice_as_much_through_the_uplinks() -> None:
+    ring = SyncMode.parse("ring")
+    assert theory.rack_shares(ring, 4, NEAR) == [(1.5, 1.5)] * 2
+    assert theory.rack_shares(ring, 4, FAR) == [(3.0, 3.0)] * 2
+    assert theory.rack_shares(SyncMode.parse("none"), 4, NEAR) is None

@@ -241,3 +241,19 @@ def test_the_root_of_a_script_s_gather_must_receive_all_parts() -> None:
 def test_a_script_whose_collectives_are_unknown_is_held_against_its_counter_only() -> None:
     assert impossible(script_spec(), observed(0.01, "strange main.py:9")) == ""
     assert "sent 40" in impossible(script_spec(), [records(0, 0.01, 1_050_000)])
+
+
+RACKED = {"topology": {"racks": [[0, 1], [2, 3]], "uplink": "10mbit"}}
+
+
+def test_a_run_faster_than_its_uplink_is_found_although_its_links_allow_it() -> None:
+    """Each rack must send 1.5 MB a step through 10 Mbit/s: 1.2 s."""
+    assert impossible(spec_of(**RACKED), all_ranks(1.25, 0)) == ""
+    reason = impossible(spec_of(**RACKED), all_ranks(0.6, 0))
+    assert "ring must send 57 MB through the uplink of rack 0 during them: at 10mbit" in reason
+    assert impossible(spec_of(), all_ranks(0.6, 0)) == ""
+
+
+def test_a_node_that_is_alone_in_its_rack_has_the_rate_of_the_slower_of_link_and_uplink() -> None:
+    alone = {"topology": {"racks": [[0], [1, 2, 3]], "uplink": "10mbit"}}
+    assert [fastest_rate(spec_of(**alone), rank) for rank in range(4)] == [10 * MBIT, *[50 * MBIT] * 3]

@@ -318,6 +318,36 @@ def test_the_formula_of_a_row_is_the_time_of_its_rounds(name: str) -> None:
         assert known is not None and known.load == pytest.approx(evaluate(mode.time, n))
 
 
+RACKS = [
+    ((0, 1), (2, 3)),
+    ((0, 2), (1, 3)),
+    ((0,), (1, 2, 3)),
+    ((0, 1, 2), (3, 4)),
+    ((0, 1), (2, 3, 4), (5,)),
+    ((0, 1, 2, 3),),
+    ((3,), (1,), (0,), (2,)),
+    ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9)),
+]
+
+
+@pytest.mark.parametrize("racks", RACKS)
+def test_the_rounds_of_hierarchical_leave_every_rank_the_sum_in_any_racks(racks: tuple[tuple[int, ...], ...]) -> None:
+    n = sum(map(len, racks))
+    rounds = SyncMode.parse("hierarchical").rounds(n, racks)
+    assert rounds is not None
+    assert all(each == Counter(range(n)) for slices in carry_out(rounds, n) for each in slices)
+
+
+@pytest.mark.parametrize(("r", "m"), [(2, 2), (2, 3), (3, 2), (4, 4), (1, 4), (4, 1)])
+def test_the_formula_of_hierarchical_is_the_time_of_its_rounds(r: int, m: int) -> None:
+    """An uplink that is M times faster than a link takes as long as all links of its rack together."""
+    racks = tuple(tuple(range(m * k, m * k + m)) for k in range(r))
+    slower = 5.0
+    known = theory.cost(SyncMode.parse("hierarchical"), r * m, theory.Uplinks(racks, slower))
+    assert known is not None
+    assert known.load == pytest.approx(2 * (m - 1) / m + slower * 2 * (r - 1) / r)
+
+
 def evaluate(formula: str, n: int) -> float:
     """The factor of S/B in a formula such as `2(N-1)/N S/B`; P is the largest power of two up to N."""
     values = {"N": n, "P": 1 << (n.bit_length() - 1), "log2": lambda n: math.ceil(math.log2(n))}
@@ -331,7 +361,7 @@ def evaluate(formula: str, n: int) -> float:
 
 def test_what_sends_nothing_has_no_rounds_and_takes_no_time() -> None:
     silent = {name for name in ALGORITHMS if SyncMode.parse(name).silent}
-    assert silent == {name for name, row in ALGORITHMS.items() if row.rounds is None}
+    assert silent == {name for name in ALGORITHMS if SyncMode.parse(name).rounds(4) is None}
     assert all((ALGORITHMS[name].time == "0") == (name in silent) for name in ALGORITHMS)
 
 

@@ -569,6 +569,10 @@ class HostsSubstrate:
     def reconnect(self, node: int) -> None:
         self.cut(node)
 
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """None: one network connects all nodes."""
+        return {}
+
     def shaping(self, node: int) -> Shaping:
         """Nothing is shaped."""
         return Shaping()

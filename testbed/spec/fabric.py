@@ -1,0 +1,71 @@
+"""Fabric: the rates that are requested of a network, and what they allow several nodes that send at once.
+
+Nodes are connected by one switch, or by one switch per rack. Each rack has one uplink to the other racks, which all of
+its nodes share, each way. Standard library only: a probe process imports this, and has to start quickly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Racks = tuple[tuple[int, ...], ...]  # the nodes of each rack; empty: one switch connects all
+Pairs = Sequence[tuple[int, int]]  # (src, dst)
+
+
+def rack_numbers(racks: Racks, nodes: int) -> tuple[int, ...]:
+    """The rack of each node; 0 for all of them without racks."""
+    found = {node: number for number, rack in enumerate(racks) for node in rack}
+    return tuple(found.get(node, 0) for node in range(nodes))
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Rates in bit/s, each way; None is no limit."""
+
+    rates: tuple[int | None, ...]  # of each node's link
+    racks: tuple[int, ...] = ()  # the rack of each node; empty: one switch connects all
+    uplink: int | None = None  # of each rack
+
+    @classmethod
+    def of(cls, rates: Iterable[int | None], racks: Iterable[int] = (), uplink: int | None = None) -> Fabric:
+        return cls(tuple(rates), tuple(racks), uplink)
+
+    @property
+    def size(self) -> int:
+        return len(self.rates)
+
+    @property
+    def shared_uplinks(self) -> list[int]:
+        """The racks whose uplink limits what passes it; none without racks or without a rate."""
+        numbers = sorted(set(self.racks))
+        return numbers if self.uplink is not None and len(numbers) > 1 else []
+
+    def crosses(self, src: int, dst: int) -> bool:
+        """True if what `src` sends to `dst` passes a limited uplink."""
+        return bool(self.shared_uplinks) and self.racks[src] != self.racks[dst]
+
+    def limit(self, pairs: Pairs) -> int | None:
+        """The rate that all pairs together reach at once.
+
+        For the patterns of a probe: one link, several nodes into one, or all nodes of a rack to or from other racks.
+        """
+        across = [pair for pair in pairs if self.crosses(*pair)]
+        inside = {src for src, dst in pairs if not self.crosses(src, dst)}
+        sent = self._passed({src for src, _ in across})
+        received = self._passed({dst for _, dst in across})
+        arriving = self._sum(inside) + min(sent, received)
+        total = min(arriving, self._sum({dst for _, dst in pairs}))
+        return None if math.isinf(total) else round(total)
+
+    def _passed(self, nodes: set[int]) -> float:
+        """What the uplinks of these nodes' racks pass together, one way."""
+        uplink = math.inf if self.uplink is None else self.uplink
+        return sum(
+            min(uplink, self._sum({n for n in nodes if self.racks[n] == rack}))
+            for rack in {self.racks[node] for node in nodes}
+        )
+
+    def _sum(self, nodes: set[int]) -> float:
+        return sum(math.inf if rate is None else rate for rate in (self.rates[node] for node in nodes))

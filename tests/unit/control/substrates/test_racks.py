@@ -1,0 +1,58 @@
+"""Racks as commands: a bridge per rack, and a bucket at each end of its trunk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from testbed.control.runs.select import node_plans
+from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.racks import bridge_of, make_bridges, read_uplinks
+from testbed.spec.errors import NetworkInvalid
+from testbed.spec.run import RunSpec
+
+TOPOLOGY = {"racks": [[0, 2], [1, 3]], "uplink": "40mbit"}
+SMALL = {"model": "lenet5", "data": {"name": "synthetic"}, "batch": 12, "nodes": 4, "link": {"rate": "80mbit"}}
+
+
+def plans(**topology: object) -> list[NodePlan]:
+    return node_plans(RunSpec.load(SMALL | {"topology": TOPOLOGY | topology}, "here"))
+
+
+def test_each_node_is_connected_to_the_bridge_of_its_rack() -> None:
+    assert [bridge_of(plan) for plan in plans()] == ["rack0", "rack1", "rack0", "rack1"]
+    assert {bridge_of(plan) for plan in plans(uplink=None)} == {"br0"}
+
+
+def test_what_leaves_and_what_enters_a_rack_passes_a_bucket_of_the_uplink_s_rate() -> None:
+    commands = [" ".join(command) for command in make_bridges(plans())]
+    for rack in (0, 1):
+        assert f"ip link add up{rack} type veth peer name down{rack}" in commands
+        assert f"ip link set up{rack} master rack{rack} up" in commands
+        assert f"ip link set down{rack} master br0 up" in commands
+        for device in (f"up{rack}", f"down{rack}"):
+            assert f"tc qdisc add dev {device} root tbf rate 40mbit burst 20000b latency 50000us" in commands
+
+
+def test_the_delay_between_racks_applies_once_where_a_rack_is_left() -> None:
+    commands = [" ".join(command) for command in make_bridges(plans(delay="5ms"))]
+    delayed = [command for command in commands if "netem" in command]
+    assert len(delayed) == 2 and all(" dev up" in command and "delay 5000us" in command for command in delayed)
+
+
+def test_without_racks_there_is_one_bridge() -> None:
+    commands = make_bridges(plans(uplink=None))
+    assert [command[3] for command in commands] == ["br0", "br0"]
+
+
+def test_the_uplinks_are_read_from_what_tc_and_ip_list() -> None:
+    def bucket(device: str) -> dict[str, object]:
+        return {"kind": "tbf", "dev": device, "options": {"rate": 5_000_000}, "bytes": 7, "drops": 0}
+
+    qdiscs = json.dumps([bucket(device) for device in ("up0", "down0", "up1", "down1", "port0")])
+    counters = json.dumps([{"ifname": "up0", "stats64": {"tx": {"bytes": 6}}}])
+    found = read_uplinks(plans(), qdiscs, counters)
+    assert set(found) == {0, 1} and set(found[1].buckets) == {"up1", "down1"} and found[0].sent["up0"] == 6
+    with pytest.raises(NetworkInvalid, match="Install iproute2"):
+        read_uplinks(plans(), qdiscs, "[{}]")
