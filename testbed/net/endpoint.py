@@ -7,37 +7,18 @@ The controller runs it on every node of an allocation (control/substrates/slurm.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-SIOCGIFADDR = 0x8915  # Linux: the ioctl that returns an interface's address
+from testbed.net.interfaces import interface_of, route_to
+
+DISCARD_PORT = 9  # any: nothing is sent to it
 SEEN_TIMEOUT_S = 5.0  # for a new file to appear on a disk that several machines share
 POLL_S = 0.2
-
-
-def interface_of(address: str) -> str:
-    """The name of the interface that has this IPv4 address; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe_socket, SIOCGIFADDR, struct.pack("16s16x", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
-
-
-def own_address(target: str) -> str:
-    """The IPv4 address of this machine on its route to `target`, a name or an address. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((target, 9))
-        return str(sock.getsockname()[0])
 
 
 def free_port(address: str, wanted: int) -> tuple[int, str]:
@@ -57,10 +38,13 @@ def describe(
     if len(names) > 1:
         target = addresses[1] if name == names[0] else addresses[0]
         try:
-            found["address"] = own_address(target)
-            found["interface"] = interface_of(str(found["address"]))
-        except OSError as error:
-            found["problem"] = f"no route to {target} ({error.strerror or error})"
+            own = route_to(target, DISCARD_PORT)
+        except OSError as error:  # a name that this node cannot resolve
+            own, found["problem"] = "", f"no route to {target} ({error.strerror or error})"
+        if own:
+            found["address"], found["interface"] = own, interface_of(own)
+        elif not found["problem"]:
+            found["problem"] = f"no route to {target}"
     found["port"], found["busy"] = free_port(str(found["address"]), port) if name == names[0] else (port, "")
     found["missing"] = _missing(sees)
     return found

@@ -52,8 +52,21 @@ class InterfaceCounter:
         return None, None
 
 
+_CLOSED = [0, 0]  # bytes sent and received on sockets that this process has closed
+
+
+def keep_counts(connection: socket.socket) -> None:
+    """Go on counting what this socket has sent and received after it is closed; call it right before."""
+    with contextlib.suppress(OSError):  # the kernel does not count
+        for number, size in enumerate(byte_counts(connection)):
+            _CLOSED[number] += size
+
+
 class SocketCounter:
-    """All open TCP sockets of this process. Closed sockets are not counted; Gloo keeps its own open."""
+    """All open TCP sockets of this process, and those that `keep_counts` was called for before they were closed.
+
+    Gloo keeps its own open.
+    """
 
     name = "tcp sockets"
 
@@ -66,7 +79,7 @@ class SocketCounter:
         if found != self._open:
             self._open = found
             self._sockets = [(connection.fileno(), connection.family) for connection in tcp_sockets()]
-        sent = received = 0
+        sent, received = _CLOSED
         for descriptor, family in self._sockets:
             with contextlib.suppress(OSError):  # the socket was closed meanwhile, or this kernel does not count
                 counts = _counts(descriptor, family)

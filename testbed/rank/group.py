@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from testbed.net.channel import listen
+from testbed.net.interfaces import address_of, route_to
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
 from testbed.spec.errors import PeerLost, TestbedError, Unavailable, refuse
 from testbed.spec.fabric import Racks
@@ -23,6 +24,7 @@ from testbed.spec.words import setting
 
 LATE_DEADLINES = 10  # deadlines by which one rank may be later than another at a test or a comparison
 BACKLOG = 128
+LOOPBACK = "127.0.0.1"
 
 
 class NoWork:
@@ -57,6 +59,16 @@ class Group:
         self.payload: Counter[str] = Counter()  # bytes sent, by kind
         self.kind = "gradients"  # the kind that the next bytes are counted as
         self._counting = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """This rank's address for connections of its own: that of the interface that Gloo uses."""
+        own = address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or (self.heartbeat.address if self.heartbeat else "")
+        store = self.store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        on_the_way = route_to(store.host, store.port) if isinstance(store, dist.TCPStore) and not own else ""
+        return own or on_the_way or LOOPBACK
 
     @contextmanager
     def payload_kind(self, kind: str) -> Iterator[None]:

@@ -170,7 +170,7 @@ class Algorithm:
     granularities: tuple[str, ...] = ("param", "bucket", "flat")
     default: str | None = None  # granularity; None: the algorithm decides itself
     rooted: bool = False  # everything passes rank 0's link
-    pipelined: bool = False  # after `reduce` rank k has the sum of shard k, so `pipeline` can update it there
+    pipelined: bool = False  # `pipeline` sends these rounds: after `reduce` rank k has the sum of shard k
     sends_parameters: bool = False  # half of the bytes sent are parameters
     direct: bool = False  # payloads go straight to the ranks that need them, so they need not be summable
     every_refused: str | None = None  # why `every:K` is refused; None: it is allowed
@@ -224,7 +224,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         rounds=direct_rounds,
         time="2(N-1)/N S/B",
         default="flat",
-        pipelined=True,
         direct=True,
     ),
     "ring-reduce": Algorithm(
@@ -531,7 +530,7 @@ def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | Non
 def _schedule_illegal(mode: SyncMode, word: str) -> tuple[str, str]:
     """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
     if word == "pipeline" and not mode.row.pipelined:
-        why = f"needs an algorithm that reduces shards, then gathers them; {mode.algorithm} does not"
+        why = f"sends shards round a ring, over connections of its own; {mode.algorithm} does not"
         return why, "Use ring/bucket:2MiB/pipeline."
     if word == "overlap" and mode.row.sends_parameters:
         why = f"averages gradients on every rank; {mode.algorithm} has them on rank 0 only"

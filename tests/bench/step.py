@@ -201,7 +201,7 @@ def _point_figures(times: PointTimes, plan: Plan) -> Iterator[Figure]:
 
 MIN_BYTES, MAX_BYTES = 0.97, 1.07  # over LEAST_BYTES; fewer bytes mean that the counter is wrong
 BYTES_RATE = "1gbit"
-SCHEDULED = ("ring/bucket:2MiB/overlap", "allreduce/bucket:2MiB/overlap", PIPELINE, "direct/bucket:2MiB/pipeline")
+SCHEDULED = ("ring/bucket:2MiB/overlap", "allreduce/bucket:2MiB/overlap", PIPELINE)
 
 
 def count_bytes() -> Iterator[Figure]:

@@ -20,9 +20,10 @@ from testbed.rank.counters import open_counter
 from testbed.rank.group import Group, join, leave
 from testbed.rank.recorder import Recorder
 from testbed.rank.sync.algorithms import MEANS
-from testbed.rank.sync.pipeline import use_sched_batch_in_gloo
 from testbed.rank.train import Trainer
 from testbed.spec.run import DEFAULT_PORT, RunSpec
+
+GLOO_THREAD = "gloo_tcp_loop"  # the name of Gloo's thread that reads and writes its sockets
 
 
 def train(folder: Path) -> None:
@@ -36,6 +37,14 @@ def train(folder: Path) -> None:
             spec = RunSpec.load(case, f"case {number}")
             Trainer(spec, own, recorder, open_counter(os.environ["GLOO_SOCKET_IFNAME"])).run()
     leave(group)
+
+
+def use_sched_batch_in_gloo(enabled: bool) -> None:
+    """Set the scheduling class of Gloo's threads: that of the pipeline's thread, or the default again."""
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == GLOO_THREAD:
+            kind = os.SCHED_BATCH if enabled else os.SCHED_OTHER
+            os.sched_setscheduler(int(task.name), kind, os.sched_param(0))
 
 
 def time_collectives(folder: Path, repeats: int, elements: int, names: list[str]) -> None:

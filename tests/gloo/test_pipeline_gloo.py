@@ -11,13 +11,12 @@ from tests.gloo.test_algorithms import Pools, assert_stepped_by_the_mean, case_o
 
 pytestmark = pytest.mark.gloo
 
-PIPELINES = ["ring/bucket:100B/pipeline", "direct/bucket:100B/pipeline"]
+PIPELINE = "ring/bucket:100B/pipeline"
 
 
-@pytest.mark.parametrize("mode", PIPELINES[:1])
-def test_clipping_waits_for_a_backward_longer_than_the_deadline(ranks: Pools, mode: str) -> None:
+def test_clipping_waits_for_a_backward_longer_than_the_deadline(ranks: Pools) -> None:
     """The first buckets wait for the norm of the whole gradient until backward has made the last one."""
-    case = case_of(mode, dtype="float64", clip=0.5, deadline=2.0, slow=2.6)
+    case = case_of(PIPELINE, dtype="float64", clip=0.5, deadline=2.0, slow=2.6)
     answers = ranks(2).run("mean", **case)
     mean = mean_gradient(case, 2, step=0)
     norm = sum(float(np.square(part).sum()) for part in mean) ** 0.5
@@ -28,14 +27,27 @@ def test_clipping_waits_for_a_backward_longer_than_the_deadline(ranks: Pools, mo
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("mode", [*PIPELINES, "ring/bucket:100B/overlap", "ring/param/overlap", "ring"])
+@pytest.mark.parametrize("mode", [PIPELINE, "ring/bucket:100B/overlap", "ring/param/overlap", "ring"])
 def test_a_parameter_unused_in_every_other_step_counts_as_zero_then(ranks: Pools, mode: str, size: int) -> None:
     """Its gradient of the step before is still in the same buffer."""
     assert_stepped_by_the_mean(ranks(size), case_of(mode, dtype="float64", steps=5, resting=[0, 3, 6]))
 
 
-@pytest.mark.parametrize(("mode", "attached"), [(PIPELINES[0], os.SCHED_BATCH), ("ring", os.SCHED_OTHER)])
-def test_gloos_thread_has_sched_batch_while_a_pipeline_is_attached(ranks: Pools, mode: str, attached: int) -> None:
-    """The thread is found by its name; this test fails if a later torch changes the name."""
-    for answer in ranks(2).run("sched_classes", **case_of(mode)):
-        assert answer["classes"] == [[os.SCHED_OTHER], [attached], [os.SCHED_OTHER]]
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_every_number_of_ranks_ends_with_equal_parameters(
+    ranks: Pools, size: int, dtype: str, clip: float | None
+) -> None:
+    """Buckets of 100 bytes: uneven shards, and in the last buckets fewer numbers than ranks, so empty shards."""
+    case = case_of(PIPELINE, dtype=dtype, steps=4, clip=clip)
+    answers = ranks(size).run("mean", **case)
+    assert len({answer["hash"] for answer in answers}) == 1
+    if clip is None:
+        assert_stepped_by_the_mean(ranks(size), case)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pipeline_has_one_thread_of_class_sched_batch_and_leaves_nothing(ranks: Pools, size: int) -> None:
+    for answer in ranks(size).run("threads", **case_of(PIPELINE)):
+        assert answer["classes"] == [os.SCHED_BATCH] and answer["left"] == 0 and answer["files"] == 0

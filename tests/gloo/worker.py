@@ -23,7 +23,6 @@ from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import parameter_hash
 from testbed.rank.sync.check import check_mode
-from testbed.rank.sync.pipeline import gloo_threads
 from testbed.rank.sync.schedules import build
 from testbed.rank.train import Trainer
 from testbed.results.timeline import Timeline
@@ -113,18 +112,18 @@ def _attach(model: Known, case: Case, group: Group, timeline: Timeline) -> tuple
     return sync, sync.attach(model, optimizer)
 
 
-def sched_classes(case: Case, group: Group) -> Case:
-    """The scheduling classes of Gloo's threads before a mode is attached, while it is, and after it is closed."""
+def threads(case: Case, group: Group) -> Case:
+    """What an attached mode adds to this process: scheduling classes of new threads, descriptors left after its end."""
     model = Known(case["shapes"], getattr(torch, case["dtype"]), case["transposed"], case["unused"])
-    found = [_gloo_classes()]
+    before, files = _listed("task"), len(_listed("fd"))
     sync, _ = _attach(model, case, group, Timeline())
-    found.append(_gloo_classes())
+    classes = [os.sched_getscheduler(thread) for thread in _listed("task") - before]
     sync.close()
-    return {"classes": [*found, _gloo_classes()]}
+    return {"classes": classes, "left": len(_listed("task") - before), "files": len(_listed("fd")) - files}
 
 
-def _gloo_classes() -> list[int]:
-    return [os.sched_getscheduler(thread) for thread in gloo_threads()]
+def _listed(folder: str) -> set[int]:
+    return {int(entry.name) for entry in Path("/proc/self", folder).iterdir()}
 
 
 def train(case: Case, group: Group) -> Case:
@@ -176,7 +175,7 @@ def _save(case: Case, rank: int, model: nn.Module) -> None:
 KINDS: dict[str, Callable[[Case, Group], Case]] = {
     "mean": mean,
     "train": train,
-    "sched_classes": sched_classes,
+    "threads": threads,
     "check": check,
 }
 

@@ -5,31 +5,24 @@ forward, and each rank's optimizer updates 1/N of the parameters. All parameters
 first. It is divided into buckets of the given size, also inside a tensor, and each bucket into N shards. A
 layer's forward waits for its own buckets only.
 
-    training loop   forward (waits for buckets) | backward: a hook copies each gradient and launches complete buckets
-    bucket thread   one per bucket: adds what is received, updates this rank's shard, sends it, marks it complete
-    sender thread   gives shards to Gloo: the bucket that the next forward needs first goes first, and within one
-                    bucket gradients go before parameters
+    training loop     forward (waits for buckets) | backward: a hook copies each gradient and launches complete buckets
+    transport thread  sends and receives shards round the ring, adds what is received, updates this rank's shard,
+                      marks complete buckets. The bucket that the next forward needs first goes first, and within one
+                      bucket gradients go before parameters
 
-Receives are posted a whole step ahead, because Gloo sends nothing before the other side has posted its receive. That
-is safe: no rank sends step t+1's shards of a bucket before step t's have arrived on all ranks.
+A neighbour may be ahead. Its gradients of a bucket wait in scratch until this rank has launched the bucket, also those
+of step t+1 while parameters of step t are still on their way. It is never further ahead: no rank launches a bucket of
+step t+1 before it has all parameters of step t, which it gets only when all ranks have reduced the bucket.
 """
 
 from __future__ import annotations
 
-import contextlib
-import heapq
-import itertools
-import os
-import queue
-import socket
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,67 +31,52 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from testbed.net.tcp import tcp_sockets
-from testbed.rank.group import Group, Work
-from testbed.rank.sync.algorithms import Plan, RankRound, plan_for
+from testbed.rank.group import Group
 from testbed.rank.sync.buckets import Readiness, flat_parameters, split, trained
 from testbed.rank.sync.synchronizer import BaseSynchronizer, Update
+from testbed.rank.sync.transport import Segment, Transport, Urgency
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import RankFailed, refuse
 from testbed.spec.mode import SyncMode
 from testbed.spec.units import format_size
 
-MAX_BUCKETS = 256  # each has a thread
-MAX_ROUNDS = 512  # of reduce, and of gather: the number of a round is part of a message's tag
+MAX_BUCKETS = 4096  # each has an optimizer of its own and 2(N-1) segments a step
 LAST_BUCKETS = (8, 4, 2)  # the last buckets have 1/8, 1/4 and 1/2 of the usual size
-WINDOW_BYTES = 512 << 10  # given to Gloo and not yet accepted by the kernel: enough to keep the link busy
-UNSENT_BYTES = 128 << 10  # accepted by a socket of the kernel and not yet sent
-TCP_NOTSENT_LOWAT = 25  # Linux's socket option; Python has no name for it
-GLOO_THREAD = "gloo_tcp_loop"  # the name of Gloo's thread that reads and writes its sockets
-
-Urgency = tuple[int, ...]  # the smaller is sent first
+GRADIENTS, PARAMETERS, SQUARES = range(3)  # kinds of segments; squares are one number a rank, for clipping
+COUNTED_AS = ("gradients", "parameters", "gradients")  # by kind
+MOST_URGENT: Urgency = (-MAX_BUCKETS, 0)
 
 
 class Pipeline(BaseSynchronizer):
-    """The synchronizer: what the training loop calls, and what the thread of a bucket does in one step."""
+    """The synchronizer: what the training loop calls, and what the transport's thread does with a bucket."""
 
     def __init__(self, mode: SyncMode, group: Group, timeline: Timeline) -> None:
         super().__init__(mode, group, timeline)
-        self.plan = plan_for(mode.algorithm, group.rank, group.size)
-        self.failure: Exception | None = None  # the first error of any thread
+        self.left, self.right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        self.failure: Exception | None = None  # the first error of the transport's thread
         self.clipping: Clipping | None = None
 
     def attach(self, model: Module, update: Update) -> Module:
         parameters = list(reversed(trained(model)))
         values = flat_parameters([parameters])[0]
         self.gradients = torch.zeros_like(values)
-        self.buckets = divide(parameters, self.gradients, values, self.mode.bucket or 0, self.plan, self.group)
+        self.buckets = divide(parameters, self.gradients, values, self.mode.bucket or 0, self.group.size)
+        longest = max(len(shard) for bucket in self.buckets for shard in bucket.values)
+        self.scratch = torch.empty(longest, dtype=values.dtype)
         update.own_shards([bucket.values[self.group.rank] for bucket in self.buckets])
         self.views = dict(zip(parameters, self.gradients.split([p.numel() for p in parameters]), strict=True))
         self.readiness = Readiness([bucket.parameters for bucket in self.buckets], self._launch)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self.forward = ForwardWaits(model, self.buckets, self._wait_before_forward)
-        self.clipping = Clipping(self.group, update, len(self.buckets)) if update.clips else None
-        use_sched_batch_in_gloo()
-        self.sender = Sender(self.group, self._fail)
-        self.threads = [threading.Thread(target=self._serve, args=(b,), daemon=True) for b in self.buckets]
-        for thread in self.threads:
-            thread.start()
+        self.clipping = Clipping(self.group, update, len(self.buckets), values.dtype) if update.clips else None
+        self.transport = Transport(self.group, self._place, self._received, self._expects, self._fail)
         return super().attach(model, update)
 
     def zero(self) -> None:
-        """Begin a step: post its receives. Gradients need no clearing, because the hook of backward removes them."""
+        """Begin a step. Gradients need no clearing, because the hook of backward removes them."""
         since = self.timeline.now()
         self.readiness.start()
-        self.receives = [Receives(bucket) for bucket in self.buckets]
-        for receives in self.receives:
-            bucket = receives.bucket
-            for number, round_ in enumerate(self.plan.reduce):
-                receives.reduce.append(self._receive(round_, bucket.scratch[number], bucket.tag(0, number)))
-            for number, round_ in enumerate(self.plan.gather):
-                shards = [bucket.values[hop.shard] for hop in round_.receives]
-                receives.gather.append(self._receive(round_, shards, bucket.tag(1, number)))
         self.timeline.copied(since)
 
     def accumulating(self) -> AbstractContextManager[object]:
@@ -120,13 +98,12 @@ class Pipeline(BaseSynchronizer):
         self._wait_for(self.buckets)
 
     def close(self) -> None:
-        self.flush()
-        for bucket in self.buckets:
-            bucket.launched.put(None)
-        for thread in self.threads:
-            thread.join()
-        self.sender.stop()
-        use_sched_batch_in_gloo(False)
+        try:
+            self.flush()
+        except Exception:
+            self.transport.abort()
+            raise
+        self.transport.close()
         self._raise_failure()
 
     # Hooks of backward
@@ -144,60 +121,125 @@ class Pipeline(BaseSynchronizer):
         parameter.grad = None
 
     def _launch(self, number: int) -> None:
-        """Give a bucket whose gradients are all complete to its thread."""
-        receives = self.receives[number]
-        self._wait_for([receives.bucket])  # returns at once, unless a layer was not called in forward
-        receives.bucket.complete.clear()
-        # If a thread failed before `clear`, its `set` was just erased and is not repeated, so check here.
+        """Give a bucket whose gradients are all complete to the transport's thread."""
+        bucket = self.buckets[number]
+        self._wait_for([bucket])  # returns at once, unless a layer was not called in forward
+        bucket.complete.clear()
+        # If the thread failed before `clear`, its `set` was just erased and is not repeated, so check here.
         self._raise_failure()
-        receives.bucket.launched.put(receives)
+        bucket.span = self.timeline.begin_comm(f"bucket {number} reduce", bucket.size)
+        self.transport.post(urgency(bucket, GRADIENTS), partial(self._begin_reduce, bucket))
 
-    # The thread of a bucket
+    # In the transport's thread: a bucket from launch to completion
 
-    def _serve(self, bucket: Bucket) -> None:
-        use_sched_batch()
-        try:
-            while (receives := bucket.launched.get()) is not None:
-                self._reduce(bucket, receives)
-                self._update(bucket)
-                self._gather(bucket, receives)
-                bucket.complete.set()
-        except threading.BrokenBarrierError:
-            return  # of clipping: another thread failed and reports the reason
-        except Exception as error:  # any error: without this the loop would wait for ever
-            self._fail(error)
+    def _begin_reduce(self, bucket: Bucket) -> None:
+        """Start the own shard that travels furthest, and add this rank's gradients to what has come already."""
+        bucket.launched = True
+        if self.group.size > 1:
+            self._send(GRADIENTS, bucket, self.left)
+        early, bucket.early = bucket.early, []
+        for shard in early:
+            self._add(bucket, shard, bucket.scratch[shard])
+        self._end_reduce_if_done(bucket)
 
-    def _reduce(self, bucket: Bucket, receives: Receives) -> None:
-        """This rank's shard becomes the mean over all ranks."""
-        with self.timeline.comm(f"bucket {bucket.number} reduce", bucket.size):
-            for number, round_ in enumerate(self.plan.reduce):
-                self._send(round_, bucket.gradients, bucket.tag(0, number), (-bucket.number, 0), "gradients")
-                self.group.wait(*receives.reduce[number])
-                for hop, received in zip(round_.receives, bucket.scratch[number], strict=True):
-                    bucket.gradients[hop.shard].add_(received)
-        bucket.gradients[self.group.rank].div_(self.group.size)
+    def _add(self, bucket: Bucket, shard: int, received: Tensor) -> None:
+        bucket.gradients[shard].add_(received)
+        bucket.reduced += 1
+        if shard != self.group.rank:
+            self._send(GRADIENTS, bucket, shard)
 
-    def _update(self, bucket: Bucket) -> None:
+    def _end_reduce_if_done(self, bucket: Bucket) -> None:
+        """When all shards have come, not only the own one, that one becomes the mean over all ranks."""
+        if bucket.reduced < self.group.size - 1:
+            return
+        bucket.launched, bucket.reduced = False, 0
+        self.timeline.end_comm(bucket.span)
         gradient = bucket.gradients[self.group.rank]
-        if self.clipping is not None:
-            gradient.mul_(self.clipping.coefficient(bucket.number, gradient))
+        gradient.div_(self.group.size)
+        if self.clipping is None:
+            self.transport.post(urgency(bucket, PARAMETERS), partial(self._update, bucket))
+        elif self.clipping.add(bucket.number, gradient):
+            if self.group.size > 1:
+                self._send_square(self.group.rank)
+            self._update_clipped_if_known()
+
+    def _update_clipped_if_known(self) -> None:
+        """With clipping no bucket is updated before the norm of the whole gradient is known."""
+        assert self.clipping is not None
+        if (coefficient := self.clipping.coefficient()) is not None:
+            for bucket in self.buckets:
+                self.transport.post(urgency(bucket, PARAMETERS), partial(self._update, bucket, coefficient))
+
+    def _update(self, bucket: Bucket, coefficient: float | None = None) -> None:
+        """Update the own shard and send it round the ring."""
+        gradient = bucket.gradients[self.group.rank]
+        if coefficient is not None:
+            gradient.mul_(coefficient)
         self.update.step_shard(bucket.number, gradient)
+        bucket.updated = True
+        bucket.span = self.timeline.begin_comm(f"bucket {bucket.number} gather", bucket.size)
+        if self.group.size > 1:
+            self._send(PARAMETERS, bucket, self.group.rank)
+        self._complete_if_done(bucket)
 
-    def _gather(self, bucket: Bucket, receives: Receives) -> None:
-        """All ranks get every owner's shard; what forward needs first is sent first."""
-        with self.timeline.comm(f"bucket {bucket.number} gather", bucket.size):
-            for number, round_ in enumerate(self.plan.gather):
-                self._send(round_, bucket.values, bucket.tag(1, number), (-bucket.number, 1), "parameters")
-                self.group.wait(*receives.gather[number])
+    def _complete_if_done(self, bucket: Bucket) -> None:
+        if bucket.updated and bucket.gathered == self.group.size - 1:
+            bucket.updated, bucket.gathered = False, 0
+            self.timeline.end_comm(bucket.span)
+            bucket.complete.set()
 
-    def _send(self, round_: RankRound, shards: list[Tensor], tag: int, urgency: Urgency, kind: str) -> None:
-        for hop in round_.sends:
-            shard = shards[hop.shard]
-            self.sender.put(urgency, shard.nbytes, partial(self.group.send, shard, hop.peer, tag, kind))
+    def _send(self, kind: int, bucket: Bucket, shard: int) -> None:
+        body = bucket.bytes_of(kind, shard)
+        self.group.count(len(body), COUNTED_AS[kind])
+        self.transport.send(urgency(bucket, kind), Segment(kind, bucket.number, shard, len(body)), body)
 
-    def _receive(self, round_: RankRound, shards: list[Tensor], tag: int) -> list[Work]:
-        hops = zip(round_.receives, shards, strict=True)
-        return [self.group.receive(shard, hop.peer, tag) for hop, shard in hops]
+    def _send_square(self, rank: int) -> None:
+        assert self.clipping is not None
+        body = self.clipping.bytes_of(rank)
+        self.group.count(len(body), COUNTED_AS[SQUARES])
+        self.transport.send(MOST_URGENT, Segment(SQUARES, 0, rank, len(body)), body)
+
+    # In the transport's thread: segments of the left neighbour
+
+    def _place(self, segment: Segment) -> memoryview:
+        """Parameters are received where they belong, gradients in scratch.
+
+        If this rank's own gradient is there, they are added at once, in scratch that stays in the processor's cache.
+        """
+        kind, number, shard, _ = segment
+        if kind == SQUARES and self.clipping is not None and shard < self.group.size:
+            return self.clipping.bytes_of(shard)
+        if kind not in (GRADIENTS, PARAMETERS) or number >= len(self.buckets) or shard >= self.group.size:
+            raise RuntimeError(f"connection with rank {self.left} (node{self.left}): {segment} is unknown to this rank")
+        bucket = self.buckets[number]
+        if kind == PARAMETERS:
+            return bucket.bytes_of(PARAMETERS, shard)
+        own = bucket.gradients[shard]
+        self.landing = self.scratch[: len(own)] if bucket.launched else bucket.scratch[shard]
+        return as_bytes(self.landing)
+
+    def _received(self, segment: Segment) -> None:
+        kind, number, shard, _ = segment
+        bucket = self.buckets[number]
+        if kind == GRADIENTS and bucket.launched:
+            self._add(bucket, shard, self.landing)
+            self._end_reduce_if_done(bucket)
+        elif kind == GRADIENTS:
+            bucket.early.append(shard)
+        elif kind == PARAMETERS:
+            bucket.gathered += 1
+            if shard != self.right:
+                self._send(PARAMETERS, bucket, shard)
+            self._complete_if_done(bucket)
+        else:
+            assert self.clipping is not None
+            self.clipping.received += 1
+            if shard != self.right:
+                self._send_square(shard)
+            self._update_clipped_if_known()
+
+    def _expects(self) -> bool:
+        return not all(bucket.complete.is_set() for bucket in self.buckets)
 
     # Waits and failures
 
@@ -225,12 +267,10 @@ class Pipeline(BaseSynchronizer):
             raise self.failure
 
     def _fail(self, error: Exception) -> None:
-        """Record the first error of any thread and wake the loop, which raises it."""
+        """Keep the error of the transport's thread and wake the loop, which raises it."""
         self.failure = self.failure or error
         for bucket in self.buckets:
             bucket.complete.set()
-        if self.clipping is not None:
-            self.clipping.abort()  # last: it blocks while the norm is being sent
 
 
 @dataclass(eq=False)
@@ -241,50 +281,54 @@ class Bucket:
     size: int  # bytes
     gradients: list[Tensor]
     values: list[Tensor]
-    scratch: list[list[Tensor]]  # per round of reduce: where shards are received before they are added
+    scratch: list[Tensor]  # by shard: gradients that come before this rank's own
     parameters: list[Parameter]  # all that have at least one element in it
-    complete: threading.Event = field(
-        default_factory=threading.Event
-    )  # set when all shards of the last step have arrived
-    launched: queue.SimpleQueue[Receives | None] = field(default_factory=queue.SimpleQueue)  # None: end of the thread
+    complete: threading.Event = field(default_factory=threading.Event)  # set when all shards of the last step are there
+    launched: bool = False  # the own gradient is there, and not all others
+    early: list[int] = field(default_factory=list)  # shards in scratch
+    reduced: int = 0  # shards that were received and added
+    updated: bool = False  # the own shard is updated, and not all others are there
+    gathered: int = 0  # shards of parameters that were received
+    span: int = 0  # of the timeline
 
     def __post_init__(self) -> None:
         self.complete.set()
         self._ids = {id(p) for p in self.parameters}
+        self._bytes = [[as_bytes(shard) for shard in shards] for shards in (self.gradients, self.values)]
 
     def holds(self, parameter: Parameter) -> bool:
         return id(parameter) in self._ids
 
-    def tag(self, half: int, round_number: int) -> int:
-        """One tag per bucket, half (0 reduce, 1 gather) and round, the same on both ends."""
-        return (2 * self.number + half) * MAX_ROUNDS + round_number
+    def bytes_of(self, kind: int, shard: int) -> memoryview:
+        return self._bytes[kind][shard]
 
 
-@dataclass(eq=False)
-class Receives:
-    """The receives of one bucket in one step, per round."""
+def urgency(bucket: Bucket, kind: int) -> Urgency:
+    """The last bucket is needed first by the next forward."""
+    return (-bucket.number, kind)
 
-    bucket: Bucket
-    reduce: list[list[Work]] = field(default_factory=list)
-    gather: list[list[Work]] = field(default_factory=list)
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of any dtype."""
+    return tensor.view(torch.uint8).numpy().data
 
 
 def divide(
-    parameters: Sequence[Parameter], gradients: Tensor, values: Tensor, limit_bytes: int, plan: Plan, group: Group
+    parameters: Sequence[Parameter], gradients: Tensor, values: Tensor, limit_bytes: int, n: int
 ) -> list[Bucket]:
     """Buckets of two flat buffers that hold the parameters in this order; raise SpecError if they are too many."""
     ends = list(accumulate(p.numel() for p in parameters))
     bounds = bucket_bounds(len(values), max(1, limit_bytes // values.element_size()))
     if len(bounds) - 1 > MAX_BUCKETS:
-        rule = f"would make {len(bounds) - 1} buckets of this model, and each has a thread; at most {MAX_BUCKETS} work"
+        rule = f"would make {len(bounds) - 1} buckets of this model, and at most {MAX_BUCKETS} work"
         enough = values.nbytes // (MAX_BUCKETS - len(LAST_BUCKETS)) // 2**10 + 1  # in addition to the LAST_BUCKETS
         raise refuse("bucket", format_size(limit_bytes), rule, f"Use bucket:{enough}KiB.")
     buckets = []
     for number, (a, b) in enumerate(pairwise(bounds)):
-        shards = split(gradients[a:b], group.size)
-        scratch = [[torch.empty_like(shards[hop.shard]) for hop in round_.receives] for round_ in plan.reduce]
+        shards = split(gradients[a:b], n)
+        scratch = [torch.empty_like(shard) for shard in shards] if n > 1 else []
         inside = [p for p, end in zip(parameters, ends, strict=True) if a < end and end - p.numel() < b]
-        buckets.append(Bucket(number, values[a:b].nbytes, shards, split(values[a:b], group.size), scratch, inside))
+        buckets.append(Bucket(number, values[a:b].nbytes, shards, split(values[a:b], n), scratch, inside))
     return buckets
 
 
@@ -424,122 +468,28 @@ class Clipping:
     So no shard is updated before all are reduced: with clipping the pipeline loses half of its overlap.
     """
 
-    def __init__(self, group: Group, update: Update, buckets: int) -> None:
+    def __init__(self, group: Group, update: Update, buckets: int, dtype: torch.dtype) -> None:
         self.group, self.update = group, update
         self.squares = [torch.zeros(())] * buckets  # by bucket: the order of the sum is fixed
-        self.barrier = threading.Barrier(buckets, action=self._total)
+        self.reduced = 0  # buckets
+        self.sums = torch.zeros(group.size, dtype=dtype)  # by rank: the order of the sum is the same on all
+        self.received = 0  # sums of other ranks
 
-    def coefficient(self, bucket: int, gradient: Tensor) -> float:
-        """What this step's gradient is multiplied by; blocks until the thread of every bucket has called it.
-
-        It has no timeout: most of the wait is this rank's own backward, which may take any time. Messages have their
-        own timeouts, and a thread that misses one aborts the barrier.
-        """
+    def add(self, bucket: int, gradient: Tensor) -> bool:
+        """Add the squares of the own shard of a bucket; True if it was the last bucket."""
         self.squares[bucket] = gradient.square().sum()
-        self.barrier.wait()
-        return self.found
+        self.reduced += 1
+        if self.reduced == len(self.squares):
+            self.sums[self.group.rank] = torch.stack(self.squares).sum()
+        return self.reduced == len(self.squares)
 
-    def abort(self) -> None:
-        """Wake all threads with BrokenBarrierError, because one of them will not call `coefficient`."""
-        self.barrier.abort()
+    def bytes_of(self, rank: int) -> memoryview:
+        """The memory of a rank's sum."""
+        return as_bytes(self.sums[rank : rank + 1])
 
-    def _total(self) -> None:
-        square = self.group.total(torch.stack(self.squares).sum())
-        self.found = self.update.clip_coefficient(float(square) ** 0.5)
-
-
-class Sender:
-    """A thread that sends all shards of a rank, the most urgent first.
-
-    Whatever Gloo and the kernel have queued is sent before what is urgent, on every hop. So both queues are kept short:
-    Gloo's by giving it little at a time, the kernel's by a limit on what its sockets may hold unsent. The kernel's own
-    limit is a tenth of a second at 400 Mbit, and a ring has 2(N-1) hops.
-    """
-
-    def __init__(self, group: Group, fail: Callable[[Exception], None]) -> None:
-        self._group, self._fail = group, fail
-        self._waiting: list[tuple[Urgency, int, int, Callable[[], Work]]] = []
-        self._numbers = itertools.count()  # equally urgent messages are sent in the order of `put`
-        self._changed = threading.Condition()
-        self._stopped = False
-        limit_unsent(UNSENT_BYTES)
-        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
-        self._thread.start()
-
-    def put(self, urgency: Urgency, size: int, send: Callable[[], Work]) -> None:
-        """Queue a message; `send` is called when it is the most urgent and the window has room."""
-        with self._changed:
-            heapq.heappush(self._waiting, (urgency, next(self._numbers), size, send))
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """Send what is queued, then end the thread."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self._thread.join()
-        limit_unsent(0)  # the kernel's default again: another mode may use these sockets next
-
-    def _run(self) -> None:
-        use_sched_batch()
-        sending: deque[tuple[int, Work]] = deque()
-        outstanding = 0
-        try:
-            while (size := self._most_urgent()) is not None:
-                if sending and outstanding + size > WINDOW_BYTES:
-                    freed, work = sending.popleft()
-                    self._group.wait(work)
-                    outstanding -= freed  # then choose again: a more urgent message may have been queued
-                else:
-                    sending.append(self._take())
-                    outstanding += sending[-1][0]
-            self._group.wait(*(work for _, work in sending))
-        except Exception as error:  # any error: without this the loop would wait for ever
-            self._fail(error)
-
-    def _most_urgent(self) -> int | None:
-        """The size of the most urgent message, once there is one; None after `stop`."""
-        with self._changed:
-            while not self._waiting and not self._stopped:
-                self._changed.wait()
-            return self._waiting[0][2] if self._waiting else None
-
-    def _take(self) -> tuple[int, Work]:
-        """Send what is most urgent now, which may be another message than `_most_urgent` returned."""
-        with self._changed:
-            _, _, size, send = heapq.heappop(self._waiting)
-        return size, send()
-
-
-def limit_unsent(size: int) -> None:
-    """Limit the unsent bytes of every TCP socket of this process, because Gloo does not expose its sockets."""
-    for sock in tcp_sockets():
-        with contextlib.suppress(OSError):  # a socket that was closed meanwhile
-            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, size)
-
-
-# --- scheduling class of the threads that move bytes -----------------------------------------------------------------
-#
-# By default Linux wakes them for every packet or two, and they preempt the thread that computes: four ranks on two
-# cores switch threads ten thousand times a step. A thread of class SCHED_BATCH preempts no other, so it handles more
-# packets each time that it runs.
-
-
-def use_sched_batch(thread: int = 0, enabled: bool = True) -> None:
-    """Set the scheduling class of a thread of this process (0: the calling one); nothing changes without permission."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(thread, os.SCHED_BATCH if enabled else os.SCHED_OTHER, os.sched_param(0))
-
-
-def use_sched_batch_in_gloo(enabled: bool = True) -> None:
-    """The same for Gloo's threads, which exist after the rendezvous. Other modes use them too: undo it at the end."""
-    for thread in gloo_threads():
-        use_sched_batch(thread, enabled)
-
-
-def gloo_threads() -> Iterator[int]:
-    """Thread ids of Gloo's threads in this process."""
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            if (task / "comm").read_text().strip() == GLOO_THREAD:
-                yield int(task.name)
+    def coefficient(self) -> float | None:
+        """What the gradient is multiplied by; None until the sums of all ranks are there. Then the next step begins."""
+        if self.reduced < len(self.squares) or self.received < self.group.size - 1:
+            return None
+        self.reduced = self.received = 0
+        return self.update.clip_coefficient(float(self.sums.sum()) ** 0.5)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from testbed.net.endpoint import interface_of
+from testbed.net.interfaces import interface_of
 from testbed.rank import run as module
 from testbed.rank.request import Request, read_request
 from testbed.rank.run import JoinedRun, wait_for_listener
@@ -88,10 +88,6 @@ def test_an_address_of_the_same_subnet_that_no_machine_has_ends_the_wait_early(
     script = f"ip route add unreachable 10.91.0.3 && exec {sys.executable} -c {shlex.quote(code)}"
     done = subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode and words in done.stderr.splitlines()[-1], done.stderr
-
-
-def test_the_interface_of_an_address_is_found() -> None:
-    assert interface_of(HERE) == "lo" and interface_of("192.0.2.77") == ""
 
 
 # --- the same request on all ranks ---------------------------------------------------------------------------------
