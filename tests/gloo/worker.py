@@ -119,6 +119,9 @@ def threads(case: Case, group: Group) -> Case:
     sync, _ = _attach(model, case, group, Timeline())
     classes = [os.sched_getscheduler(thread) for thread in _listed("task") - before]
     sync.close()
+    end = time.monotonic() + 5.0
+    while _listed("task") - before and time.monotonic() < end:
+        time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
     return {"classes": classes, "left": len(_listed("task") - before), "files": len(_listed("fd")) - files}
 
 
