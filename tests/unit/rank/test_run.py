@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from testbed.net.interfaces import interface_of
 from testbed.rank import run as module
 from testbed.rank.request import Request, read_request
 from testbed.rank.run import JoinedRun, wait_for_listener
