@@ -484,6 +484,7 @@ class SlurmSubstrate:
     name = "slurm"
     shaped = False
     not_shaped = ""
+    late_quotas = False
     one_clock = False
 
     def __init__(
@@ -615,6 +616,13 @@ class SlurmSubstrate:
     def shaping(self, node: int) -> Shaping:
         """Nothing is shaped."""
         return Shaping()
+
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """None: the cluster's own network connects all nodes."""
+        return {}
+
+    def limit_cpus(self, limited: bool) -> None:
+        """No-op: the CPUs of a task are those that Slurm gives it."""
 
     def counts(self, node: int) -> NodeCounts:
         """The interface of a node has other traffic too."""
