@@ -158,7 +158,7 @@ def test_a_neighbour_that_ends_is_a_lost_connection(ends: list[End], reset: bool
         for each in (gone._inward, gone._outward):
             assert each is not None
             each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    threading.Thread(target=gone.abort).start()
+    gone.abort()
     ends[1].wait(lambda: ends[1].errors)
     (error,) = ends[1].errors
     assert isinstance(error, RuntimeError) and is_lost_peer(error) and "with rank 0 (node0)" in str(error)
