@@ -262,8 +262,8 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
 
 def too_short(spec: RunSpec, steps: int) -> str:
     """Why a script ended before a mode could replace its synchronisation."""
-    rule = f"the script made {steps} steps, and the mode synchronises from the {SWAP_STEP + 1}th on"
-    return f"--instead {spec.mode}: {rule} and is timed from the {spec.warmup + 1}th. Let it make more steps."
+    rule = f"the script made {steps} steps, and the mode synchronises from step {SWAP_STEP + 1} on"
+    return f"--instead {spec.mode}: {rule} and is timed from step {spec.warmup + 1} on. Let it make more steps."
 
 
 def ask_while_silent(spec: RunSpec, records: Records, intake: Intake) -> None:

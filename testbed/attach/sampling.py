@@ -27,7 +27,7 @@ EXAMINED_SHARE = 0.01  # of the parameters' bytes: smaller collectives are not l
 MAX_IMAGES, MAX_IMAGE_BYTES = 512, 16 << 20  # of a batch whose images are hashed one by one
 MAX_AVERAGES = 6  # hashes that are taken because parameters were communicated
 FLAT_SHARE = 0.9  # a collective of so much of the parameters' bytes carries a flat copy of all of them
-MIXER = 0x9E3779B97F4A7C15  # of splitmix64
+MIXER = 0x9E3779B97F4A7C15  # the increment of splitmix64
 MASK = (1 << 64) - 1
 
 Values = list[float]
@@ -173,7 +173,7 @@ class Tracked:
         return is_sampled(self.updates)
 
     def read(self, k: int) -> Values | None:
-        """The sampled values of one gradient; None if it has none, or another size, as an unsharded one has."""
+        """The sampled values of gradient k; None if there is no gradient, or if it has another size (not sharded yet)."""
         gradient = self.parameters[k].grad
         if gradient is None:
             return None
@@ -261,7 +261,7 @@ class Sampling(Part):
         self.tracked: list[Tracked] = []
         self.batches = 0
         self.passes = 0
-        self.open: dict[int, dict[str, Any]] = {}  # by sampler: its present or last pass, not yet written
+        self.open: dict[int, dict[str, Any]] = {}  # by id of the sampler: its latest pass, whose record is not sent yet
         self.uses: dict[tuple[str, str, str, str], int] = {}  # (operation, site, phase, what it carries) -> count
         self.examined: dict[str, int] = {}
         self.in_backward = False

@@ -1,6 +1,6 @@
 """torchvision in a script that is observed: its data sets are found without the internet, and it can be imported.
 
-The launcher offers data sets in torchvision's layout (data/layouts.py). `datasets.CIFAR10(root, download=True)` finds
+The launcher provides data sets in torchvision's layout (data/layouts.py). `datasets.CIFAR10(root, download=True)` finds
 them at whatever root it names: instead of a download, a link to the offered folder is made there. torchvision compares
 MD5 of the published CIFAR-10 files; files in an offered folder are verified by SHA-256 of their images and labels.
 

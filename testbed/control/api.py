@@ -236,7 +236,7 @@ def sweep(
     quiet: bool = False,
     settings: Iterable[str] = (),
 ) -> Runs:
-    """Run every cell of an experiment and return all runs; finished ones are not run again unless `fresh`.
+    """Make every run of an experiment and return them all; finished ones are not run again unless `fresh`.
 
     `experiment`: a TOML file, or a mapping with its keys (name, title, base, axes, cells, repeats). A run that fails
     does not end the sweep; its error is in `errors` of the result.

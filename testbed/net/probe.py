@@ -299,7 +299,7 @@ class Flow:
 
     @property
     def goodput(self) -> float:
-        """Payload in bit/s."""
+        """Payload rate in bit/s."""
         return self.bytes * 8 / self.seconds
 
 

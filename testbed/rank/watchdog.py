@@ -140,7 +140,7 @@ class Peer:
     since: float = field(default_factory=time.monotonic)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived; None if the connection ended or sent anything else."""
+        """Return the messages that have arrived; None if the connection is closed or has sent no message."""
         messages = []
         try:
             self.channel.read_once()

@@ -75,7 +75,7 @@ def megabytes(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """1.054 -> '1.05', 139.2 -> '139'."""
+    """Format a ratio: 1.054 -> '1.05', 139.2 -> '139'."""
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
@@ -119,7 +119,7 @@ def fastest(cells: Sequence[Cell]) -> Cell:
 
 
 def slowest(cells: Sequence[Cell]) -> Cell:
-    """The cell with the longest step, by the same choice."""
+    """The cell with the longest step. Modes that do not synchronise count only if there is no other."""
     real = [cell for cell in cells if not cell.spec.mode.silent] or list(cells)
     return max(real, key=lambda cell: cell.seconds.centre)
 
@@ -346,7 +346,7 @@ def check_rates(chapter: Chapter) -> Check | None:
     links = sum(len(run.network.measured) for run in runs if run.network.worst_error is not None)
     if worst:
         off = max(map(abs, worst))
-        return Check(off <= TOLERANCE, f"Rates: {links} links were within {percent(off)} of the requested rate")
+        return Check(off <= TOLERANCE, f"Rates: the largest error of {links} links is {percent(off)} of the requested rate")
     return Check(None, "Rates: no rate was requested, so there is nothing to compare") if runs else None
 
 

@@ -200,8 +200,7 @@ class Spec(BaseModel):
     def load(cls, values: dict[str, Any], where: str) -> Self:
         """Validate `values` and return the spec. Raises SpecError with a sentence for each wrong value.
 
-        `where` is the file that the message names; without it, the values are those of the command line or of
-        variables, and the message names them so.
+        `where` is the file that the message names; if it is empty, the message names flags or variables instead.
         """
         with reading(Place.FILE) if where else nullcontext():
             try:

@@ -18,7 +18,7 @@ TestbedError                  1   any failure of the testbed that is none of the
 │   ├── KeyUnknown                it answers, but its host key is not the known one
 │   ├── AuthenticationFailed      it answers, but does not accept our user or key
 │   └── HostCommandFailed         a command on it failed (also a CommandFailed)
-├── ConnectionLost            3   an open connection to a host broke; processes on the host keep running
+├── ConnectionLost            3   a connection that a run needs broke; processes at its other end may keep running
 │   ├── EngineLost                the Docker engine of this machine stopped answering during a run
 │   └── AllocationLost            the Slurm job that held the nodes of a run ended before the run
 └── Interrupted             130   Ctrl-C or SIGTERM; what was measured is kept
@@ -140,7 +140,7 @@ class HostCommandFailed(HostFailed, CommandFailed):
 
 
 class ConnectionLost(TestbedError):
-    """An open connection to a host broke; processes on the host keep running."""
+    """A connection that a run needs broke, e.g. to a host; processes at its other end may keep running."""
 
     exit_code = 3
 

@@ -121,7 +121,7 @@ class Fault:
     rank: int | None  # None: to be drawn
     step: int | None = None
     after: float | None = None  # seconds
-    lasts: float | None = None  # seconds; None: for ever
+    lasts: float | None = None  # seconds; None: to the end of its attempt
     rate: int | None = None  # bit/s
     cpus: float | None = None
 

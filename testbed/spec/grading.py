@@ -50,7 +50,7 @@ DEMANDS: dict[str, DemandKind] = {
     "data": DemandKind(does="no two ranks get the same images", rests_on=RECORDS),
     "batch": DemandKind(does="all ranks together get so many images a step", rests_on=RECORDS, needs=("images",)),
     "bytes": DemandKind(
-        does="bytes sent per step at rank 0 and at each other rank, in multiples of the gradient",
+        does="rank 0 and each other rank send so many times the gradient's bytes a step",
         rests_on=OUTSIDE,
         needs=("rank0", "others"),
     ),

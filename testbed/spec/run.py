@@ -325,7 +325,7 @@ def check_schema(number: object, where: str) -> None:
 
 def _check_script(spec: RunSpec) -> None:
     if spec.mode.is_script and spec.script is None:
-        rule = "is the mode of your own training script, and there is none"
+        rule = "runs your own training script, and no script was given"
         raise refuse_setting("mode", str(spec.mode), rule, "Use `testbed exec -- python main.py`.")
     if spec.script is not None and not spec.mode.is_script:
         _check_instead(spec)

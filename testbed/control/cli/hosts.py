@@ -157,7 +157,7 @@ def sweep(
     accept_new: AcceptNew = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Run every cell of an experiment file. Finished runs are skipped."""
+    """Make every run of an experiment file. Finished runs are skipped."""
     hosts = HostsOptions.read(inventory, accept_new)
     made = api.sweep(
         file,

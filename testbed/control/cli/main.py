@@ -131,7 +131,7 @@ def sweep(
     fresh: opt.Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Run every cell of an experiment file. Finished runs are skipped, so that a sweep can be continued."""
+    """Make every run of an experiment file. Finished runs are skipped, so that a sweep can be continued."""
     where: dict[str, Any] = {"on": opt.substrate(context, on), "inventory": inventory, "accept_new": accept_new}
     where |= {"allow_concurrent": share, "slurm": opt.slurm(context)}
     flags = {"profile": profile, "keep_going": keep_going}
@@ -350,7 +350,7 @@ def call(name: str, argv: Sequence[str]) -> int:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    # SIGTERM and SIGHUP clean up as Ctrl-C does. Background jobs of a shell inherit SIGINT as ignored.
+    # Clean up on SIGTERM and SIGHUP as on Ctrl-C. SIGINT is set because background jobs of a shell inherit it as ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     warnings = logging.StreamHandler()  # stderr: with --json, stdout is one JSON document

@@ -29,7 +29,7 @@ def run(argv: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = N
     try:
         out, err = child.communicate(text, timeout=timeout_s)
     except BaseException as error:
-        os.killpg(child.pid, signal.SIGKILL)  # the child is not reaped yet, so the number is still its own
+        os.killpg(child.pid, signal.SIGKILL)  # it is not reaped yet, so no other process has its pid
         child.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise CommandFailed(f"{shlex.join(argv)}: not finished after {timeout_s:g} s", TIMEOUT_CODE, "") from None

@@ -142,7 +142,7 @@ def _wait(file: Path, report: Callable[[str], None]) -> int:
                 report(f"waiting for {holder} to end; --share does not wait")
             time.sleep(POLL_S)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted while waiting for the machine; nothing was started") from None
+        raise Interrupted("interrupted while waiting for another run on this machine; nothing was started") from None
     return handle
 
 

@@ -71,7 +71,7 @@ STOP_GRACE_S = 5  # between SIGTERM and SIGKILL
 START_TIMEOUT_S = 60.0  # for an engine to start a container
 SIGNAL_TIMEOUT_S = 20.0
 TRANSFER_TIMEOUT_S = 3600.0  # for a host to receive a script's folder
-MAX_RUN_S = 30 * 86400.0  # longer than any run
+MAX_RUN_S = 30 * 86400.0  # timeout of `docker wait`: longer than any run
 
 
 @dataclass(frozen=True)
