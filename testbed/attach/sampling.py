@@ -173,7 +173,7 @@ class Tracked:
         return is_sampled(self.updates)
 
     def read(self, k: int) -> Values | None:
-        """The sampled values of gradient k; None if there is no gradient, or if it has another size (not sharded yet)."""
+        """The sampled values of gradient k; None if there is none, or if it has another size (not sharded yet)."""
         gradient = self.parameters[k].grad
         if gradient is None:
             return None

@@ -43,6 +43,8 @@ def describe(
             own, found["problem"] = "", f"no route to {target} ({error.strerror or error})"
         if own:
             found["address"], found["interface"] = own, interface_of(own)
+            if not found["interface"]:
+                found["problem"] = f"no interface has {own}, its address on the route to {target}, as its first address"
         elif not found["problem"]:
             found["problem"] = f"no route to {target}"
     found["port"], found["busy"] = free_port(str(found["address"]), port) if name == names[0] else (port, "")

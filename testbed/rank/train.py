@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import Counter, CpuMeter
 from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
-from testbed.rank.group import Group
+from testbed.rank.group import LATE_DEADLINES, Group
 from testbed.rank.models import build_model, build_own_model, untrack_statistics
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Profiler, Recorder, describe_environment
@@ -67,8 +67,9 @@ class Trainer:
     def run(self) -> None:
         """Train, test, and check that the replicas agree."""
         self._record_start()
-        if not quota_signal.wait(self.spec.start_deadline):
-            raise TestbedError(f"the controller applied no CPU quota within {self.spec.start_deadline:g} s")
+        patience_s = LATE_DEADLINES * self.group.deadline.total_seconds()
+        if not quota_signal.wait(patience_s):
+            raise TestbedError(f"not all ranks were ready within {patience_s:g} s, so no CPU quota was applied")
         self._compare(0)
         check_mode(self.spec, self.model, self.group)
         module = self.sync.attach(self.model, self.optimizer)

@@ -346,7 +346,9 @@ def check_rates(chapter: Chapter) -> Check | None:
     links = sum(len(run.network.measured) for run in runs if run.network.worst_error is not None)
     if worst:
         off = max(map(abs, worst))
-        return Check(off <= TOLERANCE, f"Rates: the largest error of {links} links is {percent(off)} of the requested rate")
+        return Check(
+            off <= TOLERANCE, f"Rates: the largest error of {links} links is {percent(off)} of the requested rate"
+        )
     return Check(None, "Rates: no rate was requested, so there is nothing to compare") if runs else None
 
 

@@ -144,7 +144,9 @@ class Receipt(Spec):
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{path}: damaged, not JSON ({error}). Run it again.") from None
         if not isinstance(values, dict):
-            raise SpecError(f"{path}: damaged: a JSON object is expected, this is a {type(values).__name__}. Repeat the run.")
+            raise SpecError(
+                f"{path}: damaged: a JSON object is expected, this is a {type(values).__name__}. Repeat the run."
+            )
         check_schema(values.get("schema"), str(path))
         return cls.load_written(values, path)
 

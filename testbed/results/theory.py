@@ -152,7 +152,7 @@ def sent_share(mode: SyncMode, ranks: int, rank: int, racks: Racks = ()) -> floa
 
 
 def shares(mode: SyncMode, ranks: int, rank: int, racks: Racks = ()) -> tuple[float, float] | None:
-    """What a rank sends and receives in one synchronisation, in units of the gradient's size S; None if it is unknown."""
+    """What a rank sends and receives in one synchronisation, in multiples of the gradient's size S; None if unknown."""
     if mode.silent:
         return 0.0, 0.0
     traffic = _traffic(mode, ranks, Uplinks(racks, 0.0))

@@ -350,7 +350,7 @@ def call(name: str, argv: Sequence[str]) -> int:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    # Clean up on SIGTERM and SIGHUP as on Ctrl-C. SIGINT is set because background jobs of a shell inherit it as ignored.
+    # Clean up on SIGTERM and SIGHUP as on Ctrl-C. SIGINT is set because background jobs of a shell ignore it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     warnings = logging.StreamHandler()  # stderr: with --json, stdout is one JSON document

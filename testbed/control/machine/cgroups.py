@@ -21,6 +21,7 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 DELEGATED = "a cgroup of your own: systemd-run --user --scope --property Delegate=yes COMMAND"
 TOP = "testbed"  # all our groups are below this folder
+DELEGATE_MARK = "user.delegate"  # the extended attribute that systemd sets on a delegated cgroup
 CALLERS = "testbed-callers"  # in a delegated cgroup of version 2: the group of this process and of its callers
 CREATE_ATTEMPTS = 10
 REMOVE_TIMEOUT_S = 2.0
@@ -64,12 +65,21 @@ def _writable(hierarchy: Hierarchy, controller: str, own: Path) -> Hierarchy:
         return hierarchy
     folder = hierarchy.path / _own_group(hierarchy.version, controller, own)
     needed = ["", "cgroup.procs", *(["cgroup.subtree_control"] if hierarchy.version == 2 else [])]
-    if folder != hierarchy.path and all(os.access(folder / name, os.W_OK) for name in needed):
+    writable = folder != hierarchy.path and all(os.access(folder / name, os.W_OK) for name in needed)
+    if writable and (hierarchy.version == 1 or is_delegated(folder)):
         offered = (folder / "cgroup.controllers").read_text().split() if hierarchy.version == 2 else [controller]
         if controller in offered:
             return Hierarchy(folder, hierarchy.version, delegated=True)
     what, way_out = _NEEDED_FOR[controller]
     raise Unavailable(f"{what}: {hierarchy.path} is not writable. {way_out}, run as root, or in {DELEGATED}")
+
+
+def is_delegated(folder: Path) -> bool:
+    """True if systemd marks a cgroup as delegated. A user may write to others, too, but systemd manages those."""
+    try:
+        return os.getxattr(folder, DELEGATE_MARK) == b"1"
+    except OSError:
+        return False
 
 
 def _own_group(version: int, controller: str, own: Path) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,11 +136,22 @@ def check() -> None:
     for tool in ("unshare", "nsenter"):
         if shutil.which(tool) is None:
             raise Unavailable(f"substrate netns: the command {tool} is missing. Install util-linux")
-    found = subprocess.run(
-        [*UNSHARE, "sh", "-c", TRY], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    if not NAMED.is_dir() and (hidden := [path for path in (Path.cwd(), Path(sys.prefix)) if _in_run(path)]):
+        rule = "which is in /run, and namespaces without root hide /run where /run/netns does not exist"
+        raise Unavailable(f"substrate netns: {hidden[0]}, {rule}. Use another folder, or as root: mkdir /run/netns")
+    argv, env = [*UNSHARE, "sh", "-c", TRY], {**os.environ, "PATH": search_path()}
+    try:
+        found = subprocess.run(
+            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"substrate netns: unshare has not ended after {TIMEOUT_S:g} s. {INSTEAD}") from None
     if found.returncode != 0:
         raise Unavailable(f"substrate netns: {refusal(found.stderr)}")
+
+
+def _in_run(path: Path) -> bool:
+    return path.resolve().is_relative_to(NAMED.parent)
 
 
 def refusal(error: str) -> str:

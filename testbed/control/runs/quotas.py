@@ -34,13 +34,17 @@ class Quotas:
         return {quota_signal.VARIABLE: "1"} if self._later else {}
 
     def poll(self, ranks: Sequence[RankState]) -> None:
-        """Apply the quotas when the last rank is ready, and lift them when the slowest has done its last step."""
-        self._inner.poll(ranks)
+        """Apply the quotas when the last rank is ready, and lift them when the slowest has done its last step.
+
+        `inner` waits until they apply, or a rank has ended: a fault may change the quota of one node.
+        """
         if not self._applied and all(rank.started is not None for rank in ranks):
             self._substrate.limit_cpus(True)
             self._applied = True
             for rank in ranks:
                 rank.process.signal(quota_signal.SIGNAL)
+        if self._applied or any(rank.code is not None for rank in ranks):
+            self._inner.poll(ranks)
         if self._steps is not None and not self._lifted and all(rank.last_step + 1 >= self._steps for rank in ranks):
             self._substrate.limit_cpus(False)
             self._lifted = True

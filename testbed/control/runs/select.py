@@ -330,7 +330,8 @@ def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
     racks = spec.topology.trunk is not None  # only netns makes them
     way_out = "Use --on netns" if racks else "Use --on netns or compose"
     if choice.automatic:
-        way_out = "Run as root" if racks else "Run as root, or start a Docker engine"
+        user = "Allow user namespaces (`testbed doctor`), run as root"
+        way_out = user if racks else f"{user}, or start a Docker engine"
     if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
         way_out += ", on a kernel with sch_netem (`testbed doctor` shows what is missing)"
     raise Unavailable(f"{links}: cannot be shaped here: {choice.reason}. {way_out}, or leave it out.")

@@ -63,7 +63,7 @@ def run_all(
     with ExitStack() as locks:
         for experiment in sorted({spec.experiment for spec in specs}):
             locks.enter_context(folder_lock(root / experiment))
-        nodes = locks.enter_context(NodesOfRuns())
+        nodes = NodesOfRuns()
         for number, spec in enumerate(specs, start=1):
             progress.headline(f"[{number}/{len(specs)}] {spec.name}")
             folder = folder_for(spec, choice, root)
@@ -74,6 +74,7 @@ def run_all(
             # The machine is locked, or nodes are reserved, from the first run that is not skipped until the end.
             locks.enter_context(lock(choice, progress.stage))
             locks.enter_context(choice.type.reserve(progress.stage))
+            locks.enter_context(nodes)  # after the lock: they are removed before it is released
             folder = folder_for(spec, choice, root)  # again: the process that held the lock may have written it
             try:
                 summaries.append(_run_cell(spec, choice, folder, progress, fresh, lock, nodes))

@@ -87,15 +87,22 @@ def dies_with_parent() -> list[str]:
 
 
 def spawn(
-    argv: Sequence[str], env: Mapping[str, str], log: Path, inherited: Mapping[str, str] = os.environ
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log: Path,
+    inherited: Mapping[str, str] = os.environ,
+    outlives_us: bool = False,
 ) -> LocalProcess:
     """Start a process with our mark in a session of its own; stdout and stderr are appended to `log`.
 
-    `inherited`: the variables that it has besides `env`.
+    `inherited`: the variables that it has besides `env`. `outlives_us`: it has no mark, so that the next run does not
+    kill it if this controller is killed.
     Raises SpecError if `log` is a link or pipe: a script in a container may own the folder, and we may be root.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**inherited, ownership.PACKAGE_PATH: package_path(), **env, ownership.VARIABLE: ownership.current()}
+    whole = {**inherited, ownership.PACKAGE_PATH: package_path(), **env}
+    if not outlives_us:
+        whole[ownership.VARIABLE] = ownership.current()
     with open_append(log) as output:
         popen = subprocess.Popen(
             argv, env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

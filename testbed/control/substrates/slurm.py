@@ -549,7 +549,7 @@ class SlurmSubstrate:
         cpus = self._reservation.cpus if quota else 1
         host = self.nodes[node].name
         step = step_argv(self._reservation.job, [host], name, cpus)
-        srun = spawn([*step, *argv], env, log, inherited=variables())
+        srun = spawn([*step, *argv], env, log, inherited=variables(), outlives_us=True)
         self._started.append(process := SlurmProcess(srun, name, node, host, self._reservation))
         return process
 

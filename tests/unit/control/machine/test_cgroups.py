@@ -110,6 +110,7 @@ def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
 def delegate(root: Path, monkeypatch: pytest.MonkeyPatch, *writable: Path) -> Path:
     """A hierarchy of root's in which this process is in /user/scope; return a file like /proc/self/cgroup."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) in writable)
+    monkeypatch.setattr(os, "getxattr", lambda path, name: b"1")
     own = root / "own"
     own.write_text("4:cpu,cpuacct:/user/scope\n1:name=systemd:/other\n0::/user/scope\n")
     return own
@@ -138,6 +139,10 @@ def test_processes_leave_a_delegated_group_of_version_2_before_a_controller_is_e
     assert found == Hierarchy(folder, 2, delegated=True)
     with pytest.raises(Unavailable, match="memory limit"):
         find_hierarchy(tmp_path, controller="memory", own=own)  # it is not delegated
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getxattr", lambda path, name: b"0")  # writable, but managed by systemd
+        with pytest.raises(Unavailable, match="Delegate=yes"):
+            find_hierarchy(tmp_path, own=own)
     Cgroup(found, "12-34/node0").create()
     assert (folder / CALLERS / "cgroup.procs").read_text() == "77"
     assert (folder / "cgroup.subtree_control").read_text() == "+cpu"

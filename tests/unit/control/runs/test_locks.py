@@ -139,7 +139,10 @@ def test_a_run_that_waits_can_be_interrupted_and_has_created_nothing(folder: Pat
                 waiter.send_signal(signal.SIGINT)
                 assert waiter.wait(20) == Interrupted.exit_code
                 assert waiter.stderr is not None
-                assert waiter.stderr.read() == "interrupted while waiting for another run on this machine; nothing was started\n"
+                assert (
+                    waiter.stderr.read()
+                    == "interrupted while waiting for another run on this machine; nothing was started\n"
+                )
             assert [path.name for path in folder.iterdir()] == [LOCK_NAME]
         finally:
             holder.kill()
@@ -154,7 +157,10 @@ def test_a_quiet_run_prints_nothing_while_it_waits(folder: Path) -> None:
                 waiter.send_signal(signal.SIGINT)
                 assert waiter.wait(20) == Interrupted.exit_code
                 assert waiter.stderr is not None
-                assert waiter.stderr.read() == "interrupted while waiting for another run on this machine; nothing was started\n"
+                assert (
+                    waiter.stderr.read()
+                    == "interrupted while waiting for another run on this machine; nothing was started\n"
+                )
         finally:
             holder.kill()
 

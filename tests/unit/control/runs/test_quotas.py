@@ -14,8 +14,10 @@ from testbed.spec.run import RunSpec
 
 
 class Nothing:
+    polls = 0
+
     def poll(self, ranks: object) -> None:
-        pass
+        self.polls += 1
 
 
 def quotas(late: bool = False, **values: object) -> tuple[Quotas, FakeSubstrate, list[RankState]]:
@@ -62,3 +64,17 @@ def test_they_are_applied_when_the_last_rank_is_ready_and_then_the_ranks_are_tol
 def test_where_they_last_as_long_as_the_nodes_no_rank_waits() -> None:
     made, substrate, _ = quotas(steps=6)
     assert made.environment() == {} and substrate.limits == [True]
+
+
+def test_faults_wait_until_quotas_apply_or_a_rank_has_ended() -> None:
+    """A fault may change a node's quota: applied later, the planned one would undo it."""
+    for ends in (False, True):
+        made, substrate, ranks = quotas(late=True, steps=6)
+        inner = made._inner
+        assert isinstance(inner, Nothing)
+        ranks[0].started = 1.0
+        made.poll(ranks)
+        assert inner.polls == 0
+        ranks[1].started, ranks[1].code = (None, 1) if ends else (2.0, None)
+        made.poll(ranks)
+        assert inner.polls == 1 and substrate.limits == ([False] if ends else [False, True])

@@ -179,15 +179,36 @@ def test_a_neighbour_that_has_finished_is_no_failure_until_something_is_sent(poo
     closing.result(DEADLINE_S)
 
 
-def test_a_neighbour_that_never_closes_is_a_timeout(pool: ThreadPoolExecutor) -> None:
+def test_a_neighbour_that_closes_late_is_not_waited_for(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = dist.HashStore()
-    made = list(pool.map(lambda rank: End(rank, store, deadline_s=0.5), range(2)))
-    with pytest.raises(RuntimeError, match="timed out") as raised:
+    made = list(pool.map(lambda rank: End(rank, store), range(2)))
+    for each in made:
+        each.expects = False
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "LINGER_S", 0.1)
         made[0].transport.close()
-    assert is_lost_peer(raised.value)
-    made[1].expects = False
+    assert made[0].transport._thread.is_alive() and not made[0].errors
     made[1].transport.close()
     made[0].transport.close()
+    assert not made[0].transport._thread.is_alive() and not made[0].errors and not made[1].errors
+
+
+def test_a_right_neighbour_that_ends_is_no_failure_until_something_is_sent(pool: ThreadPoolExecutor) -> None:
+    store = dist.HashStore()
+    made = list(pool.map(lambda rank: End(rank, store, size=3), range(3)))
+    for each in made:
+        each.expects = False
+    made[1].transport.abort()
+    while not made[0].transport._right_ended:
+        time.sleep(0.001)
+    assert not made[0].errors
+    made[0].send(message(1))
+    made[0].wait(lambda: made[0].errors)
+    assert "with rank 1 (node1)" in str(made[0].errors[0])
+    for each in (made[0], made[2]):
+        each.transport.abort()
 
 
 @pytest.mark.parametrize("bytes_", [b"x" * HEADER.size, HEADER.pack(0x5E60, 0, 0, 0, 2**63)])
