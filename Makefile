@@ -37,7 +37,7 @@ check: $(VENV)/.ready ## run ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(VENV)/.ready ## update the tables in docs/modes.md and docs/faults.md and the list in .env.example from testbed/spec
+docs: $(VENV)/.ready ## write the tables of the documents from results/ and testbed/spec
 	$(BIN)/python docs/generate.py
 
 picture: $(VENV)/.ready ## make docs/report.png, a picture of a report page (ARGS=FOLDER; needs Chromium)

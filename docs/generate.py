@@ -1,32 +1,48 @@
-"""Write what is made from rows in testbed/spec: tables in docs/modes.md and docs/faults.md, the list in .env.example.
+"""Write what documents and .env.example have from other files: rows in testbed/spec, and figures in results/.
 
 generate.py            write these files
 generate.py --check    exit with 1 if one of them is out of date
+
+What is written lies between two marks. The first word after `begin` is a row of MADE, the others are its arguments:
+
+    <!-- begin bench loop start (made by `make docs`) -->      the figures of these parts of results/bench.json
+    <!-- end bench loop start -->
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
+from testbed.spec.units import parse_rate
 
 ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "results" / "bench.json"
+DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+BLOCK = re.compile(r"(<!-- begin ([^\n(]+?) \(made by `make docs`\) -->\n).*?(<!-- end \2 -->\n)", re.S)
+SMALL = 1e-3  # values below are written as 1.1e-13
+Lines = list[str]
+
+# --- rows of testbed/spec --------------------------------------------------------------------------------------------
 
 
-def algorithms() -> list[str]:
+def algorithms() -> Lines:
     rows = [f"| `{name}` | {row.does} | {row.time} |" for name, row in ALGORITHMS.items()]
     return ["| algorithm | what it does | time |", "| --- | --- | --- |", *rows]
 
 
-def schedules() -> list[str]:
+def schedules() -> Lines:
     return [f"- `{name}`: {does}" for name, does in SCHEDULES.items()]
 
 
-def codecs() -> list[str]:
+def codecs() -> Lines:
     takes = {name: codecs_of(SyncMode.parse(name)) for name in ALGORITHMS}
     lines = ["| codec | what is sent | bytes | with |", "| --- | --- | ---: | --- |"]
     for codec in CODECS.values():
@@ -37,7 +53,7 @@ def codecs() -> list[str]:
     return lines
 
 
-def faults() -> list[str]:
+def faults() -> Lines:
     everywhere = set().union(*(kind.substrates for kind in FAULT_KINDS.values()))
     lines = ["| fault | what happens | substrates |", "| --- | --- | --- |"]
     for kind in FAULT_KINDS.values():
@@ -46,46 +62,222 @@ def faults() -> list[str]:
     return lines
 
 
-def modes_page(text: str) -> str:
-    """Return the text of docs/modes.md with new tables between its marks."""
-    return _between_marks("docs/modes.md", text, (algorithms, schedules, codecs))
-
-
-def faults_page(text: str) -> str:
-    """Return the text of docs/faults.md with a new table between its marks."""
-    return _between_marks("docs/faults.md", text, (faults,))
-
-
-def _between_marks(name: str, text: str, parts: Sequence[Callable[[], list[str]]]) -> str:
-    for made in parts:
-        mark = re.compile(rf"(<!-- begin {made.__name__} [^\n]*-->\n).*?(<!-- end {made.__name__} -->\n)", re.S)
-        text, count = mark.subn(lambda m, made=made: m[1] + "\n".join([*made(), ""]) + m[2], text)
-        if count != 1:
-            raise SystemExit(f"{name}: {count} places for {made.__name__}, there must be one. Restore its marks.")
-    return text
-
-
 def env_example(text: str) -> str:
     """Return the text of .env.example with a new list of algorithms after MODE."""
     line = f"MODE=ring            # {' '.join(ALGORITHMS)}; all: testbed modes"
     return re.sub(r"^MODE=.*$", line, text, flags=re.M)
 
 
-PAGES = {"docs/modes.md": modes_page, "docs/faults.md": faults_page, ".env.example": env_example}
+# --- figures of results/bench.json -----------------------------------------------------------------------------------
+
+Figure = dict[str, Any]
+Part = dict[str, Any]  # commit, load, figures
+
+# Parts whose figures make a grid: a pattern of their names that says which row and column each belongs to. Figures with
+# other names are left out.
+GRIDS = {
+    "growth": r"(?P<row>.+), 8 MB, 100mbit, (?P<column>N = \d+): time / theory",
+    "attach-cost": r"step with the observer / without, (?P<row>.+), (?P<column>steps of \d+ ms)",
+    "codecs": r"(?P<column>bytes|accuracy)( a step)?, (?P<row>\S+) (/ 2\(N-1\)/N S|less .*)",
+}
+
+
+@cache
+def bench_file() -> dict[str, Part]:
+    parts: dict[str, Part] = json.loads(BENCH.read_text(encoding="utf-8"))
+    return parts
+
+
+def parts_named(*names: str) -> dict[str, Part]:
+    """The parts of these names, and for a name `attach` all parts `attach-...`. SystemExit if there is none."""
+    found = {}
+    for name in names:
+        these = {part: of for part, of in bench_file().items() if part == name or part.startswith(f"{name}-")}
+        if not these:
+            raise SystemExit(f"{BENCH.name} has no part {name!r}. Run make bench ARGS={name}, or remove its marks.")
+        found |= these
+    return found
+
+
+def bench(*names: str) -> Lines:
+    """A row for each figure of these parts: name, value, limit. A part in GRIDS is written as a grid."""
+    parts = parts_named(*names)
+    if len(parts) == 1 and (pattern := GRIDS.get(next(iter(parts)))):
+        (part,) = parts.values()
+        return [*_grid(part, pattern), "", _measured_at(parts)]
+    lines = ["| figure | measured | limit |", "| --- | ---: | ---: |"]
+    for part in parts.values():
+        lines += [f"| {_name(each)} | {_value(each)}{_missed(each)} | {_limit(each)} |" for each in part["figures"]]
+    return [*lines, "", _measured_at(parts)]
+
+
+def _grid(part: Part, pattern: str) -> Lines:
+    """Rows and columns in the order of the figures; limits in a row of their own if each column has one."""
+    cells: dict[str, dict[str, Figure]] = {}
+    for each in part["figures"]:
+        if found := re.fullmatch(pattern, each["name"]):
+            cells.setdefault(found["row"], {})[found["column"]] = each
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    limits = {column: {_limit(row[column]) for row in cells.values() if column in row} for column in columns}
+    one_limit = all(len(each) == 1 for each in limits.values())
+    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for name, row in cells.items():
+        texts = [
+            _value(row[column]) + _missed(row[column], alone=one_limit) if column in row else "" for column in columns
+        ]
+        lines.append(f"| {name.replace('|', '/')} | {' | '.join(texts)} |")
+    if one_limit:
+        lines.append(f"| limit | {' | '.join(next(iter(limits[column])) for column in columns)} |")
+    return lines
+
+
+def steps() -> Lines:
+    """A row for each part `step-...`, the slowest network first."""
+    head = ["rate", "C/(F+B)", "C, F+B", "`ddp`, s", "DDP's best, s", "`pipeline`, s", "`ddp` / `pipeline`"]
+    head += ["DDP's best / `pipeline`", "`pipeline` / max(C, F+B)", "bytes / minimum"]
+    parts = parts_named("step")
+    rows = sorted((_step_row(part["figures"]) for part in parts.values()), key=lambda row: row[0])
+    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
+    return [*lines, *(f"| {' | '.join(cells)} |" for _, cells in rows), "", _measured_at(parts)]
+
+
+def _step_row(figures: list[Figure]) -> tuple[float, Lines]:
+    """The rate in bits per second, and the cells of a row of `steps`."""
+
+    def one(name: str, detail: str) -> tuple[Figure, re.Match[str], re.Match[str]]:
+        for each in figures:
+            in_name, in_detail = re.fullmatch(name, each["name"]), re.match(detail, each["detail"])
+            if in_name and in_detail:
+                return each, in_name, in_detail
+        raise SystemExit(
+            f"{BENCH.name}: no figure fits {name!r} and {detail!r}. Change docs/generate.py with the part."
+        )
+
+    seconds, point = r"(\S+) ([\d.]+) s \([^)]*\)", r", (\w+), C/\(F\+B\) = ([\d.]+)"
+    default, where, default_times = one(rf"DDP's default / \S+{point}", rf"{seconds}, {seconds}")
+    best, _, best_times = one(rf"DDP's best / \S+{point}", seconds)
+    bound, _, parts = one(rf"\S+ / max\(C, F\+B\){point}", r"C ([\d.]+) s, F\+B ([\d.]+) s")
+    sent, _, _ = one(r"bytes of \S+ / least, \w+", "")
+    rate, size = (
+        parse_rate(where[1]),
+        (lambda mode: mode.split("/")[1].removeprefix("bucket:") if "/" in mode else mode),
+    )
+    times = [
+        f"{default_times[4]}",
+        f"{best_times[2]} ({size(best_times[1])})",
+        f"{default_times[2]} ({size(default_times[1])})",
+    ]
+    ratios = [
+        f"{_value(each, 2)}{_missed(each)}" + (f" (limit {_number(_bound(each))})" if _limit(each) else "")
+        for each in (default, best, bound)
+    ]
+    name = f"{rate / 1e9:g} Gbit" if rate >= 1e9 else f"{rate / 1e6:g} Mbit"
+    return rate, [name, where[2], f"{parts[1]}, {parts[2]}", *times, *ratios, _value(sent)]
+
+
+def _bound(figure: Figure) -> float:
+    return float(figure["low"] if figure["low"] is not None else figure["high"])
+
+
+def profile() -> Lines:
+    """A row for each mode whose use of the cores was sampled."""
+    lines = ["| | step, s | user | system | softirq | idle | context switches |", f"| --- |{' ---: |' * 6}"]
+    detail = r"programs (\S+), kernel (\S+), packets (\S+), idle (\S+), (\d+) switches; step (\S+) s"
+    parts = parts_named("profile")
+    for each in parts["profile"]["figures"]:
+        mode = each["name"].removeprefix("core-seconds of a step, all four ranks, ").rpartition(", ")[0]
+        found = re.match(detail, each["detail"])
+        if found is None:
+            raise SystemExit(
+                f"{BENCH.name}: {each['detail']!r} has no core-seconds. Change docs/generate.py with the part."
+            )
+        user, system, softirq, idle, switches, step = found.groups()
+        lines.append(f"| {mode} | {step} | {user} | {system} | {softirq} | {idle} | {int(switches):,} |")
+    return [*lines, "", _measured_at(parts)]
+
+
+def _name(figure: Figure) -> str:
+    return str(figure["name"]).replace("|", "/")
+
+
+def _value(figure: Figure, digits: int = 3) -> str:
+    value = figure["value"]
+    if isinstance(value, int):
+        return str(value)
+    if 0 < abs(value) < SMALL and "digits" not in figure:
+        return f"{value:.1e}"
+    return f"{value:.{figure.get('digits', digits)}f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _limit(figure: Figure) -> str:
+    low, high = figure["low"], figure["high"]
+    if low is not None and high is not None:
+        return f"{_number(low)} to {_number(high)}"
+    return f">= {_number(low)}" if low is not None else f"<= {_number(high)}" if high is not None else ""
+
+
+def _missed(figure: Figure, alone: bool = True) -> str:
+    """What follows a value: that its limit is missed, or if nothing else says the limit, the limit."""
+    verdict = [] if figure["met"] else ["missed"]
+    limit = [f"limit {_limit(figure)}"] if not alone and _limit(figure) else []
+    return f" ({', '.join([*limit, *verdict])})" if limit or verdict else ""
+
+
+def _measured_at(parts: dict[str, Part]) -> str:
+    """How many limits are met; commit and load of each part, parts of one commit together."""
+    limits = [each["met"] for part in parts.values() for each in part["figures"] if _limit(each)]
+    met = f"{sum(limits)} of {len(limits)} limits are met. " if limits else ""
+    commits: dict[str, Lines] = {}
+    for name, part in parts.items():
+        load = part.get("load")
+        commits.setdefault(part["commit"], []).append(
+            f"`{name}`" + (f" (load {load:g} before)" if load is not None else "")
+        )
+    return (
+        f"{met}Measured at commit "
+        + "; ".join(f"{commit}: {', '.join(names)}" for commit, names in commits.items())
+        + "."
+    )
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+MADE: dict[str, Callable[..., Lines]] = {
+    each.__name__: each for each in (algorithms, schedules, codecs, faults, bench, steps, profile)
+}
+
+
+def page(name: str, text: str) -> str:
+    """Return the text of a document with new lines between its marks. SystemExit if a mark is damaged."""
+
+    def made(block: re.Match[str]) -> str:
+        word, *arguments = block[2].split()
+        if word not in MADE:
+            raise SystemExit(f"{name}: nothing makes {word!r}. Known: {', '.join(MADE)}.")
+        return block[1] + "\n".join([*MADE[word](*arguments), ""]) + block[3]
+
+    text, count = BLOCK.subn(made, text)
+    if not text.count("<!-- begin ") == text.count("<!-- end ") == count:
+        raise SystemExit(f"{name}: a mark `begin` without its `end`, or with other words. Restore its marks.")
+    return text
 
 
 def main() -> None:
     stale = []
-    for name, made in PAGES.items():
+    for name in (*DOCUMENTS, ".env.example"):
         path = ROOT / name
         before = path.read_text(encoding="utf-8")
-        after = made(before)
+        after = env_example(before) if name == ".env.example" else page(name, before)
         if after != before:
             stale.append(name)
             if "--check" not in sys.argv:
                 path.write_text(after, encoding="utf-8")
     if stale and "--check" in sys.argv:
-        raise SystemExit(f"{', '.join(stale)}: out of date with testbed/spec. Run make docs.")
+        raise SystemExit(f"{', '.join(stale)}: out of date with testbed/spec or results. Run make docs.")
     print(f"written: {', '.join(stale)}" if stale else "up to date")
 
 

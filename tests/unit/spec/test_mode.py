@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -377,27 +375,3 @@ def test_colours_are_distinct_so_that_a_figure_can_name_them() -> None:
 def test_every_codec_has_an_example_that_parses() -> None:
     for name, codec in CODECS.items():
         assert SyncMode.parse(f"direct/{codec.example}").codec == name
-
-
-@pytest.fixture
-def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("made", "name", "of_a_row"),
-    [
-        ("modes_page", "docs/modes.md", "ring-reduce"),
-        ("env_example", ".env.example", "ring-reduce"),
-        ("faults_page", "docs/faults.md", "SIGTERM to the rank"),
-    ],
-)
-def test_documents_are_up_to_date_with_the_rows(generate: ModuleType, made: str, name: str, of_a_row: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert getattr(generate, made)(text) == text, f"{name} is out of date. Run make docs."
-    assert of_a_row in text
-    assert getattr(generate, made)(text.replace(of_a_row, "")) == text, "it does not depend on the rows"
