@@ -172,7 +172,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
         raise refuse_setting(key, name, rule, "Use `testbed run`.")
     if spec.topology.trunk is not None and shaping not in ("off", UNSHAPED):
         rule = "only a controller can make racks with an uplink; racks alone tell `hierarchical` who is near"
-        raise refuse("SET", "topology.uplink, topology.delay", rule, "Leave it out, or use `testbed run --on netns`.")
+        raise refuse("SET", "topology.uplink, topology.delay", rule, "Leave it out, or use `testbed run`.")
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")

@@ -327,11 +327,9 @@ def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
         return
     if choice.name in (HOSTS, SLURM):
         raise Unavailable(f"{links}: {NEVER_SHAPED}. Leave it out, or {ELSEWHERE}.")
-    racks = spec.topology.trunk is not None  # only netns makes them
-    way_out = "Use --on netns" if racks else "Use --on netns or compose"
+    way_out = "Use --on netns or compose"
     if choice.automatic:
-        user = "Allow user namespaces (`testbed doctor`), run as root"
-        way_out = user if racks else f"{user}, or start a Docker engine"
+        way_out = "Allow user namespaces (`testbed doctor`), run as root, or start a Docker engine"
     if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
         way_out += ", on a kernel with sch_netem (`testbed doctor` shows what is missing)"
     raise Unavailable(f"{links}: cannot be shaped here: {choice.reason}. {way_out}, or leave it out.")

@@ -8,6 +8,7 @@ ranks without any privilege. The CPU quota is set when the first rank starts, be
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import shlex
@@ -51,10 +52,18 @@ from testbed.control.substrates.engine import (
 )
 from testbed.control.substrates.links import INTERFACE, ShapedLinks
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
+from testbed.control.substrates.racks import (
+    LIST_ADDRESSES,
+    LIST_COUNTERS,
+    RackNetwork,
+    read_uplinks,
+    routes_from,
+    shape_router,
+)
 from testbed.net.isolation import default_routes, isolate
-from testbed.net.shaping import Shaping, routes_congestion
+from testbed.net.shaping import LIST_QDISCS, Shaping, routes_congestion
 from testbed.spec.datasets import data_dir
-from testbed.spec.errors import CommandFailed, EngineLost, TestbedError, refuse
+from testbed.spec.errors import CommandFailed, EngineLost, NetworkInvalid, TestbedError, refuse
 from testbed.spec.link import why_not_shaped
 from testbed.spec.methods import methods_dir
 from testbed.spec.privileges import LAUNCHER, LAUNCHER_CAPABILITIES, NOBODY, without_privileges
@@ -128,7 +137,10 @@ class ContainerProcess:
 
 
 class ComposeSubstrate:
-    """N containers of one Compose project on a network of their own; leaving the context removes all of them."""
+    """N containers of one Compose project on a network of their own, or on one per rack with a router between them.
+
+    Leaving the context removes all of them.
+    """
 
     name = "compose"
     one_clock = True
@@ -148,11 +160,14 @@ class ComposeSubstrate:
         self._project = f"{ownership.PREFIX}-{ownership.current()}"
         directions = shaping()
         self.shaped, self.not_shaped = directions != "off", why_not_shaped(directions)
-        self._links = ShapedLinks(self._plans, self.exec, self._set_congestion, ingress=directions == "both")
+        self._links = ShapedLinks(self._plans, self.exec, self._set_routes, ingress=directions == "both")
+        self._racks = tuple(plan.rack for plan in self._plans if plan.uplink)  # of each node; empty: one network
         self._cores: list[affinity.Cores | None] = []
         self._client: Any = None  # of the Docker SDK
         # container objects of the Docker SDK; `attrs` was read once, right after the start
         self._containers: list[Any] = []
+        self._router: Any = None
+        self._rack_networks: dict[int, RackNetwork] = {}
         self._started: list[ContainerProcess] = []
         self._limited: set[int] = set()  # nodes that have their CPU quota
         self._paused: set[int] = set()
@@ -166,6 +181,8 @@ class ComposeSubstrate:
             undo.callback(self._client.close)
             self._cores = affinity.assign_cores(self._plans, self._all_cores())
             self._make_containers(undo)
+            if self._racks:
+                self._make_uplinks()
             for node in range(len(self._plans)):
                 self._links.shape(node)
             self._isolate()
@@ -192,22 +209,39 @@ class ComposeSubstrate:
             copy = files / "script"
             root = os.geteuid() == 0
             self._source = readable_copy(self._script, copy, self._uid_gid) if root else self._script.folder
-        (files / "compose.yaml").write_text(render(len(self._plans), project=self._project))
-        (files / "idle.yaml").write_text(
-            json.dumps(idle_override(len(self._plans), self._volumes(), self._script), indent=1)
-        )  # JSON is YAML
+        (files / "compose.yaml").write_text(render(len(self._plans), project=self._project, racks=self._racks))
+        override = idle_override(len(self._plans), self._volumes(), self._script, self._racks)
+        (files / "idle.yaml").write_text(json.dumps(override, indent=1))  # JSON is YAML
         compose = ["docker", "compose", "--project-name", self._project, "--project-directory", str(ROOT)]
         compose += ["--file", str(files / "compose.yaml"), "--file", str(files / "idle.yaml")]
         undo.callback(_remove, [*compose, "down", "--timeout", "0", "--volumes"])
         run_docker([*compose, "up", "--detach", "--no-build", "--quiet-pull"], ENGINE_TIMEOUT_S)
         for node, plan in enumerate(self._plans):
-            labels = [f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}=rank{node}"]
-            with wrap_docker_errors():
-                (container,) = self._client.containers.list(filters={"label": labels})
+            container = self._container(f"rank{node}")
             self._containers.append(container)
             (network,) = container.attrs["NetworkSettings"]["Networks"].values()
             handle = NodeHandle(name=plan.name, address=str(network["IPAddress"]), interface=INTERFACE)
             self.nodes = (*self.nodes, handle)
+
+    def _container(self, service: str) -> Any:
+        labels = [f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}={service}"]
+        with wrap_docker_errors():
+            (container,) = self._client.containers.list(filters={"label": labels})
+        return container
+
+    def _make_uplinks(self) -> None:
+        """Shape the router's interface in the network of each rack. Raises NetworkInvalid."""
+        self._router = self._container("router")
+        attached = self._router.attrs["NetworkSettings"]["Networks"]
+        for rack in set(self._racks):
+            found = attached[f"{self._project}_rack{rack}"]
+            subnet = ipaddress.ip_interface(f"{found['IPAddress']}/{found['IPPrefixLen']}").network
+            self._rack_networks[rack] = RackNetwork(str(subnet), str(found["IPAddress"]))
+        try:
+            listed = _exec(self._router, LIST_ADDRESSES)
+            _exec_all(self._router, shape_router(self._plans, self._rack_networks, listed))
+        except TestbedError as error:
+            raise NetworkInvalid(f"the router between the racks: {error}") from None
 
     def _volumes(self) -> list[Any]:
         """Mount what the ranks need."""
@@ -234,9 +268,11 @@ class ComposeSubstrate:
         # Both targets of compose.yaml are replaced; otherwise the engine would create ./data as root.
         return [f"{self._runs}:/runs", f"{paths[1] if paths[1].is_dir() else self._runs}:/data", *mounts]
 
-    def _set_congestion(self, node: int) -> None:
-        """Set it on the routes, which works in any network and for every name that the kernel has."""
-        name = self._plans[node].congestion
+    def _set_routes(self, node: int) -> None:
+        """Add the routes to other racks; set congestion control on all, which works for every name of the kernel."""
+        plan, name = self._plans[node], self._plans[node].congestion
+        if self._racks:
+            _exec_all(self._containers[node], routes_from(plan.rack, self._rack_networks, INTERFACE, name))
         if name is not None:
             show = ["ip", "-json", "-4", "route", "show", "scope", "link", "dev", INTERFACE]
             routes = json.loads(self.exec(node, show) or "[]")
@@ -244,18 +280,24 @@ class ComposeSubstrate:
                 self.exec(node, command)
 
     def _isolate(self) -> None:
-        """Remove the gateway and the name server, which lead out of the network although it is internal."""
-        (network,) = self._containers[0].attrs["NetworkSettings"]["Networks"].values()
+        """Remove gateways and the name server, which lead out of a network, also of one that is internal."""
+        commands: dict[tuple[str, ...], list[list[str]]] = {}  # by networks: the same in all of their containers
+        for container in (*self._containers, *filter(None, [self._router])):
+            attached = container.attrs["NetworkSettings"]["Networks"].values()
+            networks = tuple(each["NetworkID"] for each in attached)
+            if networks not in commands:
+                gateways = [gateway for network in networks for gateway in self._gateways(network)]
+                commands[networks] = isolate(json.loads(_exec(container, default_routes()) or "[]"), gateways)
+            _exec_all(container, commands[networks])
+
+    def _gateways(self, network: str) -> list[str]:
         with wrap_docker_errors():
-            ranges = self._client.networks.get(network["NetworkID"]).attrs["IPAM"]["Config"] or []
-        gateways = [each["Gateway"] for each in ranges if each.get("Gateway")]
-        commands = isolate(json.loads(self.exec(0, default_routes()) or "[]"), gateways)  # the same on all nodes
-        for node in range(len(self._plans)):
-            self.exec(node, ["sh", "-c", " && ".join(shlex.join(command) for command in commands)])
+            ranges = self._client.networks.get(network).attrs["IPAM"]["Config"] or []
+        return [each["Gateway"] for each in ranges if each.get("Gateway")]
 
     def exec(self, node: int, argv: Sequence[str], timeout_s: float = ENGINE_TIMEOUT_S) -> str:
         """Run a command to its end in the container as root; return its stdout."""
-        return run_docker(exec_argv(self._containers[node].id, argv), timeout_s)
+        return _exec(self._containers[node], argv, timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process without any privilege. The first call with `quota` sets the container's CPU quota and cores.
@@ -363,13 +405,15 @@ class ComposeSubstrate:
         self.exec(node, ["ip", "link", "set", INTERFACE, "down"])
 
     def reconnect(self, node: int) -> None:
-        """Set the link up, and set the congestion control again on the routes, which the kernel has made anew."""
+        """Set the link up, and set the routes again, which the kernel has removed or made anew."""
         self.exec(node, ["ip", "link", "set", INTERFACE, "up"])
-        self._set_congestion(node)
+        self._set_routes(node)
 
     def uplinks(self) -> Mapping[int, Shaping]:
-        """None: one network connects all nodes."""
-        return {}
+        """The uplink of each rack as it is requested, and as the kernel has it in the router."""
+        if not self._racks:
+            return {}
+        return read_uplinks(self._plans, _exec(self._router, LIST_QDISCS), _exec(self._router, LIST_COUNTERS))
 
     def shaping(self, node: int) -> Shaping:
         """The node's link as it is requested now, and as the kernel has it."""
@@ -402,6 +446,16 @@ class ComposeSubstrate:
         first = self._containers[node].attrs["HostConfig"]
         most = first["Memory"] or self._info()["MemTotal"]
         self._update(node, mem_limit=most, memswap_limit=first["MemorySwap"] or most)
+
+
+def _exec(container: Any, argv: Sequence[str], timeout_s: float = ENGINE_TIMEOUT_S) -> str:
+    """Run a command to its end in a container as root; return its stdout."""
+    return run_docker(exec_argv(container.id, argv), timeout_s)
+
+
+def _exec_all(container: Any, commands: Iterable[Sequence[str]]) -> None:
+    """Run all commands by one `docker exec`, until one fails."""
+    _exec(container, ["sh", "-c", " && ".join(shlex.join(command) for command in commands)])
 
 
 def _cpuset(cores: Iterable[int]) -> str:
@@ -445,24 +499,29 @@ def script_limits(limit_bytes: int, limits: Limits | None = None) -> dict[str, A
     }
 
 
-def idle_override(nodes: int, volumes: Sequence[Any], script: ScriptSpec | None = None) -> dict[str, Any]:
+def idle_override(
+    nodes: int, volumes: Sequence[Any], script: ScriptSpec | None = None, racks: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return the override of compose.yaml: idle containers with the owner's label and without a CPU quota."""
+    owned = {"labels": {OWNER_LABEL: ownership.current()}}
+    # ranks are found by this variable if the engine is lost
+    found_again = owned | {"environment": {ownership.VARIABLE: ownership.current()}}
     limits = script_limits(read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT), script.limits) if script else {}
     service = {
         "image": (script.image if script else "") or image_name(),  # the checked one
         "entrypoint": ["sleep", "infinity"],
         "stop_signal": "SIGKILL",  # `sleep` as process 1 ignores SIGTERM
         "healthcheck": {"disable": True},
-        "environment": {ownership.VARIABLE: ownership.current()},  # ranks are found by it if the engine is lost
         "cpu_quota": NO_QUOTA,
         "volumes": list(volumes),
-        "labels": {OWNER_LABEL: ownership.current()},
+        **found_again,
         **limits,
     }
-    return {
-        "services": {f"rank{k}": service for k in range(nodes)},
-        "networks": {"cluster": {"internal": True, "labels": {OWNER_LABEL: ownership.current()}}},
-    }
+    services = {f"rank{k}": service for k in range(nodes)}
+    if not racks:
+        return {"services": services, "networks": {"cluster": {"internal": True, **owned}}}
+    services["router"] = {"image": image_name(), "stop_signal": "SIGKILL", **found_again}
+    return {"services": services, "networks": {f"rack{rack}": owned for rack in sorted(set(racks))}}
 
 
 def check_enterable(folder: Path) -> None:

@@ -49,8 +49,8 @@ RUNNING, STOPPED = "running", "stopped"  # in place of the owner, for a project 
 OURS = {"label": [LABEL, PROJECT_LABEL]}  # filters of the engine's lists
 
 
-def render(nodes: int = 4, folder: Path = ROOT / "docker", project: str = PROJECT) -> str:
-    """Return the text of the Compose file for so many nodes."""
+def render(nodes: int = 4, folder: Path = ROOT / "docker", project: str = PROJECT, racks: Sequence[int] = ()) -> str:
+    """Return the text of the Compose file for so many nodes; `racks`: the rack of each, if they have uplinks."""
     if not 1 <= nodes <= MAX_NODES:
         raise refuse("nodes", nodes, f"must be 1 to {MAX_NODES}", "Use e.g. 4.")
     require_extra("substrate compose", "compose", "jinja2")
@@ -58,7 +58,7 @@ def render(nodes: int = 4, folder: Path = ROOT / "docker", project: str = PROJEC
 
     templates = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True)
     values = {"nodes": nodes, "version": __version__, "schema": SCHEMA, "cpu_period": CPU_PERIOD_US}
-    return templates.get_template(TEMPLATE).render(**values, project=project, mem_limit=DEFAULT_LIMIT)
+    return templates.get_template(TEMPLATE).render(**values, project=project, mem_limit=DEFAULT_LIMIT, racks=racks)
 
 
 def variable(name: str, root: Path = ROOT) -> str:
@@ -216,9 +216,9 @@ def image_content() -> str:
 
 def check(plans: Sequence[NodePlan]) -> None:
     """Raise Unavailable if engine, Compose or image are missing, or if the engine's kernel cannot shape the links."""
-    if any(plan.uplink for plan in plans) and shaping() != "off":
-        rule = "racks with an uplink need a bridge for each rack, and containers share one network"
-        raise Unavailable(f"substrate compose: {rule}. Use --on netns, or leave topology.uplink out")
+    if any(plan.uplink for plan in plans) and shaping() == "egress":
+        rule = "an uplink is shaped each way"
+        raise Unavailable(f"substrate compose: SHAPING=egress: {rule}. Use SHAPING=both, or leave topology.uplink out")
     engine_version()
     compose_version()
     inspect_image()

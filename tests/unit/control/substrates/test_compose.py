@@ -106,6 +106,16 @@ def test_idle_containers_have_the_owners_mark() -> None:
     )
 
 
+def test_the_router_between_racks_has_the_owners_mark_and_the_checked_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGE", "mine:1")
+    override = idle_override(2, [], racks=(0, 1))
+    router = override["services"]["router"]
+    assert router["image"] == "mine:1" and "volumes" not in router
+    assert router["labels"] == {"testbed.owner": ownership.current()} and ownership.VARIABLE in router["environment"]
+    assert set(override["networks"]) == {"rack0", "rack1"} and "internal" not in override["networks"]["rack0"]
+    assert set(idle_override(2, [])["networks"]) == {"cluster"}
+
+
 def add_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Put a command `docker` in front of the path."""
     (folder / "bin").mkdir()

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from testbed.control.substrates import engine
+from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.clone import content_hash
 from testbed.control.substrates.compose import idle_override
 from testbed.control.substrates.engine import render
 from testbed.spec.errors import CommandFailed, EngineLost, SpecError, TestbedError, Unavailable
+from testbed.spec.link import Link
 from tests.support.scripted_engine import ScriptedEngine, serve
 
 ROOT = Path(__file__).parents[4]
@@ -35,6 +37,21 @@ def test_there_is_one_service_per_rank(nodes: int) -> None:
     assert services(text) == [f"rank{k}" for k in range(nodes)]
     assert f"NODES: {nodes}\n" in text
     assert text.count("cap_drop") == 1, "one anchor, not copies"
+
+
+def test_racks_have_a_network_each_and_a_router_between_them_that_may_only_shape() -> None:
+    text = render(4, racks=[0, 1, 0, 1])
+    networks = re.findall(r"^    networks: \[(.*)\]$", text, re.MULTILINE)
+    assert networks == ["rack0", "rack1", "rack0", "rack1", "rack0, rack1"]
+    router = text.partition("\n  router:\n")[2].partition("\n\n")[0]
+    assert "cap_drop: [ALL]" in router and "cap_add: [NET_ADMIN]" in router and "volumes" not in router
+    assert text.count("inhibit_ipv4") == 2 and "  cluster:\n" not in text
+
+
+def test_an_uplink_that_is_shaped_one_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHAPING", "egress")
+    with pytest.raises(Unavailable, match=r"SHAPING=egress: an uplink is shaped each way\. Use SHAPING=both, or leave"):
+        engine.check([NodePlan(name="node0", uplink=Link(rate=20_000_000))])
 
 
 @pytest.mark.parametrize("nodes", [0, 257])
