@@ -28,6 +28,7 @@ from testbed.spec.errors import UsageError, refuse
 
 PAGE = "report.html"
 FILES = "report"  # the folder next to the page
+WRONG = "What is wrong in the published figures:"
 NAMED = 5  # folders that a message names, of those that cannot be shown
 FAULTS = "faults"  # prefix of the files of the section on faults
 
@@ -86,7 +87,7 @@ def write(paths: Sequence[Path], out: Path) -> Report:
             section.plots,
             [
                 *section.tables,
-                *([section.published.table] if section.published else []),
+                *(section.published.tables if section.published else []),
                 *(table for part in section.scripts for table in part.tables),
             ],
             files,
@@ -179,6 +180,7 @@ def render(sections: Sequence[Section], faults: Faults | None, loaded: Loaded) -
     return environment.get_template("page.html.j2").render(
         title=sections[0].title if len(sections) == 1 else "testbed report",
         chapters=sections,
+        wrong=WRONG,
         faults=faults,
         runs=len(loaded.runs),
         skipped=loaded.skipped,
@@ -228,7 +230,12 @@ def _markdown(section: Section) -> str:
         lines += ["", part.markdown()]
     if section.published:
         lines += ["", *(f"- {claim.word} {claim.text}" for claim in section.published.sentences)]
-        lines += ["", section.published.table.markdown()] if section.published.table.rows else []
+        lines += (
+            ["", WRONG, "", *(f"- {mistake}" for mistake in section.published.mistakes)]
+            if section.published.mistakes
+            else []
+        )
+        lines += ["", *(table.markdown() for table in section.published.tables)]
     lines += ["", *(table.markdown() for table in section.tables)]
     return "\n".join([*lines, *_pictures(section.slug, section.plots)])
 

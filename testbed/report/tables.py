@@ -304,7 +304,7 @@ def ranks(chapter: Chapter) -> Table:
             made.add(
                 cell,
                 str(rank.number),
-                *(_loss_at(rank, step) for step in (20, 40)),
+                *(number(loss_at(rank, step)) for step in (20, 40)),
                 number(float(rank.steps.loss.mean())),
                 share(last.train_accuracy if last else None),
                 share(last.correct / last.images if last and last.images else None),
@@ -317,9 +317,9 @@ def ranks(chapter: Chapter) -> Table:
     return Table("ranks", "All ranks", made.header, made.rows, findings.RANKS, folded=True)
 
 
-def _loss_at(rank: Rank, step: int) -> str:
+def loss_at(rank: Rank, step: int) -> float | None:
     """The loss of the step-th step, counted from 1."""
-    return number(float(rank.steps.loss[step - 1])) if len(rank.steps.loss) >= step else DASH
+    return float(rank.steps.loss[step - 1]) if len(rank.steps.loss) >= step else None
 
 
 def workers_by_batch(chapter: Chapter) -> list[Table]:

@@ -224,7 +224,7 @@ def all_tables(folder: Path) -> list[Table]:
     history.write_text(history.read_text().replace("kill:rank2@step8", "kill|rank2"))
     report = write([folder], folder)
     assert report.faults
-    parts = [[*([part.published.table] if part.published else []), *part.tables] for part in report.sections]
+    parts = [[*(part.published.tables if part.published else []), *part.tables] for part in report.sections]
     return [*(table for tables in parts for table in tables), report.faults.table]
 
 
