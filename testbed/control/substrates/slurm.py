@@ -54,6 +54,7 @@ NEVER_CHANGED = "a fault never changes the network, CPU, memory or disk of a clu
 COMMAND_TIMEOUT_S = 30.0  # each of these commands takes a moment
 PATIENCE_S = 60.0  # for a slurmctld that does not answer, e.g. because it restarts
 SURVEY_TIMEOUT_S = 90.0
+CHECK_TIMEOUT_S = 30.0  # for a step that does nothing; where slurmd is dead it fails within 10 s
 STEP_TIMEOUT_S = 10.0  # for Slurm to list a step that srun has begun
 END_TIMEOUT_S = 30.0  # for a job that is ending to show how it ended
 POLL_S = 0.5
@@ -391,10 +392,12 @@ class Reservation:
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_S)
 
-    def lost(self, node: str = "") -> AllocationLost | None:
+    def lost(self, node: str = "", *, by_signal: bool = False) -> AllocationLost | None:
         """The error if the job no longer holds its nodes, or `node` does not answer; else None.
 
         Waits while Slurm ends the job, to know why: srun may know of a failed node before the job's state shows it.
+        `by_signal`: a signal ended the node's task. Slurm notices a dead slurmd only after SlurmdTimeout, so the node
+        is tried with a step that does nothing.
         """
         deadline = time.monotonic() + END_TIMEOUT_S
         while True:
@@ -403,9 +406,16 @@ class Reservation:
             if not (down or job.state == "COMPLETING") or time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        if down:
+        if down or (job.state in RUNNING and by_signal and not self._takes_a_step(node)):
             return how_it_ended(replace(job, state="NODE_FAIL", nodes=node))
         return None if job.state in RUNNING else how_it_ended(job)
+
+    def _takes_a_step(self, node: str) -> bool:
+        try:
+            ask(*step_argv(self.job, [node], "check", self.cpus), "true", timeout_s=CHECK_TIMEOUT_S)
+        except CommandFailed:
+            return False
+        return True
 
     def _end(self) -> None:
         job, self.job, self.names = self.job, "", []
@@ -438,7 +448,7 @@ class SlurmProcess:
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs. Raises AllocationLost."""
         if self._code is None and (code := self.srun.poll()) is not None:
-            if code and (lost := self._reservation.lost(self._host)):
+            if code and (lost := self._reservation.lost(self._host, by_signal=task_code(code) < 0)):
                 raise lost
             self._code = task_code(code)
         return self._code

@@ -164,3 +164,20 @@ def test_a_job_that_waits_is_reported_with_its_reason_and_cancelled_at_the_end(
         assert not Path("ended").exists(), "the outer one still holds it"
     assert said == ["Slurm job 7 waits in partition p: Priority", "Slurm job 7 has n0, n1"]
     assert Path("ended").read_text() == "7\n" and Path("script").read_text() == slurm.JOB_SCRIPT
+
+
+@pytest.mark.parametrize(
+    ("srun", "by_signal", "failed"), [("exit 1", True, True), ("exit 0", True, False), ("exit 1", False, False)]
+)
+def test_a_node_whose_task_a_signal_ended_has_failed_if_it_takes_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, by_signal: bool, failed: bool
+) -> None:
+    env = tools(
+        tmp_path, squeue='echo "7|RUNNING|n[0-1]|p|5:00|N/A|None"', sinfo="echo n0 idle; echo n1 idle", srun=srun
+    )
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    reservation = slurm.Reservation(SlurmOptions(), nodes=2, cpus=1)
+    reservation.job = "7"
+    lost = reservation.lost("n1", by_signal=by_signal)
+    assert (lost is not None and "lost a node that failed (n1)" in str(lost)) == failed
