@@ -215,7 +215,8 @@ def run_script(spec: RunSpec, folder: RunFolder, rank: int) -> int:
 
 def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, records: Records) -> int:
     assert spec.script is not None
-    place.put_methods(folder.methods)
+    if method := folder.own_file(spec, "mode"):
+        place.put_method(method)
     offered = offer_data(place, spec.script)
     variables = environment(spec, place, os.environ, offered)
     argv = fill(in_working_copy(spec.script), placeholders(place, os.environ))
@@ -346,8 +347,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = RunFolder(options.folder)
     rank = int(os.environ["RANK"])
-    if folder.methods.is_dir():  # else the spec's mode is not known here
-        os.environ[METHODS_VARIABLE] = str(folder.methods)
+    os.environ[METHODS_VARIABLE] = str(folder.methods)  # else the spec's mode may not be known here
     spec = folder.read_spec()
     if spec.script is None:
         raise UsageError(f"{folder.spec}: has no script. Use `testbed exec`.")

@@ -3,7 +3,7 @@
     ROOT/work      copy of the user's folder, the script's working folder
     ROOT/home      HOME and TMPDIR of the script
     ROOT/python    PYTHONPATH: `testbed` and sitecustomize, nothing else
-    ROOT/methods   TESTBED_METHODS: the user's own method, if a mode of his replaces the script's synchronisation
+    ROOT/methods   TESTBED_METHODS: the user's own method, if one replaces the script's synchronisation
     ROOT/observer  the observer's socket
 
 When the script has ended, what it wrote to `work` is collected: regular files only, bounded in size and number.
@@ -57,10 +57,10 @@ class Workplace:
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
-    def put_methods(self, folder: Path) -> None:
-        """Copy the user's own methods, which the script's process executes."""
-        if folder.is_dir():
-            copy_tree(folder, self.methods, ())
+    def put_method(self, file: Path) -> None:
+        """Copy the user's own method, which the script's process executes."""
+        self.methods.mkdir()
+        shutil.copyfile(file, self.methods / file.name)
 
     def hand_over(self) -> None:
         """Give `work` and `home` to the script's user, if that is another one."""

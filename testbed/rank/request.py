@@ -95,7 +95,9 @@ def read_request(arguments: Sequence[str], env: Mapping[str, str]) -> Request:
 
 
 def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
-    rank, spec = _number(env, "RANK", 0), RunFolder(path).read_spec()
+    folder, rank = RunFolder(path), _number(env, "RANK", 0)
+    spec = folder.read_spec()
+    folder.own_file(spec, "mode")  # raises SpecError if it is not the one that the controller copied
     size = _number(env, "WORLD_SIZE", spec.world)
     if size != spec.world:
         raise SpecError(f"WORLD_SIZE {size}: the spec is for {spec.world} ranks. Start that many, or change nodes.")
@@ -167,9 +169,12 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
             way_out = "Use CPU_QUOTA for all nodes, or `testbed run --on compose` for one."
             raise refuse("SET", key, "running containers cannot change their number or CPU share", way_out)
     spec = spec_from_flags({"experiment": LAUNCHED if launched else COMPOSE} | flags, settings)
-    for key, (name, own) in spec.own_files.items():
-        rule = f"only a controller brings {own.path} to the ranks"
-        raise refuse_setting(key, name, rule, "Use `testbed run`.")
+    for key in ("model", "data.name"):
+        if key in spec.own_files:
+            name, own = spec.own_files[key]
+            rule = f"only a controller brings {own.path} to the ranks"
+            raise refuse_setting(key, name, rule, "Use `testbed run`.")
+    spec = spec.with_files()  # of the mode: each node has the file, and the spec shows whether it is the same one
     if spec.topology.trunk is not None and shaping not in ("off", UNSHAPED):
         rule = "only a controller can make racks with an uplink; racks alone tell `hierarchical` who is near"
         raise refuse("SET", "topology.uplink, topology.delay", rule, "Leave it out, or use `testbed run`.")

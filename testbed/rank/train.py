@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from testbed.results.timeline import Timeline
 from testbed.spec import quota_signal
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
-from testbed.spec.own_files import copy_of
 from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 
 log = logging.getLogger(__name__)
@@ -221,20 +219,13 @@ class Trainer:
             seed=seed,
             shape=self.spec.sample_shape(resized=False),
             size=data.size,
-            own=self._own_file("data.name"),
+            own=self.recorder.folder.own_file(self.spec, "data.name"),
         )
 
     def _build(self, dtype: torch.dtype) -> nn.Module:
         name, classes, shape = self.spec.model, self.train_set.classes, self.train_set.shape
-        own = self._own_file("model")
+        own = self.recorder.folder.own_file(self.spec, "model")
         return build_own_model(name, own, classes, shape, dtype) if own else build_model(name, classes, shape, dtype)
-
-    def _own_file(self, key: str) -> Path | None:
-        """The copy of the user's file that a key names; None if it names none."""
-        if key not in self.spec.own_files:
-            return None
-        _, own = self.spec.own_files[key]
-        return copy_of(self.recorder.folder.own_files, own.path, self.spec.files[own.path])
 
     def _batches(self, dtype: torch.dtype) -> Batches:
         spec, rank = self.spec, self.group.rank

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 
 from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import SpecError, UsageError, refuse
-from testbed.spec.own_files import digest_of, file_name
+from testbed.spec.methods import METHODS
+from testbed.spec.own_files import copy_of, digest_of
 from testbed.spec.run import RunSpec
 from testbed.spec.words import Place, current_place, name_of, shown_path
 
@@ -62,7 +63,7 @@ class RunFolder:
         self.faults = path / "faults.jsonl"
         self.checkpoints = path / "checkpoints"
         self.own_files = path / "files"  # copies of the user's own files, which the spec names
-        self.methods = path / "methods"  # the user's own method, where a script is synchronised by it
+        self.methods = self.own_files / METHODS  # where the ranks find the user's own method
 
     def records(self, rank: int) -> Path:
         return self.path / f"rank{rank}.jsonl"
@@ -131,12 +132,20 @@ class RunFolder:
             raise (error if isinstance(error, UsageError) else os_failure(error, self.spec)) from None
 
     def _copy_own_files(self, spec: RunSpec) -> None:
-        for path, digest in spec.files.items():
-            self.own_files.mkdir(exist_ok=True)
-            content = Path(path).read_bytes()
-            if digest_of(content) != digest:
-                raise UsageError(f"{path}: was changed while the run started. Start it again.")
-            write_whole(self.own_files / file_name(path, digest), content)
+        for _, own in spec.own_files.values():
+            content = own.place.read_bytes()
+            if (digest := digest_of(content)) != spec.files.get(own.path):
+                raise UsageError(f"{own.place}: was changed while the run started. Start it again.")
+            copy = own.copied_to(self.own_files, digest)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(copy, content)
+
+    def own_file(self, spec: RunSpec, key: str) -> Path | None:
+        """The copy of the user's file that a key of the spec names; None if it names none. Raises SpecError."""
+        if key not in spec.own_files:
+            return None
+        _, own = spec.own_files[key]
+        return copy_of(self.own_files, own, spec.files.get(own.path, ""))
 
     def reopen(self) -> None:
         """Remove the summary, because the run is resumed: it gets a new one when it ends."""

@@ -1,6 +1,7 @@
 """A user's own algorithms: a file NAME.py in the methods folder with a `mean_(buffer, group)` makes the mode NAME.
 
-Files are read, never executed: the controller has no torch. A rank executes them (rank/sync/algorithms.py).
+Here is which file is which mode. The file of a run's mode is one of the user's own files (own_files.py): the controller
+copies it into the run folder, where its ranks find it. Nothing here executes a file.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.spec.errors import one_line
+from testbed.spec.own_files import OwnFile, bound_names
 
 _NAME = re.compile(r"[a-z][A-Za-z0-9_.]*", re.ASCII)
 SIGNATURE = "mean_(buffer, group)"
 METHODS_VARIABLE = "TESTBED_METHODS"
+METHODS = "methods"  # the folder by default, and that of the copy among a run's own files
 
 
 def methods_dir() -> Path:
-    """The folder of a user's own algorithms: TESTBED_METHODS, else ./methods."""
-    return Path(os.environ.get(METHODS_VARIABLE, "methods"))
+    """The folder of a user's own algorithms: TESTBED_METHODS, else ./methods. Under a controller: the run's copy."""
+    return Path(os.environ.get(METHODS_VARIABLE, METHODS))
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,15 @@ def method_path(name: str) -> Path:
     return methods_dir() / f"{name.replace('-', '_')}.py"
 
 
+def own_method(name: str) -> OwnFile:
+    """The file of the mode `name` as a run has it. Its copy keeps its name, by which ranks know the mode.
+
+    Messages of ranks name its `path`: a user has to mend that file, not the copy.
+    """
+    path = method_path(name)
+    return OwnFile(f"{METHODS}/{path.name}", "mean_", source=path)
+
+
 def _name_problem(name: str, path: Path, built_in: Collection[str]) -> str:
     if name in built_in:
         return f"{name} is a built-in mode. Rename the file"
@@ -72,7 +84,7 @@ def _code_problem(path: Path) -> str:
     definition = next((d for d in reversed(tree.body) if isinstance(d, ast.FunctionDef) and d.name == "mean_"), None)
     if definition is not None:
         return "" if _takes_two(definition.args) else f"its mean_ does not take two arguments. Write {SIGNATURE}"
-    if any(isinstance(node, ast.Name | ast.alias) and _binds_mean(node) for node in ast.walk(tree)):
+    if bound_names(tree) & {"mean_", "*"}:
         return ""  # assigned or imported: what it is shows when a rank executes the file
     return f"defines no {SIGNATURE}. Add it"
 
@@ -82,9 +94,3 @@ def _takes_two(arguments: ast.arguments) -> bool:
     required = positional - len(arguments.defaults)
     named = len(arguments.kwonlyargs) - sum(default is not None for default in arguments.kw_defaults)
     return required <= 2 and not named and (positional >= 2 or arguments.vararg is not None)
-
-
-def _binds_mean(node: ast.Name | ast.alias) -> bool:
-    if isinstance(node, ast.Name):
-        return node.id == "mean_" and isinstance(node.ctx, ast.Store)
-    return (node.asname or node.name) in ("mean_", "*")

@@ -423,6 +423,11 @@ class SyncMode:
         return self.algorithm == SCRIPT
 
     @property
+    def is_own(self) -> bool:
+        """True if the algorithm is a file of the user (spec/methods.py)."""
+        return self.row is USER_METHOD
+
+    @property
     def is_reference(self) -> bool:
         """True for DDP, which makes its buckets, starts them and waits for them itself."""
         return self.algorithm == REFERENCE

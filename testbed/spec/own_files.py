@@ -1,4 +1,4 @@
-"""A user's own files where a name is expected: `file.py:function` for a model or a data set, `text:FILE` for text.
+"""A user's own files: `file.py:function` for a model or a data set, `text:FILE` for text, methods/NAME.py for a mode.
 
 The spec keeps the name as it was written, and the SHA-256 of the file in `files`. The controller copies the file into
 the run folder, where every rank reads it: the folder shows what was trained. Nothing here executes a file.
@@ -22,14 +22,28 @@ _CODE = re.compile(r"(?P<path>[^\0:]+\.py):(?P<function>[A-Za-z_]\w*)", re.ASCII
 
 @dataclass(frozen=True)
 class OwnFile:
-    """A file that a name stands for; `function` is empty for text."""
+    """A file that a name stands for; `function` is empty for text.
+
+    `path` names it in the spec. `source` is where the controller reads it, if that is another path; then the copy in
+    the run folder keeps the name.
+    """
 
     path: str
     function: str = ""
+    source: Path | None = None
 
     @property
     def max_bytes(self) -> int:
         return MAX_CODE_BYTES if self.function else MAX_TEXT_BYTES
+
+    @property
+    def place(self) -> Path:
+        """Where the controller reads it."""
+        return self.source or Path(self.path)
+
+    def copied_to(self, folder: Path, digest: str) -> Path:
+        """Its copy in `folder`."""
+        return folder / (self.path if self.source else file_name(self.path, digest))
 
 
 def own_code(name: str) -> OwnFile | None:
@@ -57,20 +71,20 @@ def file_name(path: str, digest: str) -> str:
 
 def read(key: str, name: str, file: OwnFile) -> bytes:
     """The content of a file. Raises SpecError, with `key` and `name` in its message, if it cannot be used."""
-    path = Path(file.path)
+    path = file.place
     try:
         if not path.is_file():
-            raise refuse(key, name, f"there is no file {file.path}", "Write its path from this folder.")
+            raise refuse(key, name, f"there is no file {path}", "Write its path from this folder.")
         if path.stat().st_size > file.max_bytes:
-            rule = f"{file.path} has {path.stat().st_size} bytes, and {file.max_bytes} are the limit"
+            rule = f"{path} has {path.stat().st_size} bytes, and {file.max_bytes} are the limit"
             raise refuse(key, name, rule, "Use a smaller file.")
         content = path.read_bytes()
     except OSError as error:
-        raise refuse(key, name, f"{file.path} cannot be read ({error.strerror})", "Change its mode.") from None
+        raise refuse(key, name, f"{path} cannot be read ({error.strerror})", "Change its mode.") from None
     if file.function and (problem := _code_problem(content, file.function)):
-        raise refuse(key, name, f"{file.path}{problem}", "Fix the file.")
+        raise refuse(key, name, f"{path}{problem}", "Fix the file.")
     if not file.function and not content:
-        raise refuse(key, name, f"{file.path} is empty", "Use a file with text.")
+        raise refuse(key, name, f"{path} is empty", "Use a file with text.")
     return content
 
 
@@ -79,15 +93,15 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def copy_of(folder: Path, path: str, digest: str) -> Path:
+def copy_of(folder: Path, file: OwnFile, digest: str) -> Path:
     """The copy of a file in `folder`, for a rank that reads it. Raises SpecError if it is not the recorded one."""
-    copy = folder / file_name(path, digest)
+    copy = file.copied_to(folder, digest)
     try:
         content = copy.read_bytes()
     except OSError as error:
         raise SpecError(f"{copy}: cannot be read ({error.strerror}). Start a new run.") from None
     if digest_of(content) != digest:
-        raise SpecError(f"{copy}: is not the file {path} that the spec was made with. Start a new run.")
+        raise SpecError(f"{copy}: is not the file {file.path} that the spec was made with. Start a new run.")
     return copy
 
 
@@ -98,10 +112,19 @@ def _code_problem(content: bytes, function: str) -> str:
         return f", line {error.lineno}: {error.msg}"
     except (ValueError, RecursionError) as error:
         return f": {one_line(str(error))}"
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = _definitions(tree)
+    if {function, "*"} & (names | bound_names(tree)):
+        return ""
+    return f" defines no {function}; it has {', '.join(sorted(names)) or 'no function'}"
+
+
+def _definitions(tree: ast.Module) -> set[str]:
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """The names that a file assigns or imports anywhere; "*" if it imports all names of a module."""
     nodes = list(ast.walk(tree))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     imports = [alias for node in nodes if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names]
-    if function in names | stored | {alias.asname or alias.name for alias in imports}:
-        return ""
-    return f" defines no {function}; it has {', '.join(sorted(names)) or 'no function'}"
+    return stored | {alias.asname or alias.name for alias in imports}

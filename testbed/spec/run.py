@@ -24,7 +24,8 @@ from testbed.spec.errors import SchemaError, SpecError, one_line
 from testbed.spec.fabric import Fabric, rack_numbers
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
-from testbed.spec.mode import SCRIPT, Mode, SyncMode
+from testbed.spec.methods import own_method
+from testbed.spec.mode import SCRIPT, Mode, SyncMode, check_method
 from testbed.spec.models import BUILT_IN_MODELS, MODELS, model_info
 from testbed.spec.own_files import OwnFile, digest_of, read
 from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
@@ -41,7 +42,7 @@ MAX_DIVISOR = 64  # divisors up to this are named in a message
 SCHEMA = 3
 # What our own loop trains. A user's script has a model, data and a batch of its own, so its files lack these keys.
 OF_OUR_LOOP = (
-    *("placement", "model", "dtype", "batchnorm", "data", "files", "batch", "batch_per_rank", "accumulate"),
+    *("placement", "model", "dtype", "batchnorm", "data", "batch", "batch_per_rank", "accumulate"),
     *("micro_batch", "epochs", "evaluate", "optimizer", "checkpoint", "profile"),
 )
 FOLDER_NAME = "letters, digits, _, . and -, beginning with a letter or digit, at most {} characters"
@@ -117,7 +118,7 @@ class RunSpec(Spec):
     nodes: int = Field(default=4, ge=1, le=256)
     # one of MODELS, or file.py:function
     model: Annotated[str, AfterValidator(validator(lambda name: model_info(name).name))] = "vgg11"
-    # SHA-256 of the user's own files that model and data name, by their paths; the run folder has copies
+    # SHA-256 of the user's own files that mode, model and data name, by their paths; the run folder has copies
     files: dict[str, str] = Field(default={}, examples=[{"my_model.py": "5f70bf18a08660b2..."}])
     dtype: Literal["float32", "float64"] = "float32"
     batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
@@ -189,10 +190,12 @@ class RunSpec(Spec):
         """The user's own files by the key that names them, each with the name as it was written."""
         found = {"model": (self.model, model_info(self.model).own)}
         found["data.name"] = (self.data.name, dataset_info(self.data.name).own)
+        found["mode"] = (str(self.mode), own_method(self.mode.algorithm) if self.mode.is_own else None)
         return {key: (name, own) for key, (name, own) in found.items() if own}
 
     def with_files(self) -> RunSpec:
         """The spec with the SHA-256 of the user's own files. Raises SpecError if one cannot be used."""
+        check_method(self.mode)
         files = {own.path: digest_of(read(name_of(key), name, own)) for key, (name, own) in self.own_files.items()}
         return self.model_copy(update={"files": files})
 

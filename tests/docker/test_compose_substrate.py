@@ -20,7 +20,7 @@ from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check
 from testbed.spec.errors import TestbedError, Unavailable, UsageError
 from testbed.spec.link import Link
-from tests.support.command import run_command, start_command, wait_for_steps
+from tests.support.command import OWN_METHOD, run_command, start_command, wait_for_steps, write_method
 
 pytestmark = pytest.mark.docker
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", "12", "--on", "compose"]
@@ -48,17 +48,18 @@ def test_a_shaped_run_leaves_the_same_folder_as_on_other_substrates(tmp_path: Pa
     assert summary["counter"] == "interface eth0" and summary["environment"]["congestion"] == "cubic"
 
 
-def test_a_users_model_and_data_are_brought_to_the_containers(tmp_path: Path, repository: Path) -> None:
+def test_a_users_model_data_and_method_are_brought_to_the_containers(tmp_path: Path, repository: Path) -> None:
     shutil.copy(repository / "examples" / "own_model.py", tmp_path / "mine.py")
     flags = ["--model", "mine.py:make", "--data", "mine.py:load", "--nodes", "2", "--batch", "16", "--steps", "4"]
+    flags += ["--mode", write_method(tmp_path)]
     result = run_command(
         "run", "--on", "compose", *flags, "--set", "probe=false", "--json", "--out", "runs/r", cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
     (summary,) = json.loads(result.stdout)["runs"]
     assert summary["replicas_agree"] and len(summary["losses"]) == 4
-    (copy,) = (tmp_path / "runs/r/files").iterdir()
-    assert copy.read_bytes() == (tmp_path / "mine.py").read_bytes()
+    copy, method = sorted(path for path in (tmp_path / "runs/r/files").rglob("*") if path.is_file())
+    assert copy.read_bytes() == (tmp_path / "mine.py").read_bytes() and method.read_text() == OWN_METHOD
 
 
 @pytest.mark.quiet

@@ -136,7 +136,7 @@ def test_a_method_of_the_users_own_synchronises_a_script(tmp_path: Path, alone: 
     done = run_script(tmp_path, GATHER, "--instead", f"{write_method(tmp_path)}/bucket:16KiB", nodes=3)
     assert done.returncode == 0, done.stderr
     assert printed(tmp_path) == pytest.approx(alone, rel=1e-3)
-    assert (tmp_path / "r" / "methods" / "my_way.py").read_text() == OWN_METHOD
+    assert (tmp_path / "r" / "files" / "methods" / "my_way.py").read_text() == OWN_METHOD
 
 
 def test_a_script_that_is_too_short_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ PATIENCE = 120.0  # seconds for processes to start and end on a busy machine
 def make(path: Path, **values: Any) -> RunFolder:
     small = {"model": "lenet5", "data": {"name": "synthetic", "subset": 64, "test_subset": 20}, "batch": 12, "steps": 4}
     folder = RunFolder(path / "run")
-    folder.create(RunSpec.load(small | values, "test"))
+    folder.create(RunSpec.load(small | values, "test").with_files())
     return folder
 
 

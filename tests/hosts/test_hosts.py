@@ -12,6 +12,7 @@ import pytest
 from testbed.spec.errors import Interrupted, RankFailed, UsageError
 from tests.hosts.conftest import Cluster
 from tests.hosts.nodes import ROOT, Nodes, command, wait_for
+from tests.support.command import write_method
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 QUICK = ["--model", "lenet5", "--data", "synthetic", "--batch", "64", "--set", "probe=false", "--set", "evaluate=never"]
@@ -66,16 +67,17 @@ def test_a_second_deploy_sends_nothing_and_ddp_runs(nodes: Nodes) -> None:
     assert len(hashes(newest(nodes))) == 1
 
 
-def test_a_users_model_and_data_are_sent_to_the_hosts(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_users_model_data_and_method_are_sent_to_the_hosts(nodes: Nodes, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "own_model.py", tmp_path / "mine.py")
     out = tmp_path / "r"
     flags = ["--model", "mine.py:make", "--data", "mine.py:load", "--batch", "16", "--set", "probe=false"]
+    flags += ["--mode", write_method(tmp_path)]
     done = nodes.testbed(
         "run", "--on", "hosts", "--nodes", "2", "--steps", "4", *flags, "--out", str(out), cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len({records(out, rank, "hash")[-1]["parameters"] for rank in range(2)}) == 1
-    assert [path.name.split("-")[1] for path in (out / "files").iterdir()] == ["mine.py"]
+    assert sorted(path.name.split("-")[-1] for path in (out / "files").rglob("*.py")) == ["mine.py", "my_way.py"]
 
 
 def test_testbed_run_on_hosts_uses_aliases_and_a_jump_host(nodes: Nodes) -> None:

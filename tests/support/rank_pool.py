@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from testbed.results.folder import RunFolder
+from testbed.spec.methods import METHODS_VARIABLE
 from tests.support.forked import fork
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +151,7 @@ class RankRun:
         assert where is not None
         where.mkdir(exist_ok=True)
         environment |= {"TESTBED_RUNS": str(runs)} if runs else {}
+        environment |= {METHODS_VARIABLE: str(RunFolder(folder).methods)} if folder else {}
         self.logs = [where / (f"rank{rank}.log" if folder else f"output{rank}.txt") for rank in range(size)]
         self.processes = []
         for rank, path in enumerate(self.logs):

@@ -52,8 +52,7 @@ from testbed.spec.errors import (
     refuse,
 )
 from testbed.spec.fabric import Fabric
-from testbed.spec.methods import methods_dir
-from testbed.spec.mode import check_method
+from testbed.spec.methods import METHODS_VARIABLE
 from testbed.spec.run import RunSpec
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -140,7 +139,6 @@ def execute(
             folder.reopen()
         else:
             folder.create(applied, choice.name)
-            scripts.put_method(applied, folder)
         substrate.prepare_folder(folder.path)
         retries = spec.retries if retries is None else retries
         context = RunContext(applied, up, folder, progress, injector, retries, timing, notes, witness)
@@ -193,13 +191,12 @@ def _read_summary(folder: RunFolder) -> Summary | None:
 
 
 def check_inputs(spec: RunSpec) -> None:
-    """Raise UsageError for missing data, or a method that cannot be used. A script of the user's needs no data set."""
+    """Raise UsageError for missing data. A script of the user's needs no data set."""
     if spec.script is None:
         require_complete(spec.data.name, data_dir())
     else:
         with suppress(OSError, TestbedError):  # a launcher makes the layouts otherwise
             layouts(data_dir())
-    check_method(spec.mode)
 
 
 @contextmanager
@@ -493,13 +490,13 @@ def _train(run: RunContext, notes: RunNotes, resume: bool) -> None:
 def _attempt(run: RunContext, resume: bool) -> None:
     spec, substrate, folder = run.spec, run.substrate, run.folder
     run.progress.begin(spec)
-    environment = {  # torchrun's variables, and where data and methods are
+    environment = {  # torchrun's variables, and where data and the user's own method are
         "WORLD_SIZE": str(spec.world),
         "MASTER_ADDR": substrate.nodes[0].address,
         "MASTER_PORT": str(substrate.port(spec.port)),
         "OMP_NUM_THREADS": str(spec.threads),
         "TESTBED_DATA": str(data_dir().resolve()),
-        "TESTBED_METHODS": str(methods_dir().resolve()),
+        METHODS_VARIABLE: str(folder.methods.resolve()),
     }
     if spec.script is not None:
         environment |= scripts.handed(spec.script)

@@ -18,8 +18,6 @@ from testbed.results.folder import RunFolder
 from testbed.results.observations import Files, Finding
 from testbed.results.records import read
 from testbed.spec.errors import RankFailed, TestbedError, Unavailable, refuse
-from testbed.spec.methods import method_path
-from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import RunSpec
 from testbed.spec.script import SCRIPT_DEADLINE_S, Limits, ScriptSpec, check_tree
 from testbed.spec.units import approximate_size
@@ -44,14 +42,6 @@ def check(script: ScriptSpec, here: bool) -> None:
         raise refuse("command", first, rule, "Give its path, or activate the environment that has it.")
     if shutil.which("setpriv") is None:
         raise Unavailable("testbed exec: the command setpriv is missing, which takes privileges. Install util-linux")
-
-
-def put_method(spec: RunSpec, folder: RunFolder) -> None:
-    """Copy the user's own method into the run's folder, where the launcher of every node finds it."""
-    if spec.script is not None and not spec.mode.is_script and spec.mode.algorithm not in ALGORITHMS:
-        file = method_path(spec.mode.algorithm)
-        folder.methods.mkdir(exist_ok=True)
-        shutil.copyfile(file, folder.methods / file.name)
 
 
 def handed(script: ScriptSpec) -> dict[str, str]:

@@ -65,7 +65,6 @@ from testbed.net.shaping import LIST_QDISCS, Shaping, routes_congestion
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import CommandFailed, EngineLost, NetworkInvalid, TestbedError, refuse
 from testbed.spec.link import why_not_shaped
-from testbed.spec.methods import methods_dir
 from testbed.spec.privileges import LAUNCHER, LAUNCHER_CAPABILITIES, NOBODY, without_privileges
 from testbed.spec.resources import CPU_PERIOD_US, DEFAULT_LIMIT, NO_QUOTA, quota_and_period, read_limit
 from testbed.spec.run import DEFAULT_PORT
@@ -262,8 +261,8 @@ class ComposeSubstrate:
         return [*own, *(_bind(each.source, each.target, read_only=not each.writable) for each in script.mounts)]
 
     def _rank_volumes(self) -> list[str]:
-        """Mount runs, data and methods under the paths they have here, so that paths are the same in the containers."""
-        paths = [self._runs, data_dir().resolve(), methods_dir().resolve()]
+        """Mount runs and data under the paths they have here, so that paths are the same in the containers."""
+        paths = [self._runs, data_dir().resolve()]
         mounts = [f"{path}:{path}" for path in paths if path.is_dir()]
         # Both targets of compose.yaml are replaced; otherwise the engine would create ./data as root.
         return [f"{self._runs}:/runs", f"{paths[1] if paths[1].is_dir() else self._runs}:/data", *mounts]

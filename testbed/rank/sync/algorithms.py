@@ -21,7 +21,7 @@ from testbed.rank.own_code import execute_file
 from testbed.rank.sync.buckets import split
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.fabric import Racks
-from testbed.spec.methods import SIGNATURE, method_path
+from testbed.spec.methods import SIGNATURE, method_path, own_method
 from testbed.spec.mode import ALGORITHMS, Round, Transfer, hierarchical_rounds
 
 SEGMENT_BYTES = 2 << 20  # a ring's shard is sent in segments of about this size: one is added while the next is sent
@@ -63,12 +63,13 @@ def _load_method(name: str, path: Path) -> OwnMethod:
     """Execute the file of a user's algorithm."""
     if not path.is_file():
         raise SpecError(f"algorithm {name!r}: no file {path} on this node. Copy it there, or set TESTBED_METHODS.")
-    module = execute_file(path, f"algorithm {name!r}")
+    shown = own_method(name).path
+    module = execute_file(path, f"algorithm {name!r}", shown)
     if not callable(getattr(module, "mean_", None)):
-        raise SpecError(f"algorithm {name!r}: {path} defines no {SIGNATURE}. Add it.")
+        raise SpecError(f"algorithm {name!r}: {shown} defines no {SIGNATURE}. Add it.")
     tolerance = getattr(module, "TOLERANCE", 0.0)
     if not isinstance(tolerance, int | float) or not 0 <= tolerance <= MAX_TOLERANCE:
-        rule = f"TOLERANCE in {path} must be a number from 0 to {MAX_TOLERANCE:g}, a share of the largest number"
+        rule = f"TOLERANCE in {shown} must be a number from 0 to {MAX_TOLERANCE:g}, a share of the largest number"
         raise refuse("TOLERANCE", tolerance, rule, "Leave it out for a method that does not round on purpose.")
     return OwnMethod(path, cast(Mean, module.mean_), float(tolerance))
 

@@ -32,7 +32,7 @@ from testbed.rank.sync.verify import Verdict, Witness, agree_on, differs, roundi
 from testbed.rank.watchdog import Heartbeat, is_lost_peer
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import SpecError, TestbedError
-from testbed.spec.methods import method_path
+from testbed.spec.methods import method_path, own_method
 from testbed.spec.mode import ALGORITHMS, SyncMode
 from testbed.spec.run import OptimizerSpec, RunSpec
 
@@ -269,7 +269,7 @@ def _applied(case: Case, sync: Synchronizer, model: nn.Module, step: int) -> lis
 def _tried(mode: SyncMode, heartbeat: Heartbeat | None) -> Iterator[None]:
     """If ranks wait in vain inside, it is the fault of the user's method, not of a rank."""
     if heartbeat and mode.algorithm not in ALGORITHMS:
-        heartbeat.own_method, heartbeat.trying = f"mean_ of {method_path(mode.algorithm)}", True
+        heartbeat.own_method, heartbeat.trying = f"mean_ of {own_method(mode.algorithm).path}", True
     yield  # after an error it stays: the verdict of rank 0 comes later
     if heartbeat:
         heartbeat.trying = False
@@ -281,5 +281,5 @@ def _blame_method(mode: SyncMode, error: BaseException) -> TestbedError | None:
         return None
     if isinstance(error, RuntimeError) and is_lost_peer(error):
         return None
-    reason = blame_line(method_path(mode.algorithm), error)
+    reason = blame_line(method_path(mode.algorithm), error, own_method(mode.algorithm).path)
     return SpecError(f"mode {str(mode)!r}: {reason} (known numbers, before the first step). Fix mean_, then try again.")

@@ -17,7 +17,7 @@ from torch import Tensor
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import OwnMethod
 from testbed.spec.errors import UsageError, refuse
-from testbed.spec.methods import method_path
+from testbed.spec.methods import own_method
 from testbed.spec.mode import ALGORITHMS, SyncMode
 
 MAX_BUFFERS = 16  # that a witness looks at
@@ -82,7 +82,7 @@ def _refusal(mode: SyncMode, numbers: str, wrong: dict[int, Verdict], n: int) ->
     hint = f" ({verdict['hint']})" if verdict["hint"] else ""
     extent = f"of {verdict['of']} numbers {verdict['wrong']} are wrong on rank {rank}, the first is number"
     rule = f"wrong on {ranks}: requested {requested} of {numbers}, {values}{hint}; {extent} {verdict['number']}"
-    own = f"Fix mean_ in {method_path(mode.algorithm)} (docs/modes.md), then try again."
+    own = f"Fix mean_ in {own_method(mode.algorithm).path} (docs/modes.md), then try again."
     built_in = "Use another mode, and report this: it is a mistake of the testbed or of torch."
     return refuse("mode", str(mode), rule, built_in if mode.algorithm in ALGORITHMS else own)
 

@@ -66,11 +66,10 @@ def test_variables_are_handed_through(place: Workplace) -> None:
 
 
 def test_a_method_of_the_users_own_is_in_reach_of_the_script(place: Workplace, tmp_path: Path) -> None:
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "mine.py").write_text("def mean_(buffer, group): pass")
+    (tmp_path / "mine.py").write_text("def mean_(buffer, group): pass")
     with place:
         assert "TESTBED_METHODS" not in environment(spec(), place, NODE | {"TESTBED_METHODS": "/clone"}, {})
-        place.put_methods(tmp_path / "methods")
+        place.put_method(tmp_path / "mine.py")
         found = Path(environment(spec(), place, NODE, {})["TESTBED_METHODS"])
         assert found.is_relative_to(place.root) and (found / "mine.py").is_file()
 

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from testbed.rank.request import read_request
 from testbed.results.folder import RunFolder
 from testbed.spec.datasets import dataset_info
 from testbed.spec.errors import SpecError, UsageError
-from testbed.spec.own_files import copy_of, digest_of, file_name, own_code, own_text
+from testbed.spec.methods import METHODS_VARIABLE, method_path
+from testbed.spec.own_files import digest_of, file_name, own_code, own_text
 from testbed.spec.run import RunSpec
 
 MODEL = "def make(classes, channels):\n    pass\n"
+METHOD = "def mean_(buffer, group): pass\n"
 
 
 @pytest.fixture
@@ -71,7 +74,9 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
     assert reason in str(refusal.value)
 
 
-@pytest.mark.parametrize("content", ["from elsewhere import make", "import x as make", "make = lambda c, h: None"])
+@pytest.mark.parametrize(
+    "content", ["from elsewhere import make", "from elsewhere import *", "import x as make", "make = lambda c, h: None"]
+)
 def test_a_function_may_be_imported_or_assigned(here: Path, content: str) -> None:
     (here / "mine.py").write_text(content)
     assert spec(model="mine.py:make").with_files().files
@@ -101,11 +106,35 @@ def test_the_folder_has_copies_and_a_rank_reads_only_what_was_recorded(here: Pat
     made = spec(model="mine.py:make").with_files()
     folder = RunFolder(here / "run")
     folder.create(made)
-    copy = copy_of(folder.own_files, "mine.py", made.files["mine.py"])
-    assert copy.read_text() == MODEL and copy.parent == folder.own_files
+    copy = folder.own_file(made, "model")
+    assert copy is not None and copy.read_text() == MODEL and copy.parent == folder.own_files
+    assert folder.own_file(made, "mode") is None and folder.own_file(made, "data.name") is None
     copy.write_text("other")
     with pytest.raises(SpecError, match=r"is not the file mine\.py that the spec was made with\. Start a new run"):
-        copy_of(folder.own_files, "mine.py", made.files["mine.py"])
+        folder.own_file(made, "model")
+
+
+def test_a_method_is_one_of_the_files_and_its_copy_keeps_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "elsewhere").mkdir()
+    (here / "elsewhere" / "my_way.py").write_text(METHOD)
+    monkeypatch.setenv(METHODS_VARIABLE, str(here / "elsewhere"))
+    made = spec(mode="my-way/param", model="mine.py:make").with_files()
+    assert made.files == {"mine.py": digest_of(MODEL.encode()), "methods/my_way.py": digest_of(METHOD.encode())}
+    folder = RunFolder(here / "run")
+    folder.create(made)
+    monkeypatch.setenv(METHODS_VARIABLE, str(folder.methods))  # as for a rank under a controller
+    assert method_path("my-way").read_text() == METHOD and folder.read_spec() == made
+    assert folder.own_file(made, "mode") == folder.methods / "my_way.py"
+    method_path("my-way").write_text("other")
+    with pytest.raises(SpecError, match=r"is not the file methods/my_way\.py that the spec was made with"):
+        read_request(["--folder", str(folder.path)], {"RANK": "0"})
+
+
+def test_a_method_that_cannot_be_used_is_refused_before_the_run(here: Path) -> None:
+    (here / "methods").mkdir()
+    (here / "methods" / "mine.py").write_text(MODEL)
+    with pytest.raises(SpecError, match=r"mode 'mine': methods/mine\.py cannot be used: defines no mean_"):
+        spec(mode="mine").with_files()
 
 
 def test_a_file_that_changes_while_the_run_starts_is_refused(here: Path) -> None:

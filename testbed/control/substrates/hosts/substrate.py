@@ -59,8 +59,6 @@ from testbed.spec.datasets import MARKER, data_dir, dataset_info
 from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import CommandFailed, ConnectionLost, HostFailed, RankFailed, TestbedError, Unavailable
 from testbed.spec.inventory import Inventory
-from testbed.spec.methods import method_path, methods_dir
-from testbed.spec.mode import ALGORITHMS
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, ScriptSpec, walk
 
@@ -464,13 +462,7 @@ class HostsSubstrate:
             ]
         if not dataset_info(self._spec.data.name).generated:
             mounts.append(mount_option(self._accounts[node].data, data_dir().resolve(), read_only=True))
-        if self._has_own_method():
-            mounts.append(mount_option(run_dir / "methods", methods_dir().resolve(), read_only=True))
         return mounts
-
-    def _has_own_method(self) -> bool:
-        """True if the mode's algorithm is a file of the user."""
-        return not self._spec.mode.is_script and self._spec.mode.algorithm not in ALGORITHMS
 
     def port(self, wanted: int = 0) -> int:
         """The port at which all hosts reached each other."""
@@ -490,18 +482,15 @@ class HostsSubstrate:
     def _send_request(self, host: Host, archive: Path) -> None:
         user, run_dir = self._accounts[self._hosts.index(host)], self._run_dir(host)
         _put(host, RunFolder(self._folder).spec, run_dir / "spec.json")
-        for file in sorted(RunFolder(self._folder).own_files.glob("*")):
-            host.run(["mkdir", "-p", str(run_dir / file.parent.name)], QUERY_TIMEOUT_S)
-            _put(host, file, run_dir / file.parent.name / file.name)
-        if self._has_own_method():
-            file = method_path(self._spec.mode.algorithm)
-            host.run(["mkdir", "-p", str(run_dir / "methods")], QUERY_TIMEOUT_S)
-            _put(host, file, run_dir / "methods" / file.name)
+        for file in sorted(path for path in RunFolder(self._folder).own_files.rglob("*") if path.is_file()):
+            there = run_dir / file.relative_to(self._folder).as_posix()
+            host.run(["mkdir", "-p", str(there.parent)], QUERY_TIMEOUT_S)
+            _put(host, file, there)
         if self._script:
-            there = str(run_dir / "script")
-            host.run(["mkdir", "-p", there], QUERY_TIMEOUT_S)
+            place = str(run_dir / "script")
+            host.run(["mkdir", "-p", place], QUERY_TIMEOUT_S)
             with archive.open("rb") as content:
-                host.send(["tar", "-xf", "-", "-C", there], content, TRANSFER_TIMEOUT_S, lambda size: None)
+                host.send(["tar", "-xf", "-", "-C", place], content, TRANSFER_TIMEOUT_S, lambda size: None)
         if user.uid == 0:  # the rank runs as nobody then
             host.run(["chown", "-R", user.rank_user, str(run_dir)], QUERY_TIMEOUT_S)
 

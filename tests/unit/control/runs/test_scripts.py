@@ -76,19 +76,6 @@ def test_files_that_were_left_out_are_named(tmp_path: Path) -> None:
     assert scripts.notes(spec, run) == expected
 
 
-def test_a_method_of_the_users_own_is_copied_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "my_way.py").write_text("def mean_(buffer, group): pass")
-    monkeypatch.setenv("TESTBED_METHODS", str(tmp_path / "methods"))
-    for mode, copied in (("ring", False), ("my-way", True)):
-        script = {"argv": ["python", "main.py"], "folder": "/"}
-        spec = RunSpec.load({"mode": mode, "nodes": 2, "batch_per_rank": 1, "script": script}, "")
-        folder = RunFolder(tmp_path)
-        folder.methods = tmp_path / mode
-        scripts.put_method(spec, folder)
-        assert (folder.methods / "my_way.py").is_file() is copied
-
-
 class Counting:
     polls = 0
 
