@@ -301,6 +301,7 @@ class Instead(Part):
             "passes": self.usual_passes,
             "replaced": sorted(f"{name} at {line}" for name, line in self.gradient_sites | self.backward_sites),
             "ddp": bool(self.wrappers),
+            "chosen": self.chosen,
         }
         self.send({"kind": "swap", "step": self.step, "mode": self.mode, "detail": detail})
 
@@ -361,6 +362,7 @@ class Instead(Part):
         """Load the mode and attach it to the model."""
         from testbed.attach.takeover import ScriptUpdate, parameters_module, switch_off
         from testbed.rank.group import Group
+        from testbed.rank.sync.buckets import choose_bucket
         from testbed.rank.sync.check import check_mode
         from testbed.rank.sync.schedules import build
         from testbed.results.timeline import Timeline
@@ -379,6 +381,9 @@ class Instead(Part):
             switch_off(wrapper)
         self.update = ScriptUpdate(self.optimizer)
         with self._own_call():
+            size = sum(p.numel() * p.element_size() for p in trained)
+            choice = choose_bucket(spec.mode, size, group, spec.limiting_rates)
+            spec = spec.model_copy(update={"mode": choice.mode})
             check_mode(spec, model, group)
             timeline = Timeline(detailed=False) if self.reference else self.timeline()
             sync = build(spec.mode, spec.placement, group, timeline, spec.seed)
@@ -399,6 +404,7 @@ class Instead(Part):
                         self.views[id(parameter)].copy_(before[id(parameter)])
         self.trained = trained
         self.sync = sync
+        self.chosen = choice.why
         self._wait_before_reads()
 
     def _root(self, trained: list[Any]) -> Any:

@@ -49,10 +49,12 @@ class Group:
         deadline: float,
         heartbeat: Heartbeat | None = None,
         racks: Racks = (),
+        rate: float | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.racks = racks  # the ranks of each rack; empty: one switch connects all
+        self.rate = rate  # byte/s of payload on the slowest link, as measured before training; None: unknown
         self.store = store
         self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)

@@ -31,6 +31,7 @@ from testbed.results.records import (
     Eval,
     Hash,
     Record,
+    Start,
     Step,
     encode,
     read,
@@ -48,6 +49,11 @@ class Recorder:
 
     def write(self, record: Record) -> None:
         self._file.write(encode(record) + "\n")
+
+    def earlier_mode(self) -> str:
+        """The mode with the bucket size that the attempt before has chosen; empty if there was none."""
+        records = (record for path in reversed(list(self._earlier.values())) for record in read(path))
+        return next((record.mode for record in records if isinstance(record, Start)), "")
 
     def copy_earlier(self, step: int) -> None:
         """Copy the records that earlier attempts wrote about steps before `step`, because this attempt resumes there.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.results.folder import MAX_SPEC_BYTES, RunFolder, read_bounded
+from testbed.results.receipt import RATE_VARIABLE
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.link import Link, parse_shaping, why_not_shaped
@@ -51,6 +52,7 @@ class Request:
     interface: str  # of this node; empty: the one that leads to rank 0
     folder: Path | None = None  # the run folder, if it exists already; None: rank 0 makes it
     resume: bool = False  # continue from the last checkpoint that all ranks have
+    rate: float | None = None  # byte/s of payload on the slowest link, as the controller measured it
     substrate: str = ""  # COMPOSE or LAUNCHED; empty under a controller
     shaping: str = UNSHAPED  # one of SHAPINGS, or UNSHAPED
     synthetic: str = ""  # why synthetic images replace the data set that was requested; rank 0 decides for all
@@ -112,6 +114,7 @@ def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
         interface=env.get("GLOO_SOCKET_IFNAME") or "lo",
         folder=path,
         resume=resume,
+        rate=float(env.get(RATE_VARIABLE, 0)) or None,
     )
 
 

@@ -43,7 +43,7 @@ from testbed.rank.train import Trainer
 from testbed.rank.watchdog import Heartbeat, Watchdog, install_oom_handler
 from testbed.results.conclude import Status, Summary, conclude, root_cause
 from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
-from testbed.results.receipt import Receipt
+from testbed.results.receipt import Receipt, read_network
 from testbed.results.records import Error, Step, read
 from testbed.results.table import flatten, format_results
 from testbed.spec.disk import os_failure
@@ -158,6 +158,7 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: Callable[
     if spec.world > 1:
         assert heartbeat is not None
         group = make_group(heartbeat, spec.start_deadline, spec.topology.racks)
+        group.rate = request.rate if request.supervised else read_network(run.folder.receipt, spec).slowest
     else:
         group = single_rank_group()
     assert guard.recorder is not None

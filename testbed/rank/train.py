@@ -19,7 +19,7 @@ from testbed.rank.models import build_model, build_own_model, untrack_statistics
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Profiler, Recorder, describe_environment
 from testbed.rank.replicas import compare, share_statistics
-from testbed.rank.sync.buckets import trained
+from testbed.rank.sync.buckets import choose_bucket, trained
 from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.schedules import build
 from testbed.results.records import End, Eval, Start, Step
@@ -54,13 +54,16 @@ class Trainer:
         self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
         self.timeline = Timeline(detailed=spec.spans)
         self.profiler = self._profiler() if spec.profile else None
+        size = gradient_bytes(self.model)
+        self.choice = choose_bucket(spec.mode, size, group, spec.limiting_rates, recorder.earlier_mode())
+        self.spec = spec = spec.model_copy(update={"mode": self.choice.mode})
         self.sync = build(spec.mode, spec.placement, group, self.timeline, spec.seed)
         # The mean over ranks gives each rank the same weight; with uneven shares each image must have the same.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
         self.cpu = CpuMeter()
         self.seen = Tally()
         self.logged = 0.0  # when the last line was logged
-        group.set_deadline(deadline(spec, gradient_bytes(self.model)))
+        group.set_deadline(deadline(spec, size))
 
     def run(self) -> None:
         """Train, test, and check that the replicas agree."""
@@ -196,8 +199,12 @@ class Trainer:
                 tensors=len(parameters),
                 counter=self.counter.name,
                 environment=describe_environment(),
+                mode=str(self.choice.mode) if self.choice.why else "",
+                chosen=self.choice.why,
             )
         )
+        if self.choice.why:
+            log.info("%s", self.choice.why)
 
     def _epochs(self, step: int) -> range:
         """The epochs that are left, beginning with the epoch of the last step done: its test may be missing."""

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from testbed.results.faults import TimedStep, read_history, steps_under_fault
 from testbed.results.folder import RunFolder, read_bounded, write_whole
-from testbed.results.observations import Finding, Parameters, Setup, Unseen
+from testbed.results.observations import Finding, Parameters, Setup, Swap, Unseen
 from testbed.results.receipt import Receipt
 from testbed.results.records import End, Error, Eval, Hash, Record, Start, Step, read
 from testbed.results.validity import MachineLoad, impossible, machine_loads
@@ -147,7 +147,7 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
     copies = [list(read(copy.records(0))) for copy in folder.copies()]
     steps = [[r for r in records if isinstance(r, Step)] for records in ranks]
     starts = [r for records in ranks for r in records if isinstance(r, Start)]
-    notes = [*facts.get("notes", ()), *_restarted(folder, steps)]
+    notes = [*facts.get("notes", ()), *_restarted(folder, steps), *[s.chosen for s in starts[:1] if s.chosen]]
     notes += _script_notes(spec, ranks, steps) if spec.script else []
     return Summary(
         spec=spec,
@@ -376,7 +376,8 @@ def _script_notes(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Ste
     for what, where in unseen.items():
         on = ", ".join(f"{rank}" for rank in dict.fromkeys(where))
         notes.append(one_line(f"{spec.script.name}: not seen on rank {on}: {what}"))
-    return notes
+    chosen = (r.detail.get("chosen") for records in ranks[:1] for r in records if isinstance(r, Swap))
+    return notes + [one_line(f"{spec.script.name}: {why}") for why in chosen if why]
 
 
 def _accuracy(ranks: list[list[Record]]) -> dict[str, Any]:

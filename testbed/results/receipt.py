@@ -20,6 +20,7 @@ from testbed.spec.fabric import Racks, rack_numbers
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 from testbed.spec.units import format_rate
 
+RATE_VARIABLE = "TESTBED_MEASURED_RATE"  # in the environment of a rank under a controller: `Network.slowest`
 TOLERANCE = 0.05  # largest |measured / requested - 1| of a valid receipt
 
 

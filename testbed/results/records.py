@@ -49,6 +49,8 @@ class Start:
     deadline: float  # seconds that any one wait of this rank may take
     counter: str  # where byte counts come from: "interface eth0" or "tcp sockets"
     environment: dict[str, Any] = field(default_factory=dict)
+    mode: str = ""  # with the bucket size that the ranks have chosen, if the spec's mode leaves it open
+    chosen: str = ""  # why, in words
     schema: int = SCHEMA
 
 

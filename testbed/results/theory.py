@@ -17,6 +17,7 @@ sends and receives, those that follow each other need the sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -143,6 +144,24 @@ def bound(
     known = cost(mode, ranks, uplinks)
     turns = 1.0 if concurrent_buffers(mode) else buffers
     return None if known is None else known.load * size / rate + known.hops * turns * delay
+
+
+# The bucket size of a pipeline that is given none
+SEGMENT_S = 4e-4  # seconds that a rank needs for a segment, whatever its size
+MIN_PIPELINE_BYTES, MAX_PIPELINE_BYTES = 256 << 10, 8 << 20
+LEAST_BUCKETS = 8  # of a gradient: what is in flight in one bucket does not overlap
+UNKNOWN_RATE = 125e6  # byte/s (1 Gbit/s), where no rate was requested or measured
+
+
+def pipeline_bucket(size: int, ranks: int, rate: float | None) -> int:
+    """Return the bytes of a bucket for a gradient of `size` bytes on links of `rate` byte/s: a power of two.
+
+    Buckets of b bytes make 2(N-1) S/b segments a rank, and each takes SEGMENT_S of its processor. Nothing hides the
+    time of the bucket that is launched last, about 2(N-1)/N b/B. The sum of both is least at b = sqrt(SEGMENT_S S N B).
+    """
+    best = math.sqrt(SEGMENT_S * size * ranks * (rate or UNKNOWN_RATE))
+    most = max(MIN_PIPELINE_BYTES, min(MAX_PIPELINE_BYTES, size / LEAST_BUCKETS))
+    return 1 << round(math.log2(min(max(best, MIN_PIPELINE_BYTES), most)))
 
 
 def sent_share(mode: SyncMode, ranks: int, rank: int, racks: Racks = ()) -> float | None:

@@ -3,7 +3,7 @@
     algorithm[/granularity][/schedule][/codec][/every:K[@M]]     e.g. ring, allreduce/param, ring/bucket:2MiB/pipeline
 
 `str(SyncMode.parse(text))` can be parsed again and gives the same value. Defaults are left out, so one mode has one
-spelling.
+spelling. `ring/pipeline` leaves the size of its buckets open: the ranks choose it (rank/sync/buckets.py).
 
 `every:K`    each rank takes K local steps on its own gradients, then parameters are averaged (after the last step too).
 `every:K@M`  for the first M steps gradients are averaged every step, from then on it is `every:K`.
@@ -381,7 +381,7 @@ class SyncMode:
 
     algorithm: str
     granularity: str | None = None  # "param", "flat", "bucket", or None: the algorithm's own
-    bucket: int | None = None  # bytes, with granularity "bucket"
+    bucket: int | None = None  # bytes, with granularity "bucket"; None there: the ranks choose
     schedule: str = DEFAULT_SCHEDULE
     codec: str | None = None  # None: gradients are sent as they are
     codec_number: float | None = None  # F of topk, R of powersgd
@@ -407,6 +407,11 @@ class SyncMode:
     def time(self) -> str:
         """The time of these rounds as a formula to read."""
         return (CODECS[self.codec].time if self.codec else "") or self.row.time
+
+    @property
+    def leaves_bucket_open(self) -> bool:
+        """True if the ranks choose the size of the buckets."""
+        return self.granularity == "bucket" and self.bucket is None
 
     @property
     def distributed(self) -> bool:
@@ -454,8 +459,10 @@ class SyncMode:
 
     def __str__(self) -> str:
         words = [self.algorithm]
-        if self.granularity == "bucket":
-            words.append(f"bucket:{format_size(self.bucket or 0)}")
+        if self.bucket:
+            words.append(f"bucket:{format_size(self.bucket)}")
+        elif self.leaves_bucket_open:
+            pass
         elif self.granularity and self.granularity != self.row.default:
             words.append(self.granularity)
         if self.schedule != DEFAULT_SCHEDULE:
@@ -479,6 +486,8 @@ class SyncMode:
             name = mode_name(name)  # a method may be spelled like its file
         mode = cls(name, granularity=known[name].default)
         axes = [_read_granularity, _read_schedule, _read_codec, _read_every]  # the order of the words
+        if words[:1] == ["pipeline"] and mode.row.pipelined:
+            mode = replace(mode, granularity="bucket")  # without a size
         for word in words:
             mode = _read_word(mode, word, axes, text)
         return mode
@@ -536,14 +545,15 @@ def _schedule_illegal(mode: SyncMode, word: str) -> tuple[str, str]:
     """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
     if word == "pipeline" and not mode.row.pipelined:
         why = f"sends shards round a ring, over connections of its own; {mode.algorithm} does not"
-        return why, "Use ring/bucket:2MiB/pipeline."
+        return why, "Use ring/pipeline."
     if word == "overlap" and mode.row.sends_parameters:
         why = f"averages gradients on every rank; {mode.algorithm} has them on rank 0 only"
         return why, "Use ring/bucket:2MiB/overlap."
     if word != "after" and mode.granularity == "flat":
-        return "needs several buffers; a flat one is full only when backward is over", "Use bucket:SIZE."
+        way_out = "Use ring/pipeline or bucket:SIZE." if word == "pipeline" else "Use bucket:SIZE."
+        return "needs several buffers; a flat one is full only when backward is over", way_out
     if word == "pipeline" and mode.granularity == "param":
-        return "makes its buckets by size, not by tensor", "Use bucket:SIZE."
+        return "makes its buckets by size, not by tensor", "Use ring/pipeline or bucket:SIZE."
     return "", ""
 
 
@@ -606,7 +616,7 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
 
 
 def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
-    """Yield every legal algorithm x granularity x schedule, with one bucket size for all.
+    """Yield every legal algorithm x granularity x schedule, with one bucket size for all, and those without a size.
 
     `codecs_of` and `every_of` list what can follow.
     """
@@ -622,6 +632,8 @@ def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
                 words = [name, sizes.get(granularity, granularity), *([schedule] if schedule else [])]
                 with contextlib.suppress(SpecError):
                     yield SyncMode.parse("/".join(words))
+        if algorithm.pipelined:
+            yield SyncMode.parse(f"{name}/pipeline")
 
 
 def codecs_of(mode: SyncMode) -> list[str]:

@@ -45,6 +45,7 @@ def test_a_resumed_run_ends_with_the_undisturbed_hash(mode: str) -> None:
 
 def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: Path) -> None:
     flags = [*SMALL, "--nodes", "2", "--steps", "60", "--set", "checkpoint=10", "--fault", "kill:rank0@step25"]
+    flags += ["--mode", "ring/pipeline"]  # the size of its buckets is chosen once
     failed = run_command("run", *flags, "--json", "--out", "r", cwd=tmp_path)
     document = json.loads(failed.stdout)
     ended = (document["status"], document["exit_code"], document["folder"])
@@ -66,6 +67,8 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
     done = sum(record["attempt"] == 1 for record in steps)
     assert done in (20, 30, 40, 50) and [s["attempt"] for s in steps] == [1] * done + [None] * (60 - done)
     assert [note for note in summary["notes"] if note.startswith(f"resumed after step {done}:")], summary["notes"]
+    chosen = "ring/pipeline: buckets of 256KiB, as in the attempt before"
+    assert chosen in summary["notes"] and chosen in (tmp_path / "r" / "rank1.log").read_text()
     usual = statistics.median(b["sent"] - a["sent"] for a, b in itertools.pairwise(steps))
     assert usual > 0 and summary["sent_per_step"][1] == pytest.approx(usual, rel=0.1)
     again = run_command("run", "--resume", "r", "--on", "process", cwd=tmp_path)

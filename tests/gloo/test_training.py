@@ -40,6 +40,7 @@ SYNCHRONOUS = [
     "ring/bucket:64KiB/overlap",
     "allreduce/param/overlap",
     "ring/bucket:64KiB/pipeline",
+    "ring/pipeline",
 ]
 CLOSE = {"float32": 1e-4, "float64": 1e-9}  # relative: only the order of additions differs
 

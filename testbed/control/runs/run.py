@@ -36,7 +36,7 @@ from testbed.net.probe import Measurement, longest_probe, receipt_of
 from testbed.net.shaping import Shaping
 from testbed.results.conclude import Status, Summary, conclude
 from testbed.results.folder import RunFolder
-from testbed.results.receipt import Receipt
+from testbed.results.receipt import RATE_VARIABLE, Receipt, read_network
 from testbed.results.records import Step, read
 from testbed.spec.datasets import data_dir, require_complete
 from testbed.spec.disk import os_failure
@@ -500,6 +500,8 @@ def _attempt(run: RunContext, resume: bool) -> None:
     }
     if spec.script is not None:
         environment |= scripts.handed(spec.script)
+    if rate := read_network(folder.receipt, spec).slowest:
+        environment[RATE_VARIABLE] = str(rate)
     module = "testbed.attach.launch" if spec.script else "testbed.rank"
     # -P: no module is imported from the present folder, which may be a script's, by a launcher that may be root
     argv = [substrate.python, "-P", "-m", module, "--folder", str(folder.path.resolve())]

@@ -7,15 +7,47 @@ copy: `time_copies` records it.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from testbed.rank.group import Group
+from testbed.results.theory import pipeline_bucket
 from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
+from testbed.spec.units import approximate_size, format_size
+
+
+class Choice(NamedTuple):
+    """A mode whose bucket size is known, and why the ranks chose it."""
+
+    mode: SyncMode
+    why: str
+
+
+def choose_bucket(mode: SyncMode, size: int, group: Group, requested: Sequence[int] = (), earlier: str = "") -> Choice:
+    """Return the mode with a bucket size, the same on all ranks, and why in words; empty if it has one already.
+
+    `size` is that of the gradient in bytes. The rate is the lowest that was `requested` (bit/s), else what rank 0 knows
+    to be measured. `earlier`: the mode of the attempt before, because a resumed run needs the same shards.
+    """
+    if not mode.leaves_bucket_open:
+        return Choice(mode, "")
+    rate = min(requested) / 8 if requested else group.rate
+    source = "requested" if requested else "measured"
+    found = pipeline_bucket(size, group.size, rate)
+    network = f"{8 * rate / 1e6:.4g} Mbit/s ({source})" if rate else "an unknown rate"
+    why = f"for a gradient of {approximate_size(size)}, {group.size} ranks and {network}"
+    if before := SyncMode.parse(earlier).bucket if earlier else None:
+        found, why = before, "as in the attempt before"
+    found, why = json.loads(group.all_gather_text("bucket", json.dumps([found, why]))[0])
+    return Choice(replace(mode, bucket=found), f"{mode}: buckets of {format_size(found)}, {why}")
 
 
 def trained(model: Module) -> list[Parameter]:

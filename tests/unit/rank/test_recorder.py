@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,21 @@ def attempt(folder: RunFolder, *records: Record, resume: int = 0) -> None:
             recorder.copy_earlier(resume)
         for record in records:
             recorder.write(record)
+
+
+def test_the_mode_of_the_attempt_before_is_known(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for mode in ("ring/bucket:1MiB/pipeline", "ring/bucket:2MiB/pipeline"):
+        folder.set_records_aside(0)
+        with Recorder(folder.records(0), folder.attempts(0)) as recorder:
+            recorder.write(replace(START, mode=mode))
+    folder.set_records_aside(0)
+    folder.records(0).write_text('{"kind": "start"')  # killed while it wrote its first line
+    folder.set_records_aside(0)
+    with Recorder(folder.records(0), folder.attempts(0)) as recorder:
+        assert recorder.earlier_mode() == "ring/bucket:2MiB/pipeline"
+    with Recorder(tmp_path / "other.jsonl") as recorder:
+        assert recorder.earlier_mode() == ""
 
 
 def found(folder: RunFolder) -> list[tuple[int, float, int | None]]:

@@ -31,6 +31,21 @@ def test_the_bound_at_four_ranks(mode: str, loads: float) -> None:
     assert theory.bound(SyncMode.parse(mode), 4, S, B, 0.0, 1) == pytest.approx(loads * S / B)
 
 
+@pytest.mark.parametrize(
+    ("size", "ranks", "rate", "bucket"),
+    [
+        (36_924_456, 4, 331e6 / 8, 2 << 20),  # VGG-11
+        (36_924_456, 4, None, 2 << 20),
+        (36_924_456, 64, 331e6 / 8, 4 << 20),  # with more ranks a segment is a smaller part of a bucket
+        (36_924_456, 4, 10e6 / 8, 256 << 10),  # no bucket takes seconds
+        (246_824, 2, 1e9, 256 << 10),  # LeNet-5
+        (528_000_000, 16, 1e9, 8 << 20),  # VGG-16
+    ],
+)
+def test_the_bucket_of_a_pipeline_that_is_given_none(size: int, ranks: int, rate: float | None, bucket: int) -> None:
+    assert theory.pipeline_bucket(size, ranks, rate) == bucket
+
+
 def test_the_bound_of_vgg11_at_one_gigabit() -> None:
     assert theory.bound(SyncMode.parse("ring"), 4, S, B, 0.0, 1) == pytest.approx(0.443, abs=0.001)
 

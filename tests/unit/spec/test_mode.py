@@ -128,6 +128,12 @@ def test_a_short_name_has_its_documented_default(name: str, granularity: str | N
     assert (mode.granularity, mode.schedule, mode.every, mode.bucket) == (granularity, "after", 1, None)
 
 
+def test_a_pipeline_without_a_size_leaves_it_open() -> None:
+    mode = SyncMode.parse("ring/pipeline")
+    assert mode.leaves_bucket_open and (mode.granularity, mode.bucket) == ("bucket", None)
+    assert not any(SyncMode.parse(text).leaves_bucket_open for text in ("ring", "ddp", "ring/bucket:1MiB/pipeline"))
+
+
 def test_the_matrix_has_every_algorithm_times_granularity_times_schedule() -> None:
     named = {"single", "none", "ddp", "server", "gather", "allreduce", *OURS}
     assert sorted(str(mode) for mode in legal_modes("1MiB") if mode.algorithm in named) == sorted(
@@ -136,7 +142,7 @@ def test_the_matrix_has_every_algorithm_times_granularity_times_schedule() -> No
         + [f"{a}{g}/overlap" for a in ("gather", "allreduce") for g in ("", "/bucket:1MiB")]
         + [f"{a}{g}" for a in OURS for g in ("", "/param", "/bucket:1MiB")]
         + [f"{a}{g}/overlap" for a in OURS for g in ("/param", "/bucket:1MiB")]
-        + ["ring/bucket:1MiB/pipeline"]
+        + ["ring/bucket:1MiB/pipeline", "ring/pipeline"]
     )
 
 
@@ -201,6 +207,9 @@ def test_every_k_follows_modes_whose_exchange_is_a_step_of_its_own() -> None:
         ("ddp/int8", "int8 has no hook in torch's DDP. Use direct/bucket:5MiB/overlap/int8."),
         ("server/bf16", "half of what is sent are parameters"),
         ("direct/bucket:2MiB/pipeline", "sends shards round a ring, over connections of its own; direct does not"),
+        ("ring/flat/pipeline", "a flat one is full only when backward is over. Use ring/pipeline or bucket:SIZE."),
+        ("tree/pipeline", "Use ring/pipeline."),
+        ("ring/pipeline/bucket:2MiB", "'bucket:2MiB' is unknown, repeated or out of place"),
         ("ring/bucket:2MiB/pipeline/fp16", "half of what is sent are parameters"),
         ("ring/fp16/every:4", "every:K averages parameters, and a rounding error of fp16 in them is never corrected"),
         ("ring/fp16/overlap", "'overlap' is unknown, repeated or out of place"),

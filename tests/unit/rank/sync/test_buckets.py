@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from testbed.rank.group import Group, single_rank_group
 from testbed.rank.models import lenet5
-from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets, split
+from testbed.rank.sync.buckets import Readiness, choose_bucket, flat_gradients, flat_parameters, make_buckets, split
 from testbed.spec.mode import SyncMode
 
 MODES = ["ring/param", "ring/flat", "ring/bucket:1B", "ring/bucket:4KiB", "ring/bucket:100KiB", "ring/bucket:1GiB"]
@@ -27,6 +29,41 @@ def shapes_of(groups: list[list[nn.Parameter]]) -> list[list[int]]:
 
 def bytes_of(group: list[nn.Parameter]) -> int:
     return sum(p.numel() * p.element_size() for p in group)
+
+
+# --- choosing their size -------------------------------------------------------------------------------------------
+
+VGG11_BYTES = 36_924_456
+
+
+def two_ranks(*rates: float | None) -> list[Group]:
+    """Both ranks of a group, with the rates (byte/s) that each knows."""
+    store = torch.distributed.HashStore()
+    return [Group(rank, 2, store, 5.0, rate=rate) for rank, rate in enumerate(rates)]
+
+
+def test_all_ranks_choose_the_size_that_rank_0_chooses() -> None:
+    slow, unknown = two_ranks(10e6 / 8, None)
+    with ThreadPoolExecutor() as pool:
+        chosen = list(
+            pool.map(lambda g: choose_bucket(SyncMode.parse("ring/pipeline"), VGG11_BYTES, g), (slow, unknown))
+        )
+    assert chosen[0] == chosen[1] and str(chosen[0].mode) == "ring/bucket:256KiB/pipeline"
+    why = "buckets of 256KiB, for a gradient of 36.9 MB, 2 ranks and 10 Mbit/s (measured)"
+    assert chosen[0].why == f"ring/pipeline: {why}"
+
+
+def test_a_requested_rate_comes_first_and_a_resumed_run_keeps_its_size() -> None:
+    group, mode = single_rank_group(), SyncMode.parse("ring/pipeline")
+    group.rate = 1.0
+    assert choose_bucket(mode, VGG11_BYTES, group, [10**9, 10**8]).why.endswith("100 Mbit/s (requested)")
+    before = choose_bucket(mode, VGG11_BYTES, single_rank_group(), [10**9], "ring/bucket:512KiB/pipeline")
+    assert str(before.mode) == "ring/bucket:512KiB/pipeline" and before.why.endswith("as in the attempt before")
+
+
+@pytest.mark.parametrize("mode", ["ring", "ddp", "ring/bucket:3MiB/pipeline", "ring/param/overlap"])
+def test_a_mode_that_leaves_nothing_open_stays_as_it_is(mode: str) -> None:
+    assert choose_bucket(SyncMode.parse(mode), 1, single_rank_group()) == (SyncMode.parse(mode), "")
 
 
 # --- making buckets ------------------------------------------------------------------------------------------------
