@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.results.folder import write_whole
-from tests.bench import attach, codecs, collectives, containers, exact, instrument, overhead, step
+from tests.bench import attach, codecs, collectives, containers, exact, instrument, models, overhead, step
 from tests.bench.figures import MEASURED, Figure, limits_met
 from tests.support.provenance import ROOT, code_commit, commit_of_all, current
 
@@ -39,6 +39,8 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "straggler": instrument.straggler,
     "hosts": containers.hosts,
     "codecs": codecs.measure,
+    "transport": models.transport,
+    **models.parts(),
     "attach-cost": attach.cost,
     "attach-ddp": attach.ddp,
     "attach-instead": attach.instead,

@@ -6,6 +6,7 @@ with shaped_network("500mbit") as (substrate, receipt, folder):
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import statistics
@@ -21,7 +22,7 @@ from testbed.control.substrates.base import NodePlan, Process, Substrate
 from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.report.load import Steps
 from testbed.results.receipt import Receipt
-from testbed.results.records import End, Step, read
+from testbed.results.records import End, Start, Step, read
 from testbed.spec.link import Link
 
 NODES = 4
@@ -29,6 +30,7 @@ BATCH_PER_RANK = 64
 WARMUP = 2  # steps at the beginning of each case that are not counted
 CONTROL, DDP, PIPELINE = "none", "ddp", "ring/bucket:2MiB/pipeline"
 SCHED_BATCH = " with SCHED_BATCH"  # suffix of a mode: Gloo's thread gets the scheduling class of the pipeline's threads
+BUCKET_VIEW = " with bucket views"  # suffix of DDP's modes: gradient_as_bucket_view=True
 DEADLINE_S = 300.0  # the deadline of each communication
 PROBES = 2  # the second one if the first is invalid, as in a run
 
@@ -37,13 +39,17 @@ SubstrateFactory = Callable[[Sequence[NodePlan], Path], Substrate]
 
 @contextmanager
 def shaped_network(
-    rate: str, nodes: int = NODES, make: SubstrateFactory = NetnsSubstrate, cpus: float | None = None, **link_keys: str
+    rate: str | None,
+    nodes: int = NODES,
+    make: SubstrateFactory = NetnsSubstrate,
+    cpus: float | None = None,
+    **link_keys: str,
 ) -> Iterator[tuple[Substrate, Receipt, Path]]:
-    """Yield the substrate, the receipt of its probe, and a folder that all nodes can write to.
+    """Yield the substrate, the receipt of its probe, and a folder that all nodes can write to; unshaped without a rate.
 
     Exits where the probe measures a wrong rate twice.
     """
-    link = Link.load({"rate": rate, **link_keys}, "bench")
+    link = Link.load(({"rate": rate} if rate else {}) | link_keys, "bench")
     node = NodePlan(name="", link=link, congestion="cubic", cpus=cpus, threads=1)
     plans = [replace(node, name=f"node{k}") for k in range(nodes)]
     with tempfile.TemporaryDirectory() as name, make(plans, Path(name) / "run") as substrate:
@@ -89,12 +95,15 @@ class TrainedCase(NamedTuple):
 
     steps: list[Steps]  # per rank, without the warm-up
     sent: float  # bytes per rank and step as counted at the interface, over all steps and until the last byte was sent
+    used: list[float] = []  # seconds of processor time of each step, all ranks and all their threads
+    mode: str = ""  # with the bucket size that the ranks chose, if the case leaves it open
 
 
 def case(mode: str, steps: int, **values: Any) -> dict[str, Any]:
     """Return the request of a short training: VGG-11 on synthetic images, `values` laid over the defaults."""
     few = {"model": "vgg11", "nodes": NODES, "batch_per_rank": BATCH_PER_RANK, "steps": steps}
-    how = {"mode": mode.removesuffix(SCHED_BATCH), "sched_batch": mode.endswith(SCHED_BATCH), "deadline": DEADLINE_S}
+    how = {"sched_batch": mode.endswith(SCHED_BATCH), "bucket_view": mode.endswith(BUCKET_VIEW), "deadline": DEADLINE_S}
+    how |= {"mode": mode.removesuffix(SCHED_BATCH).removesuffix(BUCKET_VIEW)}
     return few | how | {"data": {"name": "synthetic"}, "evaluate": "never"} | values
 
 
@@ -106,15 +115,17 @@ def train(substrate: Substrate, folder: Path, cases: Sequence[dict[str, Any]]) -
 
 
 def _read_case(folder: Path, number: int) -> TrainedCase:
-    steps, sent = [], []
+    steps, sent, used, mode = [], [], [], ""
     for path in (folder / f"{number}.rank{rank}.jsonl" for rank in range(NODES)):
         lines = list(read(path))
         rows, end = [line for line in lines if isinstance(line, Step)], lines[-1]
         assert isinstance(end, End)
         steps.append(Steps.of(rows, path.name).only(lambda number: number >= WARMUP))
         sent.append(((end.sent or 0) - (end.before or 0)) / end.steps)
+        used.append([(b.used or 0) - (a.used or 0) for a, b in itertools.pairwise(rows)][WARMUP - 1 :])
+        mode = next(line.mode for line in lines if isinstance(line, Start))
         path.unlink()
-    return TrainedCase(steps, statistics.fmean(sent))
+    return TrainedCase(steps, statistics.fmean(sent), [sum(row) for row in zip(*used, strict=True)], mode)
 
 
 def step_seconds(trained: TrainedCase) -> list[float]:

@@ -18,9 +18,11 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
+
+import numpy as np
 
 from testbed.net.tcp import efficiency
 from testbed.spec.mode import ALGORITHMS
@@ -42,6 +44,7 @@ from tests.bench.shaped_network import (
 GRADIENT_BYTES = 9_231_114 * 4  # VGG-11
 LEAST_BYTES = 2 * (NODES - 1) / NODES * GRADIENT_BYTES  # that an exact mode sends per rank and step
 LEAST_BITS_ON_WIRE = LEAST_BYTES * 8 / efficiency()  # with headers
+CORES = os.cpu_count() or 1
 
 # --- step-POINT: pipeline against DDP --------------------------------------------------------------------------------
 
@@ -113,7 +116,7 @@ def measure_at(point: str) -> Iterator[Figure]:
         yield from _point_figures(_time_point(point, plan), plan)
         return
     requested = float(point)
-    times = _time_point(_rate_for(requested, _control_seconds()), plan)
+    times = _time_point(rate_for(requested, _control_seconds()), plan)
     if abs(times.ratio / requested - 1) > MAX_RATIO_ERROR:
         control = spread(times.final[CONTROL].seconds)
         yield Figure(
@@ -121,7 +124,7 @@ def measure_at(point: str) -> Iterator[Figure]:
             value=times.ratio,
             detail=f"timed again at another rate; F+B {control}",
         )
-        times = _time_point(_rate_for(requested, times.compute), plan)
+        times = _time_point(rate_for(requested, times.compute), plan)
     yield from _point_figures(times, plan)
 
 
@@ -149,9 +152,9 @@ def _time_point(rate: str, plan: Plan) -> PointTimes:
         return PointTimes(rate, ours, ddp, search, final)
 
 
-def _rate_for(ratio: float, compute: float) -> str:
-    """Return the rate at which the wire time is `ratio` times the compute time."""
-    return f"{round(LEAST_BITS_ON_WIRE / (ratio * compute) / 1e6)}mbit"
+def rate_for(ratio: float, compute: float, bits: float = LEAST_BITS_ON_WIRE) -> str:
+    """Return the rate at which the wire time of so many bits is `ratio` times the compute time."""
+    return f"{round(bits / (ratio * compute) / 1e6)}mbit"
 
 
 @functools.cache
@@ -235,17 +238,33 @@ class CoreTimes(NamedTuple):
     packets: float  # hard and soft interrupts
     idle: float
     switches: float
+    stolen: float  # taken by the machine below a virtual one
+    own: float  # of the processes that the sampler was given
 
     @classmethod
-    def now(cls) -> Self:
+    def now(cls, own: Sequence[int] = ()) -> Self:
         lines = (line.partition(" ") for line in Path("/proc/stat").read_text().splitlines())
         fields = {name: rest.split() for name, _, rest in lines}
-        user, nice, system, idle, iowait, irq, softirq, *_ = (int(ticks) / TICKS_PER_S for ticks in fields["cpu"])
-        return cls(user + nice, system, irq + softirq, idle + iowait, int(fields["ctxt"][0]))
+        user, nice, system, idle, iowait, irq, softirq, steal, *_ = (int(t) / TICKS_PER_S for t in fields["cpu"])
+        switches, of_own = int(fields["ctxt"][0]), sum(map(processor_seconds, own))
+        return cls(user + nice, system, irq + softirq, idle + iowait, switches, steal, of_own)
+
+    @property
+    def busy(self) -> float:
+        return self.programs + self.kernel + self.packets
+
+
+def processor_seconds(pid: int) -> float:
+    """The processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 class CoreSampler:
-    """Samples the core times in a thread while it is entered."""
+    """Samples the core times in a thread while it is entered, with those of the processes `own`."""
+
+    def __init__(self, own: Sequence[int] = ()) -> None:
+        self.own = own
 
     def __enter__(self) -> Self:
         self.samples: list[tuple[float, CoreTimes]] = []
@@ -260,11 +279,12 @@ class CoreSampler:
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_PERIOD_S):
-            self.samples.append((time.monotonic(), CoreTimes.now()))
+            self.samples.append((time.monotonic(), CoreTimes.now(self.own)))
 
     def between(self, begin: float, end: float) -> CoreTimes:
-        first, last = (min(self.samples, key=lambda sample: abs(sample[0] - at))[1] for at in (begin, end))
-        return CoreTimes(*(b - a for a, b in zip(first, last, strict=True)))
+        at = [sample[0] for sample in self.samples]
+        columns = zip(*(sample[1] for sample in self.samples), strict=True)
+        return CoreTimes(*(float(np.diff(np.interp([begin, end], at, column))[0]) for column in columns))
 
 
 def profile() -> Iterator[Figure]:
@@ -287,7 +307,7 @@ def _profile_figure(mode: str, repeats: list[TrainedCase], sampler: CoreSampler)
     }
     return Figure(
         name=f"core-seconds of a step, all four ranks, {mode}, {PROFILE_RATE}",
-        value=cores.programs + cores.kernel + cores.packets,
+        value=cores.busy,
         detail=f"programs {cores.programs:.2f}, kernel {cores.kernel:.2f}, packets {cores.packets:.2f}, "
         f"idle {cores.idle:.2f}, {cores.switches:.0f} switches; step {loop['total']:.3f} s, of it the loop computes "
         f"{loop['cpu']:.3f} and is blocked {loop['blocked']:.3f}, something is on the wire {loop['busy']:.3f}",

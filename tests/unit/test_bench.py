@@ -26,11 +26,11 @@ from testbed.results.observations import Calls
 from testbed.results.records import Step
 from testbed.spec.run import RunSpec
 from tests.bench import __main__ as bench
-from tests.bench import attach, codecs, instrument, openmpi, step
+from tests.bench import attach, codecs, instrument, models, openmpi, step
 from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
 from tests.bench.openmpi import Timing
-from tests.bench.shaped_network import CONTROL, DDP, DEADLINE_S, PIPELINE, SCHED_BATCH, TrainedCase, case
+from tests.bench.shaped_network import BUCKET_VIEW, CONTROL, DDP, DEADLINE_S, PIPELINE, SCHED_BATCH, TrainedCase, case
 from tests.support.provenance import DIRTY, ROOT, current
 
 UNLIMITED = Figure(name="unlimited", value=7.0)
@@ -221,8 +221,10 @@ def test_a_byte_counter_that_does_not_count_meets_no_limit(
 
 
 def test_a_case_carries_its_deadline_and_scheduling_class() -> None:
-    plain, batch = case(DDP, 3), case(DDP + SCHED_BATCH, 3)
-    assert (plain.pop("sched_batch"), batch.pop("sched_batch")) == (False, True) and plain == batch
+    plain, batch, view = (case(DDP + suffix, 3) for suffix in ("", SCHED_BATCH, BUCKET_VIEW))
+    assert [each.pop("sched_batch") for each in (plain, batch, view)] == [False, True, False]
+    assert [each.pop("bucket_view") for each in (plain, batch, view)] == [False, False, True]
+    assert plain == batch == view
     assert deadline(RunSpec.load(plain, "case"), step.GRADIENT_BYTES) == DEADLINE_S
 
 
@@ -324,6 +326,66 @@ def test_runs_made_in_turn_are_compared_by_the_period_of_their_steps() -> None:
 
 def test_the_largest_difference_of_losses_is_relative() -> None:
     assert attach.largest_difference(["0x1p+1", "0x1.1p+0"], ["0x1p+1", "0x1p+0"]) == pytest.approx(1 / 16)
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def times(seconds: float, mode: str = "", busy: float = 2.0, left_out: int = 0) -> models.Times:
+    return models.Times([seconds] * 3, left_out, 1e9 / models.NODES, busy, mode)
+
+
+BEST = "ddp/bucket:2MiB" + BUCKET_VIEW
+FINAL = {
+    CONTROL: times(1.0),
+    DDP: times(2.0),
+    BEST: times(1.5, busy=2.5),
+    models.OURS: times(1.2, "ring/bucket:1MiB/pipeline", busy=3.0, left_out=1),
+}
+
+
+def model_figures(loaded: dict[str, models.Times]) -> list[Figure]:
+    return list(models.point_figures(models.MODELS_TIMED["vgg11"], 1.0, 32, 1.1, "600mbit", FINAL, loaded))
+
+
+def test_a_point_compares_the_pipeline_with_the_better_ddp_and_the_wire() -> None:
+    found = {figure.name: figure for figure in model_figures({BEST: times(3.0), models.OURS: times(3.1)})}
+    assert found["C/(F+B)"].value == pytest.approx(1.1)
+    assert found["DDP's best / pipeline"].value == pytest.approx(1.25) and found["DDP's best / pipeline"].met
+    assert found["pipeline / max(C, F+B)"].value == pytest.approx(1.2 / 1.1)
+    assert found["core-seconds per GB above the control, pipeline"].value == pytest.approx(1.0)
+    beside = found["DDP's best / pipeline, both beside niced load"]
+    assert beside.value == pytest.approx(3.0 / 3.1) and not beside.met
+    assert found["disturbed steps left out"].value == 1 and found["disturbed steps left out"].detail == "of 19"
+
+
+def test_the_table_is_made_from_the_figures() -> None:
+    kept = {"models-vgg11-1.0": {"figures": [figure.as_dict() for figure in model_figures({})]}}
+    header, rule, row = models.table(kept)
+    assert header.count("|") == rule.count("|") == row.count("|")
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:6] == [
+        *("vgg11, 32, 600mbit", "1.10", "1.000", "2.000"),
+        *("1.500 (2MiB with bucket views)", "1.200 (1MiB)"),
+    ]
+    assert cells[7] == "1.25 (limit 1.15)" and cells[-1] == "-"
+
+
+def test_a_step_is_disturbed_if_others_take_five_percent_of_the_cores() -> None:
+    def cores(programs: float, own: float = 0.0) -> step.CoreTimes:
+        return step.CoreTimes(programs, 0.1, 0.0, 0.0, 0.0, stolen=0.0, own=own)
+
+    limit = 0.05 * step.CORES
+    assert not models.is_disturbed(1.0, cores(1.8 + 0.9 * limit), used=1.9)
+    assert models.is_disturbed(1.0, cores(1.8 + 1.1 * limit), used=1.9)
+    assert not models.is_disturbed(1.0, cores(1.8 + 1.1 * limit, own=1.0), used=1.0), "the bench's own load"
+
+
+def test_every_model_has_a_part_at_every_ratio() -> None:
+    assert len(models.parts()) == len(models.MODELS_TIMED) * len(models.RATIOS)
+    assert {"models-resnet18-1.0", "models-gpt-0.5"} <= models.parts().keys() <= bench.PARTS.keys()
+    for model in models.MODELS_TIMED.values():
+        assert model.best.keys() == set(models.RATIOS)
 
 
 # --- codecs -------------------------------------------------------------------------------------------------------

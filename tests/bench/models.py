@@ -1,0 +1,339 @@
+"""Whole steps of five models on a shaped network: `ring/pipeline` against torch's DDP, with the best settings of DDP.
+
+models-MODEL-RATIO    one model at one ratio of wire time to compute time, C/(F+B). The control is timed first, and the
+                      rate is computed from it. A short search finds DDP's best bucket size, with and without
+                      gradient_as_bucket_view. Then the control, DDP's default, DDP's best and the pipeline run in turn.
+                      At ratio 1.0 DDP's best and the pipeline run once more beside one niced busy process a core
+transport             the pipeline's transport alone against Gloo's all_reduce
+
+A step is left out if other processes, or the machine below a virtual one, took more than DISTURBED_SHARE of the cores'
+time during it; the figures say how many. Four ranks, one thread each, each pinned to a core, no CPU quota.
+
+    python -m tests.bench.models    print the table for docs/performance.md and draw its plot, from results/bench.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from testbed.control.machine.affinity import usable_cores
+from testbed.control.substrates.base import Substrate
+from testbed.net.tcp import efficiency
+from testbed.spec.models import MODELS
+from testbed.spec.units import parse_rate
+from tests.bench.figures import Figure, spread
+from tests.bench.shaped_network import (
+    BUCKET_VIEW,
+    CONTROL,
+    DDP,
+    NODES,
+    TrainedCase,
+    case,
+    run_worker,
+    shaped_network,
+    step_seconds,
+    train,
+)
+from tests.bench.step import CORES, CoreSampler, CoreTimes, rate_for
+from tests.support.provenance import ROOT
+
+OURS = "ring/pipeline"  # the ranks choose the size of the buckets
+SETTINGS = [f"ddp/bucket:{size}MiB{view}" for size in (1, 2, 5, 10, 25) for view in ("", BUCKET_VIEW)]
+
+
+class Model(NamedTuple):
+    """What is trained, and its limits."""
+
+    batch: int  # samples a rank; twice as many at ratio 0.5, so that all ratios need about the same rates
+    best: dict[float, float]  # DDP's best / pipeline, at least, by ratio
+    bound: dict[float, float]  # pipeline / max(C, F+B), at most, by ratio
+    data: str = "synthetic"
+
+
+MODELS_TIMED = {
+    "vgg11": Model(32, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.25, 2.0: 1.15}),
+    "resnet18": Model(8, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.18, 2.0: 1.15}),
+    "mobilenet_v2": Model(48, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.18, 2.0: 1.15}),
+    "gpt": Model(8, {0.5: 1.0, 1.0: 1.08, 2.0: 1.05}, {0.5: 1.25, 2.0: 1.15}, "text"),
+    "vit_tiny": Model(16, {0.5: 1.0, 1.0: 1.08, 2.0: 1.05}, {0.5: 1.25, 2.0: 1.15}),
+}
+RATIOS = (0.5, 1.0, 2.0)
+BESIDE_LOAD = 1.0  # DDP's best beside niced load / pipeline beside the same load, at least
+SEARCH_STEPS, STEPS, LOAD_STEPS = 4, 7, 6  # of one case, with its warm-up
+REPEATS = 3
+DISTURBED_SHARE = 0.05  # of the cores' time in a step
+DISTURBED_S = 0.05  # and at least so much: the kernel counts in ticks of 0.01 s
+
+
+class Times(NamedTuple):
+    """The steps of one mode."""
+
+    seconds: list[float]  # of each step, mean over ranks, without disturbed steps
+    left_out: int  # disturbed steps
+    sent: float  # bytes per rank and step
+    busy: float  # core-seconds of a step, all ranks and the kernel, median
+    chosen: str  # the mode with its bucket size
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def parts() -> dict[str, functools.partial[Iterator[Figure]]]:
+    """Every point, by the name of its part."""
+    points = [(model, ratio) for ratio in (1.0, 0.5, 2.0) for model in MODELS_TIMED]
+    return {f"models-{model}-{ratio}": functools.partial(measure, model, ratio) for model, ratio in points}
+
+
+def measure(model: str, ratio: float) -> Iterator[Figure]:
+    """Yield the figures of one point."""
+    batch = MODELS_TIMED[model].batch * (2 if ratio < 1 else 1)
+    bits = 2 * (NODES - 1) / NODES * 4 * MODELS[model].parameters * 8 / efficiency()
+    rate = rate_for(ratio, _control_seconds(model, batch), bits)
+    with shaped_network(rate) as (substrate, receipt, folder):
+        print(f"  {receipt.sentence()}", flush=True)
+
+        def run(modes: Sequence[str], steps: int, own: Sequence[int] = ()) -> dict[str, Times]:
+            return time_modes(substrate, folder, modes, steps, own, **_values(model, batch), link={"rate": rate})
+
+        search = run(SETTINGS, SEARCH_STEPS)
+        best = min(search, key=lambda mode: search[mode].median)
+        final = run([CONTROL, DDP, best, OURS] * REPEATS, STEPS)
+        loaded: dict[str, Times] = {}
+        if ratio == 1.0:
+            with niced_load() as own:
+                loaded = run([best, OURS] * REPEATS, LOAD_STEPS, own)
+    for mode, times in search.items():
+        yield Figure(name=f"step of {mode} in the short search", value=times.median, detail=spread(times.seconds))
+    yield from point_figures(MODELS_TIMED[model], ratio, batch, bits / parse_rate(rate), rate, final, loaded)
+
+
+def _values(model: str, batch: int) -> dict[str, Any]:
+    of_model = {"model": model, "data": {"name": MODELS_TIMED[model].data}, "batch_per_rank": batch}
+    return of_model | {"spans": False}
+
+
+@functools.cache
+def _control_seconds(model: str, batch: int) -> float:
+    """Return F+B for the choice of the rate. Each point times it again beside its modes."""
+    with shaped_network("1gbit") as (substrate, _, folder):
+        return time_modes(substrate, folder, [CONTROL], STEPS, **_values(model, batch))[CONTROL].median
+
+
+def time_modes(
+    substrate: Substrate, folder: Path, modes: Sequence[str], steps: int, own: Sequence[int] = (), **values: Any
+) -> dict[str, Times]:
+    """Train the modes in this order; a mode may come several times. `own`: processes that are meant to be there."""
+    with CoreSampler(own) as sampler:
+        trained = train(substrate, folder, [case(mode, steps, **values) for mode in modes])
+    found: dict[str, list[TrainedCase]] = {}
+    for mode, each in zip(modes, trained, strict=True):
+        found.setdefault(mode, []).append(each)
+    return {mode: _times(cases, sampler) for mode, cases in found.items()}
+
+
+def _times(cases: Sequence[TrainedCase], sampler: CoreSampler) -> Times:
+    kept, left_out, busy = [], 0, []
+    for each in cases:
+        for number, seconds in enumerate(step_seconds(each)):
+            begin = statistics.fmean(float(steps.at[number]) for steps in each.steps)
+            cores = sampler.between(begin, begin + seconds)
+            if is_disturbed(seconds, cores, each.used[number]):
+                left_out += 1
+            else:
+                kept.append(seconds)
+                busy.append(cores.busy - cores.own)
+    if not kept:
+        raise SystemExit(
+            f"other processes disturbed all {left_out} steps of a mode. Try again when the machine is idle."
+        )
+    return Times(kept, left_out, statistics.fmean(each.sent for each in cases), statistics.median(busy), cases[0].mode)
+
+
+def is_disturbed(seconds: float, cores: CoreTimes, used: float) -> bool:
+    """True if others than the ranks (`used`: their processor time) and the bench's own load took too much of a step."""
+    others = cores.programs + cores.kernel + cores.stolen - cores.own - used
+    return others > max(DISTURBED_S, DISTURBED_SHARE * CORES * seconds)
+
+
+@contextlib.contextmanager
+def niced_load() -> Iterator[list[int]]:
+    """Run one busy process a core with the lowest priority; yield their pids."""
+    program = "import os, sys; os.nice(19); os.sched_setaffinity(0, [int(sys.argv[1])])\nwhile True: pass"
+    started = [subprocess.Popen([sys.executable, "-c", program, str(core)]) for core in sorted(usable_cores())]
+    try:
+        yield [process.pid for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def point_figures(
+    model: Model,
+    ratio: float,
+    batch: int,
+    wire: float,
+    rate: str,
+    final: dict[str, Times],
+    loaded: dict[str, Times],
+) -> Iterator[Figure]:
+    control, ours = final[CONTROL], final[OURS]
+    best = min((mode for mode in final if mode.startswith(DDP)), key=lambda mode: final[mode].median)
+    where = f"{rate}, {batch} samples a rank"
+    detail = f"{where}; C {wire:.3f} s, F+B {spread(control.seconds)}"
+    yield Figure(name="C/(F+B)", value=wire / control.median, detail=detail)
+    for name, mode in (("control", CONTROL), ("DDP's default", DDP), ("DDP's best", best), ("pipeline", OURS)):
+        times = final[mode]
+        detail = f"{times.chosen or mode}: {spread(times.seconds)}"
+        yield Figure(name=f"step of {name}, s", value=times.median, detail=detail)
+    yield Figure(name="DDP's default / pipeline", value=final[DDP].median / ours.median)
+    yield Figure(name="DDP's best / pipeline", value=final[best].median / ours.median, low=model.best[ratio])
+    bound = max(wire, control.median)
+    yield Figure(name="pipeline / max(C, F+B)", value=ours.median / bound, high=model.bound.get(ratio))
+    for name, mode in (("DDP's best", best), ("pipeline", OURS)):
+        sent = NODES * final[mode].sent / 1e9
+        more = f"{final[mode].busy:.3f} core-seconds a step, control {control.busy:.3f}, {sent:.3f} GB"
+        value = (final[mode].busy - control.busy) / sent
+        yield Figure(name=f"core-seconds per GB above the control, {name}", value=value, detail=more)
+    if loaded:
+        theirs, mine = (times for mode, times in sorted(loaded.items()))  # ddp, ring
+        detail = f"{spread(theirs.seconds)} against {spread(mine.seconds)}"
+        name = "DDP's best / pipeline, both beside niced load"
+        yield Figure(name=name, value=theirs.median / mine.median, low=BESIDE_LOAD, detail=detail)
+    everything = [*final.values(), *loaded.values()]
+    counted = sum(len(times.seconds) + times.left_out for times in everything)
+    yield Figure(name="disturbed steps left out", value=sum(t.left_out for t in everything), detail=f"of {counted}")
+
+
+# --- transport: without training -------------------------------------------------------------------------------------
+
+TRANSPORT_ELEMENTS = 11_173_962  # float32: 44.7 MB, ResNet-18's gradient
+TRANSPORT_REPEATS = 10
+TRANSPORT_MODE = "ring/bucket:2MiB/pipeline"
+MAX_WIRE_RATIO, MAX_CORE_S_PER_GB = 1.03, 1.0
+
+
+def transport() -> Iterator[Figure]:
+    """At 1 Gbit and unshaped, in turn with Gloo's all_reduce."""
+    sent = 2 * (NODES - 1) / NODES * 4 * TRANSPORT_ELEMENTS  # bytes per rank
+    for rate in ("1gbit", None):
+        where = rate or "unshaped"
+        with shaped_network(rate) as (substrate, _, folder):
+            arguments = ("transport", str(TRANSPORT_REPEATS), str(TRANSPORT_ELEMENTS), TRANSPORT_MODE)
+            run_worker(substrate, folder, *arguments)
+            ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NODES)]
+        seconds, used = {}, {}
+        for name in ("pipeline", "gloo"):
+            repeats = list(zip(*(rank[name] for rank in ranks), strict=True))
+            seconds[name] = [max(time for time, _ in repeat) for repeat in repeats]
+            used[name] = [statistics.fmean(cpu for _, cpu in repeat) / (sent / 1e9) for repeat in repeats]
+        ours, gloo = (statistics.median(seconds[name]) for name in ("pipeline", "gloo"))
+        detail = f"{spread(seconds['pipeline'])} against {spread(seconds['gloo'])}"
+        high = None if rate else 1.0
+        yield Figure(
+            name=f"transport / Gloo's all_reduce, 44.7 MB, {where}", value=ours / gloo, high=high, detail=detail
+        )
+        if rate:
+            wire = sent * 8 / efficiency() / parse_rate(rate)
+            name = f"transport / wire time, 44.7 MB, {where}"
+            yield Figure(name=name, value=ours / wire, high=MAX_WIRE_RATIO, detail=f"wire {wire:.3f} s")
+        for name, high in (("pipeline", MAX_CORE_S_PER_GB), ("gloo", None)):
+            yield Figure(
+                name=f"core-seconds per GB sent of {name}'s threads, {where}",
+                value=statistics.median(used[name]),
+                high=high,
+                detail=spread(used[name]),
+            )
+
+
+# --- the table and the plot ------------------------------------------------------------------------------------------
+
+PLOT = ROOT / "results" / "models.svg"
+HEADER = (
+    "model, samples a rank, rate",
+    "C/(F+B)",
+    "control, s",
+    "`ddp`, s",
+    "DDP's best, s",
+    "`ring/pipeline`, s",
+    "`ddp` / pipeline",
+    "DDP's best / pipeline",
+    "pipeline / max(C, F+B)",
+    "core-s per GB, DDP's best; pipeline",
+    "beside niced load",
+)
+COLOURS = ("#0068a8", "#b84c00", "#00795c", "#a43c84", "#926600")
+
+
+def table(kept: dict[str, Any]) -> list[str]:
+    """The rows of the table in Markdown, from results/bench.json; points that are not measured are left out."""
+    rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1))]
+    for model in MODELS_TIMED:
+        for ratio in RATIOS:
+            part = kept.get(f"models-{model}-{ratio}")
+            if part:
+                rows.append(_row(model, {figure["name"]: figure for figure in part["figures"]}))
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _row(model: str, figures: dict[str, Any]) -> tuple[str, ...]:
+    def ratio(name: str) -> str:
+        figure = figures.get(name)
+        if figure is None:
+            return "-"
+        limit = figure["low"] or figure["high"]
+        missed = "" if figure["met"] else ", missed"
+        return f"{figure['value']:.2f}" + (f" (limit {limit:.2f}{missed})" if limit else "")
+
+    def step(name: str) -> str:
+        figure = figures[f"step of {name}, s"]
+        mode = figure["detail"].partition(": ")[0].removesuffix("/pipeline")
+        size = mode.partition("bucket:")[2] or "default"
+        return f"{figure['value']:.3f}" + (f" ({size})" if name in ("DDP's best", "pipeline") else "")
+
+    rate, samples, *_ = figures["C/(F+B)"]["detail"].partition(";")[0].split(", ")
+    cores = (figures[f"core-seconds per GB above the control, {name}"]["value"] for name in ("DDP's best", "pipeline"))
+    return (
+        f"{model}, {samples.split()[0]}, {rate}",
+        ratio("C/(F+B)"),
+        *(step(name) for name in ("control", "DDP's default", "DDP's best", "pipeline")),
+        *(ratio(f"{name} / pipeline") for name in ("DDP's default", "DDP's best")),
+        ratio("pipeline / max(C, F+B)"),
+        "; ".join(f"{value:.1f}" for value in cores),
+        ratio("DDP's best / pipeline, both beside niced load"),
+    )
+
+
+def plot(kept: dict[str, Any]) -> None:
+    """Draw the gain over DDP's best against C/(F+B), a line a model."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for model, colour in zip(MODELS_TIMED, COLOURS, strict=True):
+        points = [kept[name] for ratio in RATIOS if (name := f"models-{model}-{ratio}") in kept]
+        values = [{each["name"]: each["value"] for each in point["figures"]} for point in points]
+        line = sorted((each["C/(F+B)"], each["DDP's best / pipeline"]) for each in values)
+        if line:
+            axes.plot(*zip(*line, strict=True), "o-", color=colour, label=model)
+    axes.axhline(1.0, color="#6c737d", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
+    title = "DDP with its best settings against ring/pipeline, N = 4"
+    axes.set(xlabel="C/(F+B): wire time / compute time", ylabel="step of DDP / step of the pipeline", title=title)
+    axes.legend()
+    figure.savefig(PLOT, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    measured = json.loads((ROOT / "results" / "bench.json").read_text())
+    print("\n".join(table(measured)))
+    plot(measured)
