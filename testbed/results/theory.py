@@ -18,14 +18,15 @@ sends and receives, those that follow each other need the sum.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
 from testbed.results.timeline import CONTINUED, Observed
 from testbed.spec.fabric import Racks, rack_numbers
-from testbed.spec.mode import SyncMode
+from testbed.spec.mode import Rotated, Round, SyncMode
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,52 @@ def log2(n: int) -> int:
 
 
 @dataclass(frozen=True)
+class RoundLoad:
+    """Rounds in sequence that load the network alike: shares of S, and messages, of the busiest in one of them."""
+
+    link: Fraction  # what it sends or receives
+    uplink: Fraction
+    messages: int  # that one rank sends or receives
+    count: int = 1  # of such rounds
+
+
+@cache
+def round_loads(mode: SyncMode, ranks: int, racks: Racks = ()) -> tuple[RoundLoad, ...] | None:
+    """The loads of a mode's rounds in their order, equal neighbours as one; None where the rounds are unknown."""
+    rounds = mode.rounds(ranks, racks)
+    if rounds is None:
+        return None
+    rack_of = rack_numbers(racks, ranks)
+    known: dict[object, RoundLoad] = {}  # a ring's rounds differ in the shards that are sent, not in their loads
+    found: list[RoundLoad] = []
+    for number, round_ in enumerate((*rounds.reduce, *rounds.gather)):
+        alike = tuple((t.receiver, t.share) for t in round_.first) if isinstance(round_, Rotated) else number
+        load = known.setdefault(alike, known.get(alike) or _load(round_, rack_of))
+        if found and replace(found[-1], count=1) == load:
+            load = replace(load, count=found.pop().count + 1)
+        found.append(load)
+    return tuple(found)
+
+
+def _load(round_: Round, rack_of: Sequence[int]) -> RoundLoad:
+    if isinstance(round_, Rotated) and not any(rack_of):
+        sent = sum((t.share for t in round_.first), Fraction())
+        return RoundLoad(sent, Fraction(), len(round_.first))
+    links: Counter[tuple[bool, int]] = Counter()  # by direction and rank
+    messages: Counter[tuple[bool, int]] = Counter()
+    uplinks: Counter[tuple[bool, int]] = Counter()
+    for t in round_:
+        for end in ((True, t.sender), (False, t.receiver)):
+            links[end] += t.share  # type: ignore[assignment]
+            messages[end] += 1
+            if rack_of[t.sender] != rack_of[t.receiver]:
+                uplinks[end[0], rack_of[end[1]]] += t.share  # type: ignore[assignment]
+    return RoundLoad(
+        Fraction(max(links.values())), Fraction(max(uplinks.values(), default=0)), max(messages.values())
+    )
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What one synchronisation sends, in shares of S."""
 
@@ -69,7 +116,13 @@ def _traffic(mode: SyncMode, ranks: int, uplinks: Uplinks) -> Traffic | None:
         return None
     every_round = (*rounds.reduce, *rounds.gather)
     rack_of, slower = rack_numbers(uplinks.racks, ranks), Fraction(uplinks.slower)
-    links, waiting, whole = Fraction(), Fraction(), [(Fraction(), Fraction())] * ranks
+    links, waiting = Fraction(), Fraction()
+    for load in round_loads(mode, ranks, uplinks.racks) or ():
+        if load.uplink * slower > load.link:
+            waiting += load.uplink * load.count
+        else:
+            links += load.link * load.count
+    whole = [(Fraction(), Fraction())] * ranks
     crossed = [(Fraction(), Fraction())] * max(1, len(uplinks.racks))
     for round_ in every_round:
         sent, received = [Fraction()] * ranks, [Fraction()] * ranks
@@ -81,11 +134,6 @@ def _traffic(mode: SyncMode, ranks: int, uplinks: Uplinks) -> Traffic | None:
             if source != target:
                 leaves[source] += transfer.share
                 enters[target] += transfer.share
-        link, uplink = max(*sent, *received), max(*leaves, *enters)
-        if uplink * slower > link:
-            waiting += uplink
-        else:
-            links += link
         whole = _plus(whole, sent, received)
         crossed = _plus(crossed, leaves, enters)
     return Traffic(float(links), float(waiting), len(every_round), _floats(whole), _floats(crossed))

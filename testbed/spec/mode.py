@@ -16,12 +16,13 @@ docs/modes.md and .env.example.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 from pydantic import BeforeValidator, PlainSerializer
 
@@ -48,7 +49,33 @@ class Transfer:
         return self.end - self.begin
 
 
-Round = tuple[Transfer, ...]  # transfers at the same time; the next round begins when all have arrived
+Round = Sequence[Transfer]  # transfers at the same time; the next round begins when all have arrived
+
+
+@dataclass(frozen=True)
+class Rotated(Sequence[Transfer]):
+    """A round in which all ranks do the same: rank k sends what rank 0 sends, k ranks and k shards further round.
+
+    A round of a thousand ranks takes no more memory than one of four.
+    """
+
+    first: tuple[Transfer, ...]  # what rank 0 sends: shards of 1/n, or the whole buffer
+    n: int
+
+    def __len__(self) -> int:
+        return self.n * len(self.first)
+
+    @overload
+    def __getitem__(self, index: int) -> Transfer: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Transfer, ...]: ...
+    def __getitem__(self, index: int | slice) -> Transfer | tuple[Transfer, ...]:
+        if isinstance(index, slice):
+            return tuple(self[k] for k in range(len(self))[index])
+        rank, number = divmod(range(len(self))[index], len(self.first))
+        sent = self.first[number]
+        begin = (sent.begin + Fraction(rank, self.n)) % 1 if sent.share < 1 else sent.begin
+        return Transfer(rank, (sent.receiver + rank) % self.n, begin, begin + sent.share)
 
 
 @dataclass(frozen=True)
@@ -83,7 +110,7 @@ def ring_rounds(n: int) -> Rounds:
     """Each rank sends one shard to its right neighbour in each of N-1 rounds, and N-1 rounds more to gather."""
 
     def round_(hop: int, first: int) -> Round:
-        return tuple(_shard(rank, (rank + 1) % n, (rank + first - hop) % n, n) for rank in range(n))
+        return Rotated((_shard(0, 1 % n, (first - hop) % n, n),), n)
 
     hops = range(n - 1)
     return Rounds(tuple(round_(hop, first=-1) for hop in hops), tuple(round_(hop, first=0) for hop in hops))
@@ -91,7 +118,9 @@ def ring_rounds(n: int) -> Rounds:
 
 def direct_rounds(n: int) -> Rounds:
     """Each rank receives its shard from all others at once, and then sends the mean of it to all others."""
-    return _mirrored([tuple(_shard(a, b, b, n) for a in range(n) for b in range(n) if a != b)])
+    reduce = Rotated(tuple(_shard(0, peer, peer, n) for peer in range(1, n)), n)
+    gather = Rotated(tuple(_shard(0, peer, 0, n) for peer in range(1, n)), n)
+    return Rounds((reduce,), (gather,))
 
 
 def sequential_ring_rounds(n: int) -> Rounds:
@@ -126,7 +155,7 @@ def halving_rounds(n: int) -> Rounds:
 
 def exchange_rounds(n: int) -> Rounds:
     """Each rank sends its whole buffer to all others at the same time."""
-    return Rounds(gather=(tuple(Transfer(a, b) for a in range(n) for b in range(n) if a != b),))
+    return Rounds(gather=(Rotated(tuple(Transfer(0, peer) for peer in range(1, n)), n),))
 
 
 def hierarchical_rounds(racks: Racks) -> Rounds:
@@ -158,6 +187,25 @@ def hierarchical_rounds(racks: Racks) -> Rounds:
 # --- the algorithms and codecs ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Segments:
+    """How the messages of a ring are cut: while one segment is added, the next is on the wire."""
+
+    size: int  # bytes, about
+    fewest: int = 1  # of one message
+    most: int | None = None  # None: as many as the size needs
+    in_flight: int | None = None  # at the same time; None: all of a message
+
+    def count(self, message: float) -> int:
+        """The number of segments of a message of so many bytes."""
+        needed = max(self.fewest, math.ceil(message / self.size))
+        return needed if self.most is None else min(self.most, needed)
+
+
+RING_SEGMENTS = Segments(2 << 20, most=8)  # of our ring (rank/sync/algorithms.py)
+GLOO_SEGMENTS = Segments(1 << 20, fewest=2, in_flight=2)  # of Gloo's ring, as its source has them
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """A row of ALGORITHMS; the function that averages is in rank/sync/algorithms.py."""
@@ -169,6 +217,7 @@ class Algorithm:
     time: str = "0"  # of the rounds, as a formula to read: S bytes on links of B byte/s, N ranks; uplinks of U byte/s
     granularities: tuple[str, ...] = ("param", "bucket", "flat")
     default: str | None = None  # granularity; None: the algorithm decides itself
+    segments: Segments | None = None  # None: each message is sent as a whole
     rooted: bool = False  # everything passes rank 0's link
     pipelined: bool = False  # `pipeline` sends these rounds: after `reduce` rank k has the sum of shard k
     sends_parameters: bool = False  # half of the bytes sent are parameters
@@ -209,6 +258,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         rounds=ring_rounds,
         time="2(N-1)/N S/B",
         default="param",
+        segments=GLOO_SEGMENTS,
     ),
     "ring": Algorithm(
         does="our ring: scatter-reduce, then all-gather, by isend/irecv",
@@ -216,6 +266,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         rounds=ring_rounds,
         time="2(N-1)/N S/B",
         default="flat",
+        segments=RING_SEGMENTS,
         pipelined=True,
     ),
     "direct": Algorithm(
@@ -270,6 +321,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         rounds=ring_rounds,
         time="2(N-1)/N S/B",
         granularities=("bucket",),
+        segments=GLOO_SEGMENTS,
         every_refused="DDP averages gradients inside backward; use allreduce/.../every:K",
     ),
 }
@@ -402,6 +454,12 @@ class SyncMode:
             return self.row.rack_rounds(racks or (tuple(range(ranks)),))
         make = (CODECS[self.codec].rounds if self.codec else None) or self.row.rounds
         return make(ranks) if make else None
+
+    @property
+    def segments(self) -> Segments | None:
+        """How messages are cut; None if each is sent as a whole."""
+        own = self.codec is not None and (CODECS[self.codec].rounds is not None or not CODECS[self.codec].summable)
+        return None if own else self.row.segments
 
     @property
     def time(self) -> str:

@@ -22,10 +22,9 @@ from testbed.rank.sync.buckets import split
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.fabric import Racks
 from testbed.spec.methods import SIGNATURE, method_path, own_method
-from testbed.spec.mode import ALGORITHMS, Round, Transfer, hierarchical_rounds
+from testbed.spec.mode import ALGORITHMS, RING_SEGMENTS, Round, Transfer, hierarchical_rounds
 
-SEGMENT_BYTES = 2 << 20  # a ring's shard is sent in segments of about this size: one is added while the next is sent
-MAX_SEGMENTS = 8
+SEGMENT_BYTES = RING_SEGMENTS.size  # a ring's shard is sent in segments: one is added while the next is sent
 MAX_TOLERANCE = 0.25  # of a user's method; a sum that was not divided is off by more than that
 
 Mean = Callable[[Tensor, Group], None]
@@ -119,7 +118,7 @@ def ring_mean_(buffer: Tensor, group: Group) -> None:
     left, right = (rank - 1) % n, (rank + 1) % n
     # All shards have the same number of segments, so that both ends of a link agree.
     shard_bytes = buffer.numel() * buffer.element_size() // n
-    count = min(MAX_SEGMENTS, max(1, -(-shard_bytes // SEGMENT_BYTES)))
+    count = RING_SEGMENTS.count(shard_bytes)
     shards = [split(shard, count) for shard in split(buffer, n)]
     longest = max(len(segment) for segments in shards for segment in segments)
     scratch = [torch.empty(count, longest, dtype=buffer.dtype) for _ in range(2)]

@@ -1,0 +1,190 @@
+"""How long one synchronisation of a buffer takes, from the rounds in its mode's row (spec/mode.py).
+
+No algorithm is named here: what a round loads is `results.theory.round_loads`. For equal nodes that start together
+
+    a round            t = max(link share x S/B, uplink share x S/U) + o x messages of the busiest rank
+    a message          is one segment, or is cut into p of them with w in flight at the same time
+    rounds of a kind   n = count x p segments of s = t/p each:  n s + a                             if w s >= s + a
+                                                                floor((n-1)/w)(s + a) + ((n-1) mod w + 1) s + a   else
+
+with S bytes of the buffer, B and U byte/s of a link and an uplink, a the latency of one message, o what a message costs
+the thread that sends it. The two cases are the solution of the recurrence `end[k] = max(end[k-1], end[k-w] + a) + s`.
+
+`ends` solves the same recurrence for any rank's own start and rate (max-plus algebra), one round after the other.
+A duration has two parts: `wire`, in which the busiest link cannot carry anything else, and the rest, in which it could.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from testbed.results.theory import RoundLoad, round_loads
+from testbed.spec.fabric import Racks
+from testbed.spec.mode import Rotated, Round, Segments, SyncMode
+
+SEGMENT_BYTES = 1448  # payload of a TCP segment at an MTU of 1500
+LOSS_FACTOR = 1.22  # of Mathis et al. 1997: the rate of one connection is 1.22 segments per round trip and sqrt(loss)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The network between equal nodes, as collectives see it."""
+
+    rate: float  # payload byte/s of a link, each way
+    latency: float = 0.0  # seconds from the last byte of a message sent to its use at the other end, delay included
+    message: float = 0.0  # seconds of the sending thread for each message
+    uplink: float | None = None  # payload byte/s that all nodes of a rack share, each way
+    uplink_latency: float = 0.0  # seconds more from rack to rack
+    window: float = math.inf  # bytes that a TCP connection has under way at most
+    loss: float = 0.0  # share of packets
+    credit: float = 0.0  # seconds of the rate that a token bucket lets pass at once after a pause
+
+    @property
+    def payload(self) -> float:
+        """The rate of one connection: the link's, or less by its window or by lost packets."""
+        turn = 2 * self.latency
+        limits = [self.rate]
+        if turn > 0:
+            limits += [self.window / turn]
+            limits += [LOSS_FACTOR * SEGMENT_BYTES / turn / math.sqrt(self.loss)] if self.loss > 0 else []
+        return min(limits)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of one synchronisation, and the part of it in which the wire is full."""
+
+    seconds: float = 0.0
+    wire: float = 0.0
+
+    @property
+    def use(self) -> float:
+        """The share of the wire that it takes."""
+        return self.wire / self.seconds if self.seconds > 0 else 1.0
+
+
+def duration(
+    loads: Sequence[RoundLoad], segments: Segments | None, size: float, wire: Wire, once: bool = False
+) -> Duration:
+    """The duration of these rounds with a buffer of `size` bytes on equal nodes; `once`: each round only one time."""
+    total = busy = 0.0
+    for load in loads:
+        count = 1 if once else load.count
+        link = float(load.link) * size / wire.payload
+        uplink = float(load.uplink) * size / wire.uplink if wire.uplink else 0.0
+        parts, window = 1, 1
+        if segments is not None and load.messages == 1:
+            parts = segments.count(float(load.link) * size)
+            window = min(parts, segments.in_flight or parts)
+        own = max(link, uplink) / parts + wire.message * load.messages
+        latency = wire.latency + (wire.uplink_latency if load.uplink else 0.0)
+        total += chain(count * parts, own, window, latency)
+        busy += count * parts * own
+    return Duration(total, busy)
+
+
+def chain(count: int, own: float, window: int, latency: float) -> float:
+    """Seconds of `count` segments of `own` seconds, of which `window` are under way at the same time."""
+    if window * own >= own + latency:
+        return count * own + latency
+    turns, rest = divmod(count - 1, window)
+    return turns * (own + latency) + (rest + 1) * own + latency
+
+
+def loads_of(mode: SyncMode, ranks: int, racks: Racks = ()) -> tuple[RoundLoad, ...]:
+    """The loads of a mode's rounds; none if nothing is sent. Raises ValueError if its messages are unknown."""
+    if mode.silent or ranks < 2:
+        return ()
+    loads = round_loads(mode, ranks, racks)
+    if loads is None:
+        raise ValueError(f"{mode}: its messages are unknown")
+    return loads
+
+
+def halves(mode: SyncMode, ranks: int) -> tuple[tuple[RoundLoad, ...], tuple[RoundLoad, ...]]:
+    """The loads of the reduce and of the gather, of a mode that does other work between them."""
+    loads, rounds = loads_of(mode, ranks), mode.rounds(ranks)
+    first = len(rounds.reduce) if rounds else 0
+    reduce: list[RoundLoad] = []
+    gather: list[RoundLoad] = []
+    for load in loads:
+        before = min(load.count, max(0, first - sum(each.count for each in reduce)))
+        reduce += [replace(load, count=before)] if before else []
+        gather += [replace(load, count=load.count - before)] if load.count > before else []
+    return tuple(reduce), tuple(gather)
+
+
+Column = NDArray[np.float64]
+
+
+def ends(mode: SyncMode, size: float, starts: Column, rates: Column, wire: Wire, racks: Racks = ()) -> Column:
+    """When each rank has the mean of a buffer of `size` bytes, if rank k starts at starts[k] and sends at rates[k].
+
+    A message leaves when its sender has what it sends and both links are free. Segments in flight are those of
+    `duration`. Uplinks are left out: racks decide who sends to whom.
+    """
+    n = len(starts)
+    rounds = mode.rounds(n, racks)
+    ready = np.array(starts, dtype=np.float64)
+    if rounds is None or mode.silent or n < 2:
+        return ready
+    out, into = ready.copy(), np.full(n, -np.inf)
+    segments = mode.segments
+    known: dict[object, Columns] = {}
+    for number, round_ in enumerate((*rounds.reduce, *rounds.gather)):
+        alike = tuple((t.receiver, t.share) for t in round_.first) if isinstance(round_, Rotated) else number
+        columns = known.setdefault(alike, known.get(alike) or Columns.of(round_, n, size, rates, segments, wire))
+        columns.carry_out(ready, out, into, wire.latency)
+    return np.maximum(ready, out)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The messages of a round: who sends, who receives, seconds on the wire, and how much earlier one may begin.
+
+    With several segments in flight the first of a round needs only what came before the rest of the round before.
+    """
+
+    senders: NDArray[np.int64]
+    receivers: NDArray[np.int64]
+    seconds: Column
+    lead: Column
+    single: bool  # no rank sends or receives two of them
+
+    @classmethod
+    def of(cls, round_: Round, n: int, size: float, rates: Column, segments: Segments | None, wire: Wire) -> Columns:
+        if isinstance(round_, Rotated):
+            steps, ranks = np.array([t.receiver for t in round_.first]), np.arange(n)
+            senders, receivers = np.repeat(ranks, len(steps)), (ranks[:, None] + steps[None, :]).ravel() % n
+            shares = np.tile([float(t.share) for t in round_.first], n)
+        else:
+            rows = np.array([(t.sender, t.receiver, float(t.share)) for t in round_])
+            senders, receivers, shares = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64), rows[:, 2]
+        single = len({*senders.tolist()}) == len({*receivers.tolist()}) == len(senders)
+        parts = segments.count(float(shares.max()) * size) if segments and single else 1
+        window = min(parts, (segments.in_flight or parts) if segments else 1)
+        own = shares * size / np.minimum(rates[senders], rates[receivers]) / parts + wire.message
+        return cls(senders, receivers, own * parts, (window - 1) * own, single)
+
+    def carry_out(self, ready: Column, out: Column, into: Column, latency: float) -> None:
+        """Update when each rank is ready, and when its link is free each way."""
+        senders, receivers = self.senders, self.receivers
+        begun = np.maximum(np.maximum(ready[senders] - self.lead, out[senders]), into[receivers])
+        if self.single:
+            out[senders] = into[receivers] = end = begun + self.seconds
+            ready[receivers] = np.maximum(ready[receivers], end + latency)
+            return
+        first, leaving = np.full(len(ready), np.inf), np.full(len(ready), -np.inf)
+        np.minimum.at(first, receivers, begun)
+        np.maximum.at(leaving, senders, begun)
+        np.maximum.at(into, receivers, begun + self.seconds)
+        busy = np.bincount(receivers, weights=self.seconds, minlength=len(ready))
+        np.maximum(into, first + busy, out=into, where=busy > 0)
+        busy = np.bincount(senders, weights=self.seconds, minlength=len(ready))
+        np.copyto(out, leaving + busy, where=busy > 0)
+        np.maximum.at(ready, receivers, np.maximum(into[receivers], out[senders]) + latency)
