@@ -92,9 +92,7 @@ def _load(round_: Round, rack_of: Sequence[int]) -> RoundLoad:
             messages[end] += 1
             if rack_of[t.sender] != rack_of[t.receiver]:
                 uplinks[end[0], rack_of[end[1]]] += t.share  # type: ignore[assignment]
-    return RoundLoad(
-        Fraction(max(links.values())), Fraction(max(uplinks.values(), default=0)), max(messages.values())
-    )
+    return RoundLoad(Fraction(max(links.values())), Fraction(max(uplinks.values(), default=0)), max(messages.values()))
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, overload
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -353,6 +353,7 @@ class Codec:
     does: str
     bytes: str  # as a fraction of the gradient's
     example: str  # one spelling of this codec, with a number if the codec takes one
+    share: Callable[[float], float]  # the same as a number, of the codec's own number; about
     summable: bool  # sums of payloads are payloads, so every algorithm can send this codec
     number_pattern: str = ""  # regular expression of its number; empty: it takes none
     max_number: float = 0
@@ -365,22 +366,30 @@ CODECS: dict[str, Codec] = {
     "fp16": Codec(
         does="16-bit floats, divided by N first so that no sum overflows",
         bytes="1/2",
+        share=lambda _: 0.5,
         example="fp16",
         summable=True,
         in_ddp=True,
     ),
     "bf16": Codec(
-        does="16-bit floats with the range of 32-bit ones", bytes="1/2", example="bf16", summable=True, in_ddp=True
+        does="16-bit floats with the range of 32-bit ones",
+        bytes="1/2",
+        share=lambda _: 0.5,
+        example="bf16",
+        summable=True,
+        in_ddp=True,
     ),
     "int8": Codec(
         does="8-bit integers and one scale per shard, rounded at random (seeded); its owner averages in full precision",
         bytes="1/4",
+        share=lambda _: 0.25,
         example="int8",
         summable=False,
     ),
     "topk": Codec(
         does="the largest fraction F and their indices; the rest is added to the next step's gradient",
         bytes="F N",
+        share=lambda fraction: 2 * fraction,  # an index and a value each
         example="topk:0.01",
         summable=False,
         number_pattern=r"\d?\.\d{1,6}|\d",
@@ -391,6 +400,7 @@ CODECS: dict[str, Codec] = {
     "powersgd": Codec(
         does="each matrix as a product of rank R; the rest is added to the next step's gradient",
         bytes="0.6 % (VGG-11, R = 2)",
+        share=lambda rank: 0.003 * rank,
         example="powersgd:2",
         summable=True,
         number_pattern=r"\d{1,3}",
@@ -668,6 +678,41 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
         rule = f"every:K averages parameters, and a rounding error of {mode.codec} in them is never corrected"
         raise refuse("mode", text, rule, "Use one of them.")
     return {"every": every, "every_from": int(match[2] or 0) if every > 1 else 0}
+
+
+# --- how a gradient is cut into buckets ---------------------------------------------------------------------------
+
+LAST_BUCKETS = (8, 4, 2)  # in a pipeline the last buckets have 1/8, 1/4 and 1/2 of the usual size
+
+
+def fill_buckets(sizes: Iterable[int], limit: int) -> list[list[int]]:
+    """The numbers of the tensors in each bucket, in their order; a tensor larger than the limit gets its own."""
+    buckets: list[list[int]] = []
+    room = 0
+    for number, size in enumerate(sizes):
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(number)
+        room -= size
+    return buckets
+
+
+def bucket_bounds(total: int, most: int) -> list[int]:
+    """Where the buckets of a pipeline begin and end: `most` elements each, and fewer in the LAST_BUCKETS.
+
+    The end of the buffer is the first layer. Its gradient is the last to be complete and its values are needed first,
+    so nothing hides the time of its bucket.
+    """
+    sizes: list[int] = []
+    rest = total
+    for divisor in LAST_BUCKETS:
+        sizes.append(min(rest, max(1, most // divisor)))
+        rest -= sizes[-1]
+    while rest:
+        sizes.append(min(rest, most))
+        rest -= sizes[-1]
+    return [0, *accumulate(size for size in reversed(sizes) if size)]
 
 
 # --- lists of modes --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from testbed.rank.group import Group
 from testbed.results.theory import pipeline_bucket
 from testbed.results.timeline import Timeline
-from testbed.spec.mode import SyncMode
+from testbed.spec.mode import SyncMode, fill_buckets
 from testbed.spec.units import approximate_size, format_size
 
 
@@ -62,21 +62,8 @@ def make_buckets(parameters: Sequence[Parameter], mode: SyncMode) -> list[list[P
         return [ordered] if ordered else []
     if mode.granularity == "param":
         return [[p] for p in ordered]
-    return _fill_buckets(ordered, mode.bucket or 0)
-
-
-def _fill_buckets(ordered: Iterable[Parameter], limit_bytes: int) -> list[list[Parameter]]:
-    """Fill buckets up to the limit; a parameter larger than that gets its own."""
-    buckets: list[list[Parameter]] = []
-    room = 0
-    for parameter in ordered:
-        size = parameter.numel() * parameter.element_size()
-        if not buckets or size > room:
-            buckets.append([])
-            room = limit_bytes
-        buckets[-1].append(parameter)
-        room -= size
-    return buckets
+    sizes = (p.numel() * p.element_size() for p in ordered)
+    return [[ordered[number] for number in bucket] for bucket in fill_buckets(sizes, mode.bucket or 0)]
 
 
 def flat_gradients(buckets: list[list[Parameter]]) -> list[Tensor]:

@@ -37,11 +37,10 @@ from testbed.rank.sync.synchronizer import BaseSynchronizer, Update
 from testbed.rank.sync.transport import Segment, Transport, Urgency
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import RankFailed, refuse
-from testbed.spec.mode import SyncMode
+from testbed.spec.mode import LAST_BUCKETS, SyncMode, bucket_bounds
 from testbed.spec.units import format_size
 
 MAX_BUCKETS = 4096  # each has an optimizer of its own and 2(N-1) segments a step
-LAST_BUCKETS = (8, 4, 2)  # the last buckets have 1/8, 1/4 and 1/2 of the usual size
 GRADIENTS, PARAMETERS, SQUARES = range(3)  # kinds of segments; squares are one number a rank, for clipping
 COUNTED_AS = ("gradients", "parameters", "gradients")  # by kind
 MOST_URGENT: Urgency = (-MAX_BUCKETS, 0)
@@ -330,23 +329,6 @@ def divide(
         inside = [p for p, end in zip(parameters, ends, strict=True) if a < end and end - p.numel() < b]
         buckets.append(Bucket(number, values[a:b].nbytes, shards, split(values[a:b], n), scratch, inside))
     return buckets
-
-
-def bucket_bounds(total: int, most: int) -> list[int]:
-    """Where buckets begin and end: `most` elements each, and fewer in the LAST_BUCKETS.
-
-    The end of the buffer is the first layer. Its gradient is the last to be complete and its values are needed first,
-    so nothing hides the time of its bucket.
-    """
-    sizes: list[int] = []
-    rest = total
-    for divisor in LAST_BUCKETS:
-        sizes.append(min(rest, max(1, most // divisor)))
-        rest -= sizes[-1]
-    while rest:
-        sizes.append(min(rest, most))
-        rest -= sizes[-1]
-    return [0, *accumulate(size for size in reversed(sizes) if size)]
 
 
 class ForwardWaits:
