@@ -40,6 +40,7 @@ class Node:
     speed: float = 1.0  # compute is so many times faster than in the profile
     byte_cpu: float = 0.0  # core-seconds that moving one byte takes, sent and received together
     cpus: float = 1.0  # cores that compute and bytes share
+    threads: int = 1  # that compute
     copy: float = 0.0  # seconds of backward for each byte of gradient that is copied to where it is sent from
     code: float = 0.0  # seconds that a codec needs for each byte of gradient
     sleeps: bool = False  # compute is emulated: moving bytes does not slow it down
@@ -50,21 +51,23 @@ class Node:
 
         Over `steps` steps in a row the differences partly cancel.
         """
-        return 1.0 + (expected_maximum(self.jitter, ranks) - 1.0) / math.sqrt(steps)
+        return 1.0 + (median_of_largest(self.jitter, ranks) - 1.0) / math.sqrt(steps)
 
 
-def expected_maximum(values: Sequence[float], draws: int) -> float:
-    """The expected largest of `draws` draws from sorted values.
+def median_of_largest(values: Sequence[float], draws: int) -> float:
+    """The median of the largest of `draws` draws from sorted values: what a measured median of steps shows.
 
-    Beyond as many draws as there are values an exponential tail goes on, whose mean excess is that of the upper tenth.
+    Beyond the values an exponential tail goes on, whose mean excess is that of their upper tenth.
     """
-    count = len(values)
-    within = min(draws, count)
-    found = sum(x * (((k + 1) / count) ** within - (k / count) ** within) for k, x in enumerate(values))
-    if draws > count > 1:
-        upper = values[-max(2, count // 10) :]
-        found += (sum(upper) / len(upper) - upper[0]) * math.log(draws / count)
-    return found
+    count, beyond = len(values), -math.expm1(math.log(0.5) / draws)  # the share of values above that median
+    place = (1.0 - beyond) * count - 0.5
+    if place <= 0:
+        return values[0]
+    if place < count - 1:
+        whole = int(place)
+        return values[whole] + (place - whole) * (values[whole + 1] - values[whole])
+    upper = values[-max(2, count // 10) :]
+    return values[-1] + (sum(upper) / len(upper) - upper[0]) * math.log(0.5 / count / beyond)
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, rack
         sent = (sum(each.seconds for each in timed) - credit) / mode.every
         return Step(compute + sent, compute, sent)
     ready = _ready(work, buckets, slow, copies)
-    slowed = _slowed(node, wire, timed)
+    slowed = _slowed(node, wire)
     in_flight = DDP_IN_FLIGHT if mode.is_reference else IN_FLIGHT[mode.schedule]
     ended, busy = overlapped(backward, ready, timed, in_flight, slowed, credit)
     return Step(forward + ended + update + coded, compute, busy)
@@ -212,9 +215,13 @@ def _ready(work: Work, buckets: Sequence[Bucket], slow: float, copies: float) ->
     return found
 
 
-def _slowed(node: Node, wire: Wire, timed: Sequence[Duration]) -> float:
-    """The share of the node's processor that moving bytes takes while the wire is full."""
-    return 0.0 if node.sleeps else min(MAX_SLOWED, node.byte_cpu / node.speed * wire.payload / node.cpus)
+def _slowed(node: Node, wire: Wire) -> float:
+    """By which share compute is slower while the wire is full: bytes take the cores that compute then lacks."""
+    if node.sleeps:
+        return 0.0
+    wanted = min(float(node.threads), node.cpus)
+    left = node.cpus - node.byte_cpu / node.speed * wire.payload
+    return min(MAX_SLOWED, max(0.0, 1.0 - left / wanted))
 
 
 def overlapped(
@@ -341,7 +348,7 @@ def _pipelined(
     reduce, gather = halves(mode, ranks)
     first = [duration(reduce, mode.segments, bucket.size, wire) for bucket in buckets]
     second = [_updated(duration(gather, mode.segments, b.size, wire), work, slow, b.size, ranks) for b in buckets]
-    pipe = Pipe(first, second, _slowed(node, wire, first))
+    pipe = Pipe(first, second, _slowed(node, wire))
     needs: list[list[int]] = [[] for _ in work.forward]
     launches: list[list[int]] = [[] for _ in work.forward]
     for number, bucket in enumerate(buckets):

@@ -27,8 +27,10 @@ ALLOWED = {  # folder: folders of testbed/ that it may import
     "rank": {"rank", "spec", "results", "net", "data"},
     "attach": {"attach", "spec", "results", "net", "rank", "data"},
     ENTRYPOINT: {ENTRYPOINT, "rank", "spec", "results", "net", "data"},
-    "control": {"control", "spec", "results", "net", "data", "report"},  # report only in REPORT_CALLERS
+    # report only in REPORT_CALLERS, predict only in PREDICT_CALLERS
+    "control": {"control", "spec", "results", "net", "data", "report", "predict"},
     "report": {"report", "spec", "results"},
+    "predict": {"predict", "spec", "results", "report"},
 }
 TORCH, SCREEN, PLOTS = {"torch", "torchvision"}, {"typer", "rich"}, {"matplotlib"}
 REMOTE = {"docker", "fabric", "paramiko"}
@@ -42,6 +44,7 @@ BANNED = {  # folder: packages that it must not import
     ENTRYPOINT: TORCH | SCREEN | REMOTE | PLOTS,
     "control": TORCH,
     "report": TORCH | REMOTE,
+    "predict": TORCH | REMOTE | SCREEN,
 }
 CONTROL = {  # part of control/: other parts that it may import
     "machine": {"substrates"},  # one layer: the doctor and the clean-up import the substrates
@@ -59,6 +62,7 @@ REPORT_CALLERS = {
     "cli/report.py",
     "runs/scripts.py",
 }  # in control/; inside functions, because matplotlib is slow to import
+PREDICT_CALLERS = {"cli/predict.py"}  # in control/; inside functions as well
 
 
 def imported(source: str, package: str) -> Iterator[str]:
@@ -130,13 +134,14 @@ def test_every_part_of_control_has_a_rule() -> None:
     assert parts == set(CONTROL)
 
 
-def test_only_the_api_and_the_report_commands_of_control_import_report() -> None:
+@pytest.mark.parametrize(("folder", "allowed"), [("report", REPORT_CALLERS), ("predict", PREDICT_CALLERS)])
+def test_only_the_commands_that_need_them_import_report_and_predict(folder: str, allowed: set[str]) -> None:
     callers = {
         str(path.relative_to(PACKAGE / "control"))
         for path in modules("control")
-        if any(name.startswith("testbed.report") for name in imported(path.read_text(), "testbed.control"))
+        if any(name.startswith(f"testbed.{folder}") for name in imported(path.read_text(), "testbed.control"))
     }
-    assert callers == REPORT_CALLERS
+    assert callers == allowed
 
 
 def test_the_package_itself_imports_none_of_its_folders() -> None:

@@ -14,7 +14,7 @@ import typer
 
 from testbed import __version__
 from testbed.control import api
-from testbed.control.cli import grade, hosts, jobs, report, script
+from testbed.control.cli import grade, hosts, jobs, predict, report, script
 from testbed.control.cli import options as opt
 from testbed.control.cli.documents import outcome, print_document, print_failure, reset
 from testbed.control.cli.options import Json
@@ -43,6 +43,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, get, verify.
 app.add_typer(data_app, name="data")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(report.app)
+app.add_typer(predict.app)
 app.add_typer(script.app)
 app.add_typer(grade.app)
 app.add_typer(jobs.app)

@@ -40,7 +40,7 @@ def report(
     require_extra("the report page", "report", "matplotlib", "jinja2")
     from testbed.report.page import write
 
-    made = write(runs, out or _report_folder(runs))
+    made = write(runs, out or report_folder(runs))
     if as_json:
         left_out = [{"folder": str(s.path), "reason": s.reason} for s in made.skipped]
         print_document({"page": str(made.page), "left_out": left_out})
@@ -108,7 +108,7 @@ def trace(
     console.print(f"{spans} spans in {path}; open it at https://ui.perfetto.dev or chrome://tracing")
 
 
-def _report_folder(runs: list[Path]) -> Path:
+def report_folder(runs: list[Path]) -> Path:
     """Return where the report goes: the given folder, its parent if it is a single run, runs/ for several folders."""
     if len(runs) > 1:
         return runs_dir()

@@ -1,0 +1,150 @@
+"""The command `testbed predict`. testbed.predict is imported inside functions: other commands do not need it."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from testbed.control.cli.documents import print_document
+from testbed.control.cli.options import Json
+from testbed.control.cli.report import Folders
+from testbed.control.runs.progress import console
+from testbed.results.table import format_table
+
+if TYPE_CHECKING:
+    from testbed.predict.calibrate import Calibration
+    from testbed.predict.scale import Point, Prediction, Predictor
+
+app = typer.Typer()
+DEFAULT_NODES = "2..1024"
+
+
+@app.command()
+def predict(
+    runs: Folders,
+    nodes: Annotated[str, typer.Option(help="e.g. 8..1024, which doubles, or 8,16,32")] = DEFAULT_NODES,
+    rate: Annotated[str | None, typer.Option(help="of every link, e.g. 1gbit,10gbit [default: as in the runs]")] = None,
+    delay: Annotated[str | None, typer.Option(help="one way, e.g. 0ms,25ms [default: as in the runs]")] = None,
+    speed: Annotated[str, typer.Option(help="compute is so many times faster, e.g. 1,10")] = "1",
+    modes: Annotated[
+        str | None,
+        typer.Option(help="e.g. ring,ddp,pipeline,every:8 [default: those of the runs and the usual ones]"),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="compute of another model, by `testbed profile` [default: as in the runs]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for what-if.html [default: the folder of the runs]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict a step on more nodes, or on another network, from what was measured.
+
+    The table has the seconds of a step and its band. what-if.html has the same model with sliders.
+    """
+    from testbed.predict import scale
+    from testbed.predict.calibrate import calibrate
+
+    counts = scale.parse_nodes(nodes)
+    rates = scale.parse_rates(rate) if rate else [None]
+    delays = scale.parse_delays(delay) if delay else [None]
+    speeds = scale.parse_speeds(speed)
+    wanted = scale.parse_modes(modes) if modes else None
+    scale.check_modes(wanted or [], counts)
+    calibration = calibrate(runs, profile)
+    predictor = scale.Predictor(calibration)
+    chosen = wanted or scale.default_modes(calibration)
+    scale.check_modes(chosen, counts)
+    places = [scale.Point(counts[0], *place) for place in product(rates, delays, speeds)]
+    found = {place: _along(predictor, chosen, counts, place) for place in places}
+    if as_json:
+        print_document(_document(predictor, [each for rows in found.values() for each in rows]))
+        return
+    _print_calibration(predictor)
+    for place, predictions in found.items():
+        _print_table(calibration, place, predictions)
+
+
+def _along(predictor: Predictor, modes: list[Any], counts: list[int], place: Point) -> list[Prediction]:
+    from dataclasses import replace
+
+    return [predictor.at(mode, replace(place, nodes=count)) for mode in modes for count in counts]
+
+
+def _print_calibration(predictor: Predictor) -> None:
+    """Print each parameter with its source, what was assumed, and how far the model is from what was measured."""
+    calibration = predictor.calibration
+    base = calibration.base
+    console.print(
+        f"{calibration.profile.model}, {calibration.profile.batch_per_rank} a rank; calibrated on {base.nodes} nodes\n"
+    )
+    rows = [
+        (each.name, f"{each.value:.4g} {each.unit}", f"{100 * each.spread:.1f} %" if each.spread else "-", each.source)
+        for each in calibration.parameters
+    ]
+    console.print(f"{format_table(('parameter', 'value', '+-', 'source'), rows)}\n")
+    for note in calibration.notes:
+        console.print(f"note: {note}")
+    measured = [
+        (str(each.mode), str(each.nodes), f"{each.seconds:.3f}", f"{100 * predictor.misfit[each.folder]:+.1f} %")
+        for each in calibration.measured
+    ]
+    if measured:
+        console.print(f"\n{format_table(('measured mode', 'nodes', 's/iter', 'model'), measured)}")
+
+
+def _print_table(calibration: Calibration, place: Point, predictions: list[Prediction]) -> None:
+    """Print seconds per step and their band, modes down and nodes across, and the fastest mode."""
+    from testbed.predict.scale import in_words
+
+    counts = sorted({each.point.nodes for each in predictions})
+    modes = list(dict.fromkeys(each.mode for each in predictions))
+    cells = {(each.mode, each.point.nodes): each for each in predictions}
+    rows = [(str(mode), *(_cell(cells[mode, count]) for count in counts)) for mode in modes]
+    console.print(f"\npredicted s/iter: {in_words(place, calibration)}\n")
+    console.print(format_table(("mode", *(f"{count} nodes" for count in counts)), rows))
+    fastest = [min((cells[mode, count] for mode in modes), key=lambda each: each.step.seconds) for count in counts]
+    words = [f"{each.mode} at {each.point.nodes} ({100 * each.efficiency:.0f} % efficient)" for each in fastest]
+    console.print(f"fastest: {', '.join(words)}")
+
+
+def _cell(found: Prediction) -> str:
+    return f"{found.step.seconds:.3g} ({found.low:.3g}-{found.high:.3g})"
+
+
+def _document(predictor: Predictor, predictions: list[Prediction]) -> dict[str, Any]:
+    calibration = predictor.calibration
+    return {
+        "model": calibration.profile.model,
+        "parameters": [vars(each) for each in calibration.parameters],
+        "notes": calibration.notes,
+        "measured": [
+            {
+                "mode": str(each.mode),
+                "nodes": each.nodes,
+                "rate": each.rate,
+                "seconds": each.seconds,
+                "model_error": predictor.misfit[each.folder],
+                "folder": str(each.folder),
+            }
+            for each in calibration.measured
+        ],
+        "predictions": [_figures(each) for each in predictions],
+    }
+
+
+def _figures(found: Prediction) -> dict[str, Any]:
+    return {
+        "mode": str(found.mode),
+        "nodes": found.point.nodes,
+        "rate": found.point.rate,
+        "delay": found.point.delay,
+        "speed": found.point.speed,
+        "seconds": found.step.seconds,
+        "low": found.low,
+        "high": found.high,
+        "exposed": found.step.exposed,
+        "efficiency": found.efficiency,
+        "speed_up": found.speed_up,
+    }

@@ -1,0 +1,301 @@
+"""Predictions for any number of nodes, rate, delay and speed, each with its band.
+
+A band has two parts. The model is computed again with parameters drawn from their uncertainties, the jitter resampled;
+the middle 90 % of these draws is the first. The second is how far the model is from the points that were measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from testbed.predict.calibrate import Calibration, Measured
+from testbed.predict.collectives import Wire
+from testbed.predict.step import Node, Step, Work, predict
+from testbed.spec.errors import SpecError, refuse
+from testbed.spec.fabric import Racks
+from testbed.spec.mode import SCHEDULES, SyncMode
+from testbed.spec.units import format_duration, format_rate, parse_duration, parse_rate
+
+MAX_NODES = 1024
+MAX_SPEED = 10_000.0
+DRAWS = 16
+SEED = 20261118  # of the draws, so that the same folders always give the same bands
+USUAL = ("ring", "ddp", "ring/bucket:2MiB/pipeline", "ring/every:8")  # predicted if the user names no modes
+MAX_MODES = 10
+_RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})", re.ASCII)
+_EVERY = re.compile(r"every:\d+(@\d+)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a prediction is made; None is the value of the calibrating run."""
+
+    nodes: int
+    rate: float | None = None  # bit/s that is requested of a link
+    delay: float | None = None  # seconds, one way, that is requested of a link
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step at a point; times in seconds."""
+
+    mode: SyncMode
+    point: Point
+    step: Step
+    low: float
+    high: float
+    alone: float  # the step of one node, with the same batch per rank
+
+    @property
+    def efficiency(self) -> float:
+        return self.alone / self.step.seconds if self.step.seconds else 1.0
+
+    @property
+    def speed_up(self) -> float:
+        """How many times more images per second than one node."""
+        return self.point.nodes * self.efficiency
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The parameters of one draw."""
+
+    work: Work
+    node: Node
+    wire: Wire
+
+
+class Predictor:
+    """Predictions from one calibration."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self.work = calibration.work
+        self.draws = _draws(calibration)
+        self.misfit = {each.folder: self._misfit(each) for each in calibration.measured}
+
+    def at(self, mode: SyncMode, point: Point) -> Prediction:
+        """Raises SpecError if the mode cannot exist there."""
+        found = self.step(mode, point)
+        alone = self.work.compute / point.speed
+        steps = sorted(self.step(mode, point, draw).seconds for draw in self.draws)
+        low, high = (float(np.quantile(steps, q)) for q in (0.05, 0.95))
+        off = self.typical_misfit(mode)
+        return Prediction(
+            mode,
+            point,
+            found,
+            found.seconds - math.hypot(found.seconds - min(low, found.seconds), off * found.seconds),
+            found.seconds + math.hypot(max(high, found.seconds) - found.seconds, off * found.seconds),
+            alone,
+        )
+
+    def step(self, mode: SyncMode, point: Point, draw: Draw | None = None) -> Step:
+        """The step without its band."""
+        given = draw or Draw(self.work, self.calibration.node, self.calibration.wire)
+        node = replace(given.node, speed=point.speed, copy=self.calibration.copies_of(mode))
+        racks = racks_for(mode, point.nodes, self.calibration.racks)
+        try:
+            return predict(given.work, node, self.wire(point, given.wire), mode, point.nodes, racks)
+        except ValueError as error:
+            raise refuse("mode", str(mode), one_sentence(error), "Leave it out.") from None
+
+    def wire(self, point: Point, wire: Wire | None = None) -> Wire:
+        """The wire of a point: the calibrated one with another rate or delay."""
+        base, own = self.calibration.base, wire or self.calibration.wire
+        if point.rate is not None:
+            was = base.link.rate / 8 * self.calibration.efficiency if base.link.rate else own.rate
+            factor = own.rate / self.calibration.wire.rate  # of a draw
+            uplink = own.uplink * point.rate / 8 * self.calibration.efficiency / was if own.uplink else None
+            own = replace(own, rate=point.rate / 8 * self.calibration.efficiency * factor, uplink=uplink)
+        if point.delay is not None:
+            own = replace(own, latency=max(0.0, own.latency - (base.link.delay or 0.0)) + point.delay)
+        return own
+
+    def typical_misfit(self, mode: SyncMode) -> float:
+        """How far the model is from measured points: of this mode if there are any, else of all; a share."""
+        own = [abs(self.misfit[each.folder]) for each in self.calibration.measured if each.mode == mode]
+        distributed = [abs(self.misfit[each.folder]) for each in self.calibration.measured if each.nodes > 1]
+        return statistics.median(own or distributed or [0.0])
+
+    def _misfit(self, measured: Measured) -> float:
+        """Predicted / measured - 1."""
+        try:
+            predicted = self.step(measured.mode, point_of(measured))
+        except SpecError:
+            return 0.0
+        return predicted.seconds / measured.seconds - 1.0 if measured.seconds else 0.0
+
+
+def one_sentence(error: Exception) -> str:
+    return str(error).rpartition(": ")[2]
+
+
+def point_of(measured: Measured) -> Point:
+    return Point(measured.nodes, measured.rate, measured.delay)
+
+
+def racks_for(mode: SyncMode, nodes: int, racks: Racks) -> Racks:
+    """Racks of the same size for another number of nodes, filled in the order of ranks. Raises SpecError."""
+    if not racks:
+        if mode.row.follows_racks:
+            rule = "averages inside racks first, and the calibrating runs have none"
+            raise refuse("mode", str(mode), rule, "Calibrate with runs that have topology.racks, or leave it out.")
+        return ()
+    if nodes == sum(map(len, racks)):
+        return racks
+    size = max(map(len, racks))
+    return tuple(tuple(range(k, min(k + size, nodes))) for k in range(0, nodes, size))
+
+
+def _draws(calibration: Calibration) -> list[Draw]:
+    """Parameters drawn from their uncertainties; a factor is never below a tenth."""
+    random = np.random.default_rng(SEED)
+    work, node, wire = calibration.work, calibration.node, calibration.wire
+    found = []
+    for _ in range(DRAWS):
+
+        def factor(name: str) -> float:
+            return max(0.1, 1.0 + calibration.spread(name) * float(random.standard_normal()))
+
+        compute = factor("compute")
+        jitter = np.sort(random.choice(np.array(node.jitter), len(node.jitter)))
+        jitter = jitter / max(1e-9, float(np.median(jitter)))
+        found.append(
+            Draw(
+                scaled(work, compute),
+                replace(node, byte_cpu=node.byte_cpu * factor("byte_cpu"), jitter=tuple(jitter.tolist())),
+                replace(
+                    wire,
+                    rate=wire.rate * factor("rate"),
+                    latency=wire.latency * factor("latency"),
+                    message=wire.message * factor("message"),
+                    window=wire.window * factor("window"),
+                ),
+            )
+        )
+    return found
+
+
+def scaled(work: Work, factor: float) -> Work:
+    """The work with all times longer by a factor."""
+    return replace(
+        work,
+        before=work.before * factor,
+        forward=tuple(each * factor for each in work.forward),
+        after=work.after * factor,
+        backward=tuple(each * factor for each in work.backward),
+        update=work.update * factor,
+    )
+
+
+# --- what a user asks for ----------------------------------------------------------------------------------------
+
+
+def parse_nodes(text: str) -> list[int]:
+    """`8..1024` doubles from 8 to 1024, `8,16,32` is a list. Raises SpecError."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match:
+            low, high = int(match[1]), int(match[2])
+            _check_nodes(low, text)
+            _check_nodes(high, text)
+            while low < high:
+                found.append(low)
+                low *= 2
+            found.append(high)
+        elif part.strip().isdecimal() and len(part.strip()) < 9:
+            found.append(_check_nodes(int(part), text))
+        else:
+            raise refuse("--nodes", text, "must be numbers or a range", "Write e.g. 8..1024 or 8,16,32.")
+    return sorted(set(found))
+
+
+def _check_nodes(nodes: int, text: str) -> int:
+    if not 1 <= nodes <= MAX_NODES:
+        raise refuse("--nodes", text, f"a prediction is for 1 to {MAX_NODES} nodes", "Write e.g. 8..1024.")
+    return nodes
+
+
+def parse_list(what: str, text: str, parse: Callable[[str], float]) -> list[float]:
+    """A list of values separated by commas."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise refuse(what, text, "has no value", "Write one, or several with commas between them.")
+    return [parse(part) for part in parts]
+
+
+def parse_rates(text: str) -> list[float]:
+    return parse_list("--rate", text, lambda part: float(parse_rate(part)))
+
+
+def parse_delays(text: str) -> list[float]:
+    """`0ms` is no delay."""
+    zero = re.compile(r"0+(\.0+)?\s*(us|ms|s)?", re.ASCII)
+    return parse_list("--delay", text, lambda part: 0.0 if zero.fullmatch(part) else parse_duration(part))
+
+
+def parse_speeds(text: str) -> list[float]:
+    def parse(part: str) -> float:
+        try:
+            value = float(part)
+        except ValueError:
+            value = math.nan
+        if not 1 / MAX_SPEED <= value <= MAX_SPEED:
+            rule = f"compute is so many times faster, a number from {1 / MAX_SPEED:g} to {MAX_SPEED:g}"
+            raise refuse("--speed", part, rule, "Write e.g. 10.")
+        return value
+
+    return parse_list("--speed", text, parse)
+
+
+def parse_modes(text: str) -> list[SyncMode]:
+    """Modes separated by commas; `pipeline` and `every:8` alone mean those of the ring."""
+    return list(dict.fromkeys(_parse_mode(part.strip()) for part in text.split(",") if part.strip()))
+
+
+def _parse_mode(text: str) -> SyncMode:
+    if text in SCHEDULES:
+        return SyncMode.parse(f"ring/bucket:2MiB/{text}" if text != "after" else "ring")
+    return SyncMode.parse(f"ring/{text}" if _EVERY.fullmatch(text) else text)
+
+
+def default_modes(calibration: Calibration) -> list[SyncMode]:
+    """The modes of the runs whose messages are known, and the usual ones."""
+    modes = [mode for mode in calibration.modes if not mode.is_control and known(mode, calibration.racks)]
+    modes += [SyncMode.parse(text) for text in USUAL]
+    return list(dict.fromkeys(modes))[:MAX_MODES]
+
+
+def known(mode: SyncMode, racks: Racks) -> bool:
+    """True if the messages of a mode are known."""
+    return bool(mode.row.rounds or (mode.row.rack_rounds and racks))
+
+
+def check_modes(modes: Iterable[SyncMode], nodes: Sequence[int]) -> None:
+    """Raise SpecError if one of the modes cannot exist with one of these numbers of nodes."""
+    for mode in modes:
+        if mode.is_script:
+            rule = "what a script sends is observed, not known beforehand"
+            raise refuse("mode", str(mode), rule, "Name the mode that could replace it, e.g. ring.")
+        if min(nodes) < 2 and mode.distributed:
+            raise refuse("--nodes", min(nodes), f"mode {mode} needs at least 2", "Begin with 2, or use mode single.")
+
+
+def in_words(point: Point, calibration: Calibration) -> str:
+    """`500mbit, 25ms, compute 10 x faster`."""
+    rate = point.rate if point.rate is not None else calibration.base.link.rate
+    own = f"{8 * calibration.wire.rate / 1e6:.4g} Mbit/s as measured"
+    words = [format_rate(round(rate)) if rate else own]
+    delay = point.delay if point.delay is not None else calibration.base.link.delay
+    words += [f"delay {format_duration(delay)}"] if delay else []
+    words += [f"compute {point.speed:g} x faster"] if point.speed != 1 else []
+    return ", ".join(words)

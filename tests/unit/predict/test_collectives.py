@@ -1,0 +1,118 @@
+"""Durations of collectives: against the recurrence they solve, the formulas of the rows, and SimGrid where it is."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from testbed.predict.collectives import Wire, chain, duration, ends, halves, loads_of
+from testbed.results import theory
+from testbed.spec.mode import ALGORITHMS, SyncMode
+
+SIZE = 36_924_456.0
+WIRE = Wire(rate=1e7, latency=0.0005, message=0.0001)
+WITH_ROUNDS = [name for name, row in ALGORITHMS.items() if row.rounds]
+RACKS = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def seconds(name: str, n: int, wire: Wire = WIRE, size: float = SIZE) -> float:
+    mode = SyncMode.parse(name)
+    return duration(loads_of(mode, n), mode.segments, size, wire).seconds
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.001, 0.01, 0.2])
+@pytest.mark.parametrize(("count", "window"), [(1, 1), (7, 1), (8, 2), (9, 2), (30, 5), (31, 8)])
+def test_a_chain_is_the_solution_of_its_recurrence(count: int, window: int, latency: float) -> None:
+    own, ended = 0.01, []
+    for k in range(count):
+        before = ended[k - 1] if k else 0.0
+        ended.append(max(before, ended[k - window] + latency if k >= window else 0.0) + own)
+    assert chain(count, own, window, latency) == pytest.approx(ended[-1] + latency)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize("name", WITH_ROUNDS)
+def test_without_latency_and_messages_it_is_the_lower_bound_of_the_report(name: str, n: int) -> None:
+    bound = theory.bound(SyncMode.parse(name), n, SIZE, 1e7, 0.0, 1)
+    assert seconds(name, n, Wire(rate=1e7)) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize("name", WITH_ROUNDS)
+def test_equal_ranks_that_start_together_end_when_the_closed_form_says(name: str, n: int) -> None:
+    mode = SyncMode.parse(name)
+    ended = ends(mode, SIZE, np.zeros(n), np.full(n, WIRE.rate), WIRE)
+    assert ended.max() == pytest.approx(seconds(name, n), rel=0.002)
+
+
+def test_a_late_rank_delays_a_ring_and_a_slow_link_limits_it() -> None:
+    mode, n, rates = SyncMode.parse("ring"), 8, np.full(8, WIRE.rate)
+    together = ends(mode, SIZE, np.zeros(n), rates, WIRE).max()
+    late, slow = np.zeros(n), rates.copy()
+    late[3], slow[5] = 2.0, WIRE.rate / 2
+    assert together + 1.5 < ends(mode, SIZE, late, rates, WIRE).max() <= together + 2.0 + 1e-9
+    assert 1.9 * together < ends(mode, SIZE, np.zeros(n), slow, WIRE).max() < 2.1 * together
+
+
+def test_segments_hide_a_delay_that_is_shorter_than_what_is_under_way() -> None:
+    near, far = WIRE, Wire(rate=1e7, latency=0.05, message=0.0001)
+    assert seconds("ring", 4, far) - seconds("ring", 4, near) < 0.06  # of 6 hops: only the last is seen
+    assert seconds("halving", 4, far) - seconds("halving", 4, near) == pytest.approx(4 * (0.05 - 0.0005))
+
+
+def test_a_delay_is_paid_once_a_hop_where_messages_are_small() -> None:
+    far = Wire(rate=1e7, latency=0.05)
+    assert seconds("ring", 64, far, size=6400) == pytest.approx(2 * 63 * 0.05, rel=0.01)
+
+
+def test_the_window_and_lost_packets_limit_the_rate_of_a_connection() -> None:
+    far = Wire(rate=1e8, latency=0.05, window=1e6)
+    assert far.payload == pytest.approx(1e7)
+    lossy = Wire(rate=1e8, latency=0.05, loss=1e-4)
+    assert lossy.payload == pytest.approx(1.22 * 1448 / 0.1 / 0.01)
+    assert Wire(rate=1e8, loss=0.1, window=1e5).payload == 1e8  # without a round trip nothing waits
+
+
+def test_an_uplink_that_is_slower_than_a_link_makes_a_ring_wait_and_hierarchical_less() -> None:
+    wire = Wire(rate=1e7, uplink=2e6)
+    ring, inside = SyncMode.parse("ring"), SyncMode.parse("hierarchical")
+    slow = duration(loads_of(ring, 8, RACKS), ring.segments, SIZE, wire).seconds
+    less = duration(loads_of(inside, 8, RACKS), inside.segments, SIZE, wire).seconds
+    assert slow == pytest.approx(2 * 7 / 8 * SIZE / 2e6)
+    assert less == pytest.approx(2 * 3 / 4 * SIZE / 1e7 + 2 * 1 / 2 * SIZE / 2e6)
+
+
+@pytest.mark.parametrize("name", ["ring", "direct", "tree", "halving"])
+def test_halves_are_the_whole(name: str) -> None:
+    mode = SyncMode.parse(name)
+    parts = [duration(half, None, SIZE, WIRE).seconds for half in halves(mode, 8)]
+    assert sum(parts) == pytest.approx(duration(loads_of(mode, 8), None, SIZE, WIRE).seconds)
+
+
+@pytest.mark.parametrize(("low", "high"), [*pairwise([2, 4, 16, 64, 256, 1024])])
+def test_more_ranks_take_longer(low: int, high: int) -> None:
+    for name in ("ring", "allreduce", "gather", "tree"):
+        assert seconds(name, low) < seconds(name, high)
+
+
+@pytest.mark.quiet
+def test_a_thousand_ranks_are_fast() -> None:
+    mode, n = SyncMode.parse("ring"), 1024
+    theory.round_loads.cache_clear()
+    begun = time.perf_counter()
+    seconds("ring", n)
+    closed = time.perf_counter() - begun
+    begun = time.perf_counter()
+    ends(mode, SIZE, np.zeros(n), np.full(n, WIRE.rate), WIRE)
+    whole = time.perf_counter() - begun
+    assert closed < 0.05, f"{1000 * closed:.0f} ms"
+    assert whole < 0.25, f"{1000 * whole:.0f} ms"
+
+
+def test_a_mode_whose_messages_are_unknown_is_refused() -> None:
+    assert loads_of(SyncMode.parse("none"), 4) == ()
+    assert math.isclose(duration((), None, SIZE, WIRE).use, 1.0)
