@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from testbed.predict.collectives import Wire, duration, loads_of
+from testbed.predict.collectives import GOODPUT, Wire, duration, loads_of
 from testbed.predict.step import ELEMENT_BYTES, Node, Work
 from testbed.report.load import Loaded, LoadedRun, Steps, load
 from testbed.results.profile import Profile, ProfiledLayer
@@ -30,7 +30,6 @@ from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.units import BURST_S
 
-GOODPUT = 1448 / 1514  # payload of what is on the wire, at an MTU of 1500
 MESSAGE_S = 150e-6  # assumed where no small buffer was measured: a wake-up of each end, on a machine that is not busy
 BYTE_CPU_S = 2.0e-9  # assumed: core-seconds per byte; 1.5 to 4 were measured through veth pairs
 CODE_S = 2.0e-9  # assumed: seconds of a codec per byte of gradient
@@ -38,6 +37,7 @@ COPY_S = 0.5e-9  # assumed: seconds per byte of a copy
 WINDOW_BYTES = 4 << 20  # assumed: what one TCP connection of Linux has under way at most, by its default buffers
 SMALL_S = 2e-3  # a buffer whose bytes take less shows what its messages cost
 SAME_SIZE = 0.01  # a profile and a run are of one model if their gradients differ by less
+MAX_JITTER = 200  # values; of more their quantiles are kept
 FAMILIES = ("buffers", "reference", "pipeline")  # who copies gradients, and how
 
 
@@ -398,6 +398,8 @@ def _jitter(runs: Sequence[LoadedRun], profile: Profile, foreign: bool, found: l
         values = [value for run in chosen for value in _beside_each_other(run)] or [1.0]
         source = f"{len(values)} steps of all ranks of {', '.join(sorted({str(run.spec.mode) for run in chosen}))}"
     found.append(Parameter("jitter", float(np.std(values)), "of the median", source))
+    if len(values) > MAX_JITTER:
+        values = np.quantile(values, (np.arange(MAX_JITTER) + 0.5) / MAX_JITTER).tolist()
     return tuple(sorted(values))
 
 

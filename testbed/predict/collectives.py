@@ -28,6 +28,7 @@ from testbed.spec.fabric import Racks
 from testbed.spec.mode import Rotated, Round, Segments, SyncMode
 
 SEGMENT_BYTES = 1448  # payload of a TCP segment at an MTU of 1500
+GOODPUT = 1448 / 1514  # payload of what is on the wire
 LOSS_FACTOR = 1.22  # of Mathis et al. 1997: the rate of one connection is 1.22 segments per round trip and sqrt(loss)
 
 

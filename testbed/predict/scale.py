@@ -19,14 +19,14 @@ from testbed.predict.collectives import Wire
 from testbed.predict.step import Node, Step, Work, predict
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.fabric import Racks
-from testbed.spec.mode import SCHEDULES, SyncMode
+from testbed.spec.mode import SyncMode
 from testbed.spec.units import format_duration, format_rate, parse_duration, parse_rate
 
 MAX_NODES = 1024
 MAX_SPEED = 10_000.0
 DRAWS = 16
 SEED = 20261118  # of the draws, so that the same folders always give the same bands
-USUAL = ("ring", "ddp", "ring/bucket:2MiB/pipeline", "ring/every:8")  # predicted if the user names no modes
+USUAL = ("ring", "ddp", "ring/pipeline", "ring/every:8")  # predicted if the user names no modes
 MAX_MODES = 10
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})", re.ASCII)
 _EVERY = re.compile(r"every:\d+(@\d+)?", re.ASCII)
@@ -263,9 +263,9 @@ def parse_modes(text: str) -> list[SyncMode]:
 
 
 def _parse_mode(text: str) -> SyncMode:
-    if text in SCHEDULES:
-        return SyncMode.parse(f"ring/bucket:2MiB/{text}" if text != "after" else "ring")
-    return SyncMode.parse(f"ring/{text}" if _EVERY.fullmatch(text) else text)
+    if text == "overlap":
+        return SyncMode.parse("ring/bucket:2MiB/overlap")
+    return SyncMode.parse(f"ring/{text}" if text == "pipeline" or _EVERY.fullmatch(text) else text)
 
 
 def default_modes(calibration: Calibration) -> list[SyncMode]:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from testbed.predict.collectives import Duration, Wire, duration, halves, loads_of
+from testbed.predict.collectives import GOODPUT, Duration, Wire, duration, halves, loads_of
 from testbed.results.profile import Profile
+from testbed.results.theory import pipeline_bucket
 from testbed.spec.fabric import Racks
 from testbed.spec.mode import CODECS, SyncMode, bucket_bounds, fill_buckets
 
@@ -154,6 +155,13 @@ def _divided(mode: SyncMode, work: Work) -> list[Bucket]:
     return found
 
 
+def sized(mode: SyncMode, work: Work, ranks: int, wire: Wire) -> SyncMode:
+    """The mode with the size of its buckets that the ranks would choose, if it leaves that open."""
+    if not mode.leaves_bucket_open:
+        return mode
+    return replace(mode, bucket=pipeline_bucket(work.size, ranks, wire.rate / GOODPUT))
+
+
 def share_of(mode: SyncMode) -> float:
     """Bytes that a codec sends for each byte of gradient; 1 without a codec."""
     return CODECS[mode.codec].share(mode.codec_number or 0.0) if mode.codec else 1.0
@@ -175,6 +183,7 @@ class Step:
 def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, racks: Racks = ()) -> Step:
     """The step of a mode on `ranks` equal nodes. Raises ValueError if the messages of the mode are unknown."""
     loads = loads_of(mode, ranks, racks)
+    mode = sized(mode, work, ranks, wire)
     if not loads:
         alone = work.compute / node.speed
         return Step(alone, alone)

@@ -46,7 +46,7 @@ def test_delays_speeds_and_modes_have_short_forms() -> None:
     assert scale.parse_delays("0ms,25ms, 0") == [0.0, 0.025, 0.0]
     assert scale.parse_speeds("1,10,0.5") == [1.0, 10.0, 0.5]
     modes = [str(mode) for mode in scale.parse_modes("ring,pipeline,every:8,ddp,ring")]
-    assert modes == ["ring", "ring/bucket:2MiB/pipeline", "ring/every:8", "ddp"]
+    assert modes == ["ring", "ring/pipeline", "ring/every:8", "ddp"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_mode_that_cannot_exist_at_a_number_of_nodes_is_refused(predictor: Pre
 
 
 def test_a_band_is_around_its_prediction_and_wider_where_less_is_known(predictor: Predictor) -> None:
-    for mode in ("ring", "ddp", "gather", "ring/bucket:2MiB/pipeline", "ring/every:8"):
+    for mode in ("ring", "ddp", "gather", "ring/pipeline", "ring/every:8"):
         found = at(predictor, mode, 64)
         assert 0 < found.low <= found.step.seconds <= found.high
     near, far = at(predictor, "ring", 4), at(predictor, "ring", 1024)
@@ -114,7 +114,7 @@ def test_racks_of_more_nodes_have_the_size_of_those_of_the_run() -> None:
 
 def test_the_default_modes_are_those_of_the_runs_and_the_usual_ones(predictor: Predictor) -> None:
     modes = [str(mode) for mode in scale.default_modes(predictor.calibration)]
-    assert modes == ["ddp", "gather", "ring", "ring/bucket:2MiB/pipeline", "ring/every:8"]
+    assert modes == ["ddp", "gather", "ring", "ring/pipeline", "ring/every:8"]
 
 
 def test_a_misfit_widens_the_band(predictor: Predictor) -> None:

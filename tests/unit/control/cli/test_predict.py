@@ -27,7 +27,7 @@ def test_it_prints_parameters_with_their_sources_the_fit_and_a_table(
     assert call("testbed", ["predict", str(quick), "--nodes", "8..32", "--modes", "ring,pipeline"]) == 0
     printed = capsys.readouterr().out
     assert "| compute " in printed and "receipt, 12 links" in printed and "assumed" in printed
-    assert "| ring/bucket:2MiB/pipeline |" in printed and "8 nodes" in printed and "32 nodes" in printed
+    assert "| ring/pipeline |" in printed and "8 nodes" in printed and "32 nodes" in printed
     assert "measured mode" in printed and "fastest: " in printed
 
 
