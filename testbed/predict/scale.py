@@ -65,9 +65,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of one draw."""
+    """The parameters of one draw; compute takes `compute` times as long."""
 
-    work: Work
+    compute: float
     node: Node
     wire: Wire
 
@@ -99,11 +99,12 @@ class Predictor:
 
     def step(self, mode: SyncMode, point: Point, draw: Draw | None = None) -> Step:
         """The step without its band."""
-        given = draw or Draw(self.work, self.calibration.node, self.calibration.wire)
+        given = draw or Draw(1.0, self.calibration.node, self.calibration.wire)
         node = replace(given.node, speed=point.speed, copy=self.calibration.copies_of(mode))
         racks = racks_for(mode, point.nodes, self.calibration.racks)
         try:
-            return predict(given.work, node, self.wire(point, given.wire), mode, point.nodes, racks)
+            work = self.work if draw is None else scaled(self.work, given.compute)
+            return predict(work, node, self.wire(point, given.wire), mode, point.nodes, racks)
         except ValueError as error:
             raise refuse("mode", str(mode), one_sentence(error), "Leave it out.") from None
 
@@ -158,7 +159,7 @@ def racks_for(mode: SyncMode, nodes: int, racks: Racks) -> Racks:
 def _draws(calibration: Calibration) -> list[Draw]:
     """Parameters drawn from their uncertainties; a factor is never below a tenth."""
     random = np.random.default_rng(SEED)
-    work, node, wire = calibration.work, calibration.node, calibration.wire
+    node, wire = calibration.node, calibration.wire
     found = []
     for _ in range(DRAWS):
 
@@ -170,7 +171,7 @@ def _draws(calibration: Calibration) -> list[Draw]:
         jitter = jitter / max(1e-9, float(np.median(jitter)))
         found.append(
             Draw(
-                scaled(work, compute),
+                compute,
                 replace(node, byte_cpu=node.byte_cpu * factor("byte_cpu"), jitter=tuple(jitter.tolist())),
                 replace(
                     wire,

@@ -10,9 +10,10 @@ import typer
 
 from testbed.control.cli.documents import print_document
 from testbed.control.cli.options import Json
-from testbed.control.cli.report import Folders
+from testbed.control.cli.report import Folders, report_folder
 from testbed.control.runs.progress import console
 from testbed.results.table import format_table
+from testbed.spec.errors import UsageError, require_extra
 
 if TYPE_CHECKING:
     from testbed.predict.calibrate import Calibration
@@ -64,6 +65,18 @@ def predict(
     _print_calibration(predictor)
     for place, predictions in found.items():
         _print_table(calibration, place, predictions)
+    console.print(f"\n{_page(predictor, chosen, out or report_folder(runs))}")
+
+
+def _page(predictor: Predictor, modes: list[Any], out: Path) -> str:
+    """Write the page and return a line with its path, or with what is missing to make it."""
+    try:
+        require_extra("the page", "report", "matplotlib", "jinja2")
+    except UsageError as missing:
+        return f"no page: {missing}"
+    from testbed.predict.page import write
+
+    return f"with sliders: {write(predictor, modes, out)}"
 
 
 def _along(predictor: Predictor, modes: list[Any], counts: list[int], place: Point) -> list[Prediction]:
@@ -104,13 +117,19 @@ def _print_table(calibration: Calibration, place: Point, predictions: list[Predi
     rows = [(str(mode), *(_cell(cells[mode, count]) for count in counts)) for mode in modes]
     console.print(f"\npredicted s/iter: {in_words(place, calibration)}\n")
     console.print(format_table(("mode", *(f"{count} nodes" for count in counts)), rows))
+    console.print()
     fastest = [min((cells[mode, count] for mode in modes), key=lambda each: each.step.seconds) for count in counts]
-    words = [f"{each.mode} at {each.point.nodes} ({100 * each.efficiency:.0f} % efficient)" for each in fastest]
-    console.print(f"fastest: {', '.join(words)}")
+    console.print(format_table(("fastest", *(f"{count} nodes" for count in counts)), _winners(fastest)))
+
+
+def _winners(fastest: list[Prediction]) -> list[tuple[str, ...]]:
+    kept = ("efficiency", *(f"{100 * each.efficiency:.0f} %" for each in fastest))
+    return [("mode", *(str(each.mode) for each in fastest)), kept]
 
 
 def _cell(found: Prediction) -> str:
-    return f"{found.step.seconds:.3g} ({found.low:.3g}-{found.high:.3g})"
+    half = (found.high - found.low) / 2 / found.step.seconds
+    return f"{found.step.seconds:.3g} +-{100 * half:.0f} %"
 
 
 def _document(predictor: Predictor, predictions: list[Prediction]) -> dict[str, Any]:
