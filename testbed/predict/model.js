@@ -1,4 +1,4 @@
-// The model of a step, as in collectives.py and step.py; tests/unit/predict/test_page.py compares both at random points.
+// The model of a step, as in collectives.py and step.py; tests/browser/test_what_if_page.py compares both at random points.
 // A mode is a row of page.py: rounds by number of nodes, segments, buckets, schedule. All times are in seconds.
 "use strict";
 const model = (() => {

@@ -30,9 +30,8 @@ from testbed.spec.fabric import Racks
 from testbed.spec.mode import SyncMode
 
 PAGE = "what-if.html"
-NODES = (*range(1, 17), *(part << k for k in range(2, 8) for part in (5, 6, 7, 8)), MAX_NODES)
+NODES = (*range(1, 17), *(part << k for k in range(2, 8) for part in (5, 6, 7, 8)))
 MAX_RACKED = 128  # nodes in racks: beyond, making all their messages would take longer than the page may
-FEWER = {k for k in NODES if k <= MAX_RACKED}
 
 
 def write(predictor: Predictor, modes: Sequence[SyncMode], out: Path) -> Path:

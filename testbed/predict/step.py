@@ -7,7 +7,7 @@
     in flight one collective (overlap), two that share the wire (DDP), or all of a pipeline, the most urgent first
     every:K   K steps of compute, then one synchronisation
 
-page.js computes the same (tests/unit/predict/test_page.py compares them at random points).
+model.js computes the same (tests/browser/test_what_if_page.py compares them at random points).
 """
 
 from __future__ import annotations

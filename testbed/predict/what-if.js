@@ -76,7 +76,7 @@
 
   // --- curves ---
 
-  let curves = [], bands = [], timer = 0;
+  let curves = [], bands = [], timer = 0, current = null;
 
   function compute(set) {
     set.work = set.size === 1 ? data.work : model.resized(data.work, set.size);
@@ -93,7 +93,7 @@
   }
 
   function refresh() {
-    const set = settings();
+    const set = current = settings();
     compute(set);
     texts(set);
     draw(set);
@@ -252,7 +252,7 @@
     }));
     $("here-title").textContent = `${set.nodes} node${set.nodes > 1 ? "s" : ""} at ${rateText(set.rate ?? baseRate)}`;
     if (best && set.nodes > 1)
-      $("headline").textContent = `On ${set.nodes} nodes at ${rateText(set.rate ?? baseRate)}, ${best.mode.name} is fastest: ${secondsText(best.step.seconds)} a step, ${percent(set.alone / best.step.seconds)} of the compute is kept.`;
+      $("headline").textContent = `${set.nodes} nodes at ${rateText(set.rate ?? baseRate)}: ${best.mode.name} is the fastest exact mode, ${secondsText(best.step.seconds)} a step and ${percent(set.alone / best.step.seconds)} efficient.`;
     else $("headline").textContent = `One node takes ${secondsText(set.alone)} a step.`;
   }
 
@@ -270,10 +270,10 @@
         said.push(`${mode.name} stops gaining at ${points[most].nodes} nodes: ${three(gain[most])} times the images per second of one node.`);
       else if (gain[most] <= 1) said.push(`${mode.name} is never faster than one node.`);
       const held = points.filter((point) => efficiency(point) >= GOOD);
-      if (held.length && held.length < points.length) said.push(`${mode.name} keeps ${percent(GOOD)} of the compute up to ${held[held.length - 1].nodes} nodes.`);
-      else if (held.length) said.push(`${mode.name} keeps ${percent(GOOD)} of the compute on all ${points[points.length - 1].nodes} nodes.`);
+      if (held.length && held.length < points.length) said.push(`${mode.name} is at least ${percent(GOOD)} efficient up to ${held[held.length - 1].nodes} nodes.`);
+      else if (held.length) said.push(`${mode.name} is at least ${percent(GOOD)} efficient on all ${points[points.length - 1].nodes} nodes.`);
       const waits = points.find((point) => latencyShare(mode, point, set) > 0.5);
-      if (waits) said.push(`What ${mode.name} waits for is mostly latency from ${waits.nodes} nodes on: a faster network would hardly help.`);
+      if (waits) said.push(`From ${waits.nodes} nodes on ${mode.name} waits mostly for messages, not for their bytes: a higher rate would hardly help.`);
     });
     $("sentences").replaceChildren(...said.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
   }
@@ -307,6 +307,6 @@
   $("metric").addEventListener("change", refresh);
   for (const id of ["samples", "cost"]) $(id).addEventListener("input", refresh);
   $("reset").addEventListener("click", () => { reset(); refresh(); });
-  addEventListener("resize", refresh);
+  addEventListener("resize", () => draw(current));
   refresh();
 })();
