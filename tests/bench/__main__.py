@@ -41,6 +41,7 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "codecs": codecs.measure,
     "transport": models.transport,
     **models.parts(),
+    **{f"sizes-{model}": partial(models.sizes, model) for model in models.MODELS_TIMED},
     "attach-cost": attach.cost,
     "attach-ddp": attach.ddp,
     "attach-instead": attach.instead,

@@ -4,6 +4,7 @@ models-MODEL-RATIO    one model at one ratio of wire time to compute time, C/(F+
                       rate is computed from it. A short search finds DDP's best bucket size, with and without
                       gradient_as_bucket_view. Then the control, DDP's default, DDP's best and the pipeline run in turn.
                       At ratio 1.0 DDP's best and the pipeline run once more beside one niced busy process a core
+sizes-MODEL           the bucket size that the ranks choose against 0.5 to 8 MiB
 transport             the pipeline's transport alone against Gloo's all_reduce
 
 A step is left out if other processes, or the machine below a virtual one, took more than DISTURBED_SHARE of the cores'
@@ -96,7 +97,7 @@ def parts() -> dict[str, functools.partial[Iterator[Figure]]]:
 def measure(model: str, ratio: float) -> Iterator[Figure]:
     """Yield the figures of one point."""
     batch = MODELS_TIMED[model].batch * (2 if ratio < 1 else 1)
-    bits = 2 * (NODES - 1) / NODES * 4 * MODELS[model].parameters * 8 / efficiency()
+    bits = _least_bits(model)
     rate = rate_for(ratio, _control_seconds(model, batch), bits)
     with shaped_network(rate) as (substrate, receipt, folder):
         print(f"  {receipt.sentence()}", flush=True)
@@ -114,6 +115,11 @@ def measure(model: str, ratio: float) -> Iterator[Figure]:
     for mode, times in search.items():
         yield Figure(name=f"step of {mode} in the short search", value=times.median, detail=spread(times.seconds))
     yield from point_figures(MODELS_TIMED[model], ratio, batch, bits / parse_rate(rate), rate, final, loaded)
+
+
+def _least_bits(model: str) -> float:
+    """What a rank must send on the wire in a step of an exact mode, headers included."""
+    return 2 * (NODES - 1) / NODES * 4 * MODELS[model].parameters * 8 / efficiency()
 
 
 def _values(model: str, batch: int) -> dict[str, Any]:
@@ -212,6 +218,28 @@ def point_figures(
     everything = [*final.values(), *loaded.values()]
     counted = sum(len(times.seconds) + times.left_out for times in everything)
     yield Figure(name="disturbed steps left out", value=sum(t.left_out for t in everything), detail=f"of {counted}")
+
+
+# --- sizes: the chosen bucket size against others --------------------------------------------------------------------
+
+SIZES = ("512KiB", "1MiB", "2MiB", "4MiB", "8MiB")
+SIZE_STEPS, SIZE_REPEATS = 7, 2
+MAX_SIZE_RATIO = 1.03
+
+
+def sizes(model: str) -> Iterator[Figure]:
+    """`ring/pipeline` against the pipeline with sizes from 0.5 to 8 MiB, in turn, at C/(F+B) of about 1."""
+    batch = MODELS_TIMED[model].batch
+    rate = rate_for(1.0, _control_seconds(model, batch), _least_bits(model))
+    given = [f"ring/bucket:{size}/pipeline" for size in SIZES]
+    with shaped_network(rate) as (substrate, _, folder):
+        modes = [OURS, *given] * SIZE_REPEATS
+        found = time_modes(substrate, folder, modes, SIZE_STEPS, **_values(model, batch), link={"rate": rate})
+    for mode in given:
+        yield Figure(name=f"step of {mode}, s", value=found[mode].median, detail=spread(found[mode].seconds))
+    ours, best = found[OURS], min(found[mode].median for mode in given)
+    detail = f"{ours.chosen}: {spread(ours.seconds)}, {rate}"
+    yield Figure(name=f"{OURS} / the best size", value=ours.median / best, high=MAX_SIZE_RATIO, detail=detail)
 
 
 # --- transport: without training -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 from collections import Counter
@@ -108,7 +109,7 @@ class Rig:
 @pytest.fixture
 def together() -> Iterator[Callable[..., list[Any]]]:
     """`together(n, work)` calls work(rank, store) in a thread for each of n ranks and returns what each returned."""
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
 
         def run(n: int, work: Callable[[int, dist.Store], Any]) -> list[Any]:
             store = dist.HashStore()
@@ -153,6 +154,35 @@ def test_ranks_step_by_the_mean_and_end_with_equal_bits(
     sent = sum((payload for _, payload in found), Counter())
     assert sent["parameters"] == 4 * (n - 1) * numbers * dtype.itemsize
     assert sent["gradients"] == sent["parameters"] + 4 * (n - 1) * n * dtype.itemsize  # and the sums of squares
+
+
+def test_each_of_sixteen_ranks_needs_no_more_threads_connections_and_memory_than_each_of_two(
+    together: Callable[..., list[Any]],
+) -> None:
+    """In one process: the threads of all ranks are counted while all are attached."""
+
+    def measured(n: int) -> tuple[list[Tensor], int, int, int]:
+        attached, counted = threading.Barrier(n), threading.Barrier(n)
+
+        def work(rank: int, store: dist.Store) -> tuple[list[Tensor], int, int, int]:
+            rig = Rig(rank, n, store, clip=None, deadline=30.0)
+            attached.wait(60)
+            threads = sum(thread.name == "ring" for thread in threading.enumerate())
+            sockets = sum(isinstance(value, socket.socket) for value in vars(rig.pipeline.transport).values())
+            counted.wait(60)
+            for number in range(2):
+                rig.step(number)
+            rig.pipeline.close()
+            buffers = [rig.pipeline.scratch, *(s for bucket in rig.pipeline.buckets for s in bucket.scratch)]
+            return rig.values(), threads, sockets, sum(buffer.nbytes for buffer in buffers)
+
+        found = together(n, work)
+        assert all(torch.equal(a, b) for values, *_ in found for a, b in zip(values, found[0][0], strict=True))
+        return found[0]
+
+    (_, *few), (_, *many) = measured(2), measured(16)
+    assert few[:2] == [2, 2] and many[:2] == [16, 2]
+    assert many[2] <= few[2]
 
 
 def test_a_rank_that_is_ahead_waits_and_nothing_is_mixed_up(together: Callable[..., list[Any]]) -> None:
