@@ -77,11 +77,12 @@ DISTURBED_S = 0.05  # and at least so much: the kernel counts in ticks of 0.01 s
 class Times(NamedTuple):
     """The steps of one mode."""
 
-    seconds: list[float]  # of each step, mean over ranks, without disturbed steps
+    seconds: list[float]  # of each step, mean over ranks, without disturbed steps; with them, if all are
     left_out: int  # disturbed steps
     sent: float  # bytes per rank and step
     busy: float  # core-seconds of a step, all ranks and the kernel, median
     chosen: str  # the mode with its bucket size
+    others: float = 0.0  # core-seconds of other processes in a step, median of all steps
 
     @property
     def median(self) -> float:
@@ -147,26 +148,26 @@ def time_modes(
 
 
 def _times(cases: Sequence[TrainedCase], sampler: CoreSampler) -> Times:
-    kept, left_out, busy = [], 0, []
+    kept, left_out, others = [], [], []
     for each in cases:
         for number, seconds in enumerate(step_seconds(each)):
             begin = statistics.fmean(float(steps.at[number]) for steps in each.steps)
             cores = sampler.between(begin, begin + seconds)
-            if is_disturbed(seconds, cores, each.used[number]):
-                left_out += 1
-            else:
-                kept.append(seconds)
-                busy.append(cores.busy - cores.own)
-    if not kept:
-        raise SystemExit(
-            f"other processes disturbed all {left_out} steps of a mode. Try again when the machine is idle."
-        )
-    return Times(kept, left_out, statistics.fmean(each.sent for each in cases), statistics.median(busy), cases[0].mode)
+            others.append(by_others(cores, each.used[number]))
+            into = left_out if is_disturbed(seconds, others[-1]) else kept
+            into.append((seconds, cores.busy - cores.own))
+    seconds_of, busy = zip(*(kept or left_out), strict=True)
+    sent, middle = statistics.fmean(each.sent for each in cases), statistics.median(others)
+    return Times(list(seconds_of), len(left_out), sent, statistics.median(busy), cases[0].mode, middle)
 
 
-def is_disturbed(seconds: float, cores: CoreTimes, used: float) -> bool:
-    """True if others than the ranks (`used`: their processor time) and the bench's own load took too much of a step."""
-    others = cores.programs + cores.kernel + cores.stolen - cores.own - used
+def by_others(cores: CoreTimes, used: float) -> float:
+    """Core-seconds that others took than the ranks (`used`: their processor time) and the bench's own load."""
+    return cores.programs + cores.kernel + cores.stolen - cores.own - used
+
+
+def is_disturbed(seconds: float, others: float) -> bool:
+    """True if others took too much of a step."""
     return others > max(DISTURBED_S, DISTURBED_SHARE * CORES * seconds)
 
 
@@ -216,8 +217,12 @@ def point_figures(
         name = "DDP's best / pipeline, both beside niced load"
         yield Figure(name=name, value=theirs.median / mine.median, low=BESIDE_LOAD, detail=detail)
     everything = [*final.values(), *loaded.values()]
-    counted = sum(len(times.seconds) + times.left_out for times in everything)
-    yield Figure(name="disturbed steps left out", value=sum(t.left_out for t in everything), detail=f"of {counted}")
+    left_out = sum(times.left_out for times in everything)
+    counted = left_out + sum(len(times.seconds) for times in everything)
+    taken = ", ".join(f"{times.others:.3f}" for times in everything)
+    yield Figure(
+        name="disturbed steps left out", value=left_out, detail=f"of {counted}; by others, core-s a step: {taken}"
+    )
 
 
 # --- sizes: the chosen bucket size against others --------------------------------------------------------------------
