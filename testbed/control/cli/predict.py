@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from testbed.spec.errors import UsageError, require_extra
 
 if TYPE_CHECKING:
     from testbed.predict.calibrate import Calibration
+    from testbed.predict.check import Checked
     from testbed.predict.scale import Point, Prediction, Predictor
 
 app = typer.Typer()
@@ -37,6 +39,10 @@ def predict(
     profile: Annotated[
         Path | None, typer.Option(help="compute of another model, by `testbed profile` [default: as in the runs]")
     ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(metavar="NODES", help="measure there on emulated nodes, e.g. 8,16,32, and compare"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder for what-if.html [default: the folder of the runs]")] = None,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +53,7 @@ def predict(
     from testbed.predict import scale
     from testbed.predict.calibrate import calibrate
 
-    counts = scale.parse_nodes(nodes)
+    counts = scale.parse_nodes(check or nodes)
     rates = scale.parse_rates(rate) if rate else [None]
     delays = scale.parse_delays(delay) if delay else [None]
     speeds = scale.parse_speeds(speed)
@@ -58,6 +64,9 @@ def predict(
     chosen = wanted or scale.default_modes(calibration)
     scale.check_modes(chosen, counts)
     places = [scale.Point(counts[0], *place) for place in product(rates, delays, speeds)]
+    if check:
+        _check(calibration, chosen, [replace(each, nodes=n) for each in places for n in counts], out, runs, as_json)
+        return
     found = {place: _along(predictor, chosen, counts, place) for place in places}
     if as_json:
         print_document(_document(predictor, [each for rows in found.values() for each in rows]))
@@ -66,6 +75,63 @@ def predict(
     for place, predictions in found.items():
         _print_table(calibration, place, predictions)
     console.print(f"\n{_page(predictor, chosen, out or report_folder(runs))}")
+
+
+def _check(
+    calibration: Calibration, modes: list[Any], points: list[Point], out: Path | None, runs: list[Path], as_json: bool
+) -> None:
+    """Predict, measure on emulated nodes, and print the error of each point; resume what is in the folder."""
+    from testbed.predict import check
+
+    folder = out or report_folder(runs).with_name(f"{report_folder(runs).name}-check")
+
+    def announce(each: check.Checked) -> None:
+        if not as_json:
+            console.print(f"  {each.name}: predicted {each.predicted:.3g} s a step")
+
+    if not as_json:
+        console.print(f"predictions are in {folder / check.PREDICTIONS}, and are measured now")
+    found = check.check(calibration, modes, points, folder, announce)
+    judged = check.verdict(found)
+    if as_json:
+        rows = [_figures_of_check(each) for each in found]
+        print_document({"folder": str(folder), "points": rows, "verdict": vars(judged) if judged else None})
+        return
+    rows_of_table = [
+        (str(each.mode), str(each.point.nodes), _network(each, calibration), f"{each.predicted:.3f}", *_outcome(each))
+        for each in found
+    ]
+    header = ("mode", "nodes", "network", "predicted s", "measured s", "error")
+    console.print(f"\n{format_table(header, rows_of_table)}\n")
+    for each in found:
+        if each.missing:
+            console.print(f"{each.name} was not measured: {each.missing}")
+    console.print(judged.sentence if judged else "nothing was measured")
+    drawn = check.with_measured(calibration, found)
+    console.print(_page(drawn, modes, folder))
+
+
+def _outcome(each: Checked) -> tuple[str, str]:
+    return ("-", "-") if each.error is None else (f"{each.measured:.3f}", f"{100 * each.error:+.1f} %")
+
+
+def _network(each: Checked, calibration: Calibration) -> str:
+    from testbed.predict.scale import in_words
+
+    return in_words(each.point, calibration)
+
+
+def _figures_of_check(each: Checked) -> dict[str, Any]:
+    return {
+        "mode": str(each.mode),
+        **vars(each.point),
+        "predicted": each.predicted,
+        "low": each.low,
+        "high": each.high,
+        "measured": each.measured,
+        "error": each.error,
+        "missing": each.missing,
+    }
 
 
 def _page(predictor: Predictor, modes: list[Any], out: Path) -> str:
@@ -80,8 +146,6 @@ def _page(predictor: Predictor, modes: list[Any], out: Path) -> str:
 
 
 def _along(predictor: Predictor, modes: list[Any], counts: list[int], place: Point) -> list[Prediction]:
-    from dataclasses import replace
-
     return [predictor.at(mode, replace(place, nodes=count)) for mode in modes for count in counts]
 
 

@@ -1,0 +1,316 @@
+"""`--check`: write predictions to a file, then measure the same points on emulated nodes, and compare.
+
+predictions.json is written before anything is measured, with the commit of the code. A point in it is never changed:
+a check that is continued measures what is missing. Points are measured with `testbed.run`: real ranks, real messages on
+shaped links; each rank sleeps for what the profile says (rank/emulated.py). So the prediction is for such nodes: moving
+bytes does not slow their compute, and all are equally fast.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import testbed
+from testbed.predict.calibrate import Calibration, Measured
+from testbed.predict.scale import Point, Prediction, Predictor
+from testbed.results.folder import RunFolder, read_json, write_whole
+from testbed.spec.errors import SpecError, TestbedError, UsageError, one_line, refuse
+from testbed.spec.experiment import run_name
+from testbed.spec.mode import SyncMode
+from testbed.spec.units import format_duration, format_rate
+
+PREDICTIONS = "predictions.json"
+PROFILE = "profile.json"
+VERSION = 1  # of predictions.json
+STEPS, WARMUP = 8, 2  # of each measured run
+MAX_STEP_S = 60.0  # a point whose step would take longer is predicted and not measured
+MAX_NODES = 128  # that are emulated on one machine
+APART = 0.05  # modes whose measured steps differ by more must be ranked right
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One point of predictions.json, and what was measured there."""
+
+    mode: SyncMode
+    point: Point
+    predicted: float
+    low: float
+    high: float
+    measured: float | None = None
+    missing: str = ""  # why nothing was measured
+
+    @property
+    def error(self) -> float | None:
+        """Predicted / measured - 1."""
+        return self.predicted / self.measured - 1.0 if self.measured else None
+
+    @property
+    def name(self) -> str:
+        """The name of its run folder."""
+        words = [run_name(str(self.mode), self.point.nodes)]
+        words += [format_rate(round(self.point.rate))] if self.point.rate else []
+        words += [format_duration(self.point.delay)] if self.point.delay else []
+        words += [f"x{self.point.speed:g}"] if self.point.speed != 1 else []
+        return "-".join(words)
+
+
+def emulated(calibration: Calibration) -> Calibration:
+    """The calibration for nodes whose compute sleeps: nothing slows it, nothing varies, no quota slows messages."""
+    quota = min(1.0, calibration.base.node.cpus or 1.0)
+    return replace(
+        calibration,
+        node=replace(calibration.node, sleeps=True, jitter=(1.0,)),
+        wire=replace(calibration.wire, message=calibration.wire.message * quota),
+        copies={name: seconds * quota for name, seconds in calibration.copies.items()},
+        measured=[each for each in calibration.measured if each.emulated],
+    )
+
+
+def check(
+    calibration: Calibration,
+    modes: Sequence[SyncMode],
+    points: Iterable[Point],
+    out: Path,
+    announce: Callable[[Checked], None] = lambda each: None,
+    run: Callable[..., Any] | None = None,
+) -> list[Checked]:
+    """Predict all points, write them, measure them by `run` (testbed.run), and return them in order.
+
+    `announce` is called with each point before it is measured.
+
+    Raises UsageError if `out` has predictions of something else, or if no point can be measured.
+    """
+    predictor = Predictor(emulated(calibration))
+    wanted = [_begin(predictor.at(mode, point)) for point in points for mode in modes if _exists(mode, point)]
+    if not wanted:
+        raise refuse("--check", "", "there is no mode to measure", "Name modes that synchronise, e.g. ring,ddp.")
+    out.mkdir(parents=True, exist_ok=True)
+    written = _write(out, calibration, wanted)
+    profile = out / PROFILE
+    if not profile.exists():
+        calibration.profile.write(profile)
+    found = []
+    for each in written:
+        if not each.missing:
+            announce(each)
+            each = _measured(each, calibration, out, profile, run or testbed.run)
+        found.append(each)
+    return found
+
+
+def _exists(mode: SyncMode, point: Point) -> bool:
+    return mode.distributed and not mode.is_control and point.nodes > 1
+
+
+def _begin(found: Prediction) -> Checked:
+    seconds = found.step.seconds
+    missing = f"a step would take {seconds:.0f} s" if seconds > MAX_STEP_S else ""
+    missing = f"more than {MAX_NODES} nodes" if found.point.nodes > MAX_NODES else missing
+    return Checked(found.mode, found.point, seconds, found.low, found.high, missing=missing)
+
+
+# --- predictions.json --------------------------------------------------------------------------------------------
+
+
+def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> list[Checked]:
+    """Add the predictions that the file does not have yet; return those of the file for the wanted points."""
+    path, model = out / PREDICTIONS, calibration.profile.model
+    content: dict[str, Any] = {"schema": VERSION, "model": model, "points": []}
+    if path.exists():
+        content = _read(path)
+        if content["model"] != model:
+            rule = f"has predictions of {one_line(str(content['model']))}, not of {model}"
+            raise UsageError(f"{path}: {rule}. Give another folder with --out.")
+    known = {_place(each) for each in content["points"]}
+    fresh = [each for each in map(_as_json, wanted) if _place(each) not in known]
+    if fresh:
+        content["points"] += [each | {"commit": commit(), "written": time.time()} for each in fresh]
+        write_whole(path, json.dumps(content, indent=1), durable=True)
+    of_file = {_place(each): each for each in content["points"]}
+    return [_from_file(each, of_file[_place(_as_json(each))]) for each in wanted]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+        if content["schema"] != VERSION or not isinstance(content["points"], list):
+            raise ValueError(f"schema {content['schema']}")
+        return dict(content)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        rule = f"no predictions that this testbed reads ({one_line(str(error))})"
+        raise SpecError(f"{path}: {rule}. Give another folder with --out.") from None
+
+
+def _as_json(each: Checked) -> dict[str, Any]:
+    place = {"nodes": each.point.nodes, "rate": each.point.rate, "delay": each.point.delay, "speed": each.point.speed}
+    return {"mode": str(each.mode), **place, "seconds": each.predicted, "low": each.low, "high": each.high}
+
+
+def _place(each: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(each[key] for key in ("mode", "nodes", "rate", "delay", "speed"))
+
+
+def _from_file(each: Checked, own: dict[str, Any]) -> Checked:
+    return replace(each, predicted=float(own["seconds"]), low=float(own["low"]), high=float(own["high"]))
+
+
+def commit() -> str:
+    """The commit of the code that predicts, with + if it was changed since; the version outside of a clone."""
+    root = Path(__file__).parents[2]
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return testbed.__version__
+    return found.stdout.strip() or testbed.__version__
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def _measured(each: Checked, calibration: Calibration, out: Path, profile: Path, run: Callable[..., Any]) -> Checked:
+    """Measure a point, unless an earlier check has; what refuses or fails it is kept as the reason."""
+    folder = out / each.name
+    summary = _finished(folder)
+    if summary is None:
+        try:
+            summary = run(out=_free(folder), quiet=True, **keys(each, calibration, profile)).summary
+        except TestbedError as error:
+            if error.exit_code == 130:
+                raise
+            return replace(each, missing=one_line(str(error)))
+    if summary.status != "ok" or summary.seconds_per_step is None:
+        return replace(each, missing=one_line(f"{summary.status}: {summary.reason}"))
+    return replace(each, measured=summary.seconds_per_step)
+
+
+def _finished(folder: Path) -> Any:
+    """The summary of a run that ended well; None if there is none."""
+    if not RunFolder(folder).summary.is_file():
+        return None
+    summary = testbed.load(folder).summary  # type: ignore[union-attr]
+    return summary if summary.status == "ok" else None
+
+
+def _free(folder: Path) -> Path:
+    """The folder, after what an interrupted or failed run left there was set aside."""
+    if folder.exists():
+        RunFolder(folder).set_aside()
+    return folder
+
+
+def keys(each: Checked, calibration: Calibration, profile: Path) -> dict[str, Any]:
+    """What is requested of the run that measures a point."""
+    base, point = calibration.base, each.point
+    link = base.link.model_dump(mode="json")
+    if point.rate is not None:
+        link["rate"] = format_rate(round(point.rate))
+    if point.delay is not None:
+        link["delay"] = format_duration(point.delay) if point.delay else None
+    replayed = profile
+    if point.speed != 1:
+        replayed = profile.with_name(f"profile-x{point.speed:g}.json")
+        if not replayed.exists():
+            faster(calibration, point.speed).profile.write(replayed)
+    measured_steps = -(-(STEPS - WARMUP) // each.mode.every) * each.mode.every  # whole rounds of every:K
+    made = {
+        "mode": str(each.mode),
+        "nodes": point.nodes,
+        "batch_per_rank": calibration.profile.batch_per_rank,
+        "steps": WARMUP + measured_steps,
+        "warmup": WARMUP,
+        "link": {key: value for key, value in link.items() if value is not None},
+        "compute": f"emulated:{replayed}",
+    }
+    racks = calibration.racks
+    if racks:
+        size = max(map(len, racks))
+        own = [list(range(k, min(k + size, point.nodes))) for k in range(0, point.nodes, size)]
+        made["topology"] = calibration.base.topology.model_dump(mode="json") | {"racks": own}
+    return made
+
+
+def faster(calibration: Calibration, speed: float) -> Calibration:
+    """The calibration with a profile whose compute is so many times faster."""
+    profile = calibration.profile
+    times = ("data_s", "zero_s", "loss_s", "optimizer_s")
+    layers = tuple(
+        each.model_copy(update={"forward_s": each.forward_s / speed, "backward_s": each.backward_s / speed})
+        for each in profile.layers
+    )
+    update = {name: getattr(profile, name) / speed for name in times} | {"layers": layers}
+    return replace(calibration, profile=profile.model_copy(update=update))
+
+
+def with_measured(calibration: Calibration, found: Sequence[Checked]) -> Predictor:
+    """The predictor of emulated nodes that shows what a check has measured."""
+    base = calibration.base
+    measured = [
+        Measured(
+            each.mode,
+            each.point.nodes,
+            each.point.rate or (float(base.link.rate) if base.link.rate else None),
+            each.point.delay if each.point.delay is not None else base.link.delay or 0.0,
+            each.measured,
+            each.measured,
+            each.measured,
+            Path(each.name),
+            emulated=True,
+        )
+        for each in found
+        if each.measured and each.point.speed == 1
+    ]
+    own = emulated(calibration)
+    return Predictor(replace(own, measured=[*own.measured, *measured]))
+
+
+# --- what came out -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How good the predictions were."""
+
+    points: int
+    median: float  # of the absolute errors
+    worst: float
+    pairs: int  # of modes that were measured at one point and differ by more than APART
+    right: int  # of them ranked as predicted
+
+    @property
+    def sentence(self) -> str:
+        ranked = (
+            f"; {self.right} of {self.pairs} pairs of modes that differ by more than {100 * APART:g} % ranked right"
+        )
+        return (
+            f"{self.points} points: median error {100 * self.median:.1f} %, worst {100 * self.worst:.1f} %"
+            f"{ranked if self.pairs else ''}"
+        )
+
+
+def verdict(found: Sequence[Checked]) -> Verdict | None:
+    """The verdict on all measured points; None if nothing was measured."""
+    errors = [abs(each.error) for each in found if each.error is not None]
+    if not errors:
+        return None
+    pairs = right = 0
+    measured = [each for each in found if each.measured]
+    for number, one in enumerate(measured):
+        for other in measured[number + 1 :]:
+            ours, theirs = float(one.measured or 0), float(other.measured or 0)
+            if one.point == other.point and max(ours, theirs) > (1 + APART) * min(ours, theirs):
+                pairs += 1
+                right += (ours < theirs) == (one.predicted < other.predicted)
+    return Verdict(len(errors), statistics.median(errors), max(errors), pairs, right)
