@@ -24,6 +24,7 @@ from testbed.predict.collectives import GOODPUT, Wire, duration, loads_of
 from testbed.predict.step import ELEMENT_BYTES, Node, Work
 from testbed.report.load import Loaded, LoadedRun, Steps, load
 from testbed.results.profile import Profile, ProfiledLayer
+from testbed.results.theory import sent_share
 from testbed.spec.errors import SpecError, UsageError, one_line
 from testbed.spec.fabric import Racks
 from testbed.spec.mode import SyncMode
@@ -34,6 +35,8 @@ MESSAGE_S = 150e-6  # assumed where no small buffer was measured: a wake-up of e
 BYTE_CPU_S = 2.0e-9  # assumed: core-seconds per byte; 1.5 to 4 were measured through veth pairs
 CODE_S = 2.0e-9  # assumed: seconds of a codec per byte of gradient
 COPY_S = 0.5e-9  # assumed: seconds per byte of a copy
+ACKS = 0.016  # assumed: measured on shaped links of veth pairs; one acknowledgement of 66 bytes for two or three frames
+MAX_ACKS = 0.05
 WINDOW_BYTES = 4 << 20  # assumed: what one TCP connection of Linux has under way at most, by its default buffers
 SMALL_S = 2e-3  # a buffer whose bytes take less shows what its messages cost
 SAME_SIZE = 0.01  # a profile and a run are of one model if their gradients differ by less
@@ -126,6 +129,7 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         work = _from_records(alike, found, notes)
     jitter = _jitter(alike, work, given is not None and not _same_model(work, base), found)
     wire, efficiency = _network(base, found, notes)
+    wire = replace(wire, acks=_acks(alike, found))
     wire = replace(wire, message=_message(alike, wire, efficiency, found, notes))
     cpus, threads = _cpus(base, found)
     node = Node(
@@ -454,6 +458,28 @@ def _network(run: LoadedRun, found: list[Parameter], notes: list[str]) -> tuple[
         credit=BURST_S if shaped else 0.0,
     )
     return wire, efficiency
+
+
+def _acks(runs: Sequence[LoadedRun], found: list[Parameter]) -> float:
+    """Bytes of acknowledgements for each byte received: what interfaces counted beyond payload and its headers."""
+    shares, names = [], set()
+    for run in runs:
+        mode, racks = run.spec.mode, run.spec.topology.racks
+        if mode.silent or mode.is_script or mode.codec or mode.every > 1 or not run.spec.link.rate:
+            continue
+        loads = loads_of(mode, run.spec.world, racks)
+        sent = [each for each in run.summary.sent_per_step if each is not None]
+        payload = [sent_share(mode, run.spec.world, rank, racks) or 0.0 for rank in range(run.spec.world)]
+        if not loads or any(load.back != load.link for load in loads) or len(sent) < run.spec.world:
+            continue
+        shares.append(sum(sent) / sum(payload) / run.gradient - 1 / GOODPUT)
+        names.add(str(mode))
+    if not shares:
+        found.append(Parameter("acks", ACKS, "byte a byte", "assumed", 0.3, assumed=True))
+        return ACKS
+    value = min(MAX_ACKS, max(0.0, statistics.median(shares)))
+    found.append(Parameter("acks", value, "byte a byte", f"bytes counted in {', '.join(sorted(names))}", 0.05))
+    return value
 
 
 def _wire_of(run: LoadedRun, wire: Wire, efficiency: float) -> Wire:

@@ -2,13 +2,14 @@
 
 No algorithm is named here: what a round loads is `results.theory.round_loads`. For equal nodes that start together
 
-    a round            t = max(link share x S/B, uplink share x S/U) + o x messages of the busiest rank
+    a round            t = max((link share + c x share the other way) S/B, uplink share x S/U) + o x messages
     a message          is one segment, or is cut into p of them with w in flight at the same time
     rounds of a kind   n = count x p segments of s = t/p each:  n s + a                             if w s >= s + a
                                                                 floor((n-1)/w)(s + a) + ((n-1) mod w + 1) s + a   else
 
 with S bytes of the buffer, B and U byte/s of a link and an uplink, a the latency of one message, o what a message costs
-the thread that sends it. The two cases are the solution of the recurrence `end[k] = max(end[k-1], end[k-w] + a) + s`.
+the thread that sends it, c the bytes of acknowledgements for each byte that arrives. The two cases are the solution of
+the recurrence `end[k] = max(end[k-1], end[k-w] + a) + s`.
 
 `ends` solves the same recurrence for any rank's own start and rate (max-plus algebra), one round after the other.
 A duration has two parts: `wire`, in which the busiest link cannot carry anything else, and the rest, in which it could.
@@ -39,6 +40,7 @@ class Wire:
     rate: float  # payload byte/s of a link, each way
     latency: float = 0.0  # seconds from the last byte of a message sent to its use at the other end, delay included
     message: float = 0.0  # seconds of the sending thread for each message
+    acks: float = 0.0  # bytes that a link sends to acknowledge each byte that it receives
     uplink: float | None = None  # payload byte/s that all nodes of a rack share, each way
     uplink_latency: float = 0.0  # seconds more from rack to rack
     window: float = math.inf  # bytes that a TCP connection has under way at most
@@ -76,7 +78,7 @@ def duration(
     total = busy = 0.0
     for load in loads:
         count = 1 if once else load.count
-        link = float(load.link) * size / wire.payload
+        link = (float(load.link) + wire.acks * float(load.back)) * size / wire.payload
         uplink = float(load.uplink) * size / wire.uplink if wire.uplink else 0.0
         parts, window = 1, 1
         if segments is not None and load.messages == 1:
@@ -169,7 +171,9 @@ class Columns:
         single = len({*senders.tolist()}) == len({*receivers.tolist()}) == len(senders)
         parts = segments.count(float(shares.max()) * size) if segments and single else 1
         window = min(parts, (segments.in_flight or parts) if segments else 1)
-        own = shares * size / np.minimum(rates[senders], rates[receivers]) / parts + wire.message
+        back = np.bincount(receivers, weights=shares, minlength=n)[senders] if single else 0.0  # acknowledged meanwhile
+        rate = np.minimum(rates[senders], rates[receivers])
+        own = (shares + wire.acks * back) * size / rate / parts + wire.message
         return cls(senders, receivers, own * parts, (window - 1) * own, single)
 
     def carry_out(self, ready: Column, out: Column, into: Column, latency: float) -> None:

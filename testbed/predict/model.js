@@ -28,12 +28,12 @@ const model = (() => {
     return segments.most === null ? needed : Math.min(segments.most, needed);
   }
 
-  // loads: [link share, uplink share, messages, count] of each kind of round
+  // loads: [link share, share the other way, uplink share, messages, count] of each kind of round
   function duration(loads, segments, size, wire) {
     let seconds = 0, busy = 0;
     const rate = payload(wire);
-    for (const [linkShare, uplinkShare, messages, count] of loads) {
-      const link = linkShare * size / rate, uplink = wire.uplink ? uplinkShare * size / wire.uplink : 0;
+    for (const [linkShare, back, uplinkShare, messages, count] of loads) {
+      const link = (linkShare + wire.acks * back) * size / rate, uplink = wire.uplink ? uplinkShare * size / wire.uplink : 0;
       let parts = 1, window = 1;
       if (segments && messages === 1) {
         parts = partsOf(segments, linkShare * size);

@@ -142,7 +142,7 @@ def _of_nodes(mode: SyncMode, nodes: int, racks: Racks) -> dict[str, Any]:
 
 
 def _loads(loads: Sequence[RoundLoad]) -> list[list[float]]:
-    return [[float(each.link), float(each.uplink), each.messages, each.count] for each in loads]
+    return [[float(each.link), float(each.back), float(each.uplink), each.messages, each.count] for each in loads]
 
 
 def _mode(mode: SyncMode, predictor: Predictor) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class RoundLoad:
     """Rounds in sequence that load the network alike: shares of S, and messages, of the busiest in one of them."""
 
     link: Fraction  # what it sends or receives
+    back: Fraction  # what passes the same link the other way
     uplink: Fraction
     messages: int  # that one rank sends or receives
     count: int = 1  # of such rounds
@@ -82,7 +83,7 @@ def round_loads(mode: SyncMode, ranks: int, racks: Racks = ()) -> tuple[RoundLoa
 def _load(round_: Round, rack_of: Sequence[int]) -> RoundLoad:
     if isinstance(round_, Rotated) and not any(rack_of):
         sent = sum((t.share for t in round_.first), Fraction())
-        return RoundLoad(sent, Fraction(), len(round_.first))
+        return RoundLoad(sent, sent, Fraction(), len(round_.first))
     links: Counter[tuple[bool, int]] = Counter()  # by direction and rank
     messages: Counter[tuple[bool, int]] = Counter()
     uplinks: Counter[tuple[bool, int]] = Counter()
@@ -92,7 +93,9 @@ def _load(round_: Round, rack_of: Sequence[int]) -> RoundLoad:
             messages[end] += 1
             if rack_of[t.sender] != rack_of[t.receiver]:
                 uplinks[end[0], rack_of[end[1]]] += t.share  # type: ignore[assignment]
-    return RoundLoad(Fraction(max(links.values())), Fraction(max(uplinks.values(), default=0)), max(messages.values()))
+    outward, rank = max(links, key=lambda end: (links[end], links[not end[0], end[1]]))
+    link, back = Fraction(links[outward, rank]), Fraction(links[not outward, rank])
+    return RoundLoad(link, back, Fraction(max(uplinks.values(), default=0)), max(messages.values()))
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ def test_rounds_are_there_for_every_number_of_nodes(predictor: Predictor) -> Non
     assert set(found["rounds"]) == {"ring/"}
     assert set(found["rounds"]["ring/"]) == {n for n in NODES if n > 1}
     assert found["rounds"]["ring/"][8] == {
-        "all": [[1 / 8, 0.0, 1, 14]],
-        "reduce": [[1 / 8, 0.0, 1, 7]],
-        "gather": [[1 / 8, 0.0, 1, 7]],
+        "all": [[1 / 8, 1 / 8, 0.0, 1, 14]],
+        "reduce": [[1 / 8, 1 / 8, 0.0, 1, 7]],
+        "gather": [[1 / 8, 1 / 8, 0.0, 1, 7]],
     }
     assert found["modes"][2]["key"] is None
 
