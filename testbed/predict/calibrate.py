@@ -6,7 +6,7 @@ Each parameter has its source and its uncertainty (`Parameter`), what the folder
     tensors     the buffers of a mode that sends each tensor alone; else those of the mode with most buffers
     ready       when buckets were launched during backward (overlap, pipeline, DDP); else in proportion to bytes
     rate        the receipt's links; latency: its shortest round trip
-    message     what small buffers took beyond their bytes, a message
+    wakeup      what small buffers took beyond their bytes, for each message that waits for another
     byte_cpu    processor time of a rank in a mode beyond that of the control, a byte
     jitter      seconds of compute of each rank over those of the others in the same step
 """
@@ -31,7 +31,8 @@ from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.units import BURST_S
 
-MESSAGE_S = 150e-6  # assumed where no small buffer was measured: a wake-up of each end, on a machine that is not busy
+MESSAGE_S = 50e-6  # assumed: a thread hands a message to the kernel
+WAKEUP_S = 200e-6  # assumed where no small buffer was measured, on a machine that is not busy
 BYTE_CPU_S = 2.0e-9  # assumed: core-seconds per byte; 1.5 to 4 were measured through veth pairs
 CODE_S = 2.0e-9  # assumed: seconds of a codec per byte of gradient
 COPY_S = 0.5e-9  # assumed: seconds per byte of a copy
@@ -130,7 +131,8 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
     jitter = _jitter(alike, work, given is not None and not _same_model(work, base), found)
     wire, efficiency = _network(base, found, notes)
     wire = replace(wire, acks=_acks(alike, found))
-    wire = replace(wire, message=_message(alike, wire, efficiency, found, notes))
+    found.append(Parameter("message", MESSAGE_S, "s", "assumed", 0.5, assumed=True))
+    wire = replace(wire, message=MESSAGE_S, wakeup=_wakeup(alike, wire, efficiency, found, notes))
     cpus, threads = _cpus(base, found)
     node = Node(
         byte_cpu=_byte_cpu(alike, found, notes),
@@ -485,13 +487,13 @@ def _acks(runs: Sequence[LoadedRun], found: list[Parameter]) -> float:
 def _wire_of(run: LoadedRun, wire: Wire, efficiency: float) -> Wire:
     """The wire of another run than the base."""
     rate = run.spec.link.rate / 8 * efficiency if run.spec.link.rate else run.network.slowest
-    return replace(wire, rate=rate or wire.rate, latency=run.network.delay, message=0.0, credit=0.0)
+    return replace(wire, rate=rate or wire.rate, latency=run.network.delay, wakeup=0.0, message=MESSAGE_S, credit=0.0)
 
 
-def _message(
+def _wakeup(
     runs: Sequence[LoadedRun], wire: Wire, efficiency: float, found: list[Parameter], notes: list[str]
 ) -> float:
-    """Seconds of one message beyond its bytes and the latency, from small buffers that are sent one after the other."""
+    """Seconds until the receiver of a message uses it, from small buffers that are sent one after the other."""
     costs: list[float] = []
     names = set()
     for run in runs:
@@ -499,22 +501,20 @@ def _message(
         if mode.silent or mode.is_script or mode.schedule != "after" or mode.is_reference or mode.codec:
             continue
         loads, own = loads_of(mode, run.spec.world, run.spec.topology.racks), _wire_of(run, wire, efficiency)
-        if not loads:
-            continue
-        for size, seconds in _fastest(run):
+        for size, seconds in _fastest(run) if loads else []:
             once = duration(loads, mode.segments, size, own)
-            messages = duration(loads, mode.segments, size, replace(own, rate=1e18, latency=0.0, message=1.0)).seconds
-            if once.wire < SMALL_S:
-                costs.append(max(0.0, seconds - once.seconds) / messages)
+            waits = duration(loads, mode.segments, size, replace(own, wakeup=1.0)).seconds - once.seconds
+            if once.wire < SMALL_S and waits > 0:
+                costs.append(max(0.0, seconds - once.seconds) / waits)
                 names.add(str(mode))
     if not costs:
-        notes.append(f"no run sends small buffers one after the other: {1e6 * MESSAGE_S:g} us a message are assumed")
-        found.append(Parameter("message", MESSAGE_S, "s", "assumed", 0.7, assumed=True))
-        return MESSAGE_S
+        notes.append(f"no run sends small buffers one after the other: a wake-up of {1e6 * WAKEUP_S:g} us is assumed")
+        found.append(Parameter("wakeup", WAKEUP_S, "s", "assumed", 0.7, assumed=True))
+        return WAKEUP_S
     value = statistics.median(costs)
     spread = min(1.0, statistics.pstdev(costs) / value / np.sqrt(len(costs))) if value else 0.5
     source = f"{len(costs)} small buffers of {', '.join(sorted(names))}"
-    found.append(Parameter("message", value, "s", source, float(spread)))
+    found.append(Parameter("wakeup", value, "s", source, float(spread)))
     return value
 
 
@@ -597,7 +597,7 @@ def _code(runs: Sequence[LoadedRun], wire: Wire, efficiency: float, found: list[
     for run in runs:
         mode = run.spec.mode
         if mode.codec and mode.schedule == "after" and not mode.is_reference and run.gradient:
-            loads, own = loads_of(mode, run.spec.world), replace(_wire_of(run, wire, efficiency), message=wire.message)
+            loads, own = loads_of(mode, run.spec.world), replace(_wire_of(run, wire, efficiency), wakeup=wire.wakeup)
             sizes = {c.name: c.size for step in run.kept[0].comm for c in step if c.first_half}
             sent = sum(duration(loads, mode.segments, size, own).seconds for size in sizes.values())
             took = float(np.median(np.min([steps.blocked for steps in run.kept], axis=0)))

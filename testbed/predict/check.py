@@ -68,7 +68,7 @@ def emulated(calibration: Calibration) -> Calibration:
     return replace(
         calibration,
         node=replace(calibration.node, sleeps=True, jitter=(1.0,)),
-        wire=replace(calibration.wire, message=calibration.wire.message * quota),
+        wire=replace(calibration.wire, wakeup=calibration.wire.wakeup * quota),
         copies={name: seconds * quota for name, seconds in calibration.copies.items()},
         measured=[each for each in calibration.measured if each.emulated],
     )

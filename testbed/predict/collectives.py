@@ -7,7 +7,7 @@ No algorithm is named here: what a round loads is `results.theory.round_loads`. 
     rounds of a kind   n = count x p segments of s = t/p each:  n s + a                             if w s >= s + a
                                                                 floor((n-1)/w)(s + a) + ((n-1) mod w + 1) s + a   else
 
-with S bytes of the buffer, B and U byte/s of a link and an uplink, a the latency of one message, o what a message costs
+with S bytes of the buffer, B and U byte/s of a link and an uplink, a the latency of one message and of waking its receiver, o what a message costs
 the thread that sends it, c the bytes of acknowledgements for each byte that arrives. The two cases are the solution of
 the recurrence `end[k] = max(end[k-1], end[k-w] + a) + s`.
 
@@ -38,7 +38,8 @@ class Wire:
     """The network between equal nodes, as collectives see it."""
 
     rate: float  # payload byte/s of a link, each way
-    latency: float = 0.0  # seconds from the last byte of a message sent to its use at the other end, delay included
+    latency: float = 0.0  # seconds of the way, one way, delay included
+    wakeup: float = 0.0  # seconds from a message's arrival until its receiver uses it
     message: float = 0.0  # seconds of the sending thread for each message
     acks: float = 0.0  # bytes that a link sends to acknowledge each byte that it receives
     uplink: float | None = None  # payload byte/s that all nodes of a rack share, each way
@@ -85,7 +86,7 @@ def duration(
             parts = segments.count(float(load.link) * size)
             window = min(parts, segments.in_flight or parts)
         own = max(link, uplink) / parts + wire.message * load.messages
-        latency = wire.latency + (wire.uplink_latency if load.uplink else 0.0)
+        latency = wire.latency + wire.wakeup + (wire.uplink_latency if load.uplink else 0.0)
         total += chain(count * parts, own, window, latency)
         busy += count * parts * own
     return Duration(total, busy)
@@ -142,7 +143,7 @@ def ends(mode: SyncMode, size: float, starts: Column, rates: Column, wire: Wire,
     for number, round_ in enumerate((*rounds.reduce, *rounds.gather)):
         alike = tuple((t.receiver, t.share) for t in round_.first) if isinstance(round_, Rotated) else number
         columns = known.setdefault(alike, known.get(alike) or Columns.of(round_, n, size, rates, segments, wire))
-        columns.carry_out(ready, out, into, wire.latency)
+        columns.carry_out(ready, out, into, wire.latency + wire.wakeup)
     return np.maximum(ready, out)
 
 

@@ -40,7 +40,7 @@ const model = (() => {
         window = Math.min(parts, segments.in_flight || parts);
       }
       const own = Math.max(link, uplink) / parts + wire.message * messages;
-      seconds += chain(count * parts, own, window, wire.latency + (uplinkShare ? wire.uplink_latency : 0));
+      seconds += chain(count * parts, own, window, wire.latency + wire.wakeup + (uplinkShare ? wire.uplink_latency : 0));
       busy += count * parts * own;
     }
     return { seconds, wire: busy, use: seconds > 0 ? busy / seconds : 1 };

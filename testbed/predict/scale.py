@@ -177,6 +177,7 @@ def _draws(calibration: Calibration) -> list[Draw]:
                     wire,
                     rate=wire.rate * factor("rate"),
                     latency=wire.latency * factor("latency"),
+                    wakeup=wire.wakeup * factor("wakeup"),
                     message=wire.message * factor("message"),
                     window=wire.window * factor("window"),
                 ),

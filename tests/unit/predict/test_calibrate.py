@@ -50,7 +50,7 @@ def test_what_the_runs_do_not_show_is_assumed_and_said(tmp_path: Path) -> None:
     make_run(tmp_path / "ring", mode="ring", **LINK)
     found = calibrate([tmp_path])
     assumed = {each.name for each in found.parameters if each.assumed}
-    assert {"tensors", "ready", "message", "byte_cpu"} - assumed <= {"tensors", "message"}
+    assert {"ready", "message", "wakeup", "byte_cpu"} <= assumed
     assert any("proportion" in note for note in found.notes)
 
 
