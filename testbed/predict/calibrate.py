@@ -321,7 +321,11 @@ def _tensors(runs: Sequence[LoadedRun], found: list[Parameter], notes: list[str]
         if mode.silent or mode.codec or mode.is_script or not run.kept[0].comm or mode.row.sends_parameters:
             continue
         sizes = {c.name: c.size for step in run.kept[0].comm for c in step if c.first_half}
-        if sum(sizes.values()) == int(run.gradient) and len(sizes) > len(best):
+        better = whose is None or (mode.granularity == "param", len(sizes)) > (
+            whose.spec.mode.granularity == "param",
+            len(best),
+        )
+        if sum(sizes.values()) == int(run.gradient) and better:
             best = [sizes[name] for name in sorted(sizes, key=_number)]  # bucket 0 is the last layer
             whose = run
     if whose is None:

@@ -7,9 +7,9 @@ No algorithm is named here: what a round loads is `results.theory.round_loads`. 
     rounds of a kind   n = count x p segments of s = t/p each:  n s + a                             if w s >= s + a
                                                                 floor((n-1)/w)(s + a) + ((n-1) mod w + 1) s + a   else
 
-with S bytes of the buffer, B and U byte/s of a link and an uplink, a the latency of one message and of waking its receiver, o what a message costs
-the thread that sends it, c the bytes of acknowledgements for each byte that arrives. The two cases are the solution of
-the recurrence `end[k] = max(end[k-1], end[k-w] + a) + s`.
+with S bytes of the buffer, B and U byte/s of a link and an uplink, a the latency of one message and of waking its
+receiver, o what a message costs the thread that sends it, c the bytes of acknowledgements for each byte that arrives.
+The two cases are the solution of the recurrence `end[k] = max(end[k-1], end[k-w] + a) + s`.
 
 `ends` solves the same recurrence for any rank's own start and rate (max-plus algebra), one round after the other.
 A duration has two parts: `wire`, in which the busiest link cannot carry anything else, and the rest, in which it could.
