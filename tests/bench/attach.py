@@ -43,6 +43,7 @@ STYLES = {"ddp": "DDP", "gather": "gather and scatter"}
 PAIRS = 8  # in the order with, without, without, with, ...; the median of their ratios counts, as the machine drifts
 CALIBRATION = (16, 512)  # images a step; the step's length is a line through both
 WARMUP = 10
+END_OF_OUTPUT = 4000  # characters shown of a rank that ended badly, e.g. with the stacks of its threads
 
 
 class Timed(NamedTuple):
@@ -68,7 +69,7 @@ def cost() -> Iterator[Figure]:
 
 def _run_alone(style: str, batch: int, steps: int, attached: bool) -> Timed:
     """Run the script on cores of this machine, without the controller."""
-    variables = {"STYLE": style, "MODEL": "mlp", "BATCH": str(batch), "STEPS": str(steps)}
+    variables = {"STYLE": style, "MODEL": "mlp", "BATCH": str(batch), "STEPS": str(steps), "PYTHONFAULTHANDLER": "1"}
     cores = usable_cores()
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(
@@ -84,7 +85,7 @@ def _run_alone(style: str, batch: int, steps: int, attached: bool) -> Timed:
         if rank.unseen:
             raise SystemExit(f"the script was not seen ({rank.unseen}): {rank.output}")
         if rank.code:
-            print(f"  exit code {rank.code}: {rank.output[-300:]}", flush=True)
+            print(f"  attached {attached}, exit code {rank.code}: {rank.output[-END_OF_OUTPUT:]}", flush=True)
     return printed([rank.output for rank in ranks])._replace(codes=tuple(rank.code for rank in ranks))
 
 
@@ -148,7 +149,7 @@ def cost_figures(style: str, milliseconds: int, attached: Sequence[Timed], alone
     digits = f"{len(attached)} pairs of runs, {len(alone[0].losses)} losses each, all digits"
     yield Figure(name=f"pairs whose losses differ, {name}", value=different, high=0, detail=digits)
     codes, own = ([code for run in runs for code in run.codes] for runs in (attached, alone))
-    yield Figure(  # without a limit: torch itself aborts one rank in about fifty when its threads end
+    yield Figure(  # without a limit: a rank of a plain script may be aborted when torch's threads end, too
         name=f"ranks with the observer that end with another code than 0, {name}",
         value=sum(code != 0 for code in codes),
         detail=f"of {len(codes)}; without it {sum(code != 0 for code in own)} of {len(own)}",
