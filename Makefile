@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv data run test check docs picture bench soak fuzz engine wheels image up down clean
+.PHONY: help venv data run test check docs picture bench measure soak repeat fuzz engine wheels image up down clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,8 +46,14 @@ picture: $(VENV)/.ready ## make docs/report.png, a picture of a report page (ARG
 bench: data ## run the benchmarks (90 minutes on an idle machine; ARGS=PART: one part)
 	$(BIN)/python -m tests.bench $(ARGS)
 
+measure: data ## measure what is missing of all experiments and benchmarks at this commit; resumes (ARGS=--list: say what)
+	$(BIN)/python -m tests.bench.measure $(ARGS)
+
 soak: $(VENV)/.ready ## inject kills, faults and bad input many times and count failures; resumes (ARGS="kill resume": some parts)
 	$(BIN)/python -m tests.soak $(ARGS)
+
+repeat: $(VENV)/.ready ## run the tests ten times, every second time beside a busy core; resumes (ARGS="--times 3 tests/unit")
+	$(BIN)/python -m tests.repeat $(ARGS)
 
 fuzz: $(VENV)/.ready ## try random specs, modes, faults and files, many more than make test
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/unit/spec -q $(ARGS)

@@ -7,6 +7,11 @@ What is written lies between two marks. The first word after `begin` is a row of
 
     <!-- begin bench loop start (made by `make docs`) -->      the figures of these parts of results/bench.json
     <!-- end bench loop start -->
+
+    sweeps              the tables of every experiment in results/sweeps (`make measure`)
+    earlier NAME        a table of results/earlier.json, without the experiments that results/sweeps has
+    quick               what `make run` prints
+    mistakes            what is wrong in the published figures, from the experiment files
 """
 
 from __future__ import annotations
@@ -14,17 +19,28 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tarfile
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from testbed.report.load import load
+from testbed.report.model import Chapter, chapters
+from testbed.report.published import published
+from testbed.report.tables import Table, as_text, modes
+from testbed.results.table import caption, format_table, table
+from testbed.spec.experiment import Experiment
 from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import parse_rate
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "results" / "bench.json"
+SWEEPS = ROOT / "results" / "sweeps"  # NAME.tar.xz: run folders of an experiment, and how they were measured
+EARLIER = ROOT / "results" / "earlier.json"  # tables that were typed before files were kept
+MAX_ROWS = 24  # of a table in a document: the rest is left out
 DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 BLOCK = re.compile(r"(<!-- begin ([^\n(]+?) \(made by `make docs`\) -->\n).*?(<!-- end \2 -->\n)", re.S)
 SMALL = 1e-3  # values below are written as 1.1e-13
@@ -244,10 +260,91 @@ def _measured_at(parts: dict[str, Part]) -> str:
     )
 
 
+# --- runs of experiments ---------------------------------------------------------------------------------------------
+
+
+@cache
+def archived(name: str) -> tuple[Chapter, dict[str, Any]] | None:
+    """The runs of an experiment and what `make measure` noted of them; None if there is no archive."""
+    path = SWEEPS / f"{name}.tar.xz"
+    if not path.is_file():
+        return None
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(path) as tar:
+        tar.extractall(folder, filter="data")
+        facts: dict[str, Any] = json.loads((Path(folder) / name / "measured.json").read_text(encoding="utf-8"))
+        loaded = load([Path(folder) / name])
+    (chapter,) = chapters(loaded)
+    return chapter, facts
+
+
+@cache
+def earlier_file() -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(EARLIER.read_text(encoding="utf-8"))
+    return tables
+
+
+def sweeps() -> Lines:
+    """A section for each archive."""
+    names = sorted(path.name.removesuffix(".tar.xz") for path in SWEEPS.glob("*.tar.xz"))
+    return [line for name in names if name != "quick" for line in [*_section(name), ""]][:-1]
+
+
+@cache
+def _section(name: str) -> Lines:
+    """Title, how it was measured, each published finding with its state, and the tables."""
+    found = archived(name)
+    assert found is not None
+    chapter, facts = found
+    where = f"{len(chapter.summaries)} runs, {facts['minutes']:g} minutes on {facts['substrate']}"
+    lines = [f"### `{name}`: {as_text(chapter.title)}", "", f"{as_text(caption(chapter.summaries))}."]
+    lines += [f"Measured at commit {facts['commit']}, load {facts['load']:g} before; {where}."]
+    part = published(chapter)
+    if part and part.sentences:
+        lines += ["", *(f"- {claim.word} {as_text(claim.text)}" for claim in part.sentences)]
+    for each in part.tables if part else [modes(chapter)]:
+        lines += ["", f"{as_text(each.title)}:", "", *_table_lines(each)]
+    return lines
+
+
+def _table_lines(made: Table) -> Lines:
+    rows = [[as_text(cell) for cell in row] for row in made.rows[:MAX_ROWS]]
+    more = ["", f"{len(made.rows) - MAX_ROWS} more rows are left out."] if len(made.rows) > MAX_ROWS else []
+    return [*format_table(made.header, rows).splitlines(), *more, *(["", as_text(made.note)] if made.note else [])]
+
+
+def earlier(name: str) -> Lines:
+    """Rows whose first cell names an experiment that has an archive are left out."""
+    stored = earlier_file()[name]
+    rows = [row for row in stored["rows"] if archived(row[0]) is None]
+    lines = [f"| {' | '.join(row)} |" for row in (stored["header"], ["---"] * len(stored["header"]), *rows)]
+    return [*lines, "", f"Measured at commit {stored['commit']}."]
+
+
+def quick() -> Lines:
+    """What `make run` printed when it was measured last."""
+    found = archived("quick")
+    if found is None:
+        return ["```", *earlier_file()["quick"]["lines"], "```"]
+    runs = found[0].summaries
+    return ["```", caption(runs), "", *format_table(*table(runs)).splitlines(), "```"]
+
+
+def mistakes() -> Lines:
+    paths = sorted((ROOT / "experiments").glob("r[0-9]*.toml"))
+    return [
+        f"- `{path.stem}`: {each}" for path in paths for each in Experiment.read(path).published.get("mistakes", [])
+    ]
+
+
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 MADE: dict[str, Callable[..., Lines]] = {
-    each.__name__: each for each in (algorithms, schedules, codecs, faults, bench, steps, profile)
+    each.__name__: each
+    for each in (
+        *(algorithms, schedules, codecs, faults),
+        *(bench, steps, profile),
+        *(sweeps, earlier, quick, mistakes),
+    )
 }
 
 

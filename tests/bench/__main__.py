@@ -70,8 +70,10 @@ def main() -> int:
         for figure in PARTS[part]():
             print(f"  {figure}", flush=True)
             figures.append(figure.as_dict())
-        print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
-        kept[part] = {"commit": commit_of_all(commit, before, _commit()), "load": round(load, 2), "figures": figures}
+        seconds = round(time.monotonic() - begun)
+        print(f"  ({seconds} s)", flush=True)
+        facts = {"commit": commit_of_all(commit, before, _commit()), "load": round(load, 2), "seconds": seconds}
+        kept[part] = facts | {"figures": figures}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     met = limits_met(figure for part in chosen for figure in kept[part]["figures"])

@@ -1,0 +1,263 @@
+"""`make measure`: measure what is missing at the present commit: all experiments, then all parts of the bench.
+
+    make measure                    everything that is missing; continues where it was stopped
+    make measure ARGS="r3 growth"   some experiments and parts
+    make measure ARGS=--list        only say what is missing and how long it takes
+
+An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT. When all of its runs
+are there, their records are written to results/sweeps/NAME.tar.xz, with commit, load and machine. Before each
+experiment and part it waits until the machine is quiet. Afterwards `make docs` writes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed.control import api
+from testbed.results.conclude import Summary
+from testbed.results.folder import EXPERIMENT, RunFolder
+from testbed.spec.experiment import Experiment
+from testbed.spec.run import RunSpec
+from tests.bench.__main__ import PARTS
+from tests.bench.figures import MEASURED
+from tests.support.provenance import ROOT, code_commit, commit_of_all, current
+
+SWEEPS = ROOT / "results" / "sweeps"
+BENCH = ROOT / "results" / "bench.json"
+FACTS = "measured.json"  # the first file of an archive: commit, load, minutes, substrate
+MAX_RESULTS_BYTES = 10_000_000  # all of results/
+DECIMALS = 6  # of numbers in an archive: microseconds
+QUIET_SHARE = 0.10  # of all processors' time in use, by others or stolen by the host, while nothing is measured
+SAMPLE_S = 5.0
+QUIET_SAMPLES = 3  # in a row
+
+
+@dataclass(frozen=True)
+class Item:
+    """An experiment or a part of the bench."""
+
+    name: str
+    minutes: float | None  # None: it was never timed
+    missing: bool
+    measure: Callable[[], bool]  # returns False if it is still missing
+
+
+def main() -> int:
+    """Measure the items that are missing. Return exit code 1 if one is still missing at the end."""
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="make measure", description=__doc__, formatter_class=form)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments or parts of the bench; none means all")
+    parser.add_argument("--list", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    every = items()
+    known = list(dict.fromkeys(item.name for item in every))  # `codecs` is an experiment and a part
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"unknown name {unknown[0]!r}; known: {', '.join(known)}")
+    missing = [item for item in every if item.missing and item.name in (options.names or known)]
+    print(plan(missing), flush=True)
+    if options.list:
+        return 0
+    still = []
+    for number, item in enumerate(missing, start=1):
+        wait_until_quiet()
+        print(f"[{number}/{len(missing)}] {item.name}, {_duration(item)}; then {total(missing[number:])}", flush=True)
+        if not item.measure():
+            still.append(item.name)
+    if still:
+        print(f"still missing: {', '.join(still)}. Read why above, then run make measure again.")
+    return 1 if still else 0
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+def items() -> list[Item]:
+    paths = [path for path in sorted((ROOT / "experiments").glob("*.toml")) if path.name != "tuned.toml"]
+    stored = json.loads(BENCH.read_text()) if BENCH.is_file() else {}
+    bench_commit = code_commit(*MEASURED)
+    parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS]
+    return [*map(_experiment, paths), *parts]
+
+
+def _experiment(path: Path) -> Item:
+    takes = re.search(r"\d+", Experiment.read(path).takes)
+    archive, commit = SWEEPS / f"{path.stem}.tar.xz", experiment_commit(path)
+    missing = not current(facts(archive).get("commit", ""), commit)
+    return Item(path.stem, float(takes[0]) if takes else None, missing, lambda: sweep(path, archive))
+
+
+def _part(name: str, stored: dict[str, Any], commit: str) -> Item:
+    seconds = stored.get("seconds")
+    minutes = None if seconds is None else seconds / 60
+    return Item(name, minutes, not current(stored.get("commit", ""), commit), lambda: _bench(name))
+
+
+def experiment_commit(path: Path) -> str:
+    return code_commit("testbed", f"experiments/{path.name}", "requirements*.txt")
+
+
+def facts(archive: Path) -> dict[str, Any]:
+    """What an archive says of its measurement; empty if there is none."""
+    if not archive.is_file():
+        return {}
+    with tarfile.open(archive) as tar:
+        first = tar.next()
+        content = tar.extractfile(first) if first and first.name.endswith(f"/{FACTS}") else None
+        found: dict[str, Any] = json.load(content) if content else {}
+    return found
+
+
+def plan(missing: Sequence[Item]) -> str:
+    lines = [f"  {item.name:<16} {_duration(item)}" for item in missing]
+    return "\n".join([*lines, f"missing at this commit: {len(missing)}, {total(missing)}"])
+
+
+def total(items: Sequence[Item]) -> str:
+    """How long these items take together: `about 75 minutes and 2 that were never timed`."""
+    minutes, unknown = sum(item.minutes or 0.0 for item in items), sum(item.minutes is None for item in items)
+    return f"about {minutes:.0f} minutes" + (f" and {unknown} that were never timed" if unknown else "")
+
+
+def _duration(item: Item) -> str:
+    return "never timed" if item.minutes is None else f"about {max(1.0, item.minutes):.0f} minutes"
+
+
+# --- a quiet machine --------------------------------------------------------------------------------------------------
+
+
+def wait_until_quiet(shares: Iterator[float] | None = None) -> None:
+    """Wait until the processors were in use for less than QUIET_SHARE in QUIET_SAMPLES samples in a row."""
+    shares, quiet, said = shares or busy_shares(), 0, False
+    while quiet < QUIET_SAMPLES:
+        share = next(shares)
+        quiet = quiet + 1 if share < QUIET_SHARE else 0
+        if not quiet and not said:
+            said = True
+            print(f"waiting: {share:.0%} of the processors are in use, at most {QUIET_SHARE:.0%} may be", flush=True)
+
+
+def busy_shares() -> Iterator[float]:
+    """The share of all processors that was in use or stolen, in one sample after the other."""
+    before = _ticks()
+    while True:
+        time.sleep(SAMPLE_S)
+        now = _ticks()
+        idle, every = (b - a for a, b in zip(before, now, strict=True))
+        yield 1 - idle / every
+        before = now
+
+
+def _ticks() -> tuple[int, int]:
+    """Idle ticks and all ticks of all processors, from /proc/stat; waiting for a disk is idle."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return fields[3] + fields[4], sum(fields)
+
+
+# --- measure ----------------------------------------------------------------------------------------------------------
+
+
+def _bench(name: str) -> bool:
+    """Run a part in a process of its own. A missed limit is a result too."""
+    subprocess.run([sys.executable, "-m", "tests.bench", "--resume", name], cwd=ROOT, check=False)
+    stored = json.loads(BENCH.read_text()) if BENCH.is_file() else {}
+    return current(stored.get(name, {}).get("commit", ""), code_commit(*MEASURED))
+
+
+def sweep(path: Path, archive: Path) -> bool:
+    """Run what is missing of an experiment; write its archive if all runs are there."""
+    commit, begun, load = experiment_commit(path), time.monotonic(), os.getloadavg()[0]
+    os.environ["TESTBED_RUNS"] = str(ROOT / "runs" / f"measure-{commit}")
+    experiment = Experiment.read(path)
+    on = "netns" if any(map(_shaped, experiment.runs())) else "process"
+    runs = api.sweep(path, on=on, fresh=not current(commit, commit))
+    if len(runs) < len(experiment.runs()) or not all(_as_wanted(run.summary) for run in runs):
+        print(f"{path.stem}: not written, {len(runs.errors)} runs failed", flush=True)
+        return False
+    measured = {
+        "commit": commit_of_all(commit, experiment_commit(path)),
+        "load": round(load, 2),
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "substrate": on,
+    }
+    pack(runs.path, [run.path for run in runs], archive, measured)
+    print(f"{path.stem}: {archive.stat().st_size / 1e6:.2f} MB in {archive.relative_to(ROOT)}", flush=True)
+    size = sum(file.stat().st_size for file in (ROOT / "results").rglob("*") if file.is_file())
+    if size > MAX_RESULTS_BYTES:
+        raise SystemExit(
+            f"results/: {size / 1e6:.1f} MB, at most {MAX_RESULTS_BYTES / 1e6:.0f} are kept. Remove an archive."
+        )
+    return current(measured["commit"], experiment_commit(path))
+
+
+def _shaped(spec: RunSpec) -> bool:
+    return bool(spec.limiting_rates or spec.node.cpus or spec.overrides or spec.faults)
+
+
+def _as_wanted(summary: Summary) -> bool:
+    """A run with faults may fail: that is its result."""
+    return summary.status == "ok" or bool(summary.spec.faults and summary.status == "failed")
+
+
+# --- archives ---------------------------------------------------------------------------------------------------------
+
+
+def pack(folder: Path, runs: Sequence[Path], archive: Path, measured: dict[str, Any]) -> None:
+    """Write what a report reads of these run folders. Equal runs give an equal file."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    temporary = archive.with_name(f"{archive.name}.tmp")
+    with tarfile.open(temporary, "w:xz", preset=9) as tar:
+        _add(tar, f"{folder.name}/{FACTS}", json.dumps(measured, indent=1) + "\n")
+        _add(tar, f"{folder.name}/{EXPERIMENT}", (folder / EXPERIMENT).read_text())
+        for run in sorted(runs):
+            spec = Summary.read(RunFolder(run)).spec
+            for path in sorted(file for file in run.iterdir() if file.suffix in (".json", ".jsonl", ".txt")):
+                if not path.name.endswith(".trace.json"):
+                    text = path.read_text()
+                    text = "".join(_records(text, spec)) if path.suffix == ".jsonl" else text
+                    _add(tar, f"{folder.name}/{run.name}/{path.name}", text)
+    temporary.replace(archive)
+
+
+def _add(tar: tarfile.TarFile, name: str, text: str) -> None:
+    content, entry = text.encode(), tarfile.TarInfo(name)
+    entry.size, entry.mode = len(content), 0o644
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def _records(text: str, spec: RunSpec) -> Iterator[str]:
+    """Records with rounded numbers. Where times do not matter, only the last step of each epoch and hash are kept."""
+    records = [json.loads(line) for line in text.splitlines()]
+    if spec.epochs and not spec.probe and not spec.faults:
+        last = {(each["kind"], each.get("epoch")): each for each in records if each["kind"] in ("step", "hash")}
+        kept = {id(each) for each in last.values()}
+        records = [each for each in records if each["kind"] not in ("step", "hash") or id(each) in kept]
+        records = [each | dict.fromkeys(LISTS & each.keys(), ()) for each in records]
+    return (json.dumps(_rounded(each), separators=(",", ":")) + "\n" for each in records)
+
+
+LISTS = {"phases", "comm", "stalls", "copying"}  # of a step: its intervals
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, DECIMALS)
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

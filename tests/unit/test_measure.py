@@ -1,0 +1,157 @@
+"""`make measure`: what is missing, how long it takes, when the machine is quiet, and what an archive keeps of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from testbed.report.load import load
+from testbed.report.model import Chapter, chapters
+from testbed.report.tables import modes, ranks
+from testbed.results.conclude import Summary
+from testbed.results.folder import EXPERIMENT, RunFolder
+from testbed.spec.run import RunSpec
+from tests.bench import measure
+from tests.support.provenance import DIRTY, ROOT
+from tests.support.synthetic import make_run
+
+FACTS = {"commit": "abc", "load": 0.1, "minutes": 2.5, "substrate": "netns"}
+
+
+def test_an_archive_gives_the_same_tables_as_the_run_folders(tmp_path: Path) -> None:
+    """So do the shares of a profiler. What a report does not read is left out."""
+    folder = tmp_path / "runs" / "few"
+    for mode in ("single", "ring", "ddp"):
+        make_run(folder / mode, mode=mode, experiment="few", link={"rate": "500mbit"})
+        RunFolder(folder / mode).profile(0).write_text(json.dumps({"compute": 0.5}))
+        RunFolder(folder / mode).log(0).write_text("a line")
+        RunFolder(folder / mode).trace(0).write_text("{}")
+    (folder / EXPERIMENT).write_text(json.dumps({"name": "few", "title": "t"}))
+    archive = tmp_path / "results" / "few.tar.xz"
+    measure.pack(folder, [folder / mode for mode in ("ddp", "ring", "single")], archive, FACTS)
+    with tarfile.open(archive) as tar:
+        assert not [name for name in tar.getnames() if name.endswith((".log", ".trace.json"))]
+        tar.extractall(tmp_path / "again", filter="data")
+    assert measure.facts(archive) == FACTS
+    once, again = chapter_in(folder), chapter_in(tmp_path / "again")
+    for table in (modes, ranks):
+        assert table(again) == table(once)
+    first = archive.read_bytes()
+    measure.pack(folder, [folder / mode for mode in ("ring", "single", "ddp")], archive, FACTS)
+    assert archive.read_bytes() == first
+
+
+def chapter_in(folder: Path) -> Chapter:
+    (chapter,) = chapters(load([folder]))
+    return chapter
+
+
+def test_an_archive_of_runs_without_times_has_one_step_of_each_epoch() -> None:
+    kinds = ["start", "hash", "step", "step", "hash", "eval", "step", "step", "hash", "eval", "end"]
+    lines = [{"kind": kind, "number": k, "x": 0.123456789} for k, kind in enumerate(kinds)]
+    for line in lines:
+        line |= {"epoch": int(line["number"]) // 6} if line["kind"] == "step" else {}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+
+    def kept(**values: Any) -> list[int]:
+        spec = RunSpec.load({"mode": "ring", "steps": 4} | values, "")
+        records = [json.loads(line) for line in measure._records(text, spec)]
+        assert {record["x"] for record in records} == {0.123457}
+        return [record["number"] for record in records]
+
+    thinned = [0, 3, 5, 7, 8, 9, 10]
+    assert kept(epochs=2, steps=None, probe=False) == thinned
+    assert kept(epochs=2, steps=None) == kept(probe=False) == list(range(11))
+
+
+def test_archives_that_are_kept_are_whole_and_small() -> None:
+    for archive in measure.SWEEPS.glob("*.tar.xz"):
+        found = measure.facts(archive)
+        assert {"commit", "load", "minutes", "substrate"} <= found.keys() and not found["commit"].endswith(DIRTY)
+    size = sum(file.stat().st_size for file in (ROOT / "results").rglob("*") if file.is_file())
+    assert size <= measure.MAX_RESULTS_BYTES
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`measured(items, "--list")`: the names that were measured, the exit code, and what was printed."""
+
+    def run(missing: dict[str, tuple[float | None, bool]], *argv: str, fails: str = "") -> SimpleNamespace:
+        done: list[str] = []
+
+        def item(name: str, minutes: float | None, is_missing: bool) -> measure.Item:
+            return measure.Item(name, minutes, is_missing, lambda: done.append(name) is None and name != fails)
+
+        monkeypatch.setattr(measure, "items", lambda: [item(name, *each) for name, each in missing.items()])
+        monkeypatch.setattr(measure, "wait_until_quiet", lambda: None)
+        monkeypatch.setattr(sys, "argv", ["measure", *argv])
+        code = measure.main()
+        return SimpleNamespace(done=done, code=code, printed=capsys.readouterr().out)
+
+    return run
+
+
+SOME = {"r0": (13.0, True), "r1": (9.0, False), "growth": (None, True), "loop": (2.4, True)}
+
+
+def test_what_is_missing_is_measured_and_the_time_is_said_before(measured: Any) -> None:
+    listed = measured(SOME, "--list")
+    assert listed.done == [] and listed.code == 0
+    assert "missing at this commit: 3, about 15 minutes and 1 that were never timed" in listed.printed
+    everything = measured(SOME)
+    assert everything.done == ["r0", "growth", "loop"] and everything.code == 0
+    assert "[1/3] r0, about 13 minutes; then about 2 minutes and 1 that were never timed" in everything.printed
+
+
+def test_one_that_fails_does_not_end_the_others_and_is_named(measured: Any) -> None:
+    failed = measured(SOME, fails="r0")
+    assert failed.done == ["r0", "growth", "loop"] and failed.code == 1
+    assert "still missing: r0." in failed.printed
+    assert measured(SOME, "loop", "r1").done == ["loop"]
+    with pytest.raises(SystemExit):
+        measured(SOME, "lop")
+
+
+def test_a_stored_result_of_another_commit_or_of_a_changed_tree_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(stored: str) -> bool:
+        monkeypatch.setattr(measure, "facts", lambda _: {"commit": stored})
+        monkeypatch.setattr(measure, "code_commit", lambda *_: "abc")
+        return measure._experiment(ROOT / "experiments" / "r3.toml").missing
+
+    assert [missing(stored) for stored in ("abc", "def", "abc" + DIRTY, "")] == [False, True, True, True]
+
+
+def test_every_experiment_and_every_part_is_an_item_with_its_time() -> None:
+    found = measure.items()
+    names = {path.stem for path in (ROOT / "experiments").glob("*.toml")} - {"tuned"}
+    assert sorted(item.name for item in found) == sorted([*names, *measure.PARTS])
+    assert all(item.minutes for item in found[: len(names)])
+
+
+def test_it_waits_for_several_quiet_samples_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = iter([0.9, 0.05, 0.5, 0.05, 0.05, 0.05, 0.9])
+    measure.wait_until_quiet(shares)
+    assert list(shares) == [0.9]
+    assert capsys.readouterr().out == "waiting: 90% of the processors are in use, at most 10% may be\n"
+
+
+def test_the_busy_share_is_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.05)
+    samples = measure.busy_shares()
+    assert all(0 <= next(samples) <= 1 for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("status", "faults", "wanted"), [("ok", [], True), ("failed", [], False), ("invalid", [], False)]
+)
+def test_a_run_that_failed_is_a_result_only_with_faults(status: str, faults: list[str], wanted: bool) -> None:
+    spec = {"mode": "ring", "link": {"rate": "100mbit"}}
+    assert measure._as_wanted(Summary(spec=RunSpec.load(spec, ""), status=status)) is wanted
+    with_fault = RunSpec.load(spec | {"faults": ["kill:rank2@step3"]}, "")
+    assert measure._as_wanted(Summary(spec=with_fault, status=status)) is (status != "invalid")
