@@ -60,6 +60,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make measure", description=__doc__, formatter_class=form)
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments or parts of the bench; none means all")
     parser.add_argument("--list", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--now", action="store_true", help="do not wait until the machine is quiet, if times do not matter"
+    )
     options = parser.parse_args()
     every = items()
     known = list(dict.fromkeys(item.name for item in every))  # `codecs` is an experiment and a part
@@ -72,7 +75,8 @@ def main() -> int:
         return 0
     still = []
     for number, item in enumerate(missing, start=1):
-        wait_until_quiet()
+        if not options.now:
+            wait_until_quiet()
         print(f"[{number}/{len(missing)}] {item.name}, {_duration(item)}; then {total(missing[number:])}", flush=True)
         if not item.measure():
             still.append(item.name)
@@ -178,7 +182,7 @@ def _bench(name: str) -> bool:
 
 def sweep(path: Path, archive: Path) -> bool:
     """Run what is missing of an experiment; write its archive if all runs are there."""
-    commit, begun, load = experiment_commit(path), time.monotonic(), os.getloadavg()[0]
+    commit, load = experiment_commit(path), os.getloadavg()[0]
     os.environ["TESTBED_RUNS"] = str(ROOT / "runs" / f"measure-{commit}")
     experiment = Experiment.read(path)
     on = "netns" if any(map(_shaped, experiment.runs())) else "process"
@@ -189,7 +193,7 @@ def sweep(path: Path, archive: Path) -> bool:
     measured = {
         "commit": commit_of_all(commit, experiment_commit(path)),
         "load": round(load, 2),
-        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "minutes": round(sum(_seconds(run.path) for run in runs) / 60, 1),
         "substrate": on,
     }
     pack(runs.path, [run.path for run in runs], archive, measured)
@@ -200,6 +204,12 @@ def sweep(path: Path, archive: Path) -> bool:
             f"results/: {size / 1e6:.1f} MB, at most {MAX_RESULTS_BYTES / 1e6:.0f} are kept. Remove an archive."
         )
     return current(measured["commit"], experiment_commit(path))
+
+
+def _seconds(run: Path) -> float:
+    """How long a run took, also one that was made before this command."""
+    folder = RunFolder(run)
+    return folder.summary.stat().st_mtime - folder.spec.stat().st_mtime
 
 
 def _shaped(spec: RunSpec) -> bool:
