@@ -38,7 +38,7 @@ check: $(VENV)/.ready ## run ruff and mypy
 	$(BIN)/mypy
 
 docs: $(VENV)/.ready ## write the tables of the documents from results/ and testbed/spec
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m docs.generate
 
 picture: $(VENV)/.ready ## make docs/report.png, a picture of a report page (ARGS=FOLDER; needs Chromium)
 	$(BIN)/python docs/picture.py $(or $(ARGS),runs/quick) docs/report.png

@@ -1,7 +1,7 @@
 """Write what documents and .env.example have from other files: rows in testbed/spec, and figures in results/.
 
-generate.py            write these files
-generate.py --check    exit with 1 if one of them is out of date
+python -m docs.generate            write these files (`make docs`)
+python -m docs.generate --check    exit with 1 if one of them is out of date
 
 What is written lies between two marks. The first word after `begin` is a row of MADE, the others are its arguments:
 
@@ -35,6 +35,8 @@ from testbed.spec.experiment import Experiment
 from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import parse_rate
+from tests.bench.__main__ import PARTS
+from tests.bench.models import table as models_table
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "results" / "bench.json"
@@ -45,6 +47,7 @@ DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs
 BLOCK = re.compile(r"(<!-- begin ([^\n(]+?) \(made by `make docs`\) -->\n).*?(<!-- end \2 -->\n)", re.S)
 SMALL = 1e-3  # values below are written as 1.1e-13
 Lines = list[str]
+UNMEASURED = ["Not measured yet."]
 
 # --- rows of testbed/spec --------------------------------------------------------------------------------------------
 
@@ -105,12 +108,12 @@ def bench_file() -> dict[str, Part]:
 
 
 def parts_named(*names: str) -> dict[str, Part]:
-    """The parts of these names, and for a name `attach` all parts `attach-...`. SystemExit if there is none."""
+    """The parts of these names that are measured; `attach` names all parts `attach-...`. SystemExit: none is known."""
     found = {}
     for name in names:
         these = {part: of for part, of in bench_file().items() if part == name or part.startswith(f"{name}-")}
-        if not these:
-            raise SystemExit(f"{BENCH.name} has no part {name!r}. Run make bench ARGS={name}, or remove its marks.")
+        if not these and not any(part == name or part.startswith(f"{name}-") for part in PARTS):
+            raise SystemExit(f"make bench has no part {name!r}. Known: {', '.join(PARTS)}.")
         found |= these
     return found
 
@@ -118,6 +121,8 @@ def parts_named(*names: str) -> dict[str, Part]:
 def bench(*names: str) -> Lines:
     """A row for each figure of these parts: name, value, limit. A part in GRIDS is written as a grid."""
     parts = parts_named(*names)
+    if not parts:
+        return UNMEASURED
     if len(parts) == 1 and (pattern := GRIDS.get(next(iter(parts)))):
         (part,) = parts.values()
         return [*_grid(part, pattern), "", _measured_at(parts)]
@@ -195,12 +200,18 @@ def _bound(figure: Figure) -> float:
     return float(figure["low"] if figure["low"] is not None else figure["high"])
 
 
+def models() -> Lines:
+    """A row for each model and ratio of wire time to compute time."""
+    parts = parts_named("models")
+    return [*models_table(parts), "", _measured_at(parts)] if parts else UNMEASURED
+
+
 def profile() -> Lines:
     """A row for each mode whose use of the cores was sampled."""
     lines = ["| | step, s | user | system | softirq | idle | context switches |", f"| --- |{' ---: |' * 6}"]
     detail = r"programs (\S+), kernel (\S+), packets (\S+), idle (\S+), (\d+) switches; step (\S+) s"
     parts = parts_named("profile")
-    for each in parts["profile"]["figures"]:
+    for each in (figure for part in parts.values() for figure in part["figures"]):
         mode = each["name"].removeprefix("core-seconds of a step, all four ranks, ").rpartition(", ")[0]
         found = re.match(detail, each["detail"])
         if found is None:
@@ -273,6 +284,8 @@ def archived(name: str) -> tuple[Chapter, dict[str, Any]] | None:
         tar.extractall(folder, filter="data")
         facts: dict[str, Any] = json.loads((Path(folder) / name / "measured.json").read_text(encoding="utf-8"))
         loaded = load([Path(folder) / name])
+    if loaded.skipped:
+        raise SystemExit(f"{path.name}: {loaded.skipped[0].path.name}: {loaded.skipped[0].reason}. Measure it again.")
     (chapter,) = chapters(loaded)
     return chapter, facts
 
@@ -342,7 +355,7 @@ MADE: dict[str, Callable[..., Lines]] = {
     each.__name__: each
     for each in (
         *(algorithms, schedules, codecs, faults),
-        *(bench, steps, profile),
+        *(bench, steps, models, profile),
         *(sweeps, earlier, quick, mistakes),
     )
 }

@@ -17,7 +17,7 @@ and ranks, `gather = { 0 = 3.7764 }`; or numbers of workers and images of each w
 
 `[published.explain]` names a measure that no claim explains, and `[[published.explanation]]` what could explain it: a
 sentence, and for each published row the keys of the runs that show it. The report has the distance of each
-explanation to the published figures (`distance`), and says which is nearest, or that none is within `within`:
+explanation to the published figures (`distance`), and says which is nearest, and whether all of its rows are `within`:
 
     [published.explain]  measure = "slowdown"  within = 0.1  same = ["link.rate"]
     [[published.explanation]]  says = "a slower network"  gather = { "link.rate" = "50mbit" }  ddp = { ... }
@@ -116,12 +116,11 @@ def claims(chapter: Chapter) -> list[Claim]:
     """Each published finding with its state, and first how many of those that our runs decide hold here."""
     shape = (chapter.experiment.published if chapter.experiment else {}).get("shape") or []
     found = [_judge(chapter, claim) for claim in shape if isinstance(claim, dict)]
-    found += _nearest(chapter)
     decided = [claim for claim in found if claim.state != "open"]
     good = sum(claim.state == "yes" for claim in decided)
     whole = "yes" if good == len(decided) else "no"
     heads = [Claim(whole, f"{good} of {len(decided)} published findings hold here.")] if decided else []
-    return [*heads, *found]
+    return [*heads, *found, *_nearest(chapter)]
 
 
 def _table(chapter: Chapter, figures: dict[str, Any]) -> Table:
@@ -273,14 +272,14 @@ def _nearest(chapter: Chapter) -> list[Claim]:
         return []
     within, fits = float(figures["explain"].get("within", 0.1)), _fits_of(chapter, figures)
     if not fits:
-        return [Claim("open", "one of the explanations fits (runs are missing)")]
+        return [Claim("open", "which explanation fits best (runs are missing)")]
     best, others = fits[0], fits[1:]
-    text = f"{best.says} (distance {best.distance:.2g}, at most {within:g} fits"
-    text += f"; the next is {others[0].distance:.2g}: {others[0].says})" if others else ")"
-    near = best.distance <= within
-    return [
-        Claim("yes", f"it fits best: {text}") if near else Claim("no", f"no explanation fits; the nearest is: {text}")
-    ]
+    each = ", ".join(f"{value:.2f} of {row}" for row, value in best.distances.items())
+    text = f"{best.says} (distance {each}; at most {within:g} fits"
+    text += f"; the next is {others[0].says}, {others[0].distance / best.distance:.2g} times as far)" if others else ")"
+    near = all(value <= within for value in best.distances.values())
+    how = "by this explanation, which fits best" if near else "by no explanation that was tried; the nearest is"
+    return [Claim("yes" if near else "no", f"{how}: {text}")]
 
 
 def _fit_tables(chapter: Chapter, figures: dict[str, Any]) -> Iterator[Table]:

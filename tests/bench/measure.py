@@ -39,6 +39,9 @@ BENCH = ROOT / "results" / "bench.json"
 FACTS = "measured.json"  # the first file of an archive: commit, load, minutes, substrate
 MAX_RESULTS_BYTES = 10_000_000  # all of results/
 DECIMALS = 6  # of numbers in an archive: microseconds
+UNTIMED_DECIMALS = 3  # of numbers other than losses, in runs whose times do not matter
+LOSSES = {"loss", "train_loss"}
+INTERVALS = {"phases", "comm", "stalls", "copying"}  # of a step
 QUIET_SHARE = 0.10  # of all processors' time in use, by others or stolen by the host, while nothing is measured
 SAMPLE_S = 5.0
 QUIET_SAMPLES = 3  # in a row
@@ -248,25 +251,25 @@ def _add(tar: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def _records(text: str, spec: RunSpec) -> Iterator[str]:
-    """Records with rounded numbers. Where times do not matter, only the last step of each epoch and hash are kept."""
+    """Records with rounded numbers. Where times do not matter, intervals and all hashes but the last are left out."""
     records = [json.loads(line) for line in text.splitlines()]
+    decimals = DECIMALS
     if spec.epochs and not spec.probe and not spec.faults:
-        last = {(each["kind"], each.get("epoch")): each for each in records if each["kind"] in ("step", "hash")}
-        kept = {id(each) for each in last.values()}
-        records = [each for each in records if each["kind"] not in ("step", "hash") or id(each) in kept]
-        records = [each | dict.fromkeys(LISTS & each.keys(), ()) for each in records]
-    return (json.dumps(_rounded(each), separators=(",", ":")) + "\n" for each in records)
+        last = max((k for k, each in enumerate(records) if each["kind"] == "hash"), default=0)
+        records = [each for k, each in enumerate(records) if each["kind"] != "hash" or k == last]
+        records = [each | {name: [] for name in INTERVALS & each.keys()} for each in records]
+        decimals = UNTIMED_DECIMALS
+    for each in records:
+        exact = {name: round(each[name], DECIMALS) for name in LOSSES & each.keys()}
+        yield json.dumps(_rounded(each, decimals) | exact, separators=(",", ":")) + "\n"
 
 
-LISTS = {"phases", "comm", "stalls", "copying"}  # of a step: its intervals
-
-
-def _rounded(value: Any) -> Any:
+def _rounded(value: Any, decimals: int) -> Any:
     if isinstance(value, float):
-        return round(value, DECIMALS)
+        return round(value, decimals)
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded(each, decimals) for key, each in value.items()}
+    return [_rounded(each, decimals) for each in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from docs import generate
+
 ROOT = Path(__file__).parents[2]
 MEASURED = ("README.md", "docs/performance.md", "docs/results.md")
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-GENERATE = load()
 
 
 def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-BLOCKS = [(name, block[2], block[0]) for name in GENERATE.DOCUMENTS for block in GENERATE.BLOCK.finditer(text_of(name))]
+BLOCKS = [(name, block[2], block[0]) for name in generate.DOCUMENTS for block in generate.BLOCK.finditer(text_of(name))]
 
 
-@pytest.mark.parametrize("name", GENERATE.DOCUMENTS)
+@pytest.mark.parametrize("name", generate.DOCUMENTS)
 def test_every_document_is_up_to_date(name: str) -> None:
-    assert GENERATE.page(name, text_of(name)) == text_of(name), f"{name} is out of date. Run make docs."
+    assert generate.page(name, text_of(name)) == text_of(name), f"{name} is out of date. Run make docs."
 
 
 @pytest.mark.parametrize(("name", "what", "block"), BLOCKS, ids=[f"{name}: {what}" for name, what, _ in BLOCKS])
@@ -46,7 +35,7 @@ def test_a_digit_changed_by_hand_is_found(name: str, what: str, block: str) -> N
         for digit in re.finditer(r"\d", line):
             other = line[: digit.start()] + str((int(digit[0]) + 1) % 10) + line[digit.end() :]
             changed = "".join([head, *lines[:number], other, *lines[number + 1 :], foot])
-            assert changed != block and GENERATE.page(name, changed) == block
+            assert changed != block and generate.page(name, changed) == block
 
 
 @pytest.mark.parametrize(
@@ -55,7 +44,7 @@ def test_a_digit_changed_by_hand_is_found(name: str, what: str, block: str) -> N
 )
 def test_a_row_of_the_spec_is_written_again(name: str, of_a_row: str) -> None:
     text = text_of(name)
-    made = GENERATE.env_example if name == ".env.example" else lambda changed: GENERATE.page(name, changed)
+    made = generate.env_example if name == ".env.example" else lambda changed: generate.page(name, changed)
     assert of_a_row in text
     assert made(text) == text, f"{name} is out of date. Run make docs."
     assert made(text.replace(of_a_row, "")) == text, "it does not depend on the rows"
@@ -63,14 +52,14 @@ def test_a_row_of_the_spec_is_written_again(name: str, of_a_row: str) -> None:
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_no_table_has_a_figure_that_was_typed_by_hand(name: str) -> None:
-    by_hand = GENERATE.BLOCK.sub("", text_of(name))
+    by_hand = generate.BLOCK.sub("", text_of(name))
     typed = [line for line in by_hand.splitlines() if line.startswith("|") and re.search(r"\d\.\d", line)]
     assert typed == [], "Put the figures into a file in results/, and marks into the document (CONTRIBUTING.md)"
 
 
 def test_every_part_of_the_bench_is_in_a_table() -> None:
-    named = {"step", "profile"} | {word for _, what, _ in BLOCKS for word in what.split()[1:]}
-    parts = list(GENERATE.bench_file())
+    named = {"step"} | {word for _, what, _ in BLOCKS for word in what.split()}
+    parts = list(generate.bench_file())
     missing = [part for part in parts if part not in named and part.split("-")[0] not in named]
     assert missing == [], f"Write `<!-- begin bench {' '.join(missing)} (made ...) -->` and its end (CONTRIBUTING.md)"
 
@@ -90,8 +79,8 @@ def test_a_new_part_gets_rows_limits_and_its_commit(monkeypatch: pytest.MonkeyPa
         "models-a": {"commit": "abc", "load": 0.25, "figures": figures},
         "models-b": {"commit": "abc", "figures": []},
     }
-    monkeypatch.setattr(GENERATE, "bench_file", lambda: parts)
-    assert GENERATE.bench("models") == [
+    monkeypatch.setattr(generate, "bench_file", lambda: parts)
+    assert generate.bench("models") == [
         "| figure | measured | limit |",
         "| --- | ---: | ---: |",
         "| step of a / b | 1.235 (missed) | <= 1.2 |",
@@ -104,11 +93,11 @@ def test_a_new_part_gets_rows_limits_and_its_commit(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_grid_has_its_limits_once_if_columns_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GENERATE.GRIDS, "new", r"(?P<row>\w+) at (?P<column>\w+)")
+    monkeypatch.setitem(generate.GRIDS, "new", r"(?P<row>\w+) at (?P<column>\w+)")
 
     def grid(*figures: dict[str, Any]) -> list[str]:
-        monkeypatch.setattr(GENERATE, "bench_file", lambda: {"new": {"commit": "abc", "figures": list(figures)}})
-        lines: list[str] = GENERATE.bench("new")
+        monkeypatch.setattr(generate, "bench_file", lambda: {"new": {"commit": "abc", "figures": list(figures)}})
+        lines: list[str] = generate.bench("new")
         return lines[:-2]
 
     one = [figure(f"{row} at {rate}", 1.0, high=2.0) for row in ("a", "b") for rate in ("slow", "fast")]
@@ -129,9 +118,9 @@ def test_a_grid_has_its_limits_once_if_columns_share_them(monkeypatch: pytest.Mo
         ("<!-- begin bench loop (made by `make docs`) -->\n<!-- end bench lopp -->\n", "Restore its marks"),
         ("<!-- begin bench loop -->\n<!-- end bench loop -->\n", "Restore its marks"),
         ("<!-- begin guess (made by `make docs`) -->\n<!-- end guess -->\n", "nothing makes 'guess'"),
-        ("<!-- begin bench lo (made by `make docs`) -->\n<!-- end bench lo -->\n", "has no part 'lo'"),
+        ("<!-- begin bench lo (made by `make docs`) -->\n<!-- end bench lo -->\n", "make bench has no part 'lo'"),
     ],
 )
 def test_damaged_marks_and_unknown_parts_are_refused(text: str, says: str) -> None:
     with pytest.raises(SystemExit, match=says):
-        GENERATE.page("x.md", text)
+        generate.page("x.md", text)

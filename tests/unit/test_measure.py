@@ -52,22 +52,23 @@ def chapter_in(folder: Path) -> Chapter:
     return chapter
 
 
-def test_an_archive_of_runs_without_times_has_one_step_of_each_epoch() -> None:
-    kinds = ["start", "hash", "step", "step", "hash", "eval", "step", "step", "hash", "eval", "end"]
-    lines = [{"kind": kind, "number": k, "x": 0.123456789} for k, kind in enumerate(kinds)]
-    for line in lines:
-        line |= {"epoch": int(line["number"]) // 6} if line["kind"] == "step" else {}
+def test_an_archive_of_runs_without_times_has_no_intervals_and_one_hash() -> None:
+    lines = [
+        {"kind": kind, "number": k, "x": 0.123456789} for k, kind in enumerate(["start", "hash", "step", "hash", "end"])
+    ]
+    lines[2] |= {"loss": 2.123456789, "phases": [["forward", 0.1, 0.2]]}
     text = "".join(json.dumps(line) + "\n" for line in lines)
 
-    def kept(**values: Any) -> list[int]:
+    def kept(**values: Any) -> list[dict[str, Any]]:
         spec = RunSpec.load({"mode": "ring", "steps": 4} | values, "")
-        records = [json.loads(line) for line in measure._records(text, spec)]
-        assert {record["x"] for record in records} == {0.123457}
-        return [record["number"] for record in records]
+        return [json.loads(line) for line in measure._records(text, spec)]
 
-    thinned = [0, 3, 5, 7, 8, 9, 10]
-    assert kept(epochs=2, steps=None, probe=False) == thinned
-    assert kept(epochs=2, steps=None) == kept(probe=False) == list(range(11))
+    untimed = kept(epochs=2, steps=None, probe=False)
+    assert [record["number"] for record in untimed] == [0, 2, 3, 4]
+    assert untimed[1] == {"kind": "step", "number": 2, "x": 0.123, "loss": 2.123457, "phases": []}
+    timed = kept(probe=False)
+    assert timed == kept(epochs=2, steps=None) and [record["number"] for record in timed] == [0, 1, 2, 3, 4]
+    assert timed[2] == {"kind": "step", "number": 2, "x": 0.123457, "loss": 2.123457, "phases": [["forward", 0.1, 0.2]]}
 
 
 def test_archives_that_are_kept_are_whole_and_small() -> None:

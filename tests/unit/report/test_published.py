@@ -100,7 +100,9 @@ def test_the_explanation_with_the_smallest_distance_is_named(tmp_path: Path) -> 
     slow = {row[0]: float(row[2]) for row in ours}["gather"]
     found = rated(tmp_path, **explain(0.1, "500mbit", "50mbit", gather=slow * 1.05))
     claim = found.sentences[-1]
-    assert claim.state == "yes" and claim.text.startswith("it fits best: at 50mbit (distance 0.048, at most 0.1 fits")
+    assert claim.state == "yes" and claim.text.startswith(
+        "by this explanation, which fits best: at 50mbit (distance 0.05 of gather; at most 0.1 fits; the next"
+    )
     table = found.tables[-1]
     assert table.name == "explanations" and table.header == ["explanation", "link.rate", "distance, gather", "together"]
     assert [row[:2] for row in table.rows] == [["at 50mbit", "50mbit"], ["at 500mbit", "500mbit"]]
@@ -109,7 +111,10 @@ def test_the_explanation_with_the_smallest_distance_is_named(tmp_path: Path) -> 
 
 def test_no_explanation_is_near_enough_or_none_has_runs(tmp_path: Path) -> None:
     far = rated(tmp_path, **explain(0.1, "500mbit", "50mbit", gather=1.0, ddp=900.0)).sentences[-1]
-    assert far.state == "no" and far.text.startswith("no explanation fits; the nearest is: at ")
+    assert far.state == "no" and far.text.startswith("by no explanation that was tried; the nearest is: at ")
+    slow = {row[0]: float(row[2]) for row in rated(tmp_path, **explain(0.1, gather=1.0, ddp=1.0)).tables[0].rows}
+    one_row = explain(0.1, "50mbit", gather=slow["gather"], ddp=slow["ddp"] * 1.15)
+    assert rated(tmp_path, **one_row).sentences[-1].state == "no", "0.13 of one row is too far"
     assert rated(tmp_path, **explain(0.1, "1gbit", gather=1.0)).sentences[-1].state == "open"
 
 
