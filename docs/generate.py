@@ -299,7 +299,7 @@ def earlier_file() -> dict[str, Any]:
 def sweeps() -> Lines:
     """A section for each archive."""
     names = sorted(path.name.removesuffix(".tar.xz") for path in SWEEPS.glob("*.tar.xz"))
-    return [line for name in names if name != "quick" for line in [*_section(name), ""]][:-1]
+    return [line for name in names if name != "quick" for line in [*_section(name), ""]][:-1] or UNMEASURED
 
 
 @cache
