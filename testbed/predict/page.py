@@ -104,7 +104,7 @@ def _work(work: Work) -> dict[str, Any]:
 
 
 def _node(node: Node) -> dict[str, Any]:
-    return asdict(node) | {"jitter": [round(value, 6) for value in node.jitter]}
+    return asdict(node) | {"jitter": [round(value, 9) for value in node.jitter]}
 
 
 def _wire(wire: Wire) -> dict[str, Any]:

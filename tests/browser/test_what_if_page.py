@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,8 @@ def in_python(predictor: Predictor, point: dict[str, Any]) -> float:
     mode = SyncMode.parse(point["mode"])
     if point["bucket"] and (mode.granularity == "bucket" or mode.is_reference):
         mode = replace(mode, bucket=point["bucket"])
-    own = Predictor(predictor.calibration)
-    own.draws, own.work = predictor.draws, resized(predictor.work, point["size"])
+    own = copy(predictor)
+    own.work = resized(predictor.work, point["size"])
     draw = None if point["draw"] is None else predictor.draws[point["draw"]]
     return own.step(mode, Point(point["nodes"], point["rate"], point["delay"], point["speed"]), draw).seconds
 
