@@ -117,6 +117,8 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
     given = Profile.read(profile) if profile else None
     runs, notes = _usable(load(paths), paths)
     base = _base(runs)
+    if not base.gradient and given is None:
+        raise SpecError(f"{base.folder.path}: no gradient was seen in it. Give a profile with --profile.")
     alike = [run for run in runs if _work_key(run.spec) == _work_key(base.spec)]
     if len(alike) < len(runs):
         notes.append(

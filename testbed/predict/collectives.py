@@ -80,7 +80,8 @@ def duration(
     for load in loads:
         count = 1 if once else load.count
         link = (float(load.link) + wire.acks * float(load.back)) * size / wire.payload
-        uplink = float(load.uplink) * size / wire.uplink if wire.uplink else 0.0
+        answered = 1.0 + wire.acks * float(load.back / load.link) if load.link else 1.0
+        uplink = float(load.uplink) * answered * size / wire.uplink if wire.uplink else 0.0
         parts, window = 1, 1
         if segments is not None and load.messages == 1:
             parts = segments.count(float(load.link) * size)

@@ -33,7 +33,8 @@ const model = (() => {
     let seconds = 0, busy = 0;
     const rate = payload(wire);
     for (const [linkShare, back, uplinkShare, messages, count] of loads) {
-      const link = (linkShare + wire.acks * back) * size / rate, uplink = wire.uplink ? uplinkShare * size / wire.uplink : 0;
+      const link = (linkShare + wire.acks * back) * size / rate, answered = linkShare ? 1 + wire.acks * back / linkShare : 1;
+      const uplink = wire.uplink ? uplinkShare * answered * size / wire.uplink : 0;
       let parts = 1, window = 1;
       if (segments && messages === 1) {
         parts = partsOf(segments, linkShare * size);

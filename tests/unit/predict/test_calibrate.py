@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from testbed.predict.calibrate import Calibration, calibrate
-from testbed.predict.scale import Predictor
+from testbed.predict.scale import Point, Predictor
 from testbed.spec.errors import SchemaError, SpecError, UsageError
+from testbed.spec.mode import SyncMode
+from tests.support.scripted_runs import GRADIENT_BYTES as SCRIPT_BYTES
+from tests.support.scripted_runs import Script, make_script_run
 from tests.support.synthetic import GRADIENT_BYTES, UPDATE_S, Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "experiment": "quick"}
@@ -103,3 +106,24 @@ def test_jitter_is_what_differs_between_ranks_in_one_step(tmp_path: Path) -> Non
     assert jitter[0] < 1.01 and jitter[-1] > 1.4
     make_run(tmp_path / "even" / "none", Conditions(slowed={5: 3.0}, noise=0.0), mode="none", **LINK)
     assert max(calibrate([tmp_path / "even"]).node.jitter) < 1.05  # all ranks were slow at once: none waits
+
+
+def test_a_user_s_script_shows_its_compute_and_the_network(tmp_path: Path) -> None:
+    make_script_run(tmp_path / "script", Script(compute=0.2), experiment="own")
+    found = calibrate([tmp_path])
+    assert found.work.compute == pytest.approx(0.2, rel=0.1)
+    assert found.work.size == SCRIPT_BYTES and found.profile.batch_per_rank == 16
+    assert 8 * found.wire.rate == pytest.approx(200e6 * 1448 / 1514, rel=0.02)
+    assert found.modes == [] and found.measured == []
+    assert Predictor(found).at(SyncMode.parse("ring"), Point(8)).step.seconds > 0.2
+
+
+def test_a_script_whose_gradient_was_not_seen_is_refused(tmp_path: Path) -> None:
+    make_script_run(tmp_path / "script", Script(), experiment="own")
+    for rank in range(4):
+        records = tmp_path / "script" / f"rank{rank}.jsonl"
+        start, *rest = records.read_text().splitlines()
+        lines = [json.dumps(json.loads(start) | {"gradient_bytes": 0}), *rest]
+        records.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(SpecError, match="no gradient"):
+        calibrate([tmp_path])
