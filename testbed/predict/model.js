@@ -153,8 +153,14 @@ const model = (() => {
     return bytes;
   }
 
-  function predict(work, node, wire, mode, ranks) {
-    const rounds = mode.rounds && mode.rounds[ranks];
+  // The wire with a rate that the node's processor can carry.
+  function carried(node, wire) {
+    if (node.sleeps || node.byte_cpu <= 0) return wire;
+    return { ...wire, rate: Math.min(wire.rate, node.cpus * node.speed / node.byte_cpu) };
+  }
+
+  function predict(work, node, given, mode, ranks) {
+    const wire = carried(node, given), rounds = mode.rounds && mode.rounds[ranks];
     if (!rounds) {
       const alone = computeOf(work) / node.speed;
       return { seconds: alone, compute: alone, busy: 0 };

@@ -3,7 +3,8 @@
     compute   zero, data, forward, loss, backward and update of the profile, layer by layer, divided by the node's speed
     slowest   a collective begins when the last rank joins, so compute takes what the slowest of N ranks needs
     ready     a bucket can be sent when backward has made the gradients of its first layer
-    sharing   while the wire is full, moving bytes takes its share of the node's processor, and compute is slower
+    sharing   while the wire is full, moving bytes takes its share of the node's processor, and compute is slower;
+              a node carries no more bytes than its processor can move
     in flight one collective (overlap), two that share the wire (DDP), or all of a pipeline, the most urgent first
     every:K   K steps of compute, then one synchronisation
 
@@ -182,7 +183,7 @@ class Step:
 
 def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, racks: Racks = ()) -> Step:
     """The step of a mode on `ranks` equal nodes. Raises ValueError if the messages of the mode are unknown."""
-    loads = loads_of(mode, ranks, racks)
+    loads, wire = loads_of(mode, ranks, racks), carried(node, wire)
     mode = sized(mode, work, ranks, wire)
     if not loads:
         alone = work.compute / node.speed
@@ -222,6 +223,13 @@ def _ready(work: Work, buckets: Sequence[Bucket], slow: float, copies: float) ->
     for bucket in buckets:
         found.append(max(ends[bucket.first], found[-1] if found else 0.0))
     return found
+
+
+def carried(node: Node, wire: Wire) -> Wire:
+    """The wire with a rate that the node's processor can carry."""
+    if node.sleeps or node.byte_cpu <= 0:
+        return wire
+    return replace(wire, rate=min(wire.rate, node.cpus * node.speed / node.byte_cpu))
 
 
 def _slowed(node: Node, wire: Wire) -> float:

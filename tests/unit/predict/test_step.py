@@ -94,6 +94,12 @@ def test_moving_bytes_slows_compute_under_overlap_but_not_where_compute_sleeps()
     assert step(mode, node=replace(busy, cpus=2.0), wire=fast).seconds == pytest.approx(free)  # a core for each
 
 
+def test_a_node_carries_no_more_than_its_processor_can_move() -> None:
+    node, fast = Node(byte_cpu=2e-9, cpus=0.1), Wire(rate=1e10)  # 50 MB/s
+    assert step("ring", node=node, wire=fast).seconds == pytest.approx(step("ring", wire=Wire(rate=5e7)).seconds)
+    assert step("ring", node=replace(node, sleeps=True), wire=fast) == step("ring", wire=fast)
+
+
 def test_a_faster_processor_leaves_the_wire() -> None:
     found = step("ring", node=Node(speed=10.0))
     assert found.seconds == pytest.approx(WORK.compute / 10 + wire_time("ring"))
