@@ -8,18 +8,23 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from testbed.control.machine.affinity import assign_cores
+from testbed.control.runs.progress import Silent
+from testbed.control.runs.select import SUBSTRATES, SubstrateChoice
+from testbed.control.runs.sweep import run_all
 from testbed.control.substrates import engine
-from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.control.substrates.compose import ComposeSubstrate
 from testbed.control.substrates.engine import check
 from testbed.spec.errors import TestbedError, Unavailable, UsageError
 from testbed.spec.link import Link
+from testbed.spec.run import RunSpec
 from tests.support.command import OWN_METHOD, run_command, start_command, wait_for_steps, write_method
 
 pytestmark = pytest.mark.docker
@@ -141,6 +146,25 @@ def test_resume_after_a_killed_controller_first_removes_its_ranks(tmp_path: Path
     assert any(note.startswith(f"project {project} was removed") for note in summary["notes"])
     assert project not in projects()
     assert run_command("clean", cwd=tmp_path).returncode == 0  # the folder of its compose files
+
+
+def test_the_containers_of_a_sweep_stay_up_between_runs_and_their_quota_applies_to_the_steps(tmp_path: Path) -> None:
+    made = []
+
+    def make(spec: RunSpec, folder: Path) -> Substrate:
+        made.append(folder)
+        return SUBSTRATES["compose"].make(spec, folder)
+
+    base = {"model": "lenet5", "data": {"name": "synthetic", "test_subset": 64}, "nodes": 2, "batch": 32, "steps": 80}
+    more = {"node": {"cpus": 0.3}, "probe": False, "experiment": "kept"}
+    specs = [RunSpec.load(base | more | {"mode": mode, "name": mode}, "test") for mode in ("ring", "tree")]
+    choice = SubstrateChoice(replace(SUBSTRATES["compose"], make=make), "for a test", allow_concurrent=True)
+    summaries = run_all(specs, choice, tmp_path / "runs", Silent())[0]
+    assert [summary.status for summary in summaries] == ["ok", "ok"] and len(made) == 1
+    for name in ("ring", "tree"):
+        lines = (tmp_path / "runs/kept" / name / "rank1.jsonl").read_text().splitlines()
+        end = json.loads(lines[-1])
+        assert end["own_cpu"] < 1.2 * 0.3 * end["measured"], "the quota applied to the steps"
 
 
 def test_an_override_of_one_node_shapes_one_container(tmp_path: Path) -> None:

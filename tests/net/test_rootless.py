@@ -26,6 +26,18 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 SMALL = ["--on", "netns", "--nodes", "4", "--model", "lenet5", "--data", "synthetic", "--batch", "64"]
 UNPROBED = [*SMALL, "--set", "probe=false"]
 INVALID = NetworkInvalid.exit_code  # the probe failed twice on a busy machine
+TWO = """
+title = "two modes"
+[base]
+model = "lenet5"
+nodes = 2
+batch = 16
+steps = 4
+data = { name = "synthetic", test_subset = 64 }
+link = { rate = "100mbit" }
+[axes]
+mode = ["ring", "tree"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +161,23 @@ def test_nothing_is_left_of_a_controller_that_was_stopped(home: Path, signum: in
     assert left == []
 
 
-def test_auto_takes_it_and_the_doctor_says_that_it_works(home: Path) -> None:
+def test_the_doctor_says_that_it_works(home: Path) -> None:
     said = run_as_user(home, "doctor").stdout
     assert "yes  network namespaces: works without root, in a user namespace" in said
     assert "no   CPU shares" in said and "Delegate=yes" in said
-    steps = ["--steps", "3", "--set", "probe=false", "--out", "auto"]
-    done = run_as_user(home, "run", "--nodes", "2", "--model", "lenet5", "--data", "synthetic", *steps)
-    assert "on netns: network namespaces, links shaped as requested, in a user namespace, without root" in done.stdout
-    assert done.returncode == 0
+
+
+def test_auto_takes_it_and_a_sweep_ends_with_a_table_and_a_page_of_the_users(home: Path) -> None:
+    """What `make run` does after set-up, with fewer and smaller runs."""
+    (home / "two.toml").write_text(TWO)
+    process = start(home, ["sweep", "two.toml", "--keep-going"])
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode in (0, INVALID), errors
+    assert "on netns: network namespaces, links shaped as requested, in a user namespace, without root" in said
+    assert "| ring" in said and "| tree" in said and "100mbit each way, on netns" in said
+    made = [path for path in (home / "runs").rglob("*") if path.is_file()]
+    assert home / "runs/two/report.html" in made and {path.stat().st_uid for path in made} == {USER}
+    assert marked(process.pid) == []
 
 
 def test_where_user_namespaces_are_not_allowed_the_way_out_is_named(home: Path) -> None:

@@ -2,7 +2,7 @@
 
 With the nodes the receipt is kept: as long as they are up and nothing has changed their network, the next run does not
 measure it again, for REUSE_S at most. Nodes are not kept after a run that failed, was interrupted, is invalid or had
-faults, nor on a substrate whose nodes are bound to one run's folder.
+faults, nor where nodes are bound to one run's folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from testbed.results.receipt import Receipt
 from testbed.spec.run import RunSpec
 
 REUSE_S = 600.0  # after which the network is measured again
-Key = tuple[Sequence[NodePlan], int]  # the plans of all nodes with a rank, and the number of those without
+# The plans of all nodes with a rank, the number of those without, and the folder of the runs' folders.
+Key = tuple[Sequence[NodePlan], int, Path]
 
 
 @dataclass
@@ -59,7 +60,7 @@ class NodesOfRuns:
     @contextmanager
     def of(self, choice: SubstrateChoice, spec: RunSpec, folder: Path) -> Iterator[Nodes]:
         """Yield nodes as the spec requests them: those of the last run if they are equal, else new ones."""
-        key: Key = (node_plans(spec), spec.nodes - spec.world)
+        key: Key = (node_plans(spec), spec.nodes - spec.world, folder.resolve().parent)
         if self._nodes is None or self._key != key:
             self._remove()
             substrate = choice.make(spec, folder)
@@ -69,7 +70,7 @@ class NodesOfRuns:
         except BaseException:
             self._remove()  # not by an ExitStack, which would hide the exception that an error in here replaces
             raise
-        if spec.faults or not choice.type.keeps_nodes:
+        if spec.faults or not choice.type.keeps_nodes(spec):
             self._remove()
         elif self._nodes is not None:
             self._nodes.substrate.stop()

@@ -117,6 +117,7 @@ def execute(
     check_inputs(spec)
     if spec.script is not None:
         scripts.check(spec.script, choice.type.runs_here)
+    choice.type.check_size(spec)
     if not resume:
         check_faults(spec, choice)
     applied = choice.drop_unsupported(spec)

@@ -75,7 +75,10 @@ class SubstrateType:
     runs_here: bool = False  # True if ranks use the files and commands of this machine
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
     lacks: Callable[[str], str] = lambda controller: ""  # why this controller of cgroups cannot be used; empty: it can
-    keeps_nodes: bool = False  # True: nodes may stay up for further runs, in other folders
+    # raises UsageError for a run that the nodes are too small for; not part of `make`, because nodes may be up already
+    check_size: Callable[[RunSpec], None] = lambda spec: None
+    # True: nodes may stay up for further runs like this one, in folders beside its own
+    keeps_nodes: Callable[[RunSpec], bool] = lambda spec: False
     keeps_checkpoints: bool = True  # False: checkpoints are removed when the run ends
     # Holds the machines of all nodes over the runs of a sweep, where they have to be waited for; reports why it waits.
     reserve: Callable[[Callable[[str], None]], AbstractContextManager[None]] = lambda report: nullcontext()
@@ -97,10 +100,13 @@ def _with_programs_of_image(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"script": script})
 
 
-def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
+def _check_memory(spec: RunSpec) -> None:
     if spec.script is None:
         check_memory(spec, read_limit(variable("MEM_LIMIT") or DEFAULT_LIMIT))
-    elif spec.script.image:
+
+
+def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
+    if spec.script is not None and spec.script.image:
         inspect_image(spec.script.image)
     # addresses and names of interfaces are the engine's: what is in a script is rewritten (attach/rewrite.py)
     plans = [replace(plan, address="", interface="") for plan in node_plans(as_in_containers(spec))]
@@ -113,6 +119,8 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         description="one container per node, links shaped as requested",
         make=_make_compose,
         check=check_compose,
+        check_size=_check_memory,
+        keeps_nodes=lambda spec: spec.script is None,  # only a script's containers see no folder but their own
         drop_unsupported=as_in_containers,
         faults=kinds_on("compose"),
         is_local=lambda: not remote_engine(),
@@ -126,7 +134,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         drop_unsupported=lambda spec: spec.without_quotas() if without_quota() else spec,
         where=where_netns,
         lacks=missing_controller,
-        keeps_nodes=True,
+        keeps_nodes=lambda spec: True,
         runs_here=True,
         faults=kinds_on("netns"),
         is_local=lambda: True,

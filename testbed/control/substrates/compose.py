@@ -2,7 +2,7 @@
 
 With `docker compose up` each container's entrypoint shapes its network and then becomes the rank. Here the controller
 does the same from outside: containers start idle on an internal network, `docker exec` shapes them as root and starts
-ranks without any privilege. The CPU quota is set when the first rank starts, because it would slow down the probe.
+ranks without any privilege. The CPU quota is set after the probe, which it would slow down.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ class ComposeSubstrate:
 
     name = "compose"
     one_clock = True
-    late_quotas = False
     python = "python3"  # of the image, which has our package on its path
     notes: Sequence[str] = ()
 
@@ -168,7 +167,9 @@ class ComposeSubstrate:
         self._router: Any = None
         self._rack_networks: dict[int, RackNetwork] = {}
         self._started: list[ContainerProcess] = []
+        self._limits_cpus = True  # False: the quotas of ranks are lifted
         self._limited: set[int] = set()  # nodes that have their CPU quota
+        self._pinned: set[int] = set()  # nodes that have their cores
         self._paused: set[int] = set()
         self._cleanup = ExitStack()
         self.nodes: Sequence[NodeHandle] = ()
@@ -299,16 +300,12 @@ class ComposeSubstrate:
         return _exec(self._containers[node], argv, timeout_s)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a process without any privilege. The first call with `quota` sets the container's CPU quota and cores.
+        """Start a process without any privilege. With `quota` the container gets its CPU quota and cores.
 
-        A later one without removes both: the probe after training has what the first one had.
+        Without, both are removed: the probe after training has what the first one had.
         """
-        if quota and node not in self._limited:
-            self._limit(node)
-            self._limited.add(node)
-        elif not quota and node in self._limited:
-            self._unlimit(node)
-            self._limited.discard(node)
+        self._limit(node, quota and self._limits_cpus)
+        self._pin(node, quota)
         if self._script:
             env = {**env, "TESTBED_SCRIPT": SCRIPT_FOLDER, "TESTBED_DATA": DATA_FOLDER}
             argv = [RUN_FOLDER if word == str(self._folder) else word for word in argv]
@@ -319,18 +316,25 @@ class ComposeSubstrate:
         self._started.append(process)
         return process
 
-    def _limit(self, node: int) -> None:
-        if self._plans[node].cpus is not None:
+    def _limit(self, node: int, limited: bool) -> None:
+        """Set or lift the planned CPU quota of a node, if it has one."""
+        if self._plans[node].cpus is None or limited == (node in self._limited):
+            return
+        if limited:
             self.set_cpus(node, None)
+            self._limited.add(node)
+        else:
+            self._update(node, cpu_period=CPU_PERIOD_US, cpu_quota=NO_QUOTA)
+            self._limited.discard(node)
+
+    def _pin(self, node: int, pinned: bool) -> None:
+        """Limit a node to its cores, if it has its own, or give it all."""
+        if pinned == (node in self._pinned):
+            return
         cores = self._cores[node]
         if cores is not None:
-            self._update(node, cpuset_cpus=_cpuset(cores))
-
-    def _unlimit(self, node: int) -> None:
-        if self._plans[node].cpus is not None:
-            self._update(node, cpu_period=CPU_PERIOD_US, cpu_quota=NO_QUOTA)
-        if self._cores[node] is not None:
-            self._update(node, cpuset_cpus=_cpuset(self._all_cores()))
+            self._update(node, cpuset_cpus=_cpuset(cores if pinned else self._all_cores()))
+        self._pinned ^= {node}
 
     def _all_cores(self) -> range:
         return range(self._info()["NCPU"])  # of the engine's machine, not of this one
@@ -343,8 +347,16 @@ class ComposeSubstrate:
         """Return `wanted` or DEFAULT_PORT, which is always free: a container shares its ports with no other."""
         return wanted or DEFAULT_PORT
 
+    @property
+    def late_quotas(self) -> bool:
+        """True if a node has a quota."""
+        return any(plan.cpus is not None for plan in self._plans)
+
     def limit_cpus(self, limited: bool) -> None:
-        """No-op: the quota of a container lasts as long as the container."""
+        """Set or lift the quota of every container that has one."""
+        self._limits_cpus = limited
+        for node in range(len(self._plans)):
+            self._limit(node, limited)
 
     def prepare_folder(self, folder: Path) -> None:
         """Give the run's folder to the user that the ranks run as."""

@@ -68,14 +68,12 @@ def test_adam_needs_more_than_sgd_and_a_sharded_optimizer_less() -> None:
     assert least_memory_bytes(sharded) == least_memory_bytes(VGG) < least_memory_bytes(whole)
 
 
-def test_the_usual_limit_is_refused_for_a_model_that_it_cannot_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_usual_limit_is_refused_for_a_model_that_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """630 million parameters, three times 4 bytes each."""
     monkeypatch.delenv("MEM_LIMIT", raising=False)
     spec = RunSpec.load({"model": "vit_h_14", "data": {"size": 224}}, "")
     with pytest.raises(SpecError, match=r"MEM_LIMIT '2048m': .* vit_h_14 needs more than 7\d\d\dm\. .*MEM_LIMIT=15g"):
-        SUBSTRATES["compose"].make(spec, tmp_path)
+        SUBSTRATES["compose"].check_size(spec)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +105,7 @@ def test_the_limit_of_cgroups_v1_is_read_too(tmp_path: Path) -> None:
     assert limit_of_container(tmp_path) == 64 * MIB
 
 
-def test_a_controller_refuses_the_limit_before_it_makes_containers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_controller_refuses_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEM_LIMIT", "64m")
     with pytest.raises(SpecError, match="MEM_LIMIT '64m'"):
-        SUBSTRATES["compose"].make(VGG, tmp_path)
+        SUBSTRATES["compose"].check_size(VGG)

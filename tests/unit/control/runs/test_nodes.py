@@ -22,9 +22,16 @@ BASE = {"model": "lenet5", "data": {"name": "synthetic"}, "nodes": 2, "batch": 8
 
 
 def run(fake: FakeRuns, *modes: str, **more: object) -> list[Summary]:
+    return run_specs(fake, specs_of(*modes, **more))
+
+
+def specs_of(*modes: str, **more: object) -> list[RunSpec]:
     base = BASE | {"link": {"rate": "200mbit"}} | more
-    specs = [RunSpec.load(base | {"mode": mode, "name": f"{k}-{mode}"}, "test") for k, mode in enumerate(modes)]
-    choice = SubstrateChoice(replace(fake.type, keeps_nodes=True), "for tests")
+    return [RunSpec.load(base | {"mode": mode, "name": f"{k}-{mode}"}, "test") for k, mode in enumerate(modes)]
+
+
+def run_specs(fake: FakeRuns, specs: list[RunSpec]) -> list[Summary]:
+    choice = SubstrateChoice(replace(fake.type, keeps_nodes=lambda spec: True), "for tests")
     return run_all(specs, choice, Path("runs"), Silent())[0]
 
 
@@ -56,6 +63,12 @@ def test_equal_runs_share_nodes_and_the_receipt_says_when_it_was_measured(fake: 
 def test_other_nodes_are_made_for_another_number_of_ranks(fake: FakeRuns) -> None:
     run(fake, "ring", "single", "ring")
     assert entered(fake) == [2, 2, 2]
+
+
+def test_other_nodes_are_made_for_runs_in_another_folder(fake: FakeRuns) -> None:
+    """Containers see only the folder that the first run's folder is in."""
+    run_specs(fake, [*specs_of("ring"), *specs_of("ring", experiment="other")])
+    assert entered(fake) == [2, 2]
 
 
 def test_after_ten_minutes_the_network_is_measured_again(fake: FakeRuns, monkeypatch: pytest.MonkeyPatch) -> None:

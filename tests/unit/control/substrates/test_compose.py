@@ -77,6 +77,22 @@ def test_a_rank_has_the_quota_and_the_probe_after_it_has_none(
     assert [(update["CpuQuota"], update["CpuPeriod"]) for update in engine.updates] == [(4000, 10_000), (-1, 10_000)]
 
 
+def test_a_quota_that_applies_later_is_set_for_the_steps_alone(
+    substrate: ComposeSubstrate, engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_docker(tmp_path, monkeypatch, "#!/bin/sh\n")
+    substrate._cores = [None]
+    assert substrate.late_quotas
+    substrate.limit_cpus(False)
+    substrate.start(0, ["true"], {}, tmp_path / "log")
+    assert engine.updates == []
+    for limited in (True, True, False):
+        substrate.limit_cpus(limited)
+    substrate.start(0, ["true"], {}, tmp_path / "log", quota=False)
+    substrate.stop()
+    assert [update["CpuQuota"] for update in engine.updates] == [4000, -1]
+
+
 def test_the_probe_after_training_has_all_cores_also_without_a_quota(
     substrate: ComposeSubstrate, engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
