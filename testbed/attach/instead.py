@@ -119,7 +119,8 @@ class Instead(Part):
             if self.sync is not None:
                 self._after_backward()
             elif self.optimizer is not None and self.step < self.first:
-                self.calls.append([]) if self.passes == 1 else None
+                if self.passes == 1:
+                    self.calls.append([])
                 self._open_window(gradients=True)
         self.window = True
 
@@ -644,7 +645,7 @@ class Instead(Part):
 
 
 class EndOfWindow(Part):
-    """The first of all parts: what other parts of the observer read is not read by the script."""
+    """Closes the window in which the script reads gradients. It is the first of all parts, because others read, too."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.close = close

@@ -136,6 +136,7 @@ class Tracked:
         self.begun = False  # its first backward pass has begun
         self.average_pending = self.hash_pending = False
         self.averages = 0
+        self.seconds_in_hooks = 0.0
         self.handles: list[Any] = []
         self.parameters: list[torch.Tensor] = []
         self.refresh()
@@ -155,6 +156,7 @@ class Tracked:
         self.clear()
 
     def clear(self) -> None:
+        """Forget what the last update has seen."""
         count = len(self.parameters)
         self.local: list[Values | None] = [None] * count
         self.base: list[Values | None] = [None] * count
@@ -185,7 +187,7 @@ class Tracked:
     def read_all(self) -> list[Values]:
         return [self.read(k) or [] for k in range(len(self.parameters))]
 
-    def listen(self) -> None:
+    def add_hooks(self) -> None:
         """A backward pass begins: read what gradients hold, and hook their accumulation, before the script's hooks."""
         self.base = [self.read(k) for k in range(len(self.parameters))]
         if not any(value for values in self.base for value in values or ()):  # zero_grad
@@ -220,10 +222,8 @@ class Tracked:
             self.sharded = True
         self.seconds_in_hooks += time.perf_counter() - began
 
-    seconds_in_hooks = 0.0
-
-    def deaf(self) -> None:
-        """Remove the hooks."""
+    def remove_hooks(self) -> None:
+        """Accumulated gradients are not read any more."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -303,7 +303,7 @@ class Sampling(Part):
         if each.hash_pending or each.average_pending:
             self._hash(each, "step")
         if each.sampled:
-            each.listen()
+            each.add_hooks()
             each.loss_scale = loss_scale(loss)
 
     def backward_ended(self, reduced: list[Collective]) -> None:
@@ -339,7 +339,7 @@ class Sampling(Part):
             each.hash_pending = each.hash_pending or each.sampled
             each.updates += 1
             if each.handles:
-                each.deaf()
+                each.remove_hooks()
                 each.refresh()
 
     def collective_began(self, collective: Collective) -> None:
