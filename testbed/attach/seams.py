@@ -145,7 +145,10 @@ _KEPT: list[Any] = []  # a Library ends with its object
 
 
 def watch_collectives(hub: Hub, position: Position) -> None:
-    """Every collective, by c10d's dispatcher: also those of DDP's reducer and of FSDP."""
+    """Every collective, by c10d's dispatcher: also those of DDP's reducer and of FSDP.
+
+    Except plain calls of the script's own, which `watch_waits` reports by their arguments.
+    """
     library = torch.library.Library("c10d", "IMPL")
     _KEPT.append(library)
     for name, (operation, counted) in OPERATIONS.items():
