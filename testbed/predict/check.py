@@ -46,6 +46,7 @@ class Checked:
     high: float
     measured: float | None = None
     missing: str = ""  # why nothing was measured
+    busy: bool = False  # other work took the processor meanwhile
 
     @property
     def error(self) -> float | None:
@@ -193,7 +194,8 @@ def _measured(each: Checked, calibration: Calibration, out: Path, profile: Path,
             return replace(each, missing=one_line(str(error)))
     if summary.status != "ok" or summary.seconds_per_step is None:
         return replace(each, missing=one_line(f"{summary.status}: {summary.reason}"))
-    return replace(each, measured=summary.seconds_per_step)
+    busy = any(machine.is_busy for machine in summary.machines)
+    return replace(each, measured=summary.seconds_per_step, busy=busy)
 
 
 def _finished(folder: Path) -> Any:

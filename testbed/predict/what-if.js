@@ -3,7 +3,7 @@
   "use strict";
   const $ = (id) => document.getElementById(id), SVG = "http://www.w3.org/2000/svg";
   const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2 1 2"], BUCKETS = [null, 18, 19, 20, 21, 22, 23, 24, 25, 26];
-  const BAND = [0.05, 0.95], GOOD = 0.9, hidden = new Set();
+  const BAND = [0.05, 0.95], GOOD = 0.9, EQUAL = 1.01, hidden = new Set();
   const used = {};
   for (const mode of data.modes) {
     mode.rounds = mode.key === null ? null : data.rounds[mode.key] || {};
@@ -86,10 +86,11 @@
     bands = [];
   }
 
-  // Bands take sixteen times as long as curves: they are drawn when the sliders rest.
-  function computeBands(set) {
-    bands = curves.map((points, k) => points.filter((point, place) => place % 3 === 0 || place === points.length - 1)
-      .map(({ nodes, step }) => ({ nodes, step, band: bandOf(data.modes[k], nodes, set, step.seconds) })));
+  // Bands take sixteen times as long as curves: they are computed when the sliders rest, one mode at a time.
+  function computeBands(set, k = 0) {
+    bands[k] = curves[k].map(({ nodes, step }) => ({ nodes, step, band: bandOf(data.modes[k], nodes, set, step.seconds) }));
+    draw(set);
+    if (k + 1 < curves.length) timer = setTimeout(() => computeBands(set, k + 1));
   }
 
   function refresh() {
@@ -100,7 +101,7 @@
     table(set);
     words(set);
     clearTimeout(timer);
-    timer = setTimeout(() => { computeBands(set); draw(set); table(set, true); }, 120);
+    timer = setTimeout(() => { table(set, true); computeBands(set); }, 120);
   }
 
   function texts(set) {
@@ -291,9 +292,10 @@
     for (const nodes of data.nodes) {
       const row = exact.map(({ mode, points }) => ({ mode, step: points.find((point) => point.nodes === nodes)?.step })).filter((each) => each.step);
       if (!row.length) continue;
-      const best = row.reduce((a, b) => b.step.seconds < a.step.seconds ? b : a).mode.name, last = ranges[ranges.length - 1];
-      if (last && last.name === best) last.to = nodes;
-      else ranges.push({ name: best, from: nodes, to: nodes });
+      const best = row.reduce((a, b) => b.step.seconds < a.step.seconds ? b : a), last = ranges[ranges.length - 1];
+      const before = last && row.find(({ mode }) => mode.name === last.name);
+      if (before && before.step.seconds <= EQUAL * best.step.seconds) last.to = nodes;
+      else ranges.push({ name: best.mode.name, from: nodes, to: nodes });
     }
     const end = ranges.length ? ranges[ranges.length - 1].to : 0;
     if (ranges.length === 1) return [`${ranges[0].name} is the fastest exact mode for every number of nodes.`];

@@ -134,9 +134,9 @@ def test_the_page_computes_what_python_computes_at_random_points(
 
 
 def test_every_mode_has_a_curve_a_row_and_a_band(page: Any) -> None:
-    page.wait_for_timeout(1000)
+    drawn = f"document.querySelectorAll('#plot path.band').length === {len(MODES)}"
+    page.wait_for_function(drawn, timeout=60_000)  # bands come one mode after the other
     assert page.locator("#plot path.line").count() == len(MODES)
-    assert page.locator("#plot path.band").count() == len(MODES)
     rows = page.locator("#modes tbody tr")
     assert rows.count() == len(MODES)
     bands = page.locator("#modes tbody tr td:nth-child(3)").all_inner_texts()

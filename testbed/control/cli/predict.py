@@ -13,7 +13,7 @@ from testbed.control.cli.documents import print_document
 from testbed.control.cli.options import Json
 from testbed.control.cli.report import Folders, report_folder
 from testbed.control.runs.progress import console
-from testbed.results.table import format_table
+from testbed.results.table import BUSY_MARK, format_table
 from testbed.spec.errors import UsageError, require_extra
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ def _check(
     ]
     header = ("mode", "nodes", "network", "predicted s", "measured s", "error")
     console.print(f"\n{format_table(header, rows_of_table)}\n")
+    if any(each.busy for each in found):
+        console.print(
+            f"{BUSY_MARK.strip()} other work took much of this machine's processor meanwhile: measure it again"
+        )
     for each in found:
         if each.missing:
             console.print(f"{each.name} was not measured: {each.missing}")
@@ -112,7 +116,9 @@ def _check(
 
 
 def _outcome(each: Checked) -> tuple[str, str]:
-    return ("-", "-") if each.error is None else (f"{each.measured:.3f}", f"{100 * each.error:+.1f} %")
+    if each.error is None:
+        return "-", "-"
+    return f"{each.measured:.3f}", f"{100 * each.error:+.1f} %{BUSY_MARK if each.busy else ''}"
 
 
 def _network(each: Checked, calibration: Calibration) -> str:
@@ -131,6 +137,7 @@ def _figures_of_check(each: Checked) -> dict[str, Any]:
         "measured": each.measured,
         "error": each.error,
         "missing": each.missing,
+        "busy": each.busy,
     }
 
 
