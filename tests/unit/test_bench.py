@@ -383,6 +383,31 @@ def test_a_step_is_disturbed_if_others_take_five_percent_of_the_cores() -> None:
     assert not models.is_disturbed(1.0, others(1.8 + 1.1 * limit, used=1.0, own=1.0)), "the bench's own load"
 
 
+def test_a_point_is_measured_from_its_rate_to_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network and the trainings are faked: which modes run, how often, and at which rate."""
+    asked: list[tuple[str, int, bool]] = []
+
+    def time_modes(network: object, folder: object, modes: list[str], *more: Any, **values: Any) -> Any:
+        asked.extend((mode, values["batch_per_rank"], bool(more[1:] and more[1])) for mode in modes)
+        return {mode: times(1.0 if mode == CONTROL else 2.0 - (mode == BEST) * 0.5, mode) for mode in modes}
+
+    receipt = SimpleNamespace(sentence=lambda: "network")
+    rates: list[str | None] = []
+
+    def network(rate: str | None) -> Any:
+        rates.append(rate)
+        return nullcontext((None, receipt, None))
+
+    monkeypatch.setattr(models, "shaped_network", network)
+    monkeypatch.setattr(models, "time_modes", time_modes)
+    models._control_seconds.cache_clear()
+    found = {figure.name: figure.value for figure in models.measure("vgg11", 1.0)}
+    assert rates[0] == "1gbit" and found["C/(F+B)"] == pytest.approx(1.0, rel=0.01)
+    assert asked.count((models.OURS, 64, False)) == asked.count((models.OURS, 64, True)) == models.REPEATS
+    assert (BEST, 64, True) in asked and (DDP, 64, True) not in asked
+    assert len([name for name in found if "short search" in name]) == len(models.SETTINGS)
+
+
 def test_every_model_has_a_part_at_every_ratio() -> None:
     assert len(models.parts()) == len(models.MODELS_TIMED) * len(models.RATIOS)
     assert {"models-resnet18-1.0", "models-gpt-0.5"} <= models.parts().keys() <= bench.PARTS.keys()
