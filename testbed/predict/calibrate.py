@@ -451,7 +451,10 @@ def _network(run: LoadedRun, found: list[Parameter], notes: list[str]) -> tuple[
     found.append(Parameter("rate", 8 * rate / 1e6, "Mbit/s of payload", source, float(spread)))
     found.append(Parameter("latency", network.delay, "s", "receipt, half the shortest round trip", 0.2))
     uplink = min(network.uplinks.values(), default=None)
-    if uplink:
+    if uplink is None and spec.topology.uplink:
+        uplink = spec.topology.uplink / 8 * efficiency
+        found.append(Parameter("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "assumed: as requested", 0.05, True))
+    elif uplink:
         found.append(Parameter("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "receipt", float(spread)))
     if spec.link.delay:
         notes.append(f"a TCP connection is assumed to have at most {WINDOW_BYTES >> 20} MiB under way")

@@ -111,9 +111,9 @@ def loads_of(mode: SyncMode, ranks: int, racks: Racks = ()) -> tuple[RoundLoad, 
     return loads
 
 
-def halves(mode: SyncMode, ranks: int) -> tuple[tuple[RoundLoad, ...], tuple[RoundLoad, ...]]:
+def halves(mode: SyncMode, ranks: int, racks: Racks = ()) -> tuple[tuple[RoundLoad, ...], tuple[RoundLoad, ...]]:
     """The loads of the reduce and of the gather, of a mode that does other work between them."""
-    loads, rounds = loads_of(mode, ranks), mode.rounds(ranks)
+    loads, rounds = loads_of(mode, ranks, racks), mode.rounds(ranks, racks)
     first = len(rounds.reduce) if rounds else 0
     reduce: list[RoundLoad] = []
     gather: list[RoundLoad] = []

@@ -31,7 +31,7 @@ from testbed.spec.mode import SyncMode
 
 PAGE = "what-if.html"
 NODES = (*range(1, 17), *(part << k for k in range(2, 8) for part in (5, 6, 7, 8)))
-MAX_RACKED = 128  # nodes in racks: beyond, making all their messages would take longer than the page may
+MAX_RACKED = 64  # nodes in racks: beyond, making all their messages would take longer than the page may
 
 
 def write(predictor: Predictor, modes: Sequence[SyncMode], out: Path) -> Path:
@@ -137,7 +137,7 @@ def _rounds(modes: Iterable[SyncMode], calibration: Calibration) -> dict[str, di
 def _of_nodes(mode: SyncMode, nodes: int, racks: Racks) -> dict[str, Any]:
     loads = {"all": _loads(loads_of(mode, nodes, racks))}
     if mode.row.pipelined:
-        loads["reduce"], loads["gather"] = map(_loads, halves(mode, nodes))
+        loads["reduce"], loads["gather"] = map(_loads, halves(mode, nodes, racks))
     return loads
 
 

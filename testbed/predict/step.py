@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 
 from testbed.predict.collectives import GOODPUT, Duration, Wire, duration, halves, loads_of
 from testbed.results.profile import Profile
-from testbed.results.theory import pipeline_bucket
+from testbed.results.theory import RoundLoad, pipeline_bucket
 from testbed.spec.fabric import Racks
 from testbed.spec.mode import CODECS, SyncMode, bucket_bounds, fill_buckets
 
@@ -199,7 +199,7 @@ def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, rack
     compute = forward + backward + update + coded
     credit = min(wire.credit, sum(each.wire for each in timed))
     if mode.schedule == "pipeline":
-        return _pipelined(work, node, wire, mode, ranks, buckets, slow, copies)
+        return _pipelined(work, node, wire, mode, ranks, halves(mode, ranks, racks), buckets, slow, copies)
     if mode.schedule == "after" and not mode.is_reference:
         sent = (sum(each.seconds for each in timed) - credit) / mode.every
         return Step(compute + sent, compute, sent)
@@ -357,12 +357,13 @@ def _pipelined(
     wire: Wire,
     mode: SyncMode,
     ranks: int,
+    loads: tuple[Sequence[RoundLoad], Sequence[RoundLoad]],
     buckets: Sequence[Bucket],
     slow: float,
     copies: float,
 ) -> Step:
     """Reduce under backward, update 1/N, gather under the next forward; the period of the steady state."""
-    reduce, gather = halves(mode, ranks)
+    reduce, gather = loads
     first = [duration(reduce, mode.segments, bucket.size, wire) for bucket in buckets]
     second = [_updated(duration(gather, mode.segments, b.size, wire), work, slow, b.size, ranks) for b in buckets]
     pipe = Pipe(first, second, _slowed(node, wire))

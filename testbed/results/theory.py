@@ -88,11 +88,12 @@ def _load(round_: Round, rack_of: Sequence[int]) -> RoundLoad:
     messages: Counter[tuple[bool, int]] = Counter()
     uplinks: Counter[tuple[bool, int]] = Counter()
     for t in round_:
+        share = t.share
         for end in ((True, t.sender), (False, t.receiver)):
-            links[end] += t.share  # type: ignore[assignment]
+            links[end] += share  # type: ignore[assignment]
             messages[end] += 1
             if rack_of[t.sender] != rack_of[t.receiver]:
-                uplinks[end[0], rack_of[end[1]]] += t.share  # type: ignore[assignment]
+                uplinks[end[0], rack_of[end[1]]] += share  # type: ignore[assignment]
     outward, rank = max(links, key=lambda end: (links[end], links[not end[0], end[1]]))
     link, back = Fraction(links[outward, rank]), Fraction(links[not outward, rank])
     return RoundLoad(link, back, Fraction(max(uplinks.values(), default=0)), max(messages.values()))

@@ -127,3 +127,16 @@ def test_a_script_whose_gradient_was_not_seen_is_refused(tmp_path: Path) -> None
         records.write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(SpecError, match="no gradient"):
         calibrate([tmp_path])
+
+
+def test_racks_and_their_uplink_are_part_of_the_network(tmp_path: Path) -> None:
+    racks: dict[str, Any] = {"topology": {"racks": [[0, 1], [2, 3]], "uplink": "100mbit"}}
+    for mode in ("none", "ring", "hierarchical"):
+        make_run(tmp_path / mode, Conditions(compute=1.6, overhead=1.0), mode=mode, **LINK, **racks)
+    predictor = Predictor(calibrate([tmp_path]))
+    assert predictor.calibration.wire.uplink == pytest.approx(100e6 / 8 * 1448 / 1514, rel=0.02)
+    pipelined = predictor.at(SyncMode.parse("ring/pipeline"), Point(16)).step.seconds
+    across = 2 * 15 / 16 * GRADIENT_BYTES / predictor.calibration.wire.uplink
+    assert across < pipelined < 1.1 * across
+    hierarchical = [predictor.at(SyncMode.parse("hierarchical"), Point(n)).step.seconds for n in (4, 8, 16)]
+    assert hierarchical == sorted(hierarchical)
