@@ -107,7 +107,7 @@ LOGGED_STEPS = 10  # first steps in which DDP logs its own times; later it does 
 LOGGED_EACH = 100
 # fields of a step: those that add up over its parts, and lists with the place of an offset in each row
 SUMMED = (
-    *("data", "forward", "backward", "sync", "update", "cpu", "kernel", "images", "observing"),
+    *("data", "forward", "backward", "sync", "update", "cpu", "process", "kernel", "images", "observing"),
     *("blocked", "busy", "hidden", "copies", "copies_cpu"),
 )
 OFFSETS = {"phases": 1, "comm": 1, "stalls": 0, "copying": 0}

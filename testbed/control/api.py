@@ -21,6 +21,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from testbed.control.runs.emulation import (
+    PROFILES,
+    RECORDED_STEPS,
+    WARMUP_STEPS,
+    check_profiled,
+    profile_name,
+    with_dilation,
+    with_profile,
+)
 from testbed.control.runs.progress import Progress, console, open_progress
 from testbed.control.runs.run import execute, recorded_substrate, resume_run
 from testbed.control.runs.select import HOSTS, SubstrateChoice, SubstrateType, check_shaping, select
@@ -28,6 +37,7 @@ from testbed.control.runs.sweep import folder_for, run_all
 from testbed.control.substrates.slurm import SlurmOptions
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder, find_runs, fresh_folder, runs_dir, write_whole
+from testbed.results.profile import Profile
 from testbed.results.receipt import Receipt
 from testbed.results.records import Step, read
 from testbed.results.table import caption, footnotes, left_out, table
@@ -189,12 +199,49 @@ def prepare(
     nodes = len(inventory.nodes) if isinstance(inventory, Inventory) else None
     spec = spec_from_flags(
         {"nodes": nodes} | {key: value for key, value in flags.items() if value is not None}, settings
-    ).with_files()
+    )
+    spec = with_profile(spec, _record_profile).with_files()
     choice = select(
         on, [spec], inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent, slurm=slurm
     )
     check_shaping(spec, choice)
-    return spec, choice
+    return with_dilation(spec, choice), choice
+
+
+def _record_profile(spec: RunSpec, folder: Path) -> None:
+    """Record a profile on this machine, on the best substrate."""
+    choice = select("auto", [spec])
+    check_profiled(spec, choice)
+    with _show_progress(False, f"recording a profile of {spec.model}, on {choice.name}: {choice.reason}") as progress:
+        execute(spec, choice, RunFolder(folder), progress)
+
+
+def profile(
+    *,
+    on: str = "auto",
+    out: Path | str | None = None,
+    allow_concurrent: bool = False,
+    quiet: bool = False,
+    settings: Iterable[str] = (),
+    **keys: Any,
+) -> tuple[Run, Profile]:
+    """Record how long each layer of a model computes, on one node. Return the run and its profile.
+
+    `keys` are those of `run`. `out`: the profile is written there too. Raises a TestbedError.
+    """
+    fixed = {"mode": "single", "nodes": 1, "layers": True, "evaluate": "never", "experiment": PROFILES}
+    lengths = {"steps": RECORDED_STEPS + WARMUP_STEPS, "warmup": WARMUP_STEPS}
+    flags = lengths | {key: value for key, value in keys.items() if value is not None} | fixed
+    spec = spec_from_flags({"name": profile_name(flags)} | flags, settings).with_files()
+    choice = select(on, [spec], allow_concurrent=allow_concurrent)
+    check_profiled(spec, choice)
+    folder = RunFolder(fresh_folder(runs_dir() / PROFILES, spec.name))
+    with _show_progress(quiet, f"on {choice.name}: {choice.reason}") as progress:
+        made = Run(folder.path, execute(spec, choice, folder, progress))
+    found = Profile.read(folder.layers)
+    if out is not None:
+        found.write(Path(out))
+    return made, found
 
 
 def resume(
@@ -278,11 +325,11 @@ def prepare_sweep(
             what = experiment if isinstance(experiment, str | Path) else found.name
             raise SpecError(f"--set {key}: {what} sweeps it over {found.axes[key]}. Change it in the file.")
     found = found.model_copy(update={"base": with_settings(found.base, settings)})
-    specs = [spec.with_files() for spec in found.runs()]
+    specs = [with_profile(spec, _record_profile).with_files() for spec in found.runs()]
     choice = select(
         on, specs, inventory=inventory, accept_new=accept_new, allow_concurrent=allow_concurrent, slurm=slurm
     )
-    return found, specs, choice
+    return found, [with_dilation(spec, choice) for spec in specs], choice
 
 
 def load(path: Path | str) -> Run | Runs:

@@ -142,6 +142,7 @@ class CpuTime:
     at: float  # monotonic time of the reading
     machine: float  # all processes on all cores
     own: float  # all threads of this process, and its children that have ended
+    idle: float = 0.0  # of all cores: they did nothing, or waited for a disk
 
 
 def read_cpu_time(stat: Path = STAT) -> CpuTime | None:
@@ -162,7 +163,8 @@ def read_cpu_time(stat: Path = STAT) -> CpuTime | None:
     own = time.process_time() + children.ru_utime + children.ru_stime
     now, cores = time.monotonic(), sum(line.startswith("cpu") for line in lines[1:])
     unused = (idle + iowait + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    return CpuTime(now, cores * now - unused, own) if name == "cpu" and cores else None
+    nothing = (idle + iowait) / os.sysconf("SC_CLK_TCK")
+    return CpuTime(now, cores * now - unused, own, nothing) if name == "cpu" and cores else None
 
 
 def machine_id(boot_id: Path = BOOT_ID) -> str:
@@ -199,4 +201,5 @@ class CpuMeter:
             "measured": self._last.at - self._first.at,
             "machine_cpu": self._last.machine - self._first.machine,
             "own_cpu": self._last.own - self._first.own,
+            "machine_idle": self._last.idle - self._first.idle,
         }

@@ -59,6 +59,7 @@ class Group:
         self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)
         self.payload: Counter[str] = Counter()  # bytes sent, by kind
+        self.messages: Counter[str] = Counter()  # how often, by kind
         self.kind = "gradients"  # the kind that the next bytes are counted as
         self._counting = threading.Lock()
 
@@ -98,6 +99,7 @@ class Group:
         """Count `size` bytes as sent by this rank."""
         with self._counting:
             self.payload[kind or self.kind] += size
+            self.messages[kind or self.kind] += 1
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, kind: str | None = None) -> Work:
         """Start to send a contiguous tensor; it must not change before the wait."""

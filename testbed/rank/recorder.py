@@ -63,7 +63,7 @@ class Recorder:
         """
         found: dict[tuple[str, int], Step | Eval | Hash] = {}
         for number, path in self._earlier.items():
-            for record in read(path):
+            for record in read(path, raw=True):
                 if isinstance(record, Step | Eval | Hash) and record.step < step:
                     found[record.kind, record.step] = _with_attempt(record, number)
         found.pop(("hash", 0), None)  # this attempt has compared the start itself

@@ -37,6 +37,7 @@ from testbed.rank import watchdog
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import open_counter
 from testbed.rank.group import Group, await_all, connect, leave, make_group, single_rank_group
+from testbed.rank.layers import recorded_layers
 from testbed.rank.recorder import Recorder
 from testbed.rank.request import COMPOSE, Request
 from testbed.rank.train import Trainer
@@ -166,7 +167,9 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: Callable[
     keeps = spec.checkpoint or request.resume
     checkpoints = Checkpoints(spec, run.folder.checkpoints, group, request.resume) if keeps else None
     install_oom_handler(spec)
-    Trainer(spec, group, guard.recorder, open_counter(interface), checkpoints).run()
+    trainer = Trainer(spec, group, guard.recorder, open_counter(interface), checkpoints)
+    with recorded_layers(spec, group.rank, trainer.model, run.folder):
+        trainer.run()
     if recheck is not None:
         recheck(group)
     leave(group)

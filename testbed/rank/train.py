@@ -13,19 +13,18 @@ from torch import Tensor, nn
 
 from testbed.rank.checkpoint import Checkpoints
 from testbed.rank.counters import Counter, CpuMeter
-from testbed.rank.data import Batches, Dataset, Partition, open_dataset, test_batches
+from testbed.rank.data import Batches, Dataset, Partition, test_batches
 from testbed.rank.group import LATE_DEADLINES, Group
-from testbed.rank.models import build_model, build_own_model, untrack_statistics
-from testbed.rank.optim import Optimizer
+from testbed.rank.models import untrack_statistics
 from testbed.rank.recorder import Profiler, Recorder, describe_environment
 from testbed.rank.replicas import compare, share_statistics
 from testbed.rank.sync.buckets import choose_bucket, trained
 from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.schedules import build
+from testbed.rank.workload import open_workload
 from testbed.results.records import End, Eval, Start, Step
 from testbed.results.timeline import Timeline
 from testbed.spec import quota_signal
-from testbed.spec.datasets import data_dir
 from testbed.spec.errors import TestbedError
 from testbed.spec.run import STEP_DEADLINE_S, RunSpec
 
@@ -42,16 +41,17 @@ class Trainer:
     ) -> None:
         self.spec, self.group, self.recorder, self.counter = spec, group, recorder, counter
         self.checkpoints = checkpoints
+        work = open_workload(spec, recorder.folder, group.rank)
         torch.manual_seed(spec.seed)  # equal parameters on every rank
         dtype = getattr(torch, spec.dtype)
-        self.train_set = self._open(train=True, subset=spec.data.subset)
-        self.test_set = self._open(train=False, subset=spec.data.test_subset)
+        self.train_set = work.dataset(train=True)
+        self.test_set = work.dataset(train=False)
         self.batches = self._batches(dtype)
         self.total = _total_steps(spec, len(self.batches))
-        self.model = self._build(dtype)
+        self.model = work.model(self.train_set, dtype)
         if spec.batchnorm == "untracked":
             untrack_statistics(self.model)
-        self.optimizer = Optimizer(spec.optimizer, self.model, spec.global_batch, self.total)
+        self.optimizer = work.optimizer(self.model, self.total)
         self.timeline = Timeline(detailed=spec.spans)
         self.profiler = self._profiler() if spec.profile else None
         size = gradient_bytes(self.model)
@@ -97,7 +97,7 @@ class Trainer:
             self.sync.close() if step == self.total else self.sync.flush()
             self._evaluate(step, epoch)
         sent, received = self.counter.read()
-        seconds, payload = time.monotonic() - begun, dict(self.group.payload)
+        seconds, payload, messages = time.monotonic() - begun, dict(self.group.payload), dict(self.group.messages)
         self.recorder.write(
             End(
                 steps=step,
@@ -106,6 +106,7 @@ class Trainer:
                 received=received,
                 before=before,
                 payload=payload,
+                messages=messages,
                 **self.cpu.fields(),
             )
         )
@@ -199,6 +200,7 @@ class Trainer:
                 tensors=len(parameters),
                 counter=self.counter.name,
                 environment=describe_environment(),
+                dilation=self.spec.dilation or 1.0,
                 mode=str(self.choice.mode) if self.choice.why else "",
                 chosen=self.choice.why,
             )
@@ -215,24 +217,6 @@ class Trainer:
         profiler = Profiler(self.spec.warmup, self.total - 1, folder.trace(rank), folder.profile(rank))
         self.timeline.mark = profiler.mark
         return profiler
-
-    def _open(self, *, train: bool, subset: int | None) -> Dataset:
-        data, seed = self.spec.data, self.spec.seed
-        return open_dataset(
-            data.name,
-            data_dir(),
-            train=train,
-            subset=subset,
-            seed=seed,
-            shape=self.spec.sample_shape(resized=False),
-            size=data.size,
-            own=self.recorder.folder.own_file(self.spec, "data.name"),
-        )
-
-    def _build(self, dtype: torch.dtype) -> nn.Module:
-        name, classes, shape = self.spec.model, self.train_set.classes, self.train_set.shape
-        own = self.recorder.folder.own_file(self.spec, "model")
-        return build_own_model(name, own, classes, shape, dtype) if own else build_model(name, classes, shape, dtype)
 
     def _batches(self, dtype: torch.dtype) -> Batches:
         spec, rank = self.spec, self.group.rank
@@ -255,12 +239,14 @@ def deadline(spec: RunSpec, size: int) -> float:
     """Return the seconds that one wait may take: as requested, else by the slowest rate of a link or a fault.
 
     By default STEP_DEADLINE_S plus twice the time of N gradients on that link. With every:K ranks synchronise only
-    every K steps, so a slow rank may be late by K times as much.
+    every K steps, so a slow rank may be late by K times as much. Time dilation makes every deadline longer.
     """
+    slower = spec.dilation or 1.0
     if spec.deadline is not None:
-        return spec.deadline
+        return spec.deadline * slower
     rates = [rate for rate in (*spec.limiting_rates, *(fault.rate for fault in spec.faults)) if rate]
-    return STEP_DEADLINE_S * min(spec.mode.every, 30) + (2 * spec.world * size * 8 / min(rates) if rates else 0.0)
+    transfer = 2 * spec.world * size * 8 / min(rates) if rates else 0.0
+    return slower * (STEP_DEADLINE_S * min(spec.mode.every, 30) + transfer)
 
 
 def _total_steps(spec: RunSpec, per_epoch: int) -> int:

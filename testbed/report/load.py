@@ -350,7 +350,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> LoadedRun:
     if summary.spec != spec:
         raise SpecError("its spec.json and summary.json are of different runs")
     folder.check_no_links(allow_top=True)
-    ranks = [_read_rank(folder, rank, whole, spec.script is not None) for rank in range(spec.world)]
+    ranks = [_read_rank(folder, rank, whole, spec) for rank in range(spec.world)]
     faults = faulted_steps(folder, spec, [_timed(rank.steps) for rank in ranks], summary.substrate)
     run = LoadedRun(folder, summary, ranks, read_network(folder.receipt, spec), faults)
     if whole and not run.measured and not faults:
@@ -363,7 +363,7 @@ def _timed(steps: Steps) -> list[TimedStep]:
     return [TimedStep(n, begin, end, None if np.isnan(attempt) else int(attempt)) for n, begin, end, attempt in rows]
 
 
-def _read_rank(folder: RunFolder, rank: int, whole: bool, scripted: bool) -> Rank:
+def _read_rank(folder: RunFolder, rank: int, whole: bool, spec: RunSpec) -> Rank:
     path = folder.records(rank)
     check_size([path], MAX_RECORDS_BYTES)
     records = list(read(path))
@@ -372,8 +372,10 @@ def _read_rank(folder: RunFolder, rank: int, whole: bool, scripted: bool) -> Ran
     if whole and not (start and end):
         raise SpecError(f"{path.name} has no {'end' if start else 'start'}: rank {rank} did not finish")
     steps = Steps.of([record for record in records if isinstance(record, Step)], path.name)
+    if spec.emulated:  # sleeping takes no processor time
+        steps = replace(steps, cpu=np.full_like(steps.cpu, np.nan))
     evals = [record for record in records if isinstance(record, Eval)]
-    return Rank(rank, start, steps, evals, end, _read_profile(folder, rank), records if scripted else [])
+    return Rank(rank, start, steps, evals, end, _read_profile(folder, rank), records if spec.script else [])
 
 
 def _read_profile(folder: RunFolder, rank: int) -> dict[str, float]:

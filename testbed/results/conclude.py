@@ -21,7 +21,7 @@ from testbed.results.folder import RunFolder, read_bounded, write_whole
 from testbed.results.observations import Finding, Parameters, Setup, Swap, Unseen
 from testbed.results.receipt import Receipt
 from testbed.results.records import End, Error, Eval, Hash, Record, Start, Step, read
-from testbed.results.validity import MachineLoad, impossible, machine_loads
+from testbed.results.validity import MachineLoad, impossible, machine_loads, overloaded
 from testbed.spec.base import Spec, damage
 from testbed.spec.disk import full_disk, nearly_full, os_failure
 from testbed.spec.errors import (
@@ -257,8 +257,14 @@ def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], 
             found = f"step {rows[wrong].step} is in its place" if wrong < len(rows) else "nothing follows"
             rule = "all steps must be recorded"
             return {"status": "failed", "reason": f"rank {rank} has no record of step {wrong} ({found}): {rule}"}
-    too_fast = impossible(spec, ranks)
-    return {"status": "invalid", "reason": f"{too_fast}. {TOO_FAST}"} if too_fast else {}
+    if too_fast := impossible(spec, ranks):
+        return {"status": "invalid", "reason": f"{too_fast}. {TOO_FAST}"}
+    if spec.emulated and (too_much := overloaded(machine_loads(ranks))):
+        return {
+            "status": "invalid",
+            "reason": f"{too_much}. Run it with a larger dilation (now {spec.dilation or 1:g})",
+        }
+    return {}
 
 
 def _restarted(folder: RunFolder, steps: list[list[Step]]) -> list[str]:
@@ -284,7 +290,9 @@ def _quartiles(values: list[float]) -> tuple[float, float] | None:
 
 
 def _losses(spec: RunSpec, steps: list[list[Step]]) -> list[float]:
-    """Mean over ranks per step; ranks with larger shares weigh more."""
+    """Mean over ranks per step; ranks with larger shares weigh more. None with emulated compute: it has no meaning."""
+    if spec.emulated:
+        return []
     if spec.script is not None:
         losses = [_weighted_loss(row) for row in zip(*steps, strict=False)]
         return losses if any(losses) else []  # no loss was seen

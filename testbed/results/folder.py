@@ -64,6 +64,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.own_files = path / "files"  # copies of the user's own files, which the spec names
         self.methods = self.own_files / METHODS  # where the ranks find the user's own method
+        self.layers = path / "profile.json"  # how long each layer computes, if the run recorded it (results/profile.py)
 
     def records(self, rank: int) -> Path:
         return self.path / f"rank{rank}.jsonl"

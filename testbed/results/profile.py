@@ -1,7 +1,7 @@
 """profile.json: how long each layer of a model computes, recorded on one rank that exchanges nothing.
 
 `testbed profile` writes it. Emulated compute replays it (rank/emulated.py), and predictions are made of it. All times
-are medians over the recorded steps, in seconds. A step takes
+are in seconds: medians over the recorded steps, under a CPU quota means. A step takes
 
     data_s + zero_s + forward_s of all layers + loss_s + backward_s of all layers in reverse + optimizer_s
 """
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from testbed.results.folder import read_bounded, write_whole
 from testbed.spec.base import Spec
@@ -40,12 +40,19 @@ class ProfiledLayer(Spec):
     name: str = Field(max_length=400, examples=["features.0"])  # as the model names it; "" if it is the whole model
     # bytes of each of its own trained parameter tensors, in the order in which the model registers them
     sizes: tuple[Size, ...] = Field(default=(), examples=[[6912, 256]])
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the same tensors; empty: not known
     forward_s: Seconds
     backward_s: Seconds  # until the gradients of its parameters are ready
 
     @property
     def gradient_bytes(self) -> int:
         return sum(self.sizes)
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> ProfiledLayer:
+        if self.shapes and len(self.shapes) != len(self.sizes):
+            raise ValueError(f"layer {self.name!r} has {len(self.sizes)} sizes and {len(self.shapes)} shapes")
+        return self
 
 
 class Profile(Spec):

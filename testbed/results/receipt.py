@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field
 
@@ -79,6 +79,9 @@ class Receipt(Spec):
     clock: tuple[ClockReceipt, ...] = ()  # of each node
     measured_before: float | None = None  # seconds before this run, on the same nodes; None: right before training
     after: Receipt | None = None  # a sample of the links, measured again after training
+    # Time dilation of the run. The file has the rates and round trips of the slower network, this object those of the
+    # network that it stands for: `read` and `write` convert.
+    dilation: float = Field(default=1.0, ge=1)
 
     @property
     def worst_error(self) -> float | None:
@@ -135,7 +138,8 @@ class Receipt(Spec):
 
     def write(self, path: Path) -> None:
         """Write the file in one rename, so that a reader never sees half of it."""
-        write_whole(path, self.model_dump_json(by_alias=True, indent=1))
+        raw = self._faster(1 / self.dilation) if self.dilation != 1.0 else self
+        write_whole(path, raw.model_dump_json(by_alias=True, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -149,10 +153,41 @@ class Receipt(Spec):
                 f"{path}: damaged: a JSON object is expected, this is a {type(values).__name__}. Repeat the run."
             )
         check_schema(values.get("schema"), str(path))
-        return cls.load_written(values, path)
+        raw = cls.load_written(values, path)
+        return raw.undilated(raw.dilation)
+
+    def undilated(self, dilation: float) -> Self:
+        """What the network is that a network `dilation` times slower, on which this was measured, stands for."""
+        if dilation == 1.0:
+            return self
+        return self._faster(dilation).model_copy(update={"dilation": dilation})
+
+    def _faster(self, factor: float) -> Self:
+        def faster(rate: MeasuredRate) -> Any:
+            requested = None if rate.requested is None else _round_rate(rate.requested * factor, max(1.0, factor))
+            changes = {"requested": requested, "goodput": rate.goodput * factor, "measured": rate.measured * factor}
+            if isinstance(rate, LinkReceipt) and rate.rtt is not None:
+                changes["rtt"] = rate.rtt / factor
+            return rate.model_copy(update=changes)
+
+        return self.model_copy(
+            update={
+                "links": tuple(map(faster, self.links)),
+                "fan_in": faster(self.fan_in) if self.fan_in else None,
+                "fan_in_others": tuple(map(faster, self.fan_in_others)),
+                "uplinks": tuple(map(faster, self.uplinks)),
+                "after": self.after._faster(factor) if self.after else None,
+            }
+        )
 
     def _rates(self) -> list[MeasuredRate]:
         return [*self.links, *([self.fan_in] if self.fan_in else []), *self.fan_in_others, *self.uplinks]
+
+
+def _round_rate(rate: float, error: float) -> int:
+    """A rate in whole kbit/s, if it is one but for the rounding of the slower rate."""
+    whole = round(rate, -3)
+    return round(whole if abs(whole - rate) <= error else rate)
 
 
 def _name(rate: MeasuredRate) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +52,7 @@ class Start:
     mode: str = ""  # with the bucket size that the ranks have chosen, if the spec's mode leaves it open
     chosen: str = ""  # why, in words
     schema: int = SCHEMA
+    dilation: Annotated[float, Field(ge=1)] = 1.0  # of the run's times; `read` divides by it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ class Step:
     # the kernel does not count them, processor time of the process
     delayed: float | None = None
     used: float | None = None
+    process: float | None = None  # processor time of all threads of the rank from begin to end
     kernel: float = 0.0  # the part of `cpu` in kernel mode: page faults, and interrupts that came while it ran
     phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, offset, seconds
     comm: list[tuple[str, float, float, Count]] = field(default_factory=list)  # name, offset, seconds, bytes
@@ -132,10 +134,13 @@ class End:
     received: Count | None
     before: Count | None = None  # the part of `sent` that was counted before the first step began
     payload: dict[str, Count] = field(default_factory=dict)  # bytes this rank sent, by kind: gradients, parameters, ...
+    messages: dict[str, Count] = field(default_factory=dict)  # the same counted as buffers handed to the network
     machine: str = ""  # equal for all ranks on one machine; empty where the processor time is not known
-    measured: float | None = None  # seconds from the first measured step to the last
+    # seconds from the first measured step to the last; with the next two they are of the machine, and never divided
+    measured: float | None = None
     machine_cpu: float | None = None  # seconds of processor time in them: of all processes of the machine,
     own_cpu: float | None = None  # and of this rank
+    machine_idle: float | None = None  # seconds in them that its cores did nothing, added up
     processes: Count = 1  # of a user's script that trained on this node; the first one is the rank
 
 
@@ -165,11 +170,15 @@ def decode(line: bytes) -> Record:
     return _RECORD.validate_json(line, strict=True)
 
 
-def read(path: Path) -> Iterator[Record]:
+def read(path: Path, raw: bool = False) -> Iterator[Record]:
     """Yield the records of a file; none if it does not exist yet. An incomplete last line is left out.
+
+    A run with time dilation recorded times that are longer by its factor. Here they are divided by it, and nowhere
+    else; processor times are not. `raw`: as they are in the file.
 
     Raises SchemaError if another version wrote the file, SpecError if a line is damaged.
     """
+    slower = 1.0
     for number, line in complete_lines(path):
         try:
             record = decode(line)
@@ -178,7 +187,28 @@ def read(path: Path) -> Iterator[Record]:
             raise SpecError(f"{path}: line {number} is damaged ({damage(error)}). Run it again.") from None
         if isinstance(record, Start):
             check_schema(record.schema, str(path))
-        yield record
+            slower = 1.0 if raw else record.dilation
+        yield record if slower == 1.0 else _undilated(record, slower)
+
+
+SECONDS = (  # of a step
+    *("at", "data", "forward", "backward", "sync", "update", "total"),
+    *("blocked", "busy", "hidden", "copies", "observing"),
+)
+
+
+def _undilated(record: Record, slower: float) -> Record:
+    """The record of a step or of the end with its times divided; any other as it is."""
+    if isinstance(record, End):
+        return replace(record, seconds=record.seconds / slower)
+    if not isinstance(record, Step):
+        return record
+    changes: dict[str, Any] = {name: getattr(record, name) / slower for name in SECONDS}
+    changes["phases"] = [(name, at / slower, length / slower) for name, at, length in record.phases]
+    changes["comm"] = [(name, at / slower, length / slower, size) for name, at, length, size in record.comm]
+    changes["stalls"] = [(at / slower, length / slower) for at, length in record.stalls]
+    changes["copying"] = [(at / slower, length / slower) for at, length in record.copying]
+    return replace(record, **changes)
 
 
 def _check_start(line: bytes, path: Path) -> None:

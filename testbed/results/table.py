@@ -33,7 +33,17 @@ BUSY_MARK = " *"
 NOT_SEEN = "not seen"
 # Keys that do not influence the measurement, or that the row shows already: they get no column.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
-NO_COLUMN |= {"deadline", "start_deadline", "checkpoint", "retries", "keep_going", "script.path", "script.output"}
+NO_COLUMN |= {
+    "layers",
+    "dilation",
+    "deadline",
+    "start_deadline",
+    "checkpoint",
+    "retries",
+    "keep_going",
+    "script.path",
+    "script.output",
+}
 # Keys in which a run may differ from its single-node baseline.
 NOT_IN_BASELINE = NO_COLUMN | {"nodes", "batch", "batch_per_rank", "batchnorm", "data.shares", "evaluate"}
 
@@ -80,11 +90,17 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def row_note(repeats: Sequence[Summary]) -> str:
-    """What a reader must know of a row before comparing it, e.g. `12 of 20 steps left out: rate fault`; else empty."""
+    """What a reader must know of a row before comparing it, e.g. `12 of 20 steps left out: rate fault`; else empty.
+
+    Time dilation is named here, because it often differs from row to row with the number of nodes.
+    """
     left_out = sum(s.left_out_steps for s in repeats)
     reasons = dict.fromkeys(s.left_out_reason for s in repeats if s.left_out_steps)
     whole = left_out + sum(s.steps for s in repeats)
-    return f"{left_out} of {whole} steps left out: {', '.join(reasons)}" if left_out else ""
+    faulted = f"{left_out} of {whole} steps left out: {', '.join(reasons)}" if left_out else ""
+    slower = sorted({s.spec.dilation or 1.0 for s in repeats} - {1.0})
+    dilated = f"measured {' and '.join(f'{each:g}' for each in slower)} times slower" if slower else ""
+    return ", ".join(filter(None, (faulted, dilated)))
 
 
 def _one_cell(text: str) -> str:
@@ -113,6 +129,10 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
     for copies in sorted({s.copies for s in counted} - {0}):
         done = f"{copies + 1} copies of it ran at once, each with 1/{copies + 1} of the machine"
         notes.append(f"single: {done}, because there is no CPU quota here; the figures are of the first")
+    if any(s.spec.emulated for s in counted):
+        notes.append("emulated compute: the recorded times of a profile are replayed, what is sent is real; no loss")
+    if any((s.spec.dilation or 1.0) != 1.0 for s in counted):
+        notes.append("measured K times slower: network and compute were, and all figures are divided by K")
     if busy := busy_footnote(counted):
         notes.append(busy)
     return notes
@@ -162,8 +182,8 @@ def caption(summaries: Sequence[Summary]) -> str:
 def _trained(spec: RunSpec, over_all: str) -> dict[str, str]:
     """What our own loop trains, by key."""
     return {
-        "model": spec.model,
-        "data.name": spec.data.name,
+        "model": f"{spec.model} (emulated compute)" if spec.emulated else spec.model,
+        **({} if spec.emulated else {"data.name": spec.data.name}),
         **({"batch": f"batch {spec.batch}{over_all}"} if spec.batch else {}),
         **({"batch_per_rank": f"batch {spec.batch_per_rank} per rank"} if spec.batch_per_rank else {}),
     }

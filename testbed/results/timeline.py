@@ -65,6 +65,7 @@ class Timeline:
         self.current = ""  # the phase that the loop is in
         self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # set by a profiler: a context around stalls
         self.begun = clock()
+        self._process = time.process_time()
         self._taken = math.inf  # when the last step ended
 
     def start(self) -> None:
@@ -72,7 +73,7 @@ class Timeline:
 
         A buffer that was sent between them is recorded with 0 s at the start, so that all ranks record equally many.
         """
-        self.begun = self.clock()
+        self.begun, self._process = self.clock(), time.process_time()
         with self._lock:
             between = [transfer for transfer, _ in self._finished if transfer.begun >= self._taken]
             for transfer in [*between, *self._in_flight.values()]:
@@ -169,6 +170,7 @@ class Timeline:
         for name, a, b in self._phases:
             seconds[name] += b - a
         fields: dict[str, Any] = {"at": begun, **seconds, "total": now - begun, "cpu": _short(self._cpu)}
+        fields["process"] = _short(time.process_time() - self._process)
         return fields | self._details(begun, now) if self.detailed else fields
 
     def _details(self, begun: float, now: float) -> dict[str, Any]:

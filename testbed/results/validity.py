@@ -29,6 +29,7 @@ from testbed.spec.run import RunSpec
 from testbed.spec.units import burst_bytes, format_rate
 
 MAX_OTHERS_SHARE = 0.1  # of a machine's cores that others may use; a quiet machine has 0.01: see docs/report.md
+MAX_EMULATED_SHARE = 0.75  # of a machine's cores that ranks with emulated compute may use; planned is half of them
 MIN_MEASURED_S = 1.0  # the kernel counts ticks of 1 to 10 ms: over a shorter time the result is too coarse
 
 
@@ -38,6 +39,7 @@ class MachineLoad(Spec):
     ranks: list[int]  # that ran on it
     cores: int
     others: float | None  # cores that other processes used on average over the measured steps; None if too short
+    own: float | None = None  # cores that its ranks used on average; None if the time is too short
     load_at_start: float | None = None  # its load average over the last minute when the first rank started
 
     @property
@@ -69,18 +71,29 @@ def _load(found: Sequence[tuple[int, Start, End]]) -> MachineLoad:
     """The ranks' intervals differ by part of a step, so each rank's times are divided by its own interval."""
     ends = [end for _, _, end in found]
     others: float | None = None
+    own: float | None = None
     if all((end.measured or 0.0) >= MIN_MEASURED_S for end in ends):
         busy = sum((end.machine_cpu or 0.0) / (end.measured or 1.0) for end in ends) / len(ends)
         ours = sum((end.own_cpu or 0.0) / (end.measured or 1.0) for end in ends)
-        others = round(max(0.0, busy - ours), 3)
+        others, own = round(max(0.0, busy - ours), 3), round(ours, 3)
     environment = found[0][1].environment
     load = environment.get("load")
     return MachineLoad(
         ranks=[rank for rank, _, _ in found],
         cores=int(environment.get("cores") or 1),
         others=others,
+        own=own,
         load_at_start=load if isinstance(load, float | int) else None,
     )
+
+
+def overloaded(machines: Iterable[MachineLoad]) -> str:
+    """Why ranks with emulated compute cannot have kept their recorded times; empty if they can."""
+    for machine in machines:
+        if machine.own is not None and machine.own > MAX_EMULATED_SHARE * machine.cores:
+            used = f"the ranks with emulated compute used {machine.own:.2f} of {machine.cores} cores"
+            return f"{used}, more than {100 * MAX_EMULATED_SHARE:g} %: they were not woken in time"
+    return ""
 
 
 def busy_note(runs: Iterable[Sequence[MachineLoad]]) -> str:

@@ -8,7 +8,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from testbed.spec.base import Spec, validator
 from testbed.spec.errors import refuse
-from testbed.spec.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
+from testbed.spec.units import (
+    format_duration,
+    format_rate,
+    format_size,
+    parse_duration,
+    parse_rate,
+    parse_size,
+)
 from testbed.spec.words import refuse_setting, setting
 
 
@@ -56,6 +63,18 @@ class Link(Spec):
     def needs_netem(self) -> bool:
         """True if the kernel must have the netem qdisc."""
         return self.delay is not None or self.loss > 0
+
+    def slowed(self, factor: float) -> Link:
+        """The link of a network that is `factor` times slower: its queue holds the same bytes.
+
+        The token bucket holds what the slower link sends in the usual time, so that a probe needs no longer.
+        """
+        if factor == 1.0:
+            return self
+        times = {"delay": self.delay, "jitter": self.jitter, "queue": self.queue}
+        values = {name: seconds * factor for name, seconds in times.items() if seconds is not None}
+        rate = None if self.rate is None else max(1, round(self.rate / factor))
+        return Link(rate=rate, loss=self.loss, segment=self.segment, **values)
 
 
 # The values of SHAPING, and why a run with that value is left out of tables; empty: it is not.

@@ -1,5 +1,7 @@
 """A user's own files: `file.py:function` for a model or a data set, `text:FILE` for text, methods/NAME.py for a mode.
 
+Also `emulated:FILE`, a profile whose times are replayed instead of a model's compute.
+
 The spec keeps the name as it was written, and the SHA-256 of the file in `files`. The controller copies the file into
 the run folder, where every rank reads it: the folder shows what was trained. Nothing here executes a file.
 """
@@ -15,6 +17,7 @@ from pathlib import Path
 from testbed.spec.errors import SpecError, one_line, refuse
 
 TEXT_PREFIX = "text:"
+REAL, EMULATED = "real", "emulated"  # what a run computes
 MAX_CODE_BYTES = 1 << 20
 MAX_TEXT_BYTES = 1 << 30
 _CODE = re.compile(r"(?P<path>[^\0:]+\.py):(?P<function>[A-Za-z_]\w*)", re.ASCII)
@@ -56,6 +59,20 @@ def own_text(name: str) -> OwnFile | None:
     """The file of `text:FILE`; None for any other name."""
     path = name.removeprefix(TEXT_PREFIX)
     return OwnFile(path) if path and path != name and "\0" not in path else None
+
+
+def own_profile(compute: str) -> OwnFile | None:
+    """The file of `emulated:FILE`; None for `real`, and for `emulated`, whose profile is still to be recorded.
+
+    Raises SpecError for anything else.
+    """
+    kind, _, path = compute.partition(":")
+    if compute in (REAL, EMULATED):
+        return None
+    if kind != EMULATED or not path or "\0" in path:
+        way_out = f"Use {REAL}, {EMULATED}, or {EMULATED}:FILE with a profile of `testbed profile`."
+        raise refuse("compute", compute, "unknown", way_out)
+    return OwnFile(path)
 
 
 def looks_like_code(name: str) -> bool:

@@ -27,7 +27,7 @@ from testbed.spec.link import Link
 from testbed.spec.methods import own_method
 from testbed.spec.mode import SCRIPT, Mode, SyncMode, check_method
 from testbed.spec.models import BUILT_IN_MODELS, MODELS, model_info
-from testbed.spec.own_files import OwnFile, digest_of, read
+from testbed.spec.own_files import EMULATED, REAL, OwnFile, digest_of, own_profile, read
 from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
 from testbed.spec.topology import EXAMPLE, Topology, as_lists, missing_or_unknown
 from testbed.spec.words import can_set, name_of, refuse_setting, setting
@@ -36,6 +36,7 @@ START_DEADLINE_S = 60.0  # for all ranks to start and connect
 STEP_DEADLINE_S = 20.0  # for one wait in a step, in addition to the time of the transfer
 DEFAULT_PORT = 29_500  # of the rendezvous where no other process uses it; the next one is the probe's
 MAX_DIVISOR = 64  # divisors up to this are named in a message
+MAX_DILATION = 1000.0  # a step of a second takes a quarter of an hour then
 # Version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together. It is raised if a key changes
 # its meaning or is removed. A new key with a default does not raise it: files without it stay readable, and ranks read
 # spec.json with the code that wrote it (an image of other code is refused). An older testbed names the unknown key.
@@ -43,13 +44,18 @@ SCHEMA = 3
 # What our own loop trains. A user's script has a model, data and a batch of its own, so its files lack these keys.
 OF_OUR_LOOP = (
     *("placement", "model", "dtype", "batchnorm", "data", "batch", "batch_per_rank", "accumulate"),
-    *("micro_batch", "epochs", "evaluate", "optimizer", "checkpoint", "profile"),
+    *("micro_batch", "epochs", "evaluate", "optimizer", "checkpoint", "profile", "layers", "compute", "dilation"),
 )
 FOLDER_NAME = "letters, digits, _, . and -, beginning with a letter or digit, at most {} characters"
 
 
 # One fault may be written without a list.
 Faults = Annotated[tuple[FaultText, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+def _check_compute(compute: str) -> str:
+    own_profile(compute)
+    return compute
 
 
 class DataSpec(Spec):
@@ -118,8 +124,12 @@ class RunSpec(Spec):
     nodes: int = Field(default=4, ge=1, le=256)
     # one of MODELS, or file.py:function
     model: Annotated[str, AfterValidator(validator(lambda name: model_info(name).name))] = "vgg11"
-    # SHA-256 of the user's own files that mode, model and data name, by their paths; the run folder has copies
+    # SHA-256 of the user's own files that mode, model, data and compute name, by their paths; the run folder has copies
     files: dict[str, str] = Field(default={}, examples=[{"my_model.py": "5f70bf18a08660b2..."}])
+    # real; emulated:FILE replays the times of a profile; emulated: of one that is recorded before the run
+    compute: Annotated[str, AfterValidator(validator(_check_compute))] = Field(default=REAL, examples=[EMULATED])
+    # all times of an emulated run are so many times longer, and all figures are divided by it; None: the tool chooses
+    dilation: float | None = Field(default=None, ge=1, le=MAX_DILATION, examples=[4.0])
     dtype: Literal["float32", "float64"] = "float32"
     batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
 
@@ -146,6 +156,7 @@ class RunSpec(Spec):
     keep_going: bool = False  # train even if the network is not the requested one; the run stays invalid
     spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
     profile: bool = False  # torch.profiler over the first steps after warm-up; they are slower then
+    layers: bool = False  # record how long each layer computes: profile.json in the run folder
     # seconds of one wait; None: from the rate of the link
     deadline: float | None = Field(default=None, gt=0, le=86400, examples=[60.0])
     start_deadline: float = Field(default=START_DEADLINE_S, gt=0, le=86400)  # seconds for all ranks to connect
@@ -163,6 +174,11 @@ class RunSpec(Spec):
     @property
     def global_batch(self) -> int:
         return self.batch if self.batch is not None else (self.batch_per_rank or 0) * self.world
+
+    @property
+    def emulated(self) -> bool:
+        """True if recorded times are replayed: loss and accuracy have no meaning then."""
+        return self.compute != REAL
 
     def local_batch(self, rank: int) -> int:
         """Images per step of one rank."""
@@ -188,8 +204,10 @@ class RunSpec(Spec):
     @property
     def own_files(self) -> dict[str, tuple[str, OwnFile]]:
         """The user's own files by the key that names them, each with the name as it was written."""
-        found = {"model": (self.model, model_info(self.model).own)}
-        found["data.name"] = (self.data.name, dataset_info(self.data.name).own)
+        found: dict[str, tuple[str, OwnFile | None]] = {"compute": (self.compute, own_profile(self.compute))}
+        if not self.emulated:  # which needs neither the model's code nor the data
+            found["model"] = (self.model, model_info(self.model).own)
+            found["data.name"] = (self.data.name, dataset_info(self.data.name).own)
         found["mode"] = (str(self.mode), own_method(self.mode.algorithm) if self.mode.is_own else None)
         return {key: (name, own) for key, (name, own) in found.items() if own}
 
@@ -277,6 +295,8 @@ class RunSpec(Spec):
             values["data"] = {"name": TEXT.name} | data if isinstance(data, dict) else data
         if values.get("script") is not None and str(values.get("mode")) != SCRIPT:
             values.setdefault("warmup", SWAP_WARMUP_STEPS)
+        if str(values.get("compute", REAL)).startswith(EMULATED):
+            values.setdefault("evaluate", "never")
         return values
 
     @model_validator(mode="after")
@@ -292,6 +312,8 @@ class RunSpec(Spec):
             _check_overrides,
             _check_placement,
             _check_length,
+            _check_layers,
+            _check_emulated,
             _check_faults,
         ):
             validator(rule)(self)
@@ -451,6 +473,27 @@ def _check_placement(spec: RunSpec) -> None:
         rule = f"mode {mode} has no gradient exchange that could come after the step"
         way_out = f"Use {name_of('mode')} with gather, allreduce, ring, tree or halving."
         raise refuse_setting("placement", spec.placement, rule, way_out)
+
+
+def _check_layers(spec: RunSpec) -> None:
+    if spec.layers and (spec.mode.is_reference or spec.mode.schedule != "after" or not spec.spans):
+        rule = "nothing else may run during backward, and the phases of a step must be recorded"
+        way_out = f"Use {setting('mode', 'single')}, or {setting('mode', 'ring')}, with {setting('spans', True)}."
+        raise refuse_setting("layers", True, rule, way_out)
+
+
+def _check_emulated(spec: RunSpec) -> None:
+    if spec.emulated and spec.evaluate != "never":
+        rule = f"{setting('compute', spec.compute)} learns nothing that could be tested"
+        raise refuse_setting("evaluate", spec.evaluate, rule, f"Use {setting('evaluate', 'never')}, or leave it out.")
+    if spec.dilation in (None, 1.0):
+        return
+    rule = "only emulated compute and shaped links can be made slower"
+    if not spec.emulated:
+        raise refuse_setting("dilation", spec.dilation, rule, f"Leave it out, or use {setting('compute', EMULATED)}.")
+    if spec.faults:
+        rule = "the times of faults are those of the machine"
+        raise refuse_setting("dilation", spec.dilation, rule, f"Use {setting('dilation', 1.0)}, or no fault.")
 
 
 def _check_faults(spec: RunSpec) -> None:

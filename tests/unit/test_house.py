@@ -19,9 +19,11 @@ TESTED_ELSEWHERE = {  # module without a unit test of its own: why
     "control/substrates/fake.py": "is itself what tests use",
     "control/cli/options.py": "in test_main.py and test_hosts.py",
     "control/cli/jobs.py": "needs Slurm: tests/slurm; what it prints is found in control/runs/test_jobs.py",
+    "control/cli/profile.py": "in test_main.py and tests/gloo/test_emulated_gloo.py",
     "control/cli/report.py": "in test_main.py",
     "attach/inject/sitecustomize.py": "in test_observer.py, which starts scripts with it",
     "control/cli/script.py": "in test_main.py and tests/gloo/test_exec_gloo.py",
+    "rank/workload.py": "in test_emulated.py and by every run in tests/gloo",
     "rank/group.py": "needs several processes: tests/gloo",
 }
 

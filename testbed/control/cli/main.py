@@ -16,6 +16,7 @@ from testbed import __version__
 from testbed.control import api
 from testbed.control.cli import grade, hosts, jobs, predict, report, script
 from testbed.control.cli import options as opt
+from testbed.control.cli import profile as profile_command
 from testbed.control.cli.documents import outcome, print_document, print_failure, reset
 from testbed.control.cli.options import Json
 from testbed.control.cli.report import exit_code, finish_sweep, print_run
@@ -47,6 +48,7 @@ app.add_typer(predict.app)
 app.add_typer(script.app)
 app.add_typer(grade.app)
 app.add_typer(jobs.app)
+app.add_typer(profile_command.app)
 
 Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
 WrongCommandLine: Any = typer.BadParameter.__base__  # UsageError of click, which newer versions of typer contain

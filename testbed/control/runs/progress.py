@@ -53,12 +53,13 @@ class Silent:
 class Speed:
     """Seconds per iteration and MB/s of one rank over its last steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, slower: float = 1.0) -> None:
+        self.slower = slower  # time dilation: records have times that are longer by this factor
         self.records: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS + 1)
 
     def seconds_per_step(self) -> float:
         """Return the mean time of a step."""
-        return float(sum(r["total"] for r in self.records)) / len(self.records)
+        return float(sum(r["total"] for r in self.records)) / len(self.records) / self.slower
 
     def megabytes_per_s(self) -> float | None:
         """Return MB sent and received per second; None if not counted, or if the counters are of two attempts."""
@@ -69,7 +70,7 @@ class Speed:
         if not counted or first.get("attempt") != last.get("attempt"):
             return None
         moved = last["sent"] + last["received"] - first["sent"] - first["received"]
-        passed: float = last["at"] + last["total"] - first["at"] - first["total"]
+        passed: float = (last["at"] + last["total"] - first["at"] - first["total"]) / self.slower
         return moved / 1e6 / passed if passed > 0 else None
 
 
@@ -80,6 +81,8 @@ class Plain:
         self.console = console
         self.total = 0
         self.evaluates = False  # after training
+        self.learns = True  # False: the loss has no meaning
+        self.slower = 1.0  # time dilation
         self.world = 1
         self.speeds: list[Speed] = []
         self.printed_at = 0.0
@@ -102,8 +105,10 @@ class Plain:
         self.world = spec.world
         self.total = spec.steps or 0
         self.evaluates = spec.evaluate != "never" and spec.script is None
-        self.speeds = [Speed() for _ in range(spec.world)]
-        what = f"{spec.model} on {spec.data.name}" if spec.script is None else command_line(spec.script.argv)
+        self.learns, self.slower = not spec.emulated, spec.dilation or 1.0
+        self.speeds = [Speed(self.slower) for _ in range(spec.world)]
+        data = "emulated compute" if spec.emulated else spec.data.name
+        what = f"{spec.model} on {data}" if spec.script is None else command_line(spec.script.argv)
         self.stage(f"training: {what}, {spec.world} rank{'s' * (spec.world > 1)}, mode {spec.mode}")
 
     def step(self, rank: int, record: dict[str, Any]) -> None:
@@ -117,7 +122,7 @@ class Plain:
             self.stage(f"rank 0: {self.describe(0, record)}")
 
     def describe(self, rank: int, record: dict[str, Any]) -> str:
-        text = format_step(record, self.total, self.speeds[rank])
+        text = format_step(record, self.total, self.speeds[rank], self.learns)
         return f"{text}; now evaluating" if self.evaluates and record["step"] + 1 == self.total else text
 
     def end(self) -> None: ...
@@ -160,12 +165,13 @@ class Terminal(Plain):
             self.live = None
 
 
-def format_step(record: dict[str, Any], total: int, speed: Speed) -> str:
+def format_step(record: dict[str, Any], total: int, speed: Speed, learns: bool = True) -> str:
     """Return e.g. 'step 7/12  loss 2.3010  0.912 s/iter  81.0 MB/s in and out'."""
     of = f"/{total}" if total else f" (epoch {record['epoch']})"
     rate = speed.megabytes_per_s()
     moved = f"  {rate:.1f} MB/s in and out" if rate is not None else ""
-    return f"step {record['step'] + 1}{of}  loss {record['loss']:.4f}  {speed.seconds_per_step():.3f} s/iter{moved}"
+    loss = f"  loss {record['loss']:.4f}" if learns else ""
+    return f"step {record['step'] + 1}{of}{loss}  {speed.seconds_per_step():.3f} s/iter{moved}"
 
 
 def open_progress(console: Console, quiet: bool) -> Progress:

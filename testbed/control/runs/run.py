@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -192,10 +191,10 @@ def _read_summary(folder: RunFolder) -> Summary | None:
 
 
 def check_inputs(spec: RunSpec) -> None:
-    """Raise UsageError for missing data. A script of the user's needs no data set."""
-    if spec.script is None:
+    """Raise UsageError for missing data. A script of the user's and emulated compute need no data set."""
+    if spec.script is None and not spec.emulated:
         require_complete(spec.data.name, data_dir())
-    else:
+    elif spec.script is not None:
         with suppress(OSError, TestbedError):  # a launcher makes the layouts otherwise
             layouts(data_dir())
 
@@ -345,7 +344,7 @@ def _measure(run: RunContext, notes: RunNotes) -> None:
     plans = node_plans(run.spec)
     check = measure(
         run.spec,
-        lambda: probe(run.substrate, plans, run.progress.link),
+        lambda: probe(run.substrate, plans, run.progress.link).undilated(run.spec.dilation or 1.0),
         run.progress.stage,
         retry=not notes.invalid,
         earlier=run.nodes.earlier_receipt(),
@@ -368,7 +367,11 @@ def _read_shaping(run: RunContext) -> dict[int, Shaping]:
 
 def _measure_again(run: RunContext, notes: RunNotes, recheck: Recheck) -> None:
     """Check the network after training. While a fault lasts, and where nothing is shaped, no link is probed."""
-    again = partial(probe, run.substrate, node_plans(run.spec), run.progress.link, run.spec.seed)
+    plans, slower = node_plans(run.spec), run.spec.dilation or 1.0
+
+    def again() -> Receipt:
+        return probe(run.substrate, plans, run.progress.link, run.spec.seed).undilated(slower)
+
     wanted = run.spec.probe and recheck.shaped and not run.injector.active
     found = recheck.after(again if wanted else None, run.progress.stage)
     notes.invalid = found.invalid

@@ -41,7 +41,8 @@ ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
 def node_plans(spec: RunSpec) -> list[NodePlan]:
     """Return what is requested of each node that gets a rank."""
-    uplink = spec.topology.trunk if spec.world > 1 else None
+    slower = spec.dilation or 1.0  # this is the only place where a network is made slower than the spec says
+    trunk = spec.topology.trunk if spec.world > 1 else None
     racks = rack_numbers(spec.topology.racks, spec.world)
     first, interface = (spec.script.address, spec.script.interface) if spec.script else ("", "")
     return [
@@ -49,12 +50,12 @@ def node_plans(spec: RunSpec) -> list[NodePlan]:
             name=f"node{rank}",
             cpus=spec.cpus_of(rank),
             threads=spec.threads if spec.node.pinned else None,
-            link=spec.link_of(rank),
+            link=spec.link_of(rank).slowed(slower),
             congestion=spec.node.congestion,
             address=node_address(first, rank) if first else "",
             interface=interface,
             rack=racks[rank],
-            uplink=uplink,
+            uplink=trunk.slowed(slower) if trunk else None,
         )
         for rank in range(spec.world)
     ]

@@ -211,3 +211,13 @@ def test_what_was_shaped_can_be_removed_and_shaped_again(ingress: bool) -> None:
 def test_nothing_is_removed_where_nothing_was_shaped() -> None:
     assert unshape(Link()) == []
     assert unshape(Link(delay=0.01)) == [["tc", "qdisc", "del", "dev", "eth0", "root"]]
+
+
+def test_the_queue_of_a_slower_network_holds_the_same_bytes() -> None:
+    link = Link(rate=200_000_000, delay=0.01, jitter=0.001, queue=0.05, loss=0.01)
+    slower = link.slowed(4.0)
+    assert (slower.rate, slower.delay, slower.jitter, slower.queue, slower.loss) == (50_000_000, 0.04, 0.004, 0.2, 0.01)
+    (bucket,) = [command for command in shape(slower, ingress=False) if "tbf" in command]
+    assert bucket[bucket.index("rate") + 1] == "50mbit" and bucket[bucket.index("latency") + 1] == "200000us"
+    assert bucket[bucket.index("burst") + 1] == "25000b", "4 ms at 50 Mbit/s"
+    assert link.slowed(1.0) is link

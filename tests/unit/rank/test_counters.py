@@ -167,11 +167,13 @@ def test_the_machine_counts_other_processes_and_the_rank_does_not() -> None:
 
 
 def test_a_meter_measures_from_the_first_begin_to_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([CpuTime(10.0, 100.0, 1.0), CpuTime(12.0, 103.0, 2.0), CpuTime(15.0, 107.0, 2.5)])
+    readings = iter([CpuTime(10.0, 100.0, 1.0, 5.0), CpuTime(12.0, 103.0, 2.0, 7.0), CpuTime(15.0, 107.0, 2.5, 9.0)])
     monkeypatch.setattr(counters, "read_cpu_time", lambda: next(readings))
     meter = CpuMeter()
     meter.end()  # no step was measured yet: an epoch of warm-up alone
     assert meter.fields() == {}
     for call in (meter.begin, meter.begin, meter.end, meter.end):
         call()
-    assert meter.fields() == {"machine": machine_id(), "measured": 5.0, "machine_cpu": 7.0, "own_cpu": 1.5}
+    assert meter.fields() == {"machine": machine_id(), "measured": 5.0, "machine_cpu": 7.0, "own_cpu": 1.5} | {
+        "machine_idle": 4.0
+    }

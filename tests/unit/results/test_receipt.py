@@ -137,3 +137,19 @@ def test_a_clock_offset_within_its_error_is_none() -> None:
 def test_a_run_without_a_receipt_has_no_rates(tmp_path: Path) -> None:
     network = read_network(tmp_path / "receipt.json", SPEC)
     assert network == Network() and network.slowest is None and network.node(0) is None
+
+
+def test_the_receipt_of_a_slower_network_is_read_as_that_of_the_network_it_stands_for(tmp_path: Path) -> None:
+    slower = made([66_666_667] * 2, 66_666_667, requested=66_666_667, clock=())
+    links = tuple(link.model_copy(update={"rtt": 0.3}) for link in slower.links)
+    receipt = slower.model_copy(update={"links": links}).undilated(3.0)
+    assert [link.requested for link in receipt.links] == [200 * MBIT] * 2, "the rounding of the slower rate is undone"
+    assert [link.rtt for link in receipt.links] == [pytest.approx(0.1)] * 2
+    assert receipt.links[0].error == slower.links[0].error and receipt.dilation == 3.0
+    receipt.model_copy(update={"after": receipt}).write(tmp_path / "receipt.json")
+    raw = json.loads((tmp_path / "receipt.json").read_text())
+    assert raw["links"][0]["requested"] == raw["after"]["links"][0]["requested"] == 66_666_667
+    assert raw["links"][0]["rtt"] == pytest.approx(0.3)
+    back = Receipt.read(tmp_path / "receipt.json")
+    assert back.links[0].requested == 200 * MBIT and back.links[0].measured == pytest.approx(receipt.links[0].measured)
+    assert back.after is not None and back.after.links[0].requested == 200 * MBIT

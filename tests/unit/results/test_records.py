@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from testbed.results.records import (
     MAX_LINE_BYTES,
+    SECONDS,
     End,
     Error,
     Eval,
@@ -120,3 +122,39 @@ def test_a_loss_that_is_no_number_stays_one(tmp_path: Path) -> None:
     write(path, Step(**{**vars(STEP), "loss": math.nan}))
     (step,) = read(path)
     assert isinstance(step, Step) and math.isnan(step.loss)
+
+
+def test_times_of_a_dilated_run_are_divided_when_they_are_read(tmp_path):
+    path = tmp_path / "rank0.jsonl"
+    start = Start(rank=0, world=1, unix=0.0, parameters=1, gradient_bytes=4, tensors=1, deadline=9.0, counter="none")
+    times = {"data": 0.4, "forward": 4.0, "backward": 8.0, "sync": 2.0, "update": 1.0, "total": 16.0}
+    times |= {"blocked": 2.0, "busy": 4.0, "hidden": 2.0, "copies": 0.8}
+    step = Step(
+        **{"step": 0, "epoch": 0, "at": 400.0, "loss": 1.0, "images": 8, "sent": 100, "received": 200, "cpu": 0.5},
+        **times,
+        phases=[("forward", 0.4, 4.0)],
+        comm=[("bucket 0", 8.0, 4.0, 64)],
+        stalls=[(12.4, 2.0)],
+        copying=[(12.0, 0.4)],
+    )
+    end = End(steps=1, seconds=16.0, sent=100, received=200, measured=16.0, machine_cpu=3.0, own_cpu=2.0)
+    path.write_text("".join(encode(each) + "\n" for each in (replace(start, dilation=4.0), step, end)))
+    _, read_step, read_end = read(path)
+    assert {name: getattr(read_step, name) for name in times} == {name: value / 4 for name, value in times.items()}
+    assert read_step.at == 100.0 and read_step.phases == [("forward", 0.1, 1.0)]
+    assert read_step.comm == [("bucket 0", 2.0, 1.0, 64)]
+    assert (read_step.stalls, read_step.copying) == ([(3.1, 0.5)], [(3.0, 0.1)])
+    assert (read_step.cpu, read_step.sent) == (0.5, 100), "processor times and bytes are those of the machine"
+    assert (read_end.seconds, read_end.measured, read_end.own_cpu) == (4.0, 16.0, 2.0)
+    assert list(read(path, raw=True))[1:] == [step, end]
+    path.write_text(encode(replace(start, dilation=0.0)) + "\n")
+    with pytest.raises(SpecError, match="dilation"):
+        list(read(path))
+
+
+def test_every_time_of_a_step_is_divided_or_named_here():
+    """A new field of Step has to be one of these, or in SECONDS."""
+    kept = {"kind", "step", "epoch", "loss", "images", "sent", "received", "attempt", "evaluated"}
+    processor = {"cpu", "copies_cpu", "kernel", "used", "delayed", "process"}
+    lists = {"phases", "comm", "stalls", "copying"}
+    assert {each.name for each in fields(Step)} == kept | processor | lists | set(SECONDS)

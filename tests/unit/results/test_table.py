@@ -356,3 +356,15 @@ def test_two_commands_of_a_script_have_a_column(tmp_path: Path) -> None:
     ]
     header, rows = table(both)
     assert header[1] == "argv" and [row[1] for row in rows] == ["python main.py --lr 1", "python main.py --lr 2"]
+
+
+def test_emulated_compute_and_time_dilation_are_named() -> None:
+    keys = {"mode": "ring", "batch_per_rank": 24, "compute": "emulated:p.json"}
+    runs = [
+        Summary(spec=RunSpec.load(keys | {"nodes": nodes, "dilation": slower}, "case"), status="ok", substrate="netns")
+        for nodes, slower in ((4, 1.0), (32, 2.5))
+    ]
+    text = format_results(runs, "runs/x")
+    assert "vgg11 (emulated compute)" in text and "cifar10" not in text
+    assert "measured 2.5 times slower |" in text and "dilation" not in text
+    assert "note: emulated compute: " in text and "all figures are divided by K" in text

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from testbed.results.records import End, Record, Start, Step
-from testbed.results.validity import MAX_USE, MachineLoad, busy_note, fastest_rate, impossible, machine_loads
+from testbed.results.validity import (
+    MAX_USE,
+    MachineLoad,
+    busy_note,
+    fastest_rate,
+    impossible,
+    machine_loads,
+    overloaded,
+)
 from testbed.spec.run import RunSpec
 
 HERE, THERE = "boot-a", "boot-b"
@@ -26,8 +34,15 @@ def rank(
 
 def test_what_the_ranks_of_a_machine_did_not_use_others_used() -> None:
     (found,) = machine_loads([rank(HERE, 18.0, 4.0), rank(HERE, 18.0, 2.0)])
-    assert found == MachineLoad(ranks=[0, 1], cores=2, others=1.2, load_at_start=0.5)
+    assert found == MachineLoad(ranks=[0, 1], cores=2, others=1.2, own=0.6, load_at_start=0.5)
     assert found.is_busy and found.limit == 0.2
+
+
+def test_ranks_with_emulated_compute_must_leave_a_quarter_of_the_cores() -> None:
+    (calm,) = machine_loads([rank(HERE, 18.0, 7.0), rank(HERE, 18.0, 7.0)])
+    (full,) = machine_loads([rank(HERE, 18.0, 8.0), rank(HERE, 18.0, 8.0)])
+    assert overloaded([calm]) == ""
+    assert "used 1.60 of 2 cores, more than 75 %" in overloaded([calm, full])
 
 
 def test_every_machine_has_its_own_others() -> None:

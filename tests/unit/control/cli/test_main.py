@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from testbed.control.cli import main
 from testbed.control.cli.options import OUTSIDE_SPEC
+from testbed.results.profile import Profile, ProfiledLayer
 from testbed.spec.errors import SpecError, TestbedError, UsageError
 from testbed.spec.experiment import spec_from_flags
 from testbed.spec.run import RunSpec
@@ -68,6 +69,34 @@ def test_the_list_of_commands_has_whole_sentences(words):
 @pytest.mark.parametrize("command, words", [("exec", "[OPTIONS] -- COMMAND..."), ("tune", "[OPTIONS] [-- COMMAND...]")])
 def test_the_usage_of_a_command_for_scripts_shows_where_the_script_goes(command, words):
     assert f"{command} {words}\n" in CliRunner().invoke(main.app, [command, "--help"]).stdout
+
+
+def test_the_flags_of_profile_are_these_and_no_more():
+    of_the_model = {"--model", "--data", "--batch-per-rank", "--cpus", "--steps"}
+    assert flags_of("profile") == of_the_model | {"--on", "--share", "--set", "--out", "--json"}
+
+
+def test_a_profile_is_recorded_on_this_machine_only(capsys):
+    assert main.call("testbed", ["profile", "--on", "slurm"]) == UsageError.exit_code
+    assert "slurm" in capsys.readouterr().err.lower()
+
+
+def test_the_table_of_a_profile_has_every_layer_and_the_rest_of_a_step():
+    from testbed.control.cli.profile import caption, options, rows
+
+    layer = ProfiledLayer(name="conv", sizes=(4_000_000,), forward_s=0.010, backward_s=0.025)
+    times = {"data_s": 0.001, "zero_s": 0.002, "loss_s": 0.003, "optimizer_s": 0.004}
+    found = Profile(model="vgg11", batch_per_rank=24, cpus=0.4, layers=(layer,), jitter=(0.98, 1.0, 1.05), **times)
+    assert rows(found)[0] == ("conv", "1", "4.00", "10.00", "25.00")
+    assert [row[0] for row in rows(found)[1:]] == [
+        "all layers",
+        "data",
+        "loss",
+        "clearing gradients",
+        "optimizer (sgd)",
+    ]
+    assert "0.045 s a step" in caption(found) and "-2.0 to +5.0 %" in caption(found) and "0.4 cores" in caption(found)
+    assert options(found) == "--model vgg11 --batch-per-rank 24"
 
 
 def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():

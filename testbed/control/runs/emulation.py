@@ -1,0 +1,200 @@
+"""Before a run with emulated compute: the profile that it replays, and how many times slower everything has to be.
+
+Many ranks on few cores are only measured rightly while the cores are mostly idle: moving bytes costs processor time,
+and a sleeping rank must be woken in time. So the network and the sleeps of a run are made K times slower (time
+dilation), and all results are divided by K when they are read (results/records.py, results/receipt.py). K is chosen
+so that all ranks together need at most half of the cores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from testbed.control.machine.affinity import usable_cores
+from testbed.control.runs.select import SubstrateChoice
+from testbed.results import theory
+from testbed.results.folder import RunFolder, runs_dir
+from testbed.results.profile import Profile
+from testbed.spec.errors import Unavailable, UsageError, refuse
+from testbed.spec.own_files import EMULATED, own_profile
+from testbed.spec.run import RunSpec
+from testbed.spec.words import refuse_setting, setting
+
+PROFILES = "profiles"  # the experiment of runs that record one
+RECORDED_STEPS = 10
+WARMUP_STEPS = 2
+CPU_S_PER_BYTE = 4.8e-9  # of sending and receiving through a shaped link, kernel and Gloo, both ends together
+CPU_S_PER_STEP = 0.004  # of a rank besides, plus the next for each byte of gradients: hooks, copies, update
+CPU_S_PER_GRADIENT_BYTE = 0.6e-9
+START_S_PER_RANK = 8.0  # of one core, to start a rank: 3 s where nothing else runs
+MAX_SHARE = 0.5  # of the cores that all ranks together may need
+MAX_CHOSEN = 64.0  # a larger K is not chosen: the run would take too long to be meant
+RANK_BYTES = 165 << 20  # memory of a rank that has imported torch, without what ranks share
+COPIES = 4  # of the gradients that a rank holds at most: parameters, gradients, buffers that are sent and received
+
+LOCAL = ("netns", "compose", "process")  # substrates that can record a profile
+Record = Callable[[RunSpec, Path], None]  # runs a spec into a folder
+
+
+def profile_name(values: Mapping[str, Any]) -> str:
+    """The name of a run that records a profile, from the keys of its spec: that of its model."""
+    return "".join(char if char.isalnum() else "_" for char in str(values.get("model", "vgg11")))[-60:]
+
+
+def check_profiled(spec: RunSpec, choice: SubstrateChoice) -> None:
+    """Raise UsageError if this substrate cannot record the requested profile."""
+    if choice.name not in LOCAL:
+        rule = "a profile is recorded on this machine"
+        raise refuse("--on", choice.name, rule, f"Use auto or one of {', '.join(LOCAL)}.")
+    if spec.cpus_of(0) is not None and choice.drop_unsupported(spec).cpus_of(0) is None:
+        rule = f"there are no CPU quotas on {choice.name}"
+        raise refuse_setting("node.cpus", spec.cpus_of(0), rule, "Leave it out, or use --on netns or compose.")
+
+
+def profile_spec(spec: RunSpec) -> RunSpec:
+    """The run that records the profile of a spec: one node, the same model, batch per pass and share of a core."""
+    kept = ("model", "dtype", "batchnorm", "optimizer", "seed", "threads", "node", "start_deadline")
+    values: dict[str, Any] = {key: getattr(spec, key) for key in kept}
+    batch = spec.local_batch(0) // spec.passes(0)
+    cpus = f"-{spec.node.cpus:g}cpus" if spec.node.cpus else ""
+    values |= {
+        "experiment": PROFILES,
+        "name": f"{profile_name(values)}-{spec.dtype}-batch{batch}-threads{spec.threads}{cpus}",
+        "mode": "single",
+        "nodes": 1,
+        "data": spec.data.model_copy(update={"shares": None}),
+        "batch_per_rank": batch,
+        "steps": RECORDED_STEPS + WARMUP_STEPS,
+        "warmup": WARMUP_STEPS,
+        "evaluate": "never",
+        "layers": True,
+    }
+    return RunSpec.load(values, "")
+
+
+def with_profile(spec: RunSpec, record: Record) -> RunSpec:
+    """The spec with the path of the profile that it replays. One that is not named is recorded, once.
+
+    Raises UsageError if it cannot be used.
+    """
+    if not spec.emulated:
+        return spec
+    own = own_profile(spec.compute)
+    if own is None:
+        folder = RunFolder(runs_dir() / PROFILES / profile_spec(spec).name)
+        if not folder.layers.is_file():
+            if folder.path.exists():
+                folder.set_aside()
+            record(profile_spec(spec), folder.path)
+        path = folder.layers
+    else:
+        path = Path(own.path)
+        path = RunFolder(path).layers if path.is_dir() else path
+    check_profile(spec, Profile.read(path), path)
+    return spec.model_copy(update={"compute": f"{EMULATED}:{path}"})
+
+
+def check_profile(spec: RunSpec, profile: Profile, path: Path) -> None:
+    """Raise SpecError if a profile was recorded of something else than the spec trains."""
+    batch = {spec.local_batch(rank) // spec.passes(rank) for rank in range(spec.world)}
+    for key, wanted, recorded in (
+        ("model", spec.model, profile.model),
+        ("dtype", spec.dtype, profile.dtype),
+        ("threads", spec.threads, profile.threads),
+        ("batch_per_rank", batch.pop() if len(batch) == 1 else sorted(batch), profile.batch_per_rank),
+    ):
+        if wanted != recorded:
+            rule = f"the profile {path} was recorded with {recorded}"
+            way_out = f"Use {setting(key, recorded)}, or record another with `testbed profile`."
+            raise refuse_setting(key, wanted, rule, way_out)
+
+
+def with_dilation(spec: RunSpec, choice: SubstrateChoice) -> RunSpec:
+    """The spec with its time dilation, which is chosen if it is not requested.
+
+    Raises UsageError if the ranks would need more of this machine than there is.
+    """
+    if not spec.emulated:
+        return spec
+    own = own_profile(spec.compute)
+    assert own is not None, spec.compute
+    profile = Profile.read(Path(own.path))
+    applied = choice.drop_unsupported(spec)
+    can_dilate = choice.type.shapes and not spec.faults and all(applied.rates)
+    if not choice.type.is_local():
+        if (spec.dilation or 1.0) > 1.0 and not can_dilate:
+            raise _no_dilation(spec, choice)
+        return spec.model_copy(update={"dilation": spec.dilation or 1.0})
+    _check_memory(spec, profile)
+    needed = needed_dilation(applied, profile, len(usable_cores()))
+    chosen = spec.dilation or needed
+    if chosen > 1.0 and not can_dilate:
+        raise _no_dilation(spec, choice, needed)
+    if chosen < needed:
+        rule = f"the ranks would need more than half of this machine's cores: it takes {needed:g} or more"
+        raise refuse_setting("dilation", chosen, rule, "Leave it out, and it is chosen.")
+    if chosen > MAX_CHOSEN and spec.dilation is None:
+        seconds = needed * max(compute_s(applied, profile), wire_s(applied, profile))
+        rule = f"needs a time dilation of {needed:g} here: a step would take {seconds:.0f} s"
+        way_out = f"Use fewer nodes, a lower rate, more cores, or {setting('dilation', needed)}"
+        raise Unavailable(f"{spec.mode} on {spec.world} nodes: {rule}. {way_out}.")
+    start = max(spec.start_deadline, START_S_PER_RANK * spec.world / len(usable_cores()))
+    return spec.model_copy(update={"dilation": chosen, "start_deadline": start})
+
+
+def _no_dilation(spec: RunSpec, choice: SubstrateChoice, needed: float = 0.0) -> UsageError:
+    reason = "needs links with a rate on --on netns or compose, and no fault"
+    if spec.dilation is not None:
+        return refuse_setting("dilation", spec.dilation, reason, f"Use {setting('dilation', 1.0)}.")
+    rule = f"the ranks would need more than half of this machine's cores, and time dilation {reason}"
+    way_out = "Use fewer nodes, or give the links a rate"
+    return refuse("nodes", spec.nodes, f"{rule} ({needed:g} times)", f"{way_out}.", Unavailable)
+
+
+def needed_dilation(spec: RunSpec, profile: Profile, cores: int) -> float:
+    """The smallest K, at least 1, at which all ranks together need at most MAX_SHARE of the cores.
+
+    While they communicate each byte costs processor time, and so does each step. Without a rate nothing is known of
+    the first: communication then takes the time that the processor needs.
+    """
+    compute, wire = compute_s(spec, profile), wire_s(spec, profile)
+    used = spec.world * (CPU_S_PER_STEP + CPU_S_PER_GRADIENT_BYTE * profile.gradient_bytes) / max(compute, wire)
+    if wire:
+        used += CPU_S_PER_BYTE * bytes_per_sync(spec, profile) / wire
+    return max(1.0, math.ceil(10 * used / cores / MAX_SHARE) / 10)
+
+
+def compute_s(spec: RunSpec, profile: Profile) -> float:
+    """Seconds of a step without synchronisation."""
+    each_pass = profile.forward_s + profile.loss_s + profile.backward_s
+    return profile.data_s + profile.zero_s + spec.passes(0) * each_pass + profile.optimizer_s
+
+
+def bytes_per_sync(spec: RunSpec, profile: Profile) -> float:
+    """Bytes that all ranks send to synchronise once; in a mode whose rounds are not known as many as in a ring."""
+    n = spec.world
+    shares = [theory.shares(spec.mode, n, rank, spec.topology.racks) for rank in range(n)]
+    return profile.gradient_bytes * sum(share[0] if share is not None else 2 * (n - 1) / n for share in shares)
+
+
+def wire_s(spec: RunSpec, profile: Profile) -> float:
+    """The least seconds on the wire to synchronise once; 0 where nothing is sent, or a link has no rate."""
+    rates = [rate for rate in spec.rates if rate]
+    if spec.mode.silent or len(rates) < spec.world:
+        return 0.0
+    cost = theory.cost(spec.mode, spec.world)
+    load = cost.load if cost is not None else 2 * (spec.world - 1) / spec.world
+    return load * profile.gradient_bytes * 8 / max(rates)
+
+
+def _check_memory(spec: RunSpec, profile: Profile) -> None:
+    """Raise Unavailable if the ranks do not fit into the memory that is free."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    each = RANK_BYTES + COPIES * profile.gradient_bytes
+    if spec.world * each > free:
+        rule = f"{spec.world} ranks need about {spec.world * each >> 20} MiB, and {free >> 20} MiB are free"
+        raise refuse("nodes", spec.nodes, rule, "Use fewer nodes, or a smaller model.", Unavailable)

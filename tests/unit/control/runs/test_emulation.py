@@ -1,0 +1,138 @@
+"""What is decided before a run with emulated compute: its profile, its time dilation, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.control.runs import emulation
+from testbed.control.runs.emulation import needed_dilation, profile_spec, with_dilation, with_profile
+from testbed.control.runs.select import SUBSTRATES, SubstrateChoice
+from testbed.results.folder import RunFolder
+from testbed.results.profile import Profile, ProfiledLayer
+from testbed.spec.errors import SpecError, Unavailable, UsageError
+from testbed.spec.run import RunSpec
+
+NETNS, PROCESS = (SubstrateChoice(SUBSTRATES[name], "case") for name in ("netns", "process"))
+PROFILE = Profile(
+    model="vgg11",
+    batch_per_rank=24,
+    layers=(ProfiledLayer(name="0", sizes=(36_924_456,), forward_s=0.3, backward_s=0.7),),
+    data_s=0.0,
+    zero_s=0.0,
+    loss_s=0.0,
+    optimizer_s=0.02,
+)
+
+
+def spec(**changes: object) -> RunSpec:
+    keys = {"compute": "emulated:p.json", "mode": "ring", "nodes": 8, "batch_per_rank": 24}
+    return RunSpec.load(keys | {"link": {"rate": "100mbit"}} | changes, "case")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The profile, in the present folder; two cores, and enough memory."""
+    monkeypatch.setattr(emulation, "RANK_BYTES", 0)
+    monkeypatch.setattr(emulation, "COPIES", 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(emulation, "usable_cores", lambda: [0, 1])
+    monkeypatch.setattr(
+        SUBSTRATES["netns"].__class__, "drop_unsupported", staticmethod(lambda spec: spec), raising=False
+    )
+    PROFILE.write(tmp_path / "p.json")
+    return tmp_path / "p.json"
+
+
+def test_no_dilation_where_half_of_the_cores_are_enough() -> None:
+    assert needed_dilation(spec(), PROFILE, cores=2) == 1.0
+    assert needed_dilation(spec(nodes=8), PROFILE, cores=64) == 1.0
+
+
+def test_the_dilation_grows_with_nodes_and_rate() -> None:
+    """A byte costs 4.8e-9 core-seconds, and half of two cores may be used: 32 nodes at 100 Mbit/s need 1.92 of 1."""
+    at_32 = needed_dilation(spec(nodes=32), PROFILE, cores=2)
+    assert 1.9 <= at_32 <= 2.4
+    faster = needed_dilation(spec(nodes=32, link={"rate": "1gbit"}), PROFILE, cores=2)
+    assert 9 * at_32 < 10 * faster / 1.05 and faster > 19
+    assert needed_dilation(spec(nodes=32), PROFILE, cores=4) == pytest.approx(at_32 / 2, abs=0.1)
+
+
+def test_a_mode_that_uses_one_link_at_a_time_needs_less() -> None:
+    assert needed_dilation(spec(nodes=32, mode="gather"), PROFILE, cores=2) == 1.0
+    assert needed_dilation(spec(nodes=32, mode="single"), PROFILE, cores=2) == 1.0
+
+
+def test_the_dilation_is_chosen_and_a_smaller_one_is_refused(file: Path) -> None:
+    chosen = with_dilation(spec(nodes=32), NETNS).dilation
+    assert chosen is not None and chosen > 1.9
+    assert with_dilation(spec(), NETNS).dilation == 1.0
+    assert with_dilation(spec(dilation=3.0), NETNS).dilation == 3.0
+    with pytest.raises(SpecError, match=f"more than half of this machine's cores: it takes {chosen:g} or more"):
+        with_dilation(spec(nodes=32, dilation=1.5), NETNS)
+
+
+def test_a_point_that_cannot_be_dilated_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match="needs links with a rate"):
+        with_dilation(spec(nodes=200, link={}, dilation=None), PROCESS)
+    with pytest.raises(UsageError, match="dilation"):
+        with_dilation(spec(dilation=2.0), PROCESS)
+    with pytest.raises(Unavailable, match="needs a time dilation of"):
+        with_dilation(spec(nodes=200, link={"rate": "10gbit"}), NETNS)
+
+
+def test_ranks_that_do_not_fit_into_memory_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulation, "RANK_BYTES", 1 << 50)
+    with pytest.raises(Unavailable, match=r"8 ranks need about .* MiB are free"):
+        with_dilation(spec(), NETNS)
+
+
+def test_real_compute_is_left_as_it_is() -> None:
+    real = RunSpec.load({"nodes": 8}, "case")
+    assert with_dilation(real, NETNS) is real
+    assert with_profile(real, lambda spec, folder: pytest.fail("recorded")) is real
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "resnet18"}, "'resnet18': the profile p.json was recorded with vgg11"),
+        ({"batch_per_rank": 32}, "32: the profile p.json was recorded with 24"),
+        ({"threads": 2}, "2: the profile p.json was recorded with 1"),
+        ({"batch_per_rank": None, "batch": 48, "data": {"shares": [12, 36]}, "nodes": 2}, "recorded with 24"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(file: Path, changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SpecError, match=sentence):
+        with_profile(spec(**changes), lambda spec, folder: None)
+
+
+def test_a_profile_of_micro_batches_fits_a_larger_batch(file: Path) -> None:
+    accumulated = spec(batch_per_rank=96, accumulate=4)
+    assert with_profile(accumulated, lambda spec, folder: None) == accumulated
+
+
+def test_a_run_folder_stands_for_its_profile(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    PROFILE.write(RunFolder(tmp_path / "run").layers)
+    assert with_profile(spec(compute="emulated:run"), lambda spec, folder: None).compute == "emulated:run/profile.json"
+    with pytest.raises(SpecError, match=r"none/profile\.json|none: cannot be read"):
+        with_profile(spec(compute="emulated:none"), lambda spec, folder: None)
+
+
+def test_a_profile_that_is_not_named_is_recorded_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTBED_RUNS", "runs")
+    recorded: list[RunSpec] = []
+
+    def record(spec: RunSpec, folder: Path) -> None:
+        recorded.append(spec)
+        folder.mkdir(parents=True)
+        PROFILE.write(RunFolder(folder).layers)
+
+    wanted = spec(compute="emulated", node={"cpus": 0.4})
+    first, second = with_profile(wanted, record), with_profile(wanted, record)
+    assert first == second and first.compute.startswith("emulated:runs/profiles/vgg11-float32-batch24")
+    (made,) = recorded
+    assert made == profile_spec(wanted) and made.layers and str(made.mode) == "single" and made.cpus_of(0) == 0.4
+    assert made.batch_per_rank == 24 and not made.emulated and not made.link.shaped
