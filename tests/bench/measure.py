@@ -196,10 +196,10 @@ def sweep(path: Path, archive: Path) -> bool:
     measured = {
         "commit": commit_of_all(commit, experiment_commit(path)),
         "load": round(load, 2),
-        "minutes": round(sum(_seconds(run.path) for run in runs) / 60, 1),
+        "minutes": round(sum(_seconds(run.folder) for run in runs) / 60, 1),
         "substrate": on,
     }
-    pack(runs.path, [run.path for run in runs], archive, measured)
+    pack(runs.folder, [run.folder for run in runs], archive, measured)
     print(f"{path.stem}: {archive.stat().st_size / 1e6:.2f} MB in {archive.relative_to(ROOT)}", flush=True)
     size = sum(file.stat().st_size for file in (ROOT / "results").rglob("*") if file.is_file())
     if size > MAX_RESULTS_BYTES:
