@@ -158,8 +158,8 @@
     for (let n = 2; n <= nodesTo; n *= wide < 420 ? 4 : 2) element("text", { x: x(n), y: high - bottom + 17, "text-anchor": "middle" }, svg, n);
     element("line", { class: "axis", x1: left, x2: wide - right, y1: high - bottom, y2: high - bottom }, svg);
     element("text", { x: (left + wide - right) / 2, y: high - 5, "text-anchor": "middle" }, svg, "nodes");
-    if (x(nodesTo) - x(measuredTo) > 150)
-      element("text", { x: x(measuredTo) + 6, y: top + 13 }, svg, `measured up to ${measuredTo}, extrapolated beyond`);
+    const room = x(nodesTo) - x(measuredTo), told = room > 240 ? `measured up to ${measuredTo}, extrapolated beyond` : "extrapolated";
+    if (room > 90) element("text", { x: x(measuredTo) + 6, y: top + 13 }, svg, told);
     drawBands(svg, set, metric, x, y);
     shown.forEach((points, k) => {
       const mode = data.modes[k], path = points.map(([n, v], p) => `${p ? "L" : "M"}${x(n).toFixed(1)} ${y(v).toFixed(1)}`).join("");
@@ -176,7 +176,7 @@
       refresh();
     });
     $("plot").replaceChildren(svg);
-    const titles = { seconds: "Seconds a step", speedup: "Speed-up over one node", efficiency: "Efficiency: images per second of one node kept", exposed: "Share of a step that waits for communication" };
+    const titles = { seconds: "Seconds a step", speedup: "Speed-up over one node", efficiency: "Efficiency: speed-up over nodes", exposed: "Share of a step that waits for communication" };
     $("chart-title").textContent = titles[metric];
     const points = data.measured.filter((each) => fits(each, set)).length, all = data.measured.filter((each) => each.nodes > 1).length;
     $("reading").textContent = `Circles: ${points} of ${all} measured points are for these settings. Pale areas: 90 % bands. Click the chart to choose the nodes, a row below to hide its curve.`;

@@ -134,15 +134,15 @@ def test_the_page_computes_what_python_computes_at_random_points(
 
 
 def test_every_mode_has_a_curve_a_row_and_a_band(page: Any) -> None:
-    drawn = f"document.querySelectorAll('#plot path.band').length === {len(MODES)}"
-    page.wait_for_function(drawn, timeout=60_000)  # bands come one mode after the other
+    last_band = page.locator("#plot path.band").nth(len(MODES) - 1)
+    last_band.wait_for(state="attached", timeout=60_000)  # bands come one mode after the other
     assert page.locator("#plot path.line").count() == len(MODES)
     rows = page.locator("#modes tbody tr")
     assert rows.count() == len(MODES)
     bands = page.locator("#modes tbody tr td:nth-child(3)").all_inner_texts()
     assert all(" to " in band for band in bands)
     assert page.locator("#plot circle").count() == 6  # the measured points
-    assert "extrapolated beyond" in page.locator("#plot").inner_html()
+    assert "extrapolated" in page.locator("#plot").inner_html()
 
 
 def test_the_page_is_not_wider_than_the_window(page: Any) -> None:
