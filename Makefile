@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv data run test check docs picture bench measure soak repeat fuzz engine wheels image up down clean
+.PHONY: help venv data run test check docs picture bench measure soak repeat fuzz engine uml wheels image up down clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,12 @@ fuzz: $(VENV)/.ready ## try random specs, modes, faults and files, many more tha
 
 engine: ## install and start a Docker engine with Compose (Debian, as root; asks first, ARGS=-y: does not)
 	docker/engine.sh $(ARGS)
+
+# Unpacked, not installed: the kernel is an ordinary program. --on uml finds it in this folder.
+UML := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/testbed/uml
+uml: ## fetch user-mode Linux for --on uml (Debian and its derivatives; any user)
+	@mkdir -p "$(UML)"
+	cd "$(UML)" && apt-get download user-mode-linux && dpkg-deb -x user-mode-linux_*.deb . && rm user-mode-linux_*.deb
 
 wheels: ## download the packages of a rank, to build the image without a package index
 	PYTHON=$(PYTHON) docker/wheels.sh

@@ -69,6 +69,12 @@ def _missing_for_slurm() -> str | None:
     return _missing_for_gloo() or missing()
 
 
+def _missing_for_netem() -> str | None:
+    if shutil.which("linux.uml") is None:
+        return "user-mode Linux not found: apt-get install user-mode-linux"
+    return _missing_for_gloo() or _missing_for_net()
+
+
 GROUPS = {
     "gloo": _missing_for_gloo,
     "net": _missing_for_net,
@@ -76,11 +82,12 @@ GROUPS = {
     "hosts": _missing_for_hosts,
     "browser": _missing_for_browser,
     "slurm": _missing_for_slurm,
+    "netem": _missing_for_netem,
 }
 
 
 POOLED = ("test_algorithms", "test_check_gloo", "test_codecs_gloo", "test_pipeline_gloo", "test_training")
-LONGEST_FIRST = ("test_grade_docker.py", "hosts", "slurm", "pools", "docker", "gloo", "net", "browser")
+LONGEST_FIRST = ("test_grade_docker.py", "hosts", "slurm", "netem", "pools", "docker", "gloo", "net", "browser")
 
 
 def scope_of(nodeid: str) -> str:

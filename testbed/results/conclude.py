@@ -100,8 +100,8 @@ class Summary(Spec):
 
 
 def has_one_clock(substrate: str) -> bool:
-    """True if all nodes have the controller's monotonic clock: on every substrate but real hosts."""
-    return substrate not in ("hosts", "slurm")
+    """True if all nodes have the controller's monotonic clock: those that use its kernel."""
+    return substrate not in ("hosts", "slurm", "uml")
 
 
 def conclude(

@@ -48,7 +48,7 @@ class FaultKind:
 
     does: str
     example: str
-    substrates: tuple[str, ...] = ("process", "netns", "compose", "hosts", "slurm")  # that can inject it
+    substrates: tuple[str, ...] = ("process", "netns", "compose", "uml", "hosts", "slurm")  # that can inject it
     controller: str = ""  # the controller of cgroups that it needs where nodes are processes of this machine
     lasting: bool = False  # whether it can be undone, and so have a +DURATION
     value: FaultValue | None = None
@@ -62,7 +62,7 @@ def _parse_share(value: str, text: str) -> float:
 
 
 # Their nodes have a link and a CPU quota of their own. On hosts such a fault would affect all users of the host.
-SHAPED = ("netns", "compose")
+SHAPED = ("netns", "compose", "uml")
 FAULT_KINDS: dict[str, FaultKind] = {
     "kill": FaultKind(does="SIGKILL to all processes of the node", example="kill:rank2@step10"),
     "exit": FaultKind(does="SIGTERM to the rank", example="exit:rank1@step5"),

@@ -35,13 +35,22 @@ Duration = Annotated[
 ]
 
 
+def _parse_percent(text: str) -> float | str:
+    """The fraction of a text such as 0.1%; any other text is left as it is."""
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else text
+    except ValueError:
+        return text
+
+
 class Link(Spec):
     """One node's link; every value holds for each direction. `rate = None` leaves it unshaped."""
 
     rate: Rate | None = Field(default=None, examples=["200mbit"])  # bit/s on the wire, frame headers included
     delay: Duration | None = Field(default=None, examples=["20ms"])  # one way, added on egress; needs netem
     jitter: Duration | None = Field(default=None, examples=["2ms"])
-    loss: float = Field(default=0.0, ge=0.0, lt=1.0, examples=[0.01])  # fraction of packets; needs netem
+    # fraction of packets, also as text, e.g. "1%"; needs netem
+    loss: Annotated[float, _from_text(_parse_percent)] = Field(default=0.0, ge=0.0, lt=1.0, examples=[0.01])
     # tbf's `latency`: the longest time a packet may wait in the queue before it is dropped
     queue: Duration = Field(default=0.05, examples=["50ms"])
     # largest GSO segment that TCP hands over; None: the kernel's 64 KiB

@@ -22,7 +22,8 @@ Nodes = Annotated[
 On = Annotated[
     str,
     typer.Option(
-        "--on", help="substrate: auto, compose (engine), netns (namespaces), process (unshaped), hosts (by SSH), slurm"
+        "--on",
+        help="substrate: auto, compose (engine), netns, process (unshaped), uml (own kernel), hosts (SSH), slurm",
     ),
 ]
 Share = Annotated[bool, typer.Option("--share", help="do not wait for another measurement on this machine")]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from testbed.control.machine import user_namespace
 from testbed.control.machine.cgroups import find_hierarchy
-from testbed.control.substrates import engine, netns, slurm
+from testbed.control.substrates import engine, netns, slurm, uml
 from testbed.control.substrates.base import NodePlan
 from testbed.spec.datasets import DATASETS, data_dir, is_complete
 from testbed.spec.errors import TestbedError, Unavailable
@@ -48,6 +48,7 @@ def examine() -> list[Finding]:
         _cgroups(),
         *engine_findings,
         _slurm(),
+        _uml(),
     ]
 
 
@@ -128,6 +129,18 @@ def _slurm() -> Finding:
         return Finding(what, True, f"partitions {', '.join(slurm.partitions())}")
     except TestbedError as error:
         return Finding(what, False, str(error).removeprefix("substrate slurm: ").partition(". ")[0], fix)
+
+
+def _uml() -> Finding:
+    """Start the kernel, which takes some seconds."""
+    what = "user-mode Linux (for --on uml)"
+    try:
+        uml.check([])
+        with uml.Kernel(uml.BYTES_OF_KERNEL):
+            return Finding(what, True, "works, with delay and loss, on one processor")
+    except TestbedError as error:
+        why, _, fix = str(error).removeprefix("substrate uml: ").partition(". ")
+        return Finding(what, False, why, fix)
 
 
 def _engine() -> list[Finding]:

@@ -24,6 +24,8 @@ from testbed.control.substrates.process import ProcessSubstrate
 from testbed.control.substrates.process import check as check_process
 from testbed.control.substrates.slurm import Reservation, SlurmOptions, SlurmSubstrate, describe
 from testbed.control.substrates.slurm import check as check_slurm
+from testbed.control.substrates.uml import UmlSubstrate, check_model
+from testbed.control.substrates.uml import check as check_uml
 from testbed.net.tcp import check_congestion_control
 from testbed.spec.errors import SpecError, Unavailable, refuse, require_extra
 from testbed.spec.fabric import rack_numbers
@@ -73,6 +75,7 @@ class SubstrateType:
     shapes: bool = True
     is_local: Callable[[], bool] = lambda: False  # returns True if its nodes share the cores of this machine
     where: Callable[[], str] = lambda: ""  # words on where its nodes are, if that depends on the user's settings
+    automatic: bool = True  # False: `auto` never takes it
     runs_here: bool = False  # True if ranks use the files and commands of this machine
     faults: Collection[str] = KINDS  # kinds of faults that can be injected
     lacks: Callable[[str], str] = lambda controller: ""  # why this controller of cgroups cannot be used; empty: it can
@@ -114,6 +117,11 @@ def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
     return ComposeSubstrate(plans, folder, spec.script)
 
 
+def _make_uml(spec: RunSpec, folder: Path) -> Substrate:
+    check_model(spec)
+    return UmlSubstrate(node_plans(spec))
+
+
 SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "compose": SubstrateType(
         name="compose",
@@ -150,6 +158,17 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
         shapes=False,
         is_local=lambda: True,
         faults=kinds_on("process"),
+    ),
+    "uml": SubstrateType(
+        name="uml",
+        description="network namespaces in a user-mode Linux kernel of one processor, links shaped as requested",
+        make=_make_uml,
+        check=check_uml,
+        keeps_nodes=True,
+        runs_here=True,
+        automatic=False,
+        is_local=lambda: True,
+        faults=kinds_on("uml"),
     ),
 }
 
@@ -275,7 +294,7 @@ def _check_congestion_control(on: str | SubstrateType, specs: Sequence[RunSpec])
 
     `auto` accepts the default: without it a substrate is left that does not shape.
     """
-    if not isinstance(on, str) or on == "process":
+    if not isinstance(on, str) or on in ("process", "uml"):  # uml: its kernel has others, and says so when it runs
         return
     accepted = {None, NodeSpec().congestion if on == "auto" else None}
     for name in sorted({spec.node.congestion or "" for spec in specs if spec.world > 1} - accepted - {""}):
@@ -293,7 +312,7 @@ def choose(requested: str, example: RunSpec, types: Mapping[str, SubstrateType] 
     if requested != "auto":
         raise SpecError(f"--on {requested!r}: no such substrate. Use auto, {', '.join([*types, HOSTS, SLURM])}.")
     plans, refusals = node_plans(example), []
-    for found in types.values():
+    for found in (each for each in types.values() if each.automatic):
         try:
             found.check(plans)
         except Unavailable as error:
@@ -340,5 +359,5 @@ def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
     if choice.automatic:
         way_out = "Allow user namespaces (`testbed doctor`), run as root, or start a Docker engine"
     if any(spec.link_of(rank).needs_netem for rank in range(spec.world)):
-        way_out += ", on a kernel with sch_netem (`testbed doctor` shows what is missing)"
+        way_out += ", on a kernel with sch_netem (`testbed doctor` shows what is missing), or --on uml"
     raise Unavailable(f"{links}: cannot be shaped here: {choice.reason}. {way_out}, or leave it out.")

@@ -14,6 +14,8 @@ from testbed.spec.errors import CommandFailed, NetworkInvalid, TestbedError, Una
 from testbed.spec.link import Link
 
 INTERFACE = "eth0"  # of a node that requests no other name
+NETEM = "delay and loss (netem)"  # a feature of the kernel, in messages
+NETEM_ELSEWHERE = ", or use --on uml, a kernel with netem that needs no rights (small models only)"
 Execute = Callable[[int, list[str]], str]  # (node, argv) -> stdout
 
 
@@ -71,7 +73,7 @@ def trials(plans: Iterable[NodePlan], ingress: bool = True) -> Iterator[tuple[li
             needs = "shaping (tbf, ifb, ingress, u32, mirred)" if ingress else "shaping (tbf)"
             yield [*shape(only_rate, "lo", ingress=ingress), LIST_QDISCS], needs
         if link.needs_netem:
-            yield shape(link, "lo", ingress=ingress), "delay and loss (netem)"
+            yield shape(link, "lo", ingress=ingress), NETEM
 
 
 def try_commands(subject: str, commands: list[list[str]], feature: str, execute: Callable[[str], str]) -> None:
@@ -84,7 +86,8 @@ def try_commands(subject: str, commands: list[list[str]], feature: str, execute:
         printed = execute(" && ".join(shlex.join(command) for command in commands))
     except CommandFailed as error:
         reason = error.output.rpartition(": ")[2].replace("\n", " ").rstrip(".")
-        raise Unavailable(f"{subject} lacks {feature}: {reason}. Leave it out, or load the module") from None
+        way_out = f"Leave it out, or load the module{NETEM_ELSEWHERE if feature == NETEM else ''}"
+        raise Unavailable(f"{subject} lacks {feature}: {reason}. {way_out}") from None
     if commands[-1] == LIST_QDISCS:
         try:
             read_buckets(printed)

@@ -1,0 +1,135 @@
+"""The `testbed` command of an ordinary user in a user-mode Linux kernel, whose links have delay and loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.results.receipt import Receipt
+from testbed.spec.errors import Interrupted, RankFailed, UsageError
+from tests.support.command import COMMAND, wait_for_steps
+from tests.support.ordinary_user import USER, as_ordinary_user
+
+pytestmark = [pytest.mark.netem, pytest.mark.gloo, pytest.mark.quiet]
+SMALL = ("--on", "uml", "--model", "lenet5", "--data", "synthetic", "--batch", "64", "--set", "data.test_subset=64")
+UNPROBED = (*SMALL, "--nodes", "2", "--set", "probe=false")
+# A model of the user's own, whose code tries to write outside of the run folder.
+MODEL = """
+from pathlib import Path
+from torch import nn
+
+def make(classes, channels):
+    for place in ({home!r}, "/tmp", "/etc"):
+        try:
+            (Path(place) / "written").write_text("")
+            print("wrote", place)
+        except OSError as error:
+            print("refused", place, error.strerror)
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+"""
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    """A folder of the user's; pytest's own are root's."""
+    folder = Path(tempfile.mkdtemp(prefix="ordinary-user-"))
+    os.chown(folder, USER, USER)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Every command before `testbed` becomes the next one, so the pid is that of the controller."""
+    pipe = subprocess.PIPE
+    argv = as_ordinary_user([*COMMAND, *arguments], home)
+    return subprocess.Popen(argv, cwd=home, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(home: Path, *arguments: str) -> tuple[int, str, str]:
+    process = start(home, *arguments)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def kernels(controller: int) -> list[str]:
+    """The processes of a controller's kernel on this machine, and its folder."""
+    mark = f"TESTBED_OWNER={controller}-".encode()
+    found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"testbed-{controller}-*-uml-*")]
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            found += [entry.name] if mark in (entry / "environ").read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(controller: int) -> list[str]:
+    end = time.monotonic() + 10
+    while (left := kernels(controller)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> dict[str, Any]:
+    """The summary of one run, which tests here share; its folder is `ring` in the home folder."""
+    links = [f"--set=overrides.node{node}.link.delay={delay}" for node, delay in ((1, "5ms"), (2, "20ms"), (3, "50ms"))]
+    flags = ["--nodes", "4", "--rate", "20mbit", *links, "--steps", "6", "--keep-going", "--json", "--out", "ring"]
+    code, out, err = run(home, "run", *SMALL, *flags)
+    assert code in (0, 5), err
+    (summary,) = json.loads(out)["runs"]
+    return dict(summary)
+
+
+def test_ring_trains_over_links_with_delay(whole: dict[str, Any], home: Path) -> None:
+    """A step takes six messages, one after the other, each over all links at once."""
+    assert whole["status"] in ("ok", "invalid") and whole["substrate"] == "uml", whole["reason"]
+    assert whole["counter"] == "interface eth0" and any("one processor" in note for note in whole["notes"])
+    assert whole["seconds_per_step"] > 0.075
+
+
+def test_the_files_are_the_users(whole: dict[str, Any], home: Path) -> None:
+    assert {path.stat().st_uid for path in (home / "ring").rglob("*")} == {USER}
+    assert len(Receipt.read(home / "ring" / "receipt.json").links) == 12
+
+
+def test_only_the_run_folder_can_be_written(home: Path) -> None:
+    (home / "mine.py").write_text(MODEL.format(home=str(home)))
+    flags = ["--model", "mine.py:make", "--set", "faults=kill:rank1@step3", "--steps", "5", "--out", "mine"]
+    code, _, err = run(home, "run", *UNPROBED, *flags)
+    log = (home / "mine" / "rank0.log").read_text()
+    assert log.count("Read-only file system") == 3 and "wrote" not in log, log
+    assert not (home / "written").exists()
+    assert code == RankFailed.exit_code and "rank 1" in err  # a fault is injected by the same names as elsewhere
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_controller_that_was_stopped(home: Path, signum: int) -> None:
+    folder = home / f"stopped-{signum}"
+    process = start(home, "run", *UNPROBED, "--rate", "200mbit", "--steps", "100000", "--out", str(folder))
+    try:
+        wait_for_steps(folder, 0, 3)
+        assert len(kernels(process.pid)) > 4
+    finally:
+        process.send_signal(signum)
+        _, said = process.communicate(timeout=30)
+    if signum == signal.SIGINT:
+        assert process.returncode == Interrupted.exit_code, said
+        assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert wait_until_gone(process.pid) == []
+
+
+def test_what_its_kernel_lacks_is_refused_before_the_run(home: Path) -> None:
+    code, _, err = run(home, "run", *UNPROBED, "--set", "node.congestion=nonesuch", "--out", "refused")
+    assert code == UsageError.exit_code and not (home / "refused").exists()
+    assert "nonesuch" in err, err

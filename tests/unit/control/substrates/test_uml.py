@@ -1,0 +1,126 @@
+"""Substrate uml without its kernel: what is refused, where the kernel is looked for, and messages of its agent."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testbed.control.substrates import uml
+from testbed.control.substrates.base import NodeCounts, NodePlan
+from testbed.net.shaping import Bucket, Shaping
+from testbed.spec.errors import CommandFailed, TestbedError, Unavailable
+from testbed.spec.link import Link
+from testbed.spec.run import RunSpec
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kernel in the cache folder of an ordinary user."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(uml, "HIDDEN", ())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program = tmp_path / "testbed/uml/usr/bin/linux.uml"
+    program.parent.mkdir(parents=True)
+    program.write_text("")
+    program.chmod(0o755)
+    modules = tmp_path / "testbed/uml/usr/lib/uml/modules/6.1.0"
+    modules.mkdir(parents=True)
+    (modules / "modules.dep").write_text("kernel/net/802/stp.ko:\nkernel/net/bridge.ko: kernel/net/802/stp.ko\n")
+    return program
+
+
+def plans(count: int, **values: Any) -> list[NodePlan]:
+    return [NodePlan(name=f"node{k}", **values) for k in range(count)]
+
+
+def test_the_kernel_in_the_cache_of_the_user_is_found(kernel: Path) -> None:
+    uml.check(plans(4))
+    assert uml.find_kernel() == (kernel, kernel.parents[1] / "lib/uml/modules/6.1.0")
+
+
+def test_without_a_kernel_the_message_says_how_to_get_one(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel.unlink()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(Unavailable, match=r"no user-mode Linux \(linux.uml\) here. Install .*, or .*: make uml$"):
+        uml.check(plans(2))
+
+
+def test_root_is_refused(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(Unavailable, match=r"never runs as root, .* Start testbed as an ordinary user"):
+        uml.check(plans(2))
+
+
+def test_more_than_one_processor_can_do_is_refused(kernel: Path) -> None:
+    with pytest.raises(Unavailable, match=r"9 nodes would take turns on its one processor; 8 can. Use --nodes 8"):
+        uml.check(plans(9))
+    with pytest.raises(Unavailable, match=r"the nodes have 1.6 CPUs together. Use e.g. --set node.cpus=0.2$"):
+        uml.check(plans(4, cpus=0.4))
+    uml.check(plans(4, cpus=0.2))
+
+
+def test_a_large_model_and_a_script_are_refused() -> None:
+    uml.check_model(RunSpec.load({"model": "lenet5"}, "test"))
+    with pytest.raises(Unavailable, match=r"vgg11 has 9231114 parameters, .* Use --model lenet5, or --on netns"):
+        uml.check_model(RunSpec.load({"model": "vgg11"}, "test"))
+    with pytest.raises(Unavailable, match="not scripts"):
+        uml.check_model(RunSpec.load({"script": {"argv": ["python", "main.py"], "folder": "/tmp"}}, "test"))
+
+
+class Nodes:
+    """Answers as NetnsSubstrate does."""
+
+    def shaping(self, node: int) -> Shaping:
+        return Shaping(50, {"eth0": Bucket(50, 7, 1)}, {"eth0": 7})
+
+    def uplinks(self) -> dict[int, Shaping]:
+        return {1: Shaping(20)}
+
+    def counts(self, node: int) -> NodeCounts:
+        return NodeCounts(sent=3)
+
+    def kill(self, node: int) -> None:
+        raise Unavailable("not here. Use another")
+
+    def stop(self) -> None:
+        raise CommandFailed("ip: exit code 1", 1, "")
+
+
+def asked(agent_line: int, controller_line: int, name: str, **arguments: Any) -> Any:
+    """What the controller gets for a request: through the agent and the line."""
+    agent = uml.Agent(agent_line, Path())
+    agent._nodes = Nodes()
+    agent._answer({"id": 1, "do": name, "with": arguments})
+    controller = uml.Kernel(0)
+    controller._requests = os.open(os.devnull, os.O_WRONLY)
+    controller._receive(json.loads(os.read(controller_line, 1 << 16)))
+    try:
+        return controller.call(name, **arguments)
+    finally:
+        os.close(controller._requests)
+
+
+def test_answers_of_the_agent_arrive_as_they_were() -> None:
+    there, here = os.pipe()
+    try:
+        assert asked(here, there, "shaping", node=0) == Nodes().shaping(0)
+        assert asked(here, there, "uplinks") == {1: Shaping(20)}
+        assert asked(here, there, "counts", node=0) == NodeCounts(sent=3)
+        with pytest.raises(Unavailable, match=r"^not here\. Use another$"):
+            asked(here, there, "kill", node=0)
+        with pytest.raises(TestbedError, match=r"^ip: exit code 1$"):
+            asked(here, there, "stop")
+        with pytest.raises(TestbedError, match=r"^agent: AttributeError"):
+            asked(here, there, "unknown")
+    finally:
+        os.close(there)
+        os.close(here)
+
+
+def test_plans_arrive_as_they_were() -> None:
+    wanted = plans(1, link=Link(rate=20_000_000, delay=0.05, loss=0.001), cpus=0.2, uplink=Link(rate=10_000_000))
+    assert uml.PLANS.validate_python(json.loads(uml.PLANS.dump_json(wanted))) == wanted
