@@ -162,9 +162,10 @@ def run(
 ) -> Run:
     """Train once and return the run. `keys` are those of the spec, and the flags of `testbed run`.
 
-    `on`: auto, compose, netns, process, uml, hosts or slurm. `out`: the run's folder, which must not exist. `inventory` and
-    `accept_new` are for hosts, `slurm` for Slurm. `allow_concurrent`: do not wait for another measurement here.
-    `settings`: KEY=VALUE strings, as for --set. Raises a TestbedError if the run is refused, fails or is interrupted.
+    `on`: auto, compose, netns, process, uml, hosts or slurm. `out`: the run's folder, which must not exist.
+    `inventory` and `accept_new` are for hosts, `slurm` for Slurm. `allow_concurrent`: do not wait for another
+    measurement here. `settings`: KEY=VALUE strings, as for --set. Raises a TestbedError if the run is refused, fails or
+    is interrupted.
     """
     spec, choice = prepare(
         keys,

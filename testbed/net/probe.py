@@ -7,8 +7,9 @@ whether the ingress of the receiver is shaped. The receiver counts. Each round i
 sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short path) cost up to 15 %,
 and the link would look that much slower than it is. Before each step all nodes report to node 0 and wait for its
 answer. With racks, at most one link of a step passes each uplink, and at last all nodes of a rack send to all others at
-once, because one sender alone does not show what the uplink passes. Every wait has a deadline. If a node fails, the
-probe ends on all nodes with the same message.
+once, because one sender alone does not show what the uplink passes. Where a delay or a loss is requested, the
+round-trip time and the lost packets of a link are measured before its flow (net/distance.py). Every wait has a
+deadline. If a node fails, the probe ends on all nodes with the same message.
 
 The controller starts the probe on every node; ranks without a controller call `probe_node`. Both check the result
 by net/check.py.
@@ -36,10 +37,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from testbed.net import distance
 from testbed.net.channel import Channel, listen, new_token
 from testbed.net.tcp import MTU_BYTES, congestion_control, min_round_trip, path_mtu, wire_rate
 from testbed.spec.errors import ChannelClosed, ProbeError
-from testbed.spec.fabric import Fabric, Pairs
+from testbed.spec.fabric import Distance, Fabric, Pairs
 from testbed.spec.units import burst_bytes
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ MAX_STANDARD_ERROR = 0.01  # a flow ends when the standard error of the slices' 
 IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
 MIN_IN_FLIGHT_BYTES = 4 * 1024  # about three frames
 MAX_IN_FLIGHT_BYTES = 200_000  # a link that needs more in flight is not limited
+SLOW_START_ROUND_TRIPS, SLICE_ROUND_TRIPS = 15, 2  # on a path with delay: TCP's window needs so long to fill it
 SHORT_PATH_S = 0.002  # on a path with a longer round trip the data in flight is on the path, not in the queue
 
 CLOCK_EXCHANGES = 8  # per clock; the quickest one counts
@@ -230,18 +233,41 @@ def pace(fabric: Fabric, pairs: Pairs, together: bool = False) -> Pace:
     """
     limits = [fabric.limit([pair for pair in pairs if pair[1] == dst]) for _, dst in pairs]
     burst_s = [burst_bytes(rate) * 8 / rate for rate in limits if rate is not None]
+    round_trip = longest_round_trip(fabric, pairs)
+    far = (SLOW_START_ROUND_TRIPS * round_trip, SLICE_ROUND_TRIPS * round_trip)
     if not burst_s:
-        return Pace(UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S, max_slices=MIN_SLICES)
+        slow_start_s, slice_s = max(UNSHAPED_SLOW_START_S, far[0]), max(UNSHAPED_SLICE_S, far[1])
+        return Pace(slow_start_s, slice_s, max_slices=MIN_SLICES)
     slow_start_s, slice_s = (
-        max(SLOW_START_S, SLOW_START_BURSTS * max(burst_s)),
-        max(SLICE_S, SLICE_BURSTS * max(burst_s)),
+        max(SLOW_START_S, SLOW_START_BURSTS * max(burst_s), far[0]),
+        max(SLICE_S, SLICE_BURSTS * max(burst_s), far[1]),
     )
     return Pace(slow_start_s, slice_s, *((TOGETHER_SLICES, TOGETHER_SLICES) if together else ()))
 
 
+def longest_round_trip(fabric: Fabric, pairs: Pairs) -> float:
+    """Seconds that are requested for the way there and back of the farthest pair."""
+    found = (fabric.round_trip(*pair) for pair in pairs)
+    return max((each.delay + each.jitter for each in found), default=0.0)
+
+
+def distance_timeout(fabric: Fabric, pairs: Pairs, single: bool) -> float:
+    """Seconds after which measuring the distances of a step counts as hung; 0 where none is requested."""
+    if not fabric.is_far(pairs):
+        return 0.0
+    far = max(
+        distance.Plan.of(fabric, pairs, pair, single).seconds(trip.delay, trip.jitter)
+        for pair in pairs
+        for trip in [fabric.round_trip(*pair)]
+    )
+    return 4 * far + pace(fabric, pairs).timeout_s + STALL_TIMEOUT_S
+
+
 def longest_probe(fabric: Fabric, sample: int | None = None) -> float:
     """Seconds after which a probe of these links counts as hung."""
-    return 2 * MEETING_TIMEOUT_S + sum(pace(fabric, pairs).timeout_s for pairs in schedule(fabric, sample))
+    steps = schedule(fabric, sample)
+    waits = (pace(fabric, pairs).timeout_s + distance_timeout(fabric, pairs, single=True) for pairs in steps)
+    return 2 * MEETING_TIMEOUT_S + sum(waits)
 
 
 def window(fabric: Fabric, pairs: Pairs, dst: int, round_trip: float) -> int | None:
@@ -290,6 +316,9 @@ class Flow:
     seconds: float
     round_trip: float | None = None  # seconds, before any data was sent; None for a fan-in
     uplink: tuple[int, bool] | None = None  # the rack whose uplink all senders of the step share, and if it sends
+    wire: float | None = None  # bit/s on the wire of datagrams, where the flow shows TCP's losses instead of the rate
+    packets: int = 0  # numbered datagrams that were sent to count those that are lost
+    lost: int = 0
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
@@ -328,12 +357,34 @@ class Measurement:
 def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
     """Return the receipt: the measured rates against the requested rates of the links and uplinks."""
     # pydantic: not for a probe process
-    from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Receipt, UplinkReceipt
+    from testbed.results.receipt import (
+        ClockReceipt,
+        FanIn,
+        LinkReceipt,
+        Receipt,
+        UplinkReceipt,
+        WayReceipt,
+    )
 
-    def rate(goodput: float, pairs: Pairs) -> dict[str, Any]:
-        requested, measured = fabric.limit(pairs), wire_rate(goodput, measurement.mtu)
+    def rate(goodput: float, pairs: Pairs, wire: float | None = None) -> dict[str, Any]:
+        requested = fabric.limit(pairs)
+        measured = wire_rate(goodput, measurement.mtu) if wire is None else wire
         error = None if requested is None else measured / requested - 1
-        return {"requested": requested, "goodput": goodput, "measured": measured, "error": error}
+        far = fabric.is_far(pairs)
+        return {"requested": requested, "goodput": goodput, "measured": measured, "error": error, "far": far}
+
+    def way(flow: Flow, pair: tuple[int, int]) -> WayReceipt | None:
+        trip, loss = fabric.round_trip(*pair), fabric.distance(*pair).loss
+        if trip == Distance() and not loss:
+            return None
+        return WayReceipt(
+            rtt_requested=trip.delay,
+            jitter=trip.jitter,
+            rtt=flow.round_trip or 0.0,
+            loss_requested=loss,
+            packets=flow.packets,
+            lost=flow.lost,
+        )
 
     links, fan_ins = [], list[FanIn]()
     into = [pair for step in fan_in_steps(fabric) for pair in step]
@@ -342,16 +393,22 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
             continue
         if flow.src is None:
             pairs = [pair for pair in into if pair[1] == flow.dst]
-            fan_ins.append(FanIn(dst=flow.dst, senders=tuple(src for src, _ in pairs), **rate(flow.goodput, pairs)))
+            fan_ins.append(
+                FanIn(dst=flow.dst, senders=tuple(src for src, _ in pairs), **rate(flow.goodput, pairs, flow.wire))
+            )
         else:
             pair = (flow.src, flow.dst)
-            across, measured = fabric.crosses(*pair), rate(flow.goodput, [pair])
-            links.append(LinkReceipt(src=flow.src, dst=flow.dst, across=across, rtt=flow.round_trip, **measured))
+            across, measured = fabric.crosses(*pair), rate(flow.goodput, [pair], flow.wire)
+            added = way(flow, pair)
+            ends: dict[str, Any] = {"src": flow.src, "dst": flow.dst, "rtt": flow.round_trip}
+            links.append(LinkReceipt(across=across, way=added, **ends, **measured))
     uplinks = []
     for rack, outgoing, through in uplink_steps(fabric):
-        parts = [flow.goodput for flow in measurement.flows if flow.uplink == (rack, outgoing)]
+        parts = [flow for flow in measurement.flows if flow.uplink == (rack, outgoing)]
         if parts:
-            found = rate(sum(parts), through)
+            wires = [flow.wire for flow in parts if flow.wire is not None]
+            wire = sum(wires) if len(wires) == len(parts) else None
+            found = rate(sum(flow.goodput for flow in parts), through, wire)
             uplinks.append(UplinkReceipt(rack=rack, outgoing=outgoing, pairs=tuple(through), **found))
     between = fabric.size * (fabric.size - 1)
     return Receipt(
@@ -369,12 +426,21 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
 
 @dataclass(frozen=True)
 class Peer:
-    """A node's address, the rate of its link in bit/s, its rack, and the rate of that rack's uplink."""
+    """A node's address, the rate of its link in bit/s, its rack and that rack's uplink, what is added on the way."""
 
     address: str
     rate: int | None
     rack: int = 0
     uplink: int | None = None
+    delay: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
+    uplink_delay: float = 0.0
+
+    @property
+    def distance(self) -> Distance:
+        """What is added to all that it sends."""
+        return Distance(self.delay, self.jitter, self.loss)
 
 
 class Meeting(ABC):
@@ -626,15 +692,18 @@ def probe_node(
     sample: int | None = None,
     rack: int = 0,
     uplink: int | None = None,
+    added: Distance = Distance(),  # noqa: B008  (frozen)
+    uplink_delay: float = 0.0,
 ) -> Measurement:
     """Take part in a probe as node `rank`, whose link has `rate` bit/s; all nodes call this at the same time.
 
-    `uplink` is the rate of its rack's uplink; None where nothing is limited between racks.
+    `uplink` is the rate of its rack's uplink; None where nothing is limited between racks. `added`: to what it sends.
 
     `sample`: see `schedule`; the same on all nodes.
     """
     began = time.monotonic()
-    with meet(rank, addresses, port, Peer(addresses[rank], rate, rack, uplink), timeout_s) as meeting:
+    me = Peer(addresses[rank], rate, rack, uplink, **asdict(added), uplink_delay=uplink_delay)
+    with meet(rank, addresses, port, me, timeout_s) as meeting:
         try:
             with _Node(rank, meeting, on_event, sample) as node:
                 node.run()
@@ -660,8 +729,13 @@ class _Node:
         self._on_event = on_event
         self._address = meeting.peers[rank].address
         peers = meeting.peers
-        uplink = peers[0].uplink
-        self._fabric = Fabric.of((peer.rate for peer in peers), (peer.rack for peer in peers), uplink)
+        self._fabric = Fabric.of(
+            (peer.rate for peer in peers),
+            (peer.rack for peer in peers),
+            peers[0].uplink,
+            (peer.distance for peer in peers),
+            peers[0].uplink_delay,
+        )
         links, fan_ins, uplinks = plan_steps(self._fabric, sample)
         self._steps = [*links, *fan_ins, *(pairs for _, _, pairs in uplinks)]
         self._links = len(links)
@@ -721,15 +795,60 @@ class _Node:
                 outgoing.append(closing.enter_context(self._connect(target, self._window(pairs, dst))))
             incoming = [closing.enter_context(sock) for sock in self._accept(number, sources)]
             self._meeting.wait_for_all(number, self._meeting.timeout_s + plan.timeout_s)
-            senders = [threading.Thread(target=_send, args=(sock, plan.timeout_s), daemon=True) for sock in outgoing]
+            extra_s = distance_timeout(self._fabric, pairs, number < self._links)
+            senders = []
+            for sock, pair in zip(outgoing, [pair for pair in pairs if pair[0] == self._rank], strict=True):
+                first = self._distance_plan(number, pair) if extra_s else None
+                arguments = (sock, plan.timeout_s, extra_s, self._token, first)
+                senders.append(threading.Thread(target=_send, args=arguments, daemon=True))
             for sender in senders:
                 sender.start()
+            found = self._measure_distance(number, sources, plan, incoming, extra_s) if extra_s else {}
             if incoming:
-                self._count(number, sources, plan, incoming)
+                self._count(number, sources, plan, incoming, found)
             for sock in incoming:
                 sock.close()  # resets the connection: the sender stops at once
             for sender in senders:
                 sender.join(plan.timeout_s)
+
+    @property
+    def _token(self) -> bytes:
+        return self._meeting.token.encode()
+
+    def _distance_plan(self, number: int, pair: tuple[int, int]) -> distance.Plan:
+        return distance.Plan.of(self._fabric, self._steps[number], pair, number < self._links)
+
+    def _measure_distance(
+        self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket], extra_s: float
+    ) -> dict[str, Any]:
+        """Measure round trip, loss and rate before the flows begin; return them as values of a Flow.
+
+        All nodes of the step wait for each other in between: the round trips are those of an idle machine.
+        """
+        found: dict[str, Any] = {}
+        if not incoming:
+            for _ in range(2):
+                self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
+            return found
+        pair = (sources[0], self._rank)
+        wanted, jitter = self._distance_plan(number, pair), self._fabric.round_trip(*pair).jitter
+        try:
+            with distance.Receiver(incoming, self._token, extra_s) as receiver:
+                if wanted.exchanges:
+                    trips = receiver.round_trips(wanted.exchanges)
+                    found["round_trip"] = statistics.median(trips) if jitter else min(trips)
+                self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
+                if wanted.packets:
+                    found |= {"packets": wanted.packets, "lost": receiver.lost(wanted, jitter)}
+                if wanted.fill is not None:
+                    enough = partial(steady, max_slices=plan.max_slices, min_slices=plan.min_slices)
+                    found["wire"] = receiver.rate(plan.slow_start_s, plan.slice_s, enough)
+                self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
+                receiver.go()
+        except OSError as error:
+            names = ", ".join(f"node{src}" for src in sources)
+            raise ProbeError(f"node{self._rank} cannot measure its distance from {names} ({error})") from None
+        return found
 
     def _connect(self, target: tuple[str, int], bound: int | None) -> socket.socket:
         try:
@@ -771,13 +890,20 @@ class _Node:
                 return int(HEADER.unpack(data)[1])
         return None
 
-    def _count(self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket]) -> None:
+    def _count(
+        self,
+        number: int,
+        sources: Sequence[int],
+        plan: Pace,
+        incoming: Sequence[socket.socket],
+        distances: dict[str, Any],
+    ) -> None:
         several, uplink = number >= self._links, self._uplinks.get(number)
         round_trip = None if several else min_round_trip(incoming[0])  # of the handshake: no data has been sent yet
         bound = self._window(self._steps[number], self._rank)
         try:
             counted = _receive(incoming, plan, bound)
-            flow = Flow(None if several else sources[0], self._rank, *counted, round_trip, uplink)
+            flow = replace(Flow(None if several else sources[0], self._rank, *counted, round_trip, uplink), **distances)
         except (OSError, ProbeError) as error:
             names = ", ".join(f"node{src}" for src in sources)
             raise ProbeError(f"node{self._rank} receives nothing from {names} ({error})") from None
@@ -786,12 +912,14 @@ class _Node:
         self._on_event({**event, "goodput": round(flow.goodput)})
 
 
-def _send(sock: socket.socket, timeout_s: float) -> None:
-    """Send until the receiver resets the connection. The receiver reports errors."""
+def _send(sock: socket.socket, timeout_s: float, extra_s: float, token: bytes, first: distance.Plan | None) -> None:
+    """Send until the receiver resets the connection, `first` what it measures before. The receiver reports errors."""
     data = memoryview(bytes(CHUNK_BYTES))
-    deadline = time.monotonic() + timeout_s
-    sock.settimeout(STALL_TIMEOUT_S)
-    with suppress(OSError):
+    with suppress(OSError, ProbeError):
+        if first is not None:
+            distance.answer(sock, token, first, extra_s)
+        deadline = time.monotonic() + timeout_s
+        sock.settimeout(STALL_TIMEOUT_S)
         while time.monotonic() < deadline:
             sock.send(data)
 
@@ -845,14 +973,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
     parser.add_argument("--rack", type=int, default=0)
     parser.add_argument("--uplink", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
+    for name in ("--delay", "--jitter", "--uplink-delay"):
+        parser.add_argument(name, type=float, default=0.0, help="seconds one way")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the packets that this node sends")
     parser.add_argument("--sample", type=int, default=None, help="measure a few links only, chosen by this number")
     options = parser.parse_args(arguments)
     with suppress(OSError):  # if allowed: the probe measures the link, not how busy the processors are
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         where = (options.rank, options.addresses, options.port, options.rate)
-        racks = {"rack": options.rack, "uplink": options.uplink}
-        result = probe_node(*where, _print, sample=options.sample, **racks)
+        racks = {"rack": options.rack, "uplink": options.uplink, "uplink_delay": options.uplink_delay}
+        added = Distance(options.delay, options.jitter, options.loss)
+        result = probe_node(*where, _print, sample=options.sample, added=added, **racks)
     except (OSError, ProbeError) as error:
         _print({"event": "error", "rank": options.rank, "sentence": str(error)})
         return ProbeError.exit_code

@@ -31,6 +31,8 @@ MIN_PASSED = 0.97  # of what an interface counts, as the bucket counts it
 def shape(link: Link, iface: str = "eth0", ifb: str = "ifb0", ingress: bool = True) -> list[list[str]]:
     """The commands that give `iface` the link; `ingress=False` shapes egress only."""
     commands = [["ip", "link", "set", "dev", iface, "gso_max_size", str(link.segment)]] if link.segment else []
+    if link.loss > 0:  # else a lost packet is one of 64 KiB, which segmentation would have cut into 45 frames
+        commands.append(["ip", "link", "set", "dev", iface, "gso_max_segs", "1"])
     commands += [_netem(link, iface)] if link.needs_netem else []
     if link.rate is not None:
         commands.append(_tbf(link, link.rate, iface, _parent(link)))
@@ -137,8 +139,16 @@ def _parent(link: Link) -> list[str]:
 
 
 def _tbf(link: Link, rate: int, dev: str, parent: list[str], verb: str = "add", size: int | None = None) -> list[str]:
-    bucket = ["rate", format_rate(rate), "burst", f"{size or burst_bytes(rate)}b", "latency", _us(link.queue)]
+    bucket = ["rate", format_rate(rate), "burst", f"{size or burst_bytes(rate)}b", "latency", _us(queue_s(link))]
     return ["tc", "qdisc", verb, "dev", dev, *parent, "tbf", *bucket]
+
+
+def queue_s(link: Link) -> float:
+    """The longest time that a packet waits in the queue of a link: at least that of a round trip to an equal node.
+
+    TCP halves its window when a packet is dropped. With a queue of rate x round trip the link is busy all the same.
+    """
+    return max(link.queue, 2 * (link.delay or 0.0))
 
 
 def _redirect(iface: str, ifb: str) -> list[list[str]]:
@@ -156,9 +166,10 @@ def _redirect(iface: str, ifb: str) -> list[list[str]]:
 def _netem(link: Link, iface: str) -> list[str]:
     """Delay and loss on egress only: a directed path leaves one node, so they apply once.
 
-    The limit is twice the packets in flight (rate x delay), so that netem never drops for lack of room.
+    The limit is twice the packets in flight (rate x delay) and in the bucket's queue, which netem counts as well, so
+    that netem never drops for lack of room.
     """
-    seconds = (link.delay or 0.0) + (link.jitter or 0.0)
+    seconds = (link.delay or 0.0) + (link.jitter or 0.0) + (queue_s(link) if link.rate is not None else 0.0)
     in_flight = (link.rate or NETEM_TOP_BITS_PER_S) * seconds / 8 / (MTU_BYTES + ETHERNET_HEADER_BYTES)
     options = ["limit", str(max(NETEM_MIN_PACKETS, math.ceil(2 * in_flight)))]
     if link.delay is not None:

@@ -338,7 +338,8 @@ def _probe(request: Request, run: JoinedRun, sample: int | None = None) -> Recei
     rank, fabric = request.rank, run.spec.fabric
     where = (rank, run.addresses, request.probe_port, fabric.rates[rank])
     try:
-        return receipt_of(probe_node(*where, lambda event: None, sample=sample), fabric)
+        measured = probe_node(*where, lambda event: None, sample=sample, added=fabric.distances[rank])
+        return receipt_of(measured, fabric)
     except OSError as error:
         raise NetworkInvalid(f"the probe of the network failed: {error}") from None
 

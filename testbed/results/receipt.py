@@ -6,6 +6,7 @@ receipt in the units of the report.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,9 @@ from testbed.spec.units import format_rate
 
 RATE_VARIABLE = "TESTBED_MEASURED_RATE"  # in the environment of a rank under a controller: `Network.slowest`
 TOLERANCE = 0.05  # largest |measured / requested - 1| of a valid receipt
+FAR_TOLERANCE = 0.08  # the same where a delay or a loss is requested as well
+DELAY_TOLERANCE, DELAY_TOLERANCE_S = 0.05, 0.001  # of a round trip; the larger one counts
+LOSS_DOUBT = 1e-5  # a count of lost packets is wrong if a count so far off is less likely than this
 
 
 class MeasuredRate(Spec):
@@ -29,8 +33,71 @@ class MeasuredRate(Spec):
 
     requested: int | None
     goodput: float  # payload
-    measured: float  # on the wire, headers included
+    measured: float  # on the wire, headers included; of datagrams where packets are lost
     error: float | None
+    far: bool = False  # True if a delay or a loss is requested on the way
+
+    def limit(self, tolerance: float = TOLERANCE) -> float:
+        """The largest error that is allowed; `tolerance` where nothing but a rate is requested."""
+        return max(tolerance, FAR_TOLERANCE) if self.far else tolerance
+
+    def within(self, tolerance: float = TOLERANCE) -> bool:
+        """Return True if the error is allowed, or no rate was requested."""
+        return self.error is None or abs(self.error) <= self.limit(tolerance)
+
+
+class WayReceipt(Spec):
+    """What was added on the way of a link, requested and measured: seconds there and back, and packets lost."""
+
+    rtt_requested: float
+    rtt: float  # the shortest; with jitter the median
+    jitter: float = 0.0  # seconds, there and back together
+    loss_requested: float = 0.0  # share of the packets
+    packets: int = 0  # that were sent to measure it
+    lost: int = 0
+
+    @property
+    def allowed(self) -> float:
+        """Seconds that the round trip may differ from the request."""
+        return max(DELAY_TOLERANCE_S, DELAY_TOLERANCE * self.rtt_requested) + self.jitter
+
+    @property
+    def late(self) -> float:
+        """Seconds that the round trip is longer than requested."""
+        return self.rtt - self.rtt_requested
+
+    @property
+    def doubt(self) -> float:
+        """How likely a loss as requested gives a count that is as far off, to the same side."""
+        if not self.packets:
+            return 1.0
+        return tail(self.lost, self.packets, self.loss_requested)
+
+    def problem(self, faster_only: bool = False) -> str:
+        """What is off, requested and measured; empty if nothing is. `faster_only`: a way that is too good."""
+        if self.late < -self.allowed or (self.late > self.allowed and not faster_only):
+            return f"round trip requested {_ms(self.rtt_requested)}, measured {_ms(self.rtt)}"
+        if self.doubt < LOSS_DOUBT and not (faster_only and self.lost > self.loss_requested * self.packets):
+            wanted = f"{100 * self.loss_requested:g} %"
+            return f"loss requested {wanted}, measured {self.lost} of {self.packets} packets"
+        return ""
+
+    def better(self, other: WayReceipt) -> WayReceipt:
+        """Of the round trip the measurement that is nearer to the request; the packets of both."""
+        nearer = min(self, other, key=lambda way: abs(way.late))
+        return nearer.model_copy(
+            update={"packets": self.packets + other.packets, "lost": self.lost + other.lost},
+        )
+
+
+def tail(count: int, of: int, share: float) -> float:
+    """The probability that of so many trials at least `count` succeed if that is above the mean, else at most."""
+
+    def one(k: int) -> float:
+        ways = math.lgamma(of + 1) - math.lgamma(k + 1) - math.lgamma(of - k + 1)
+        return math.exp(ways + k * math.log(share) + (of - k) * math.log1p(-share))
+
+    return min(1.0, sum(map(one, range(count, of + 1) if count > of * share else range(count + 1))))
 
 
 class LinkReceipt(MeasuredRate):
@@ -40,6 +107,7 @@ class LinkReceipt(MeasuredRate):
     dst: int
     across: bool = False  # True if it passes the uplinks of two racks
     rtt: float | None = None  # round-trip time in seconds while nothing else was sent
+    way: WayReceipt | None = None  # None: neither delay nor loss is requested
 
 
 class FanIn(MeasuredRate):
@@ -90,12 +158,19 @@ class Receipt(Spec):
         return max(errors, key=abs, default=None)
 
     def valid(self, tolerance: float = TOLERANCE) -> bool:
-        """Return True if every requested rate was measured within the tolerance, or none was requested."""
-        return self.worst_error is None or abs(self.worst_error) <= tolerance
+        """Return True if all that was requested was measured within the tolerances, or nothing was requested.
+
+        `tolerance`: of rates where no delay and no loss is requested.
+        """
+        rates = (rate.within(tolerance) for rate in self._rates())
+        return all(rates) and not any(way.problem() for way in self._ways())
 
     def too_fast(self, tolerance: float = TOLERANCE) -> bool:
-        """Return True if a rate was measured above the request by more than the tolerance."""
-        return any(rate.error is not None and rate.error > tolerance for rate in self._rates())
+        """Return True if a rate was measured above the request by more than the tolerance, or too little delay."""
+        fast = (rate for rate in self._rates() if rate.error is not None and rate.error > 0)
+        return any(not rate.within(tolerance) for rate in fast) or any(
+            way.problem(faster_only=True) for way in self._ways()
+        )
 
     def sentence(self, tolerance: float = TOLERANCE, fastest: bool = False) -> str:
         """Return one line with the worst error and its link; `fastest`: with the one furthest above its request."""
@@ -106,16 +181,36 @@ class Receipt(Spec):
         fan_ins = f"{measured} fan-ins" if measured > 1 else "the fan-in"
         uplinks = f" and {len(self.uplinks)} uplink{'s' * (len(self.uplinks) > 1)}" if self.uplinks else ""
         count = f"{len(self.links)}{sample} links{',' if uplinks else ' and'} {fan_ins}{uplinks}"
+        ways = self._sentence_of_ways(fastest)
         if self.worst_error is None:
             slowest = min(self._rates(), key=lambda rate: rate.measured)
             unshaped = f"network: unshaped; {count} measured, slowest {_mbit(slowest.measured)} ({_name(slowest)})"
-            return unshaped + self._age()
+            return unshaped.replace("unshaped", "no rate requested" if ways else "unshaped", 1) + ways + self._age()
         errors = [(rate.error, rate) for rate in self._rates() if rate.error is not None]
-        error, worst = max(errors, key=lambda each: each[0] if fastest else abs(each[0]))
-        verdict = "within" if self.valid(tolerance) else "NOT within"
+        error, worst = max(errors, key=lambda each: (each[0] if fastest else abs(each[0])) / each[1].limit(tolerance))
+        verdict = "within" if all(rate.within(tolerance) for _, rate in errors) else "NOT within"
+        limit = worst.limit(tolerance)
         rates = f"requested {format_rate(worst.requested or 0)}, measured {_mbit(worst.measured)}"
-        sentence = f"network: {count} {verdict} {100 * tolerance:g} %; worst {100 * error:+.1f} % on {_name(worst)}"
-        return f"{sentence}: {rates}{self._age()}"
+        sentence = f"network: {count} {verdict} {100 * limit:g} %; worst {100 * error:+.1f} % on {_name(worst)}"
+        return f"{sentence}: {rates}{ways}{self._age()}"
+
+    def _ways(self) -> list[WayReceipt]:
+        return [link.way for link in self.links if link.way is not None]
+
+    def _sentence_of_ways(self, fastest: bool) -> str:
+        """What is off of round trips and losses; else the round trip furthest from its request, and all losses."""
+        found = [(link, way) for link in self.links if (way := link.way) is not None]
+        if not found:
+            return ""
+        wrong = [f"{problem} on {_name(link)}" for link, way in found if (problem := way.problem(fastest))]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            return f"; NOT as requested: {wrong[0]}{more}"
+        link, worst = max(found, key=lambda each: abs(each[1].late) / each[1].allowed)
+        trip = f"; round trips as requested, worst {_ms(worst.rtt)} of {_ms(worst.rtt_requested)} on {_name(link)}"
+        packets = sum(way.packets for _, way in found)
+        lost = sum(way.lost for _, way in found)
+        return trip + (f"; {lost} of {packets} packets lost" if packets else "")
 
     def _age(self) -> str:
         if self.measured_before is None:
@@ -125,7 +220,7 @@ class Receipt(Spec):
     def better(self, other: Receipt) -> Receipt:
         """Of each rate the measurement that is nearer to the request; `other` has measured the same links."""
         rates = zip(self._rates(), other._rates(), strict=True)
-        best = [min(pair, key=lambda rate: abs(rate.error or 0.0)) for pair in rates]
+        best = [_better(*pair) for pair in rates]
         fan_ins = [rate for rate in best if isinstance(rate, FanIn)]
         return other.model_copy(
             update={
@@ -188,6 +283,17 @@ def _round_rate(rate: float, error: float) -> int:
     """A rate in whole kbit/s, if it is one but for the rounding of the slower rate."""
     whole = round(rate, -3)
     return round(whole if abs(whole - rate) <= error else rate)
+
+
+def _better(one: MeasuredRate, other: MeasuredRate) -> MeasuredRate:
+    nearer = min(one, other, key=lambda rate: abs(rate.error or 0.0))
+    if isinstance(one, LinkReceipt) and isinstance(other, LinkReceipt) and one.way and other.way:
+        return nearer.model_copy(update={"way": one.way.better(other.way)})
+    return nearer
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.4g} ms"
 
 
 def _name(rate: MeasuredRate) -> str:

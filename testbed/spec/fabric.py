@@ -1,4 +1,4 @@
-"""Fabric: the rates that are requested of a network, and what they allow several nodes that send at once.
+"""Fabric: the rates and distances that are requested of a network, and what they allow several nodes that send at once.
 
 Nodes are connected by one switch, or by one switch per rack. Each rack has one uplink to the other racks, which all of
 its nodes share, each way. Standard library only: a probe process imports this, and has to start quickly.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Racks = tuple[tuple[int, ...], ...]  # the nodes of each rack; empty: one switch connects all
 Pairs = Sequence[tuple[int, int]]  # (src, dst)
@@ -21,16 +21,53 @@ def rack_numbers(racks: Racks, nodes: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Distance:
+    """What is added to all that a node sends: seconds one way, and the share of packets that are lost."""
+
+    delay: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
 class Fabric:
     """Rates in bit/s, each way; None is no limit."""
 
     rates: tuple[int | None, ...]  # of each node's link
     racks: tuple[int, ...] = ()  # the rack of each node; empty: one switch connects all
     uplink: int | None = None  # of each rack
+    distances: tuple[Distance, ...] = ()  # of each node; empty: nothing is added
+    uplink_delay: float = 0.0  # seconds one way, from rack to rack
 
     @classmethod
-    def of(cls, rates: Iterable[int | None], racks: Iterable[int] = (), uplink: int | None = None) -> Fabric:
-        return cls(tuple(rates), tuple(racks), uplink)
+    def of(
+        cls,
+        rates: Iterable[int | None],
+        racks: Iterable[int] = (),
+        uplink: int | None = None,
+        distances: Iterable[Distance] = (),
+        uplink_delay: float = 0.0,
+    ) -> Fabric:
+        return cls(tuple(rates), tuple(racks), uplink, tuple(distances), uplink_delay)
+
+    def distance(self, src: int, dst: int) -> Distance:
+        """What is added on the way from `src` to `dst`."""
+        found = self.distances[src] if self.distances else Distance()
+        across = bool(self.racks) and self.racks[src] != self.racks[dst]
+        return replace(found, delay=found.delay + self.uplink_delay) if across else found
+
+    def round_trip(self, src: int, dst: int) -> Distance:
+        """The same for the way there and back, of which the loss is not used."""
+        there, back = self.distance(src, dst), self.distance(dst, src)
+        return Distance(there.delay + back.delay, there.jitter + back.jitter)
+
+    def is_far(self, pairs: Pairs) -> bool:
+        """True if a delay or a loss is requested between the two nodes of a pair."""
+        return any(self.distance(*way) != Distance() for src, dst in pairs for way in ((src, dst), (dst, src)))
+
+    def is_lossy(self, pairs: Pairs) -> bool:
+        """True if a flow of a pair loses packets or their acknowledgements."""
+        return any(self.distance(*way).loss > 0 for src, dst in pairs for way in ((src, dst), (dst, src)))
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from testbed.spec.base import Spec, validator
 from testbed.spec.errors import refuse
+from testbed.spec.fabric import Distance
 from testbed.spec.units import (
     format_duration,
     format_rate,
@@ -84,6 +85,11 @@ class Link(Spec):
         values = {name: seconds * factor for name, seconds in times.items() if seconds is not None}
         rate = None if self.rate is None else max(1, round(self.rate / factor))
         return Link(rate=rate, loss=self.loss, segment=self.segment, **values)
+
+    @property
+    def distance(self) -> Distance:
+        """What it adds to all that the node sends."""
+        return Distance(self.delay or 0.0, self.jitter or 0.0, self.loss)
 
 
 # The values of SHAPING, and why a run with that value is left out of tables; empty: it is not.

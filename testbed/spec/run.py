@@ -228,9 +228,15 @@ class RunSpec(Spec):
 
     @property
     def fabric(self) -> Fabric:
-        """The requested rates of links and uplinks, by rank."""
+        """What is requested of links and uplinks, by rank."""
         topology = self.topology
-        return Fabric.of(self.rates, rack_numbers(topology.racks, self.world), topology.uplink)
+        return Fabric.of(
+            self.rates,
+            rack_numbers(topology.racks, self.world),
+            topology.uplink,
+            (self.link_of(rank).distance for rank in range(self.world)),
+            topology.delay or 0.0,
+        )
 
     @property
     def limiting_rates(self) -> list[int]:

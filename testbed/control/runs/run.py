@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -397,6 +397,8 @@ def probe(
         (plan.link.rate if substrate.shaped else None for plan in plans),
         (plan.rack for plan in plans),
         uplink.rate if uplink and substrate.shaped else None,
+        (plan.link.distance for plan in plans) if substrate.shaped else (),
+        (uplink.delay if uplink and substrate.shaped else None) or 0.0,
     )
     with tempfile.TemporaryDirectory(prefix="testbed-probe-") as folder:
         logs = [Path(folder) / f"{node.name}.log" for node in substrate.nodes]
@@ -416,7 +418,10 @@ def _start_probes(substrate: Substrate, fabric: Fabric, logs: Sequence[Path], mo
         more = [*more, "--uplink", str(fabric.uplink)]
     for node, (rate, log) in enumerate(zip(fabric.rates, logs, strict=True)):
         argv = [substrate.python, *common, *more, "--rank", str(node), "--rate", str(rate or "none")]
-        argv += ["--rack", str(fabric.racks[node])] if fabric.shared_uplinks else []
+        argv += ["--rack", str(fabric.racks[node])] if fabric.shared_uplinks or fabric.uplink_delay else []
+        added = asdict(fabric.distances[node]) if fabric.distances else {}
+        for name, value in (added | {"uplink-delay": fabric.uplink_delay}).items():
+            argv += [f"--{name}", f"{value:.9g}"] if value else []
         started.append(substrate.start(node, argv, {}, log, quota=False))
     return started
 

@@ -68,8 +68,9 @@ def test_other_devices_are_named_throughout() -> None:
 
 def test_delay_and_loss_come_once_before_the_bucket() -> None:
     link = Link(rate=100_000_000, delay=0.02, jitter=0.001, loss=0.01)
-    netem, bucket, *rest = lines(shape(link))
-    assert netem == "tc qdisc add dev eth0 root handle 1: netem limit 1000 delay 20000us 1000us loss 1%"
+    segments, netem, bucket, *rest = lines(shape(link))
+    assert segments == "ip link set dev eth0 gso_max_segs 1"  # so that a lost packet is one frame
+    assert netem == "tc qdisc add dev eth0 root handle 1: netem limit 1173 delay 20000us 1000us loss 1%"
     assert bucket.startswith("tc qdisc add dev eth0 parent 1:1 tbf rate 100mbit")
     assert not [command for command in rest if "netem" in command]
 
@@ -82,7 +83,16 @@ def test_netem_has_room_for_all_packets_in_flight(rate: int | None, delay: float
 
 
 def test_loss_without_rate_shapes_only_with_netem() -> None:
-    assert lines(shape(Link(loss=0.005))) == ["tc qdisc add dev eth0 root handle 1: netem limit 1000 loss 0.5%"]
+    _, netem = lines(shape(Link(loss=0.005)))
+    assert netem == "tc qdisc add dev eth0 root handle 1: netem limit 1000 loss 0.5%"
+
+
+def test_the_queue_lasts_a_round_trip_to_an_equal_node() -> None:
+    assert [line.rpartition(" ")[2] for line in lines(shape(Link(rate=10**8, delay=0.05))) if "tbf" in line] == [
+        "100000us",
+        "100000us",
+    ]
+    assert lines(shape(Link(rate=10**8, delay=0.005)))[1].endswith("latency 50000us")
 
 
 def test_congestion_control_is_set_per_namespace_or_per_route() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Network, Receipt, read_network
+from testbed.results.receipt import ClockReceipt, FanIn, LinkReceipt, Network, Receipt, WayReceipt, read_network
 from testbed.spec.errors import SchemaError, SpecError
 from testbed.spec.run import SCHEMA, RunSpec
 
@@ -153,3 +153,54 @@ def test_the_receipt_of_a_slower_network_is_read_as_that_of_the_network_it_stand
     back = Receipt.read(tmp_path / "receipt.json")
     assert back.links[0].requested == 200 * MBIT and back.links[0].measured == pytest.approx(receipt.links[0].measured)
     assert back.after is not None and back.after.links[0].requested == 200 * MBIT
+
+
+def far(**values: float) -> Receipt:
+    """A receipt whose first link has a delay or a loss, as requested but for `values`."""
+    way = {"rtt_requested": 0.04, "rtt": 0.0403, "loss_requested": 0.01, "packets": 2000, "lost": 21} | values
+    receipt = made([200 * MBIT] * 2, 200 * MBIT)
+    link = receipt.links[0].model_copy(update={"way": WayReceipt.model_validate(way), "far": True})
+    return receipt.model_copy(update={"links": (link, *receipt.links[1:])})
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({}, ""),
+        ({"rtt": 0.0419}, ""),
+        ({"rtt": 0.0421}, "round trip requested 40 ms, measured 42.1 ms"),
+        ({"rtt": 0.0379}, "round trip requested 40 ms, measured 37.9 ms"),
+        ({"rtt_requested": 0.01, "rtt": 0.0109}, ""),
+        ({"rtt_requested": 0.01, "rtt": 0.0111}, "round trip requested 10 ms, measured 11.1 ms"),
+        ({"rtt": 0.0421, "jitter": 0.004}, ""),
+        ({"lost": 3}, "loss requested 1 %, measured 3 of 2000 packets"),
+        ({"lost": 5}, ""),
+        ({"lost": 41}, ""),
+        ({"lost": 47}, "loss requested 1 %, measured 47 of 2000 packets"),
+        ({"loss_requested": 0.0, "packets": 0, "lost": 0}, ""),
+    ],
+)
+def test_a_delay_or_a_loss_that_is_off_makes_the_receipt_invalid(values: dict[str, float], problem: str) -> None:
+    receipt = far(**values)
+    assert receipt.valid() is (problem == "")
+    assert (f"NOT as requested: {problem} on node0 -> node1" if problem else "round trips as requested") in (
+        receipt.sentence()
+    )
+
+
+def test_less_delay_is_a_network_that_is_too_fast_and_more_is_not() -> None:
+    assert far(rtt=0.02).too_fast() and not far(rtt=0.08).too_fast()
+    assert far(lost=0).too_fast() and not far(lost=60).too_fast()
+
+
+def test_rates_beside_a_delay_have_a_wider_tolerance() -> None:
+    receipt = far()
+    off = receipt.links[0].model_copy(update={"error": 0.07})
+    assert receipt.model_copy(update={"links": (off, *receipt.links[1:])}).valid()
+    near = receipt.links[1].model_copy(update={"error": 0.07})
+    assert not receipt.model_copy(update={"links": (receipt.links[0], near)}).valid()
+
+
+def test_of_two_probes_the_nearer_round_trip_and_the_packets_of_both_count() -> None:
+    (link, *_) = far(rtt=0.06, lost=10).better(far(rtt=0.041, lost=30)).links
+    assert link.way is not None and (link.way.rtt, link.way.packets, link.way.lost) == (0.041, 4000, 40)

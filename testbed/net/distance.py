@@ -1,0 +1,231 @@
+"""Measure what netem adds to a link: the round-trip time, the share of packets that are lost, and the rate beside loss.
+
+`net/probe.py` does this before it sends a flow, over the flow's connection: the receiver asks, the sender answers.
+
+    receiver: port of its datagram socket  ->
+              ask  -> <- the same byte          EXCHANGES times: the round-trip time while nothing else is sent
+    sender:   numbered datagrams, "sent" ->     in batches that no queue drops: what does not arrive was lost
+              <- "counted"
+    sender:   datagrams, faster than the link -> until the receiver has counted enough and sends "enough"
+              <- "go": the flow of the probe may begin
+
+A TCP flow slows down when packets are lost, so it does not show the rate of such a link; the datagrams do.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from testbed.net.tcp import ETHERNET_HEADER_BYTES
+from testbed.spec.errors import ProbeError
+from testbed.spec.fabric import Fabric, Pairs
+
+EXCHANGES = 8
+EXPECTED_LOST = 20  # so many packets of a link are expected to be lost, unless that needs more than MAX_PACKETS
+MIN_PACKETS, MAX_PACKETS = 1000, 10_000
+MAX_BATCH = 250  # fits a socket's usual buffer
+BATCH_S = 0.02  # seconds of the rate: less than the queue of a link
+SETTLE_S = 0.03  # after the last of a batch: packets that the kernel still delivers
+NUMBER = struct.Struct("!16sI")  # of a numbered datagram: begin of the token, number
+PORT = struct.Struct("!H")
+HEADERS_BYTES = 28 + ETHERNET_HEADER_BYTES  # of a datagram, as a token bucket counts them
+PAYLOAD_BYTES = 1472  # of the datagrams that fill a link
+OVERLOAD = 1.15  # the senders together send so many times what the link passes
+TICK_S = 0.002  # between two writes of a sender
+MAX_BEHIND_S = 0.02  # a sender that was late does not make up for more
+ASK, SENT, COUNTED, ENOUGH, GO = b"a", b"s", b"c", b"e", b"g"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of one connection; both of its ends have the same plan."""
+
+    exchanges: int = 0
+    packets: int = 0  # numbered datagrams, to count those that are lost
+    batch: int = MAX_BATCH
+    fill: float | None = None  # bit/s of datagrams that fill the link; None: none are sent
+
+    @classmethod
+    def of(cls, fabric: Fabric, pairs: Pairs, pair: tuple[int, int], single: bool) -> Plan:
+        """The plan of one pair of a step. `single`: its receiver has no other sender, so a link is measured."""
+        into = [each for each in pairs if each[1] == pair[1]]
+        loss = fabric.distance(*pair).loss if single else 0.0
+        rate = fabric.limit(into)
+        fill = None
+        if rate is not None and fabric.is_lossy(into):
+            own = [fabric.limit([each]) or rate for each in into]
+            share = rate / len(into)  # of each sender; if one cannot send so much, all send what their links pass
+            fill = OVERLOAD * (share if min(own) >= OVERLOAD * share or single else fabric.limit([pair]) or rate)
+        packets = packets_for(loss) if loss else 0
+        return cls(EXCHANGES if single else 0, packets, batch_for(rate), fill)
+
+    def seconds(self, round_trip: float, jitter: float) -> float:
+        """About how long it takes, without what is counted by slices."""
+        batches = math.ceil(self.packets / self.batch)
+        return self.exchanges * (round_trip + jitter) + batches * (round_trip + 2 * SETTLE_S + 3 * jitter)
+
+
+def packets_for(loss: float) -> int:
+    """How many packets show a loss of this share."""
+    return min(MAX_PACKETS, max(MIN_PACKETS, math.ceil(EXPECTED_LOST / loss)))
+
+
+def batch_for(rate: int | None) -> int:
+    """How many small datagrams are sent at once over a link of this rate, so that no queue drops one."""
+    size = NUMBER.size + HEADERS_BYTES
+    return MAX_BATCH if rate is None else min(MAX_BATCH, max(10, int(rate * BATCH_S / 8 / size)))
+
+
+# The sender
+
+
+def answer(sock: socket.socket, token: bytes, plan: Plan, timeout_s: float) -> None:
+    """Send what the receiver at the other end of `sock` measures. Return when its flow may begin."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.settimeout(timeout_s)
+    port = PORT.unpack(_exactly(sock, PORT.size))[0]
+    for _ in range(plan.exchanges):
+        sock.sendall(_exactly(sock, 1))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.bind((sock.getsockname()[0], 0))
+        udp.connect((sock.getpeername()[0], port))
+        if plan.packets:
+            _send_numbered(sock, udp, token, plan)
+        if plan.fill is not None:
+            _fill(sock, udp, token, plan.fill, timeout_s)
+    _expect(sock, GO)
+
+
+def _send_numbered(sock: socket.socket, udp: socket.socket, token: bytes, plan: Plan) -> None:
+    for first in range(0, plan.packets, plan.batch):
+        for number in range(first, min(plan.packets, first + plan.batch)):
+            _send(udp, NUMBER.pack(token[:16], number))
+        sock.sendall(SENT)
+        _expect(sock, COUNTED)
+
+
+def _fill(sock: socket.socket, udp: socket.socket, token: bytes, rate: float, timeout_s: float) -> None:
+    data = token[:16].ljust(PAYLOAD_BYTES, b"\0")
+    interval = (PAYLOAD_BYTES + HEADERS_BYTES) * 8 / rate
+    end = time.monotonic() + timeout_s
+    due = time.monotonic()
+    while (now := time.monotonic()) < end:
+        due = max(due, now - MAX_BEHIND_S)
+        while due <= now:
+            _send(udp, data)
+            due += interval
+        if select.select([sock], [], [], TICK_S)[0]:
+            _expect(sock, ENOUGH)
+            return
+    raise ProbeError("the receiver of datagrams has not ended")
+
+
+def _send(udp: socket.socket, data: bytes) -> None:
+    with suppress(ConnectionRefusedError):  # the receiver has counted enough and closed its socket
+        udp.send(data)
+
+
+# The receiver
+
+
+class Receiver:
+    """What a receiver measures of its senders, whose connections are `socks`; a context manager."""
+
+    def __init__(self, socks: Sequence[socket.socket], token: bytes, timeout_s: float) -> None:
+        self._socks = socks
+        self._token = token[:16]
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        self._udp.bind((socks[0].getsockname()[0], 0))
+        for sock in socks:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(timeout_s)
+            sock.sendall(PORT.pack(self._udp.getsockname()[1]))
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._udp.close()
+
+    def round_trips(self, exchanges: int) -> list[float]:
+        """The seconds of so many exchanges of one byte with the one sender."""
+        (sock,) = self._socks
+        found = []
+        for _ in range(exchanges):
+            begun = time.monotonic()
+            sock.sendall(ASK)
+            _expect(sock, ASK)
+            found.append(time.monotonic() - begun)
+        return found
+
+    def lost(self, plan: Plan, jitter: float) -> int:
+        """How many of the numbered datagrams of the one sender did not arrive."""
+        (sock,) = self._socks
+        arrived = set[int]()
+        for _ in range(0, plan.packets, plan.batch):
+            quiet_since = None  # when the sender said that all of this batch were sent
+            while quiet_since is None or time.monotonic() - quiet_since < SETTLE_S + 2 * jitter:
+                ready = select.select([self._udp, *([sock] if quiet_since is None else [])], [], [], SETTLE_S / 2)[0]
+                if self._udp in ready:
+                    data = self._udp.recv(64)
+                    if len(data) == NUMBER.size and data.startswith(self._token):
+                        arrived.add(NUMBER.unpack(data)[1])
+                        quiet_since = quiet_since and time.monotonic()
+                elif sock in ready:
+                    _expect(sock, SENT)
+                    quiet_since = time.monotonic()
+            sock.sendall(COUNTED)
+        return plan.packets - len(arrived)
+
+    def rate(self, discard_s: float, slice_s: float, enough: Callable[[Sequence[float]], bool]) -> float:
+        """The bit/s on the wire of the datagrams of all senders, without those of the first `discard_s`."""
+        self._count_until(time.monotonic() + discard_s)
+        rates: list[float] = []
+        begun = time.monotonic()
+        packets = 0
+        while not enough(rates):
+            before = time.monotonic()
+            arrived = self._count_until(before + slice_s)
+            packets += arrived
+            rates.append(max(1, arrived) / (time.monotonic() - before))
+        seconds = time.monotonic() - begun
+        for sock in self._socks:
+            sock.sendall(ENOUGH)
+        return packets * (PAYLOAD_BYTES + HEADERS_BYTES) * 8 / seconds
+
+    def go(self) -> None:
+        """Tell the senders that their flows may begin."""
+        for sock in self._socks:
+            sock.sendall(GO)
+
+    def _count_until(self, end: float) -> int:
+        packets, buffer = 0, bytearray(2048)
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self._udp], [], [], left)[0]:
+                size = self._udp.recv_into(buffer)
+                packets += size == PAYLOAD_BYTES and buffer.startswith(self._token)
+        return packets
+
+
+def _expect(sock: socket.socket, wanted: bytes) -> None:
+    found = _exactly(sock, 1)
+    if found != wanted:
+        raise ProbeError(f"the other end sent {found!r} instead of {wanted!r}")
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise ProbeError("the other end closed the connection")
+        data += more
+    return data
