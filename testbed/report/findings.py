@@ -40,7 +40,6 @@ from testbed.report.sentences import (
 )
 from testbed.report.stats import seconds
 from testbed.results import theory
-from testbed.results.receipt import TOLERANCE
 from testbed.results.table import label
 from testbed.results.validity import MAX_USE
 from testbed.spec.units import in_megabytes
@@ -346,10 +345,21 @@ def check_rates(chapter: Chapter) -> Check | None:
     links = sum(len(run.network.measured) for run in runs if run.network.worst_error is not None)
     if worst:
         off = max(map(abs, worst))
+        allowed = max(run.network.tolerance for run in runs)
         return Check(
-            off <= TOLERANCE, f"Rates: the largest error of {links} links is {percent(off)} of the requested rate"
+            off <= allowed, f"Rates: the largest error of {links} links is {percent(off)} of the requested rate"
         )
     return Check(None, "Rates: no rate was requested, so there is nothing to compare") if runs else None
+
+
+@states(steps=1, otherwise=None)
+def check_ways(chapter: Chapter) -> Check | None:
+    """Requested against measured delay and loss of all links."""
+    ways = [way for cell in chapter.cells for run in cell.runs for way in run.network.ways]
+    wrong = [problem for way in ways if (problem := way.problem())]
+    if wrong:
+        return Check(False, f"Delay and loss: {len(wrong)} of {len(ways)} links are off, e.g. {wrong[0]}")
+    return Check(True, f"Delay and loss: {len(ways)} links have what was requested") if ways else None
 
 
 @states(steps=1, otherwise=None)
@@ -509,7 +519,15 @@ def check_clocks(chapter: Chapter) -> Check | None:
     return Check(fine, f"Clocks: times of all nodes were converted to rank 0's clock with an error of {seconds(error)}")
 
 
-CHECKS = (check_rates, check_replicas, check_bytes, check_times, check_control, check_clocks)  # in this order
+CHECKS = (
+    check_rates,
+    check_ways,
+    check_replicas,
+    check_bytes,
+    check_times,
+    check_control,
+    check_clocks,
+)  # in this order
 
 
 @states(steps=COMPARE_STEPS, otherwise="The parts of an average step")

@@ -250,11 +250,27 @@ def _uplinks(found: Network) -> str:
     return f"{min(rates):.1f} to {max(rates):.1f}" if rates else DASH
 
 
+def _ways(found: Network) -> list[str]:
+    """The round trips requested and measured, shortest to longest, and how many packets were lost of those sent."""
+    if not found.ways:
+        return [DASH] * 3
+    trips = [[1000 * way.rtt_requested for way in found.ways], [1000 * way.rtt for way in found.ways]]
+    lost, packets = sum(way.lost for way in found.ways), sum(way.packets for way in found.ways)
+    words = [f"{low:.1f}" if high - low < 0.05 else f"{low:.1f} to {high:.1f}" for low, high in map(_ends, trips)]
+    return [*words, f"{lost} of {packets}" if packets else DASH]
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
 def network(chapter: Chapter) -> Table | None:
     """Requested and measured rates of the first run of each cell."""
     racked = any(cell.first.network.uplinks for cell in chapter.cells)
     columns = ("requested Mbit/s", "slowest measured", "fastest measured", "worst error", "links")
-    made = Columns(chapter, (*columns, *(("uplinks measured",) if racked else ())))
+    far = any(cell.first.network.ways for cell in chapter.cells)
+    added = ("round trips requested (ms)", "measured", "packets lost") if far else ()
+    made = Columns(chapter, (*columns, *(("uplinks measured",) if racked else ()), *added))
     for cell in chapter.cells:
         found = cell.first.network
         measured = list(found.measured.values())
@@ -268,6 +284,7 @@ def network(chapter: Chapter) -> Table | None:
                 DASH if found.worst_error is None else f"{100 * found.worst_error:+.2f} %",
                 f"{len(measured)} of {found.sampled_from}" if found.sampled_from else str(len(measured)),
                 *([_uplinks(found)] if racked else []),
+                *(_ways(found) if far else []),
             )
     return (
         Table("network", "The network, requested and measured", made.header, made.rows, findings.NETWORK, folded=True)

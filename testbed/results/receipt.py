@@ -321,6 +321,8 @@ class Network:
     uplinks_measured: tuple[float, ...] = ()  # the same on the wire
     racks: Racks = ()  # of the ranks; empty: one switch
     worst_error: float | None = None  # measured / requested - 1, the one furthest from 0
+    tolerance: float = TOLERANCE  # of that error
+    ways: tuple[WayReceipt, ...] = ()  # of links with a requested delay or loss
     delay: float = 0.0  # seconds, one way: half the shortest round trip, or what was requested
     offsets: dict[int, float] = field(default_factory=dict)  # seconds to subtract from a rank's clock to get rank 0's
     offset_error: float = 0.0  # seconds; 0 where ranks share one clock
@@ -340,6 +342,8 @@ class Network:
             uplinks_measured=tuple(each.measured / 8 for each in receipt.uplinks),
             racks=spec.topology.racks if spec.world > 1 else (),
             worst_error=receipt.worst_error,
+            tolerance=max((link.limit() for link in receipt.links), default=TOLERANCE),
+            ways=tuple(link.way for link in receipt.links if link.way is not None),
             delay=min(round_trips) / 2 if round_trips else spec.link.delay or 0.0,
             offsets={rank: clock.offset for rank, clock in ahead.items()},
             offset_error=max((abs(clock.error) for clock in ahead.values()), default=0.0),

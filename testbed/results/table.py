@@ -12,10 +12,11 @@ from typing import Any
 from testbed.results.conclude import Summary
 from testbed.results.validity import busy_note
 from testbed.spec.errors import one_line
+from testbed.spec.link import Link
 from testbed.spec.mode import ALGORITHMS, CONTROL
 from testbed.spec.run import RunSpec
 from testbed.spec.script import command_line
-from testbed.spec.units import format_rate, in_megabytes
+from testbed.spec.units import format_duration, format_rate, in_megabytes
 
 HEADER = (
     "mode",
@@ -168,7 +169,7 @@ def caption(summaries: Sequence[Summary]) -> str:
         "nodes": "1 node" if alone else f"{spec.nodes} {equal}nodes",
         "node.cpus": f"{spec.node.cpus:g} cores{each}" if spec.node.cpus else "no CPU limit",
         "threads": _threads_in_words(summaries[0], each),
-        **({} if alone else {"link.rate": f"{format_rate(spec.link.rate)} each way" if spec.link.rate else "unshaped"}),
+        **({} if alone else _link_in_words(spec.link)),
     }
     common = ", ".join(text for key, text in parts.items() if key not in varying)
     least, most = min(s.steps for s in summaries), max(s.steps for s in summaries)
@@ -177,6 +178,16 @@ def caption(summaries: Sequence[Summary]) -> str:
     middle = "median" if all(x.spec.mode.every == 1 for x in summaries) else "median (every:K: mean)"
     substrates = " and ".join(dict.fromkeys(s.substrate for s in summaries))
     return f"{common}, on {substrates}; {middle} of {steps} steps after {warmup}"
+
+
+def _link_in_words(link: Link) -> dict[str, str]:
+    """The link of a node, by key."""
+    nothing = "no rate limit" if link.needs_netem else "unshaped"
+    return {
+        "link.rate": f"{format_rate(link.rate)} each way" if link.rate else nothing,
+        **({"link.delay": f"{format_duration(link.delay)} of delay one way"} if link.delay else {}),
+        **({"link.loss": f"{100 * link.loss:g} % of packets lost"} if link.loss else {}),
+    }
 
 
 def _trained(spec: RunSpec, over_all: str) -> dict[str, str]:

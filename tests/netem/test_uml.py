@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,6 +23,8 @@ from tests.support.ordinary_user import USER, as_ordinary_user
 
 pytestmark = [pytest.mark.netem, pytest.mark.gloo, pytest.mark.quiet]
 SMALL = ("--on", "uml", "--model", "lenet5", "--data", "synthetic", "--batch", "64", "--set", "data.test_subset=64")
+DELAYS_MS = (0, 5, 20, 50)  # by node, one way
+LINKS: tuple[dict[str, str], ...] = ({"loss": "1%"}, {"delay": "5ms"}, {"delay": "20ms"}, {"delay": "50ms"})  # by node
 UNPROBED = (*SMALL, "--nodes", "2", "--set", "probe=false")
 # A model of the user's own, whose code tries to write outside of the run folder.
 MODEL = """
@@ -83,8 +86,12 @@ def wait_until_gone(controller: int) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(home: Path) -> dict[str, Any]:
     """The summary of one run, which tests here share; its folder is `ring` in the home folder."""
-    links = [f"--set=overrides.node{node}.link.delay={delay}" for node, delay in ((1, "5ms"), (2, "20ms"), (3, "50ms"))]
-    flags = ["--nodes", "4", "--rate", "20mbit", *links, "--steps", "6", "--keep-going", "--json", "--out", "ring"]
+    links = [
+        f"--set=overrides.node{node}.link.{key}={value}"
+        for node, values in enumerate(LINKS)
+        for key, value in ({"rate": "20mbit"} | values).items()
+    ]
+    flags = ["--nodes", "4", *links, "--steps", "6", "--keep-going", "--json", "--out", "ring"]
     code, out, err = run(home, "run", *SMALL, *flags)
     assert code in (0, 5), err
     (summary,) = json.loads(out)["runs"]
@@ -96,6 +103,22 @@ def test_ring_trains_over_links_with_delay(whole: dict[str, Any], home: Path) ->
     assert whole["status"] in ("ok", "invalid") and whole["substrate"] == "uml", whole["reason"]
     assert whole["counter"] == "interface eth0" and any("one processor" in note for note in whole["notes"])
     assert whole["seconds_per_step"] > 0.075
+
+
+def test_every_link_has_the_requested_delay_loss_and_rate(whole: dict[str, Any], home: Path) -> None:
+    receipt = Receipt.read(home / "ring" / "receipt.json")
+    assert receipt.valid() and whole["status"] == "ok", f"{whole['network']}; before: {whole['notes']}"
+    ways = {(link.src, link.dst): link.way for link in receipt.links}
+    requested = {(src, dst): round(1000 * way.rtt_requested) for (src, dst), way in ways.items() if way}
+    assert requested == {(s, d): DELAYS_MS[s] + DELAYS_MS[d] for s in range(4) for d in range(4) if s != d}
+    for link in receipt.links:
+        assert link.way is not None and link.error is not None
+        late, allowed = abs(link.way.rtt - link.way.rtt_requested), max(0.001, 0.05 * link.way.rtt_requested)
+        assert late <= allowed, f"{link.src} -> {link.dst}: {link.way}"
+        assert abs(link.error) <= 0.08, f"{link.src} -> {link.dst}: {link.error}"
+        assert (link.way.packets >= 2000) == (link.src == 0)
+    lost, packets = (sum(getattr(ways[0, dst], name) for dst in (1, 2, 3)) for name in ("lost", "packets"))
+    assert abs(lost - 0.01 * packets) < 4.5 * math.sqrt(0.01 * 0.99 * packets), f"{lost} of {packets} packets lost"
 
 
 def test_the_files_are_the_users(whole: dict[str, Any], home: Path) -> None:

@@ -262,7 +262,9 @@ def receipt(spec: RunSpec, conditions: Conditions | None = None) -> dict[str, An
 
     def link(src: int, dst: int) -> dict[str, Any]:
         requested = round(rate * min(conditions.slow_link.get(src, 1.0), conditions.slow_link.get(dst, 1.0)))
+        trip = 2 * (spec.link.delay or 0.0)
         return {
+            "way": {"rtt_requested": trip, "rtt": trip + 0.0002} if trip else None,
             "src": src,
             "dst": dst,
             "requested": requested,

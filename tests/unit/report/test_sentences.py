@@ -165,6 +165,8 @@ def rich(folder: Path) -> None:
             make_run(folder / f"{mode}-{rate}", mode=mode, **LINK | {"experiment": "rates", "link": {"rate": rate}})
     make_run(folder / "one-n", Conditions(compute=3.6), mode="single", **LINK | {"experiment": "nodes", "batch": 48})
     make_run(folder / "hosts", Conditions(offsets=[0.0, 0.1, 0.2, 0.3]), mode="ring", **LINK | {"experiment": "hosts"})
+    far = {"link": {"rate": "200mbit", "delay": "20ms"}, "experiment": "far"}
+    make_run(folder / "far", Conditions(overhead=300.0), mode="ring", **LINK | far)
     for number in (1, 2):
         make_faulted(folder / f"killed{number}", "kill:rank2@step8", mode="ring", **LINK)
 
