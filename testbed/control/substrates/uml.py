@@ -115,7 +115,7 @@ def check(plans: Sequence[NodePlan]) -> None:
     if shares > 1:
         rule = f"it has one processor, and the nodes have {shares:g} CPUs together"
         raise Unavailable(f"substrate uml: {rule}. Use e.g. --set node.cpus={0.9 / len(plans):.1g}")
-    if hidden := [path for path in (Path.cwd(), Path(sys.prefix)) if _is_hidden(path)]:
+    if hidden := [path for path in (Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir())) if _is_hidden(path)]:
         rule = "is in a folder that a user-mode kernel has of its own"
         raise Unavailable(f"substrate uml: {hidden[0]} {rule}. Use another folder than {', '.join(map(str, HIDDEN))}")
 
