@@ -37,9 +37,11 @@ NUMBER = struct.Struct("!16sI")  # of a numbered datagram: begin of the token, n
 PORT = struct.Struct("!H")
 HEADERS_BYTES = 28 + ETHERNET_HEADER_BYTES  # of a datagram, as a token bucket counts them
 PAYLOAD_BYTES = 1472  # of the datagrams that fill a link
-OVERLOAD = 1.15  # the senders together send so many times what the link passes
+OVERLOAD, OVERLOAD_TOGETHER = 1.15, 1.5  # one sender, or several, send so many times what the link passes
+BUFFER_BYTES = 4 << 20  # of the receiver, which may wait for a processor
+SO_RCVBUFFORCE = 33  # socket(7); the module socket does not have it
 TICK_S = 0.002  # between two writes of a sender
-MAX_BEHIND_S = 0.02  # a sender that was late does not make up for more
+MAX_BEHIND_S = 0.1  # a sender that was late does not make up for more; the queue of a link holds as much
 ASK, SENT, COUNTED, ENOUGH, GO = b"a", b"s", b"c", b"e", b"g"
 
 
@@ -61,8 +63,10 @@ class Plan:
         fill = None
         if rate is not None and fabric.is_lossy(into):
             own = [fabric.limit([each]) or rate for each in into]
-            share = rate / len(into)  # of each sender; if one cannot send so much, all send what their links pass
-            fill = OVERLOAD * (share if min(own) >= OVERLOAD * share or single else fabric.limit([pair]) or rate)
+            share = OVERLOAD_TOGETHER * rate / len(into)
+            fill = OVERLOAD * rate
+            if not single:  # if one cannot send its share, all send what their links pass
+                fill = share if min(own) >= share else OVERLOAD * (fabric.limit([pair]) or rate)
         packets = packets_for(loss) if loss else 0
         return cls(EXCHANGES if single else 0, packets, batch_for(rate), fill)
 
@@ -142,7 +146,9 @@ class Receiver:
         self._socks = socks
         self._token = token[:16]
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        self._udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        with suppress(OSError):  # beyond the usual limit, where that is allowed
+            self._udp.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
         self._udp.bind((socks[0].getsockname()[0], 0))
         for sock in socks:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -68,7 +68,7 @@ MAX_STANDARD_ERROR = 0.01  # a flow ends when the standard error of the slices' 
 IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
 MIN_IN_FLIGHT_BYTES = 4 * 1024  # about three frames
 MAX_IN_FLIGHT_BYTES = 200_000  # a link that needs more in flight is not limited
-SLOW_START_ROUND_TRIPS, SLICE_ROUND_TRIPS = 15, 2  # on a path with delay: TCP's window needs so long to fill it
+SLOW_START_ROUND_TRIPS, SLICE_ROUND_TRIPS = 10, 2  # on a path with delay: TCP's window needs so long to fill it
 SHORT_PATH_S = 0.002  # on a path with a longer round trip the data in flight is on the path, not in the queue
 
 CLOCK_EXCHANGES = 8  # per clock; the quickest one counts
@@ -280,7 +280,12 @@ def window(fabric: Fabric, pairs: Pairs, dst: int, round_trip: float) -> int | N
     rate, flows = fabric.limit(into), len(into)
     if len({to for _, to in pairs if to != dst}) and any(fabric.crosses(*pair) for pair in into):
         rate, flows = fabric.limit(pairs), len(pairs)  # all of them share an uplink
-    if rate is None or round_trip > SHORT_PATH_S:
+    if rate is None:
+        return None
+    farthest = longest_round_trip(fabric, into)
+    if farthest > SHORT_PATH_S:  # all of them may be in flight: the receiver's buffer grows to that size
+        return max(MIN_IN_FLIGHT_BYTES, round(rate / flows * (farthest + IN_FLIGHT_S) / 8))
+    if round_trip > SHORT_PATH_S:
         return None
     size = max(MIN_IN_FLIGHT_BYTES, round(rate / flows * IN_FLIGHT_S / 8))
     return size if size <= MAX_IN_FLIGHT_BYTES else None
@@ -777,7 +782,8 @@ class _Node:
         listener = listen(self._address, 0, backlog=2 * self._fabric.size)
         size = self._window(pairs, self._rank)
         if size is not None:  # accepted connections inherit both
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+            if not self._fabric.is_far(pairs):
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, size)
         return listener
 
@@ -792,7 +798,9 @@ class _Node:
             outgoing = []
             for dst in [dst for src, dst in pairs if src == self._rank]:
                 target = (self._meeting.peers[dst].address, ports[dst])
-                outgoing.append(closing.enter_context(self._connect(target, self._window(pairs, dst))))
+                outgoing.append(
+                    closing.enter_context(self._connect(target, self._window(pairs, dst), self._fabric.is_far(pairs)))
+                )
             incoming = [closing.enter_context(sock) for sock in self._accept(number, sources)]
             self._meeting.wait_for_all(number, self._meeting.timeout_s + plan.timeout_s)
             extra_s = distance_timeout(self._fabric, pairs, number < self._links)
@@ -842,7 +850,11 @@ class _Node:
                     found |= {"packets": wanted.packets, "lost": receiver.lost(wanted, jitter)}
                 if wanted.fill is not None:
                     enough = partial(steady, max_slices=plan.max_slices, min_slices=plan.min_slices)
-                    found["wire"] = receiver.rate(plan.slow_start_s, plan.slice_s, enough)
+                    near = pace(
+                        replace(self._fabric, distances=()), self._steps[number]
+                    )  # datagrams start at full rate
+                    discard_s = near.slow_start_s + longest_round_trip(self._fabric, self._steps[number])
+                    found["wire"] = receiver.rate(discard_s, near.slice_s, enough)
                 self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
                 receiver.go()
         except OSError as error:
@@ -850,14 +862,14 @@ class _Node:
             raise ProbeError(f"node{self._rank} cannot measure its distance from {names} ({error})") from None
         return found
 
-    def _connect(self, target: tuple[str, int], bound: int | None) -> socket.socket:
+    def _connect(self, target: tuple[str, int], bound: int | None, far: bool) -> socket.socket:
         try:
             sock = socket.create_connection(target, timeout=STALL_TIMEOUT_S, source_address=(self._address, 0))
             sock.sendall(HEADER.pack(self._meeting.token.encode(), self._rank))
         except OSError as error:
             raise ProbeError(f"node{self._rank} cannot reach {target[0]}:{target[1]} ({error})") from None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
-        if bound is not None:
+        if bound is not None and not far:  # else the kernel lets the buffer grow to what is in flight
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._mtu = path_mtu(sock)
         self._congestion = congestion_control(sock)

@@ -43,7 +43,7 @@ def test_round_trips_loss_and_rate_are_measured_over_one_connection(pair: tuple[
         sender.join(10)
     assert len(trips) == EXCHANGES and 0 < min(trips) < 0.1
     assert lost == 0
-    assert 10 * MBIT < rate < 21 * MBIT  # no link limits it, so it is what was sent, or less on a busy machine
+    assert 10 * MBIT < rate < 30 * MBIT  # no link limits it, so it is what was sent, or less on a busy machine
     assert not sender.is_alive()
 
 
@@ -82,5 +82,5 @@ def test_both_ends_of_a_pair_have_the_same_plan_by_what_is_requested() -> None:
     assert Plan.of(fabric, [(0, 1)], (0, 1), single=True) == Plan(EXCHANGES, 2000, 250, OVERLOAD * 20 * MBIT)
     assert Plan.of(fabric, [(1, 0)], (1, 0), single=True).packets == 0  # its acknowledgements are lost, not its data
     into = [(0, 3), (1, 3), (2, 3)]
-    assert Plan.of(fabric, into, (1, 3), single=False).fill == pytest.approx(OVERLOAD * 20 * MBIT / 3)
+    assert Plan.of(fabric, into, (1, 3), single=False).fill == 10 * MBIT
     assert packets_for(0.001) == 10_000 and packets_for(0.5) == 1000 and batch_for(MBIT) < batch_for(None)
