@@ -850,9 +850,8 @@ class _Node:
                     found |= {"packets": wanted.packets, "lost": receiver.lost(wanted, jitter)}
                 if wanted.fill is not None:
                     enough = partial(steady, max_slices=plan.max_slices, min_slices=plan.min_slices)
-                    near = pace(
-                        replace(self._fabric, distances=()), self._steps[number]
-                    )  # datagrams start at full rate
+                    # datagrams start at full rate, so a delay needs no time for a slow start
+                    near = pace(replace(self._fabric, distances=()), self._steps[number])
                     discard_s = near.slow_start_s + longest_round_trip(self._fabric, self._steps[number])
                     found["wire"] = receiver.rate(discard_s, near.slice_s, enough)
                 self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)

@@ -21,7 +21,6 @@ import os
 import select
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -68,9 +67,9 @@ RESULTS: dict[str, TypeAdapter[Any]] = {  # of requests that return something
     "counts": TypeAdapter(NodeCounts),
 }
 REFUSALS = {kind.__name__: kind for kind in (Unavailable, SpecError, NetworkInvalid)}  # errors that keep their kind
-# The first process of the kernel's session on this machine. When the kernel ends, or this controller does, it removes
-# the kernel's folder and kills the session: a kernel that is killed leaves the processes that held its memory.
-KEEPER = """trap 'exit 1' TERM; trap 'rm -rf -- "$0"; kill -KILL 0' EXIT; "$@" & wait $!"""
+# A shell that starts the kernel, which makes a process group of its own. When the kernel ends, or this controller does,
+# the shell kills that group, because a kernel that is killed leaves the processes that held its memory.
+KEEPER = """trap 'exit 1' TERM; trap 'kill -KILL -$! $! 2>/dev/null; rm -rf -- "$0"' EXIT; "$@" & wait $!"""
 # What is mounted before the agent starts. Its folder of temporary files is in memory.
 BOOT = """#!/bin/sh
 mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup
@@ -264,9 +263,9 @@ def _memory_folder(size: int) -> Path:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the kernel and its session."""
+    """End the kernel by its keeper."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()
     process.wait(END_TIMEOUT_S)
 
 
