@@ -7,20 +7,21 @@
     sender:   numbered datagrams, "sent" ->     in batches that no queue drops: what does not arrive was lost
               <- "counted"
     sender:   datagrams, faster than the link -> until the receiver has counted enough and sends "enough"
-              <- "go": the flow of the probe may begin
+              <- "go": the flow of the probe may begin, unless datagrams were counted
 
 A TCP flow slows down when packets are lost, so it does not show the rate of such a link; the datagrams do.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from testbed.net.tcp import ETHERNET_HEADER_BYTES
@@ -37,9 +38,13 @@ NUMBER = struct.Struct("!16sI")  # of a numbered datagram: begin of the token, n
 PORT = struct.Struct("!H")
 HEADERS_BYTES = 28 + ETHERNET_HEADER_BYTES  # of a datagram, as a token bucket counts them
 PAYLOAD_BYTES = 1472  # of the datagrams that fill a link
+WIRE_BYTES = PAYLOAD_BYTES + HEADERS_BYTES
 OVERLOAD, OVERLOAD_TOGETHER = 1.15, 1.5  # one sender, or several, send so many times what the link passes
 BUFFER_BYTES = 4 << 20  # of the receiver, which may wait for a processor
 SO_RCVBUFFORCE = 33  # socket(7); the module socket does not have it
+SOCKET_PACKETS = 80  # that a socket's usual buffer holds on their way
+QUEUE_S = 0.05  # that packets may wait in the queue of their link
+START_TIMEOUT_S = 10.0  # for the first datagram of every sender
 TICK_S = 0.002  # between two writes of a sender
 MAX_BEHIND_S = 0.1  # a sender that was late does not make up for more; the queue of a link holds as much
 ASK, SENT, COUNTED, ENOUGH, GO = b"a", b"s", b"c", b"e", b"g"
@@ -53,6 +58,7 @@ class Plan:
     packets: int = 0  # numbered datagrams, to count those that are lost
     batch: int = MAX_BATCH
     fill: float | None = None  # bit/s of datagrams that fill the link; None: none are sent
+    sockets: int = 1  # of the sender of these: what one may have on its way is limited
 
     @classmethod
     def of(cls, fabric: Fabric, pairs: Pairs, pair: tuple[int, int], single: bool) -> Plan:
@@ -68,7 +74,9 @@ class Plan:
             if not single:  # if one cannot send its share, all send what their links pass
                 fill = share if min(own) >= share else OVERLOAD * (fabric.limit([pair]) or rate)
         packets = packets_for(loss) if loss else 0
-        return cls(EXCHANGES if single else 0, packets, batch_for(rate), fill)
+        way_s = fabric.distance(*pair).delay + fabric.distance(*pair).jitter + QUEUE_S
+        sockets = math.ceil((fill or 0.0) * way_s / 8 / WIRE_BYTES / SOCKET_PACKETS)
+        return cls(EXCHANGES if single else 0, packets, batch_for(rate), fill, max(1, sockets))
 
     def seconds(self, round_trip: float, jitter: float) -> float:
         """About how long it takes, without what is counted by slices."""
@@ -97,13 +105,17 @@ def answer(sock: socket.socket, token: bytes, plan: Plan, timeout_s: float) -> N
     port = PORT.unpack(_exactly(sock, PORT.size))[0]
     for _ in range(plan.exchanges):
         sock.sendall(_exactly(sock, 1))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        udp.bind((sock.getsockname()[0], 0))
-        udp.connect((sock.getpeername()[0], port))
+    with ExitStack() as closing:
+        opened = []
+        for _ in range(plan.sockets):
+            udp = closing.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            udp.bind((sock.getsockname()[0], 0))
+            udp.connect((sock.getpeername()[0], port))
+            opened.append(udp)
         if plan.packets:
-            _send_numbered(sock, udp, token, plan)
+            _send_numbered(sock, opened[0], token, plan)
         if plan.fill is not None:
-            _fill(sock, udp, token, plan.fill, timeout_s)
+            _fill(sock, opened, token, plan.fill, timeout_s)
     _expect(sock, GO)
 
 
@@ -115,15 +127,15 @@ def _send_numbered(sock: socket.socket, udp: socket.socket, token: bytes, plan: 
         _expect(sock, COUNTED)
 
 
-def _fill(sock: socket.socket, udp: socket.socket, token: bytes, rate: float, timeout_s: float) -> None:
-    data = token[:16].ljust(PAYLOAD_BYTES, b"\0")
-    interval = (PAYLOAD_BYTES + HEADERS_BYTES) * 8 / rate
+def _fill(sock: socket.socket, opened: Sequence[socket.socket], token: bytes, rate: float, timeout_s: float) -> None:
+    data, in_turn = token[:16].ljust(PAYLOAD_BYTES, b"\0"), itertools.cycle(opened)
+    interval = WIRE_BYTES * 8 / rate
     end = time.monotonic() + timeout_s
     due = time.monotonic()
     while (now := time.monotonic()) < end:
         due = max(due, now - MAX_BEHIND_S)
         while due <= now:
-            _send(udp, data)
+            _send(next(in_turn), data)
             due += interval
         if select.select([sock], [], [], TICK_S)[0]:
             _expect(sock, ENOUGH)
@@ -191,8 +203,12 @@ class Receiver:
             sock.sendall(COUNTED)
         return plan.packets - len(arrived)
 
-    def rate(self, discard_s: float, slice_s: float, enough: Callable[[Sequence[float]], bool]) -> float:
-        """The bit/s on the wire of the datagrams of all senders, without those of the first `discard_s`."""
+    def count(self, discard_s: float, slice_s: float, enough: Callable[[Sequence[float]], bool]) -> tuple[int, float]:
+        """The datagrams of all senders without those of the first `discard_s`, and the seconds they took.
+
+        They are counted by slices until `enough(rates)`.
+        """
+        self._wait_for_all()
         self._count_until(time.monotonic() + discard_s)
         rates: list[float] = []
         begun = time.monotonic()
@@ -205,7 +221,18 @@ class Receiver:
         seconds = time.monotonic() - begun
         for sock in self._socks:
             sock.sendall(ENOUGH)
-        return packets * (PAYLOAD_BYTES + HEADERS_BYTES) * 8 / seconds
+        return packets, seconds
+
+    def _wait_for_all(self) -> None:
+        """Wait for a datagram of each sender: one whose message is behind others in a queue begins later."""
+        missing = {sock.getpeername()[0] for sock in self._socks}
+        end = time.monotonic() + START_TIMEOUT_S
+        while missing:
+            if not select.select([self._udp], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise ProbeError(f"no datagrams from {', '.join(sorted(missing))}")
+            data, address = self._udp.recvfrom(PAYLOAD_BYTES)
+            if data.startswith(self._token):
+                missing.discard(address[0])
 
     def go(self) -> None:
         """Tell the senders that their flows may begin."""

@@ -8,8 +8,9 @@ sends and receives: acknowledgements that queue behind a node's own data (two-wa
 and the link would look that much slower than it is. Before each step all nodes report to node 0 and wait for its
 answer. With racks, at most one link of a step passes each uplink, and at last all nodes of a rack send to all others at
 once, because one sender alone does not show what the uplink passes. Where a delay or a loss is requested, the
-round-trip time and the lost packets of a link are measured before its flow (net/distance.py). Every wait has a
-deadline. If a node fails, the probe ends on all nodes with the same message.
+round-trip time and the lost packets of a link are measured before its flow; where packets are lost datagrams are
+counted instead of a flow (net/distance.py). Every wait has a deadline. If a node fails, the probe ends on all nodes
+with the same message.
 
 The controller starts the probe on every node; ranks without a controller call `probe_node`. Both check the result
 by net/check.py.
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from testbed.net import distance
 from testbed.net.channel import Channel, listen, new_token
-from testbed.net.tcp import MTU_BYTES, congestion_control, min_round_trip, path_mtu, wire_rate
+from testbed.net.tcp import MTU_BYTES, congestion_control, efficiency, min_round_trip, path_mtu, wire_rate
 from testbed.spec.errors import ChannelClosed, ProbeError
 from testbed.spec.fabric import Distance, Fabric, Pairs
 from testbed.spec.units import burst_bytes
@@ -321,7 +322,6 @@ class Flow:
     seconds: float
     round_trip: float | None = None  # seconds, before any data was sent; None for a fan-in
     uplink: tuple[int, bool] | None = None  # the rack whose uplink all senders of the step share, and if it sends
-    wire: float | None = None  # bit/s on the wire of datagrams, where the flow shows TCP's losses instead of the rate
     packets: int = 0  # numbered datagrams that were sent to count those that are lost
     lost: int = 0
 
@@ -371,9 +371,8 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
         WayReceipt,
     )
 
-    def rate(goodput: float, pairs: Pairs, wire: float | None = None) -> dict[str, Any]:
-        requested = fabric.limit(pairs)
-        measured = wire_rate(goodput, measurement.mtu) if wire is None else wire
+    def rate(goodput: float, pairs: Pairs) -> dict[str, Any]:
+        requested, measured = fabric.limit(pairs), wire_rate(goodput, measurement.mtu)
         error = None if requested is None else measured / requested - 1
         far = fabric.is_far(pairs)
         return {"requested": requested, "goodput": goodput, "measured": measured, "error": error, "far": far}
@@ -398,22 +397,18 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
             continue
         if flow.src is None:
             pairs = [pair for pair in into if pair[1] == flow.dst]
-            fan_ins.append(
-                FanIn(dst=flow.dst, senders=tuple(src for src, _ in pairs), **rate(flow.goodput, pairs, flow.wire))
-            )
+            fan_ins.append(FanIn(dst=flow.dst, senders=tuple(src for src, _ in pairs), **rate(flow.goodput, pairs)))
         else:
             pair = (flow.src, flow.dst)
-            across, measured = fabric.crosses(*pair), rate(flow.goodput, [pair], flow.wire)
+            across, measured = fabric.crosses(*pair), rate(flow.goodput, [pair])
             added = way(flow, pair)
             ends: dict[str, Any] = {"src": flow.src, "dst": flow.dst, "rtt": flow.round_trip}
             links.append(LinkReceipt(across=across, way=added, **ends, **measured))
     uplinks = []
     for rack, outgoing, through in uplink_steps(fabric):
-        parts = [flow for flow in measurement.flows if flow.uplink == (rack, outgoing)]
+        parts = [flow.goodput for flow in measurement.flows if flow.uplink == (rack, outgoing)]
         if parts:
-            wires = [flow.wire for flow in parts if flow.wire is not None]
-            wire = sum(wires) if len(wires) == len(parts) else None
-            found = rate(sum(flow.goodput for flow in parts), through, wire)
+            found = rate(sum(parts), through)
             uplinks.append(UplinkReceipt(rack=rack, outgoing=outgoing, pairs=tuple(through), **found))
     between = fabric.size * (fabric.size - 1)
     return Receipt(
@@ -853,7 +848,9 @@ class _Node:
                     # datagrams start at full rate, so a delay needs no time for a slow start
                     near = pace(replace(self._fabric, distances=()), self._steps[number])
                     discard_s = near.slow_start_s + longest_round_trip(self._fabric, self._steps[number])
-                    found["wire"] = receiver.rate(discard_s, near.slice_s, enough)
+                    packets, seconds = receiver.count(discard_s, near.slice_s, enough)
+                    # the payload that TCP would have in as many bytes on the wire
+                    found |= {"bytes": round(packets * distance.WIRE_BYTES * efficiency()), "seconds": seconds}
                 self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
                 receiver.go()
         except OSError as error:
@@ -913,7 +910,7 @@ class _Node:
         round_trip = None if several else min_round_trip(incoming[0])  # of the handshake: no data has been sent yet
         bound = self._window(self._steps[number], self._rank)
         try:
-            counted = _receive(incoming, plan, bound)
+            counted = (0, 0.0) if "bytes" in distances else _receive(incoming, plan, bound)
             flow = replace(Flow(None if several else sources[0], self._rank, *counted, round_trip, uplink), **distances)
         except (OSError, ProbeError) as error:
             names = ", ".join(f"node{src}" for src in sources)

@@ -33,7 +33,7 @@ class MeasuredRate(Spec):
 
     requested: int | None
     goodput: float  # payload
-    measured: float  # on the wire, headers included; of datagrams where packets are lost
+    measured: float  # on the wire, headers included
     error: float | None
     far: bool = False  # True if a delay or a loss is requested on the way
 
