@@ -89,7 +89,7 @@ def whole(home: Path) -> dict[str, Any]:
     links = [
         f"--set=overrides.node{node}.link.{key}={value}"
         for node, values in enumerate(LINKS)
-        for key, value in ({"rate": "20mbit"} | values).items()
+        for key, value in ({"rate": "10mbit"} | values).items()
     ]
     flags = ["--nodes", "4", *links, "--steps", "6", "--keep-going", "--json", "--out", "ring"]
     code, out, err = run(home, "run", *SMALL, *flags)
