@@ -46,7 +46,7 @@ from testbed.spec.fabric import Distance, Fabric, Pairs
 from testbed.spec.units import burst_bytes
 
 if TYPE_CHECKING:
-    from testbed.results.receipt import Receipt
+    from testbed.results.receipt import Receipt, WayReceipt
 
 MEETING_TIMEOUT_S = 30.0  # for all nodes to connect, start-up included
 STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
@@ -368,7 +368,6 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
         LinkReceipt,
         Receipt,
         UplinkReceipt,
-        WayReceipt,
     )
 
     def rate(goodput: float, pairs: Pairs) -> dict[str, Any]:
@@ -376,19 +375,6 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
         error = None if requested is None else measured / requested - 1
         far = fabric.is_far(pairs)
         return {"requested": requested, "goodput": goodput, "measured": measured, "error": error, "far": far}
-
-    def way(flow: Flow, pair: tuple[int, int]) -> WayReceipt | None:
-        trip, loss = fabric.round_trip(*pair), fabric.distance(*pair).loss
-        if trip == Distance() and not loss:
-            return None
-        return WayReceipt(
-            rtt_requested=trip.delay,
-            jitter=trip.jitter,
-            rtt=flow.round_trip or 0.0,
-            loss_requested=loss,
-            packets=flow.packets,
-            lost=flow.lost,
-        )
 
     links, fan_ins = [], list[FanIn]()
     into = [pair for step in fan_in_steps(fabric) for pair in step]
@@ -401,7 +387,7 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
         else:
             pair = (flow.src, flow.dst)
             across, measured = fabric.crosses(*pair), rate(flow.goodput, [pair])
-            added = way(flow, pair)
+            added = _added_to(flow, fabric)
             ends: dict[str, Any] = {"src": flow.src, "dst": flow.dst, "rtt": flow.round_trip}
             links.append(LinkReceipt(across=across, way=added, **ends, **measured))
     uplinks = []
@@ -421,6 +407,24 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
         congestion=tuple(measurement.congestion),
         duration=measurement.seconds,
         clock=tuple(ClockReceipt(offset=clock.offset, error=clock.error) for clock in measurement.clocks),
+    )
+
+
+def _added_to(flow: Flow, fabric: Fabric) -> WayReceipt | None:
+    """What was added on the way of a link, requested and measured; None if nothing is requested."""
+    from testbed.results.receipt import WayReceipt
+
+    pair = (flow.src or 0, flow.dst)
+    trip, loss = fabric.round_trip(*pair), fabric.distance(*pair).loss
+    if trip == Distance() and not loss:
+        return None
+    return WayReceipt(
+        rtt_requested=trip.delay,
+        jitter=trip.jitter,
+        rtt=flow.round_trip or 0.0,
+        loss_requested=loss,
+        packets=flow.packets,
+        lost=flow.lost,
     )
 
 
