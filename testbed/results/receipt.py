@@ -260,9 +260,16 @@ class Receipt(Spec):
     def _faster(self, factor: float) -> Self:
         def faster(rate: MeasuredRate) -> Any:
             requested = None if rate.requested is None else _round_rate(rate.requested * factor, max(1.0, factor))
-            changes = {"requested": requested, "goodput": rate.goodput * factor, "measured": rate.measured * factor}
+            changes: dict[str, Any] = {
+                "requested": requested,
+                "goodput": rate.goodput * factor,
+                "measured": rate.measured * factor,
+            }
             if isinstance(rate, LinkReceipt) and rate.rtt is not None:
                 changes["rtt"] = rate.rtt / factor
+            if isinstance(rate, LinkReceipt) and rate.way is not None:
+                times = {name: getattr(rate.way, name) / factor for name in ("rtt_requested", "rtt", "jitter")}
+                changes["way"] = rate.way.model_copy(update=times)
             return rate.model_copy(update=changes)
 
         return self.model_copy(
