@@ -141,7 +141,7 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         cpus=cpus,
         threads=threads,
         jitter=jitter,
-        sleeps=is_emulated(base.spec),
+        sleeps=base.spec.emulated,
     )
     copies = {name: _copies(alike, name, found) for name in FAMILIES}
     node = replace(node, code=_code(alike, wire, efficiency, found))
@@ -160,10 +160,6 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         notes,
         list(dict.fromkeys(modes)),
     )
-
-
-def is_emulated(spec: RunSpec) -> bool:
-    return bool(getattr(spec, "emulated", False))
 
 
 # --- which runs --------------------------------------------------------------------------------------------------
@@ -222,8 +218,10 @@ def _base(runs: Sequence[LoadedRun]) -> LoadedRun:
 
 
 def _own_profile(run: LoadedRun) -> Profile | None:
-    """The profile that lies in the run folder."""
-    path = run.folder.path / "profile.json"
+    """The profile that the run recorded, or that it replayed; None if it has none."""
+    path = run.folder.layers
+    if run.spec.emulated and "compute" in run.spec.own_files:
+        path = run.folder.own_file(run.spec, "compute") or path
     return Profile.read(path) if path.is_file() else None
 
 
@@ -237,7 +235,7 @@ def _measured(run: LoadedRun) -> Measured:
     spec = run.spec
     rate = float(spec.link.rate) if spec.link.rate else None
     delay = spec.link.delay or 0.0
-    return Measured(spec.mode, spec.world, rate, delay, seconds, low, high, run.folder.path, is_emulated(spec))
+    return Measured(spec.mode, spec.world, rate, delay, seconds, low, high, run.folder.path, spec.emulated)
 
 
 # --- compute -----------------------------------------------------------------------------------------------------
