@@ -34,7 +34,7 @@ class Channel:
         self.reopen()
 
     def reopen(self) -> None:
-        """Forget the connection of the process that this one was forked from."""
+        """Begin without a connection, also after a fork: the parent's belongs to the parent."""
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self.broken = False

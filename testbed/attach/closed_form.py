@@ -203,7 +203,10 @@ class ClosedForms:
                 write(call.tensor, own, factor)
 
     def multiply(self, call: Call) -> None:
-        """all_reduce on own values, before a mode averages them: both are linear, so their order does not matter."""
+        """Multiply the tensor as all_reduce of equal inputs would; the mode averages it later.
+
+        Both are linear, so their order does not matter.
+        """
         if call.operation != "all_reduce" or call.multiple is None:
             raise NoClosedForm("runs during backward, where only all_reduce is replaced")
         with torch.no_grad():

@@ -51,8 +51,10 @@ class Instead(Part):
         first: int,
         timeline: Callable[[], Any],
         replaces: Part,
+        rate: float | None,
     ) -> None:
         self.hub, self.send, self.request, self.timeline = hub, send, request, timeline
+        self.rate = rate  # byte/s of payload on the slowest link, as measured before the script began; None: unknown
         self.first = first  # the first step that the mode synchronises
         self.replaces = replaces  # the part that samples what the script does: it ends with the swap
         self.mode = str(request["mode"])
@@ -377,7 +379,8 @@ class Instead(Part):
             raise self._refusal(f"{spec.mode}: no module of the script has all its parameters", "Use overlap.")
         model = root if self.pipelined or self.reference else parameters_module(ordered(root, trained))
         store = dist.PrefixStore("testbed/instead", distributed_c10d._get_default_store())
-        group = Group(dist.get_rank(), dist.get_world_size(), store, self.deadline, racks=spec.topology.racks)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        group = Group(rank, size, store, self.deadline, racks=spec.topology.racks, rate=self.rate)
         for wrapper in self.wrappers:
             switch_off(wrapper)
         self.update = ScriptUpdate(self.optimizer)
@@ -469,7 +472,7 @@ class Instead(Part):
     # --- after the swap -----------------------------------------------------------------------------------------------
 
     def _begin_step(self, *_: Any) -> None:
-        """The first forward or backward of a step."""
+        """Zero the gradients at the first forward or backward of a step."""
         if not self.begun and torch.is_grad_enabled():
             self.begun = True
             with self._own_call():

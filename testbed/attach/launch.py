@@ -34,6 +34,7 @@ from testbed.rank.counters import Counter, NoCounter, open_counter
 from testbed.rank.watchdog import install_oom_handler
 from testbed.results.folder import RunFolder
 from testbed.results.observations import Unseen
+from testbed.results.receipt import RATE_VARIABLE
 from testbed.results.records import End, Error
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import PeerLost, RankFailed, TestbedError, UsageError, one_line
@@ -91,7 +92,8 @@ def environment(
     request["as_cpu"] = spec.script.as_cpu
     if not spec.mode.is_script:  # --instead: the mode replaces the script's synchronisation (instead.py)
         asked = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        request |= {"instead": asked | {"mode": str(spec.mode)}, "swap": SWAP_STEP}
+        rate = float(inherited.get(RATE_VARIABLE, 0)) or None
+        request |= {"instead": asked | {"mode": str(spec.mode)}, "swap": SWAP_STEP, "rate": rate}
     path = os.pathsep.join(filter(None, (str(place.python), own.get("PYTHONPATH"))))
     defaults = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": str(spec.threads), "PYTHONUNBUFFERED": "1"}
     base = user_base()

@@ -76,9 +76,8 @@ def _instead(hub: Hub, channel: Channel, request: dict[str, Any]) -> Part:
 
     sampling = next(part for part in hub.parts if isinstance(part, Sampling))
     steps = next(part for part in hub.parts if isinstance(part, Steps))
-    return Instead(
-        hub, channel.send, request["instead"], int(request["swap"]), lambda: steps.timeline, replaces=sampling
-    )
+    first, rate = int(request["swap"]), request.get("rate")
+    return Instead(hub, channel.send, request["instead"], first, lambda: steps.timeline, replaces=sampling, rate=rate)
 
 
 def make_parts(channel: Channel, request: dict[str, Any], changed: list[str]) -> list[Part]:

@@ -147,7 +147,7 @@ class Steps(Part):
         self.logged: list[dict[str, Any]] = []  # times of DDP's own logging data beside ours
         self.backward: dict[str, float] = {}  # our times of the last backward pass that reduced gradients
         self.rows: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}  # with the name in step records
-        self.passes: dict[int, list[int]] = {}  # by id of a loader's sampler: passes, the present iterator
+        self.passes: dict[int, list[int]] = {}  # by id of a loader's sampler: passes, id of the present iterator
         self.iterator: Any = None  # that gave the last training batch
         self.batches: dict[int, tuple[Any, int]] = {}  # by id of a sampler: iterator, images that no backward has used
         self.evaluation: str | None = None  # the line of an evaluation that has begun

@@ -87,7 +87,7 @@ class Vision:
         base = os.path.join("MNIST", "raw")
         ours = os.path.realpath(os.path.join(source["root"], base))
 
-        def present(data: Any) -> bool:  # FashionMNIST and others are classes of this kind with other files
+        def present(data: Any) -> bool:  # FashionMNIST and others are subclasses of MNIST with other files
             return type(data).__name__ != "MNIST" or data._check_exists()
 
         self._link_instead_of_download(kind, base, source["root"], present)

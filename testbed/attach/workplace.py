@@ -128,7 +128,7 @@ def copy_tree(source: Path, target: Path, exclude: Sequence[str]) -> dict[str, F
 
 
 def _copy_file(source: str, target: Path) -> None:
-    """Copy a file with its mode, sharing its blocks where the file system can."""
+    """Copy a file with its mode, as a reflink (FICLONE) where the file system supports it."""
     with open(source, "rb") as content, target.open("wb") as copy:
         try:
             fcntl.ioctl(copy.fileno(), FICLONE, content.fileno())

@@ -1,4 +1,4 @@
-"""Take away what leads out of a container's network, as `ip` argument lists. Nothing is run here.
+"""Remove the routes that lead out of a container's network: `ip` argument lists. Nothing is run here.
 
 The entrypoint of a container and the compose substrate apply them before a rank starts. A rank has no capability, so it
 cannot undo them. Its peers are on its own subnet and are reached by address; names are resolved before.

@@ -53,7 +53,7 @@ STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
 
 ALL_LINKS_NODES = 16  # with more nodes a sample of the links is measured: 64 nodes have 4032
 SAMPLE_ROUNDS = 8  # of that sample: each node sends on so many links and receives on so many
-ACROSS_LINKS = 24  # links between racks that are measured at most: they are measured one after the other
+ACROSS_LINKS = 24  # most links between racks that are measured, because that is done one after the other
 SAMPLE_ACROSS = 2  # of these links after training
 ALL_PAIRS = 36  # through an uplink at once; of more, each node sends to one
 FILLS = 1.25  # senders fill a link if their rates together are so many times its own

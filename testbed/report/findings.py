@@ -390,10 +390,10 @@ def check_bytes(chapter: Chapter) -> Check | None:
     off = ratio - 1
     usual = "headers and acknowledgements are 0.2 to 9 %"
     if -0.01 <= off <= BYTE_TOLERANCE:
-        over = f"{percent(abs(off))} {'more' if off > 0 else 'less'} at most"
+        over = f"{percent(abs(off))} {'more' if off > 0 else 'fewer'} at most"
         return Check(True, f"Bytes: the kernel counted what theory predicts ({over}; {usual})")
     differ = f"{percent(abs(off))} {'more' if off > 0 else 'fewer'} bytes than theory predicts for {most}"
-    return Check(False, f"Bytes: the kernel counted {differ}, and {usual}")
+    return Check(False, f"Bytes: the kernel counted {differ}; {usual}")
 
 
 @states(steps=1, otherwise=None)
@@ -969,7 +969,8 @@ RANKS = (
     " warm-up. Shares are those of torch.profiler, where it was on."
 )
 EPOCH_TIME = (
-    "Seconds per epoch are extrapolated: images of the training set over images per second of the steps that count."
+    "Seconds per epoch are extrapolated: the images of the training set divided by the images per second of the steps"
+    " after warm-up and without a fault."
     " Speed-up is by images per second, over one worker with the same batch per worker."
 )
 STRAGGLER = (

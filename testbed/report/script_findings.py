@@ -173,7 +173,7 @@ class Observed:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether ranks hold parts of the parameters, as with FSDP: then they are no replicas."""
+        """True if each rank holds only a part of the parameters, as with FSDP; they are not compared then."""
         rows = [row for own in self.calls for row in own]
         scattered = any(row.operation == "reduce_scatter" and row.phase == "backward" for row in rows)
         return scattered or any(record.detail.get("sharded") for own in self.each(Parameters) for record in own)
@@ -600,7 +600,7 @@ def different_start(run: Observed) -> Finding | None:
                 "error",
                 "Ranks start with different parameters: they never train the same model.",
                 f"{len({record.hash for record in own})} different hashes of all parameters on {len(own)} ranks before "
-                "the first backward pass, and none equal later",
+                "the first backward pass; they were not equal after a later sampled update either",
                 "Set the same seed on all ranks before the model is made, or broadcast the parameters; DDP does.",
                 "certain: all bytes of all parameters were compared",
                 "parameters that belong to one rank by design, e.g. tensor or expert parallelism",

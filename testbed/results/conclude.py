@@ -157,11 +157,13 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         environment=starts[0].environment if starts else {},
         replicas_agree=_replicas_agree(ranks) if spec.script is None else _script_replicas_agree(ranks),
         machines=machine_loads([*ranks, *copies]),
-        copies=sum(any(isinstance(r, End) for r in records) for records in copies),
+        copies=sum(map(_ended, copies)),
         threads=[r.threads for records in ranks for r in records if isinstance(r, Setup) and r.threads],
         **_accuracy(ranks),
         **_timing(folder, spec, steps, facts.get("substrate", "")),
-        **facts | _verdict(spec, ranks, steps, facts["status"]) | {"notes": notes},
+        **facts
+        | (_verdict(spec, ranks, steps, facts["status"]) or _uneven(copies, facts["status"]))
+        | {"notes": notes},
     )
 
 
@@ -252,7 +254,7 @@ def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], 
     longest = max([r.step + 1 for rows in steps for r in rows] + recorded, default=0)
     for rank, rows in enumerate(steps):
         wrong = next((k for k, r in enumerate(rows) if r.step != k), len(rows))
-        expected = max(longest, len(rows)) if spec.script is None else len(rows)  # a script ends when it likes
+        expected = max(longest, len(rows)) if spec.script is None else len(rows)  # a script has no planned number
         if wrong < expected and ranks[rank]:
             found = f"step {rows[wrong].step} is in its place" if wrong < len(rows) else "nothing follows"
             rule = "all steps must be recorded"
@@ -265,6 +267,24 @@ def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], 
             "reason": f"{too_much}. Run it with a larger dilation (now {spec.dilation or 1:g})",
         }
     return {}
+
+
+def _ended(records: Sequence[Record]) -> bool:
+    return any(isinstance(r, End) for r in records)
+
+
+def _uneven(copies: Sequence[list[Record]], status: str) -> dict[str, str]:
+    """Return {} if all copies of a single node's job ran to their end, else the status "invalid" and the reason."""
+    lost = sum(not _ended(records) for records in copies)
+    if status != "ok" or not lost:
+        return {}
+    share = (
+        f"so the node had more than 1/{len(copies) + 1} of the machine. See rank0.log in copy1/, ..., and run it again"
+    )
+    return {
+        "status": "invalid",
+        "reason": f"{lost} of {len(copies)} copies of the job did not run to their end, {share}",
+    }
 
 
 def _restarted(folder: RunFolder, steps: list[list[Step]]) -> list[str]:

@@ -279,10 +279,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # ENXIO: a pipe that nobody reads, or a socket
             raise
         reason = "is a symlink" if error.errno == errno.ELOOP else "is not a regular file"
-        raise SpecError(f"{path}: {reason}, and only regular files are used. Remove it.") from None
+        raise SpecError(f"{path}: {reason}, and only regular files are read. Move it away.") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise SpecError(f"{path}: is not a regular file, and only those are used. Remove it.")
+        raise SpecError(f"{path}: is not a regular file, and only regular files are read. Move it away.")
     return handle
 
 

@@ -258,7 +258,7 @@ def flatten(spec: RunSpec) -> dict[str, Any]:
         return values
     del values["warmup"]  # --instead has a longer one, and is compared with the script as it is
     del values["seed"]  # of injected faults only
-    if spec.steps is None:  # the script ends when it likes
+    if spec.steps is None:  # a script has no planned number of steps
         del values["steps"]
     return values
 

@@ -51,6 +51,7 @@ class FaultKind:
     substrates: tuple[str, ...] = ("process", "netns", "compose", "uml", "hosts", "slurm")  # that can inject it
     controller: str = ""  # the controller of cgroups that it needs where nodes are processes of this machine
     lasting: bool = False  # whether it can be undone, and so have a +DURATION
+    stays: bool = False  # whether the node keeps it after the rank has ended, until it is reverted
     value: FaultValue | None = None
 
 
@@ -96,6 +97,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
         does="a memory limit that the rank then exceeds",
         example="oom:rank2@step10",
         controller="memory",
+        stays=True,
         substrates=(*SHAPED, "hosts"),
     ),
     "disk-full": FaultKind(

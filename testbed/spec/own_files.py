@@ -93,7 +93,7 @@ def read(key: str, name: str, file: OwnFile) -> bytes:
         if not path.is_file():
             raise refuse(key, name, f"there is no file {path}", "Write its path from this folder.")
         if path.stat().st_size > file.max_bytes:
-            rule = f"{path} has {path.stat().st_size} bytes, and {file.max_bytes} are the limit"
+            rule = f"{path} has {path.stat().st_size} bytes, and the limit is {file.max_bytes}"
             raise refuse(key, name, rule, "Use a smaller file.")
         content = path.read_bytes()
     except OSError as error:

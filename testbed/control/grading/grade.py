@@ -174,7 +174,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 @dataclass
-class Witness:
+class CounterReader:
     """Reads the counters of every node before and after its rank runs, and its exit code."""
 
     before: list[NodeCounts] = field(default_factory=list)
@@ -205,17 +205,17 @@ def _node(code: int | None, before: NodeCounts, after: NodeCounts) -> Node:
 def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEvidence:
     spec = _spec(setting, part, files)
     choice = _choice(setting, part, spec)
-    witness = Witness()
+    reader = CounterReader()
     failure = unreadable = late = ""
     try:
-        summary = execute(spec, choice, RunFolder(folder), setting.progress, witness=witness)
+        summary = execute(spec, choice, RunFolder(folder), setting.progress, node_observer=reader)
         if summary.status != "ok":
             unreadable = f"the run is {summary.status}: {one_line(summary.reason)}"
     except (RankFailed, ReplicasDiffer) as error:
         if isinstance(error, ConnectionLost):
             raise
         failure = one_line(str(error))
-        if witness.seen.seconds > setting.assignment.limits.seconds and (late := busy_words(os.getloadavg()[0])):
+        if reader.seen.seconds > setting.assignment.limits.seconds and (late := busy_words(os.getloadavg()[0])):
             failure, unreadable = "", f"{failure}; {late}"
     records: list[list[Record]] = []
     if not (failure or late):
@@ -226,7 +226,7 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
     return PartEvidence(
         part=part,
         failure=failure,
-        outside=witness.seen,
+        outside=reader.seen,
         records=records,
         unreadable=unreadable,
         trusted=setting.on != SANDBOXED,

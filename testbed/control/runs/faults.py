@@ -22,7 +22,7 @@ from testbed.control.runs.supervisor import RankState
 from testbed.control.substrates.base import FaultTarget, Process
 from testbed.results.folder import open_append
 from testbed.spec.errors import SpecError
-from testbed.spec.fault import LASTING, Fault
+from testbed.spec.fault import FAULT_KINDS, Fault
 
 
 class Injector:
@@ -77,7 +77,7 @@ class Injector:
         assert fault.rank is not None
         begun = time.monotonic()
         self._actions(fault.rank)[fault.kind](fault)
-        if fault.kind in (*LASTING, "oom"):  # the memory limit stays after the rank has died of it
+        if FAULT_KINDS[fault.kind].lasting or FAULT_KINDS[fault.kind].stays:
             end = float("inf") if fault.lasts is None else time.monotonic() + fault.lasts
             self._active.append((end, fault))
         self._write("injected", fault=str(fault), rank=fault.rank, step=ranks[fault.rank].last_step + 1, begun=begun)

@@ -65,15 +65,16 @@ class NodesOfRuns:
             self._remove()
             substrate = choice.make(spec, folder)
             self._nodes, self._key = Nodes(substrate.__enter__()), key
+        kept = not spec.faults and choice.type.keeps_nodes(spec)
         try:
             yield self._nodes
+            if kept and self._nodes is not None:
+                self._nodes.substrate.stop()  # if a process cannot be ended, its node is not kept
         except BaseException:
             self._remove()  # not by an ExitStack, which would hide the exception that an error in here replaces
             raise
-        if spec.faults or not choice.type.keeps_nodes(spec):
+        if not kept:
             self._remove()
-        elif self._nodes is not None:
-            self._nodes.substrate.stop()
 
     def discard(self) -> None:
         """Do not keep the nodes of the run that ends."""

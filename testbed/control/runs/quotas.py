@@ -18,8 +18,8 @@ from testbed.spec.run import RunSpec
 class Quotas:
     """A RankObserver that applies and lifts the quotas; `inner` observes the ranks as well.
 
-    A user's script takes steps when it likes, so its quotas apply from its start to its end. Where the number of steps
-    is not known here, they are not lifted.
+    A user's script takes steps at times that are not known, so its quotas apply from its start to its end. Where the
+    number of steps is not known here, they are not lifted.
     """
 
     def __init__(self, spec: RunSpec, substrate: Substrate, inner: RankObserver) -> None:

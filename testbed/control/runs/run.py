@@ -58,7 +58,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Lock = Callable[[SubstrateChoice, Callable[[str], None]], AbstractContextManager[None]]
 
 
-class Witness(Protocol):
+class NodeObserver(Protocol):
     """Looks at the nodes from outside, right before the ranks start and when they have ended or failed."""
 
     def begin(self, substrate: Substrate) -> None: ...
@@ -87,7 +87,7 @@ class RunContext:
     retries: int
     timing: Timing
     notes: Sequence[str] = ()  # on what was done before the nodes were made
-    witness: Witness | None = None
+    node_observer: NodeObserver | None = None
 
     @property
     def substrate(self) -> Substrate:
@@ -104,13 +104,13 @@ def execute(
     retries: int | None = None,
     timing: Timing = Timing(),  # noqa: B008  (frozen)
     lock: Lock = machine_lock,
-    witness: Witness | None = None,
+    node_observer: NodeObserver | None = None,
     nodes: NodesOfRuns | None = None,
 ) -> Summary:
     """Run the spec to its end and return its summary. Raises a TestbedError if it fails or is interrupted.
 
     `resume`: continue the run in `folder`; its faults are not injected again. `retries`: instead of the spec's.
-    `witness` sees the nodes of every attempt. `nodes`: may be up already, and stay up for the next run.
+    `node_observer` sees the nodes of every attempt. `nodes`: may be up already, and stay up for the next run.
     """
     own = nodes or NodesOfRuns()
     check_inputs(spec)
@@ -121,7 +121,7 @@ def execute(
         check_faults(spec, choice)
     applied = choice.drop_unsupported(spec)
     with (
-        _interrupt_wins(),
+        _interrupt_first(),
         _restored_signals(),
         lock(choice, progress.stage),
         folder_lock(folder.path),
@@ -141,7 +141,7 @@ def execute(
             folder.create(applied, choice.name)
         substrate.prepare_folder(folder.path)
         retries = spec.retries if retries is None else retries
-        context = RunContext(applied, up, folder, progress, injector, retries, timing, notes, witness)
+        context = RunContext(applied, up, folder, progress, injector, retries, timing, notes, node_observer)
         summary = measure_and_train(context, resume)
         if summary.status != "ok":
             own.discard()
@@ -232,7 +232,7 @@ def _ignore_signals() -> None:
 
 
 @contextmanager
-def _interrupt_wins() -> Iterator[None]:
+def _interrupt_first() -> Iterator[None]:
     """Raise Interrupted if the clean-up after Ctrl-C fails, with the clean-up's error in the message.
 
     Otherwise that error would replace it, and a sweep would take it for a failed run and start the next one.
@@ -520,8 +520,8 @@ def _attempt(run: RunContext, resume: bool) -> None:
     processes: list[Process] = []
     quotas = Quotas(spec, substrate, run.injector)
     environment |= quotas.environment()
-    if run.witness:
-        run.witness.begin(substrate)
+    if run.node_observer:
+        run.node_observer.begin(substrate)
     for rank, node in enumerate(substrate.nodes):
         own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface, "TESTBED_ADDRESS": node.address}
         processes.append(substrate.start(rank, argv, environment | own, folder.log(rank)))
@@ -532,5 +532,5 @@ def _attempt(run: RunContext, resume: bool) -> None:
     try:
         supervise(processes, folder, run.progress, observer, tails, names, run.timing, script)
     finally:
-        if run.witness:
-            run.witness.end(substrate, processes)
+        if run.node_observer:
+            run.node_observer.end(substrate, processes)

@@ -2,8 +2,8 @@
 
 A single node with a CPU quota computes as fast as one of N nodes. Where no quota can be set, it would have a core of
 its own, and be no baseline. So N - 1 copies of it run at the same time, each in a folder `copyK` of the run's folder
-with records of its own. Only the figures of the first count; `conclude` counts the copies, and the table says that
-they ran.
+with records of its own. Only the figures of the first count; `conclude` counts the copies, the table says that they
+ran, and a run of which a copy did not run to its end is invalid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from testbed.control.substrates.base import NodePlan, Process
 from testbed.results.folder import RunFolder
 from testbed.spec.link import Link
 
-GRACE_S = 20.0  # for the copies to end after the first; they begin together and do the same
+GRACE_S = 60.0  # for the copies to end after the first; they begin together and do the same
 
 
 class Copies:
@@ -54,7 +54,14 @@ class WithCopies:
         self._first, self._copies = first, copies
         self._ended = 0.0  # monotonic time
         self.pid = first.pid
-        self.signal, self.forbid_writing = first.signal, first.forbid_writing
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the first one: faults are of the run, not of its copies."""
+        self._first.signal(signum)
+
+    def forbid_writing(self) -> None:
+        """Let the first one's next write fail."""
+        self._first.forbid_writing()
 
     def poll(self) -> int | None:
         """Return the first one's exit code; None while it or a copy runs, at most GRACE_S longer than the first."""

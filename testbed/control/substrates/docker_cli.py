@@ -32,7 +32,7 @@ USER_LABEL = "testbed.user"  # on containers on hosts: who started them, because
 MAX_PIDS = 4096
 # In the container of a user's script: its folder, the data sets, the folder of this run.
 SCRIPT_FOLDER, DATA_FOLDER, RUN_FOLDER = "/script", "/data", "/runs"
-SCRIPT_BYTES = 1 << 30  # of /tmp and of /dev/shm for a script on a host, where containers have no memory limit
+SCRIPT_BYTES = 1 << 30  # size of /tmp, and of /dev/shm, for a script on a host: its container has no memory limit
 NOBODY_USER = f"{NOBODY}:{NOBODY}"
 
 

@@ -1,8 +1,9 @@
-"""Race: find the fastest of several candidates from a few noisy times of each, and the probability that it is.
+"""Race: find the fastest of several candidates from a few noisy times of each, and how probable that result is.
 
 Times of one candidate vary by a factor, so logarithms are compared. All candidates are assumed to have the same
-standard deviation. The assumed value SPREAD is part of its estimate, so that two runs that happen to agree do not count
-as certain. The fastest candidates always run again (`due`), because on a busy machine one run is not enough.
+standard deviation. Its estimate includes the assumed value SPREAD: otherwise two equal times would give a deviation of
+0, and the result would count as certain. The fastest candidates always run again (`due`), because on a busy machine one
+run is not enough.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ What is covered: the run's dtype and number of ranks, and all of its tensors if 
 full gradient would take seconds on a slow link. Then the first, the last, the shortest and the longest of its buckets
 are sent, each cut so that its length has the same remainder when it is divided by N: shards are as uneven as the run's.
 The size of buckets is cut alike, so that there are several. What depends on the full length of a buffer is not covered:
-a user's method is watched in its first exchange, too (Witness in verify.py).
+a user's method is watched in its first exchange, too (SampledMethod in verify.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from testbed.rank.sync.buckets import make_buckets, trained
 from testbed.rank.sync.codecs import MAX_INT8
 from testbed.rank.sync.schedules import Averager, build
 from testbed.rank.sync.synchronizer import Synchronizer
-from testbed.rank.sync.verify import Verdict, Witness, agree_on, differs, rounding
+from testbed.rank.sync.verify import SampledMethod, Verdict, agree_on, differs, rounding
 from testbed.rank.watchdog import Heartbeat, is_lost_peer
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import SpecError, TestbedError
@@ -247,7 +247,7 @@ def _try(case: Case, group: Group) -> Verdict:
 
 def _own_tolerance(sync: Synchronizer) -> float:
     """What a user's method declares; 0 for a built-in one."""
-    return sync.mean_.method.tolerance if isinstance(sync, Averager) and isinstance(sync.mean_, Witness) else 0.0
+    return sync.mean_.method.tolerance if isinstance(sync, Averager) and isinstance(sync.mean_, SampledMethod) else 0.0
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

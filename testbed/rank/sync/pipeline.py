@@ -2,7 +2,7 @@
 
 Same mathematics and same bytes as an all-reduce, but the second half of the communication is hidden behind the next
 forward, and each rank's optimizer updates 1/N of the parameters. All parameters are in one flat buffer, last layer
-first. It is divided into buckets of the given size, also inside a tensor, and each bucket into N shards. A
+first. It is divided into buckets of the mode's size, also inside a tensor, and each bucket into N shards. A
 layer's forward waits for its own buckets only.
 
     training loop     forward (waits for buckets) | backward: a hook copies each gradient and launches complete buckets

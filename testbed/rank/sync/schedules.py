@@ -25,7 +25,7 @@ from testbed.rank.sync.codecs import BufferInfo, make_coder
 from testbed.rank.sync.ddp import DDP
 from testbed.rank.sync.pipeline import Pipeline
 from testbed.rank.sync.synchronizer import BaseSynchronizer, NoSync, Synchronizer, Update
-from testbed.rank.sync.verify import Witness
+from testbed.rank.sync.verify import SampledMethod
 from testbed.results.timeline import Timeline
 from testbed.spec.mode import SyncMode
 
@@ -76,7 +76,7 @@ class Averager(Bucketed):
         return {f"{number}.{name}": kept for number, c in enumerate(self.coders) for name, kept in c.state.items()}
 
     def verify(self) -> None:
-        if isinstance(self.mean_, Witness):
+        if isinstance(self.mean_, SampledMethod):
             self.mean_.verify(self.group)
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -221,4 +221,4 @@ def build(mode: SyncMode, placement: str, group: Group, timeline: Timeline, seed
     elif mode.every > 1:
         averager = ParameterMean
     mean_ = find_mean(mode.algorithm)
-    return averager(mode, group, timeline, Witness(mode, mean_) if isinstance(mean_, OwnMethod) else mean_, seed)
+    return averager(mode, group, timeline, SampledMethod(mode, mean_) if isinstance(mean_, OwnMethod) else mean_, seed)

@@ -1,7 +1,7 @@
 """Verify: is what a mode made of the ranks' numbers their mean? Differences, what explains them, and the message.
 
-`check.py` uses this on known numbers before training. Witness uses it on the gradients of the run: known numbers are
-few, so that a mistake which depends on the full length of a buffer shows only there.
+`check.py` uses this on known numbers before training. SampledMethod uses it on the gradients of the run: known numbers
+are few, so a mistake that depends on the full length of a buffer shows only there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testbed.spec.errors import UsageError, refuse
 from testbed.spec.methods import own_method
 from testbed.spec.mode import ALGORITHMS, SyncMode
 
-MAX_BUFFERS = 16  # that a witness looks at
+MAX_BUFFERS = 16  # that are sampled
 PLACES = 16  # in each of them, at equal distances; and at the ends of some shards
 SHARDS = 4
 Verdict = dict[str, Any]  # what is wrong on one rank, as JSON; empty: nothing
@@ -99,7 +99,7 @@ class Sample:
     after: Tensor
 
 
-class Witness:
+class SampledMethod:
     """A user's method that keeps samples of what it averaged until `verify` has compared them with the mean."""
 
     def __init__(self, mode: SyncMode, method: OwnMethod) -> None:
@@ -123,7 +123,7 @@ class Witness:
         self._verified = True
         samples, self._samples = self._samples, []
         before = torch.cat([sample.before for sample in samples])
-        texts = group.all_gather_text("witness", base64.b64encode(before.numpy().tobytes()).decode())
+        texts = group.all_gather_text("samples", base64.b64encode(before.numpy().tobytes()).decode())
         everyone = torch.stack([_unpack(text) for text in texts])
         found, expected, largest = torch.cat([s.after for s in samples]), everyone.mean(0), everyone.abs().amax(0)
         info = torch.finfo(max((s.dtype for s in samples), key=lambda dtype: torch.finfo(dtype).eps))
@@ -131,7 +131,7 @@ class Witness:
         most = relative * largest + group.size * info.tiny * info.eps  # the last: rounding of numbers near zero
         sane = largest * group.size < info.max  # a loss that has diverged is no fault of the method
         wrong = differs(found[sane], expected[sane], before[sane], most[sane], group.size)
-        agree_on(self.mode, "gradients of the first exchange", wrong, group, "witness/verdict")
+        agree_on(self.mode, "gradients of the first exchange", wrong, group, "samples/verdict")
 
 
 def sample_places(length: int, n: int) -> list[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from testbed.attach import channel
 from testbed.attach.launch import (
     TAIL_BYTES,
     Output,
@@ -22,6 +24,7 @@ from testbed.attach.launch import (
     script_user,
 )
 from testbed.attach.workplace import Workplace
+from testbed.results.receipt import RATE_VARIABLE
 from testbed.spec.errors import PeerLost, RankFailed
 from testbed.spec.privileges import NOBODY
 from testbed.spec.run import RunSpec
@@ -48,6 +51,15 @@ def test_the_environment_is_a_list(place: Workplace) -> None:
     assert not set(found) & set(SECRETS) and found["LANG"] == "C"
     assert found["PYTHONPATH"] == str(place.python) and found["RANK"] == "1" and found["LOCAL_RANK"] == "0"
     assert found["HOME"] == found["TMPDIR"] == str(place.home)
+
+
+def test_a_mode_that_chooses_its_bucket_size_knows_the_measured_rate(place: Workplace) -> None:
+    values = spec().model_dump(mode="json", by_alias=True, exclude_defaults=True) | {"mode": "ring/pipeline"}
+    swapped = RunSpec.load(values, "")
+    with place:
+        for given, rate in (({}, None), ({RATE_VARIABLE: "25000000.0"}, 25e6)):
+            request = environment(swapped, place, NODE | given, {})[channel.REQUEST]
+            assert json.loads(request)["rate"] == rate
 
 
 def test_a_framework_sees_the_node_it_is_on(place: Workplace) -> None:

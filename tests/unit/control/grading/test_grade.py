@@ -13,7 +13,7 @@ import pytest
 
 from testbed.control.grading import grade
 from testbed.control.grading.evidence import Outside
-from testbed.control.grading.grade import Setting, Witness, check_trust, find_submissions, grade_all
+from testbed.control.grading.grade import CounterReader, Setting, check_trust, find_submissions, grade_all
 from testbed.control.runs.progress import Silent
 from testbed.control.substrates.base import NodeCounts
 from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
@@ -38,7 +38,7 @@ def setting(folder: Path, given: Path | None = None) -> Setting:
 def ending(outcomes: dict[str, Exception]) -> Callable[..., Any]:
     """Instead of a run: raise what is planned for the submission; the second argument of `print` names it."""
 
-    def execute(spec: Any, choice: Any, folder: Any, progress: Any, witness: Any) -> Any:
+    def execute(spec: Any, choice: Any, folder: Any, progress: Any, node_observer: Any) -> Any:
         text = (Path(spec.script.folder) / "a.py").read_text()
         raise next(error for name, error in outcomes.items() if name in text)
 
@@ -124,8 +124,8 @@ def test_an_interrupt_keeps_what_was_graded(tmp_path: Path, monkeypatch: pytest.
 def test_a_part_that_was_too_slow_on_a_busy_machine_is_not_to_blame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, verdict: str
 ) -> None:
-    def execute(spec: Any, choice: Any, folder: Any, progress: Any, witness: Witness) -> Any:
-        witness.seen = Outside(seconds=ASSIGNMENT.limits.seconds + 1)
+    def execute(spec: Any, choice: Any, folder: Any, progress: Any, node_observer: CounterReader) -> Any:
+        node_observer.seen = Outside(seconds=ASSIGNMENT.limits.seconds + 1)
         raise RankFailed("the script ran longer than its limit")
 
     monkeypatch.setattr(grade, "execute", execute)
@@ -168,16 +168,16 @@ def test_a_hostile_name_becomes_a_plain_folder(tmp_path: Path, monkeypatch: pyte
     assert names == ["001-Zo_rm_-rf_HOME"] or names == ["001-Zo_rm_-rf__HOME"], names
 
 
-def test_a_witness_counts_what_was_added_while_the_ranks_ran() -> None:
-    substrate, witness = FakeSubstrate(2), Witness()
+def test_a_reader_of_counters_counts_what_was_added_while_the_ranks_ran() -> None:
+    substrate, reader = FakeSubstrate(2), CounterReader()
     counts = {0: NodeCounts(sent=100, received=10, unreachable=1), 1: NodeCounts()}
     substrate.counts = counts.__getitem__  # type: ignore[method-assign]
-    witness.begin(substrate)
+    reader.begin(substrate)
     counts[0] = NodeCounts(sent=350, received=20, unreachable=3)
-    witness.end(substrate, [FakeProcess(1, code=0), FakeProcess(2)])
-    first, second = witness.seen.nodes
+    reader.end(substrate, [FakeProcess(1, code=0), FakeProcess(2)])
+    first, second = reader.seen.nodes
     assert (first.code, first.sent, first.received, first.unreachable) == (0, 250, 10, 2)
-    assert (second.code, second.sent) == (None, None) and not witness.seen.counted
+    assert (second.code, second.sent) == (None, None) and not reader.seen.counted
 
 
 def test_records_behind_a_link_are_not_read(tmp_path: Path) -> None:

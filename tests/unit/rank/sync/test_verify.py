@@ -1,4 +1,4 @@
-"""Is it the mean? Differences, hints, and where a witness looks."""
+"""Is it the mean? Differences, hints, and which elements are sampled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import OwnMethod
-from testbed.rank.sync.verify import PLACES, Witness, differs, sample_places
+from testbed.rank.sync.verify import PLACES, SampledMethod, differs, sample_places
 from testbed.spec.errors import SpecError
 from testbed.spec.mode import SyncMode
 
@@ -43,24 +43,24 @@ def test_rounding_is_no_difference() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 1000, 9_231_114])
 @pytest.mark.parametrize("n", [2, 3, 4, 256])
-def test_a_witness_looks_at_both_ends_and_where_shards_meet(length: int, n: int) -> None:
+def test_a_sampled_method_looks_at_both_ends_and_where_shards_meet(length: int, n: int) -> None:
     places = sample_places(length, n)
     assert places == sorted(set(places)) and places[0] == 0 and places[-1] == length - 1
     if length >= 1000:
         assert len(places) >= PLACES and {length // n - 1, length // n} <= set(places)
 
 
-def witness(factor: float) -> tuple[Witness, Group]:
+def sampled(factor: float) -> tuple[SampledMethod, Group]:
     """A method that multiplies by `factor`, in a group of one rank, whose mean is the number itself."""
 
     def mean_(buffer: torch.Tensor, group: Group) -> None:
         buffer.mul_(factor)
 
-    return Witness(SyncMode("mine"), OwnMethod(Path("mine.py"), mean_)), Group(0, 1, dist.HashStore(), 1.0)
+    return SampledMethod(SyncMode("mine"), OwnMethod(Path("mine.py"), mean_)), Group(0, 1, dist.HashStore(), 1.0)
 
 
-def test_a_witness_accepts_the_mean_and_looks_only_once() -> None:
-    mine, group = witness(1.0)
+def test_a_sampled_method_accepts_the_mean_and_looks_only_once() -> None:
+    mine, group = sampled(1.0)
     mine(torch.arange(100.0), group)
     mine.verify(group)
     sent = dict(group.payload)
@@ -69,15 +69,15 @@ def test_a_witness_accepts_the_mean_and_looks_only_once() -> None:
     assert group.payload == sent
 
 
-def test_a_witness_refuses_what_is_not_the_mean() -> None:
-    mine, group = witness(1.5)
+def test_a_sampled_method_refuses_what_is_not_the_mean() -> None:
+    mine, group = sampled(1.5)
     mine(torch.arange(100.0), group)
     with pytest.raises(SpecError, match=r"mode 'mine': wrong on all ranks: requested the mean of 1 ranks of gradients"):
         mine.verify(group)
 
 
 def test_a_loss_that_diverged_is_no_fault_of_the_method() -> None:
-    mine, group = witness(1.0)
+    mine, group = sampled(1.0)
     mine(torch.full((100,), torch.inf), group)
     mine(torch.full((100,), torch.nan), group)
     mine.verify(group)
