@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from testbed.spec.datasets import data_dir
 from testbed.spec.errors import Unavailable, one_line
 
 NAMED = Path("/run/netns")  # where `ip netns` keeps its named namespaces
@@ -93,6 +95,10 @@ def _start_keeper(mark: Mapping[str, str]) -> subprocess.Popen[bytes]:
         argv, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | dict(mark), start_new_session=True
     )
     assert process.stdout is not None and process.stderr is not None
+    if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
+        process.kill()
+        process.communicate()
+        raise Unavailable(f"substrate netns: unshare is not ready after {TIMEOUT_S:g} s. {INSTEAD}")
     if process.stdout.readline() != READY:
         raise Unavailable(f"substrate netns: {refusal(process.communicate()[1].decode(errors='replace'))}")
     return process
@@ -136,9 +142,7 @@ def check() -> None:
     for tool in ("unshare", "nsenter"):
         if shutil.which(tool) is None:
             raise Unavailable(f"substrate netns: the command {tool} is missing. Install util-linux")
-    if not NAMED.is_dir() and (hidden := [path for path in (Path.cwd(), Path(sys.prefix)) if _in_run(path)]):
-        rule = "which is in /run, and namespaces without root hide /run where /run/netns does not exist"
-        raise Unavailable(f"substrate netns: {hidden[0]}, {rule}. Use another folder, or as root: mkdir /run/netns")
+    check_visible(Path.cwd(), Path(sys.prefix), data_dir())
     argv, env = [*UNSHARE, "sh", "-c", TRY], {**os.environ, "PATH": search_path()}
     try:
         found = subprocess.run(
@@ -150,8 +154,12 @@ def check() -> None:
         raise Unavailable(f"substrate netns: {refusal(found.stderr)}")
 
 
-def _in_run(path: Path) -> bool:
-    return path.resolve().is_relative_to(NAMED.parent)
+def check_visible(*folders: Path) -> None:
+    """Raise Unavailable if the namespaces would hide one of these folders from the ranks."""
+    hidden = [folder for folder in folders if folder.resolve().is_relative_to(NAMED.parent)]
+    if needed() and hidden and not NAMED.is_dir():
+        rule = "which is in /run, and namespaces without root hide /run where /run/netns does not exist"
+        raise Unavailable(f"substrate netns: {hidden[0]}, {rule}. Use another folder, or as root: mkdir /run/netns")
 
 
 def refusal(error: str) -> str:

@@ -28,7 +28,7 @@ from testbed.control.runs.progress import Progress
 from testbed.control.runs.quotas import Quotas
 from testbed.control.runs.select import SubstrateChoice, check_faults, node_plans
 from testbed.control.runs.supervisor import Tail, Timing, supervise
-from testbed.control.substrates.base import NodePlan, Process, Substrate
+from testbed.control.substrates.base import NodePlan, Process, Substrate, rank_argv
 from testbed.data.layouts import layouts
 from testbed.net.check import Recheck, measure, why_not_trained
 from testbed.net.probe import Measurement, longest_probe, receipt_of
@@ -511,9 +511,7 @@ def _attempt(run: RunContext, resume: bool) -> None:
         environment |= scripts.handed(spec.script)
     if rate := read_network(folder.receipt, spec).slowest:
         environment[RATE_VARIABLE] = str(rate)
-    module = "testbed.attach.launch" if spec.script else "testbed.rank"
-    # -P: no module is imported from the present folder, which may be a script's, by a launcher that may be root
-    argv = [substrate.python, "-P", "-m", module, "--folder", str(folder.path.resolve())]
+    argv = rank_argv(substrate.python, spec.script is not None, str(folder.path.resolve()))
     if resume:
         argv.append("--resume")
     tails = [Tail(folder.records(rank), from_end=resume) for rank in range(spec.world)]  # before the ranks write

@@ -175,3 +175,11 @@ class Substrate(FaultTarget, Protocol):
     def stop(self) -> None:
         """End every process that was started: SIGTERM first, then SIGKILL. The nodes stay."""
         ...
+
+
+def rank_argv(python: str, script: bool, folder: str) -> list[str]:
+    """The command that starts a rank, or the launcher of a user's script, for the run in this folder.
+
+    -P: no module is imported from the present folder, which may be a script's, by a launcher that may be root.
+    """
+    return [python, "-P", "-m", "testbed.attach.launch" if script else "testbed.rank", "--folder", folder]

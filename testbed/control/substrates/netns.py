@@ -118,6 +118,8 @@ class NetnsSubstrate:
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None, idle: int = 0) -> None:
         """`idle`: nodes of the run that get no rank."""
+        if folder is not None:
+            user_namespace.check_visible(folder)
         shares = [plan.cpus for plan in plans if plan.cpus is not None]
         self._has_quota = not without_quota()
         self.notes: Sequence[str] = [no_quota(shares[0])] if shares and not self._has_quota else ()

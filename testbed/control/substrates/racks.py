@@ -73,6 +73,8 @@ def make_bridges(plans: Sequence[NodePlan]) -> list[list[str]]:
 def shape_router(plans: Sequence[NodePlan], networks: Mapping[int, RackNetwork], addresses: str) -> list[list[str]]:
     """The commands that make the uplinks of a router; `addresses` is its output of LIST_ADDRESSES."""
     names = {own["local"]: each["ifname"] for each in json.loads(addresses) for own in each["addr_info"]}
+    if absent := [network.router for network in networks.values() if network.router not in names]:
+        raise NetworkInvalid(f"the router has no interface with address {absent[0]}. Run it again.")
     commands = []
     for rack, link in trunks(plans).items():
         up, down = devices(rack)

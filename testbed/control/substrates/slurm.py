@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from testbed.control.machine.processes import run
-from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process, rank_argv
 from testbed.control.substrates.process import STOP_GRACE_S, LocalProcess, package_path, spawn
 from testbed.control.substrates.process import stop as stop_local
 from testbed.net.shaping import Shaping
@@ -670,8 +670,7 @@ def parse_survey(output: str, names: Sequence[str], shown: Mapping[str, str]) ->
 
 def describe(options: SlurmOptions, spec: RunSpec, nodes: int, cpus: int) -> str:
     """What --dry-run prints: the command, the script on its stdin, and the command that starts a rank."""
-    module = "testbed.attach.launch" if spec.script else "testbed.rank"
-    python = options.python or sys.executable
-    rank = [*step_argv("JOB", ["NODE"], "rank0", cpus), python, "-P", "-m", module, "--folder", "RUN"]
+    started = rank_argv(options.python or sys.executable, spec.script is not None, "RUN")
+    rank = [*step_argv("JOB", ["NODE"], "rank0", cpus), *started]
     submit = shlex.join(submit_argv(options, nodes, cpus))
     return f"{submit} <<'END'\n{JOB_SCRIPT}END\n\n# on each node:\n{shlex.join(rank)}"

@@ -112,6 +112,18 @@ def test_time_is_the_median_over_steps_of_the_mean_over_ranks_without_warm_up(fo
     assert summary.per_rank_seconds == pytest.approx([4.0, 5.0])
 
 
+def test_a_single_node_whose_copies_did_not_all_run_to_their_end_is_no_baseline(folder: RunFolder) -> None:
+    write_two_ranks(folder)
+    for number in (1, 2, 3):
+        folder.copy(number).path.mkdir()
+        write(folder.copy(number), 0, start(0, 1), *([end(1.0, 1.0)] if number < 3 else []))
+    summary = summarise(folder, spec_of(), status="ok")
+    assert (summary.status, summary.copies) == ("invalid", 2)
+    assert summary.reason.startswith("1 of 3 copies of the job did not run to their end")
+    write(folder.copy(3), 0, start(0, 1), end(1.0, 1.0))
+    assert summarise(folder, spec_of(), status="ok").status == "ok"
+
+
 RATE = "rate:rank1@step4=1mbit"
 
 

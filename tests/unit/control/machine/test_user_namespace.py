@@ -49,3 +49,22 @@ def test_what_unshare_prints_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(user_namespace, "FORBIDDING", ())
     with pytest.raises(user_namespace.Unavailable, match="unshare: not today"):
         user_namespace.check()
+
+
+def test_a_folder_that_the_namespaces_would_hide_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(user_namespace, "NAMED", tmp_path / "run" / "netns")
+    hidden = tmp_path / "run" / "user" / "1000"
+    user_namespace.check_visible(tmp_path)
+    with pytest.raises(user_namespace.Unavailable, match=r"run/user/1000, which is in /run.*mkdir /run/netns"):
+        user_namespace.check_visible(tmp_path, hidden)
+    user_namespace.NAMED.mkdir(parents=True)
+    user_namespace.check_visible(hidden)
+
+
+def test_a_keeper_that_does_not_get_ready_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(user_namespace, "UNSHARE", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(user_namespace, "TIMEOUT_S", 0.5)
+    with pytest.raises(user_namespace.Unavailable, match="not ready"), user_namespace.held({}):
+        pass

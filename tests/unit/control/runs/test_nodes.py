@@ -13,6 +13,7 @@ from testbed.control.runs import nodes
 from testbed.control.runs.progress import Silent
 from testbed.control.runs.select import SubstrateChoice
 from testbed.control.runs.sweep import run_all
+from testbed.control.substrates.fake import FakeSubstrate
 from testbed.results.conclude import Summary
 from testbed.results.receipt import Receipt
 from testbed.spec.run import RunSpec
@@ -89,3 +90,18 @@ def test_nodes_that_are_bound_to_a_run_are_not_kept(fake: FakeRuns) -> None:
     specs = [RunSpec.load(BASE | {"mode": mode, "name": mode}, "test") for mode in ("ring", "tree")]
     run_all(specs, fake.choice, Path("runs"), Silent())
     assert entered(fake) == [2, 2]
+
+
+def test_nodes_with_a_process_that_cannot_be_ended_are_not_kept(
+    fake: FakeRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(substrate: FakeSubstrate) -> None:
+        raise TimeoutError("pid 7 has not ended")
+
+    choice = SubstrateChoice(replace(fake.type, keeps_nodes=lambda spec: True), "for tests")
+    (spec,) = specs_of("ring")
+    with nodes.NodesOfRuns() as kept:
+        monkeypatch.setattr(FakeSubstrate, "stop", stop)
+        with pytest.raises(TimeoutError), kept.of(choice, spec, Path("runs/kept/0-ring")):
+            pass
+        assert entered(fake) == [2]
