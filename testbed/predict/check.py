@@ -19,16 +19,17 @@ from typing import Any
 
 import testbed
 from testbed.predict.calibrate import Calibration, Measured
-from testbed.predict.scale import Point, Prediction, Predictor
+from testbed.predict.scale import Point, Prediction, Predictor, racks_for
 from testbed.results.folder import RunFolder, read_json, write_whole
 from testbed.spec.errors import SpecError, TestbedError, UsageError, one_line, refuse
 from testbed.spec.experiment import run_name
 from testbed.spec.mode import SyncMode
+from testbed.spec.topology import as_lists
 from testbed.spec.units import format_duration, format_rate
 
 PREDICTIONS = "predictions.json"
 PROFILE = "profile.json"
-VERSION = 1  # of predictions.json
+VERSION = 2  # of predictions.json
 STEPS, WARMUP = 8, 2  # of each measured run
 MAX_STEP_S = 60.0  # a point whose step would take longer is predicted and not measured
 MAX_NODES = 128  # that are emulated on one machine
@@ -123,13 +124,21 @@ def _begin(found: Prediction) -> Checked:
 
 def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> list[Checked]:
     """Add the predictions that the file does not have yet; return those of the file for the wanted points."""
-    path, model = out / PREDICTIONS, calibration.profile.model
-    content: dict[str, Any] = {"schema": VERSION, "model": model, "points": []}
+    path, base = out / PREDICTIONS, calibration.base
+    # what a point leaves open is that of the calibrating runs
+    of = {
+        "model": calibration.profile.model,
+        "batch_per_rank": calibration.profile.batch_per_rank,
+        "link": base.link.model_dump(mode="json", exclude_defaults=True),
+        "topology": base.topology.model_dump(mode="json", exclude_defaults=True),
+    }
+    content: dict[str, Any] = {"schema": VERSION, **of, "points": []}
     if path.exists():
         content = _read(path)
-        if content["model"] != model:
-            rule = f"has predictions of {one_line(str(content['model']))}, not of {model}"
-            raise UsageError(f"{path}: {rule}. Give another folder with --out.")
+        for name, value in of.items():
+            if content.get(name) != value:
+                rule = f"has predictions with {name} = {one_line(str(content.get(name)))}, and the runs have {value}"
+                raise UsageError(f"{path}: {rule}. Give another folder with --out.")
     known = {_place(each) for each in content["points"]}
     fresh = [each for each in map(_as_json, wanted) if _place(each) not in known]
     if fresh:
@@ -236,11 +245,8 @@ def keys(each: Checked, calibration: Calibration, profile: Path) -> dict[str, An
         "link": {key: value for key, value in link.items() if value is not None},
         "compute": f"emulated:{replayed}",
     }
-    racks = calibration.racks
-    if racks:
-        size = max(map(len, racks))
-        own = [list(range(k, min(k + size, point.nodes))) for k in range(0, point.nodes, size)]
-        made["topology"] = calibration.base.topology.model_dump(mode="json") | {"racks": own}
+    if racks := racks_for(each.mode, point.nodes, calibration.racks):
+        made["topology"] = calibration.base.topology.model_dump(mode="json") | {"racks": as_lists(racks)}
     return made
 
 

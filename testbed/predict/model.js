@@ -108,7 +108,7 @@ const model = (() => {
         const layers = group.map((k) => work.tensors[k][1]);
         return { size: sum(group.map((k) => sizes[k])), first: Math.min(...layers), last: Math.max(...layers) };
       });
-    const limit = pipelineBucket(mode, work.size, ranks, wire.rate);
+    const limit = pipelineBucket(mode, work.size, ranks, Math.min(wire.rate, wire.uplink || Infinity));
     const bounds = bucketBounds(Math.floor(work.size / ELEMENT), Math.max(1, Math.floor(limit / ELEMENT)));
     const found = [];
     for (let k = 1; k < bounds.length; k++) {
@@ -169,7 +169,7 @@ const model = (() => {
     const forward = (work.before + sum(work.forward) + work.after) * slow;
     const backward = (sum(work.backward) + copies) * slow, update = work.update * slow;
     const coded = mode.coded ? node.code * work.size / node.speed : 0;
-    const buckets = bucketsOf(mode, work, ranks, wire);
+    const buckets = bucketsOf(mode, work, ranks, given);
     if (mode.schedule === "pipeline") return pipelined(work, node, wire, mode, ranks, buckets, slow, copies, rounds);
     const timed = buckets.map((bucket) => duration(rounds.all, mode.segments, bucket.size * mode.share, wire));
     const compute = forward + backward + update + coded;
@@ -178,7 +178,7 @@ const model = (() => {
       const sent = (sum(timed.map((each) => each.seconds)) - credit) / mode.every;
       return { seconds: compute + sent, compute, busy: sent };
     }
-    const ready = readyOf(work, buckets, slow, copies), inFlight = mode.reference ? DDP_IN_FLIGHT : 1;
+    const ready = readyOf(work, buckets, slow, copies).map((each) => Math.min(each, backward)), inFlight = mode.reference ? DDP_IN_FLIGHT : 1;
     const [ended, busy] = overlapped(backward, ready, timed, inFlight, slowed(node, wire), credit);
     return { seconds: forward + ended + update + coded, compute, busy };
   }

@@ -160,7 +160,7 @@ def sized(mode: SyncMode, work: Work, ranks: int, wire: Wire) -> SyncMode:
     """The mode with the size of its buckets that the ranks would choose, if it leaves that open."""
     if not mode.leaves_bucket_open:
         return mode
-    return replace(mode, bucket=pipeline_bucket(work.size, ranks, wire.rate / GOODPUT))
+    return replace(mode, bucket=pipeline_bucket(work.size, ranks, min(wire.rate, wire.uplink or math.inf) / GOODPUT))
 
 
 def share_of(mode: SyncMode) -> float:
@@ -183,8 +183,7 @@ class Step:
 
 def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, racks: Racks = ()) -> Step:
     """The step of a mode on `ranks` equal nodes. Raises ValueError if the messages of the mode are unknown."""
-    loads, wire = loads_of(mode, ranks, racks), carried(node, wire)
-    mode = sized(mode, work, ranks, wire)
+    loads, mode, wire = loads_of(mode, ranks, racks), sized(mode, work, ranks, wire), carried(node, wire)
     if not loads:
         alone = work.compute / node.speed
         return Step(alone, alone)
@@ -203,7 +202,7 @@ def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, rack
     if mode.schedule == "after" and not mode.is_reference:
         sent = (sum(each.seconds for each in timed) - credit) / mode.every
         return Step(compute + sent, compute, sent)
-    ready = _ready(work, buckets, slow, copies)
+    ready = [min(each, backward) for each in _ready(work, buckets, slow, copies)]  # sums may differ in the last digit
     slowed = _slowed(node, wire)
     in_flight = DDP_IN_FLIGHT if mode.is_reference else IN_FLIGHT[mode.schedule]
     ended, busy = overlapped(backward, ready, timed, in_flight, slowed, credit)

@@ -16,6 +16,8 @@ from testbed.predict.check import Checked, Verdict
 from testbed.predict.scale import Point
 from testbed.spec.errors import RankFailed, SpecError, UsageError
 from testbed.spec.mode import SyncMode
+from testbed.spec.run import RunSpec
+from testbed.spec.topology import Topology
 from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "experiment": "quick"}
@@ -42,6 +44,7 @@ class Bench:
     def __call__(self, *, out: Path, quiet: bool, **keys: Any) -> Run:
         points = json.loads((self.out / check.PREDICTIONS).read_text())["points"]
         assert keys["mode"] in [each["mode"] for each in points]  # written before it is measured
+        RunSpec.load({key: value for key, value in keys.items() if key != "compute"}, "")  # legal keys of a run
         self.requested.append(keys)
         if keys["mode"] == self.failing:
             raise RankFailed("rank 3 was killed")
@@ -99,11 +102,29 @@ def test_a_point_that_takes_too_long_is_not_measured(calibration: Calibration, b
 def test_predictions_of_something_else_are_refused(calibration: Calibration, bench: Bench) -> None:
     checked(calibration, bench)
     other = replace(calibration, profile=calibration.profile.model_copy(update={"model": "other"}))
-    with pytest.raises(UsageError, match="of vgg11, not of other"):
+    with pytest.raises(UsageError, match="model = vgg11, and the runs have other"):
         checked(other, bench)
     (bench.out / check.PREDICTIONS).write_text("{}")
     with pytest.raises(SpecError, match="no predictions"):
         checked(calibration, bench)
+
+
+def test_predictions_for_another_network_are_refused(calibration: Calibration, bench: Bench) -> None:
+    checked(calibration, bench)
+    link = calibration.base.link.model_copy(update={"rate": 10**9})
+    other = replace(calibration, base=calibration.base.model_copy(update={"link": link}))
+    with pytest.raises(UsageError, match=r"link = .*500mbit.*, and the runs have .*1gbit"):
+        checked(other, bench)
+
+
+def test_what_is_measured_has_the_racks_of_the_prediction(calibration: Calibration, bench: Bench) -> None:
+    topology = Topology(racks=((0, 2), (1, 3)), uplink="100mbit")
+    racked = replace(calibration, base=calibration.base.model_copy(update={"topology": topology}))
+    (ring,) = checked(calibration, bench)[:1]
+    for nodes, wanted in ((4, [[0, 2], [1, 3]]), (8, [[0, 1], [2, 3], [4, 5], [6, 7]])):
+        point = replace(ring, point=Point(nodes))
+        found = check.keys(point, racked, bench.out / check.PROFILE)
+        assert found["topology"]["racks"] == wanted
 
 
 def test_nodes_that_sleep_are_not_slowed(calibration: Calibration) -> None:

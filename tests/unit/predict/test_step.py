@@ -16,6 +16,7 @@ from testbed.predict.step import (
     median_of_largest,
     overlapped,
     predict,
+    sized,
 )
 from testbed.results.profile import Profile
 from testbed.spec.mode import SyncMode
@@ -158,3 +159,17 @@ def test_layers_without_parameters_belong_to_the_one_before() -> None:
 def test_the_pipeline_of_a_slow_network_takes_what_the_wire_takes() -> None:
     slow = Wire(rate=2e6)
     assert step("ring/bucket:2MiB/pipeline", wire=slow).seconds == pytest.approx(2 * 3 / 4 * WORK.size / 2e6, rel=0.03)
+
+
+def test_a_pipeline_that_leaves_its_size_open_gets_the_size_of_the_slowest_link_and_not_of_the_processor() -> None:
+    mode, fast = SyncMode.parse("ring/pipeline"), Wire(rate=1e9)
+    busy = Node(byte_cpu=1e-7)  # carries 10 MB/s
+    sizes = [len(buckets_of(sized(mode, WORK, 4, wire), WORK)) for wire in (fast, Wire(rate=1e9, uplink=1e6))]
+    assert sizes[0] < sizes[1]
+    named = sized(mode, WORK, 4, fast)
+    assert predict(WORK, busy, fast, mode, 4) == predict(WORK, busy, fast, named, 4)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/overlap"])
+def test_a_very_slow_processor_is_predicted(mode: str) -> None:
+    assert step(mode, node=Node(speed=1e-4)).seconds > WORK.compute * 1e4 * 0.99
