@@ -162,6 +162,9 @@ def build_own_model(name: str, file: Path, classes: int, shape: Shape, dtype: to
     if len(dtypes) > 1:
         rule = f"its parameters have {len(dtypes)} types, {', '.join(dtypes)}, and gradients are sent as one"
         raise refuse("model", name, rule, "Use one type, and convert inside forward.")
+    if dtypes[0] not in ("float32", "float64"):
+        rule = f"its parameters are {dtypes[0]}, and a run trains float32 or float64"
+        raise refuse("model", name, rule, "Keep parameters in float32, and convert inside forward.")
     return model.to(dtype)
 
 
