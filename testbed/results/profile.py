@@ -9,6 +9,8 @@ are in seconds: medians over the recorded steps, under a CPU quota means. A step
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +42,8 @@ class ProfiledLayer(Spec):
     name: str = Field(max_length=400, examples=["features.0"])  # as the model names it; "" if it is the whole model
     # bytes of each of its own trained parameter tensors, in the order in which the model registers them
     sizes: tuple[Size, ...] = Field(default=(), examples=[[6912, 256]])
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the same tensors; empty: not known
+    # of the same tensors; empty: not known
+    shapes: tuple[tuple[Annotated[int, Field(gt=0)], ...], ...] = Field(default=(), examples=[[[64, 3, 3, 3], [64]]])
     forward_s: Seconds
     backward_s: Seconds  # until the gradients of its parameters are ready
 
@@ -73,6 +76,17 @@ class Profile(Spec):
     optimizer_s: Seconds
     # seconds of each recorded step / their median; it shows how steady the processor was
     jitter: tuple[Annotated[float, Field(ge=0)], ...] = Field(default=(), max_length=MAX_STEPS, examples=[[1.0]])
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Profile:
+        """What is sent is made of the shapes, and what is predicted of the sizes: both must be the same bytes."""
+        item = int(re.sub(r"\D", "", self.dtype)) / 8
+        for layer in self.layers:
+            for size, shape in zip(layer.sizes, layer.shapes, strict=False):  # or no shapes
+                if math.prod(shape) * item != size:
+                    rule = f"a tensor with shape {list(shape)} has {math.prod(shape) * item:.0f} bytes, not {size}"
+                    raise ValueError(f"layer {layer.name!r}: in {self.dtype} {rule}")
+        return self
 
     @property
     def gradient_bytes(self) -> int:

@@ -62,6 +62,26 @@ def test_a_negative_time_is_refused() -> None:
         Profile.parse(json.dumps(written).encode(), "p.json")
 
 
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        ([[10, 100], [10]], ""),
+        ([[10, 100]], "2 sizes and 1 shapes"),
+        ([[10, 10], [10]], r"layer '0': in float32 a tensor with shape \[10, 10\] has 400 bytes, not 4000"),
+        ([[-10, -100], [10]], "shapes"),
+    ],
+)
+def test_shapes_must_have_the_bytes_of_their_sizes(shapes: list[list[int]], sentence: str) -> None:
+    written = TWO_LAYERS.model_dump(mode="json", by_alias=True)
+    written["layers"][0]["shapes"] = shapes
+    content = json.dumps(written).encode()
+    if not sentence:
+        assert Profile.parse(content, "p.json").layers[0].shapes == ((10, 100), (10,))
+        return
+    with pytest.raises(SpecError, match=sentence):
+        Profile.parse(content, "p.json")
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         Profile.read(tmp_path / "none.json")
