@@ -8,6 +8,7 @@ bytes does not slow their compute, and all are equally fast.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import subprocess
@@ -129,6 +130,7 @@ def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> li
     of = {
         "model": calibration.profile.model,
         "batch_per_rank": calibration.profile.batch_per_rank,
+        "profile": hashlib.sha256(calibration.profile.model_dump_json().encode()).hexdigest(),  # what is replayed
         "link": base.link.model_dump(mode="json", exclude_defaults=True),
         "topology": base.topology.model_dump(mode="json", exclude_defaults=True),
     }

@@ -109,6 +109,14 @@ def test_predictions_of_something_else_are_refused(calibration: Calibration, ben
         checked(calibration, bench)
 
 
+def test_points_are_not_measured_with_another_profile_than_the_first_ones(
+    calibration: Calibration, bench: Bench
+) -> None:
+    checked(calibration, bench)
+    with pytest.raises(UsageError, match="profile = "):
+        checked(check.faster(calibration, 2.0), bench)
+
+
 def test_predictions_for_another_network_are_refused(calibration: Calibration, bench: Bench) -> None:
     checked(calibration, bench)
     link = calibration.base.link.model_copy(update={"rate": 10**9})
