@@ -26,6 +26,10 @@ TOLERANCE = 0.05  # largest |measured / requested - 1| of a valid receipt
 FAR_TOLERANCE = 0.08  # the same where a delay or a loss is requested as well
 DELAY_TOLERANCE, DELAY_TOLERANCE_S = 0.05, 0.001  # of a round trip; the larger one counts
 LOSS_DOUBT = 1e-5  # a count of lost packets is wrong if a count so far off is less likely than this
+# Share of the jitter there and back that the median of the probe's 8 round trips is off by chance: by more with a
+# probability of 0.00001 if both ends have the same jitter, of 0.004 if only one has (netem's jitter is uniform).
+MEDIAN_OF_JITTER = 0.75
+SMALL_PART = 1e-12  # of a sum: smaller terms are left out
 
 
 class MeasuredRate(Spec):
@@ -59,7 +63,7 @@ class WayReceipt(Spec):
     @property
     def allowed(self) -> float:
         """Seconds that the round trip may differ from the request."""
-        return max(DELAY_TOLERANCE_S, DELAY_TOLERANCE * self.rtt_requested) + self.jitter
+        return max(DELAY_TOLERANCE_S, DELAY_TOLERANCE * self.rtt_requested) + MEDIAN_OF_JITTER * self.jitter
 
     @property
     def late(self) -> float:
@@ -72,6 +76,11 @@ class WayReceipt(Spec):
         if not self.packets:
             return 1.0
         return tail(self.lost, self.packets, self.loss_requested)
+
+    @property
+    def blind(self) -> bool:
+        """True if a loss as requested gives a count of 0 so often that the count cannot show that it is missing."""
+        return self.packets > 0 and tail(0, self.packets, self.loss_requested) >= LOSS_DOUBT
 
     def problem(self, faster_only: bool = False) -> str:
         """What is off, requested and measured; empty if nothing is. `faster_only`: a way that is too good."""
@@ -97,7 +106,13 @@ def tail(count: int, of: int, share: float) -> float:
         ways = math.lgamma(of + 1) - math.lgamma(k + 1) - math.lgamma(of - k + 1)
         return math.exp(ways + k * math.log(share) + (of - k) * math.log1p(-share))
 
-    return min(1.0, sum(map(one, range(count, of + 1) if count > of * share else range(count + 1))))
+    total = 0.0
+    for k in range(count, of + 1) if count > of * share else range(count, -1, -1):  # less likely with every step
+        more = one(k)
+        total += more
+        if more <= SMALL_PART * total:
+            break
+    return min(1.0, total)
 
 
 class LinkReceipt(MeasuredRate):
@@ -163,14 +178,12 @@ class Receipt(Spec):
         `tolerance`: of rates where no delay and no loss is requested.
         """
         rates = (rate.within(tolerance) for rate in self._rates())
-        return all(rates) and not any(way.problem() for way in self._ways())
+        return all(rates) and not self._problems()
 
     def too_fast(self, tolerance: float = TOLERANCE) -> bool:
         """Return True if a rate was measured above the request by more than the tolerance, or too little delay."""
         fast = (rate for rate in self._rates() if rate.error is not None and rate.error > 0)
-        return any(not rate.within(tolerance) for rate in fast) or any(
-            way.problem(faster_only=True) for way in self._ways()
-        )
+        return any(not rate.within(tolerance) for rate in fast) or bool(self._problems(faster_only=True))
 
     def sentence(self, tolerance: float = TOLERANCE, fastest: bool = False) -> str:
         """Return one line with the worst error and its link; `fastest`: with the one furthest above its request."""
@@ -194,23 +207,47 @@ class Receipt(Spec):
         sentence = f"network: {count} {verdict} {100 * limit:g} %; worst {100 * error:+.1f} % on {_name(worst)}"
         return f"{sentence}: {rates}{ways}{self._age()}"
 
-    def _ways(self) -> list[WayReceipt]:
-        return [link.way for link in self.links if link.way is not None]
+    def _problems(self, faster_only: bool = False) -> list[str]:
+        """What is off of round trips and losses, on each link and then of all links with the same requested loss."""
+        ways = [(f"on {_name(link)}", link.way) for link in self.links if link.way is not None]
+        pools = [(f"on {count} links together", pool) for count, pool in self._pools() if count > 1]
+        return [f"{problem} {place}" for place, way in ways + pools if (problem := way.problem(faster_only))]
+
+    def _pools(self) -> list[tuple[int, WayReceipt]]:
+        """For each requested loss the number of its links and the packets of all of them: more show a smaller loss."""
+        by_loss: dict[float, list[WayReceipt]] = {}
+        for link in self.links:
+            if link.way is not None and link.way.packets:
+                by_loss.setdefault(link.way.loss_requested, []).append(link.way)
+        return [
+            (
+                len(ways),
+                WayReceipt(
+                    rtt_requested=0.0,
+                    rtt=0.0,
+                    loss_requested=loss,
+                    packets=sum(way.packets for way in ways),
+                    lost=sum(way.lost for way in ways),
+                ),
+            )
+            for loss, ways in by_loss.items()
+        ]
 
     def _sentence_of_ways(self, fastest: bool) -> str:
         """What is off of round trips and losses; else the round trip furthest from its request, and all losses."""
         found = [(link, way) for link in self.links if (way := link.way) is not None]
         if not found:
             return ""
-        wrong = [f"{problem} on {_name(link)}" for link, way in found if (problem := way.problem(fastest))]
-        if wrong:
+        if wrong := self._problems(fastest):
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             return f"; NOT as requested: {wrong[0]}{more}"
         link, worst = max(found, key=lambda each: abs(each[1].late) / each[1].allowed)
         trip = f"; round trips as requested, worst {_ms(worst.rtt)} of {_ms(worst.rtt_requested)} on {_name(link)}"
         packets = sum(way.packets for _, way in found)
         lost = sum(way.lost for _, way in found)
-        return trip + (f"; {lost} of {packets} packets lost" if packets else "")
+        blind = [f"{100 * pool.loss_requested:g} %" for _, pool in self._pools() if pool.blind]
+        unseen = f" (too few to show that a loss of {' or '.join(blind)} is missing)" if blind else ""
+        return trip + (f"; {lost} of {packets} packets lost{unseen}" if packets else "")
 
     def _age(self) -> str:
         if self.measured_before is None:

@@ -173,6 +173,8 @@ def far(**values: float) -> Receipt:
         ({"rtt_requested": 0.01, "rtt": 0.0109}, ""),
         ({"rtt_requested": 0.01, "rtt": 0.0111}, "round trip requested 10 ms, measured 11.1 ms"),
         ({"rtt": 0.0421, "jitter": 0.004}, ""),
+        ({"rtt": 0.0449, "jitter": 0.004}, ""),
+        ({"rtt": 0.0451, "jitter": 0.004}, "round trip requested 40 ms, measured 45.1 ms"),
         ({"lost": 3}, "loss requested 1 %, measured 3 of 2000 packets"),
         ({"lost": 5}, ""),
         ({"lost": 41}, ""),
@@ -191,6 +193,36 @@ def test_a_delay_or_a_loss_that_is_off_makes_the_receipt_invalid(values: dict[st
 def test_less_delay_is_a_network_that_is_too_fast_and_more_is_not() -> None:
     assert far(rtt=0.02).too_fast() and not far(rtt=0.08).too_fast()
     assert far(lost=0).too_fast() and not far(lost=60).too_fast()
+
+
+def lossy(nodes: int, loss: float, packets: int, lost: int) -> Receipt:
+    """A receipt of which each link has a requested loss, and lost so many of its packets."""
+    way = WayReceipt(rtt_requested=0.0, rtt=0.0001, loss_requested=loss, packets=packets, lost=lost)
+    receipt = made([200 * MBIT] * (nodes * (nodes - 1)), 200 * MBIT)
+    return receipt.model_copy(update={"links": tuple(each.model_copy(update={"way": way}) for each in receipt.links)})
+
+
+def test_a_small_loss_that_is_missing_shows_in_the_packets_of_all_links() -> None:
+    missing = lossy(4, 0.001, 10_000, 0)
+    assert not any(link.way is None or link.way.problem() for link in missing.links)  # no link shows it alone
+    assert not missing.valid() and missing.too_fast()
+    assert "loss requested 0.1 %, measured 0 of 120000 packets on 12 links together" in missing.sentence()
+    assert lossy(4, 0.001, 10_000, 10).valid()
+    doubled = lossy(4, 0.001, 10_000, 20)
+    assert not doubled.valid() and not doubled.too_fast()
+
+
+def test_a_loss_that_even_all_links_cannot_show_is_said() -> None:
+    said = "0 of 20000 packets lost (too few to show that a loss of 0.01 % is missing)"
+    assert said in lossy(2, 0.0001, 10_000, 0).sentence()
+    assert "too few" not in lossy(4, 0.0001, 10_000, 1).sentence()
+
+
+def test_the_packets_of_very_many_links_are_judged_at_once() -> None:
+    packets = 40_000_000
+    way = WayReceipt(rtt_requested=0.0, rtt=0.0, loss_requested=0.001, packets=packets, lost=40_000)
+    assert way.doubt == pytest.approx(0.5, abs=0.01)
+    assert way.model_copy(update={"lost": 39_000}).problem() and way.model_copy(update={"lost": 41_000}).problem()
 
 
 def test_rates_beside_a_delay_have_a_wider_tolerance() -> None:
