@@ -117,11 +117,6 @@ def _make_compose(spec: RunSpec, folder: Path) -> Substrate:
     return ComposeSubstrate(plans, folder, spec.script)
 
 
-def _make_uml(spec: RunSpec, folder: Path) -> Substrate:
-    check_model(spec)
-    return UmlSubstrate(node_plans(spec))
-
-
 SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "compose": SubstrateType(
         name="compose",
@@ -162,8 +157,9 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "uml": SubstrateType(
         name="uml",
         description="network namespaces in a user-mode Linux kernel of one processor, links shaped as requested",
-        make=_make_uml,
+        make=lambda spec, folder: UmlSubstrate(node_plans(spec)),
         check=check_uml,
+        check_size=check_model,
         keeps_nodes=lambda spec: True,
         runs_here=True,
         automatic=False,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from testbed.control.runs.select import SUBSTRATES
 from testbed.control.substrates import uml
 from testbed.control.substrates.base import NodeCounts, NodePlan
 from testbed.net.shaping import Bucket, Shaping
@@ -61,6 +62,11 @@ def test_more_than_one_processor_can_do_is_refused(kernel: Path) -> None:
     with pytest.raises(Unavailable, match=r"the nodes have 1.6 CPUs together. Use e.g. --set node.cpus=0.2$"):
         uml.check(plans(4, cpus=0.4))
     uml.check(plans(4, cpus=0.2))
+
+
+def test_a_large_model_is_refused_also_where_the_nodes_of_a_sweep_are_up_already() -> None:
+    with pytest.raises(Unavailable, match=r"vgg11 has 9231114 parameters"):
+        SUBSTRATES["uml"].check_size(RunSpec.load({"model": "vgg11"}, "test"))
 
 
 def test_a_large_model_and_a_script_are_refused() -> None:
