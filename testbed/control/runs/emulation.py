@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.control.machine.affinity import usable_cores
+from testbed.control.runs.locks import set_aside_unless
 from testbed.control.runs.select import SubstrateChoice
 from testbed.results import theory
 from testbed.results.folder import RunFolder, runs_dir
@@ -78,18 +79,17 @@ def profile_spec(spec: RunSpec) -> RunSpec:
 def with_profile(spec: RunSpec, record: Record) -> RunSpec:
     """The spec with the path of the profile that it replays. One that is not named is recorded, once.
 
-    Raises UsageError if it cannot be used.
+    Raises UsageError if it cannot be used, Unavailable if another process records it.
     """
     if not spec.emulated:
         return spec
     own = own_profile(spec.compute)
     if own is None:
-        folder = RunFolder(runs_dir() / PROFILES / profile_spec(spec).name)
-        if not folder.layers.is_file():
-            if folder.path.exists():
-                folder.set_aside()
-            record(profile_spec(spec), folder.path)
+        wanted = profile_spec(spec)
+        folder = RunFolder(runs_dir() / PROFILES / wanted.name)
         path = folder.layers
+        if not path.is_file() and not set_aside_unless(folder, lambda: path.is_file() or None, lambda sentence: None):
+            record(wanted, folder.path)
     else:
         path = Path(own.path)
         path = RunFolder(path).layers if path.is_dir() else path

@@ -20,11 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from testbed.control.machine import ownership
 from testbed.control.runs.select import SubstrateChoice
+from testbed.results.folder import RunFolder
 from testbed.spec.errors import Interrupted, Unavailable, one_line
 
+Found = TypeVar("Found")
 SHARE = (
     "TESTBED_SHARE"  # environment variable: if set, runs do not take the machine's lock. Tests start many runs at once
 )
@@ -70,6 +73,20 @@ def folder_lock(path: Path) -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)  # before the lock is freed, so that no process locks a deleted file
         os.close(handle)
+
+
+def set_aside_unless(
+    folder: RunFolder, finished: Callable[[], Found | None], report: Callable[[str], None]
+) -> Found | None:
+    """What `finished` returns, if a run is finished in the folder; else None, and an earlier attempt is set aside.
+
+    Raises Unavailable if another process uses the folder.
+    """
+    with folder_lock(folder.path):
+        found = finished()
+        if found is None and folder.path.exists():
+            report(f"an earlier attempt was moved to {folder.set_aside()}")
+    return found
 
 
 def _lock_folder(file: Path) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from testbed.control.runs.locks import folder_lock, machine_lock
+from testbed.control.runs.locks import folder_lock, machine_lock, set_aside_unless
 from testbed.control.runs.nodes import NodesOfRuns
 from testbed.control.runs.progress import Progress
 from testbed.control.runs.run import Lock, execute
@@ -101,10 +101,8 @@ def _run_cell(
     lock: Lock,
     nodes: NodesOfRuns,
 ) -> Summary:
-    if folder.path.exists():
-        with folder_lock(folder.path):  # no other controller uses it
-            if not fresh and (done := finished(folder, spec, choice)):
-                progress.stage("finished meanwhile, skipped")
-                return done
-            progress.stage(f"an earlier attempt was moved to {folder.set_aside()}")
+    done = set_aside_unless(folder, lambda: None if fresh else finished(folder, spec, choice), progress.stage)
+    if done is not None:
+        progress.stage("finished meanwhile, skipped")
+        return done
     return execute(spec, choice, folder, progress, lock=lock, nodes=nodes)

@@ -8,6 +8,7 @@ import pytest
 
 from testbed.control.runs import emulation
 from testbed.control.runs.emulation import needed_dilation, profile_spec, with_dilation, with_profile
+from testbed.control.runs.locks import folder_lock
 from testbed.control.runs.select import SUBSTRATES, SubstrateChoice
 from testbed.results.folder import RunFolder
 from testbed.results.profile import Profile, ProfiledLayer
@@ -136,3 +137,27 @@ def test_a_profile_that_is_not_named_is_recorded_once(file: Path, monkeypatch: p
     (made,) = recorded
     assert made == profile_spec(wanted) and made.layers and str(made.mode) == "single" and made.cpus_of(0) == 0.4
     assert made.batch_per_rank == 24 and not made.emulated and not made.link.shaped
+
+
+def test_a_profile_that_another_process_records_is_not_set_aside(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTBED_RUNS", "runs")
+    wanted = spec(compute="emulated")
+    folder = Path("runs/profiles") / profile_spec(wanted).name
+    folder.mkdir(parents=True)
+    with folder_lock(folder), pytest.raises(Unavailable, match="in use by process"):
+        with_profile(wanted, lambda spec, folder: pytest.fail("recorded"))
+    assert folder.is_dir() and not Path("runs/profiles/.superseded").exists()
+
+
+def test_a_recording_that_failed_is_set_aside(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTBED_RUNS", "runs")
+    wanted = spec(compute="emulated")
+    folder = Path("runs/profiles") / profile_spec(wanted).name
+    folder.mkdir(parents=True)
+
+    def record(spec: RunSpec, folder: Path) -> None:
+        folder.mkdir()
+        PROFILE.write(RunFolder(folder).layers)
+
+    with_profile(wanted, record)
+    assert [path.name for path in Path("runs/profiles/.superseded").iterdir()] == [f"{folder.name}~0"]
