@@ -244,6 +244,7 @@ def keys(each: Checked, calibration: Calibration, profile: Path) -> dict[str, An
         "batch_per_rank": calibration.profile.batch_per_rank,
         "steps": WARMUP + measured_steps,
         "warmup": WARMUP,
+        "optimizer": {"name": calibration.profile.optimizer},
         "link": {key: value for key, value in link.items() if value is not None},
         "compute": f"emulated:{replayed}",
     }

@@ -9,6 +9,7 @@ so that all ranks together need at most half of the cores.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from testbed.results import theory
 from testbed.results.folder import RunFolder, runs_dir
 from testbed.results.profile import Profile
 from testbed.spec.errors import Unavailable, UsageError, refuse
-from testbed.spec.own_files import EMULATED, own_profile
+from testbed.spec.own_files import EMULATED, digest_of, own_profile
 from testbed.spec.run import RunSpec
 from testbed.spec.words import refuse_setting, setting
 
 PROFILES = "profiles"  # the experiment of runs that record one
 RECORDED_STEPS = 10
+HASH_DIGITS = 8  # in the name of a profile
 WARMUP_STEPS = 2
 CPU_S_PER_BYTE = 4.8e-9  # of sending and receiving through a shaped link, kernel and Gloo, both ends together
 CPU_S_PER_STEP = 0.004  # of a rank besides, plus the next for each byte of gradients: hooks, copies, update
@@ -42,7 +44,7 @@ Record = Callable[[RunSpec, Path], None]  # runs a spec into a folder
 
 def profile_name(values: Mapping[str, Any]) -> str:
     """The name of a run that records a profile, from the keys of its spec: that of its model."""
-    return "".join(char if char.isalnum() else "_" for char in str(values.get("model", "vgg11")))[-60:]
+    return re.sub(r"[^A-Za-z0-9]+", "_", str(values.get("model", "vgg11")))[-60:].strip("_")
 
 
 def check_profiled(spec: RunSpec, choice: SubstrateChoice) -> None:
@@ -56,14 +58,17 @@ def check_profiled(spec: RunSpec, choice: SubstrateChoice) -> None:
 
 
 def profile_spec(spec: RunSpec) -> RunSpec:
-    """The run that records the profile of a spec: one node, the same model, batch per pass and share of a core."""
+    """The run that records the profile of a spec: one node, the same model, batch per pass and share of a core.
+
+    Its name has a hash of all that decides the work of a step, so that no other work is replayed. Raises SpecError if
+    a file of the user's own cannot be used.
+    """
     kept = ("model", "dtype", "batchnorm", "optimizer", "seed", "threads", "node", "start_deadline")
     values: dict[str, Any] = {key: getattr(spec, key) for key in kept}
     batch = spec.local_batch(0) // spec.passes(0)
     cpus = f"-{spec.node.cpus:g}cpus" if spec.node.cpus else ""
     values |= {
         "experiment": PROFILES,
-        "name": f"{profile_name(values)}-{spec.dtype}-batch{batch}-threads{spec.threads}{cpus}",
         "mode": "single",
         "nodes": 1,
         "data": spec.data.model_copy(update={"shares": None}),
@@ -73,7 +78,10 @@ def profile_spec(spec: RunSpec) -> RunSpec:
         "evaluate": "never",
         "layers": True,
     }
-    return RunSpec.load(values, "")
+    made = RunSpec.load(values, "").with_files()
+    work = made.model_dump_json(exclude={"seed": True, "start_deadline": True, "node": {"congestion"}})
+    name = f"{profile_name(values)}-{spec.dtype}-batch{batch}-threads{spec.threads}{cpus}"
+    return made.model_copy(update={"name": f"{name}-{digest_of(work.encode())[:HASH_DIGITS]}"})
 
 
 def with_profile(spec: RunSpec, record: Record) -> RunSpec:
@@ -104,6 +112,7 @@ def check_profile(spec: RunSpec, profile: Profile, path: Path) -> None:
         ("model", spec.model, profile.model),
         ("dtype", spec.dtype, profile.dtype),
         ("threads", spec.threads, profile.threads),
+        ("optimizer.name", spec.optimizer.name, profile.optimizer),
         ("batch_per_rank", batch.pop() if len(batch) == 1 else sorted(batch), profile.batch_per_rank),
     ):
         if wanted != recorded:

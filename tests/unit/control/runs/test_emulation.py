@@ -101,6 +101,7 @@ def test_real_compute_is_left_as_it_is() -> None:
         ({"model": "resnet18"}, "'resnet18': the profile p.json was recorded with vgg11"),
         ({"batch_per_rank": 32}, "32: the profile p.json was recorded with 24"),
         ({"threads": 2}, "2: the profile p.json was recorded with 1"),
+        ({"optimizer": {"name": "adam"}}, "optimizer.*adam.*: the profile p.json was recorded with sgd"),
         ({"batch_per_rank": None, "batch": 48, "data": {"shares": [12, 36]}, "nodes": 2}, "recorded with 24"),
     ],
 )
@@ -137,6 +138,35 @@ def test_a_profile_that_is_not_named_is_recorded_once(file: Path, monkeypatch: p
     (made,) = recorded
     assert made == profile_spec(wanted) and made.layers and str(made.mode) == "single" and made.cpus_of(0) == 0.4
     assert made.batch_per_rank == 24 and not made.emulated and not made.link.shaped
+
+
+@pytest.mark.parametrize(
+    ("changes", "equal"),
+    [
+        ({"data": {"size": 64}}, False),
+        ({"optimizer": {"name": "adam"}}, False),
+        ({"batchnorm": "local"}, False),
+        ({"nodes": 3, "mode": "tree", "link": {}, "name": "other", "experiment": "other", "seed": 3}, True),
+        ({"node": {"congestion": "reno"}, "start_deadline": 7.0, "steps": 9}, True),
+    ],
+)
+def test_the_name_of_a_recorded_profile_tells_work_apart(changes: dict[str, object], equal: bool) -> None:
+    """Where `equal` is True, the same profile is used again."""
+    name = profile_spec(spec(model="resnet18", compute="emulated")).name
+    assert name.startswith("resnet18-float32-batch24-threads1-")
+    assert (profile_spec(spec(model="resnet18", compute="emulated", **changes)).name == name) is equal
+
+
+def test_a_changed_file_of_the_users_own_is_another_profile(tmp_path: Path) -> None:
+    model = tmp_path / "mine.py"
+    names = set()
+    for width in (1, 2):
+        model.write_text(f"WIDTH = {width}\ndef build(): ...\n")
+        made = profile_spec(spec(model=f"{model}:build", compute="emulated"))
+        assert list(made.files) == [str(model)]
+        assert RunSpec.from_json(made.model_dump_json(by_alias=True), "spec.json") == made  # as a rank reads it
+        names.add(made.name)
+    assert len(names) == 2
 
 
 def test_a_profile_that_another_process_records_is_not_set_aside(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
