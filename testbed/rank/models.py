@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from testbed.rank.own_code import call
 from testbed.spec.datasets import Shape
 from testbed.spec.errors import one_line, refuse
+from testbed.spec.models import MAX_PARAMETERS_VARIABLE
 from testbed.spec.own_files import own_code
 
 VGG11 = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # widths, M: max-pool 2
@@ -165,6 +167,10 @@ def build_own_model(name: str, file: Path, classes: int, shape: Shape, dtype: to
     if dtypes[0] not in ("float32", "float64"):
         rule = f"its parameters are {dtypes[0]}, and a run trains float32 or float64"
         raise refuse("model", name, rule, "Keep parameters in float32, and convert inside forward.")
+    largest, count = os.environ.get(MAX_PARAMETERS_VARIABLE), sum(each.numel() for each in model.parameters())
+    if largest and count > int(largest):
+        rule = f"it has {count} parameters, and these nodes can train {largest}"
+        raise refuse("model", name, rule, "Use fewer, or --on netns or compose.")
     return model.to(dtype)
 
 

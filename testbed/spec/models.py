@@ -11,6 +11,9 @@ from testbed.spec.datasets import Unit
 from testbed.spec.errors import did_you_mean, refuse
 from testbed.spec.own_files import OwnFile, looks_like_code, own_code
 
+# In the environment of a rank: a user's model may have so many parameters. Known only when the rank has built it.
+MAX_PARAMETERS_VARIABLE = "TESTBED_MAX_PARAMETERS"
+
 
 @dataclass(frozen=True)
 class ModelInfo:

@@ -46,7 +46,7 @@ from testbed.spec.errors import (
     one_line,
     require_extra,
 )
-from testbed.spec.models import model_info
+from testbed.spec.models import MAX_PARAMETERS_VARIABLE, model_info
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 
 MAX_NODES = 8
@@ -120,7 +120,10 @@ def check(plans: Sequence[NodePlan]) -> None:
 
 
 def check_model(spec: RunSpec) -> None:
-    """Raise Unavailable for a model whose steps would measure the processor, and for a user's script."""
+    """Raise Unavailable for a model whose steps would measure the processor, and for a user's script.
+
+    The size of a user's model is known only to the ranks: they refuse it by the variable that `start` sets.
+    """
     if spec.script is not None:
         rule = "runs testbed's own training, not scripts: their system calls would be most of what is measured"
         raise Unavailable(f"substrate uml: {rule}. Use --on netns or compose")
@@ -329,7 +332,8 @@ class UmlSubstrate:
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process on a node; the folder of its log is made writable for the kernel."""
-        arguments = {"node": node, "argv": list(argv), "env": dict(env), "log": str(log.resolve()), "quota": quota}
+        own = {**env, MAX_PARAMETERS_VARIABLE: str(MAX_PARAMETERS)}
+        arguments = {"node": node, "argv": list(argv), "env": own, "log": str(log.resolve()), "quota": quota}
         return UmlProcess(self._kernel, self._kernel.call("start", **arguments))
 
     def port(self, wanted: int = 0) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from testbed.rank.models import build_model, build_own_model, untrack_statistics
 from testbed.spec.errors import SpecError
+from testbed.spec.models import MAX_PARAMETERS_VARIABLE
 
 
 def count(model: nn.Module) -> int:
@@ -142,6 +143,17 @@ def own(folder: Path, function: str) -> nn.Module:
 def test_a_users_model_is_built_for_the_classes_and_channels_of_the_data_in_the_type_of_the_run(tmp_path: Path) -> None:
     model = own(tmp_path, "make")
     assert model(torch.zeros(2, 12, dtype=torch.float64)).shape == (2, 5)
+
+
+def test_a_users_model_that_is_too_large_for_the_nodes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = sum(each.numel() for each in own(tmp_path, "make").parameters())
+    monkeypatch.setenv(MAX_PARAMETERS_VARIABLE, str(count))
+    own(tmp_path, "make")
+    monkeypatch.setenv(MAX_PARAMETERS_VARIABLE, str(count - 1))
+    with pytest.raises(SpecError, match=f"it has {count} parameters, and these nodes can train {count - 1}. Use fewer"):
+        own(tmp_path, "make")
 
 
 @pytest.mark.parametrize(

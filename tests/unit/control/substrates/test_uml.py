@@ -77,6 +77,13 @@ def test_a_large_model_and_a_script_are_refused() -> None:
         uml.check_model(RunSpec.load({"script": {"argv": ["python", "main.py"], "folder": "/tmp"}}, "test"))
 
 
+def test_ranks_know_how_large_a_users_model_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(uml.Kernel, "call", lambda self, name, **arguments: asked.append(arguments))
+    uml.UmlSubstrate(plans(1)).start(0, ["python"], {"RANK": "0"}, tmp_path / "log")
+    assert asked[0]["env"] == {"RANK": "0", "TESTBED_MAX_PARAMETERS": "1000000"}
+
+
 class Nodes:
     """Answers as NetnsSubstrate does."""
 
