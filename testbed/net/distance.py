@@ -157,6 +157,7 @@ class Receiver:
     def __init__(self, socks: Sequence[socket.socket], token: bytes, timeout_s: float) -> None:
         self._socks = socks
         self._token = token[:16]
+        self._timeout_s = timeout_s
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         with suppress(OSError):  # beyond the usual limit, where that is allowed
@@ -185,12 +186,19 @@ class Receiver:
         return found
 
     def lost(self, plan: Plan, jitter: float) -> int:
-        """How many of the numbered datagrams of the one sender did not arrive."""
+        """How many of the numbered datagrams of the one sender did not arrive.
+
+        Raises ProbeError if the sender has not sent all of them at the end of the time.
+        """
         (sock,) = self._socks
+        end = time.monotonic() + self._timeout_s
         arrived = set[int]()
         for _ in range(0, plan.packets, plan.batch):
             quiet_since = None  # when the sender said that all of this batch were sent
             while quiet_since is None or time.monotonic() - quiet_since < SETTLE_S + 2 * jitter:
+                if time.monotonic() > end:
+                    name = sock.getpeername()[0]
+                    raise ProbeError(f"{name} has not sent {plan.packets} datagrams in {self._timeout_s:g} s")
                 ready = select.select([self._udp, *([sock] if quiet_since is None else [])], [], [], SETTLE_S / 2)[0]
                 if self._udp in ready:
                     data = self._udp.recv(64)

@@ -81,6 +81,12 @@ def test_packets_of_others_do_not_count_and_missing_ones_are_lost(pair: tuple[so
         sender.join(10)
 
 
+def test_a_sender_that_is_silent_is_not_waited_for_without_end(pair: tuple[socket.socket, socket.socket]) -> None:
+    with Receiver([pair[1]], TOKEN, 0.3) as receiver:
+        with pytest.raises(ProbeError, match=r"^127\.0\.0\.1 has not sent 100 datagrams in 0\.3 s$"):
+            receiver.lost(Plan(packets=100, batch=50), jitter=0.0)
+
+
 def test_a_sender_that_ends_is_an_error(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[0].close()
     with Receiver([pair[1]], TOKEN, 20.0) as receiver, pytest.raises((ProbeError, OSError)):
