@@ -34,6 +34,7 @@ CPU_S_PER_STEP = 0.004  # of a rank besides, plus the next for each byte of grad
 CPU_S_PER_GRADIENT_BYTE = 0.6e-9
 START_S_PER_RANK = 8.0  # of one core, to start a rank: 3 s where nothing else runs
 MAX_SHARE = 0.5  # of the cores that all ranks together may need
+MIN_STEP_S = 1e-6  # instead of no time at all: a profile may be all zeros, to see the communication alone
 MAX_CHOSEN = 64.0  # a larger K is not chosen: the run would take too long to be meant
 RANK_BYTES = 165 << 20  # memory of a rank that has imported torch, without what ranks share
 COPIES = 4  # of the gradients that a rank holds at most: parameters, gradients, buffers that are sent and received
@@ -128,6 +129,9 @@ def with_dilation(spec: RunSpec, choice: SubstrateChoice) -> RunSpec:
     """
     if not spec.emulated:
         return spec
+    if choice.name == "uml":
+        rule = "the kernel of uml has one processor, too few for ranks that must be woken in time"
+        raise refuse_setting("compute", spec.compute, rule, "Use --on netns, or --on compose.", Unavailable)
     own = own_profile(spec.compute)
     assert own is not None, spec.compute
     profile = Profile.read(Path(own.path))
@@ -170,7 +174,11 @@ def needed_dilation(spec: RunSpec, profile: Profile, cores: int) -> float:
     the first: communication then takes the time that the processor needs.
     """
     compute, wire = compute_s(spec, profile), wire_s(spec, profile)
-    used = spec.world * (CPU_S_PER_STEP + CPU_S_PER_GRADIENT_BYTE * profile.gradient_bytes) / max(compute, wire)
+    used = (
+        spec.world
+        * (CPU_S_PER_STEP + CPU_S_PER_GRADIENT_BYTE * profile.gradient_bytes)
+        / max(compute, wire, MIN_STEP_S)
+    )
     if wire:
         used += CPU_S_PER_BYTE * bytes_per_sync(spec, profile) / wire
     return max(1.0, math.ceil(10 * used / cores / MAX_SHARE) / 10)

@@ -83,6 +83,21 @@ def test_a_point_that_cannot_be_dilated_is_refused(file: Path, monkeypatch: pyte
         with_dilation(spec(nodes=200, link={"rate": "10gbit"}), NETNS)
 
 
+def test_the_kernel_of_one_processor_is_refused(file: Path) -> None:
+    with pytest.raises(Unavailable, match=r"kernel of uml has one processor.*Use --on netns"):
+        with_dilation(spec(nodes=2), SubstrateChoice(SUBSTRATES["uml"], "case"))
+    real = RunSpec.load({"nodes": 2}, "case")
+    assert with_dilation(real, SubstrateChoice(SUBSTRATES["uml"], "case")) is real
+
+
+def test_a_profile_of_zeros_needs_links_with_a_rate(file: Path) -> None:
+    layer = ProfiledLayer(name="0", sizes=(36_924_456,), forward_s=0.0, backward_s=0.0)
+    PROFILE.model_copy(update={"layers": (layer,), "optimizer_s": 0.0}).write(file)
+    with pytest.raises(Unavailable, match="needs links with a rate"):
+        with_dilation(spec(link={}), NETNS)
+    assert with_dilation(spec(), NETNS).dilation == 1.0
+
+
 def test_ranks_that_do_not_fit_into_memory_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "RANK_BYTES", 1 << 50)
     with pytest.raises(Unavailable, match=r"8 ranks need about .* MiB are free"):
