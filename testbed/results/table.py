@@ -297,7 +297,8 @@ def short_key(key: str, among: Sequence[str]) -> str:
 def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
     """For each run the single-node run with the same conditions, except the network and the number of nodes.
 
-    None for a control run, which does not synchronise and so has no speed-up.
+    None for a control run, which does not synchronise and so has no speed-up, and for a run on uml without CPU quotas:
+    a single node had the one processor for itself, which all nodes of the run shared.
     """
 
     def conditions(s: Summary) -> str:
@@ -311,7 +312,11 @@ def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
     for s in summaries:
         if not s.spec.mode.distributed:
             singles.setdefault(conditions(s), s)
-    return [None if s.spec.mode.is_control else singles.get(conditions(s)) for s in summaries]
+
+    def comparable(s: Summary) -> bool:
+        return not s.spec.mode.is_control and (s.substrate != "uml" or s.spec.node.cpus is not None)
+
+    return [singles.get(conditions(s)) if comparable(s) else None for s in summaries]
 
 
 def _row(s: Summary, single: Summary | None, varying: Sequence[str]) -> tuple[str, ...]:

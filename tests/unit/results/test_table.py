@@ -239,6 +239,13 @@ def test_without_a_baseline_no_speed_up_is_claimed() -> None:
     assert column([made("single", 2.0, status="failed"), made("ring", 0.8)], "speed-up") == ["-"]
 
 
+def test_nodes_that_share_the_one_processor_of_uml_have_no_speed_up_over_a_node_that_had_it_alone() -> None:
+    own: dict[str, Any] = {"substrate": "uml"}
+    assert column([made("single", 2.0, **own), made("ring", 0.8, **own)], "speed-up") == ["-", "-"]
+    own |= {"node": {"cpus": 0.4}}
+    assert column([made("single", 2.0, **own), made("ring", 0.8, **own)], "speed-up") == ["1.00", "2.50"]
+
+
 # --- the caption -------------------------------------------------------------------------------------------------
 
 
