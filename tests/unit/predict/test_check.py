@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from testbed.control.api import Run
+from testbed.control.runs.emulation import check_profile
 from testbed.predict import check
 from testbed.predict.calibrate import Calibration, calibrate
 from testbed.predict.check import Checked, Verdict
@@ -152,3 +153,10 @@ def test_the_verdict_counts_errors_and_ranks() -> None:
     wrong = replace(found[0], predicted=3.5)
     assert check.verdict([wrong, found[1]]).right == 0  # type: ignore[union-attr]
     assert "2 points: median error 5.0 %, worst 10.0 %; 1 of 1" in check.verdict(found).sentence  # type: ignore[union-attr]
+
+
+def test_what_is_measured_has_the_optimizer_of_its_profile(calibration: Calibration, bench: Bench) -> None:
+    """A run that replays the profile of another optimizer is refused."""
+    adam = replace(calibration, profile=calibration.profile.model_copy(update={"optimizer": "adam"}))
+    (ring,) = checked(adam, bench)[:1]
+    check_profile(RunSpec.load(check.keys(ring, adam, bench.out / check.PROFILE), ""), adam.profile, bench.out)
