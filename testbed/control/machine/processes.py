@@ -67,6 +67,16 @@ def pids_in_namespace(namespace: str) -> list[int]:
     return found
 
 
+def pids_of_session(session: int) -> list[int]:
+    """Return the pids of live processes of a session; its number is the pid of the process that began it."""
+    found = []
+    for pid in all_pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == session and start_time(pid) is not None:
+                found.append(pid)
+    return found
+
+
 def send(pids: Sequence[int], signum: int) -> None:
     """Send a signal to each pid; a process that has ended meanwhile is ignored."""
     for pid in pids:

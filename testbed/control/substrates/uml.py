@@ -34,6 +34,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from testbed.control.machine import ownership
+from testbed.control.machine.processes import kill_until_gone, pids_of_session
 from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process
 from testbed.control.substrates.process import dies_with_parent, package_path
 from testbed.net.shaping import Shaping
@@ -58,7 +59,8 @@ HIDDEN = (Path("/run"), Path("/dev"), Path("/proc"), Path("/sys"))  # folders th
 BOOT_TIMEOUT_S = 120.0  # the kernel alone took 3 s on a busy machine
 CALL_TIMEOUT_S = 180.0  # of one request to the agent; at a load of 60 making the nodes took more than 60 s
 POLL_S = 0.05  # of the agent, for ranks that have ended
-END_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0  # of the keeper, which kills the kernel
+KILLED_TIMEOUT_S = 30.0  # of a killed keeper; on a busy machine the kernel's memory takes seconds to be freed
 
 PLANS, NODES = TypeAdapter(list[NodePlan]), TypeAdapter(list[NodeHandle])
 RESULTS: dict[str, TypeAdapter[Any]] = {  # of requests that return something
@@ -266,10 +268,18 @@ def _memory_folder(size: int) -> Path:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the kernel by its keeper."""
+    """End the kernel by its keeper; if that does not end, kill all processes of its session. Raises TestbedError."""
     with suppress(ProcessLookupError):
         process.terminate()
-    process.wait(END_TIMEOUT_S)
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        kill_until_gone(lambda: pids_of_session(process.pid))
+        try:
+            process.wait(KILLED_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            rule = f"process {process.pid} of the user-mode kernel does not end, although it was killed"
+            raise TestbedError(f"substrate uml: {rule}. End it, then start again.") from None
 
 
 class UmlProcess:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from testbed.control.machine.processes import start_time
 from testbed.control.runs.select import SUBSTRATES
 from testbed.control.substrates import uml
 from testbed.control.substrates.base import NodeCounts, NodePlan
@@ -82,6 +85,28 @@ def test_ranks_know_how_large_a_users_model_may_be(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(uml.Kernel, "call", lambda self, name, **arguments: asked.append(arguments))
     uml.UmlSubstrate(plans(1)).start(0, ["python"], {"RANK": "0"}, tmp_path / "log")
     assert asked[0]["env"] == {"RANK": "0", "TESTBED_MAX_PARAMETERS": "1000000"}
+
+
+def test_a_keeper_that_does_not_end_is_killed_with_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uml, "END_TIMEOUT_S", 0.1)
+    deaf = "trap '' TERM; sleep 100 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        kernel = int(process.stdout.readline())
+        uml._end(process)
+    assert process.returncode == -signal.SIGKILL and start_time(kernel) is None
+
+
+def test_a_keeper_that_cannot_be_killed_is_an_error_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uml, "END_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(uml, "KILLED_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(uml, "kill_until_gone", lambda find: [])
+    with subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 100"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(TestbedError, match=rf"process {process.pid} .* does not end, although it was killed"):
+            uml._end(process)
+        process.kill()
 
 
 class Nodes:
