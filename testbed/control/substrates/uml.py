@@ -146,7 +146,7 @@ class Kernel:
         self._memory_bytes = memory_bytes
         self._cleanup = ExitStack()
         self._answers: dict[int, dict[str, Any]] = {}
-        self._codes: dict[int, int] = {}  # of processes that have ended, by pid
+        self._codes: dict[int, int] = {}  # of processes that have ended, by the agent's number
         self._changed = threading.Condition()
         self._gone = False
         self._count = 0
@@ -248,13 +248,13 @@ class Kernel:
             raise REFUSALS.get(answer["error"], TestbedError)(answer["text"])
         return RESULTS[name].validate_python(answer["result"]) if name in RESULTS else answer["result"]
 
-    def code(self, pid: int, timeout_s: float | None = 0.0) -> int | None:
+    def code(self, number: int, timeout_s: float | None = 0.0) -> int | None:
         """The exit code of a process, for which this waits so long; None if it still runs."""
         with self._changed:
-            self._changed.wait_for(lambda: pid in self._codes or self._gone, timeout_s)
-            if pid not in self._codes and self._gone:
+            self._changed.wait_for(lambda: number in self._codes or self._gone, timeout_s)
+            if number not in self._codes and self._gone:
                 raise self._failure("keep running")
-            return self._codes.get(pid)
+            return self._codes.get(number)
 
 
 def _memory_folder(size: int) -> Path:
@@ -283,7 +283,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class UmlProcess:
-    """A process of the kernel; `pid` is its number there."""
+    """A process of the kernel; `pid` is the agent's number for it, because a long sweep uses a pid more than once."""
 
     def __init__(self, kernel: Kernel, pid: int) -> None:
         self._kernel = kernel
@@ -427,7 +427,8 @@ class Agent:
         self._line = line
         self._modules = modules
         self._nodes: Any = None  # NetnsSubstrate
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, Process] = {}  # by numbers that are never used again
+        self._started = 0
         self._writable: list[Path] = []
 
     def serve(self) -> None:
@@ -442,11 +443,11 @@ class Agent:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._answer(json.loads(line))
-            for pid, process in list(self._processes.items()):
+            for number, process in list(self._processes.items()):
                 code = process.poll()
                 if code is not None:
-                    del self._processes[pid]
-                    self._send({"ended": pid, "code": code})
+                    del self._processes[number]
+                    self._send({"ended": number, "code": code})
 
     def _answer(self, request: dict[str, Any]) -> None:
         number, name, arguments = request["id"], request["do"], request["with"]
@@ -479,8 +480,9 @@ class Agent:
     def _start(self, node: int, argv: list[str], env: dict[str, str], log: str, quota: bool) -> int:
         self._allow_writing(str(Path(log).parent))
         process = self._nodes.start(node, argv, env, Path(log), quota)
-        self._processes[process.pid] = process
-        return int(process.pid)
+        self._started += 1
+        self._processes[self._started] = process
+        return self._started
 
     def _allow_writing(self, folder: str) -> None:
         """Mount a folder of the machine once more, writable."""

@@ -128,6 +128,27 @@ class Nodes:
         raise CommandFailed("ip: exit code 1", 1, "")
 
 
+class Ended:
+    """A process; all of them have the same pid, one after the other."""
+
+    pid = 7
+
+    def poll(self) -> int:
+        return 3
+
+
+def test_a_process_with_the_pid_of_an_earlier_one_has_a_number_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Nodes, "start", lambda *arguments: Ended(), raising=False)
+    agent = uml.Agent(-1, Path())
+    agent._nodes, agent._writable = Nodes(), [tmp_path]
+    controller = uml.Kernel(0)
+    first, second = (uml.UmlProcess(controller, agent._start(0, [], {}, str(tmp_path / "log"), True)) for _ in "ab")
+    controller._receive({"ended": first.pid, "code": 3})
+    assert first.poll() == 3 and second.poll() is None
+
+
 def asked(agent_line: int, controller_line: int, name: str, **arguments: Any) -> Any:
     """What the controller gets for a request: through the agent and the line."""
     agent = uml.Agent(agent_line, Path())
