@@ -144,10 +144,10 @@ def time_modes(
     found: dict[str, list[TrainedCase]] = {}
     for mode, each in zip(modes, trained, strict=True):
         found.setdefault(mode, []).append(each)
-    return {mode: _times(cases, sampler) for mode, cases in found.items()}
+    return {mode: _times(mode, cases, sampler) for mode, cases in found.items()}
 
 
-def _times(cases: Sequence[TrainedCase], sampler: CoreSampler) -> Times:
+def _times(mode: str, cases: Sequence[TrainedCase], sampler: CoreSampler) -> Times:
     kept, left_out, others = [], [], []
     for each in cases:
         for number, seconds in enumerate(step_seconds(each)):
@@ -156,7 +156,9 @@ def _times(cases: Sequence[TrainedCase], sampler: CoreSampler) -> Times:
             others.append(by_others(cores, each.used[number]))
             into = left_out if is_disturbed(seconds, others[-1]) else kept
             into.append((seconds, cores.busy - cores.own))
-    seconds_of, busy = zip(*(kept or left_out), strict=True)
+    if not kept:
+        raise SystemExit(f"{mode}: other processes disturbed every step. Measure it again on a quiet machine.")
+    seconds_of, busy = zip(*kept, strict=True)
     sent, middle = statistics.fmean(each.sent for each in cases), statistics.median(others)
     return Times(list(seconds_of), len(left_out), sent, statistics.median(busy), cases[0].mode, middle)
 
