@@ -237,14 +237,18 @@ def keys(each: Checked, calibration: Calibration, profile: Path) -> dict[str, An
         replayed = profile.with_name(f"profile-x{point.speed:g}.json")
         if not replayed.exists():
             faster(calibration, point.speed).profile.write(replayed)
+    recorded = calibration.profile
     measured_steps = -(-(STEPS - WARMUP) // each.mode.every) * each.mode.every  # whole rounds of every:K
     made = {
         "mode": str(each.mode),
         "nodes": point.nodes,
-        "batch_per_rank": calibration.profile.batch_per_rank,
+        "model": recorded.model,
+        "dtype": recorded.dtype,
+        "threads": recorded.threads,
+        "batch_per_rank": recorded.batch_per_rank,
         "steps": WARMUP + measured_steps,
         "warmup": WARMUP,
-        "optimizer": {"name": calibration.profile.optimizer},
+        "optimizer": {"name": recorded.optimizer},
         "link": {key: value for key, value in link.items() if value is not None},
         "compute": f"emulated:{replayed}",
     }
