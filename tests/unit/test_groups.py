@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import GROUPS
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -34,6 +36,11 @@ def test_a_group_that_cannot_run_is_skipped_locally_and_fails_in_ci(
     assert done.returncode == code, done.stdout
     assert words in done.stdout
     assert "ip and tc not found" in done.stdout or "need root" in done.stdout
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_is_in_the_table_for_contributors(group: str) -> None:
+    assert f"| `tests/{group}` |" in (TESTS.parent / "CONTRIBUTING.md").read_text()
 
 
 WRITES_ITS_WORKER = """
