@@ -27,7 +27,7 @@ FAR_TOLERANCE = 0.08  # the same where a delay or a loss is requested as well
 DELAY_TOLERANCE, DELAY_TOLERANCE_S = 0.05, 0.001  # of a round trip; the larger one counts
 LOSS_DOUBT = 1e-5  # a count of lost packets is wrong if a count so far off is less likely than this
 # Share of the jitter there and back that the median of the probe's 8 round trips is off by chance: by more with a
-# probability of 0.00001 if both ends have the same jitter, of 0.004 if only one has (netem's jitter is uniform).
+# probability of 0.00001 if both ends have the same jitter, of 0.0045 if only one has (netem's jitter is uniform).
 MEDIAN_OF_JITTER = 0.75
 SMALL_PART = 1e-12  # of a sum: smaller terms are left out
 
