@@ -155,8 +155,9 @@ def test_the_verdict_counts_errors_and_ranks() -> None:
     assert "2 points: median error 5.0 %, worst 10.0 %; 1 of 1" in check.verdict(found).sentence  # type: ignore[union-attr]
 
 
-def test_what_is_measured_has_the_optimizer_of_its_profile(calibration: Calibration, bench: Bench) -> None:
-    """A run that replays the profile of another optimizer is refused."""
-    adam = replace(calibration, profile=calibration.profile.model_copy(update={"optimizer": "adam"}))
+def test_what_is_measured_is_of_the_kind_of_its_profile(calibration: Calibration, bench: Bench) -> None:
+    """A run that replays the profile of another model, type, optimizer or number of threads is refused."""
+    kind = {"model": "gpt", "dtype": "float64", "threads": 2, "optimizer": "adam"}
+    adam = replace(calibration, profile=calibration.profile.model_copy(update=kind))
     (ring,) = checked(adam, bench)[:1]
     check_profile(RunSpec.load(check.keys(ring, adam, bench.out / check.PROFILE), ""), adam.profile, bench.out)
