@@ -67,7 +67,10 @@ def test_a_run_beside_heavy_load_has_a_footnote_in_the_table_and_a_number_in_the
     assert table.note.endswith(" *: other processes used 1.20 of 2 cores during the steps; limit 0.2; run it alone.")
     assert "*" not in table.csv() and cells["ring"].removesuffix(" *") in table.csv()
     figures = json.loads((tmp_path / "report" / "report.json").read_text())["experiments"]["adhoc"]
-    assert {each["mode"]: each["machines"] for each in figures} == {"ring": [[load_of_others]], "tree": [[]]}
+    assert {each["mode"]: each["machines"] for each in figures} == {
+        "ring": [[load_of_others | {"own": None}]],
+        "tree": [[]],
+    }
 
 
 def test_utilisation_of_a_slow_link_is_by_its_own_rate(tmp_path: Path) -> None:

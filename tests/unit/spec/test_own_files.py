@@ -62,7 +62,7 @@ def test_a_changed_file_is_another_run(here: Path) -> None:
         ("def make(:", "mine.py:make", "--model 'mine.py:make': mine.py, line 1: "),
         ("", "mine.py:make", "mine.py defines no make; it has no function. Fix the file."),
         (MODEL, "none.py:make", "--model 'none.py:make': there is no file none.py. Write its path from this folder."),
-        ("x" * ((1 << 20) + 1), "mine.py:make", "mine.py has 1048577 bytes, and 1048576 are the limit. Use a smaller"),
+        ("x" * ((1 << 20) + 1), "mine.py:make", "mine.py has 1048577 bytes, and the limit is 1048576. Use a smaller"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
