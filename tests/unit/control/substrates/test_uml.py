@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,20 @@ def test_answers_of_the_agent_arrive_as_they_were() -> None:
 def test_plans_arrive_as_they_were() -> None:
     wanted = plans(1, link=Link(rate=20_000_000, delay=0.05, loss=0.001), cpus=0.2, uplink=Link(rate=10_000_000))
     assert uml.PLANS.validate_python(json.loads(uml.PLANS.dump_json(wanted))) == wanted
+
+
+def test_the_keeper_removes_its_folder_if_the_kernel_ends_while_sigterm_comes(tmp_path: Path) -> None:
+    """Three of eighty such ends left the folder when SIGTERM could interrupt the clean-up."""
+    left = []
+    for attempt in range(60):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        kernel = ["sh", "-c", f"touch {folder}/started; sleep 0.01"]
+        keeper = subprocess.Popen(["sh", "-c", uml.KEEPER, str(folder), *kernel])
+        while keeper.poll() is None and not (folder / "started").exists():
+            time.sleep(0.001)
+        time.sleep(0.01 + 0.0001 * attempt)
+        keeper.terminate()
+        keeper.wait(20)
+        left += [attempt] if folder.exists() else []
+    assert left == []
