@@ -314,7 +314,7 @@ def start(
     handle = sandbox.open_variables(variables)
     try:
         command = sandbox.command(script_user(), needs, place.root, argv, handle)
-        if is_root():  # the variables of the script have no effect on programs that root still runs
+        if is_root():  # unshare and the sandbox run as root first: the script's variables must not affect them
             first = {name: variables[name] for name in (OWNER_VARIABLE, LAUNCHER_VARIABLE) if name in variables}
             return Script(command, first | {"PATH": os.environ.get("PATH", os.defpath)}, place, output, [handle])
         return Script(command, variables, place, output)
@@ -354,7 +354,7 @@ def main() -> int:
     if spec.script is None:
         raise UsageError(f"{folder.spec}: has no script. Use `testbed exec`.")
     signal.signal(signal.SIGTERM, _stop)
-    install_oom_handler(spec)  # the memory limit of that fault is the node's
+    install_oom_handler(spec)  # the fault `oom` limits the whole node, so the launcher can exceed it
     if options.resume:
         folder.set_records_aside(rank)
     try:

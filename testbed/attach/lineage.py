@@ -67,7 +67,7 @@ class Lineage(TorchDispatchMode):
 
     @contextmanager
     def covering(self) -> Iterator[None]:
-        """The communication in the `with` block is known to the caller."""
+        """Do not add communication in the `with` block to `uncovered`: the caller records it."""
         self.covered = True
         try:
             yield

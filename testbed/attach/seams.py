@@ -48,7 +48,7 @@ OPERATIONS = {
     "recv_any_source_": ("recv", "tensors"),
 }
 ROOTS = {"root_rank": "root", "dst": "peer", "src": "peer"}  # arguments that name a rank
-WITHOUT_FUTURE = ("send", "recv", "barrier")  # the wait that ends them counts
+WITHOUT_FUTURE = ("send", "recv", "barrier")  # no callback: they end when the wait for them returns
 # functions of torch.distributed that return when the collective has ended, unless they return a Work
 BLOCKING = (
     "all_reduce",
@@ -263,9 +263,10 @@ def track(hub: Hub, position: Position, collective: Collective, work: Any) -> No
 
 
 def await_callbacks(position: Position) -> None:
-    """Wait until no thread of Gloo needs Python: one that does while Python ends would abort the process.
+    """Wait until all callbacks have run and no other thread runs, for at most CALLBACKS_TIMEOUT_S.
 
-    After it has called us it still frees the tensors of its collective, which are objects of Python by then.
+    A thread of Gloo that needs the interpreter while Python ends would abort the process. After its callback, such a
+    thread still frees the tensors of its collective, which are Python objects by then.
     """
     begun = time.monotonic()
     while position.called_back and time.monotonic() < begun + CALLBACKS_TIMEOUT_S:
@@ -641,7 +642,7 @@ def _passed(hub: Hub, sampler: Any, given: list[Any]) -> Iterator[Any]:
 
 
 def watch_clipping(hub: Hub, position: Position) -> None:
-    """Gradient clipping by torch.nn.utils."""
+    """Report each gradient clipping by torch.nn.utils, before it begins."""
     from torch.nn.utils import clip_grad
 
     def began() -> None:

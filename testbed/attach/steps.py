@@ -244,7 +244,10 @@ class Steps(Part):
             known[0], known[1] = known[0] + 1, id(iterator)
 
     def backward_ended(self, reduced: list[Collective]) -> None:
-        """DDP waits at the end of backward, in C++: from its last launch until all have ended. Then it copies."""
+        """Record how long DDP waited at the end of backward: from its last launch until all collectives had ended.
+
+        DDP waits in C++, so the times of its collectives give the wait. Then DDP copies.
+        """
         if reduced:
             used = time.thread_time()
             last = max(collective.launched for collective in reduced)

@@ -61,7 +61,7 @@ def layouts(root: Path, scratch: Path | None = None) -> dict[str, Path]:
 
 
 def _write_mnist(folder: Path, arrays: Mapping[str, Bytes]) -> None:
-    """IDX: two zeros, type 8 (unsigned byte), number of dimensions, each as 4 bytes big-endian, the values."""
+    """Write IDX: two zeros, type 8 (unsigned byte), number of dimensions, each as 4 bytes big-endian, the values."""
     for file, array in zip(MNIST_FILES, ARRAYS, strict=True):
         values = arrays[array].reshape(arrays[array].shape[:3])
         head = bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)

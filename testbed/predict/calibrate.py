@@ -552,7 +552,7 @@ def _cpus(run: LoadedRun, found: list[Parameter]) -> tuple[float, int]:
 
 
 def _byte_cpu(runs: Sequence[LoadedRun], found: list[Parameter], notes: list[str]) -> float:
-    """Core-seconds for each byte that a rank sends, and receives, beyond what the control takes."""
+    """Core-seconds to send and receive one byte: processor time beyond that of the control; else assumed."""
     used: dict[bool, list[tuple[str, float, float]]] = {True: [], False: []}
     for run in runs:
         cpu, mode = _cpu_per_step(run), run.spec.mode

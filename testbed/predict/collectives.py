@@ -44,7 +44,7 @@ class Wire:
     acks: float = 0.0  # bytes that a link sends to acknowledge each byte that it receives
     uplink: float | None = None  # payload byte/s that all nodes of a rack share, each way
     uplink_latency: float = 0.0  # seconds more from rack to rack
-    window: float = math.inf  # bytes that a TCP connection has under way at most
+    window: float = math.inf  # the most bytes that a TCP connection has in flight
     loss: float = 0.0  # share of packets
     credit: float = 0.0  # seconds of the rate that a token bucket lets pass at once after a pause
 

@@ -89,7 +89,7 @@ class Optimizer:
             if key:
                 group, parameter = parameters[int(number)]
                 if value.numel() > 1 and value.shape != parameter.shape:
-                    raise ValueError(f"optimizer {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
+                    raise ValueError(f"optimizer {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
                 group.inner.state[parameter][key] = value.clone()
 
     def _all_parameters(self) -> list[tuple[ParameterGroup, nn.Parameter]]:

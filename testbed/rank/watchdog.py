@@ -601,4 +601,5 @@ def install_oom_handler(spec: RunSpec) -> None:
 def _allocate(signum: int, frame: FrameType | None) -> None:
     for _ in range(MAX_BLOCKS):
         _blocks.append(b"\1" * BLOCK_BYTES)  # written to, so that the kernel allocates the pages
-    raise MemoryError(f"allocated {MAX_BLOCKS * BLOCK_BYTES >> 20} MiB without reaching a memory limit")
+    allocated = f"{MAX_BLOCKS * BLOCK_BYTES >> 20} MiB"
+    raise MemoryError(f"fault oom: allocated {allocated} without reaching a memory limit. Leave the fault out")

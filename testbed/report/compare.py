@@ -58,11 +58,10 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
     several = list(dict.fromkeys(p for cells in sides for p in varying_places([c.first.summary for c in cells])))
     before, after = ({key(cell, several): cell for cell in cells} for cells in sides)
     skipped = [*one.skipped, *two.skipped]
-    for path, cells in ((a, before), (b, after)):
+    for path, cells, loaded in ((a, before, one), (b, after, two)):
         if not cells:
-            raise UsageError(
-                f"{path}: no run that can be compared" + (f"; {skipped[0].reason}" if skipped else "") + "."
-            )
+            reason = f" ({loaded.skipped[0].reason})" if loaded.skipped else ""
+            raise UsageError(f"{path}: no run that can be compared{reason}. Give a folder with a finished run.")
     if len(before) == len(after) == 1:
         (left,), (right,) = before.values(), after.values()
         return Comparison(

@@ -379,7 +379,7 @@ def _gap(chapter: Chapter, claim: dict[str, Any], key: str, holds: Callable[[flo
 
 
 def _goes(chapter: Chapter, claim: dict[str, Any]) -> tuple[str, str]:
-    """Whether the measure goes up, down or stays flat between two values of a key."""
+    """Whether the measure changes as claimed (up, down or flat) between two values of a key; open without both runs."""
     measure, over = MEASURES[claim["measure"]][1], str(claim["over"])
     ends = []
     for value in (claim["from"], claim["to"]):

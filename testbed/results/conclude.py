@@ -1,6 +1,7 @@
 """The end of a run: summary.json from the ranks' records, and the root cause of a failure.
 
-`conclude` is the only writer of summary.json. The controller calls it, and so does rank 0 where there is no controller.
+`conclude` is the only writer of summary.json. The controller calls it, and so does rank 0 where there is no
+controller; `testbed collect` and `fab collect` do by `conclude_without_controller`, where the controller has gone.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate
 def sampled_steps(ranks: Sequence[Sequence[tuple[int, float, float]]]) -> set[int]:
     """The steps of a user's script that samples made longer, from (number, seconds of samples, seconds) of all ranks.
 
-    None if no other step would be left.
+    Empty if no other step would be left.
     """
     sampled = {number for rows in ranks for number, observing, total in rows if observing > SAMPLED_SHARE * total}
     return sampled if {number for rows in ranks for number, *_ in rows} - sampled else set()

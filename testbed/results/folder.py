@@ -52,7 +52,10 @@ def fresh_folder(parent: Path, name: str) -> Path:
 
 
 class RunFolder:
-    """Paths inside one run's folder. No other module contains these names."""
+    """Paths inside one run's folder. No other module contains these names.
+
+    Only substrates that find their runs by a file of their own have another one: slurm.json, hosts.json.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -322,5 +325,5 @@ def check_size(paths: Iterable[Path], max_bytes: int) -> None:
     """Raise SpecError if files that are read line by line have more than `max_bytes` together."""
     sizes = {path.name: path.stat().st_size for path in paths}
     if sum(sizes.values()) > max_bytes:
-        rule = f"has {sum(sizes.values())} bytes, and at most {max_bytes} are read"
-        raise SpecError(f"{', '.join(sizes)} {rule}. Remove the folder.")
+        rule = f"{sum(sizes.values())} bytes in total, and at most {max_bytes} are read"
+        raise SpecError(f"{', '.join(sizes)}: {rule}. Run it again.")

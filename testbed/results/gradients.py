@@ -16,7 +16,7 @@ from testbed.results.observations import Gradients
 from testbed.results.records import Record
 
 EXACT = 1e-3  # residual, and deviation of the factor, up to which gradients are the mean: rounding is below 1e-5
-COARSE = 0.05  # up to which they are the mean with a lossy codec, e.g. a hook that sends 16 or 8 bits
+COARSE = 0.05  # the same limit for a lossy codec, e.g. a hook that sends 16 or 8 bits
 
 Kind = Literal["mean", "nearly", "sum", "divided", "scaled", "local", "partial", "other", "zero", "equal", "unseen"]
 IN_WORDS: dict[str, str] = {

@@ -62,7 +62,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """The collectives of the steps `first` to `last`. The last such record counts for its steps."""
+    """The collectives of the steps `first` to `last`. Counts are cumulative: only the last such record is used."""
 
     kind: Literal["calls"] = "calls"
     first: Count

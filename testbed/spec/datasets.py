@@ -74,7 +74,7 @@ CIFAR10 = DatasetInfo(
     },
 )
 
-# Stored 28 x 28, padded to LeNet-5's 32 x 32. Digests: of IDX files whose MD5 are the published ones.
+# Stored as 28 x 28, padded to LeNet-5's 32 x 32. The digests were taken from IDX files that have the published MD5.
 MNIST = DatasetInfo(
     name="mnist",
     shape=(1, 32, 32),

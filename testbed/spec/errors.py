@@ -3,7 +3,7 @@
 TestbedError                  1   any failure of the testbed that is none of the others
 ├── UsageError                2   the request cannot be met: the message has the value, the rule and the way out
 │   ├── SpecError                 a value in a mode, spec, experiment or inventory
-│   ├── NoClosedForm              a collective of a script does not give on equal inputs what it should
+│   ├── NoClosedForm              a collective of a script cannot be replaced by a calculation (closed_form.py)
 │   ├── SchemaError               a file written by another version of the schema
 │   └── Unavailable               this machine lacks something (root, a port, data, a kernel module)
 ├── RankFailed                3   a rank died or hung; the message names it
@@ -11,7 +11,7 @@ TestbedError                  1   any failure of the testbed that is none of the
 ├── ReplicasDiffer            4   parameters are not equal on all ranks
 ├── NetworkInvalid            5   shaping failed, or the receipt is off by more than the tolerance
 │   └── ProbeError                the probe of the network could not finish
-├── DiskFull                  7   of a rank: nothing more can be written, so that its exit code must say why
+├── DiskFull                  7   a rank cannot write any more; the controller knows the reason from the exit code
 ├── ChannelClosed             1   a control connection ended, or received something that is not a message
 ├── CommandFailed             1   a command failed; the exception has its exit code and output
 ├── HostFailed                2   an operation on a host failed; the message begins with its name

@@ -101,7 +101,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}). Give the path of a TOML file.") from None
     except (ValueError, RecursionError) as error:  # syntax, encoding, a number or a nesting that is too large
-        raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Fix the line it names.") from None
+        raise SpecError(f"{path}: not TOML ({str(error)[:200]}). Correct the file.") from None
 
 
 def spec_from_flags(flags: Mapping[str, Any], settings: Iterable[str] = ()) -> RunSpec:

@@ -209,19 +209,21 @@ def containers() -> Cases:
     rng = random.Random("containers")
     for mode, rank in (("ring", 0), ("ddp", 1), ("ring/bucket:2MiB/pipeline", 3)):
         kill = f"kill:rank{rank}@{rng.randrange(0, 3000)}ms"
-        case = _on_engine(partial(fatal_case, mode, "compose", kill, rank, KILL_LIMIT_S))
+        case = on_engine(partial(fatal_case, mode, "compose", kill, rank, KILL_LIMIT_S))
         yield f"{mode} {kill}", case
     for mode, fault, rank in (("allreduce", "pause:rank2@step20", 2), ("gather", "cut:rank1@step30", 1)):
-        case = _on_engine(partial(fatal_case, mode, "compose", fault, rank, SILENCE_LIMIT_S))
+        case = on_engine(partial(fatal_case, mode, "compose", fault, rank, SILENCE_LIMIT_S))
         yield f"{mode} {fault}", case
     base, again = run_flags("ring", RESUME_STEPS, "compose"), ["--set", f"{CHECKPOINT}10", "--retries", "1"]
     for fault, flags in (("pause:rank3@step15+3s", list[str]()), ("kill:rank2@step55", again)):
-        case = _on_engine(partial(identical_case, base, ["--fault", fault, *flags], references))
+        case = on_engine(partial(identical_case, base, ["--fault", fault, *flags], references))
         yield " ".join(["ring", fault, *flags]), case
-    yield "ring plain", _on_engine(partial(plain_case, "ring", "compose", 0))
+    yield "ring plain", on_engine(partial(plain_case, "ring", "compose", 0))
 
 
-def _on_engine(case: Callable[[], Outcome]) -> Callable[[], Outcome]:
+def on_engine(case: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    """Return the case; where no engine answers it is a miss and is not stored."""
+
     def checked() -> Outcome:
         try:
             engine.check(())

@@ -22,7 +22,7 @@ SOAKED = (  # a change in one of these paths makes all outcomes stale
     "testbed/control",
     "tests/soak",
 )
-SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand", "resumed")
+SUMMED = ("named", "left", "identical", "started", "tabled", "by_hand", "resumed", "injected", "recovered")
 UNAVAILABLE = "unavailable"  # key: why a case could not run on this machine. Such a case is a miss and is not stored
 MAX_MINUTES = 25.0  # of any part
 

@@ -47,7 +47,10 @@ class Run:
     on_engine: bool
 
     def event(self, kind: str) -> dict[str, Any] | None:
-        return next((event for event in self.history if event["event"] == kind), None)
+        return next(iter(self.events(kind)), None)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.history if event["event"] == kind]
 
     def names(self, rank: int) -> bool:
         """Return True if the error message is about this rank."""

@@ -62,7 +62,7 @@ def grade(
     try:
         book = grade_all(setting, found)
     except (Interrupted, KeyboardInterrupt, ConnectionLost):
-        print(f"What was graded is in {setting.out / 'results.md'}", file=sys.stderr)
+        print(f"The results so far are in {setting.out / 'results.md'}", file=sys.stderr)
         raise
     finally:
         setting.progress.end()

@@ -173,7 +173,7 @@ def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
     """The hosts of an inventory. `accept_new`: trust host keys that are not in known_hosts."""
 
     def drop_unsupported(spec: RunSpec) -> RunSpec:
-        """Nothing is shaped. A node's CPU quota is the one that the run requests, else the inventory's."""
+        """Return the spec without shaping. A node's CPU quota is that of the run, else that of the inventory."""
         unshaped = _with_programs_of_image(spec.without_shaping())
         quotas = [spec.cpus_of(rank) or node.cpus for rank, node in enumerate(inventory.nodes[: spec.world])]
         common = spec.node.cpus or (quotas[0] if len(set(quotas)) == 1 else None)

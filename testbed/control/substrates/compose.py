@@ -169,7 +169,7 @@ class ComposeSubstrate:
         self._started: list[ContainerProcess] = []
         self._limits_cpus = True  # False: the quotas of ranks are lifted
         self._limited: set[int] = set()  # nodes that have their CPU quota
-        self._pinned: set[int] = set()  # nodes that have their cores
+        self._pinned: set[int] = set()  # nodes that are limited to their own cores
         self._paused: set[int] = set()
         self._cleanup = ExitStack()
         self.nodes: Sequence[NodeHandle] = ()

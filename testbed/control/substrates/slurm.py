@@ -336,7 +336,7 @@ class Reservation:
 
     @contextmanager
     def hold(self, report: Callable[[str], None]) -> Iterator[None]:
-        """Wait for the nodes, reporting why; at the end cancel the job, unless it is the user's own allocation."""
+        """Wait for the nodes and report Slurm's reasons; at the end cancel the job, unless the user made it."""
         self._depth += 1
         try:
             if self._depth == 1:

@@ -209,7 +209,8 @@ class Pipeline(BaseSynchronizer):
         if kind == SQUARES and self.clipping is not None and shard < self.group.size:
             return self.clipping.bytes_of(shard)
         if kind not in (GRADIENTS, PARAMETERS) or number >= len(self.buckets) or shard >= self.group.size:
-            raise RuntimeError(f"connection with rank {self.left} (node{self.left}): {segment} is unknown to this rank")
+            where = f"connection with rank {self.left} (node{self.left})"
+            raise RuntimeError(f"{where}: unexpected {segment}. Run the same version and spec on all ranks")
         bucket = self.buckets[number]
         if kind == PARAMETERS:
             return bucket.bytes_of(PARAMETERS, shard)

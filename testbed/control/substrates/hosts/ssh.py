@@ -215,7 +215,8 @@ class Host:
 
     def _outcome(self, argv: Sequence[str], timeout_s: float, code: int, out: str, err: str) -> str:
         if code == -1:
-            raise ConnectionLost(f"{self.name}: the connection broke during {_short(argv)}")
+            problem = f"the connection broke during {_short(argv)}"
+            raise ConnectionLost(f"{self.name}: {problem}. Check its link, and run the command again")
         output = " ".join((err or out).split())
         if code == TIMEOUT_CODE:
             raise HostCommandFailed(f"{self.name}: {_short(argv)}: not finished after {timeout_s:g} s", code, output)

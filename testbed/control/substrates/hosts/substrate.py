@@ -100,7 +100,10 @@ def remote_version(host: Host, path: PurePosixPath) -> Version | None:
 
 
 def retry_until_connected(call: Callable[[], object], pace: Pace) -> None:
-    """Repeat a call while the connection, which another thread reopens, is lost; give up after `pace.reconnect_s`."""
+    """Repeat a call until the connection, which another thread reopens, holds.
+
+    Raises ConnectionLost after `pace.reconnect_s`.
+    """
     deadline = time.monotonic() + pace.reconnect_s
     while True:
         try:
