@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,7 +34,6 @@ class NoWork:
 
 
 Work = dist.Work | NoWork
-TOTAL_TAG = 2**31 - 1  # a tag that no buffer uses
 
 
 class Group:
@@ -55,6 +53,7 @@ class Group:
         self.size = size
         self.racks = racks  # the ranks of each rack; empty: one switch connects all
         self.rate = rate  # byte/s of payload on the slowest link, as measured before training; None: unknown
+        self.round_trip_s = 0.0  # the longest that is requested of a path; 0: no delay is requested
         self.store = store
         self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)
@@ -128,14 +127,6 @@ class Group:
     def count_all_reduce(self, tensor: Tensor) -> None:
         """Count the bytes that a ring sends from this rank for one all_reduce of `tensor`."""
         self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
-
-    def total(self, number: Tensor) -> Tensor:
-        """The sum of one number over all ranks, added in rank order on every rank. Only one thread may call this."""
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        parts = {rank: torch.empty_like(number) for rank in peers} | {self.rank: number}
-        coming = [self.receive(parts[rank], rank, TOTAL_TAG) for rank in peers]
-        self.wait(*[self.send(number, rank, TOTAL_TAG) for rank in peers], *coming)
-        return torch.stack([parts[rank] for rank in range(self.size)]).sum()
 
     def all_gather_text(self, key: str, value: str) -> list[str]:
         """Return all ranks' values of `key` in rank order. They go through the store, not through Gloo."""

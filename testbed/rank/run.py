@@ -160,6 +160,7 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: Callable[
         assert heartbeat is not None
         group = make_group(heartbeat, spec.start_deadline, spec.topology.racks)
         group.rate = request.rate if request.supervised else read_network(run.folder.receipt, spec).slowest
+        group.round_trip_s = spec.fabric.longest_round_trip_s
     else:
         group = single_rank_group()
     assert guard.recorder is not None

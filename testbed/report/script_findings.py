@@ -970,12 +970,14 @@ def find_in(folder: RunFolder) -> list[Finding]:
     """All findings about the script of a run folder. Raises TestbedError if the folder is damaged."""
     spec = folder.read_spec()
     paths = {rank: folder.records(rank) for rank in range(spec.world)}
-    check_size([path for path in paths.values() if path.exists()], MAX_RECORDS_BYTES)
+    for path in paths.values():
+        check_size([path] if path.exists() else [], MAX_RECORDS_BYTES)
     return find({rank: list(read(path)) for rank, path in paths.items()}, spec, read_forked(folder, spec))
 
 
 def read_forked(folder: RunFolder, spec: RunSpec) -> dict[int, list[list[Record]]]:
     """By node the records of the processes that trained beside the first one. Raises TestbedError if one is damaged."""
     paths = {rank: folder.processes(rank) for rank in range(spec.world)}
-    check_size([path for own in paths.values() for path in own], MAX_RECORDS_BYTES)
+    for own in paths.values():
+        check_size(own, MAX_RECORDS_BYTES)
     return {rank: [list(read(path)) for path in own] for rank, own in paths.items() if own}

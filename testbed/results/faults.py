@@ -35,7 +35,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class FaultHistory:
-    """The events of one run. If it has several faults, times and names are compared with the first."""
+    """The events of one run. Of several faults, times and names are compared with the one that ranks noticed."""
 
     events: list[Event]
 
@@ -56,12 +56,23 @@ class FaultHistory:
 
     @property
     def injected(self) -> list[Event]:
-        return [event for event in self.events if event["event"] == "injected"]
+        return _injected(self.events)
 
     @property
-    def noticed(self) -> list[Event]:
-        """Events of ranks that ended because they lost another rank, and that name it."""
-        return [event for event in self.events if event["event"] == "saw" and event.get("failed_rank") is not None]
+    def _cause(self) -> tuple[Event | None, list[Event]]:
+        """The fault that ranks noticed first, and the events of its attempt from then on.
+
+        In an attempt with several faults it is the first one on the rank that most ranks named. If no rank noticed any
+        fault, it is the first of the run.
+        """
+        faulted = [events for events in self.attempts if _injected(events)]
+        for events in faulted:
+            if names := Counter(event["failed_rank"] for event in _noticed(events)):
+                (named, _), *_ = names.most_common(1)
+                faults = _injected(events)
+                cause = next((fault for fault in faults if fault["rank"] == named), faults[0])
+                return cause, events[events.index(cause) :]
+        return (_injected(faulted[0])[0], faulted[0]) if faulted else (None, [])
 
     @property
     def codes(self) -> dict[int, int]:
@@ -75,28 +86,35 @@ class FaultHistory:
     @property
     def median_notice_s(self) -> float | None:
         """Seconds from the fault until a rank detected it; median over the ranks that did."""
-        injected = self.injected
-        times = [event["at"] - injected[0]["begun"] for event in self.noticed if event["at"]] if injected else []
+        cause, events = self._cause
+        times = [event["at"] - cause["begun"] for event in _noticed(events) if event["at"]] if cause else []
         return statistics.median(times) if times else None
 
     @property
     def last_notice_s(self) -> float | None:
         """Seconds from the fault until the last other rank detected it, in the same attempt."""
-        later = itertools.dropwhile(lambda event: event["event"] != "injected", self.events)
-        attempt = FaultHistory(list(itertools.takewhile(lambda event: event["event"] != "again", later)))
-        if not attempt.events:
+        cause, events = self._cause
+        if cause is None:
             return None
-        fault = attempt.events[0]
-        others = [event for event in attempt.noticed if event["at"] and event["rank"] != fault["rank"]]
-        return max((float(event["at"]) - float(fault["begun"]) for event in others), default=None)
+        others = [event for event in _noticed(events) if event["at"] and event["rank"] != cause["rank"]]
+        return max((float(event["at"]) - float(cause["begun"]) for event in others), default=None)
 
     @property
     def named_right(self) -> bool | None:
         """Whether most of the ranks that detected the fault named its rank; None if none detected it."""
-        named, injected = [event["failed_rank"] for event in self.noticed], self.injected
-        if not named or not injected:
+        cause, events = self._cause
+        named = [event["failed_rank"] for event in _noticed(events)]
+        if not named or cause is None:
             return None
-        return named.count(injected[0]["rank"]) > len(named) / 2
+        return named.count(cause["rank"]) > len(named) / 2
+
+
+def _injected(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event["event"] == "injected"]
+
+
+def _noticed(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event["event"] == "saw" and event.get("failed_rank") is not None]
 
 
 def read_history(folder: RunFolder) -> FaultHistory:

@@ -50,6 +50,11 @@ class Fabric:
     ) -> Fabric:
         return cls(tuple(rates), tuple(racks), uplink, tuple(distances), uplink_delay)
 
+    @property
+    def longest_round_trip_s(self) -> float:
+        """There and back between the two most distant nodes."""
+        return 2 * max((each.delay for each in self.distances), default=0.0) + 2 * self.uplink_delay
+
     def distance(self, src: int, dst: int) -> Distance:
         """What is added on the way from `src` to `dst`."""
         found = self.distances[src] if self.distances else Distance()

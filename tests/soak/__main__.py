@@ -75,8 +75,8 @@ PARTS = {  # part: (module, function, promise). A module is imported when its pa
         "sequences",
         "sequences",
         Promise(
-            "200 of 200 random sequences of 2 to 5 faults: recovered with the undisturbed hash, or ended in time with the"
-            " retries used and the stopped rank named; records whole, nothing left",
+            "200 of 200 random sequences of 2 to 5 faults: recovered with the undisturbed hash, or ended in time with"
+            " the retries used and the stopped rank named; records whole, nothing left",
             cases=200,
             least={"started": 200, "recovered": 100, "injected": 300},
             most={"minutes": 90, **CLEAN},

@@ -169,7 +169,9 @@ def _wrong_attempt(attempt: Attempt, message: str | None) -> list[str]:
     if first and first[0][0].kind in AT_ONCE and all(at - first[0][1] > MARGIN_S for _, at in later):
         allowed = {first[0][0].rank}
     if int(named[1]) not in allowed:
-        late.append(f"rank {named[1]} is named; stopped by a fault: {sorted(rank for rank in allowed if rank is not None)}")
+        late.append(
+            f"rank {named[1]} is named; stopped by a fault: {sorted(rank for rank in allowed if rank is not None)}"
+        )
     return late
 
 

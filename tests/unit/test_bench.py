@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testbed.control.machine.affinity import usable_cores
 from testbed.rank.train import deadline
 from testbed.results.conclude import Summary
 from testbed.results.observations import Calls
@@ -389,7 +390,8 @@ def test_a_point_is_measured_from_its_rate_to_its_figures(monkeypatch: pytest.Mo
 
     def time_modes(network: object, folder: object, modes: list[str], *more: Any, **values: Any) -> Any:
         asked.extend((mode, values["batch_per_rank"], bool(more[1:] and more[1])) for mode in modes)
-        return {mode: times(1.0 if mode == CONTROL else 2.0 - (mode == BEST) * 0.5, mode) for mode in modes}
+        compute = 0.8 if modes == [CONTROL] else 1.0  # another one at 1 Gbit than at the rate of the point
+        return {mode: times(compute if mode == CONTROL else 2.0 - (mode == BEST) * 0.5, mode) for mode in modes}
 
     receipt = SimpleNamespace(sentence=lambda: "network")
     rates: list[str | None] = []
@@ -402,10 +404,21 @@ def test_a_point_is_measured_from_its_rate_to_its_figures(monkeypatch: pytest.Mo
     monkeypatch.setattr(models, "time_modes", time_modes)
     models._control_seconds.cache_clear()
     found = {figure.name: figure.value for figure in models.measure("vgg11", 1.0)}
-    assert rates[0] == "1gbit" and found["C/(F+B)"] == pytest.approx(1.0, rel=0.01)
+    assert len(rates) == 3 and rates[0] == "1gbit" and found["C/(F+B)"] == pytest.approx(1.0, rel=0.01)
     assert asked.count((models.OURS, 64, False)) == asked.count((models.OURS, 64, True)) == models.REPEATS
     assert (BEST, 64, True) in asked and (DDP, 64, True) not in asked
+    assert asked.count((DDP, 64, False)) == models.REPEATS, "the search alone is repeated at another rate"
     assert len([name for name in found if "short search" in name]) == len(models.SETTINGS)
+
+
+def test_niced_load_has_the_lowest_priority_and_ends() -> None:
+    """Also of its group: where Linux groups sessions, a nice value counts inside the group alone."""
+    with models.niced_load() as pids:
+        assert len(pids) == len(usable_cores()) and {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {19}
+        groups = [Path(f"/proc/{pid}/autogroup") for pid in pids]
+        assert all(group.read_text().strip().endswith("nice 19") for group in groups if group.exists())
+        assert len({os.getsid(pid) for pid in pids} - {os.getsid(0)}) == len(pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_every_model_has_a_part_at_every_ratio() -> None:

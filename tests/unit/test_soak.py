@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from testbed.results.faults import FaultHistory
 from testbed.results.folder import RunFolder
-from tests.soak import faults, hostile, outcomes, runs
+from testbed.spec.fault import FAULT_KINDS
+from tests.soak import faults, hostile, outcomes, runs, sequences
 from tests.soak.__main__ import PARTS
 from tests.soak.hostile import SCRIPT, TERMINAL_CODES
 from tests.soak.outcomes import Outcomes, Promise
@@ -165,3 +167,56 @@ def test_the_promise_counts_every_kill_point_after_a_checkpoint() -> None:
     due = [faults.certain_checkpoint(int(point[2]), int(point[1])) > 0 for point in points if point]
     _, _, promise = PARTS["resume"]
     assert len(due) == promise.cases and promise.least["resumed"] == sum(due) > promise.cases / 2
+
+
+# --- the checker of random sequences --------------------------------------------------------------------------------
+
+KILLED = [
+    ("injected", {"fault": "kill:rank1@step5", "rank": 1, "begun": 10.0}),
+    ("ended", {"rank": 1, "code": -9, "at": 10.1}),
+]
+OTHERS = [("ended", {"rank": rank, "code": 6, "at": 10.4}) for rank in (0, 2, 3)]
+AGAIN = [("again", {"at": 11.0}), *(("ended", {"rank": rank, "code": 0, "at": 20.0}) for rank in range(4))]
+
+
+def attempts(*events: tuple[str, dict[str, Any]]) -> list[sequences.Attempt]:
+    return list(sequences._attempts(FaultHistory([{"event": name, **values} for name, values in events])))
+
+
+def test_a_killed_rank_that_is_named_in_time_is_right() -> None:
+    first, second = attempts(*KILLED, *OTHERS, *AGAIN)
+    assert sequences._wrong_attempt(first, "rank 1 (node1) was killed by SIGKILL. See its log") == []
+    assert sequences._wrong_attempt(second, None) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "message", "wrong"),
+    [
+        ([*KILLED, *OTHERS], "rank 2 (node2) was killed", "rank 2 is named"),
+        ([*KILLED, *OTHERS], "the disk is full", "no rank is named"),
+        ([*KILLED, ("ended", {"rank": 0, "code": 6, "at": 25.0})], "rank 1 (node1) died", "it ended 15.0 s after"),
+        ([KILLED[0], *AGAIN[1:]], None, "it survived kill:rank1@step5"),
+        (
+            [("injected", {"fault": "slow:rank1@step5+1s=0.5cpu", "rank": 1, "begun": 1.0}), *OTHERS],
+            "rank 1 (node1) ",
+            "rank 1 is",
+        ),
+        (
+            [*KILLED[:1], ("injected", {"fault": "cut:rank2@step5", "rank": 2, "begun": 12.0}), *OTHERS],
+            "rank 2 (node2) is silent",
+            "rank 2 is named",
+        ),
+    ],
+    ids=["another rank", "no rank", "late", "survived", "harmless fault", "the later fault"],
+)
+def test_the_checker_sees_what_is_wrong_with_an_attempt(
+    events: list[tuple[str, dict[str, Any]]], message: str | None, wrong: str
+) -> None:
+    (line,) = sequences._wrong_attempt(attempts(*events)[0], message)
+    assert line.startswith(wrong)
+
+
+def test_a_sequence_can_be_repeated_by_its_seed() -> None:
+    assert sequences.draw(7, "netns") == sequences.draw(7, "netns") != sequences.draw(8, "netns")
+    drawn = [fault.kind for seed in range(200) for fault in sequences.draw(seed, "netns")[0]]
+    assert set(drawn) == set(FAULT_KINDS) and 400 <= len(drawn) <= 1000

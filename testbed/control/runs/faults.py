@@ -21,12 +21,16 @@ from typing import Any
 from testbed.control.runs.supervisor import RankState
 from testbed.control.substrates.base import FaultTarget, Process
 from testbed.results.folder import open_append
-from testbed.spec.errors import SpecError
+from testbed.spec.errors import CommandFailed, SpecError
 from testbed.spec.fault import FAULT_KINDS, Fault
 
 
 class Injector:
-    """A RankObserver that injects faults. Each fault is injected once, even if the ranks are restarted."""
+    """A RankObserver that injects faults. Each fault is injected once, even if the ranks are restarted.
+
+    Faults of one node may overlap. A paused node takes no command: its other faults wait until it is resumed. Of
+    several faults of one kind the last one holds, and the node is as planned when the last of them is over.
+    """
 
     def __init__(self, faults: Sequence[Fault], substrate: FaultTarget, history: Path) -> None:
         self._waiting = list(faults)
@@ -55,12 +59,12 @@ class Injector:
     def poll(self, ranks: Sequence[RankState]) -> None:
         """Inject and revert what is due; write the end of each rank to the history once."""
         now = time.monotonic()
-        for fault in [fault for fault in self._waiting if _is_due(fault, ranks, now)]:
-            self._waiting.remove(fault)
-            self._inject(fault, ranks)
         for entry in [entry for entry in self._active if now >= entry[0]]:
             self._active.remove(entry)
             self._revert(entry[1])
+        for fault in [fault for fault in self._waiting if _is_due(fault, ranks, now)]:
+            if fault.kind == "pause" or not self._in_force("pause", fault.rank):
+                self._inject(fault, ranks)
         for rank, state in enumerate(ranks):
             if state.code is not None and rank not in self._ended:
                 self._ended.add(rank)
@@ -68,15 +72,21 @@ class Injector:
 
     def revert_all(self) -> None:
         """Revert every active fault, so that the next attempt starts on intact nodes."""
-        for _, fault in self._active:
-            self._revert(fault)
-        self._active = []
+        while self._active:
+            self._revert(self._active.pop()[1])
         self._write("again")
 
     def _inject(self, fault: Fault, ranks: Sequence[RankState]) -> None:
         assert fault.rank is not None
         begun = time.monotonic()
-        self._actions(fault.rank)[fault.kind](fault)
+        if fault.kind != "pause" or not self._in_force("pause", fault.rank):
+            try:
+                self._actions(fault.rank)[fault.kind](fault)
+            except CommandFailed:
+                if self._processes[fault.rank].poll() is None:
+                    raise
+                return  # the rank has ended meanwhile: the fault stays due for the next attempt
+        self._waiting.remove(fault)
         if FAULT_KINDS[fault.kind].lasting or FAULT_KINDS[fault.kind].stays:
             end = float("inf") if fault.lasts is None else time.monotonic() + fault.lasts
             self._active.append((end, fault))
@@ -101,16 +111,24 @@ class Injector:
             "disk-full": lambda fault: process.forbid_writing(),
         }
 
+    def _in_force(self, kind: str, rank: int | None) -> list[Fault]:
+        """The active faults of this kind and node, in the order in which they were injected."""
+        return [fault for _, fault in self._active if fault.kind == kind and fault.rank == rank]
+
     def _revert(self, fault: Fault) -> None:
+        """Restore the node, or what the last of its other faults of this kind requests."""
         assert fault.rank is not None
+        others = self._in_force(fault.kind, fault.rank)
+        rate, cpus = (others[-1].rate, others[-1].cpus) if others else (None, None)
         actions: dict[str, Callable[[int], None]] = {
             "pause": self._substrate.resume,
             "cut": self._substrate.reconnect,
-            "rate": lambda node: self._substrate.set_rate(node, None),
-            "slow": lambda node: self._substrate.set_cpus(node, None),
+            "rate": lambda node: self._substrate.set_rate(node, rate),
+            "slow": lambda node: self._substrate.set_cpus(node, cpus),
             "oom": self._substrate.unlimit_memory,
         }
-        actions[fault.kind](fault.rank)
+        if not others or fault.kind in ("rate", "slow"):
+            actions[fault.kind](fault.rank)
         self._write("over", fault=str(fault), rank=fault.rank)
 
     def _write_end(self, rank: int, state: RankState) -> None:

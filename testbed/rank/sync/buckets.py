@@ -130,6 +130,10 @@ class Readiness:
     def __init__(self, buckets: Sequence[Sequence[Parameter]], launch: Callable[[int], None]) -> None:
         self.launch = launch
         self.members = [{id(p) for p in bucket} for bucket in buckets]
+        self.places: dict[int, list[int]] = {}  # by parameter: the buckets that have elements of it
+        for number, members in enumerate(self.members):
+            for key in members:
+                self.places.setdefault(key, []).append(number)
         self.parameters = {id(p): p for bucket in buckets for p in bucket}
         self.paused = False
         self.start()
@@ -146,8 +150,8 @@ class Readiness:
         """
         if self.paused:
             return
-        for missing in self.missing[self.next :]:
-            missing.discard(id(parameter))
+        for number in self.places[id(parameter)]:
+            self.missing[number].discard(id(parameter))
         while self.next < len(self.missing) and not self.missing[self.next]:
             self._launch_next()
 

@@ -58,8 +58,9 @@ class Pipeline(BaseSynchronizer):
     def attach(self, model: Module, update: Update) -> Module:
         parameters = list(reversed(trained(model)))
         values = flat_parameters([parameters])[0]
+        assert self.mode.bucket is not None, f"{self.mode}: choose_bucket chooses the size before"
         self.gradients = torch.zeros_like(values)
-        self.buckets = divide(parameters, self.gradients, values, self.mode.bucket or 0, self.group.size)
+        self.buckets = divide(parameters, self.gradients, values, self.mode.bucket, self.group.size)
         longest = max(len(shard) for bucket in self.buckets for shard in bucket.values)
         self.scratch = torch.empty(longest, dtype=values.dtype)
         update.own_shards([bucket.values[self.group.rank] for bucket in self.buckets])
@@ -74,6 +75,8 @@ class Pipeline(BaseSynchronizer):
 
     def zero(self) -> None:
         """Begin a step. Gradients need no clearing, because the hook of backward removes them."""
+        if not self.forward.can_wait:
+            self.flush()
         since = self.timeline.now()
         self.readiness.start()
         self.timeline.copied(since)
@@ -206,7 +209,7 @@ class Pipeline(BaseSynchronizer):
         If this rank's own gradient is there, they are added at once, in scratch that stays in the processor's cache.
         """
         kind, number, shard, _ = segment
-        if kind == SQUARES and self.clipping is not None and shard < self.group.size:
+        if kind == SQUARES and self.clipping is not None and number == 0 and shard < self.group.size:
             return self.clipping.bytes_of(shard)
         if kind not in (GRADIENTS, PARAMETERS) or number >= len(self.buckets) or shard >= self.group.size:
             where = f"connection with rank {self.left} (node{self.left})"
@@ -338,11 +341,13 @@ class ForwardWaits:
     A module may read parameters of a layer that is never called, or that is called later: `out_proj` of
     nn.MultiheadAttention, a weight that an embedding and a head share. The forward of the first step, which has nothing
     to wait for, shows which module reads which parameter. A layer that is not called, and whose parameters nothing was
-    seen to read, is waited for at the nearest module above it that is called.
+    seen to read, is waited for at the nearest module above it that is called. A compiled model (ScriptModule) tells
+    nothing: `can_wait` is False, and the step has to wait for all buckets before the forward.
     """
 
     def __init__(self, model: Module, buckets: list[Bucket], wait: Callable[[Sequence[Bucket]], None]) -> None:
         self.model, self.buckets, self.wait = model, buckets, wait
+        self.can_wait = model in hookable(model)
         self.waits = {module: self._buckets_of(list(module.parameters(recurse=False))) for module in model.modules()}
         self.hooks = {module: module.register_forward_pre_hook(self._before) for module in hookable(model)}
         self.reads: Reads | None = Reads(model)

@@ -38,7 +38,7 @@ from testbed.rank.group import Group
 # Sizes that were measured to be fast. More unsent bytes would delay what is urgent, on every hop; with smaller receive
 # buffers a rank whose thread waits for a core stops its neighbour.
 UNSENT_BYTES = 128 << 10  # accepted by the kernel and not yet sent
-RECEIVE_BYTES = 4 << 20  # the kernel's receive buffer
+RECEIVE_BYTES = 4 << 20  # the kernel's receive buffer; on paths with a delay the kernel chooses it, which may need more
 WAKE_BYTES = 128 << 10  # the thread is woken when so much, or the rest of a segment, has arrived
 TCP_NOTSENT_LOWAT = 25  # Linux's socket option; Python has no name for it
 
@@ -299,7 +299,7 @@ def connect_ring(group: Group) -> tuple[socket.socket, socket.socket]:
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     token = new_token()
     with listen(group.address, 0, BACKLOG) as listener:
-        if allows_receive_buffer(RECEIVE_BYTES):
+        if not group.round_trip_s and allows_receive_buffer(RECEIVE_BYTES):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)  # its connections inherit it
         where = {"address": group.address, "port": listener.getsockname()[1], "token": token}
         group.store.set(f"ring/{group.rank}/{number}", json.dumps(where))
@@ -378,7 +378,7 @@ class Meeting:
 
     def _handle(self, ready: object) -> None:
         if ready is self.listener:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has ended meanwhile
                 connection, _ = self.listener.accept()
                 connection.setblocking(False)
                 if len(self.pending) >= MAX_PENDING:

@@ -43,6 +43,15 @@ def test_most_of_the_ranks_that_noticed_decide_whether_the_fault_was_named_right
     assert read_history(outvoted).named_right is True
 
 
+def test_of_several_faults_the_one_that_ranks_noticed_is_judged(tmp_path: Path) -> None:
+    slower = {"event": "injected", "fault": "rate:rank0@step1=50mbit", "rank": 0, "step": 1, "begun": 2.0, "at": 2.1}
+    both = write(tmp_path, slower, INJECTED, saw(0, 1, 10.5), saw(2, 1, 10.7), ended(1, -9))
+    assert read_history(both).named_right is True
+    assert read_history(both).median_notice_s == pytest.approx(0.6)
+    later = [ended(0, 6), ended(2, 6), {"event": "again", "at": 13.0}, INJECTED | {"begun": 20.0}, saw(0, 1, 20.2)]
+    assert read_history(write(tmp_path, slower, *later)).last_notice_s == pytest.approx(0.2)
+
+
 def test_a_retried_run_shows_the_codes_of_the_attempt_that_failed(tmp_path: Path) -> None:
     second = [{"event": "again", "at": 13.0}, ended(0, 0), ended(1, 0), ended(2, 0)]
     killed = [ended(0, 6), ended(1, -9), ended(2, 6)]

@@ -226,7 +226,9 @@ def test_the_sizes_of_several_files_count_together(tmp_path: Path) -> None:
     for path in paths:
         path.write_bytes(b"12345")
     check_size(paths, 10)
-    with pytest.raises(SpecError, match=r"rank0\.attempt1\.jsonl, rank0\.jsonl: 10 bytes in total, and at most 9 are read"):
+    with pytest.raises(
+        SpecError, match=r"rank0\.attempt1\.jsonl, rank0\.jsonl: 10 bytes in total, and at most 9 are read"
+    ):
         check_size(paths, 9)
 
 

@@ -13,7 +13,7 @@ from testbed.control.runs.faults import Injector
 from testbed.control.runs.select import SubstrateChoice, check_faults, choose
 from testbed.control.runs.supervisor import RankState, Tail
 from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
-from testbed.spec.errors import SpecError
+from testbed.spec.errors import CommandFailed, SpecError
 from testbed.spec.fault import Fault
 from testbed.spec.run import RunSpec
 
@@ -86,6 +86,55 @@ def test_a_memory_limit_is_removed_before_the_next_attempt(tmp_path: Path) -> No
     made.revert_all()
     assert substrate.calls == [("limit_memory", 1), ("unlimit_memory", 1)]
     assert ("over", "oom:rank1@step0") in events(tmp_path)
+
+
+def test_other_faults_of_a_paused_node_wait_until_it_is_resumed(tmp_path: Path) -> None:
+    made, substrate, ranks = injector(tmp_path, "pause:rank1@step0", "kill:rank1@step0", "kill:rank2@step0")
+    made.poll(ranks)
+    made.poll(ranks)
+    assert substrate.calls == [("pause", 1), ("kill", 2)]
+    assert [str(fault) for fault in made.waiting] == ["kill:rank1@step0"]
+    made.revert_all()
+    made.poll(ranks)
+    assert substrate.calls[2:] == [("resume", 1), ("kill", 1)]
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "calls", "undoes"),
+    [
+        ("pause:rank1@step0+1us", "pause:rank1@step0", [("pause", 1)], ("resume", 1)),
+        ("cut:rank1@step0+1us", "cut:rank1@step0", [("cut", 1), ("cut", 1)], ("reconnect", 1)),
+        (
+            "rate:rank1@step0+1us=50mbit",
+            "rate:rank1@step0=20mbit",
+            [("set_rate", 1, 50_000_000), ("set_rate", 1, 20_000_000), ("set_rate", 1, 20_000_000)],
+            ("set_rate", 1, None),
+        ),
+    ],
+)
+def test_the_end_of_one_fault_does_not_end_another_of_its_kind(
+    tmp_path: Path, short: str, long: str, calls: list[object], undoes: object
+) -> None:
+    made, substrate, ranks = injector(tmp_path, short, long)
+    made.poll(ranks)
+    made.poll(ranks)
+    assert substrate.calls == calls
+    assert events(tmp_path) == [("injected", short), ("injected", long), ("over", short)]
+    made.revert_all()
+    assert substrate.calls[len(calls) :] == [undoes]
+
+
+def test_a_fault_whose_rank_ends_at_the_same_moment_waits_for_the_next_attempt(tmp_path: Path) -> None:
+    made, _, ranks = injector(tmp_path, "disk-full:rank2@step0")
+
+    def ended() -> None:
+        ranks[2].process.code = 6  # type: ignore[attr-defined]
+        raise CommandFailed("no such process", 1, "")
+
+    ranks[2].process.forbid_writing = ended  # type: ignore[method-assign]
+    made.poll(ranks)
+    assert [str(fault) for fault in made.waiting] == ["disk-full:rank2@step0"]
+    assert not (tmp_path / "faults.jsonl").exists()
 
 
 def test_exit_oom_and_disk_full_act_on_the_rank(tmp_path: Path) -> None:

@@ -402,6 +402,26 @@ def test_a_layer_that_nothing_is_seen_to_read_is_waited_for_at_the_nearest_modul
     assert found == ["wait before.bias before.weight", "end before", inner, "end block", "end "]
 
 
+def test_a_compiled_model_waits_for_all_buckets_before_its_forward(together: Callable[..., list[Any]]) -> None:
+    """It calls no hooks, so that without this wait it would compute with parameters of the step before."""
+
+    def work(rank: int, store: dist.Store) -> list[Tensor]:
+        model = torch.jit.script(two_layers(torch.float64))
+        pipeline = Pipeline(SyncMode.parse("ring/bucket:16B/pipeline"), Group(rank, 2, store, 30.0), Timeline())
+        pipeline.attach(model, Optimizer(OptimizerSpec(lr=0.1, clip=1.0), model, batch=1, total=2))
+        for number in range(4):
+            pipeline.zero()
+            assert all(bucket.complete.is_set() for bucket in pipeline.buckets)
+            model(torch.full((1, 3), 1.0 + rank + number, dtype=torch.float64)).square().sum().backward()
+            pipeline.step()
+        pipeline.close()
+        return [value.detach().clone() for value in model.parameters()]
+
+    for values in together(2, work):
+        for found, wanted in zip(values, plain_steps(2, 4, torch.float64), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_an_error_in_the_first_forward_leaves_no_mode_behind() -> None:
     class Broken(nn.Module):
         fine = False
