@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from testbed.rank.sync.buckets import in_order_of
 from testbed.spec.errors import refuse
 
 # optimizers that update each number by itself, so that a shard can be updated alone
@@ -164,4 +165,4 @@ def _cut(key: str, value: Any, parameter: nn.Parameter, a: int, b: int) -> Any:
     """The part of an optimizer's state that belongs to a piece of a parameter; the number of steps belongs to all."""
     if not isinstance(value, Tensor):
         return value
-    return value.reshape(-1)[a:b].clone() if value.shape == parameter.shape and key != "step" else value.clone()
+    return in_order_of(parameter, value)[a:b] if value.shape == parameter.shape and key != "step" else value.clone()

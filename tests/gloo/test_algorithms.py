@@ -126,9 +126,17 @@ def test_a_buffer_of_many_segments_is_averaged(ranks: Pools, mode: str, size: in
     assert_stepped_by_the_mean(ranks(size), case_of(mode, shapes=shapes, transposed=[], unused=[]))
 
 
-@pytest.mark.parametrize("mode", ["ring", "ring/param", "allreduce", "tree/param", "halving/param", "server"])
-def test_a_parameter_without_elements_is_accepted(ranks: Pools, mode: str) -> None:
-    assert_stepped_by_the_mean(ranks(3), case_of(mode, shapes=[[0], [4], [2, 0]], transposed=[], unused=[]))
+@pytest.mark.parametrize("shapes", [[[0], [4], [2, 0]], [[4], [0], [70]]], ids=str)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("ring", "ring/param", "allreduce", "tree/param", "halving/param", "server"),
+        *("ring/bucket:100B/pipeline", "ring/bucket:100B/overlap"),
+    ],
+)
+def test_a_parameter_without_elements_is_accepted(ranks: Pools, mode: str, shapes: list[list[int]]) -> None:
+    """First, last, and in the middle, where a bucket of a pipeline lists it."""
+    assert_stepped_by_the_mean(ranks(3), case_of(mode, shapes=shapes, steps=2, transposed=[], unused=[]))
 
 
 AVERAGED = {  # in 7 steps: how often gradients, and how often parameters; the last, incomplete round counts, too

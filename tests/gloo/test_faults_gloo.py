@@ -29,9 +29,10 @@ def test_a_killed_rank_ends_the_run_at_once_and_is_named(mode: str, rank: int) -
     assert outcome["ok"] and outcome["named"], outcome
 
 
-def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named() -> None:
+@pytest.mark.parametrize("mode", ["ring", "ring/bucket:2MiB/pipeline"])
+def test_a_frozen_rank_ends_the_run_after_the_deadline_and_is_named(mode: str) -> None:
     flags = ["--set", "deadline=10"]
-    outcome = faults.fatal_case("ring", "process", "pause:rank1@step5", 1, limit=10 + AT_ONCE_S, flags=flags)
+    outcome = faults.fatal_case(mode, "process", "pause:rank1@step5", 1, limit=10 + AT_ONCE_S, flags=flags)
     assert outcome["ok"] and outcome["named"] and outcome["seconds"] > 9, outcome
 
 
@@ -75,7 +76,7 @@ def test_a_failed_run_is_resumed_by_hand_and_its_records_read_as_one(tmp_path: P
     assert again.returncode == UsageError.exit_code and "is finished" in again.stderr
 
 
-@pytest.mark.parametrize(("port", "phase"), [("rendezvous", "train"), ("heartbeat", "meet")])
+@pytest.mark.parametrize(("port", "phase"), [("rendezvous", "train"), ("heartbeat", "meet"), ("ring", "train")])
 def test_random_bytes_on_a_port_do_not_stop_a_run(port: str, phase: str) -> None:
     outcome = garbage.garbage_case(port, phase, seed=0)
     assert outcome["ok"], outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -71,20 +72,25 @@ def assert_same_parameters(one: TrainedRun, other: TrainedRun, tolerance: float 
 
 
 @pytest.fixture(scope="module")
-def train_own(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Train:
-    """`train_own(mode="ring")` trains the model and the data of examples/own_model.py: attention, tied and frozen."""
-    file = str(repository / "examples" / "own_model.py")
-    keys = {"model": f"{file}:make", "data": {"name": f"{file}:load"}, "batch": 24, "nodes": 3, "steps": 20}
-    keys |= {"dtype": "float64", "optimizer": {"lr": 0.05}, "seed": 3}
+def train_file(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """`train_file(model="mine.py:make", mode="ring")` trains a model of a file on three ranks; equal calls once."""
+    keys = {"batch": 24, "nodes": 3, "steps": 20, "dtype": "float64", "optimizer": {"lr": 0.05}, "seed": 3}
 
     @functools.cache
-    def cached(mode: str) -> TrainedRun:
-        spec = RunSpec.load({**keys, "mode": mode}, "case").with_files()
+    def cached(text: str) -> TrainedRun:
+        spec = RunSpec.load(json.loads(text), "case").with_files()
         folder = tmp_path_factory.mktemp("own") / "run"
         RunFolder(folder).create(spec)
         return training.train(ranks(spec.nodes), spec, folder)
 
-    return cached
+    return lambda **changes: cached(json.dumps(keys | changes))
+
+
+@pytest.fixture(scope="module")
+def train_own(train_file: Train, repository: Path) -> Train:
+    """`train_own(mode="ring")` trains the model and the data of examples/own_model.py: attention, tied and frozen."""
+    file = repository / "examples" / "own_model.py"
+    return lambda mode: train_file(model=f"{file}:make", data={"name": f"{file}:load"}, mode=mode)
 
 
 @pytest.mark.parametrize("mode", [*SYNCHRONOUS, "ring/bucket:1KiB/pipeline"])
@@ -94,6 +100,71 @@ def test_a_users_model_with_attention_and_tied_weights_is_trained_as_by_one_node
     np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
     assert_same_parameters(many, one)
     assert statistics.fmean(many.summary.losses[-5:]) < 0.9 * many.summary.losses[0], "nothing was learnt"
+
+
+CHANNELS_LAST = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, classes, channels):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(channels, 5, 3, stride=4), nn.Conv2d(5, 7, 3)
+        self.head = nn.Linear(7 * 6 * 6, classes)
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            for kept in (layer.weight, layer.weight.grad):
+                assert kept is None or kept.is_contiguous(memory_format=torch.channels_last), kept.stride()
+            x = torch.tanh(layer(x))
+        return self.head(x.flatten(1))
+
+
+def make(classes, channels):
+    return Net(classes, channels).to(memory_format=torch.channels_last)
+"""
+
+
+@pytest.fixture(scope="module")
+def train_channels_last(train_file: Train, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Its forward fails if weights or their gradients are not in channels_last order."""
+    file = tmp_path_factory.mktemp("channels_last") / "net.py"
+    file.write_text(CHANNELS_LAST)
+    data = {"name": "synthetic", "subset": 240, "test_subset": 24}
+    return lambda mode: train_file(model=f"{file}:make", data=data, steps=6, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["ring", "server", "ddp", "ring/bucket:1KiB/overlap", "ring/bucket:1KiB/pipeline"])
+def test_a_model_in_channels_last_order_stays_so_and_is_trained_as_by_one_node(
+    train_channels_last: Train, mode: str
+) -> None:
+    one, many = train_channels_last(mode="single"), train_channels_last(mode=mode)
+    assert len(set(many.hashes)) == 1
+    np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
+    assert_same_parameters(many, one)
+
+
+# --- transformers ---------------------------------------------------------------------------------------------------
+
+FEW = {"nodes": 3, "batch": 6, "steps": 3, "warmup": 0, "optimizer": {"lr": 0.02}}
+TRANSFORMERS: dict[str, dict[str, Any]] = {  # sequences of 8 tokens, and 4 patches: weights are as many as ever
+    "gpt": FEW | {"data": {"name": "text", "size": 8, "subset": 60, "test_subset": 6}},
+    "vit_tiny": FEW | {"data": {"size": 8, "subset": 60, "test_subset": 6}},
+}
+
+
+@pytest.mark.parametrize("mode", ["ring", "ddp", "ring/bucket:1MiB/overlap", "ring/pipeline"])
+@pytest.mark.parametrize("model", TRANSFORMERS)
+def test_a_transformer_is_trained_as_by_one_node(train: Train, model: str, mode: str) -> None:
+    """The weights of gpt's first and last layer are tied; attention of vit_tiny reads a layer that is never called."""
+    one, many = (train(model=model, mode=each, **TRANSFORMERS[model]) for each in ("single", mode))
+    assert len(many.summary.losses) == 3 and len(set(many.hashes)) == 1 and many.summary.replicas_agree is True
+    np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
+    begin, end = (each["parameters"] for each in many.of_kind("hash")[0])
+    assert begin != end, "nothing was updated"
+    assert_same_parameters(many, one)
+    many.remove_arrays()
 
 
 # --- all synchronous modes train one model -----------------------------------------------------------------------

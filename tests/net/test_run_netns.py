@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,19 @@ def test_a_model_of_text_is_trained_on_a_file_of_the_user(tmp_path: Path) -> Non
     (summary,) = json.loads(result.stdout)["runs"]
     assert summary["replicas_agree"] and summary["test_accuracy"] is not None
     assert summary["losses"][0] == pytest.approx(math.log(256), rel=0.1), "256 tokens, and nothing is known of them"
+
+
+def test_a_users_model_and_data_are_trained_by_a_pipeline(tmp_path: Path, repository: Path) -> None:
+    shutil.copy(repository / "examples" / "own_model.py", tmp_path / "mine.py")
+    flags = ["--model", "mine.py:make", "--data", "mine.py:load", "--mode", "ring/pipeline", "--rate", "50mbit"]
+    argv = ["run", "--on", "netns", "--nodes", "3", "--batch", "24", "--steps", "5", *flags, "--set", "probe=false"]
+    result = run_command(*argv, "--json", "--out", "r", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (summary,) = json.loads(result.stdout)["runs"]
+    assert summary["status"] == "ok" and summary["replicas_agree"] and len(summary["losses"]) == 5
+    assert any(note.startswith("ring/pipeline: buckets of ") for note in summary["notes"]), summary["notes"]
+    (copy,) = (path for path in (tmp_path / "r" / "files").rglob("*") if path.is_file())
+    assert copy.read_bytes() == (tmp_path / "mine.py").read_bytes()
 
 
 def test_clean_removes_everything_of_a_killed_controller(tmp_path: Path) -> None:

@@ -41,6 +41,11 @@ class TrainedRun:
         with np.load(self._arrays[rank]) as arrays:
             return dict(arrays)
 
+    def remove_arrays(self) -> None:
+        """Delete the files of parameters and buffers, which for a large model are many megabytes a rank."""
+        for path in self._arrays:
+            Path(path).unlink(missing_ok=True)
+
     def of_kind(self, kind: str) -> list[list[dict[str, Any]]]:
         return [[record for record in records if record["kind"] == kind] for records in self.records]
 

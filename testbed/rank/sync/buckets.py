@@ -1,7 +1,8 @@
 """Buckets: groups of parameters that are sent as one unit, their flat buffers, and when they are ready.
 
-Gradients (or parameters) are views of the buffers. Backward adds each gradient to its view, which takes as long as a
-copy: `time_copies` records it.
+Gradients (or parameters) are views of the buffers. Each keeps the order in which its numbers are in memory, e.g.
+channels_last, so that a layer computes with them as before. Backward adds each gradient to its view, which takes as
+long as a copy: `time_copies` records it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def flat_gradients(buckets: list[list[Parameter]]) -> list[Tensor]:
     buffers = []
     for bucket in buckets:
         buffer = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
-        for parameter, view in zip(bucket, _views(buffer, bucket), strict=True):
+        for parameter, view in zip(bucket, views(buffer, bucket), strict=True):
             parameter.grad = view
         buffers.append(buffer)
     return buffers
@@ -84,16 +85,36 @@ def flat_parameters(buckets: list[list[Parameter]]) -> list[Tensor]:
     """One buffer per bucket that holds the parameters' values; each parameter becomes a view of it."""
     buffers = []
     for bucket in buckets:
-        buffer = torch.cat([p.detach().reshape(-1) for p in bucket])
-        for parameter, view in zip(bucket, _views(buffer, bucket), strict=True):
-            parameter.data = view
+        buffer = torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
+        for parameter, view in zip(bucket, views(buffer, bucket), strict=True):
+            parameter.data = view.copy_(parameter.detach())
         buffers.append(buffer)
     return buffers
 
 
-def _views(buffer: Tensor, bucket: list[Parameter]) -> list[Tensor]:
-    slices = buffer.split([p.numel() for p in bucket])
-    return [each.view(p.shape) for each, p in zip(slices, bucket, strict=True)]
+def views(buffer: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
+    """A slice of the buffer for each parameter, with its shape and its order in memory."""
+    slices = buffer.split([p.numel() for p in parameters])
+    pairs = zip(slices, parameters, strict=True)
+    return [each.as_strided(p.shape, layout(p), each.storage_offset()) for each, p in pairs]
+
+
+def layout(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that keep a tensor's order in memory and leave no gaps in it."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def memory_shape(tensor: Tensor) -> torch.Size:
+    """The sizes of a tensor's dimensions, the outermost in memory first."""
+    strides = layout(tensor)
+    return torch.Size(tensor.shape[k] for k in sorted(range(tensor.dim()), key=lambda k: -strides[k]))
+
+
+def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
+    """A flat copy of values that belong to a parameter, in that parameter's order in memory."""
+    flat = torch.empty(values.numel(), dtype=values.dtype)
+    flat.as_strided(values.shape, layout(parameter)).copy_(values)
+    return flat
 
 
 def split(buffer: Tensor, count: int) -> list[Tensor]:
@@ -150,7 +171,7 @@ class Readiness:
         """
         if self.paused:
             return
-        for number in self.places[id(parameter)]:
+        for number in self.places.get(id(parameter), ()):  # one without elements is in no bucket
             self.missing[number].discard(id(parameter))
         while self.next < len(self.missing) and not self.missing[self.next]:
             self._launch_next()

@@ -40,7 +40,7 @@ class BufferInfo:
     """The properties of a buffer that its coder needs before the first step."""
 
     number: int  # of the bucket
-    shapes: list[torch.Size]  # of the tensors in it, one after the other
+    shapes: list[torch.Size]  # of the tensors in it, one after the other, as they are in memory
     dtype: torch.dtype
     group: Group
     seed: int  # of the run
@@ -234,7 +234,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor of the buffer as a matrix: a row per index of the first dimension, all other dimensions in the row."""
+    """A tensor of the buffer as a matrix: a row per index of the outermost dimension, all others in the row."""
 
     begin: int
     rows: int

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from testbed.rank.group import Group
-from testbed.rank.sync.buckets import Readiness, flat_parameters, split, trained
+from testbed.rank.sync.buckets import Readiness, flat_parameters, split, trained, views
 from testbed.rank.sync.synchronizer import BaseSynchronizer, Update
 from testbed.rank.sync.transport import Segment, Transport, Urgency
 from testbed.results.timeline import Timeline
@@ -64,7 +64,7 @@ class Pipeline(BaseSynchronizer):
         longest = max(len(shard) for bucket in self.buckets for shard in bucket.values)
         self.scratch = torch.empty(longest, dtype=values.dtype)
         update.own_shards([bucket.values[self.group.rank] for bucket in self.buckets])
-        self.views = dict(zip(parameters, self.gradients.split([p.numel() for p in parameters]), strict=True))
+        self.views = dict(zip(parameters, views(self.gradients, parameters), strict=True))
         self.readiness = Readiness([bucket.parameters for bucket in self.buckets], self._launch)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
@@ -119,7 +119,7 @@ class Pipeline(BaseSynchronizer):
 
     def _copy_gradient(self, parameter: Parameter) -> None:
         assert parameter.grad is not None
-        self.views[parameter].copy_(parameter.grad.reshape(-1))
+        self.views[parameter].copy_(parameter.grad)
         parameter.grad = None
 
     def _launch(self, number: int) -> None:

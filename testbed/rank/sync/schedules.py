@@ -20,7 +20,15 @@ from torch.nn import Module, Parameter
 
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import Mean, OwnMethod, broadcast_, collect_, find_mean
-from testbed.rank.sync.buckets import Readiness, flat_gradients, flat_parameters, make_buckets, time_copies, trained
+from testbed.rank.sync.buckets import (
+    Readiness,
+    flat_gradients,
+    flat_parameters,
+    make_buckets,
+    memory_shape,
+    time_copies,
+    trained,
+)
 from testbed.rank.sync.codecs import BufferInfo, make_coder
 from testbed.rank.sync.ddp import DDP
 from testbed.rank.sync.pipeline import Pipeline
@@ -58,7 +66,7 @@ class Averager(Bucketed):
     def attach(self, model: Module, update: Update) -> Module:
         module = super().attach(model, update)
         infos = [
-            BufferInfo(number, [p.shape for p in bucket], bucket[0].dtype, self.group, self.seed)
+            BufferInfo(number, [memory_shape(p) for p in bucket], bucket[0].dtype, self.group, self.seed)
             for number, bucket in enumerate(self.buckets)
         ]
         self.coders = [make_coder(self.mode, self.mean_, info) for info in infos]

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from testbed.attach.takeover import ScriptUpdate
-from testbed.rank.sync.buckets import flat_parameters, split
+from testbed.rank.sync.buckets import flat_parameters, in_order_of, split
 from testbed.spec.errors import SpecError
 
 SHAPES = [(5, 3), (3,), (), (2, 3)]
 
 
 def model() -> list[nn.Parameter]:
+    """The last one is in channels_last order."""
     torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    image = torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    return [*(nn.Parameter(torch.randn(shape)) for shape in SHAPES), nn.Parameter(image)]
 
 
 def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -59,7 +61,8 @@ def test_shards_update_as_the_whole_optimizer_does(kind: Any, options: dict[str,
             made.param_groups[0]["lr"] = 0.02  # a schedule of the script's
         update(expected, whole, step)
         taken.take_settings()
-        flat = torch.cat([each.reshape(-1) for each in reversed(gradient(step, divided))])
+        pairs = zip(reversed(divided), reversed(gradient(step, divided)), strict=True)
+        flat = torch.cat([in_order_of(parameter, values) for parameter, values in pairs])
         for number, part in enumerate(split(flat, 4)):
             taken.step_shard(number, part)
         taken.check_settings()

@@ -9,11 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from testbed.rank.group import Group, single_rank_group
 from testbed.rank.models import lenet5
-from testbed.rank.sync.buckets import Readiness, choose_bucket, flat_gradients, flat_parameters, make_buckets, split
+from testbed.rank.sync.buckets import (
+    Readiness,
+    choose_bucket,
+    flat_gradients,
+    flat_parameters,
+    in_order_of,
+    make_buckets,
+    memory_shape,
+    split,
+)
 from testbed.spec.mode import SyncMode
 
 MODES = ["ring/param", "ring/flat", "ring/bucket:1B", "ring/bucket:4KiB", "ring/bucket:100KiB", "ring/bucket:1GiB"]
@@ -144,7 +153,8 @@ def test_gradients_of_a_parameter_that_is_not_contiguous_land_in_the_right_place
     assert not turned.is_contiguous()
     (buffer,) = flat_gradients([[turned]])
     (turned * torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).sum().backward()
-    assert buffer.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert turned.grad is not None and turned.grad.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert buffer.tolist() == [1.0, 4.0, 2.0, 5.0, 3.0, 6.0], "the parameter's order in memory"
 
 
 def test_a_gradient_that_is_not_contiguous_lands_in_the_right_places() -> None:
@@ -170,6 +180,37 @@ def test_parameters_become_views_and_keep_their_values() -> None:
     buffer.add_(1)
     assert turned.tolist() == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
     assert plain.tolist() == [8.0, 9.0]
+
+
+LAYOUTS = {  # how a tensor is in memory, and its dimensions from the outermost
+    "channels last": (torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last), (4, 2, 5, 3)),
+    "transposed": (torch.randn(3, 2).t(), (3, 2)),
+    "contiguous": (torch.randn(2, 1, 3), (2, 1, 3)),
+    "a number": (torch.randn(()), ()),
+    "no elements": (torch.randn(2, 0), (2, 0)),
+}
+
+
+@pytest.mark.parametrize(("value", "shape"), LAYOUTS.values(), ids=LAYOUTS)
+def test_parameters_and_gradients_keep_their_order_in_memory(value: Tensor, shape: tuple[int, ...]) -> None:
+    before, after = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(2))
+    parameter = nn.Parameter(value.clone())
+    assert parameter.stride() == value.stride()
+    bucket = [before, parameter, after]
+    (values,), (gradients,) = flat_parameters([bucket]), flat_gradients([bucket])
+    assert parameter.grad is not None and parameter.stride() == parameter.grad.stride() == value.stride()
+    assert torch.equal(parameter, value)
+    in_memory = value.as_strided((value.numel(),), (1,))
+    assert torch.equal(values, torch.cat([torch.zeros(3), in_memory, torch.ones(2)]))
+    assert torch.equal(in_order_of(parameter, value.contiguous()), in_memory) and memory_shape(parameter) == shape
+    (parameter * value).sum().backward()
+    assert torch.equal(gradients, torch.cat([torch.zeros(3), in_memory, torch.zeros(2)]))
+
+
+def test_a_parameter_with_gaps_in_memory_gets_none() -> None:
+    parameter = nn.Parameter(torch.arange(12.0).view(3, 4)[:, :2])
+    (values,) = flat_parameters([[parameter]])
+    assert values.tolist() == [0.0, 1.0, 4.0, 5.0, 8.0, 9.0] and parameter.is_contiguous()
 
 
 def test_an_optimizer_made_before_still_moves_the_buffer() -> None:

@@ -20,6 +20,7 @@ from testbed.rank.group import Group
 from testbed.rank.sync import transport
 from testbed.rank.sync.transport import (
     HEADER,
+    HEADER_MAGIC,
     HELLO,
     HELLO_MAGIC,
     MAX_PENDING,
@@ -104,6 +105,25 @@ def test_segments_arrive_whole_whatever_their_size(ends: list[End]) -> None:
     ends[1].wait(lambda: len(ends[1].said) == len(sizes))
     assert ends[1].said == [message(number, size)[1:] for number, size in enumerate(sizes)]
     assert not ends[0].said and not ends[0].errors
+
+
+def test_a_header_that_arrives_byte_by_byte_is_read_whole(ends: list[End], monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, sender, calls = ends[1].transport, ends[0].transport._outward, list[None]()
+    receive = receiver._receive
+    monkeypatch.setattr(receiver, "_receive", lambda: receive() or calls.append(None))
+    assert sender is not None
+    said = [message(7, 3)[1:], message(8, 0)[1:], message(9, 200_000)[1:]]
+    for segment, body in said[:2]:
+        header = HEADER.pack(HEADER_MAGIC, segment.kind, segment.shard, segment.bucket, segment.size)
+        for each in [*(header[k : k + 1] for k in range(len(header))), body]:
+            before = len(calls)
+            sender.sendall(each)
+            while each and len(calls) == before:
+                time.sleep(0.0005)
+    assert len(calls) >= 2 * HEADER.size
+    ends[0].send(message(9, 200_000))
+    ends[1].wait(lambda: len(ends[1].said) == 3)
+    assert ends[1].said == said and not ends[1].errors
 
 
 def test_the_most_urgent_segment_is_sent_first_and_equal_ones_in_order(ends: list[End]) -> None:
@@ -211,7 +231,7 @@ def test_a_right_neighbour_that_ends_is_no_failure_until_something_is_sent(pool:
         each.transport.abort()
 
 
-@pytest.mark.parametrize("bytes_", [b"x" * HEADER.size, HEADER.pack(0x5E60, 0, 0, 0, 2**63)])
+@pytest.mark.parametrize("bytes_", [b"x" * HEADER.size, HEADER.pack(HEADER_MAGIC, 0, 0, 0, 2**63)])
 def test_what_is_no_segment_is_refused(ends: list[End], bytes_: bytes) -> None:
     assert ends[0].transport._outward is not None
     ends[0].transport._outward.send(bytes_)
