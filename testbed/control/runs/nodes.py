@@ -36,6 +36,10 @@ class Nodes:
         """Keep a receipt that has just been measured."""
         self.receipt, self.measured_at = receipt, time.monotonic()
 
+    def forget(self) -> None:
+        """Let the next run measure the network again: the receipt may no longer describe it."""
+        self.receipt = None
+
     def earlier_receipt(self) -> Receipt | None:
         """Return the receipt of an earlier run on these nodes, with its age; None if the network must be measured."""
         age = time.monotonic() - self.measured_at

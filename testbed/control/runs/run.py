@@ -163,6 +163,9 @@ def resume_run(
         way_out = "Start a new run, with --retries N for restarts within the run."
         raise refuse("--resume", str(folder.path), rule, way_out)
     _check_unfinished(choice, folder)
+    if folder.copies():
+        rule = "its job ran with copies on the idle nodes, which cannot be continued with it"
+        raise refuse("--resume", str(folder.path), rule, "Start a new run.")
     return execute(spec, choice, folder, progress, resume=True, retries=retries, lock=lock)
 
 
@@ -376,6 +379,8 @@ def _measure_again(run: RunContext, notes: RunNotes, recheck: Recheck) -> None:
     found = recheck.after(again if wanted else None, run.progress.stage)
     notes.invalid = found.invalid
     notes.notes += found.notes
+    if found.notes:  # a link was too slow, or could not be measured
+        run.nodes.forget()
 
 
 ProbeProgress = Callable[[dict[str, Any]], None]

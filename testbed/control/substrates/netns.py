@@ -242,7 +242,7 @@ class NetnsSubstrate:
 
     def prepare_folder(self, folder: Path) -> None:
         """Ranks run as this user and can use it; copies of a single node's job get folders in it."""
-        self._copies.folder = folder
+        self._copies.prepare(folder)
 
     def stop(self) -> None:
         """End every process that was started, then kill what is left in the cgroups."""
