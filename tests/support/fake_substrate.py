@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from testbed.control.runs.run import Lock
+from testbed.control.runs.locks import Lock
 from testbed.control.runs.select import SubstrateChoice, SubstrateType
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate

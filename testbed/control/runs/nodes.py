@@ -8,12 +8,13 @@ faults, nor where nodes are bound to one run's folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from testbed.control.runs.locks import Lock, machine_lock
 from testbed.control.runs.select import SubstrateChoice, node_plans
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.results.receipt import Receipt
@@ -46,6 +47,18 @@ class Nodes:
         if self.receipt is None or age > REUSE_S or not self.receipt.valid():
             return None
         return self.receipt.model_copy(update={"measured_before": round(age, 1), "after": None})
+
+
+@contextmanager
+def shared_nodes(
+    choice: SubstrateChoice, report: Callable[[str], None], lock: Lock = machine_lock
+) -> Iterator[NodesOfRuns]:
+    """Hold over several runs what each of them needs: the machine's lock or reserved nodes, and the nodes that are up.
+
+    The nodes are removed before the rest is released.
+    """
+    with lock(choice, report), choice.type.reserve(report), NodesOfRuns() as nodes:
+        yield nodes
 
 
 class NodesOfRuns:
