@@ -157,7 +157,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "uml": SubstrateType(
         name="uml",
         description="network namespaces in a user-mode Linux kernel of one processor, links shaped as requested",
-        make=lambda spec, folder: UmlSubstrate(node_plans(spec)),
+        make=lambda spec, folder: UmlSubstrate(node_plans(spec), folder),
         check=check_uml,
         check_size=check_model,
         keeps_nodes=lambda spec: True,
