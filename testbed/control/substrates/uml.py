@@ -72,11 +72,13 @@ RESULTS: dict[str, TypeAdapter[Any]] = {  # of requests that return something
 REFUSALS = {kind.__name__: kind for kind in (Unavailable, SpecError, NetworkInvalid)}  # errors that keep their kind
 # A shell that starts the kernel, which makes a process group of its own. When the kernel ends, or this controller does,
 # the shell kills that group, because a kernel that is killed leaves the processes that held its memory. SIGTERM may
-# come while it cleans up: the kernel also ends by itself, when the controller's end of its line is closed.
+# come while it cleans up: the kernel also ends by itself, when the controller's end of its line is closed. So SIGTERM
+# is ignored before the clean-up begins: an `exit` of its trap inside of that of EXIT would end the clean-up.
 KEEPER = """
-trap 'exit 1' TERM
-trap 'trap "" TERM; kill -KILL -$! $! 2>/dev/null; rm -rf -- "$0"' EXIT
+trap 'trap "" TERM; exit 1' TERM
+trap 'kill -KILL -$! $! 2>/dev/null; rm -rf -- "$0"' EXIT
 "$@" & wait $!
+trap '' TERM
 """
 # What is mounted before the agent starts. Its folder of temporary files is in memory.
 BOOT = """#!/bin/sh
