@@ -147,6 +147,7 @@ def queue_s(link: Link) -> float:
     """The longest time that a packet waits in the queue of a link: at least that of a round trip to an equal node.
 
     TCP halves its window when a packet is dropped. With a queue of rate x round trip the link is busy all the same.
+    What another link on the way delays is in `Link.queue` already (`with_queue_of`).
     """
     return max(link.queue, 2 * (link.delay or 0.0))
 

@@ -74,6 +74,11 @@ class Link(Spec):
         """True if the kernel must have the netem qdisc."""
         return self.delay is not None or self.loss > 0
 
+    def with_queue_of(self, further_delay: float) -> Link:
+        """The link with a queue for the round trips of a path that also has this delay, each way (`queue_s`)."""
+        queue = max(self.queue, 2 * ((self.delay or 0.0) + further_delay))
+        return self.model_copy(update={"queue": round(queue, 6)})
+
     def slowed(self, factor: float) -> Link:
         """The link of a network that is `factor` times slower: its queue holds the same bytes.
 

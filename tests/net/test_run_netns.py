@@ -16,9 +16,9 @@ from testbed.control.machine.affinity import assign_cores, usable_cores
 from testbed.control.machine.cgroups import find_hierarchy
 from testbed.control.runs.select import node_plans
 from testbed.results.receipt import Receipt
-from testbed.spec.errors import NetworkInvalid
+from testbed.spec.errors import NetworkInvalid, UsageError
 from testbed.spec.run import SCHEMA, RunSpec
-from tests.support.command import rank_pids, run_command, start_command, wait_for_steps
+from tests.support.command import COMMAND, rank_pids, run_command, start_command, wait_for_steps
 
 pytestmark = [pytest.mark.net, pytest.mark.gloo, pytest.mark.quiet]
 
@@ -160,3 +160,16 @@ def test_clean_removes_everything_of_a_killed_controller(tmp_path: Path) -> None
     left = {what: find(process.pid) for what, find in found.items()} | {"ranks": rank_pids(folder)}
     assert not any(left.values()), left
     assert not (folder / "summary.json").exists()  # a sweep runs it again
+
+
+def test_root_without_capabilities_as_in_a_usual_container_is_refused_and_told_why(tmp_path: Path) -> None:
+    weak = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all", "--"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*weak, *COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    refused = run("run", *SMALL, "--out", "r")
+    assert refused.returncode == UsageError.exit_code and not (tmp_path / "r").exists()
+    assert "root may not make network namespaces here" in refused.stderr, refused.stderr
+    assert "Operation not permitted" in refused.stderr and "kernel lacks" not in refused.stderr
+    assert "no   network namespaces: no: root may not make network namespaces here" in run("doctor").stdout

@@ -7,8 +7,11 @@ away.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ data = {name = "synthetic", test_subset = 64}
 [axes]
 mode = ["ring", "ddp", "tree", "allreduce"]
 """
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 ON_NETNS = ("ring", "ddp")
 
 
@@ -101,6 +105,7 @@ def test_a_sweep_has_one_allocation_and_the_losses_of_the_same_specs_on_namespac
 
 def test_a_killed_rank_is_named_with_its_node(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--nodes", "3", "--batch", "15", "--steps", "5000", "--fault", "kill:rank2@step3", "--out", "r")
+    options += ("--python", os.path.relpath(sys.executable, tmp_path))  # tasks begin in another folder than this one
     done = cluster.testbed("run", *UNPROBED, *options, cwd=tmp_path)
     assert done.returncode == RankFailed.exit_code, done.stdout + done.stderr
     assert "rank 2 (n2) was killed" in done.stderr and "SIGKILL" in done.stderr, done.stderr
@@ -159,19 +164,22 @@ def test_inside_an_allocation_that_one_is_used_and_kept(cluster: Cluster, tmp_pa
     job = cluster.ask("sbatch", "--parsable", "-N2", "--output=/dev/null", "--wrap", "sleep 300").strip()
     try:
         wait_for(lambda: cluster.ask("squeue", "-h", "-j", job, "-o", "%T").strip() == "RUNNING", "the allocation")
-        script = "import os\nprint('node', os.environ['RANK'])\n"
-        (tmp_path / "says.py").write_text(script)
+        shutil.copy(SCRIPTS / "ddp.py", tmp_path)
+        script = ("python", "ddp.py")
         exec_ = ("exec", "--on", "slurm", "--set", "probe=false", "--nodes")
-        many = cluster.testbed(*exec_, "3", "--", "python", "says.py", cwd=tmp_path, SLURM_JOB_ID=job)
+        many = cluster.testbed(*exec_, "3", "--", *script, cwd=tmp_path, SLURM_JOB_ID=job)
         assert (
             many.returncode == Unavailable.exit_code
             and f"Slurm job {job}, which this is inside of, has 2" in many.stderr
         )
-        limit = cluster.testbed(*exec_, "2", "--time", "5", "--", "python", "says.py", cwd=tmp_path, SLURM_JOB_ID=job)
+        limit = cluster.testbed(*exec_, "2", "--time", "5", "--", *script, cwd=tmp_path, SLURM_JOB_ID=job)
         assert limit.returncode == Unavailable.exit_code and "--time: this is inside Slurm job" in limit.stderr
-        cluster.testbed(*exec_, "2", "--out", "r", "--", "python", "says.py", cwd=tmp_path, SLURM_JOB_ID=job)
+        done = cluster.testbed(*exec_, "2", "--out", "r", "--", *script, cwd=tmp_path, SLURM_JOB_ID=job)
+        assert done.returncode == 0, done.stdout + done.stderr
         logs = [(tmp_path / "r" / f"rank{rank}.log").read_text() for rank in range(2)]
-        assert [f"node {rank}" in log for rank, log in enumerate(logs)] == [True, True], logs
+        assert [f"rank {rank}: loss" in log for rank, log in enumerate(logs)] == [True, True], logs
+        found = summary_of(tmp_path / "r")
+        assert found["status"] == "ok" and found["replicas_agree"] and len(found["losses"]) == 12
         assert cluster.ask("squeue", "-h", "-j", job, "-o", "%T").strip() == "RUNNING", "it is the user's"
     finally:
         cluster.ask("scancel", job)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from testbed.control.runs.run import Lock
+from testbed.control.runs.locks import Lock
 from testbed.control.runs.select import SubstrateChoice, SubstrateType
 from testbed.control.substrates.base import NodePlan
 from testbed.control.substrates.fake import FakeSubstrate
@@ -103,7 +103,7 @@ class FakeRuns:
     def __init__(self) -> None:
         self.play: RankScript = succeeds
         self.receipts: Iterator[Receipt | type[BaseException]] = iter(())
-        self.samples: Iterator[Receipt] = itertools.repeat(GOOD)  # what its probes after training measure, in turn
+        self.samples: Iterator[Receipt | type[BaseException]] = itertools.repeat(GOOD)  # of probes after training
         self.shapings: Iterator[Shaping] = itertools.repeat(Shaping())  # of its nodes: before training, then after it
         self.made: list[FakeSubstrate] = []
         self.checks: list[Sequence[NodePlan]] = []  # plans that were checked

@@ -20,6 +20,7 @@ from testbed.spec.resources import NO_QUOTA, quota_and_period
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 DELEGATED = "a cgroup of your own: systemd-run --user --scope --property Delegate=yes COMMAND"
+DROP_IN = "/etc/systemd/system/user@.service.d/delegate.conf"  # of systemd, for what users may delegate
 TOP = "testbed"  # all our groups are below this folder
 DELEGATE_MARK = "user.delegate"  # the extended attribute that systemd sets on a delegated cgroup
 CALLERS = "testbed-callers"  # in a delegated cgroup of version 2: the group of this process and of its callers
@@ -65,13 +66,19 @@ def _writable(hierarchy: Hierarchy, controller: str, own: Path) -> Hierarchy:
         return hierarchy
     folder = hierarchy.path / _own_group(hierarchy.version, controller, own)
     needed = ["", "cgroup.procs", *(["cgroup.subtree_control"] if hierarchy.version == 2 else [])]
-    writable = folder != hierarchy.path and all(os.access(folder / name, os.W_OK) for name in needed)
-    if writable and (hierarchy.version == 1 or is_delegated(folder)):
-        offered = (folder / "cgroup.controllers").read_text().split() if hierarchy.version == 2 else [controller]
-        if controller in offered:
-            return Hierarchy(folder, hierarchy.version, delegated=True)
-    what, way_out = _NEEDED_FOR[controller]
-    raise Unavailable(f"{what}: {hierarchy.path} is not writable. {way_out}, run as root, or in {DELEGATED}")
+    what, without = _NEEDED_FOR[controller]
+    if folder == hierarchy.path or not all(os.access(folder / name, os.W_OK) for name in needed):
+        raise Unavailable(f"{what}: {hierarchy.path} is not writable. {without}, run as root, or in {DELEGATED}")
+    if hierarchy.version == 2 and not is_delegated(folder):
+        rule = f"{folder} is writable, but not marked as delegated ({DELEGATE_MARK}), so systemd may change it"
+        mark = f"setfattr -n {DELEGATE_MARK} -v 1 {folder}"
+        way_out = f"{without}, run as root, or in {DELEGATED}; if this is one, of an older systemd, mark it: {mark}"
+        raise Unavailable(f"{what}: {rule}. {way_out}")
+    if hierarchy.version == 2 and controller not in (folder / "cgroup.controllers").read_text().split():
+        allow = f"as root write the lines [Service] and Delegate=cpu memory pids to {DROP_IN} and log in again"
+        rule = f"{folder} was delegated without the {controller} controller"
+        raise Unavailable(f"{what}: {rule}. {without}, run as root, or {allow}")
+    return Hierarchy(folder, hierarchy.version, delegated=True)
 
 
 def is_delegated(folder: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,13 +80,12 @@ def _data() -> list[Finding]:
 
 
 def _namespaces(containers: bool) -> Finding:
-    if not user_namespace.needed():
-        return namespaces_finding("", "works, as root", containers)
     try:
-        user_namespace.check()
+        netns.check_namespaces()
     except Unavailable as error:
         return namespaces_finding(str(error).removeprefix("substrate netns: "), "", containers)
-    return namespaces_finding("", "works without root, in a user namespace", containers)
+    works = "works without root, in a user namespace" if user_namespace.needed() else "works, as root"
+    return namespaces_finding("", works, containers)
 
 
 def namespaces_finding(refusal: str, works: str, containers: bool) -> Finding:
@@ -98,10 +96,9 @@ def namespaces_finding(refusal: str, works: str, containers: bool) -> Finding:
 
 
 def _tools() -> list[Finding]:
-    paths = {tool: shutil.which(tool, path=user_namespace.search_path()) for tool in netns.TOOLS}
     return [
         Finding(f"command {tool}", path is not None, path or "missing", f"install {netns.TOOLS[tool]}")
-        for tool, path in paths.items()
+        for tool, path in netns.tools().items()
     ]
 
 

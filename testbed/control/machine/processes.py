@@ -29,7 +29,8 @@ def run(argv: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = N
     try:
         out, err = child.communicate(text, timeout=timeout_s)
     except BaseException as error:
-        os.killpg(child.pid, signal.SIGKILL)  # it is not reaped yet, so no other process has its pid
+        if child.returncode is None:  # Popen may have waited for it after Ctrl-C; else no other process has its pid
+            os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise CommandFailed(f"{shlex.join(argv)}: not finished after {timeout_s:g} s", TIMEOUT_CODE, "") from None

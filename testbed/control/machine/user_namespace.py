@@ -7,7 +7,8 @@ The keeper only keeps the namespaces open. In them uid 0 is the controller's use
 process has a right on this machine that the user does not have. /run/netns is a tmpfs there, which disappears with all
 named network namespaces when the keeper and the last rank have ended, however they end.
 
-Root needs none of this: `prefix()` is empty then, and named namespaces are in /run/netns.
+Root needs none of this: `prefix()` is empty then, and named namespaces are in /run/netns. But root of a container may
+lack the right to make any, so `check` tries it for root as well.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from testbed.spec.errors import Unavailable, one_line
 
 NAMED = Path("/run/netns")  # where `ip netns` keeps its named namespaces
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--")
+UNSHARE_AS_ROOT = ("unshare", "--net", "--mount", "--")
 # Where no root has made /run/netns yet, the user cannot make it, so all of /run is covered.
 MAKE_ROOM = "if test -d /run/netns; then mount -t tmpfs tmpfs /run/netns; else mount -t tmpfs tmpfs /run; fi"
 # What a run needs and a container may forbid: `ip netns exec` mounts /sys again.
@@ -48,7 +49,8 @@ FORBIDDING = (
         "that has `userns,`",
     ),
 )
-INSTEAD = "run as root, or use --on process (unshaped)"
+UNSHAPED = "or use --on process (unshaped)"
+INSTEAD = f"run as root, {UNSHAPED}"
 CONTAINER_FIX = "Start the container with --privileged, use the machine itself"
 
 
@@ -138,12 +140,10 @@ def search_path() -> str:
 
 
 def check() -> None:
-    """Raise Unavailable, with the way out, if this user may not make user namespaces. It is tried."""
-    for tool in ("unshare", "nsenter"):
-        if shutil.which(tool) is None:
-            raise Unavailable(f"substrate netns: the command {tool} is missing. Install util-linux")
-    check_visible(Path.cwd(), Path(sys.prefix), data_dir())
-    argv, env = [*UNSHARE, "sh", "-c", TRY], {**os.environ, "PATH": search_path()}
+    """Raise Unavailable, with the way out, if this user, or this root, may not make network namespaces. It is tried."""
+    check_visible(*run_folders())
+    unshare = UNSHARE if needed() else UNSHARE_AS_ROOT
+    argv, env = [*unshare, "sh", "-c", TRY], {**os.environ, "PATH": search_path()}
     try:
         found = subprocess.run(
             argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -154,33 +154,48 @@ def check() -> None:
         raise Unavailable(f"substrate netns: {refusal(found.stderr)}")
 
 
+def run_folders() -> list[Path]:
+    """The folders that ranks read besides that of the run."""
+    return [Path.cwd(), Path(sys.prefix), data_dir()]
+
+
+def first_hidden(folders: Iterable[Path], roots: Iterable[Path]) -> Path | None:
+    """The first of these folders that is in one of the roots, which the ranks see differently; None if none is."""
+    roots = list(roots)
+    return next((each for each in folders if any(each.resolve().is_relative_to(root) for root in roots)), None)
+
+
 def check_visible(*folders: Path) -> None:
     """Raise Unavailable if the namespaces would hide one of these folders from the ranks."""
-    hidden = [folder for folder in folders if folder.resolve().is_relative_to(NAMED.parent)]
-    if needed() and hidden and not NAMED.is_dir():
+    hidden = first_hidden(folders, [NAMED.parent] if needed() and not NAMED.is_dir() else [])
+    if hidden is not None:
         rule = "which is in /run, and namespaces without root hide /run where /run/netns does not exist"
-        raise Unavailable(f"substrate netns: {hidden[0]}, {rule}. Use another folder, or as root: mkdir /run/netns")
+        raise Unavailable(f"substrate netns: {hidden}, {rule}. Use another folder, or as root: mkdir /run/netns")
 
 
 def refusal(error: str) -> str:
-    """Say why user namespaces do not work here, and what to change: `error` is what the command printed."""
+    """Say why namespaces cannot be made here, and what to change: `error` is what the command printed."""
     settings = {}
-    for name, _, _ in FORBIDDING:
+    for name, _, _ in FORBIDDING if needed() else ():
         with contextlib.suppress(OSError):
             settings[name] = (SYSCTL / name).read_text().strip()
-    return explain(error, settings, in_container())
+    return explain(error, settings, in_container(), root=not needed())
 
 
-def explain(error: str, settings: Mapping[str, str], container: bool) -> str:
+def explain(error: str, settings: Mapping[str, str], container: bool, root: bool = False) -> str:
     """Say it from the command's error, the values of FORBIDDING that this kernel has, and where this process is."""
     what = "without root a user namespace is needed, which is not allowed here"
+    if root:
+        what = "root may not make network namespaces here"
     for name, value, fix in FORBIDDING:
         if settings.get(name) == value:
             return f"{what} ({name.replace('/', '.')} = {value}). {fix}, {INSTEAD}"
-    last = one_line(error.strip().rpartition("\n")[2]) or "unknown reason"
+    last, instead = one_line(error.strip().rpartition("\n")[2]) or "unknown reason", UNSHAPED if root else INSTEAD
     if container:
-        return f"{what} (inside a container: {last}). {CONTAINER_FIX}, {INSTEAD}"
-    return f"{what} ({last}). Ask whoever administers this machine to allow them, {INSTEAD}"
+        return f"{what} (inside a container: {last}). {CONTAINER_FIX}, {instead}"
+    if root:
+        return f"{what} ({last}). Give it the capabilities SYS_ADMIN and NET_ADMIN, {instead}"
+    return f"{what} ({last}). Ask whoever administers this machine to allow them, {instead}"
 
 
 def in_container(marks: Sequence[str] = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")) -> bool:

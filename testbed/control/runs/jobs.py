@@ -26,14 +26,15 @@ class Unfinished:
 
     folder: RunFolder
     job: slurm.Job
+    job_name: str  # empty if the user made the job
     nodes: list[str]
     controlled: bool  # True if its controller still runs
     steps: list[int]  # done by each rank
 
     @property
-    def ranks_run(self) -> bool:
-        """True while the job has a step."""
-        return self.job.state in slurm.RUNNING and bool(slurm.running_steps(self.job.id))
+    def tasks(self) -> list[str]:
+        """The ids of the job's steps in which ranks run."""
+        return list(slurm.running_steps(self.job.id).values()) if self.job.state in slurm.RUNNING else []
 
     @property
     def state(self) -> str:
@@ -49,9 +50,10 @@ def find(root: Path) -> Iterator[Unfinished]:
             continue
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             written = json.loads((path / slurm.SLURM_FILE).read_text())
-            job, nodes = str(int(written["job"])), [str(name) for name in written["nodes"]]
+            job, name = str(int(written["job"])), str(written["name"])
+            nodes = [str(node) for node in written["nodes"]]
             steps = [_steps(folder, rank) for rank in range(len(nodes))]
-            yield Unfinished(folder, slurm.find_job(job), nodes, _is_locked(path), steps)
+            yield Unfinished(folder, slurm.find_job(job), name, nodes, _is_locked(path), steps)
 
 
 def _steps(folder: RunFolder, rank: int) -> int:
@@ -70,12 +72,17 @@ def _is_locked(path: Path) -> bool:
 
 
 def collect(run: Unfinished) -> Summary:
-    """Write the summary of a run that has ended, and end its job. Raises UsageError while it runs."""
+    """Write the summary of a run that has ended, and end its job, unless the user made it.
+
+    Raises UsageError while it runs.
+    """
     steps = ", ".join(f"rank {rank} at step {done}" for rank, done in enumerate(run.steps))
     with folder_lock(run.folder.path):
-        if run.ranks_run or run.job.state in slurm.WAITING:
-            end = f"Wait, or end it: scancel {run.job.id}"
-            raise UsageError(f"{run.folder.path}: Slurm job {run.job.id} still runs ({steps}). {end}")
+        tasks = run.tasks
+        if tasks or run.job.state in slurm.WAITING:
+            ids = [run.job.id] if run.job_name else tasks
+            way_out = f"Wait, or end it: scancel {' '.join(ids)}" if ids else "Wait"
+            raise UsageError(f"{run.folder.path}: Slurm job {run.job.id} still runs ({steps}). {way_out}")
         spec = run.folder.read_spec()
         summary = conclude_without_controller(
             run.folder,
@@ -85,9 +92,9 @@ def collect(run: Unfinished) -> Summary:
             substrate="slurm",
             note="collected after its controller was gone",
         )
-    if run.job.state in slurm.RUNNING:  # it only waits for steps
+    if run.job.state in slurm.RUNNING and run.job_name:  # it only waits for steps
         with contextlib.suppress(CommandFailed):
-            slurm.ask("scancel", f"--name={slurm.JOB_NAME}", run.job.id)  # not an allocation of the user's own
+            slurm.ask("scancel", f"--name={run.job_name}", run.job.id)
     return summary
 
 

@@ -17,7 +17,7 @@ import shlex
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +28,7 @@ from testbed.results.folder import RunFolder
 from testbed.spec.errors import Interrupted, Unavailable, one_line
 
 Found = TypeVar("Found")
+Lock = Callable[[SubstrateChoice, Callable[[str], None]], AbstractContextManager[None]]  # machine_lock
 SHARE = (
     "TESTBED_SHARE"  # environment variable: if set, runs do not take the machine's lock. Tests start many runs at once
 )

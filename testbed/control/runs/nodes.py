@@ -8,12 +8,13 @@ faults, nor where nodes are bound to one run's folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from testbed.control.runs.locks import Lock, machine_lock
 from testbed.control.runs.select import SubstrateChoice, node_plans
 from testbed.control.substrates.base import NodePlan, Substrate
 from testbed.results.receipt import Receipt
@@ -36,12 +37,28 @@ class Nodes:
         """Keep a receipt that has just been measured."""
         self.receipt, self.measured_at = receipt, time.monotonic()
 
+    def forget(self) -> None:
+        """Let the next run measure the network again: the receipt may no longer describe it."""
+        self.receipt = None
+
     def earlier_receipt(self) -> Receipt | None:
         """Return the receipt of an earlier run on these nodes, with its age; None if the network must be measured."""
         age = time.monotonic() - self.measured_at
         if self.receipt is None or age > REUSE_S or not self.receipt.valid():
             return None
         return self.receipt.model_copy(update={"measured_before": round(age, 1), "after": None})
+
+
+@contextmanager
+def shared_nodes(
+    choice: SubstrateChoice, report: Callable[[str], None], lock: Lock = machine_lock
+) -> Iterator[NodesOfRuns]:
+    """Hold over several runs what each of them needs: the machine's lock or reserved nodes, and the nodes that are up.
+
+    The nodes are removed before the rest is released.
+    """
+    with lock(choice, report), choice.type.reserve(report), NodesOfRuns() as nodes:
+        yield nodes
 
 
 class NodesOfRuns:

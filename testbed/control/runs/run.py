@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from testbed.control.machine import ownership
 from testbed.control.runs import scripts
 from testbed.control.runs.faults import Injector
-from testbed.control.runs.locks import folder_lock, machine_lock
+from testbed.control.runs.locks import Lock, folder_lock, machine_lock
 from testbed.control.runs.nodes import Nodes, NodesOfRuns
 from testbed.control.runs.progress import Progress
 from testbed.control.runs.quotas import Quotas
@@ -55,7 +55,6 @@ from testbed.spec.methods import METHODS_VARIABLE
 from testbed.spec.run import RunSpec
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-Lock = Callable[[SubstrateChoice, Callable[[str], None]], AbstractContextManager[None]]
 
 
 class NodeObserver(Protocol):
@@ -110,7 +109,7 @@ def execute(
     """Run the spec to its end and return its summary. Raises a TestbedError if it fails or is interrupted.
 
     `resume`: continue the run in `folder`; its faults are not injected again. `retries`: instead of the spec's.
-    `node_observer` sees the nodes of every attempt. `nodes`: may be up already, and stay up for the next run.
+    `node_observer` sees the nodes of every attempt. `nodes`, of `shared_nodes`: may be up already, and stay up.
     """
     own = nodes or NodesOfRuns()
     check_inputs(spec)
@@ -125,7 +124,7 @@ def execute(
         _restored_signals(),
         lock(choice, progress.stage),
         folder_lock(folder.path),
-        choice.type.reserve(progress.stage),
+        nullcontext() if nodes else choice.type.reserve(progress.stage),
         _orphans_ended(choice, progress) as notes,
         scripts.copies_removed(),
         nullcontext() if nodes else own,
@@ -163,6 +162,9 @@ def resume_run(
         way_out = "Start a new run, with --retries N for restarts within the run."
         raise refuse("--resume", str(folder.path), rule, way_out)
     _check_unfinished(choice, folder)
+    if folder.copies():
+        rule = "its job ran with copies on the idle nodes, which cannot be continued with it"
+        raise refuse("--resume", str(folder.path), rule, "Start a new run.")
     return execute(spec, choice, folder, progress, resume=True, retries=retries, lock=lock)
 
 
@@ -376,6 +378,8 @@ def _measure_again(run: RunContext, notes: RunNotes, recheck: Recheck) -> None:
     found = recheck.after(again if wanted else None, run.progress.stage)
     notes.invalid = found.invalid
     notes.notes += found.notes
+    if found.notes:  # a link was too slow, or could not be measured
+        run.nodes.forget()
 
 
 ProbeProgress = Callable[[dict[str, Any]], None]

@@ -44,7 +44,12 @@ ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 def node_plans(spec: RunSpec) -> list[NodePlan]:
     """Return what is requested of each node that gets a rank."""
     slower = spec.dilation or 1.0  # this is the only place where a network is made slower than the spec says
+    links = [spec.link_of(rank) for rank in range(spec.world)]
     trunk = spec.topology.trunk if spec.world > 1 else None
+    if trunk is not None and trunk.delay:  # a round trip from rack to rack has both delays
+        farthest = max(link.delay or 0.0 for link in links)
+        links = [link.with_queue_of(trunk.delay) for link in links]
+        trunk = trunk.with_queue_of(farthest)
     racks = rack_numbers(spec.topology.racks, spec.world)
     first, interface = (spec.script.address, spec.script.interface) if spec.script else ("", "")
     return [
@@ -52,7 +57,7 @@ def node_plans(spec: RunSpec) -> list[NodePlan]:
             name=f"node{rank}",
             cpus=spec.cpus_of(rank),
             threads=spec.threads if spec.node.pinned else None,
-            link=spec.link_of(rank).slowed(slower),
+            link=links[rank].slowed(slower),
             congestion=spec.node.congestion,
             address=node_address(first, rank) if first else "",
             interface=interface,
@@ -157,7 +162,7 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
     "uml": SubstrateType(
         name="uml",
         description="network namespaces in a user-mode Linux kernel of one processor, links shaped as requested",
-        make=lambda spec, folder: UmlSubstrate(node_plans(spec)),
+        make=lambda spec, folder: UmlSubstrate(node_plans(spec), folder),
         check=check_uml,
         check_size=check_model,
         keeps_nodes=lambda spec: True,

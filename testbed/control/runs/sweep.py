@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from testbed.control.runs.locks import folder_lock, machine_lock, set_aside_unless
-from testbed.control.runs.nodes import NodesOfRuns
+from testbed.control.runs.locks import Lock, folder_lock, machine_lock, set_aside_unless
+from testbed.control.runs.nodes import NodesOfRuns, shared_nodes
 from testbed.control.runs.progress import Progress
-from testbed.control.runs.run import Lock, execute
+from testbed.control.runs.run import execute
 from testbed.control.runs.select import SubstrateChoice
 from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder
@@ -63,7 +63,7 @@ def run_all(
     with ExitStack() as locks:
         for experiment in sorted({spec.experiment for spec in specs}):
             locks.enter_context(folder_lock(root / experiment))
-        nodes = NodesOfRuns()
+        nodes: NodesOfRuns | None = None
         for number, spec in enumerate(specs, start=1):
             progress.headline(f"[{number}/{len(specs)}] {spec.name}")
             folder = folder_for(spec, choice, root)
@@ -71,10 +71,8 @@ def run_all(
                 progress.stage("finished earlier, skipped")
                 summaries.append(done)
                 continue
-            # The machine is locked, or nodes are reserved, from the first run that is not skipped until the end.
-            locks.enter_context(lock(choice, progress.stage))
-            locks.enter_context(choice.type.reserve(progress.stage))
-            locks.enter_context(nodes)  # after the lock: they are removed before it is released
+            if nodes is None:  # from the first run that is not skipped until the end
+                nodes = locks.enter_context(shared_nodes(choice, progress.stage, lock))
             folder = folder_for(spec, choice, root)  # again: the process that held the lock may have written it
             try:
                 summaries.append(_run_cell(spec, choice, folder, progress, fresh, lock, nodes))

@@ -22,12 +22,21 @@ GRACE_S = 60.0  # for the copies to end after the first; they begin together and
 
 
 class Copies:
-    """Where copies run: `count` nodes after the `first` ones of the run. `folder` is the run's folder."""
+    """Where copies run: `count` nodes after the `first` ones of the run."""
 
     def __init__(self, first: int, count: int) -> None:
         self.first = first
         self.nodes = range(first, first + count)
-        self.folder = Path()
+        self._original = RunFolder(Path())
+
+    def prepare(self, folder: Path) -> None:
+        """Make a folder for each copy in the run's folder: they say that the run has copies, also if none starts."""
+        self._original = RunFolder(folder.resolve())
+        for node in self.nodes:
+            self._folder(node).path.mkdir(exist_ok=True)
+
+    def _folder(self, node: int) -> RunFolder:
+        return self._original.copy(node - self.first + 1)
 
     def plans(self, like: NodePlan) -> list[NodePlan]:
         """The plans of their nodes, whose links are not used."""
@@ -36,10 +45,8 @@ class Copies:
     def job(
         self, node: int, address: str, argv: Sequence[str], env: Mapping[str, str]
     ) -> tuple[int, list[str], dict[str, str], Path]:
-        """Make the folder of a copy; return what `start` needs: the command with the copy's folder and address."""
-        original = RunFolder(self.folder.resolve())
-        copy = original.copy(node - self.first + 1)
-        copy.path.mkdir(exist_ok=True)
+        """Fill the folder of a copy; return what `start` needs: the command with the copy's folder and address."""
+        original, copy = self._original, self._folder(node)
         shutil.copyfile(original.spec, copy.spec)
         if original.own_files.is_dir():
             shutil.copytree(original.own_files, copy.own_files, dirs_exist_ok=True)

@@ -9,8 +9,9 @@ because a Docker engine's FORWARD policy drops bridged traffic in the machine's 
 Every veth pair is created inside the namespaces: none is visible outside, and all disappear with the namespaces.
 
 Root makes them on the machine, another user in a user namespace (machine/user_namespace.py). A user without a cgroup
-gets no CPU quota: nodes share the cores, to which their ranks are pinned. So that a single node does not have a core of
-its own then, every idle node runs a copy of its job at the same time (copies.py).
+gets no CPU quota: nodes share the cores, to which their ranks are pinned if the cores can be divided equally among them
+(`divide_cores` in spec/resources.py; 3 nodes on 2 cores are left to the kernel). So that a single node does not have a
+core of its own then, every idle node runs a copy of its job at the same time (copies.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from testbed.spec.errors import TestbedError, Unavailable, require_extra
 from testbed.spec.resources import quota_and_period
 from testbed.spec.run import DEFAULT_PORT
 
-TOOLS = {"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "unshare": "util-linux"}
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "unshare": "util-linux", "nsenter": "util-linux"}
+ONLY_WITHOUT_ROOT = ("nsenter",)
 SUBNET = "10.77.0.0/24"
 FIRST_HOST = 10  # node k has 10.77.0.(10 + k)
 MAX_NODES = 240
@@ -56,12 +58,8 @@ def check(plans: Sequence[NodePlan]) -> None:
 
 def check_network(plans: Sequence[NodePlan]) -> None:
     """Raise Unavailable for namespaces, links and CPU shares that this machine cannot make."""
-    for tool, package in TOOLS.items():
-        if shutil.which(tool, path=user_namespace.search_path()) is None:
-            raise Unavailable(f"substrate netns: the command {tool} is missing. Install {package}")
     check_count(len(plans))
-    if user_namespace.needed():
-        user_namespace.check()
+    check_namespaces()
     shares = {plan.cpus for plan in plans}
     for cpus in shares - {None}:
         quota_and_period(cpus)
@@ -77,6 +75,20 @@ def check_network(plans: Sequence[NodePlan]) -> None:
         needed.append(([up, route_congestion(name, SUBNET, "lo")], f"congestion control {name} (tcp_{name})"))
     for commands, feature in [*needed, *trials(plans)]:
         try_commands("substrate netns: this machine's kernel", commands, feature, _run_in_temporary_namespace)
+
+
+def check_namespaces() -> None:
+    """Raise Unavailable if a command is missing, or this user may not make network namespaces."""
+    for tool, path in tools().items():
+        if path is None:
+            raise Unavailable(f"substrate netns: the command {tool} is missing. Install {TOOLS[tool]}")
+    user_namespace.check()
+
+
+def tools() -> dict[str, str | None]:
+    """The commands that are needed here, and where they are; None: missing."""
+    names = [tool for tool in TOOLS if user_namespace.needed() or tool not in ONLY_WITHOUT_ROOT]
+    return {name: shutil.which(name, path=user_namespace.search_path()) for name in names}
 
 
 def without_quota() -> bool:
@@ -242,7 +254,7 @@ class NetnsSubstrate:
 
     def prepare_folder(self, folder: Path) -> None:
         """Ranks run as this user and can use it; copies of a single node's job get folders in it."""
-        self._copies.folder = folder
+        self._copies.prepare(folder)
 
     def stop(self) -> None:
         """End every process that was started, then kill what is left in the cgroups."""

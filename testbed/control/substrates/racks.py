@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from testbed.control.substrates.base import NodePlan
-from testbed.net.shaping import Shaping, read_buckets, shape
+from testbed.net.shaping import Shaping, queue_s, read_buckets, shape
 from testbed.spec.errors import NetworkInvalid
 from testbed.spec.link import Link
 
@@ -97,8 +97,8 @@ def routes_from(
 
 
 def without_delay(link: Link) -> Link:
-    """The link without its delay: a path from rack to rack leaves one rack, so the delay applies once."""
-    return link.model_copy(update={"delay": None})
+    """The link without its delay, but with its queue: a path from rack to rack leaves one rack, so it applies once."""
+    return link.model_copy(update={"delay": None, "queue": queue_s(link)})
 
 
 def read_uplinks(plans: Sequence[NodePlan], qdiscs: str, counters: str) -> dict[int, Shaping]:

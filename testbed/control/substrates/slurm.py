@@ -15,12 +15,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from testbed.control.machine.processes import run
+from testbed.control.machine.processes import TIMEOUT_CODE, run
 from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process, rank_argv
 from testbed.control.substrates.process import STOP_GRACE_S, LocalProcess, package_path, spawn
 from testbed.control.substrates.process import stop as stop_local
@@ -46,9 +49,11 @@ from testbed.spec.errors import (
 )
 from testbed.spec.run import RunSpec
 
+LOG = logging.getLogger(__name__)
 SLURM_FILE = "slurm.json"  # in the run's folder: the job and the nodes; `testbed collect` finds the run by it
 JOB_VARIABLE = "SLURM_JOB_ID"  # set inside an allocation
-JOB_NAME = "testbed"
+JOB_NAME = "testbed"  # a job's own has a random number behind it
+STEP_PREFIX = f"{JOB_NAME}-"  # of the names of steps with a rank or its probe
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 NEVER_CHANGED = "a fault never changes the network, CPU, memory or disk of a cluster's node"
 COMMAND_TIMEOUT_S = 30.0  # each of these commands takes a moment
@@ -62,16 +67,23 @@ MAX_VALUE_CHARS = 1000
 MAX_POLL_S = 5.0  # between two looks at a job that waits in the queue
 
 # The job does nothing: its controller starts the ranks with srun and cancels it at the end. A job without a step for
-# two minutes has lost its controller, and ends.
+# two minutes has lost its controller, and ends. A node that cannot ask squeue looks for the steps on itself: the first
+# rank is there. Where it sees none in that way, it cannot know that there is none, and the job ends after ten minutes.
 JOB_SCRIPT = """#!/bin/sh
-idle=0
-while [ "$idle" -lt 120 ]; do
+idle=0 unknown=0
+while [ "$idle" -lt 120 ] && [ "$unknown" -lt 600 ]; do
   sleep 10
-  steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i) || continue
-  case $(printf '%s\\n' "$steps" | grep -v -e '\\.batch' -e '\\.extern' -e '^$') in
-    '') idle=$((idle + 10)) ;;
-    *) idle=0 ;;
-  esac
+  if steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i); then
+    unknown=0
+    case $(printf '%s\\n' "$steps" | grep -v -e '\\.batch' -e '\\.extern' -e '^$') in
+      '') idle=$((idle + 10)) ;;
+      *) idle=0 ;;
+    esac
+  elif grep -qs "^slurmstepd: \\[$SLURM_JOB_ID\\.[0-9]" /proc/[0-9]*/cmdline; then
+    idle=0 unknown=0
+  else
+    unknown=$((unknown + 10))
+  fi
 done
 """
 
@@ -106,8 +118,18 @@ class SlurmOptions:
     def __post_init__(self) -> None:
         for name in ("partition", "account", "time", "python"):
             _check_value(f"--{name}", getattr(self, name))
+        if self.python.startswith("-"):
+            raise refuse("--python", self.python, "srun would take it for an option", "Write ./ before it.")
         for text in self.options:
             _check_option(text)
+
+    @property
+    def interpreter(self) -> str:
+        """The Python command of the nodes. A task begins in the folder /, so a path must not depend on the present one.
+
+        Links stay: a virtual environment is found by the path of its link to the interpreter.
+        """
+        return str(Path(self.python).absolute()) if "/" in self.python else self.python or sys.executable
 
     @property
     def given(self) -> list[str]:
@@ -140,9 +162,9 @@ def _check_option(text: str) -> None:
     _check_value("--slurm-option", text)
 
 
-def submit_argv(options: SlurmOptions, nodes: int, cpus: int) -> list[str]:
+def submit_argv(options: SlurmOptions, nodes: int, cpus: int, name: str = JOB_NAME) -> list[str]:
     """The command that submits the job; its script is on stdin. What a user sets comes last and wins."""
-    own = ["--parsable", f"--job-name={JOB_NAME}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
+    own = ["--parsable", f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     return ["sbatch", *own, "--output=/dev/null", "--chdir=/", "--no-requeue", *options.argv()]
 
 
@@ -198,29 +220,38 @@ def parse_job(job: str, output: str) -> Job:
     return Job(id=job, state=GONE)
 
 
+def look_at(job: str) -> Job:
+    """The job's state. Raises CommandFailed if Slurm does not answer."""
+    try:
+        return parse_job(job, ask("squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format={FORMAT}"))
+    except CommandFailed as error:
+        if "invalid job id" in error.output.lower():
+            return Job(id=job, state=GONE)
+        raise
+
+
 def find_job(job: str) -> Job:
     """The job's state. A slurmctld that does not answer is asked again for PATIENCE_S; then Unavailable is raised."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return parse_job(job, ask("squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format={FORMAT}"))
+            return look_at(job)
         except CommandFailed as error:
-            if "invalid job id" in error.output.lower():
-                return Job(id=job, state=GONE)
             if time.monotonic() > deadline:
                 raise Unavailable(f"Slurm does not answer: {one_line(error.output)}. Try `squeue`") from None
             time.sleep(POLL_S)
 
 
 def running_steps(job: str) -> dict[str, str]:
-    """The names of a job's steps and their ids; not those of Slurm itself."""
+    """The names of the steps of a job that we have started, and their ids; not those of Slurm itself or of its user."""
     output = ask("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i|%j")
     return parse_steps(output)
 
 
 def parse_steps(output: str) -> dict[str, str]:
     pairs = [line.strip().partition("|")[::2] for line in output.splitlines()]
-    return {name: step for step, name in pairs if step.rpartition(".")[2].isdecimal()}
+    ours = [(name, step) for step, name in pairs if name.startswith(STEP_PREFIX)]
+    return {name: step for name, step in ours if step.rpartition(".")[2].isdecimal()}
 
 
 def how_it_ended(job: Job) -> AllocationLost:
@@ -326,53 +357,58 @@ def _refused(error: CommandFailed, options: SlurmOptions, nodes: int) -> Unavail
 
 
 class Reservation:
-    """The nodes of a run, or of all runs of a sweep, while `hold` is entered; entering it again changes nothing."""
+    """The nodes of a run, or of all runs of a sweep, while `hold` is entered."""
 
     def __init__(self, options: SlurmOptions, nodes: int, cpus: int) -> None:
         self.options, self.size, self.cpus = options, nodes, cpus
         self.job = ""
+        self.job_name = ""  # of a job of our own, which no other job has; empty for one that the user made
         self.names: list[str] = []
-        self._depth = 0
 
     @contextmanager
     def hold(self, report: Callable[[str], None]) -> Iterator[None]:
         """Wait for the nodes and report Slurm's reasons; at the end cancel the job, unless the user made it."""
-        self._depth += 1
+        self._begin(report)
         try:
-            if self._depth == 1:
-                self._begin(report)
             yield
         finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._end()
+            self._end()
 
     def _begin(self, report: Callable[[str], None]) -> None:
         if job := os.environ.get(JOB_VARIABLE, ""):
             self.names = _check_allocation(find_job(job), self.size)
-            self.job, self._own = job, False
+            self.job, self.job_name = job, ""
             report(f"inside Slurm job {job}: {', '.join(self.names[: self.size])}")
             return
-        self._own = True
+        self.job_name = f"{JOB_NAME}-{secrets.token_hex(4)}"
         try:
             self._submit()
             self.names = self._wait(report)
         except KeyboardInterrupt:
-            job = self.job
-            self._end()
-            raise Interrupted(f"interrupted while waiting for Slurm; job {job} is cancelled") from None
+            raise Interrupted(f"interrupted while waiting for Slurm; {self._end()}") from None
         except BaseException:
             self._end()
             raise
 
     def _submit(self) -> None:
         """Submit the job. A signal takes effect when its id is known: a job of unknown id would stay."""
-        argv = submit_argv(self.options, self.size, self.cpus)
-        with _signals_blocked():
+        argv = submit_argv(self.options, self.size, self.cpus, self.job_name)
+        with _signals_deferred():
             try:
-                self.job = ask(*argv, text=JOB_SCRIPT).strip().partition(";")[0]
+                self.job = ask(*argv, timeout_s=COMMAND_TIMEOUT_S, text=JOB_SCRIPT).strip().partition(";")[0]
             except CommandFailed as error:
+                if error.code == TIMEOUT_CODE:
+                    raise self._not_answered() from None
                 raise _refused(error, self.options, self.size) from None
+
+    def _not_answered(self) -> Unavailable:
+        """Cancel what sbatch may have submitted although it was ended before its answer came."""
+        cancel = ("scancel", f"--name={self.job_name}")
+        with contextlib.suppress(CommandFailed):
+            ask(*cancel)
+        LOG.warning("If `squeue` shows a job %s later, end it: %s", self.job_name, shlex.join(cancel))
+        rule = f"sbatch has not answered in {COMMAND_TIMEOUT_S:g} s, and was ended"
+        return Unavailable(f"Slurm does not answer: {rule}. Try again later")
 
     def _wait(self, report: Callable[[str], None]) -> list[str]:
         said, pause = "", 0.1
@@ -417,21 +453,52 @@ class Reservation:
             return False
         return True
 
-    def _end(self) -> None:
-        job, self.job, self.names = self.job, "", []
-        if job and self._own:
-            with contextlib.suppress(CommandFailed):  # it has ended
-                ask("scancel", job)
+    def _end(self) -> str:
+        """Cancel the job if it is our own, and return what became of it. A job that stays is also logged."""
+        with _signals_deferred():
+            became = self._cancel() if self.job and self.job_name else "there is no job"
+            self.job, self.job_name, self.names = "", "", []
+        return became
+
+    def _cancel(self) -> str:
+        try:
+            ask("scancel", self.job)
+        except CommandFailed as error:
+            if not _has_ended(self.job):
+                reason = one_line(error.output) or "scancel does not answer"
+                left = f"job {self.job} is not cancelled ({reason}). End it: scancel {self.job}"
+                LOG.warning("Slurm %s", left)
+                return left
+        return f"job {self.job} is cancelled"
+
+
+def _has_ended(job: str) -> bool:
+    """True if Slurm says that a job has ended, or is being ended."""
+    try:
+        return look_at(job).state not in (*RUNNING, *WAITING)
+    except CommandFailed:
+        return False
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
-    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+def _signals_deferred() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP take effect at the end: the exception that they raise would end a command.
+
+    In another thread than the main one they raise nothing. Blocking them would not do: the kernel then gives them to
+    another thread of this process, e.g. that of the progress.
+    """
+    received: list[int] = []
+    before: dict[int, Any] = {}
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                before[number] = signal.signal(number, lambda signum, frame: received.append(signum))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for signum in dict.fromkeys(received):
+            signal.raise_signal(signum)
 
 
 # Processes
@@ -506,7 +573,7 @@ class SlurmSubstrate:
         notes: Sequence[str] = (),
     ) -> None:
         self._plans, self._folder, self._spec, self._reservation = tuple(plans), folder.resolve(), spec, reservation
-        self.python = reservation.options.python or sys.executable
+        self.python = reservation.options.interpreter
         self.notes = tuple(notes)
         self.nodes: Sequence[NodeHandle] = ()
         self._port = 0
@@ -555,7 +622,7 @@ class SlurmSubstrate:
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a step on one node. Its srun does not end with this controller, so that the ranks can finish."""
-        name = f"{JOB_NAME}-{os.getpid()}-{next(self._count)}"
+        name = f"{STEP_PREFIX}{os.getpid()}-{next(self._count)}"
         cpus = self._reservation.cpus if quota else 1
         host = self.nodes[node].name
         step = step_argv(self._reservation.job, [host], name, cpus)
@@ -568,8 +635,9 @@ class SlurmSubstrate:
         return self._port
 
     def prepare_folder(self, folder: Path) -> None:
-        """Write slurm.json: the job and the names of its nodes."""
-        content = {"job": self._reservation.job, "nodes": [node.name for node in self.nodes]}
+        """Write slurm.json: the job, its name if it is our own, and the names of its nodes."""
+        held = self._reservation
+        content = {"job": held.job, "name": held.job_name, "nodes": [node.name for node in self.nodes]}
         write_whole(folder / SLURM_FILE, json.dumps(content, indent=1))
 
     def stop(self) -> None:
@@ -670,7 +738,10 @@ def parse_survey(output: str, names: Sequence[str], shown: Mapping[str, str]) ->
 
 def describe(options: SlurmOptions, spec: RunSpec, nodes: int, cpus: int) -> str:
     """What --dry-run prints: the command, the script on its stdin, and the command that starts a rank."""
-    started = rank_argv(options.python or sys.executable, spec.script is not None, "RUN")
-    rank = [*step_argv("JOB", ["NODE"], "rank0", cpus), *started]
+    job = os.environ.get(JOB_VARIABLE, "")
+    started = rank_argv(options.interpreter, spec.script is not None, "RUN")
+    rank = shlex.join([*step_argv(job or "JOB", ["NODE"], "rank0", cpus), *started])
+    if job:
+        return f"# inside Slurm job {job}: nothing is submitted\n\n# on each node:\n{rank}"
     submit = shlex.join(submit_argv(options, nodes, cpus))
-    return f"{submit} <<'END'\n{JOB_SCRIPT}END\n\n# on each node:\n{shlex.join(rank)}"
+    return f"{submit} <<'END'\n{JOB_SCRIPT}END\n\n# on each node:\n{rank}"

@@ -35,6 +35,7 @@ from pydantic import TypeAdapter
 
 from testbed.control.machine import ownership
 from testbed.control.machine.processes import kill_until_gone, pids_of_session
+from testbed.control.machine.user_namespace import first_hidden, run_folders
 from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process
 from testbed.control.substrates.process import dies_with_parent, package_path
 from testbed.net.shaping import Shaping
@@ -71,11 +72,13 @@ RESULTS: dict[str, TypeAdapter[Any]] = {  # of requests that return something
 REFUSALS = {kind.__name__: kind for kind in (Unavailable, SpecError, NetworkInvalid)}  # errors that keep their kind
 # A shell that starts the kernel, which makes a process group of its own. When the kernel ends, or this controller does,
 # the shell kills that group, because a kernel that is killed leaves the processes that held its memory. SIGTERM may
-# come while it cleans up: the kernel also ends by itself, when the controller's end of its line is closed.
+# come while it cleans up: the kernel also ends by itself, when the controller's end of its line is closed. So SIGTERM
+# is ignored before the clean-up begins: an `exit` of its trap inside of that of EXIT would end the clean-up.
 KEEPER = """
-trap 'exit 1' TERM
-trap 'trap "" TERM; kill -KILL -$! $! 2>/dev/null; rm -rf -- "$0"' EXIT
+trap 'trap "" TERM; exit 1' TERM
+trap 'kill -KILL -$! $! 2>/dev/null; rm -rf -- "$0"' EXIT
 "$@" & wait $!
+trap '' TERM
 """
 # What is mounted before the agent starts. Its folder of temporary files is in memory.
 BOOT = """#!/bin/sh
@@ -121,9 +124,15 @@ def check(plans: Sequence[NodePlan]) -> None:
     if shares > 1:
         rule = f"it has one processor, and the nodes have {shares:g} CPUs together"
         raise Unavailable(f"substrate uml: {rule}. Use e.g. --set node.cpus={0.9 / len(plans):.1g}")
-    if hidden := [path for path in (Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir())) if _is_hidden(path)]:
+    check_visible(*run_folders(), Path(tempfile.gettempdir()))
+
+
+def check_visible(*folders: Path) -> None:
+    """Raise Unavailable if the kernel would hide one of these folders from the ranks."""
+    hidden = first_hidden(folders, HIDDEN)
+    if hidden is not None:
         rule = "is in a folder that a user-mode kernel has of its own"
-        raise Unavailable(f"substrate uml: {hidden[0]} {rule}. Use another folder than {', '.join(map(str, HIDDEN))}")
+        raise Unavailable(f"substrate uml: {hidden} {rule}. Use another folder than {', '.join(map(str, HIDDEN))}")
 
 
 def check_model(spec: RunSpec) -> None:
@@ -138,10 +147,6 @@ def check_model(spec: RunSpec) -> None:
     if count > MAX_PARAMETERS:
         rule = f"{spec.model} has {count} parameters, and with more than {MAX_PARAMETERS} the one processor is measured"
         raise Unavailable(f"substrate uml: {rule}, not the network. Use --model lenet5, or --on netns or compose")
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(path.resolve().is_relative_to(folder) for folder in HIDDEN)
 
 
 class Kernel:
@@ -323,7 +328,9 @@ class UmlSubstrate:
     one_clock = False  # the kernel has a clock of its own
     python = sys.executable
 
-    def __init__(self, plans: Sequence[NodePlan]) -> None:
+    def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
+        if folder is not None:
+            check_visible(folder)
         self._plans = list(plans)
         self._kernel = Kernel(BYTES_OF_KERNEL + BYTES_PER_NODE * len(plans))
         self._cleanup = ExitStack()

@@ -19,14 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from testbed.control.runs.locks import machine_lock
+from testbed.control.runs.nodes import NodesOfRuns, shared_nodes
 from testbed.control.runs.progress import Progress
 from testbed.control.runs.run import execute
 from testbed.control.runs.select import SubstrateChoice
 from testbed.control.tuning.statistics import MIN_PROBABILITY, REQUIRED_CERTAINTY, SPREAD, TOLERANCE, Race
 from testbed.results.folder import RunFolder, runs_dir, write_whole
 from testbed.results.table import format_table
-from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError, refuse
+from testbed.spec.errors import (
+    AllocationLost,
+    EngineLost,
+    Interrupted,
+    NetworkInvalid,
+    SpecError,
+    TestbedError,
+    UsageError,
+    refuse,
+)
 from testbed.spec.experiment import run_name
 from testbed.spec.mode import REFERENCE, SCHEDULES, SCRIPT, SyncMode
 from testbed.spec.run import RunSpec
@@ -96,14 +105,18 @@ def tune_modes(search: Search, choice: SubstrateChoice, progress: Progress, time
 
     `search` has the results also if this raises or is interrupted.
     """
-    with machine_lock(choice, progress.stage):
+    with shared_nodes(choice, progress.stage) as nodes:
         begun, start = time.monotonic(), str(first_mode(search.spec.mode))
-        _run_round([start], 1, search, choice, progress, begun + timeout_s)
+
+        def run_round(names: list[str], number: int) -> bool:
+            return _run_round(names, number, search, choice, progress, begun + timeout_s, nodes)
+
+        run_round([start], 1)
         names, number = candidates(SyncMode.parse(start), search.gradient), 2
         if search.spec.script is not None:
             names.insert(0, SCRIPT)
         while names:
-            if not _run_round(names, number, search, choice, progress, begun + timeout_s):
+            if not run_round(names, number):
                 search.ended = f"time is up ({timeout_s / 60:g} minutes)"
                 break
             names, number = _next_round(search), number + 1
@@ -180,7 +193,13 @@ def _legal(words: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _run_round(
-    names: list[str], number: int, search: Search, choice: SubstrateChoice, progress: Progress, until: float
+    names: list[str],
+    number: int,
+    search: Search,
+    choice: SubstrateChoice,
+    progress: Progress,
+    until: float,
+    nodes: NodesOfRuns,
 ) -> bool:
     """Run each candidate once; False if the time is over. Raises TestbedError if no candidate is left."""
     search.round = names
@@ -192,7 +211,7 @@ def _run_round(
             leader = search.race.leader()
             best = f"; best so far {leader}, {search.race.centre(leader):.3f} s"
         progress.headline(f"[round {number}, {turn}/{len(names)}] {name}{best}")
-        _run_candidate(name, search, choice, progress)
+        _run_candidate(name, search, choice, progress, nodes)
     if not search.race.times:
         raise TestbedError(
             "no candidate could be timed: " + "; ".join(f"{n} failed: {why}" for n, why in search.dropped.items())
@@ -200,18 +219,19 @@ def _run_round(
     return True
 
 
-def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress: Progress) -> None:
+def _run_candidate(name: str, search: Search, choice: SubstrateChoice, progress: Progress, nodes: NodesOfRuns) -> None:
     """Time one run of a candidate.
 
-    A candidate that fails is dropped together with its earlier times. If the network is not as requested MAX_TRIES
-    times, the candidate is dropped and keeps its earlier times; NetworkInvalid is raised if nothing was timed yet.
+    A candidate that fails is dropped together with its earlier times; nodes that are lost end the search. If the
+    network is not as requested MAX_TRIES times, the candidate is dropped and keeps its earlier times; NetworkInvalid
+    is raised if nothing was timed yet.
     """
     for _ in range(MAX_TRIES):
         search.runs += 1
         spec = trial(search.spec, name, search.runs, search.folder.name)
         try:
-            summary = execute(spec, choice, RunFolder(search.folder / spec.name), progress)
-        except Interrupted:
+            summary = execute(spec, choice, RunFolder(search.folder / spec.name), progress, nodes=nodes)
+        except (Interrupted, AllocationLost, EngineLost):  # without its nodes no other candidate can start
             raise
         except TestbedError as error:
             if isinstance(error, UsageError) and not (search.spec.script is not None and search.race.times):

@@ -137,11 +137,14 @@ def test_processes_leave_a_delegated_group_of_version_2_before_a_controller_is_e
     own = delegate(tmp_path, monkeypatch, folder, folder / "cgroup.procs", folder / "cgroup.subtree_control")
     found = find_hierarchy(tmp_path, own=own)
     assert found == Hierarchy(folder, 2, delegated=True)
-    with pytest.raises(Unavailable, match="memory limit"):
-        find_hierarchy(tmp_path, controller="memory", own=own)  # it is not delegated
+    with pytest.raises(
+        Unavailable, match=r"memory limit: .* without the memory controller\. .*user@\.service\.d"
+    ) as other:
+        find_hierarchy(tmp_path, controller="memory", own=own)
+    assert "systemd-run" not in str(other.value), "it is in such a cgroup"
     with monkeypatch.context() as patch:
         patch.setattr(os, "getxattr", lambda path, name: b"0")  # writable, but managed by systemd
-        with pytest.raises(Unavailable, match="Delegate=yes"):
+        with pytest.raises(Unavailable, match=rf"not marked .*Delegate=yes.* setfattr -n user.delegate -v 1 {folder}$"):
             find_hierarchy(tmp_path, own=own)
     Cgroup(found, "12-34/node0").create()
     assert (folder / CALLERS / "cgroup.procs").read_text() == "77"

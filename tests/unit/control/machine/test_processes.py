@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -27,6 +28,11 @@ def test_a_timeout_ends_the_command_with_all_its_children() -> None:
     with pytest.raises(CommandFailed, match=r"not finished after 0\.2 s") as failure:
         run(["sh", "-c", "sleep 60 & sleep 60"], 0.2)
     assert time.monotonic() - began < 30 and failure.value.code == 124
+
+
+def test_ctrl_c_stays_ctrl_c_if_the_command_ends_at_the_same_moment() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(["sh", "-c", f"kill -INT {os.getpid()}"], 10)
 
 
 def test_a_process_that_has_ended_has_no_start_time_and_takes_no_signal() -> None:

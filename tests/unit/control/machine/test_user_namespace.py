@@ -31,6 +31,13 @@ def test_an_unknown_reason_is_shown_as_it_is() -> None:
     assert "write failed /proc/self/uid_map: Operation not permitted" in said and "administers" in said
 
 
+@pytest.mark.parametrize(("container", "words"), [(True, "with --privileged"), (False, "SYS_ADMIN and NET_ADMIN")])
+def test_root_that_may_not_make_namespaces_is_not_told_to_become_root(container: bool, words: str) -> None:
+    said = explain("unshare: unshare failed: Operation not permitted", {}, container, root=True)
+    assert said.startswith("root may not make network namespaces here (") and "Operation not permitted" in said
+    assert words in said and "--on process" in said and "run as root" not in said
+
+
 def test_root_needs_no_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with user_namespace.held({}):
@@ -45,6 +52,7 @@ def test_the_folders_of_tc_are_searched_once_and_last(monkeypatch: pytest.Monkey
 
 def test_what_unshare_prints_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = (sys.executable, "-c", "import sys; sys.exit('unshare: not today')")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(user_namespace, "UNSHARE", failing)
     monkeypatch.setattr(user_namespace, "FORBIDDING", ())
     with pytest.raises(user_namespace.Unavailable, match="unshare: not today"):

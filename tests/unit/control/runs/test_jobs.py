@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> RunFolder:
     found = RunFolder(tmp_path / "runs" / "adhoc" / "r")
     spec = RunSpec.load({"nodes": 2, "model": "lenet5", "data": {"name": "synthetic"}, "batch": 16}, "test")
     found.create(spec.without_shaping(), "slurm")
-    (found.path / slurm.SLURM_FILE).write_text(json.dumps({"job": "7", "nodes": ["n0", "n1"]}))
+    (found.path / slurm.SLURM_FILE).write_text(json.dumps({"job": "7", "name": "testbed-a1", "nodes": ["n0", "n1"]}))
     return found
 
 
@@ -65,4 +65,27 @@ def test_ranks_that_left_nothing_have_failed_and_the_job_that_only_waits_is_ende
     (found,) = jobs.find(folder.path)
     summary = jobs.collect(found)
     assert summary.status == "failed" and "rank 1 did not finish" in summary.reason and summary.substrate == "slurm"
-    assert asked[-1] == ("scancel", "--name=testbed", "7") and list(jobs.find(folder.path)) == []
+    assert asked[-1] == ("scancel", "--name=testbed-a1", "7") and list(jobs.find(folder.path)) == []
+
+
+def in_an_allocation_of_the_user(folder: RunFolder) -> None:
+    (folder.path / slurm.SLURM_FILE).write_text(json.dumps({"job": "7", "name": "", "nodes": ["n0", "n1"]}))
+
+
+def test_an_allocation_of_the_user_stays_and_its_own_steps_are_no_ranks(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_an_allocation_of_the_user(folder)
+    asked = scripted(monkeypatch, "RUNNING", "7.batch|batch\n7.0|interactive\n7.2|bash\n")
+    (found,) = jobs.find(folder.path)
+    assert jobs.collect(found).status == "failed" and not [argv for argv in asked if argv[0] == "scancel"]
+
+
+def test_of_an_allocation_of_the_user_only_the_steps_are_said_to_be_ended(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_an_allocation_of_the_user(folder)
+    scripted(monkeypatch, "RUNNING", "7.2|bash\n7.3|testbed-1-0\n7.4|testbed-1-1\n")
+    (found,) = jobs.find(folder.path)
+    with pytest.raises(UsageError, match=r"Wait, or end it: scancel 7\.3 7\.4$"):
+        jobs.collect(found)

@@ -14,10 +14,12 @@ from testbed.control.runs.progress import Silent
 from testbed.control.runs.select import SubstrateChoice
 from testbed.control.runs.sweep import run_all
 from testbed.control.substrates.fake import FakeSubstrate
+from testbed.net.shaping import Bucket, Shaping
 from testbed.results.conclude import Summary
 from testbed.results.receipt import Receipt
+from testbed.spec.errors import NetworkInvalid
 from testbed.spec.run import RunSpec
-from tests.support.fake_substrate import BAD, GOOD, FakeRuns
+from tests.support.fake_substrate import BAD, GOOD, RATE, FakeRuns
 
 BASE = {"model": "lenet5", "data": {"name": "synthetic"}, "nodes": 2, "batch": 8, "steps": 6, "experiment": "kept"}
 
@@ -76,6 +78,20 @@ def test_after_ten_minutes_the_network_is_measured_again(fake: FakeRuns, monkeyp
     monkeypatch.setattr(nodes, "REUSE_S", -1.0)
     found = run(fake, "ring", "tree")
     assert entered(fake) == [2] and [each.measured_before for each in receipts(found)] == [None, None]
+
+
+@pytest.mark.parametrize("sample", [BAD, NetworkInvalid])
+def test_after_a_link_that_was_too_slow_or_could_not_be_measured_the_network_is_measured_again(
+    fake: FakeRuns, sample: Receipt | type[NetworkInvalid]
+) -> None:
+    fake.samples = itertools.repeat(sample)
+    link = Shaping(RATE, {device: Bucket(RATE) for device in ("eth0", "ifb0")})
+    before, after = [link] * 2, [Shaping(RATE, {name: Bucket(RATE, 10**6) for name in link.buckets})] * 2
+    fake.shapings = itertools.cycle(before + after)
+    found = run(fake, "ring", "tree")
+    assert entered(fake) == [2] and [each.status for each in found] == ["ok", "ok"]
+    assert "after training" in found[0].notes[0]
+    assert [each.measured_before for each in receipts(found)] == [None, None]
 
 
 def test_nodes_are_not_kept_after_a_fault_or_an_invalid_run(fake: FakeRuns) -> None:

@@ -465,6 +465,18 @@ def test_a_run_whose_controller_was_killed_is_resumed_only_on_its_substrate(fake
     assert resume(fake, folder).status == "ok"
 
 
+def test_a_run_with_copies_is_not_resumed(fake: FakeRuns, folder: RunFolder) -> None:
+    """Its spec has no CPU quota, so no copies would start, and the single node would have the whole machine."""
+    fake.play = fails_with(3, "boom")
+    with pytest.raises(RankFailed):
+        run(fake, folder, mode="single")
+    folder.copy(1).path.mkdir()
+    made = len(fake.made)
+    with pytest.raises(UsageError, match=r"--resume .*with copies on the idle nodes.* Start a new run\."):
+        resume(fake, folder)
+    assert len(fake.made) == made and Summary.read(folder).status == "failed"
+
+
 def test_without_substrate_txt_the_summary_names_the_substrate(fake: FakeRuns, folder: RunFolder) -> None:
     run(fake, folder, probe=False)
     folder.substrate.unlink()

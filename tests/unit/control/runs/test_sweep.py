@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,28 @@ def test_a_sweep_runs_again_only_what_did_not_end_well(fake: FakeRuns, file: Pat
     assert len(fake.made) - before == 1
     aside = RunFolder(Path("runs/three/.superseded/ring~0"))
     assert Summary.read(aside).status == "failed"
+
+
+def test_machine_and_nodes_are_held_once_from_the_first_run_that_is_not_skipped(fake: FakeRuns, file: Path) -> None:
+    held: list[str] = []
+
+    @contextmanager
+    def hold(what: str) -> Iterator[None]:
+        held.append(what)
+        yield
+        held.append(f"no {what}")
+
+    choice = replace(fake.choice, type=replace(fake.type, reserve=lambda report: hold("nodes")))
+    run_all(specs(file)[:1], fake.choice, Path("runs"), Silent())
+
+    def sweep() -> None:
+        run_all(specs(file), choice, Path("runs"), Silent(), lock=lambda choice, report: hold("lock"))
+
+    sweep()
+    assert held[:2] == ["lock", "nodes"] and held.count("nodes") == 1 and held[-2:] == ["no nodes", "no lock"]
+    held.clear()
+    sweep()
+    assert held == [], "every run was skipped"
 
 
 def test_fresh_runs_everything_again_and_sets_the_old_aside(fake: FakeRuns, file: Path) -> None:

@@ -12,7 +12,8 @@ def test_a_copy_has_a_folder_and_an_address_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text("{}")
     argv = ["python", "-m", "testbed.rank", "--folder", str(tmp_path)]
     copies = Copies(1, 2)
-    copies.folder = tmp_path
+    copies.prepare(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("copy*")) == ["copy1", "copy2"]
     node, words, env, log = copies.job(2, "10.77.0.12", argv, {"MASTER_ADDR": "10.77.0.10"})
     assert (node, words[-1], env["MASTER_ADDR"]) == (2, str(tmp_path / "copy2"), "10.77.0.12")
     assert (tmp_path / "copy2" / "spec.json").read_text() == "{}" and log == tmp_path / "copy2" / "rank0.log"

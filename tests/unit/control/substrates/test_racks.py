@@ -48,6 +48,19 @@ def test_the_delay_between_racks_applies_once_where_a_rack_is_left() -> None:
     assert len(delayed) == 2 and all(" dev up" in command and "delay 5000us" in command for command in delayed)
 
 
+def test_every_queue_on_the_way_to_another_rack_holds_its_round_trip() -> None:
+    """100 ms between racks and 5 ms of node 1's link: what crosses is back after 210 ms, from node 0 after 200 ms."""
+    values = {"topology": TOPOLOGY | {"delay": "100ms"}, "overrides": {"node1": {"link": {"delay": "5ms"}}}}
+    found = node_plans(RunSpec.load(SMALL | values, "here"))
+    assert [plan.link.queue for plan in found] == [0.2, 0.21, 0.2, 0.2]
+    commands = [" ".join(command) for command in make_bridges(found)]
+    tbf = [command for command in commands if " tbf " in command]
+    assert len(tbf) == 4 and all(command.endswith("latency 210000us") for command in tbf), tbf
+    assert {plan.link.queue for plan in plans(delay="1ms")} == {0.05}, "never less than requested"
+    slowed = node_plans(RunSpec.load(SMALL | values | {"compute": "emulated:p", "dilation": 2.0}, "here"))
+    assert slowed[0].link.queue == 0.4
+
+
 def test_without_racks_there_is_one_bridge() -> None:
     commands = make_bridges(plans(uplink=None))
     assert [command[3] for command in commands] == ["br0", "br0"]

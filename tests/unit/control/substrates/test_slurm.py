@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from testbed.control.runs import select
 from testbed.control.substrates import slurm
 from testbed.control.substrates.slurm import Job, SlurmOptions
-from testbed.spec.errors import SpecError, Unavailable
+from testbed.spec.errors import Interrupted, SpecError, Unavailable
 from testbed.spec.run import RunSpec
 
 
@@ -58,6 +61,28 @@ def test_a_value_with_a_control_character_is_refused(name: str) -> None:
         SlurmOptions(**{name: "a\x1b[2J"})
 
 
+def test_a_path_of_a_python_is_absolute_and_its_links_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun starts it in the folder /; a virtual environment is found by the link to its interpreter."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to("/usr/bin/python3")
+    assert SlurmOptions(python="bin/python").interpreter == str(tmp_path / "bin/python")
+    assert SlurmOptions(python="/opt/python").interpreter == "/opt/python"
+    assert SlurmOptions(python="python3.12").interpreter == "python3.12"
+    assert SlurmOptions().interpreter == sys.executable
+    with pytest.raises(SpecError, match=r"--python '-x': srun would take it for an option. Write \./ before it"):
+        SlurmOptions(python="-x")
+
+
+def test_a_dry_run_inside_an_allocation_shows_no_job_that_would_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = slurm.describe(SlurmOptions(), RunSpec(), 4, 1)
+    assert outside.startswith("sbatch ") and "--jobid=JOB " in outside
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    inside = slurm.describe(SlurmOptions(), RunSpec(), 4, 1)
+    assert inside.startswith("# inside Slurm job 12: nothing is submitted\n")
+    assert "sbatch" not in inside and "srun --jobid=12 " in inside
+
+
 def test_only_listed_variables_are_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("SLURM_NTASKS", "7")
@@ -80,7 +105,8 @@ def test_the_state_of_a_job_is_parsed() -> None:
 
 
 def test_steps_nodes_and_addresses_are_parsed() -> None:
-    assert slurm.parse_steps("12.batch|batch\n12.extern|extern\n12.4|testbed-7-0\n") == {"testbed-7-0": "12.4"}
+    steps = "12.batch|batch\n12.extern|extern\n12.4|testbed-7-0\n12.5|bash\n"  # the last one is the user's own
+    assert slurm.parse_steps(steps) == {"testbed-7-0": "12.4"}
     assert slurm.parse_down("n0 idle\nn1 down*\nn2 mixed*\nn3 allocated\nn1 down*\n") == "n1, n2"
     text = "NodeName=n0 Arch=x86_64 NodeAddr=10.0.0.1 OS=Linux 6.1 #1 SMP\nNodeName=n1 NodeAddr=n1.lan State=IDLE\n"
     assert slurm.parse_addresses(text) == {"n0": "10.0.0.1", "n1": "n1.lan"}
@@ -146,24 +172,107 @@ def test_a_job_without_steps_ends_by_itself(tmp_path: Path) -> None:
     assert done.returncode == 0 and int((tmp_path / "n").read_text()) == 3 + 12, "12 looks of 10 s without a step"
 
 
+def test_a_job_whose_node_cannot_ask_squeue_ends_after_ten_minutes(tmp_path: Path) -> None:
+    env = tools(tmp_path, squeue="echo x >>looks; exit 1", sleep=":")
+    done = subprocess.run(["sh"], input=slurm.JOB_SCRIPT, text=True, env=env, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and len((tmp_path / "looks").read_text().split()) == 60
+
+
+def test_a_step_on_such_a_node_keeps_the_job(tmp_path: Path) -> None:
+    """Slurm gives the process that holds a step this name. The step ends at the 80th look."""
+    step = ["bash", "-c", "exec -a 'slurmstepd: [12.0]' sleep 60"]
+    with subprocess.Popen(step) as process:
+        squeue = f"echo x >>looks; [ $(wc -l <looks) -lt 80 ] || kill {process.pid} 2>/dev/null; exit 1"
+        env = tools(tmp_path, squeue=squeue, sleep="command -p sleep 0.01")
+        done = subprocess.run(["sh"], input=slurm.JOB_SCRIPT, text=True, env=env, cwd=tmp_path, timeout=60)
+        process.kill()
+    looks = len((tmp_path / "looks").read_text().split())
+    assert done.returncode == 0 and 79 + 60 <= looks <= 82 + 60, looks
+
+
 def test_a_job_that_waits_is_reported_with_its_reason_and_cancelled_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = 'echo x >>looks; [ $(wc -l <looks) -lt 3 ] && echo "7|PENDING||p|5:00|N/A|Priority" || '
     rows += 'echo "7|RUNNING|n[0-1]|p|5:00|N/A|None"'
-    env = tools(tmp_path, sbatch="cat >script; echo 7", squeue=rows, scontrol="echo n0 n1", scancel='echo "$@" >>ended')
-    for name, value in env.items():
+    reservation = scripted(
+        tmp_path, monkeypatch, squeue=rows, sbatch="cat >script; echo 7", scancel='echo "$@" >>ended'
+    )
+    said: list[str] = []
+    with reservation.hold(said.append):
+        assert reservation.names == ["n0", "n1"] and not Path("ended").exists()
+        names = {reservation.job_name}
+    with reservation.hold(said.append):
+        names.add(reservation.job_name)
+    assert said[:2] == ["Slurm job 7 waits in partition p: Priority", "Slurm job 7 has n0, n1"]
+    assert Path("ended").read_text() == "7\n7\n" and Path("script").read_text() == slurm.JOB_SCRIPT
+    assert len(names) == 2 and all(re.fullmatch(r"testbed-[0-9a-f]{8}", name) for name in names)
+
+
+RUNNING = 'echo "7|RUNNING|n[0-1]|p|5:00|N/A|None"'
+
+
+def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> slurm.Reservation:
+    """A reservation of two nodes by commands of the test's own, outside of any allocation, in this folder."""
+    usual = {"sbatch": "echo 7", "squeue": RUNNING, "scontrol": "echo n0 n1"}
+    for name, value in tools(folder, **(usual | scripts)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_JOB_ID")
-    monkeypatch.chdir(tmp_path)
-    said: list[str] = []
-    reservation = slurm.Reservation(SlurmOptions(), nodes=2, cpus=1)
-    with reservation.hold(said.append):
-        with reservation.hold(said.append):
-            assert reservation.names == ["n0", "n1"]
-        assert not Path("ended").exists(), "the outer one still holds it"
-    assert said == ["Slurm job 7 waits in partition p: Priority", "Slurm job 7 has n0, n1"]
-    assert Path("ended").read_text() == "7\n" and Path("script").read_text() == slurm.JOB_SCRIPT
+    monkeypatch.chdir(folder)
+    return slurm.Reservation(SlurmOptions(), nodes=2, cpus=1)
+
+
+def test_ctrl_c_waits_until_the_job_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with another thread in this process, e.g. that of the progress: the kernel may give it the signal."""
+    scancel = f"kill -INT {os.getpid()}; sleep 0.3; echo $1 >>ended"
+    reservation = scripted(tmp_path, monkeypatch, scancel=scancel)
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), reservation.hold(print):
+            pass
+    finally:
+        done.set()
+        other.join()
+    assert Path("ended").read_text() == "7\n" and reservation.job == ""
+
+
+def test_a_job_that_cannot_be_cancelled_is_named_with_the_command_that_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reservation = scripted(tmp_path, monkeypatch, scancel="echo slurmctld is away >&2; exit 1")
+    with reservation.hold(print):
+        pass
+    assert caplog.messages == ["Slurm job 7 is not cancelled (slurmctld is away). End it: scancel 7"]
+    interrupt = f"[ -e interrupted ] || {{ touch interrupted; kill -INT {os.getpid()}; }}"
+    waits = f'echo "7|PENDING||p|5:00|N/A|Priority"; {interrupt}'
+    reservation = scripted(tmp_path, monkeypatch, squeue=waits, scancel="exit 1")
+    with pytest.raises(Interrupted, match=r"waiting for Slurm; job 7 is not cancelled .* End it: scancel 7"):
+        reservation.hold(print).__enter__()
+
+
+@pytest.mark.parametrize("squeue", ["exit 0", 'echo "7|COMPLETED||p|5:00|N/A|None"', "echo Invalid job id >&2; exit 1"])
+def test_a_job_that_has_ended_needs_not_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, squeue: str
+) -> None:
+    reservation = scripted(tmp_path, monkeypatch, scancel="exit 1")
+    with reservation.hold(print):
+        tools(tmp_path, squeue=squeue)
+    assert caplog.messages == []
+
+
+def test_what_an_sbatch_without_an_answer_has_submitted_is_cancelled_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slurm, "COMMAND_TIMEOUT_S", 0.5)
+    submit = "for word; do case $word in --job-name=*) echo ${word#*=} >name;; esac; done; exec sleep 60"
+    reservation = scripted(tmp_path, monkeypatch, sbatch=submit, scancel='echo "$@" >>ended')
+    with pytest.raises(Unavailable, match=r"sbatch has not answered in 0.5 s"):
+        reservation.hold(print).__enter__()
+    name = Path("name").read_text().strip()
+    assert name.startswith("testbed-") and Path("ended").read_text() == f"--name={name}\n"
+    assert f"scancel --name={name}" in caplog.text
 
 
 @pytest.mark.parametrize(

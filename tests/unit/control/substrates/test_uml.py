@@ -81,6 +81,18 @@ def test_a_large_model_and_a_script_are_refused() -> None:
         uml.check_model(RunSpec.load({"script": {"argv": ["python", "main.py"], "folder": "/tmp"}}, "test"))
 
 
+def test_a_folder_that_the_kernel_would_hide_is_refused_before_it_exists(
+    kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uml, "HIDDEN", (tmp_path / "hidden",))
+    with pytest.raises(Unavailable, match=r"hidden/runs/r is in a folder .* of its own\. Use another"):
+        SUBSTRATES["uml"].make(RunSpec(), tmp_path / "hidden/runs/r")
+    uml.check(plans(2))
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "hidden/data"))
+    with pytest.raises(Unavailable, match=r"hidden/data is in a folder"):
+        uml.check(plans(2))
+
+
 def test_ranks_know_how_large_a_users_model_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(uml.Kernel, "call", lambda self, name, **arguments: asked.append(arguments))

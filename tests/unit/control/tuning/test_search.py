@@ -6,6 +6,9 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from testbed.control.cli import main
+from testbed.control.runs.nodes import NodesOfRuns
 from testbed.control.runs.progress import Silent
 from testbed.control.tuning import search
 from testbed.control.tuning.search import Search, candidates, first_mode, neighbours, new_search
@@ -25,7 +29,15 @@ from testbed.results.records import (
     Start,
     Step,
 )
-from testbed.spec.errors import Interrupted, NetworkInvalid, SpecError, TestbedError, UsageError
+from testbed.spec.errors import (
+    AllocationLost,
+    EngineLost,
+    Interrupted,
+    NetworkInvalid,
+    SpecError,
+    TestbedError,
+    UsageError,
+)
 from testbed.spec.experiment import Experiment
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
@@ -132,6 +144,38 @@ def speeds(fake: FakeRuns) -> Speeds:
 def command(fake: FakeRuns, *arguments: str) -> Any:
     flags = ["--on", "fake", "--data", "synthetic", "--nodes", "2", "--rate", "200mbit"]
     return CliRunner().invoke(main.app, ["tune", *flags, *arguments], obj={"fake": fake.type})
+
+
+def test_nodes_are_reserved_and_made_once_for_all_candidates(speeds: Speeds) -> None:
+    held: list[str] = []
+
+    @contextmanager
+    def reserve(report: Callable[[str], None]) -> Iterator[None]:
+        held.append("begin")
+        yield
+        assert speeds.fake.made[-1].calls[-1] == ("exit",), "nodes are removed before they are released"
+        held.append("end")
+
+    speeds.fake.type = replace(speeds.fake.type, reserve=reserve, keeps_nodes=lambda spec: True)
+    found = json.loads(command(speeds.fake, "--json").stdout)
+    assert len(found["curve"]) > 3 and held == ["begin", "end"] and len(speeds.fake.made) == 1
+
+
+@pytest.mark.parametrize("lost", [AllocationLost, EngineLost])
+def test_without_nodes_the_search_ends_and_keeps_what_it_found(
+    speeds: Speeds, lost: type[AllocationLost | EngineLost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = search.execute
+
+    def loses_the_fourth(*arguments: Any, **options: Any) -> Any:
+        if len(speeds.order) == 3:
+            raise lost("the nodes are gone")
+        return execute(*arguments, **options)
+
+    monkeypatch.setattr(search, "execute", loses_the_fourth)
+    found = command(speeds.fake)
+    assert isinstance(found.exception, lost) and "the nodes are gone" in str(found.exception)
+    assert len(speeds.order) == 3 and "not tried: ring/bucket" in found.stdout and "dropped:" not in found.stdout
 
 
 def test_it_finds_the_fastest_with_its_certainty_and_writes_an_experiment(speeds: Speeds) -> None:
@@ -241,7 +285,7 @@ def test_when_the_last_timed_candidate_fails_the_search_ends(tmp_path: Path, fak
     spec = RunSpec.load({"data": {"name": "synthetic"}, "nodes": 2, "probe": False}, "test")
     found = Search(spec, tmp_path / "tune", race=Race({"ring": [1.0]}))
     with pytest.raises(TestbedError, match=r"no candidate could be timed: ring failed: rank 0 .*it broke"):
-        search._run_round(["ring"], 2, found, fake.choice, Silent(), math.inf)
+        search._run_round(["ring"], 2, found, fake.choice, Silent(), math.inf, NodesOfRuns())
 
 
 def test_when_the_first_run_fails_nothing_can_be_tuned(speeds: Speeds) -> None:
