@@ -1,6 +1,6 @@
 """Observe a script where Python ignores PYTHONPATH, e.g. with -I: python -I {attach} main.py --rank {rank}
 
-`python -m testbed.attach main.py` does the same where testbed is installed. The script runs as `python main.py` would.
+`python -m testbed.attach main.py` does the same where testbed is installed. The script runs as with `python main.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def observe() -> None:
-    """Install the observer as sitecustomize does; nothing if that has run already, or nothing is requested."""
+    """Install the observer as sitecustomize does. Do nothing if the observer is installed already or not requested."""
     here = os.path.dirname(os.path.abspath(__file__))
     if any(type(finder).__name__ == "_AfterTorch" for finder in sys.meta_path):
         return
@@ -20,7 +20,7 @@ def observe() -> None:
         sys.path.append(package)
     try:
         runpy.run_path(os.path.join(here, "inject", "sitecustomize.py"), run_name="testbed.attach.inject")
-    except Exception as error:  # the observer fails open
+    except Exception as error:  # the script runs without the observer
         print(f"testbed: the script is not observed ({type(error).__name__}: {error})", file=sys.stderr)
 
 

@@ -1,10 +1,10 @@
 """Run a script that was written for CUDA on the CPU: `testbed exec --as-cpu`.
 
-Every place where a script names a CUDA device takes the CPU instead: tensors, modules, autocast, GradScaler, DDP,
-device meshes; NCCL becomes Gloo. `torch.cuda.is_available()` and `torch.accelerator.is_available()` are True for the
-script's own code, so that it takes the path that its author meant; libraries, torch included, see that there is no GPU.
-A node has one GPU, or those that CUDA_VISIBLE_DEVICES lists. `torch.device(0)` and `torch.Generator("cuda")` are not
-replaced.
+Where a script names a CUDA device, the CPU is used: for tensors, modules, autocast, GradScaler, DDP and device meshes.
+NCCL becomes Gloo. `torch.cuda.is_available()` and `torch.accelerator.is_available()` are True for the script's own
+code, so that the script executes its code for GPUs. For libraries, torch included, both functions are False.
+A script finds one GPU, or as many as CUDA_VISIBLE_DEVICES lists. `torch.device(0)` and `torch.Generator("cuda")` are
+not replaced.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ SILENT = (
 
 
 def install(changed: list[str]) -> None:
-    """Replace what names CUDA. `changed` gets the sentences for the page."""
+    """Replace the functions of torch that take a CUDA device. Append to `changed` the sentences for the report page."""
     changed.append(CHANGED)
-    _device._device_constructors()  # the cached set of functions that `with torch.device(...)` acts on: the originals
+    # torch caches the functions that `with torch.device(...)` acts on. The cache must have the originals.
+    _device._device_constructors()
     for name in FACTORIES:
         if hasattr(torch, name):
             setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -70,13 +71,13 @@ def install(changed: list[str]) -> None:
 
 
 def devices() -> int:
-    """The number of GPUs that a script finds."""
+    """Return the number of GPUs that a script finds."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return len([each for each in listed.split(",") if each.strip()]) or 1
 
 
 def cpu(value: Any) -> Any:
-    """The CPU for a CUDA device or its name; any other value as it is."""
+    """Return the CPU for a CUDA device or its name. Return any other value unchanged."""
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
         return "cpu"
     if isinstance(value, str) and value.startswith("torch.cuda."):  # a type of tensor
@@ -91,9 +92,10 @@ def cpu(value: Any) -> Any:
 def _on_cpu(
     original: Callable[..., Any], default: str = "", value: str = "", index: bool = False
 ) -> Callable[..., Any]:
-    """A function that takes the CPU where it is given CUDA.
+    """Return a function that replaces CUDA by the CPU in its arguments, then calls `original`.
 
-    `default`: an argument that is CUDA if it is not given. `index`: its first argument may be the number of a device.
+    `default` names an argument that is CUDA if it is not given; `value` is passed for it. With `index`, the first
+    argument after self may be the number of a device.
     """
 
     @functools.wraps(original)
@@ -120,7 +122,7 @@ def _itself(self: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def _replace_cuda() -> None:
-    """The functions of torch.cuda that scripts call."""
+    """Replace the functions of torch.cuda that scripts call."""
     cuda: Any = torch.cuda
     for name, value in {"is_available": True, "device_count": devices()}.items():
         setattr(cuda, name, _for_scripts(getattr(cuda, name), value))
@@ -141,7 +143,7 @@ def _replace_cuda() -> None:
 
 
 def _replace_plain(module: Any) -> None:
-    """The functions that have nothing to do on the CPU."""
+    """Replace the functions that do nothing on the CPU by functions that return a constant."""
     for names, value in ((ZERO, 0), (SILENT, None)):
         for name in names:
             if hasattr(module, name):
@@ -153,7 +155,7 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _replace_accelerator() -> None:
-    """The functions of torch.accelerator that scripts call."""
+    """Replace the functions of torch.accelerator that scripts call."""
     module: Any = torch.accelerator
     values = {"is_available": True, "device_count": devices(), "current_accelerator": torch.device("cuda")}
     for name, value in values.items():
@@ -163,7 +165,7 @@ def _replace_accelerator() -> None:
 
 
 def _for_scripts(original: Callable[..., Any], value: Any) -> Callable[..., Any]:
-    """A function that returns `value` to a script, and what `original` returns to a library."""
+    """Return a function that returns `value` to a script, and the result of `original` to a library."""
 
     @functools.wraps(original)
     def wrapper(*arguments: Any, **named: Any) -> Any:
@@ -173,7 +175,7 @@ def _for_scripts(original: Callable[..., Any], value: Any) -> Callable[..., Any]
 
 
 class _Stream:
-    """A stream whose work is done when it was called."""
+    """Replaces torch.cuda.Stream. On the CPU an operation has ended when its call returns, so no method waits."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
@@ -182,7 +184,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """An event that has happened when it was recorded."""
+    """Replaces torch.cuda.Event. An event has happened as soon as it is recorded."""
 
     def record(self, *arguments: Any) -> None:
         import time
@@ -190,7 +192,7 @@ class _Event(_Stream):
         self.at = time.monotonic()
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds."""
+        """Return the milliseconds between this event and the other."""
         return float(other.at - self.at) * 1e3
 
     def query(self) -> bool:
@@ -198,7 +200,7 @@ class _Event(_Stream):
 
 
 def _replace_groups(changed: list[str]) -> None:
-    """NCCL becomes Gloo; what Gloo does not accept is left out."""
+    """Replace NCCL by Gloo, and leave out the arguments that Gloo does not accept."""
     for name in ("init_process_group", "new_group"):
         original = getattr(distributed_c10d, name)
         replaced = _with_gloo(original, changed)
@@ -225,7 +227,7 @@ def _replace_groups(changed: list[str]) -> None:
 
 
 def _with_gloo(original: Callable[..., Any], changed: list[str]) -> Callable[..., Any]:
-    place = 0 if original.__name__ == "init_process_group" else 2  # of the backend
+    place = 0 if original.__name__ == "init_process_group" else 2  # position of the argument `backend`
 
     @functools.wraps(original)
     def wrapper(*arguments: Any, **named: Any) -> Any:

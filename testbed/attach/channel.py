@@ -1,11 +1,11 @@
 """The connections between the observer and the process that started the script (launch.py), through a Unix socket.
 
-`Channel` sends records as JSON lines, one way; the launcher writes them to rankN.jsonl. If the connection breaks, the
-observer is silent and the script goes on.
+`Channel` sends records as JSON lines; the launcher writes them to rankN.jsonl and sends nothing back. If the connection
+breaks, the observer sends no more records and the script goes on.
 
-`listen` answers where the script is, for the message on a script that makes no step: the launcher asks, and a thread
-that otherwise sleeps answers with the line of the script that the main thread is in, and whether torch waits there for
-other ranks.
+`listen` starts a thread that sleeps until the launcher asks where the script is. The answer is the line of the script
+that the main thread executes, and whether torch waits there for other ranks. The launcher asks when a script makes no
+step, and the error message names that line.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from testbed.attach.events import OURS, is_library
 
 VARIABLE = "TESTBED_OBSERVER"  # the path of the launcher's Unix socket; empty or missing: nothing is observed
 REQUEST = "TESTBED_OBSERVE"  # what the launcher requests, as JSON: schema, steps, deadline, interface, ...
-SEND_TIMEOUT_S = 5.0  # a launcher that does not read for so long is treated as gone
-SEND_BUFFER_BYTES = 1 << 20  # so that a step does not wait for the launcher; the kernel allows less
+SEND_TIMEOUT_S = 5.0  # if the launcher reads nothing for this time, the connection counts as broken
+SEND_BUFFER_BYTES = 1 << 20  # so that a step does not wait for the launcher; the kernel may grant less
 ENCODER = json.JSONEncoder(separators=(",", ":"), default=str)
 
 
 class Channel:
-    """Sends lines from any thread. A process that was forked calls `reopen`: it has a connection of its own."""
+    """Sends lines from any thread. A forked process calls `reopen` to get a connection of its own."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.reopen()
 
     def reopen(self) -> None:
-        """Begin without a connection, also after a fork: the parent's belongs to the parent."""
+        """Forget the connection without closing it. After a fork, the connection belongs to the parent."""
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self.broken = False
 
     def send(self, record: dict[str, Any]) -> None:
-        """Send one line. Raises nothing: what cannot be sent, or is no JSON, is dropped."""
+        """Send one line. Raise nothing: a record that cannot be encoded as JSON or sent is dropped."""
         if self.broken:
             return
         try:
@@ -55,7 +55,7 @@ class Channel:
                 self.close()
 
     def close(self) -> None:
-        """Close the connection; the next record opens another one unless it is broken."""
+        """Close the connection. The next `send` opens another one, unless `broken` is set."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -70,13 +70,13 @@ class Channel:
         return self._socket
 
 
-READY_TO_ANSWER = {"kind": "asks"}  # what a connection sends that wants to be asked
+READY_TO_ANSWER = {"kind": "asks"}  # the first line of a connection that answers questions
 QUESTION = b"where\n"
 MAX_DEPTH = 200
 
 
 def listen(path: str) -> None:
-    """Connect to the launcher and answer its questions in a thread. Raises OSError."""
+    """Connect to the launcher and answer its questions in a thread. Raise OSError if the connection fails."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(path)
     connection.sendall(json.dumps(READY_TO_ANSWER).encode() + b"\n")
@@ -94,7 +94,7 @@ def listen(path: str) -> None:
 
 
 def position(frame: FrameType | None) -> dict[str, Any]:
-    """The record of where a thread is: the innermost line that is the script's own, and whether torch waits there."""
+    """Return where a thread is, as a record: the innermost line of the script, and whether torch waits there."""
     waits, site, depth = False, "", 0
     while frame is not None and depth < MAX_DEPTH and not site:
         path = frame.f_code.co_filename

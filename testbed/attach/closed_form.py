@@ -1,12 +1,13 @@
-"""Collectives without communication: what a collective gives where all ranks have equal inputs.
+"""Collectives without communication: compute the result that a collective has where all ranks have equal inputs.
 
-    all_reduce, reduce            a multiple of the own tensor: N for a sum
-    gather, all_gather            N copies of it
-    scatter, broadcast            what this rank gathered or reduced last of that length, or its own tensor
-    reduce_scatter                a multiple of the own shard; the all_gather after it gives all shards of that input
+    all_reduce, reduce            this rank's tensor times a factor: N for a sum
+    gather, all_gather            N copies of this rank's tensor
+    scatter, broadcast            the tensor of that length that this rank gathered or reduced last, or its own tensor
+    reduce_scatter                this rank's shard times a factor
+    all_gather after it           all shards of the input of that reduce_scatter
 
-The multiples are measured once, by running the collective on equal inputs (`learn`). From then on `apply` makes the
-results. Nothing is sent, and large copies are made only when they are written to (copy on write).
+The factors are measured once, by running the collective on equal inputs (`learn`). From then on `apply` computes the
+results and sends nothing. Large tensors are copied on write.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor
 from testbed.attach.lineage import storage
 from testbed.spec.errors import NoClosedForm
 
-TOLERANCE = 1e-3  # of a factor, and of a residual
+TOLERANCE = 1e-3  # relative error of a factor, and largest residual
 LAZY_NUMBERS = 4096  # shorter tensors are copied at once
-# arguments by their places
+# names of the arguments in their order
 SIGNATURES = {
     "all_reduce": ("tensor", "op", "group", "async_op"),
     "reduce": ("tensor", "dst", "op", "group", "async_op", "group_dst"),
@@ -44,7 +45,7 @@ Site = tuple[str, str]  # operation, line of the script
 
 
 class Call:
-    """The arguments of one collective of torch.distributed, by their names; rank and number of ranks."""
+    """The arguments of one collective of torch.distributed by their names, with the rank and the number of ranks."""
 
     def __init__(
         self, operation: str, arguments: tuple[Any, ...], named: dict[str, Any], rank: int, world: int
@@ -91,7 +92,7 @@ class Call:
 
     @property
     def multiple(self) -> float | None:
-        """By how much a reduction multiplies equal inputs, by its definition; None if that is no sum and no mean."""
+        """The factor by which a reduction of equal inputs multiplies them; None if it is neither a sum nor a mean."""
         operation = self.named.get("op", dist.ReduceOp.SUM)
         if operation == dist.ReduceOp.SUM:
             return float(self.world)
@@ -99,7 +100,7 @@ class Call:
 
 
 class Done(dist.Work):
-    """The work of a collective that was replaced: it has ended."""
+    """The Work that a replaced asynchronous collective returns. It has always ended."""
 
     def __init__(self, results: list[Tensor]) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class Done(dist.Work):
 
 
 class Kept(NamedTuple):
-    """A tensor that was sent. `version` counts what is written to it; `copy` is as it was, if one was made."""
+    """A tensor that was sent, its version counter at that time (torch counts writes), and a copy if one was made."""
 
     tensor: Tensor
     version: int
@@ -145,26 +146,26 @@ class ClosedForms:
     """The closed forms of all collectives of a script that carry gradients."""
 
     def __init__(self, own_call: Callable[[], AbstractContextManager[None]]) -> None:
-        self.own_call = own_call  # entered around communication that is not the script's
+        self.own_call = own_call  # context manager for communication that is not the script's
         self.factors: dict[Site, float] = {}
-        self.of_shards: set[Site] = set()  # all_gather of what reduce_scatter gave
-        self.copied: set[int] = set()  # lengths of tensors that the script changes between sending and receiving
+        self.of_shards: set[Site] = set()  # each is an all_gather of the results of a reduce_scatter
+        self.copied: set[int] = set()  # lengths of tensors that the script changes after sending and before receiving
         self.start()
 
     def start(self) -> None:
-        """A step begins: nothing is sent."""
+        """Begin a step: forget the tensors that were sent in the last one."""
         self.sent: dict[int, deque[Kept]] = defaultdict(deque)  # by length, in the order in which they were sent
         self.shards: dict[int, deque[Kept]] = defaultdict(deque)  # inputs of reduce_scatter, by the length of a shard
 
     def learn(self, site: Site, call: Call, original: Callable[..., Any]) -> None:
-        """Run the collective once and measure its factor. Raises NoClosedForm if it is none of 1, N and 1/N."""
+        """Run the collective once and measure its factor. Raise NoClosedForm if the factor is none of 1, N and 1/N."""
         shards = self._sharded(call, learning=True)
         own = self._own(call, learning=True).clone()
         kept = call.tensor.clone()
         with self.own_call():
             original(**call.blocking)
         if call.operation == "reduce" and not call.is_root:
-            call.tensor.copy_(kept)  # undefined there by definition
+            call.tensor.copy_(kept)  # reduce leaves the result undefined on all ranks but the root
             return
         if shards is not None and self._learn_shards(site, call, shards):
             return
@@ -178,7 +179,7 @@ class ClosedForms:
             raise NoClosedForm("scales gradients differently from call to call")
 
     def _learn_shards(self, site: Site, call: Call, shards: list[Tensor]) -> bool:
-        """True if an all_gather gave all shards of what was scattered, times a factor."""
+        """Return True if an all_gather returned all shards of the input of a reduce_scatter, times one factor."""
         pairs = [(r, s) for k, (r, s) in enumerate(zip(call.results, shards, strict=True)) if k != call.rank]
         found = {round_factor(result, shard, call.world) for result, shard in pairs} - {0.0}
         if None in found or len(found) > 1:
@@ -189,7 +190,7 @@ class ClosedForms:
         return True
 
     def apply(self, site: Site, call: Call) -> None:
-        """Write the results of the collective."""
+        """Write the results of the collective. Raise NoClosedForm if an input of reduce_scatter has changed."""
         shards = self._sharded(call, learning=False)
         own = self._own(call, learning=False)
         factor = self.factors.get(site, 1.0)
@@ -203,9 +204,9 @@ class ClosedForms:
                 write(call.tensor, own, factor)
 
     def multiply(self, call: Call) -> None:
-        """Multiply the tensor as all_reduce of equal inputs would; the mode averages it later.
+        """Multiply the tensor by the factor that all_reduce has on equal inputs. The mode averages the tensor later.
 
-        Both are linear, so their order does not matter.
+        Both operations are linear, so their order does not matter. Raise NoClosedForm if it is no such all_reduce.
         """
         if call.operation != "all_reduce" or call.multiple is None:
             raise NoClosedForm("runs during backward, where only all_reduce is replaced")
@@ -213,7 +214,7 @@ class ClosedForms:
             write(call.tensor, call.tensor, call.multiple)
 
     def _sharded(self, call: Call, learning: bool) -> list[Tensor] | None:
-        """The shards of the input that a reduce_scatter had, where this may be the all_gather after it."""
+        """Keep the input of a reduce_scatter. For an all_gather after it return that input's shards, else None."""
         if call.operation in SCATTERS:
             inputs = call.inputs
             alone = "input" in call.named and storage(inputs[0]) != storage(call.tensor)
@@ -227,7 +228,7 @@ class ClosedForms:
         return None
 
     def _own(self, call: Call, learning: bool) -> Tensor:
-        """What this rank has of the gradient that a collective is about."""
+        """Return the tensor of this rank whose multiple is the result of the collective."""
         own = call.inputs[call.rank] if call.inputs else call.tensor
         if call.operation in ("gather", "reduce"):
             copied = learning or call.operation == "reduce" or call.numel in self.copied
@@ -249,7 +250,7 @@ class ClosedForms:
 
 
 def round_factor(result: Tensor, own: Tensor, n: int) -> float | None:
-    """The factor between both: 1, N or 1/N; 0 if they are zero, None if it is none of these."""
+    """Return result / own if it is 1, N or 1/N. Return 0 if both are zero, None in all other cases."""
     a, b = result.detach().double().reshape(-1), own.detach().double().reshape(-1)
     for factor in (1.0, float(n), 1.0 / n):
         if float((a - factor * b).norm()) <= TOLERANCE * float(a.norm()):
@@ -258,7 +259,7 @@ def round_factor(result: Tensor, own: Tensor, n: int) -> float | None:
 
 
 def write(result: Tensor, own: Tensor, factor: float) -> None:
-    """Make `result` a multiple of `own`, which may be the same tensor."""
+    """Write `own` times `factor` to `result`, which may be the same tensor."""
     if result.data_ptr() == own.data_ptr():
         result.mul_(factor) if factor != 1 else None
     elif factor == 1:
@@ -268,7 +269,7 @@ def write(result: Tensor, own: Tensor, factor: float) -> None:
 
 
 def fill(results: list[Tensor], own: Tensor, factor: float) -> None:
-    """Make all results a multiple of `own`. Those with memory of their own share it until one is written to."""
+    """Write `own` times `factor` to all results. Those with memory of their own share one copy until a write to it."""
     if own.numel() < LAZY_NUMBERS:
         for result in results:
             write(result, own, factor)

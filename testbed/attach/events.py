@@ -1,8 +1,8 @@
-"""What happens in a script, as events, and the parts of the observer that react to them.
+"""The events of a script, and the base class of the observer's parts that react to them.
 
-A seam (seams.py) replaces a function of torch and reports what it sees to the Hub, which calls every part. A seam or a
-part that raises is taken out, an `unseen` record says so, and the script goes on: it never sees an exception of the
-observer.
+A seam (seams.py) replaces a function of torch and reports calls of it to the Hub, which calls every part. If a seam or
+a part raises, it is removed, an `unseen` record reports the exception, and the script goes on. Only an essential part's
+exception reaches the script.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package testbed
 STDLIB = os.path.dirname(os.path.abspath(os.__file__))
 MAX_DEPTH = 60  # frames that are searched for a line of the script
-FAULT = "TESTBED_OBSERVER_FAULT"  # for tests: the seam, or `Part.event`, that raises when it is called
-MADE_BY = {  # folder or file of torch on the stack: who made a collective that the script did not call itself
+FAULT = "TESTBED_OBSERVER_FAULT"  # for tests: the name of the seam, or `Part.event`, that raises when it is called
+MADE_BY = {  # folder or file of torch on the stack: the name of what called the collective, if not the script itself
     "torch/nn/parallel/distributed.py": "DistributedDataParallel",
     "torch/distributed/algorithms/ddp_comm_hooks/": "DistributedDataParallel",
     "torch/distributed/fsdp/": "FSDP",
@@ -33,23 +33,24 @@ class Collective:
     """One collective operation that is in flight, or has ended."""
 
     operation: str
-    size: int  # bytes: of the tensor; of all parts (all_gather, reduce_scatter, all_to_all); of one (gather, scatter)
+    size: int  # bytes: the tensor; all parts (all_gather, reduce_scatter, all_to_all); one part (gather, scatter)
     begun: float  # monotonic time
-    site: str  # line of the script; empty if none is on the stack
+    site: str  # line of the script; empty if no line of it is on the stack
     phase: str
-    detail: dict[str, Any] = field(default_factory=dict)  # reduce, root or peer, group: its size, ranks: if not all
+    # reduce: operation; root or peer: rank; group: number of ranks; ranks: those of the group, if not all
+    detail: dict[str, Any] = field(default_factory=dict)
     tensors: tuple[Any, ...] = ()  # the tensors of `size`; valid while the event is handled
-    launched: float = 0.0  # the call that started it has returned
-    ended: float | None = None
-    by: str = ""  # who made it, if not the script itself: DistributedDataParallel, ...
-    row: dict[str, Any] = field(default_factory=dict)  # of the calls record
-    token: int = -1  # of the timeline
+    launched: float = 0.0  # monotonic time when the call that started it returned
+    ended: float | None = None  # monotonic time
+    by: str = ""  # what called it, if not the script itself: DistributedDataParallel, ...
+    row: dict[str, Any] = field(default_factory=dict)  # its row of the calls record
+    token: int = -1  # its number in the timeline
 
 
 class Part:
-    """A part of the observer. It overrides the events it needs; times are of the monotonic clock."""
+    """A part of the observer. A subclass overrides the events that it needs. Times are of the monotonic clock."""
 
-    essential = False  # True: the script must not go on without it, so what it raises reaches the script
+    essential = False  # True: the script must not go on without this part, so its exceptions reach the script
 
     def group_made(self) -> None:
         """The default process group exists."""
@@ -64,7 +65,7 @@ class Part:
         """A pass over a DistributedSampler begins."""
 
     def sampler_passed(self, sampler: Any, indices: list[int]) -> None:
-        """All indices of the pass that began last were taken: these."""
+        """The script has read all `indices` of the latest pass."""
 
     def data_began(self, loader: Any) -> None:
         """A batch is being fetched."""
@@ -88,7 +89,7 @@ class Part:
         """A backward pass begins."""
 
     def backward_ended(self, reduced: list[Collective]) -> None:
-        """The backward pass has ended. `reduced`: collectives whose end it waited for, i.e. those of DDP's reducer."""
+        """The backward pass has ended. `reduced`: the collectives of DDP's reducer, for whose end it has waited."""
 
     def clipping_began(self) -> None:
         """Gradients are about to be clipped."""
@@ -103,17 +104,17 @@ class Part:
         """A collective was started."""
 
     def collective_ended(self, collective: Collective) -> None:
-        """A collective has ended; in any thread."""
+        """A collective has ended. Any thread may call this."""
 
     def waited(self, since: float, until: float, collectives: list[Collective]) -> None:
-        """The script waited for these collectives; for others that are not known if the list is empty."""
+        """The script waited for these collectives. If the list is empty, the observer does not know for which."""
 
     def ends(self) -> None:
         """The process ends."""
 
 
 class Hub:
-    """Passes events to all parts. `make` returns the parts of a process: the first one, or one that was forked."""
+    """Passes events to all parts. `make` returns new parts: at the start, and again in a forked process."""
 
     def __init__(
         self, report: Callable[[str, str], None], make: Callable[[], list[Part]] = list, fault: str = ""
@@ -122,18 +123,18 @@ class Hub:
         self.clock = time.monotonic
         self.parts: list[Part] = []
         self.off: set[str] = set()  # seams that raised
-        self.muted: Callable[[], bool] = lambda: False  # True if what happens is a mode's own, not the script's
-        self._refusal: Exception | None = None  # what an essential part raised
+        self.muted: Callable[[], bool] = lambda: False  # returns True in a mode's own communication
+        self._refusal: Exception | None = None  # the exception that an essential part raised
         self._listeners: tuple[list[Part], dict[str, list[tuple[Part, Callable[..., None]]]]] = ([], {})
         self.start()
 
     def start(self) -> None:
-        """Make all parts anew: a process that was forked begins with nothing."""
+        """Make all parts anew. A forked process calls this, because it must not repeat the records of its parent."""
         self.parts = self._make()
 
     def emit(self, event: str, *arguments: Any) -> None:
-        """Call the event of every part. A part that raises is taken out, unless it is essential."""
-        if event != "collective_ended" and self.muted():  # a collective of the script's may end in any thread
+        """Call the event of every part. A part that raises is removed; the exception of an essential part is raised."""
+        if event != "collective_ended" and self.muted():  # may come from a thread in which `muted` is True
             return
         for part, react in self._listening(event):
             try:
@@ -149,7 +150,7 @@ class Hub:
                 self.failed(f"{type(part).__name__}.{event}", error)
 
     def _listening(self, event: str) -> list[tuple[Part, Callable[..., None]]]:
-        """The parts that react to an event, looked up once: this runs several times in every collective."""
+        """Return the parts that override an event. Cache them, because every collective calls this several times."""
         parts, known = self._listeners
         if parts != self.parts:
             parts, known = self._listeners = (list(self.parts), {})
@@ -160,7 +161,7 @@ class Hub:
         return found
 
     def observe(self, seam: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of a seam and return its result; None if it raises, and from then on."""
+        """Call a function of a seam and return its result. If it raises, return None and switch the seam off."""
         if seam in self.off:
             return None
         try:
@@ -175,13 +176,13 @@ class Hub:
             return None
 
     def end(self, collective: Collective, at: float) -> None:
-        """Report the end of a collective, once."""
+        """Report the end of a collective, unless it was reported before."""
         if collective.ended is None:
             collective.ended = at
             self.emit("collective_ended", collective)
 
     def failed(self, seam: str, error: BaseException) -> None:
-        """Report that something of the script cannot be seen."""
+        """Report that a seam or part has failed, so that a part of the script's events is not observed."""
         self._report(seam, f"{type(error).__name__}: {error}"[:1000])
 
     def _raise_if(self, name: str) -> None:
@@ -190,20 +191,20 @@ class Hub:
 
 
 def call_site() -> str:
-    """The innermost line of the stack that is no library's, e.g. `main.py:88`; empty if there is none."""
+    """Return the innermost line of the stack that is not in a library, e.g. `main.py:88`; empty if there is none."""
     return caller()[0]
 
 
 def is_library(path: str) -> bool:
-    """True for a file of a package or of the standard library."""
+    """Return True for a file of an installed package, of testbed, or of the standard library."""
     return _classify(path)[0]
 
 
 def caller(frame: Any = None) -> tuple[str, str]:
-    """The innermost line of the stack that is no library's, e.g. `main.py:88`, and who called from there.
+    """Return the innermost line of the stack that is not in a library, e.g. `main.py:88`, and the library called there.
 
-    The line is empty if there is none; the second is empty if the script called torch.distributed itself. `frame`:
-    where to begin.
+    The line is empty if there is none. The library is empty if the script called torch.distributed itself. `frame`:
+    the innermost frame to look at.
     """
     frame, depth, by = frame or sys._getframe(1), 0, ""
     while frame is not None and depth < MAX_DEPTH:
@@ -216,7 +217,7 @@ def caller(frame: Any = None) -> tuple[str, str]:
     return "", by
 
 
-_FILES: dict[str, tuple[bool, str, str]] = {}  # file: is a library's; name to show; whom it makes collectives for
+_FILES: dict[str, tuple[bool, str, str]] = {}  # file: is in a library; name to show; name for `Collective.by`
 
 
 def _classify(path: str) -> tuple[bool, str, str]:

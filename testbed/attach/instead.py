@@ -1,15 +1,16 @@
-"""`--instead MODE`: the user's script keeps its loop, and one of our modes synchronises its gradients.
+"""`--instead MODE`: the user's script keeps its training loop, and a mode of the testbed synchronises its gradients.
 
-    steps 0 to 3   the script synchronises. Samples of the gradients show whether the optimizer gets their mean, and
-                   lineage.py shows which of the script's collectives carry gradients. Anything else is refused.
-    step 4         our mode averages at the end of backward. The script's own collectives on gradients still run, on
-                   inputs that are now equal, and their effect is measured: a factor.
-    from step 5    each of these collectives is replaced by its closed form on equal inputs, so that the script's own
-                   arithmetic around it stays right: all_reduce times N, gather N copies, scatter and broadcast its own.
+    steps 0 to 3   The script synchronises. Samples of the gradients show whether the optimizer gets their mean over all
+                   ranks, and lineage.py finds the script's collectives that carry gradients. If the optimizer does not
+                   get the mean, the script is refused.
+    step 4         The mode averages at the end of backward. The script's own collectives on gradients still run, on
+                   inputs that are now equal on all ranks, and the factor of each result is measured.
+    from step 5    Each of these collectives is replaced by its closed form on equal inputs (closed_form.py), so that
+                   the script's own arithmetic on the result stays right, e.g. the division by N after all_reduce.
 
-In steps 4 and 5 the gradients are compared with the mean again. With DDP there is no such collective: its own reduction
-is switched off. All other collectives of the script (metrics, barriers, start values) run as before. A refusal is the
-same on all ranks and ends the script with exit code 2.
+In steps 4 and 5 the gradients are compared with the mean again. A script that uses DDP has no such collectives; there
+DDP's reduction is switched off. All other collectives of the script (metrics, barriers, start values) run as before. A
+script is refused on all ranks with the same sentence and ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from testbed.attach.sampling import hook_first
 from testbed.attach.steps import leave_together
 from testbed.spec.errors import NoClosedForm, SpecError, UsageError
 
-REFUSED_TIMEOUT_S = 10.0  # for the slowest rank to come to the same refusal
-SAMPLES = 64  # numbers of a parameter's gradient that are compared
+REFUSED_TIMEOUT_S = 10.0  # for the slowest rank to find the same error
+SAMPLES = 64  # compared numbers of each parameter's gradient
 
 
 class Instead(Part):
-    """Replaces the synchronisation of a script. `request`: a RunSpec as JSON; `timeline`: that of the steps."""
+    """Replaces the synchronisation of a script. `request`: a RunSpec as JSON. `timeline` returns that of the steps."""
 
     essential = True  # a script whose gradients are not synchronised must not go on
 
@@ -56,25 +57,25 @@ class Instead(Part):
         self.hub, self.send, self.request, self.timeline = hub, send, request, timeline
         self.rate = rate  # byte/s of payload on the slowest link, as measured before the script began; None: unknown
         self.first = first  # the first step that the mode synchronises
-        self.replaces = replaces  # the part that samples what the script does: it ends with the swap
+        self.replaces = replaces  # the part that samples the script's gradients; it is removed at the swap
         self.mode = str(request["mode"])
         self.deadline = float(request.get("deadline") or 300.0)
         self.thread = threading.get_ident()
-        self.inside = 0  # depth of calls of our own in the script's thread
+        self.inside = 0  # depth of the testbed's own calls in the script's thread
         self.step = self.passes = 0
         self.wrappers: list[Any] = []  # DDP modules
-        self.optimizer: Any = None  # the first that updates in a step
-        self.others: list[Any] = []  # optimizers that update after it, without a backward pass in between
+        self.optimizer: Any = None  # the first optimizer that updates in a step
+        self.others: list[Any] = []  # optimizers that update after `optimizer`, without a backward pass in between
         self.parameters: list[Any] = []
         self.called: list[Any] = []  # modules in the order of their first forward
         self.hooks: list[Any] = []
         self.lineage: Lineage | None = None
-        self.window = False  # between the end of the last backward and the optimizer's step
+        self.window = False  # True between the end of the last backward pass and the optimizer's step
         self.calls: list[list[dict[str, Any]]] = []  # collectives in that window, one list a step
         self.local: dict[int, Tensor] = {}
         self.given: list[Tensor] | None = None
         self.passes_seen: set[int] = set()
-        self.without: set[int] | None = None  # parameters that got no gradient, by their number
+        self.without: set[int] | None = None  # numbers of the parameters that got no gradient
         self.fits: list[tuple[float, float]] = []  # factor and residual
         self.sync: Any = None
         self.begun = self.synced = False
@@ -82,8 +83,8 @@ class Instead(Part):
         self.other_sites: set[Site] = set()
         self.sizes: dict[Site, set[int]] = {}
         self.in_backward = False
-        self.backward_sites: set[Site] = set()  # that reduce gradients in hooks of backward
-        self.copies: dict[str, None] = {}  # collectives in hooks of backward on anything else
+        self.backward_sites: set[Site] = set()  # all_reduce of gradients in hooks of backward
+        self.copies: dict[str, None] = {}  # other collectives in hooks of backward
         self.forms = ClosedForms(self._own_call)
         hub.muted = self.is_ours
         hub.parts.insert(0, EndOfWindow(self._close_window))
@@ -95,7 +96,7 @@ class Instead(Part):
         return self.sync is not None
 
     def is_ours(self) -> bool:
-        """True if the present call is the mode's own communication, not the script's."""
+        """Return True if the present call is the mode's own communication, not the script's."""
         return self.inside > 0 or (self.swapped and threading.get_ident() != self.thread)
 
     # --- events of the script ----------------------------------------------------------------------------------------
@@ -161,21 +162,22 @@ class Instead(Part):
         return "/pipeline" in self.mode
 
     def _begin(self, optimizer: Any) -> None:
-        """The first step: the parameters are known from now on."""
+        """Begin at the first update, when the parameters are known. Raise SpecError if the script has one rank only."""
         self.optimizer, self.thread = optimizer, threading.get_ident()
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            raise self._refusal("the script has no process group of several ranks", "Use a script that synchronises.")
+            rule = "the script has no process group of several ranks"
+            raise self._refusal(rule, "Use a script that synchronises its gradients.")
         for wrapper in self.wrappers:
             if getattr(wrapper, "static_graph", False):
                 raise self._refusal(
-                    "DDP has static_graph=True, and its reduction cannot be switched off", "Leave it out."
+                    "DDP has static_graph=True, and its reduction cannot be switched off", "Leave out static_graph."
                 )
         self._add_parameters(optimizer)
         self.hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(self._forward_begins))
         self.lineage = Lineage(dist.get_world_size(), self._own_call)
 
     def _add_parameters(self, optimizer: Any) -> None:
-        """Compare the gradients of this optimizer's parameters, too."""
+        """Also compare the gradients of this optimizer's parameters. Raise SpecError if modes cannot average them."""
         known = {id(p) for p in self.parameters}
         found = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in (p for p in found if id(p) not in known):
@@ -183,24 +185,26 @@ class Instead(Part):
             self.parameters.append(parameter)
             self.hooks.append(hook_first(parameter, hook))
         if any(hasattr(p, "to_local") for p in self.parameters):
-            raise self._refusal("its parameters are sharded (FSDP), and modes average whole gradients", "Use DDP.")
+            rule = "the script's parameters are sharded (FSDP), and modes average whole gradients"
+            raise self._refusal(rule, "Use DDP.")
         if len({p.dtype for p in self.parameters}) > 1:
-            raise self._refusal("its parameters have several dtypes", "Use one.")
+            raise self._refusal("the script's parameters have several dtypes", "Use one dtype.")
 
     def _check_other(self, optimizer: Any) -> None:
-        """Several optimizers are one update if they follow each other without a backward pass."""
+        """Accept another optimizer as part of the same update. Raise SpecError if a backward pass comes before it."""
         if self.passes or self.pipelined:
             rule = "pipeline updates with one optimizer, and the script has several"
             apart = "the script has several optimizers with a backward pass between their updates"
-            raise self._refusal(apart if self.passes else rule, "Use overlap, or a script with one.")
+            raise self._refusal(apart if self.passes else rule, "Use overlap, or a script with one optimizer.")
         if not any(optimizer is each for each in self.others):
             if self.step > 1:
-                raise self._refusal(f"another optimizer begins in step {self.step - 1}", "Use all from the first step.")
+                rule = f"another optimizer begins in step {self.step - 1}"
+                raise self._refusal(rule, "Use all optimizers from the first step on.")
             self.others.append(optimizer)
             self._add_parameters(optimizer)
 
     def _sample(self, number: int, parameter: Any) -> None:
-        """A gradient was accumulated: keep some numbers of it."""
+        """Keep some numbers of a gradient that was just accumulated."""
         self.local[number] = sample(parameter.grad)
 
     def _forward_begins(self, module: Any, inputs: Any) -> None:
@@ -220,14 +224,14 @@ class Instead(Part):
     def _before_update(self) -> None:
         if not self.passes:
             raise self._refusal(
-                "it computes gradients inside optimizer.step (a closure)", "Use a script without a closure."
+                "the script computes gradients inside optimizer.step (a closure)", "Use a script without a closure."
             )
         if self.swapped and not self.synced:  # fewer passes than usual, e.g. at the end of an epoch
             self._synchronise()
         if self.swapped and self.pipelined:
             self.update.check_settings()
             for parameter in self.parameters:
-                parameter.grad = None  # the update of this step was made shard by shard
+                parameter.grad = None  # this step's update was already made, shard by shard
         if self.step < self.first:
             without = {number for number, p in enumerate(self.parameters) if p.grad is None}
             if self.without not in (None, without):
@@ -241,11 +245,11 @@ class Instead(Part):
 
     @property
     def _comparable(self) -> bool:
-        """True if the mode must give the mean to the optimizer, up to rounding."""
+        """True if the optimizer must get the mean from the mode, up to rounding."""
         return not self.pipelined and self.sync.mode.codec is None
 
     def _compare(self) -> None:
-        """Compare what the optimizer gets with the mean over all ranks. Raises SpecError on all ranks alike."""
+        """Compare the optimizer's gradients with the mean of all ranks. Raise SpecError on all ranks if they differ."""
         numbers = [k for k, p in enumerate(self.parameters) if p.grad is not None]
         given = self.given or [sample(self.parameters[k].grad) for k in numbers]
         missing = [k for k in numbers if k not in self.local]
@@ -253,7 +257,7 @@ class Instead(Part):
         row = torch.cat([*local, *given]).double() if numbers and not missing else torch.zeros(0, dtype=torch.float64)
         lengths = self._gather(torch.tensor([len(row)]))
         if len({int(each) for each in lengths}) > 1 or not len(row):
-            rule = "the gradients of its parameters are not the same ones on all ranks, or there are none"
+            rule = "not all ranks have gradients of the same parameters, or no parameter has a gradient"
             raise self._refusal(rule, "Use a script in which every rank trains the same parameters.")
         rows = torch.stack(self._gather(row))
         locals_, givens = rows.split(rows.shape[1] // 2, dim=1)
@@ -270,18 +274,20 @@ class Instead(Part):
         )
         seen = f"step {self.step}, factor {factor:.4g}, residual {residual:.2g}" + (f", {lines}" if lines else "")
         if self.swapped:
-            rule = f"with the mode in place its gradients are no longer the mean of all ranks ({seen})"
-            return rule, "The script changes gradients in a way that cannot be followed. Edit it for the mode."
+            rule = f"with the mode in place the script's gradients are no longer the mean of all ranks ({seen})"
+            return rule, "The script changes gradients in a way that cannot be followed. Edit the script for the mode."
         if not float(locals_.abs().max()) > 0:
-            return f"its gradients are all zero or not a number ({seen})", "Mend the script first."
+            return f"the script's gradients are all zero or not a number ({seen})", "Correct the script first."
         if fits(givens, locals_):
-            return f"its gradients are not synchronised: each rank updates with its own ({seen})", "Average them first."
+            rule = f"the script's gradients are not synchronised: each rank updates with its own ({seen})"
+            return rule, "Average the gradients in the script first."
         if residual <= TOLERANCE:
             word = f", the sum is not divided by {n}" if abs(factor - n) < TOLERANCE * n else ""
             word = f", divided by {n} twice" if abs(factor * n - 1) < TOLERANCE else word
-            rule = f"its gradients are {factor:.4g} times the mean of all ranks{word} ({seen})"
-            return rule, "Mend it first: a mode gives the plain mean."
-        return f"its gradients are not the mean of all ranks ({seen})", "A mode gives the plain mean."
+            rule = f"the script's gradients are {factor:.4g} times the mean of all ranks{word} ({seen})"
+            return rule, "Correct the script first: a mode computes the plain mean."
+        rule = f"the script's gradients are not the mean of all ranks ({seen})"
+        return rule, "Correct the script first: a mode computes the plain mean."
 
     # --- the swap -----------------------------------------------------------------------------------------------------
 
@@ -291,7 +297,7 @@ class Instead(Part):
             hook.remove()
         if len(self.passes_seen) > 1:
             seen = " and ".join(str(each) for each in sorted(self.passes_seen))
-            raise self._refusal(f"its steps have {seen} backward passes", "Use as many in every step.")
+            raise self._refusal(f"the script's steps have {seen} backward passes", "Use the same number in every step.")
         self.usual_passes = self.passes_seen.pop()
         self._agree_on_sites()
         self._check_pipeline()
@@ -309,7 +315,10 @@ class Instead(Part):
         self.send({"kind": "swap", "step": self.step, "mode": self.mode, "detail": detail})
 
     def _agree_on_sites(self) -> None:
-        """Decide which collectives of the script carry gradients: the k-th of a step is the same one on all ranks."""
+        """Decide which collectives of the script carry gradients. The k-th of a step must be the same on all ranks.
+
+        Raise SpecError if one of them cannot be replaced.
+        """
         mine = [[(c["operation"], c["tainted"], c["whole"]) for c in step] for step in self.calls]
         everyone: list[Any] = [None] * dist.get_world_size()
         uncovered = self.lineage.uncovered if self.lineage else []
@@ -317,8 +326,8 @@ class Instead(Part):
             dist.all_gather_object(everyone, (mine, [*uncovered[:1], ""][0], [*self.copies, ""][0]))
         for _, other, copy in everyone:
             if other:
-                rule = f"its gradients go through {other}, which has no closed form here"
-                raise self._refusal(rule, f"Replaced are {', '.join(REPLACED)}, and DDP.")
+                rule = f"the script's gradients go through {other}, which has no closed form here"
+                raise self._refusal(rule, f"Use one of {', '.join(REPLACED)}, or DDP.")
             if copy:
                 rule = f"{copy} runs during backward, and not as all_reduce of all ranks on an accumulated gradient"
                 raise self._refusal(rule, "Synchronise after backward, or p.grad in a post-accumulate hook.")
@@ -328,7 +337,7 @@ class Instead(Part):
                 same = [row[place] for row in rows if place < len(row) and row[place][0] == call["operation"]]
                 if any(tainted for _, tainted, _ in same):
                     if len(same) < len(everyone) or not all(whole for _, _, whole in same):
-                        rule = f"{call['operation']} at {call['site']} has gradients, and not all ranks take part in it"
+                        rule = f"{call['operation']} at {call['site']} carries gradients, and not all ranks take part"
                         raise self._refusal(rule, "Use collectives of all ranks.")
                     self.gradient_sites.add((call["operation"], call["site"]))
                     self.sizes.setdefault((call["operation"], call["site"]), set()).add(call["numel"])
@@ -353,16 +362,16 @@ class Instead(Part):
             raise self._refusal("pipeline: some parameters get no gradient", "Use overlap instead of pipeline.")
 
     def _load_packages(self) -> None:
-        """Raise SpecError if the script's Python cannot load the mode: before the first step, the same on all ranks."""
+        """Raise SpecError, before the first step, if the script's Python lacks a package that the mode needs."""
         try:
             import testbed.attach.takeover
             import testbed.rank.sync.check  # noqa: F401
         except ImportError as error:
             rule = f"the script's Python {sys.executable} lacks a package of the testbed ({error.name})"
-            raise self._refusal(rule, f"Install it there: {sys.executable} -m pip install pydantic.") from None
+            raise self._refusal(rule, f"Install the package there: {sys.executable} -m pip install pydantic.") from None
 
     def _build(self) -> None:
-        """Load the mode and attach it to the model."""
+        """Load the mode and attach it to the model. Raise SpecError if it does not fit the script or gives no mean."""
         from testbed.attach.takeover import ScriptUpdate, parameters_module, switch_off
         from testbed.rank.group import Group
         from testbed.rank.sync.buckets import choose_bucket
@@ -376,7 +385,7 @@ class Instead(Part):
         root = self._root(trained)
         self.reference = spec.mode.is_reference
         if (self.pipelined or self.reference) and root is None:
-            raise self._refusal(f"{spec.mode}: no module of the script has all its parameters", "Use overlap.")
+            raise self._refusal(f"{spec.mode}: no module of the script has all trained parameters", "Use overlap.")
         model = root if self.pipelined or self.reference else parameters_module(ordered(root, trained))
         store = dist.PrefixStore("testbed/instead", distributed_c10d._get_default_store())
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -412,7 +421,7 @@ class Instead(Part):
         self._wait_before_reads()
 
     def _root(self, trained: list[Any]) -> Any:
-        """The outermost module that has all trained parameters and is called in forward; None if there is none."""
+        """Return the outermost module with all trained parameters that is called in forward; None if there is none."""
         ids = {id(p) for p in trained}
         for module in self.called:
             inner = module.module if module in self.wrappers else module
@@ -421,7 +430,7 @@ class Instead(Part):
         return None
 
     def _through(self, module: Any, model: Any) -> None:
-        """Have the script's calls of its model go through DDP."""
+        """Replace `model.forward`, so that the script's calls of its model go through `module` (DDP)."""
         original, nested = model.forward, False
 
         @functools.wraps(original)
@@ -439,7 +448,7 @@ class Instead(Part):
         model.forward = forward
 
     def _wait_before_reads(self) -> None:
-        """Before the script reads parameters, or leaves the group, the mode finishes."""
+        """Replace the functions that read parameters or leave the group: the mode finishes its communication first."""
         leave = distributed_c10d.destroy_process_group
 
         @functools.wraps(leave)
@@ -486,8 +495,8 @@ class Instead(Part):
                     self.sync.flush()
                 self.update.take_settings()
         elif self.synced:
-            rule = f"step {self.step} has more than {self.usual_passes} backward passes, the steps before had not"
-            raise self._refusal(rule, "Use as many in every step.")
+            rule = f"step {self.step} has more backward passes than the {self.usual_passes} of each step before"
+            raise self._refusal(rule, "Use the same number in every step.")
         self.accumulating: AbstractContextManager[object] = ExitStack()
         if self.passes < self.usual_passes and not self.reference:
             self.accumulating = self.sync.accumulating()
@@ -501,14 +510,14 @@ class Instead(Part):
     def _synchronise(self) -> None:
         self.synced = True
         for parameter in self.trained if self.views else ():
-            if parameter.grad is None:  # it got no gradient in this step: zero counts
+            if parameter.grad is None:  # no gradient in this step counts as zero
                 self.views[id(parameter)].zero_()
                 parameter.grad = self.views[id(parameter)]
         with self._own_call():
             self.sync.step()
 
     def _place(self, number: int, parameter: Any) -> None:
-        """The hook of backward: the gradient moves to the buffer that it is sent from."""
+        """Move a gradient that was just accumulated to the buffer from which the mode sends it."""
         view = self.views.get(id(parameter))
         if view is not None and parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
@@ -548,7 +557,7 @@ class Instead(Part):
         return wrapper
 
     def _watched(self, call: Call, original: Callable[..., Any], arguments: Any, named: Any) -> Any:
-        """Before the swap: note whether the collective carries gradients."""
+        """Run a collective before the swap, and note whether it carries gradients."""
         if self.lineage is None or not (self.calls or self.in_backward):
             return original(*arguments, **named)
         line, by = caller()
@@ -564,7 +573,7 @@ class Instead(Part):
         return result
 
     def _watch_hook(self, call: Call, line: str, by: str, whole: bool) -> None:
-        """A collective during backward: of a hook of the script's, unless a library makes it, e.g. SyncBatchNorm."""
+        """Note a collective during backward. The script's hooks call it, unless a library does, e.g. SyncBatchNorm."""
         if self.wrappers or by or call.numel <= 1:
             return
         if whole and call.multiple is not None and call.operation == "all_reduce" and self._is_gradient(call.tensor):
@@ -586,7 +595,7 @@ class Instead(Part):
         return site in self.gradient_sites and call.numel > 1 and call.numel in self.sizes[site]
 
     def _replace(self, site: Site, call: Call, original: Callable[..., Any]) -> None:
-        """Do what the collective does on equal inputs. In step `first` it runs once more, and that is measured."""
+        """Write what the collective gives on equal inputs. In step `first` run it once more and measure its factor."""
         try:
             if self.in_backward:
                 self.forms.multiply(call)
@@ -600,7 +609,7 @@ class Instead(Part):
     # --- own calls, refusals ------------------------------------------------------------------------------------------
 
     def _replace_clipping(self) -> None:
-        """What changes gradients after they were synchronised: they are compared as they were before."""
+        """Replace functions that change synchronised gradients, so that the gradients are sampled before the change."""
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 setattr(module, name, self._before_change(getattr(module, name)))
@@ -635,7 +644,7 @@ class Instead(Part):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """End the script with a sentence if its synchronisation cannot be replaced."""
+        """On a UsageError in the block, print and send its message, and end the script with exit code 2."""
         try:
             yield
         except UsageError as error:
@@ -648,7 +657,7 @@ class Instead(Part):
 
 
 class EndOfWindow(Part):
-    """Closes the window in which the script reads gradients. It is the first of all parts, because others read, too."""
+    """Closes the window in which reads of gradients are the script's. The first part, because later parts read, too."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.close = close
@@ -661,13 +670,16 @@ class EndOfWindow(Part):
 
 
 def sample(gradient: Tensor) -> Tensor:
-    """Some numbers of a gradient, at the same places on all ranks."""
+    """Return at most SAMPLES numbers of a gradient, at the same positions on all ranks."""
     flat = gradient.detach().reshape(-1)
     return flat[:: max(1, -(-len(flat) // SAMPLES))].clone()
 
 
 def fit_to_mean(locals_: Tensor, givens: Tensor) -> tuple[float, float]:
-    """Factor and residual of what the ranks' optimizers get (rows) against the mean of the ranks' gradients (rows)."""
+    """Return the worst factor and the largest residual of `givens` against the mean of `locals_`, one row per rank.
+
+    `locals_`: gradients as backward accumulated them. `givens`: gradients as the optimizers get them.
+    """
     mean = locals_.mean(0)
     square = float(mean @ mean)
     if not square > 0:
@@ -682,12 +694,12 @@ def fit_to_mean(locals_: Tensor, givens: Tensor) -> tuple[float, float]:
 
 
 def fits(found: Tensor, expected: Tensor) -> bool:
-    """True if both are equal up to the tolerance."""
+    """Return True if both are equal up to TOLERANCE."""
     return float((found - expected).norm()) <= TOLERANCE * float(expected.norm())
 
 
 def ordered(root: Any, trained: list[Any]) -> list[Any]:
-    """The parameters in the order of the model, which is that of forward; else in the order of the optimizer."""
+    """Return the parameters in the order of the model `root`, or without it in the order of the optimizer."""
     if root is None:
         return trained
     ids = {id(p) for p in trained}

@@ -1,7 +1,7 @@
 """Receive the observer's lines through a Unix socket and write them to rankN.jsonl.
 
-A script can write to the socket what it likes. So a line is stored only if it is a record of a kind that the observer
-sends and its values are of the right types (results/records.py); the file has a largest size.
+A script can write any bytes to the socket. So a line is stored only if it is a record of a kind that the observer sends
+and its values have the right types (results/records.py). The size of the file is limited.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from testbed.results.records import MAX_LINE_BYTES, End, Error, decode, encode
 from testbed.spec.errors import one_line
 
 KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash", "swap"}
-RESERVED_BYTES = 1 << 20  # of the largest size, for the launcher's own records
-OTHERS_SHARE = 0.25  # of the largest size, for the processes that are not the rank
-MAX_PROCESSES = 32  # of one node whose records are kept
+RESERVED_BYTES = 1 << 20  # of the size limit, for the launcher's own records
+OTHERS_SHARE = 0.25  # of the size limit, for the processes that are not the rank
+MAX_PROCESSES = 32  # on one node whose records are kept
 ACCEPT_BACKLOG = 64
 MAX_CONNECTIONS = 256  # at once: two for each process of a script that imports torch
-PAUSE_S = 0.05  # between two reads of one connection; meanwhile the kernel keeps what the observer sends
+PAUSE_S = 0.05  # between two reads of one connection; meanwhile the kernel buffers what the observer sends
 READ_BYTES = 1 << 16
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a connected process
 READY = json.dumps(READY_TO_ANSWER).encode() + b"\n"
@@ -40,8 +40,9 @@ READY = json.dumps(READY_TO_ANSWER).encode() + b"\n"
 class Records:
     """Writes rankN.jsonl: the lines of the first process that sends `start`, which is the rank.
 
-    Other processes that start are ranks which the script has forked. Each has a file of its own beside it
-    (RunFolder.processes), with a limit for all of them together. Lines that a process sends before `start` wait for it.
+    Other processes that send `start` are further ranks, which the script has forked. Each has a file of its own beside
+    rankN.jsonl (RunFolder.processes); these files together have one size limit. Lines that a process sends before
+    `start` are stored when `start` comes.
     """
 
     def __init__(self, path: Path, limit_bytes: int = MAX_RECORDS_BYTES - RESERVED_BYTES) -> None:
@@ -50,19 +51,19 @@ class Records:
         self._lock = threading.Lock()
         self._left = limit_bytes
         self._left_of_others = int(OTHERS_SHARE * limit_bytes)
-        self._rank: int | None = None  # the connection that sent `start`
+        self._rank: int | None = None  # the first connection that sent `start`
         self._started: dict[int, TextIO | None] = {}  # connections that sent `start`, in order, and their files
         self._waiting: dict[int, list[bytes]] = {}  # lines of connections that have not started
         self.steps = 0
         self.last_step = time.monotonic()
-        self.reached_limit = False  # of the steps that were requested
+        self.reached_limit = False  # the script has made the requested steps
         self.on_limit: Callable[[], None] = lambda: None
-        self.dropped = 0  # lines that are no records
-        self.swapped = False  # --instead: a mode synchronises the script
-        self.refused = ""  # why --instead did not replace the script's synchronisation
+        self.dropped = 0  # number of lines that are no records
+        self.swapped = False  # --instead: a mode synchronises the script's gradients
+        self.refused = ""  # the message of --instead if it refused the script
 
     def accept(self, connection: int, line: bytes) -> None:
-        """Take one line of the observer; what is no record is dropped."""
+        """Store one line of the observer. Drop a line that is no record."""
         try:
             kind = decode(line).kind
         except ValidationError:
@@ -76,7 +77,7 @@ class Records:
                 self._store(connection, kind, line)
 
     def _accept_message(self, line: bytes) -> None:
-        """Take a line that is for the launcher alone."""
+        """Read a line that is for the launcher and is not stored."""
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             values = json.loads(line)
             kind = values.get("kind")
@@ -90,7 +91,7 @@ class Records:
                     self.dropped += 1
 
     def _start(self, connection: int) -> None:
-        """A process trains: the first one is the rank."""
+        """Open the file of a process that sent `start`, and write its earlier lines. The first process is the rank."""
         number, file = len(self._started), None
         if not self._started:
             self._rank, file = connection, self._file
@@ -111,7 +112,7 @@ class Records:
             self._left -= len(line)
         if connection in self._started:
             self._write(self._started[connection], line)
-        elif kind == "unseen" and not self._started:  # a fork of this process does not repeat it
+        elif kind == "unseen" and not self._started:  # a forked process does not send it again
             self._write(self._file, line)
         else:
             self._waiting.setdefault(connection, []).append(line)
@@ -122,28 +123,28 @@ class Records:
         try:
             if file is not None:
                 file.write(line.decode().rstrip() + "\n")
-        except OSError:  # a full disk: the script goes on, and the launcher's own record at the end will say why
+        except OSError:  # e.g. a full disk: the script goes on, and nothing more is stored
             self._left = self._left_of_others = 0
 
     @property
     def rank(self) -> int | None:
-        """The connection of the process that is the rank; None before it has started."""
+        """The connection of the process that is the rank; None before it has sent `start`."""
         return self._rank
 
     @property
     def processes(self) -> int:
-        """Processes that trained."""
+        """The number of processes that have sent `start`."""
         return len(self._started)
 
     def write(self, record: End | Error | Files | Unseen | Where) -> None:
-        """Write a record of the launcher's own. If no process has started, what was seen until then comes first."""
+        """Write a record of the launcher. Before Error or Files, write the lines that still wait for a `start`."""
         with self._lock:
             if isinstance(record, Error | Files):
                 self._keep_waiting()
             self._file.write(encode(record) + "\n")
 
     def _keep_waiting(self) -> None:
-        """The script has ended: keep what was sent if no process has started."""
+        """Write the lines that wait for a `start` if no process has sent one, and forget them all."""
         for line in (line for lines in self._waiting.values() for line in lines if not self._started):
             self._write(self._file, line)
         self._waiting.clear()
@@ -157,11 +158,11 @@ class Records:
 
 
 class Pausing(io.RawIOBase):
-    """Reads a connection a few times a second, so that a script does not wake the launcher up in every short step."""
+    """Reads a connection at most every PAUSE_S, so that a short step of the script does not wake up the launcher."""
 
     def __init__(self, connection: socket.socket, finishing: threading.Event) -> None:
         self._connection, self._finishing = connection, finishing
-        self._more = True  # the last read left something behind
+        self._more = True  # the last read filled its buffer, so there may be more
 
     def readable(self) -> bool:
         return True
@@ -175,20 +176,20 @@ class Pausing(io.RawIOBase):
 
 
 class Intake:
-    """Listens for observers, in threads that end with this process."""
+    """Listens for connections of observers, in daemon threads."""
 
     def __init__(self, path: Path, records: Records) -> None:
         self._records = records
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))
-        path.chmod(0o666)  # the folder around it belongs to the script's user alone
+        path.chmod(0o666)  # the folder around the socket belongs to the script's user alone
         self._server.listen(ACCEPT_BACKLOG)
         self._path = path
-        self._finishing = threading.Event()  # no reader pauses any more
+        self._finishing = threading.Event()  # set: no reader pauses any more
         self._readers: list[threading.Thread] = []
-        self._pids: list[int] = []  # of the processes, by number of the connection
+        self._pids: list[int] = []  # of the connected processes, by number of the connection
         self._asked: dict[int, socket.socket] = {}  # connections that answer questions, by pid
-        self._questions: set[int] = set()  # pids that have not answered yet
+        self._questions: set[int] = set()  # pids that were asked and have not answered yet
         self._room = threading.Semaphore(MAX_CONNECTIONS)
         self._acceptor = threading.Thread(target=self._serve, daemon=True)
         self._acceptor.start()
@@ -223,7 +224,7 @@ class Intake:
         self._room.release()
 
     def ask(self) -> None:
-        """Ask the process that is the rank where it is; all processes if none has started a step."""
+        """Ask the process that is the rank where it is. If no process has sent `start`, ask all."""
         asked = dict(self._asked)
         if self._records.rank is not None:
             own = self._pids[self._records.rank]
@@ -242,11 +243,11 @@ class Intake:
             self._records.write(Where(site=str(values.get("site"))[:200], waits=bool(values.get("waits"))))
 
     def finish(self, timeout_s: float) -> None:
-        """Read what is left. The processes that sent it have ended, so every connection has an end."""
+        """Read all connections to their end. Call it when the processes of the script have ended."""
         self._finishing.set()
         self._server.setblocking(False)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
-            wake.connect(str(self._path))  # the acceptor may still wait
+            wake.connect(str(self._path))  # wakes the acceptor, which may wait in accept()
         self._acceptor.join(timeout_s)
         self._server.close()
         for reader in tuple(self._readers):

@@ -2,11 +2,12 @@
 
     python -m testbed.attach.launch --folder RUN       on every node; RANK, MASTER_ADDR, ... are in the environment
 
-The script is foreign code. It runs in a copy of its folder (workplace.py), as an ordinary user without privileges
-(sandbox.py), with few variables. The launcher writes rankN.jsonl: the lines that the observer sends (intake.py), then
-`end` or `error`, whose bytes and times are its own. The log of the script's output is bounded; the words at its end say
-why the script ended. When the script's first process ends, or the launcher gets SIGTERM, every process that the script
-has started is ended.
+The script is untrusted code. It runs in a copy of its folder (workplace.py), as an ordinary user without privileges
+(sandbox.py), with few environment variables. The launcher writes rankN.jsonl: the lines that the observer sends
+(intake.py), then a record `end` or `error` with bytes and times that the launcher has measured. The log of the
+script's output has a size limit, and its last lines are kept. If the script fails, the error message is taken from
+them. When the script's first process ends, or the launcher gets SIGTERM, the launcher ends every process that the
+script has started.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ from testbed.spec.units import approximate_size
 
 OWNER_VARIABLE = "TESTBED_OWNER"  # marks every process of a run, so that it can be found and ended
 LAUNCHER_VARIABLE = "TESTBED_LAUNCHER"  # pid of the launcher, in every process of its script
-FOLDER_VARIABLE = "TESTBED_SCRIPT"  # where the script's folder is on this node, if not at its own path
+FOLDER_VARIABLE = "TESTBED_SCRIPT"  # the script's folder on this node, if its path differs from that in the spec
 USER_VARIABLE = "TESTBED_SCRIPT_USER"  # "uid:gid" of the script, if this launcher may start it as another user
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "TERM", OWNER_VARIABLE)
 STOP_GRACE_S = 2.0  # between SIGTERM and SIGKILL; the controller waits 5 s for the launcher
-EXIT_GRACE_S = 20.0  # for the script to end after the requested steps
+EXIT_GRACE_S = 20.0  # for the script to end after the last requested step
 ASK_SHARE = 0.5  # of the deadline without a step, after which the script is asked where it is
 READ_TIMEOUT_S = 5.0  # for the last lines and the last output of processes that have ended
 STOPPED_CODE = 128 + signal.SIGTERM
 
 
 class Stopped(BaseException):
-    """The launcher got SIGTERM: the controller stops the run, or has ended."""
+    """The launcher got SIGTERM, because the controller stops the run or has ended."""
 
 
 def _stop(*_: object) -> NoReturn:
@@ -67,7 +68,7 @@ def _stop(*_: object) -> NoReturn:
 
 
 def script_user(variables: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """The user that the script runs as: this one, but instead of root the one who called sudo, else nobody."""
+    """Return the uid and gid of the script: this user's; for root those of the caller of sudo, else of nobody."""
     own, _, group = variables.get(USER_VARIABLE, "").partition(":")
     if own.isdecimal() and group.isdecimal() and int(own):
         return int(own), int(group)
@@ -80,7 +81,7 @@ def script_user(variables: Mapping[str, str] = os.environ) -> tuple[int, int]:
 def environment(
     spec: RunSpec, place: Workplace, inherited: Mapping[str, str], offered: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The variables of the script: a list, not the caller's environment. `offered`: data sets, for vision.py."""
+    """Return the script's environment variables; few are the caller's. `offered`: data sets, for vision.py."""
     assert spec.script is not None
     kept = (*KEPT_VARIABLES, *spec.script.handed, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     own = {name: inherited[name] for name in kept if name in inherited} | spec.script.environment
@@ -117,9 +118,9 @@ def environment(
 
 
 def like_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which a framework sees that it was started by torchrun, with one process a node.
+    """Return the variables that torchrun sets, for one process a node, so that frameworks join the process group.
 
-    Lightning takes the number of its node from them, and compares its own number of nodes with the world.
+    Lightning reads the number of its node from them, and compares its own number of nodes with WORLD_SIZE.
     """
     rank, world = inherited["RANK"], inherited["WORLD_SIZE"]
     return {
@@ -130,7 +131,7 @@ def like_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def user_base() -> Path | None:
-    """The folder of packages that the caller has installed for himself (`pip install --user`); None without any."""
+    """Return the folder of the packages that the caller installed by `pip install --user`; None if there is none."""
     with contextlib.suppress(KeyError, RuntimeError):
         outside = alone_as() if os.geteuid() == 0 else None
         uid = script_user()[0] if outside is None else outside
@@ -140,7 +141,7 @@ def user_base() -> Path | None:
 
 
 def placeholders(place: Workplace, variables: Mapping[str, str]) -> dict[str, str]:
-    """The values of the placeholders on this node."""
+    """Return the values of the placeholders in the command line, e.g. {rank}, on this node."""
     return {
         "rank": variables["RANK"],
         "world": variables["WORLD_SIZE"],
@@ -161,7 +162,7 @@ class Script:
         variables: Mapping[str, str],
         place: Workplace,
         output: Output,
-        files: Sequence[int] = (),  # open files that it inherits
+        files: Sequence[int] = (),  # open files that the script inherits
     ) -> None:
         self._process = subprocess.Popen(
             command,
@@ -176,10 +177,10 @@ class Script:
         assert self._process.stdout is not None
         self._copier = threading.Thread(target=output.copy, args=(self._process.stdout.fileno(),), daemon=True)
         self._copier.start()
-        self.ended = 0.0  # monotonic time
+        self.ended = 0.0  # monotonic time at which the first process ended
 
     def wait(self) -> int:
-        """Wait until the first process has ended, end all others, and return its code: negative for a signal."""
+        """Wait until the first process has ended, and end all others. Return its code: negative for a signal."""
         code = self._process.wait()
         self.ended = time.monotonic()
         self.end()
@@ -189,8 +190,8 @@ class Script:
         """End every process of the script, also those in sessions of their own."""
         end_descendants(os.getpid(), grace_s)
         self._process.wait()
-        # Orphans of the script are children of this process now. Until they are waited for, they count as processes of
-        # the container, where no other command could be started.
+        # Orphans of the script are children of this process now. Until this process waits for them, they count towards
+        # the container's limit of processes, and no other command could start there.
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -198,7 +199,7 @@ class Script:
 
 
 def run_script(spec: RunSpec, folder: RunFolder, rank: int) -> int:
-    """Run the script to its end; return the exit code of the launcher."""
+    """Run the script to its end and return the exit code of the launcher. Raise TestbedError if it cannot start."""
     assert spec.script is not None
     become_subreaper()
     user = script_user()
@@ -224,7 +225,8 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
     argv = fill(in_working_copy(spec.script), placeholders(place, os.environ))
     output = Output(sys.stdout.buffer, spec.script.output)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    counter: Counter = open_counter(interface) if interface != "lo" else NoCounter()  # the script's sockets are its own
+    # On loopback a process counts its own sockets only, and those of the script belong to another process.
+    counter: Counter = open_counter(interface) if interface != "lo" else NoCounter()
     intake = Intake(place.socket, records)
     place.hand_over()
     begun, before = time.monotonic(), counter.read()
@@ -244,7 +246,7 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
         late.cancel()
         moved = [_difference(a, b) for a, b in zip(before, counter.read(), strict=True)]
         if records.dropped:
-            what = f"{records.dropped} lines that are no records of this version were dropped"
+            what = f"{records.dropped} lines were dropped, because they are no records of this version"
             records.write(Unseen(seam="records", error=what))
         records.write(place.collect(folder.files(rank)))
     if not spec.mode.is_script and not records.swapped and not records.refused and records.steps and code == 0:
@@ -264,13 +266,13 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
 
 
 def too_short(spec: RunSpec, steps: int) -> str:
-    """Why a script ended before a mode could replace its synchronisation."""
+    """Return the message on a script that ended before a mode could replace its synchronisation."""
     rule = f"the script made {steps} steps, and the mode synchronises from step {SWAP_STEP + 1} on"
-    return f"--instead {spec.mode}: {rule} and is timed from step {spec.warmup + 1} on. Let it make more steps."
+    return f"--instead {spec.mode}: {rule} and is timed from step {spec.warmup + 1} on. Let the script make more steps."
 
 
 def ask_while_silent(spec: RunSpec, records: Records, intake: Intake) -> None:
-    """Ask a script that makes no step where it is, before the controller ends it at its deadline."""
+    """Ask a script that makes no step which line it executes, before the controller ends it at its deadline."""
     deadline = spec.deadline or SCRIPT_DEADLINE_S
     asked_at = 0.0
     while True:
@@ -282,18 +284,18 @@ def ask_while_silent(spec: RunSpec, records: Records, intake: Intake) -> None:
 
 
 def offer_data(place: Workplace, script: ScriptSpec) -> dict[str, Any]:
-    """Link the data sets of this machine where the script looks for them."""
+    """Link the data sets of this machine at the places where the script looks for them. Return what was linked."""
     scratch = place.root / "layouts"
     scratch.mkdir()
     try:
         return offer(data_dir(), place.work, script.data_at, scratch)
     except (OSError, TestbedError) as error:
-        print(f"testbed: no data set is offered to the script ({one_line(str(error))})", file=sys.stderr)
+        print(f"testbed: the script finds no data set of this machine ({one_line(str(error))})", file=sys.stderr)
         return {}
 
 
 def in_working_copy(script: ScriptSpec) -> list[str]:
-    """The command line, with the script's file relative to the working copy where it is inside the user's folder."""
+    """Return the command line. The path of a script inside the user's folder becomes relative to the working copy."""
     file = Path(script.program)
     if script.program and file.is_absolute() and file.is_relative_to(script.folder):
         return [str(file.relative_to(script.folder)) if word == script.program else word for word in script.argv]
@@ -314,7 +316,7 @@ def start(
     handle = sandbox.open_variables(variables)
     try:
         command = sandbox.command(script_user(), needs, place.root, argv, handle)
-        if is_root():  # unshare and the sandbox run as root first: the script's variables must not affect them
+        if is_root():  # unshare and the sandbox run as root, so the script's variables must not affect them
             first = {name: variables[name] for name in (OWNER_VARIABLE, LAUNCHER_VARIABLE) if name in variables}
             return Script(command, first | {"PATH": os.environ.get("PATH", os.defpath)}, place, output, [handle])
         return Script(command, variables, place, output)
@@ -327,7 +329,7 @@ def _difference(before: int | None, after: int | None) -> int | None:
 
 
 def failure(script: ScriptSpec, variables: Mapping[str, str], code: int, tail: str, at: float) -> Error:
-    """The record of a script that ended badly: its own code, and the line of its output that says why."""
+    """Return the error record of a script that failed, with its exit code and the line of its output that says why."""
     words = last_words(tail)
     if code == 0:
         rule = "no step of an optimizer of torch.optim was seen"
@@ -342,19 +344,19 @@ def failure(script: ScriptSpec, variables: Mapping[str, str], code: int, tail: s
 
 
 def main() -> int:
-    """Read the request and run the script."""
+    """Read the spec and run the script. Return the exit code. Raise UsageError if the spec has no script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--resume", action="store_true", help="the script starts again from its beginning")
+    parser.add_argument("--resume", action="store_true", help="start the script again from its beginning")
     options = parser.parse_args()
     folder = RunFolder(options.folder)
     rank = int(os.environ["RANK"])
-    os.environ[METHODS_VARIABLE] = str(folder.methods)  # else the spec's mode may not be known here
+    os.environ[METHODS_VARIABLE] = str(folder.methods)  # else the user's own mode in the spec would be unknown
     spec = folder.read_spec()
     if spec.script is None:
         raise UsageError(f"{folder.spec}: has no script. Use `testbed exec`.")
     signal.signal(signal.SIGTERM, _stop)
-    install_oom_handler(spec)  # the fault `oom` limits the whole node, so the launcher can exceed it
+    install_oom_handler(spec)  # the fault `oom` limits the memory of the whole node, so the launcher may exceed it
     if options.resume:
         folder.set_records_aside(rank)
     try:
@@ -367,12 +369,12 @@ def main() -> int:
 
 
 CHUNK_BYTES = 1 << 16
-TAIL_BYTES = 64 << 10  # the end of the output, which is kept also if the log is full
-_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch marks the lines of an exception with the rank
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")  # not at the beginning after half a line
+TAIL_BYTES = 64 << 10  # the end of the output, which is kept even if the log is full
+_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch begins each line of an exception with the rank
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")  # without ^: half a line may come before it
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(:.*)?$")
 _WRAPPERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
-# What torch and Gloo say on a rank when another rank has ended or cannot be reached.
+# Messages of torch and Gloo on a rank when another rank has ended or cannot be reached.
 _LOST = re.compile(
     r"connection (closed|reset|refused|aborted|was closed|was reset)|broken pipe|closed by peer|reset by peer"
     r"|connectfullmesh|dist(network|store|backend)error|failed to (recv|send|connect)|timed out|timeout"
@@ -382,7 +384,7 @@ _LOST = re.compile(
 
 
 class Output:
-    """Copies what the script prints to a log of at most `limit` bytes. The end is kept in any case."""
+    """Copies the output of the script to a log of at most `limit` bytes. The last TAIL_BYTES are always kept."""
 
     def __init__(self, target: BinaryIO, limit: int) -> None:
         self._target, self._left, self._limit = target, limit, limit
@@ -390,12 +392,12 @@ class Output:
         self.total = 0  # bytes that the script has printed
 
     def copy(self, source: int) -> None:
-        """Read a pipe to its end. A log that cannot be written, e.g. on a full disk, does not block the script."""
+        """Copy a pipe to its end. If the log cannot be written, e.g. on a full disk, the pipe is read all the same."""
         while chunk := os.read(source, CHUNK_BYTES):
             self.add(chunk)
 
     def add(self, chunk: bytes) -> None:
-        """Take the next bytes of the output."""
+        """Add the next bytes of the output to the log."""
         self.total += len(chunk)
         self._tail += chunk
         del self._tail[:-TAIL_BYTES]
@@ -404,7 +406,7 @@ class Output:
             self._left -= len(chunk)
 
     def finish(self) -> None:
-        """Say what is missing in the log, and append the end of the output."""
+        """If the output exceeded the limit, write to the log how much is missing, and the end of the output."""
         missing = self.total - self._limit
         if missing > 0:
             end = bytes(self._tail[-min(missing, TAIL_BYTES) :])
@@ -423,14 +425,14 @@ class Output:
 
 
 def last_words(text: str) -> str:
-    """The line that says why a script ended: its last exception, else its last line; empty if it printed nothing."""
+    """Return the line that says why a script ended: its last exception, else its last line; empty without output."""
     found = [line for line in exceptions(text) if not line.split(":")[0].endswith(_WRAPPERS)]
     lines = [_PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()]
     return one_line(found[-1] if found else lines[-1] if lines else "")
 
 
 def exceptions(text: str) -> list[str]:
-    """The exception line of every traceback, in order."""
+    """Return the last line of every traceback, which has the exception, in order."""
     found, inside = [], False
     for line in (_PREFIX.sub("", each) for each in text.splitlines()):
         if _TRACEBACK.search(line):
@@ -442,7 +444,7 @@ def exceptions(text: str) -> list[str]:
 
 
 def lost_another(text: str) -> bool:
-    """True if the words are those of a rank that lost another one, or did not reach it."""
+    """Return True if the text has a message of a rank that lost or did not reach another rank."""
     return bool(_LOST.search(text))
 
 

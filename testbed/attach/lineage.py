@@ -1,7 +1,7 @@
-"""Which tensors a script makes from its gradients, by torch's dispatcher: copies, flat buffers, received lists.
+"""Find the tensors that a script makes from its gradients: copies, flat buffers, received lists.
 
-Followed for a few steps only, between the end of backward and the optimizer's step: every operation costs some
-microseconds more.
+`Lineage` sees every operation through torch's dispatcher, which adds some microseconds to each. So it is used for a few
+steps only, between the end of backward and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HARMLESS = ("zero_", "_foreach_zero_", "detach", "alias", "view", "_unsafe_view"
 
 
 def storage(tensor: Tensor) -> int:
-    """The address of a tensor's memory, which all of its views share; 0 if it has none."""
+    """Return the address of a tensor's memory, which all views of the tensor share; 0 if the tensor has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -30,25 +30,28 @@ def storage(tensor: Tensor) -> int:
 
 
 class Lineage(TorchDispatchMode):
-    """Follows gradients from `open` to `close`. `own_call` is entered around communication that is seen twice."""
+    """Follows gradients from `open` to `close`.
+
+    `own_call`: context manager for communication that `watch_collectives` (seams.py) would else report a second time.
+    """
 
     def __init__(self, world: int, own_call: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.world, self.own_call = world, own_call
         self.active = self.covered = False
-        self.kept: list[Tensor] = []  # so that no other tensor gets their memory
-        self.storages: set[int] = set()
-        self.watched: set[int] = set()  # of gradients and parameters
+        self.kept: list[Tensor] = []  # followed tensors, kept alive so that no other tensor gets their memory
+        self.storages: set[int] = set()  # addresses of followed tensors
+        self.watched: set[int] = set()  # addresses of gradients and parameters
         self.touched: list[str] = []  # operations that read gradients or parameters
-        self.uncovered: list[str] = []  # communication of gradients by other functions than the replaced ones
+        self.uncovered: list[str] = []  # communication of gradients that the caller does not record (`covering`)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to mark `__torch_dispatch__` as not compiled, torch would import its compiler, which takes seconds."""
+        """Return False. Else torch would import its compiler, which takes seconds, to exempt `__torch_dispatch__`."""
         return False
 
     def open(self, gradients: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-        """Follow these gradients; note operations on them and on these parameters."""
+        """Begin to follow the gradients. Note operations that read the gradients or the parameters."""
         if self.active:
             return
         self.kept = list(gradients)
@@ -58,7 +61,7 @@ class Lineage(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following, and release the tensors."""
         if self.active:
             self.active = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -75,7 +78,7 @@ class Lineage(TorchDispatchMode):
             self.covered = False
 
     def is_from_gradients(self, tensors: Iterable[Tensor]) -> bool:
-        """True if one of the tensors was made from a gradient."""
+        """Return True if one of the tensors was made from a gradient."""
         return any(storage(tensor) in self.storages for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
-"""The observer: runs inside the user's script on every node and writes what it sees as our records.
+"""The observer: runs inside the user's script on every node and sends records of the script's events to the launcher.
 
-`install` is called when the script has imported torch. It imports the standard library, torch, and modules of ours that
-need nothing else: the script's own Python may lack our packages.
+`install` is called when the script has imported torch. This module imports the standard library, torch, and only those
+modules of the testbed that need nothing else, because the script's Python may lack the testbed's packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from testbed.rank.counters import open_counter
 
 
 def install() -> None:
-    """Install every seam. A seam that cannot be installed is reported; the others work."""
+    """Install every seam if the launcher requests it. Report a seam that cannot be installed; the others work."""
     path = os.environ.get(VARIABLE, "")
     if not path:
         return
@@ -38,7 +38,7 @@ def install() -> None:
     if request.get("as_cpu"):
         from testbed.attach import as_cpu
 
-        as_cpu.install(changed)  # before the seams, which see what really happens
+        as_cpu.install(changed)  # before the seams, so that they report the devices and backends that are used
     vision = Vision(request.get("data", {}), changed, hub.failed)
     before = {"rewrite": lambda *_: rewrite.install(request.get("rewrite", {}), changed)}
     after = {"vision": lambda *_: vision.install(), "where": lambda *_: listen(path)}
@@ -51,13 +51,13 @@ def install() -> None:
             hub.failed(f"install {name}", error)
 
     def forked() -> None:
-        """A process that was forked, e.g. a worker of a DataLoader, begins with nothing; it may become the rank."""
+        """Begin without records in a forked process. It may be a worker of a DataLoader, or become the rank."""
         channel.reopen()
         position.forget()
         if not request.get("instead"):
             hub.start()
 
-    if request.get("instead"):  # after the seams: what it replaces is not the script's own communication
+    if request.get("instead"):  # after the seams, so that they do not report replaced collectives
         hub.parts.append(_instead(hub, channel, request))
     os.register_at_fork(after_in_child=lambda: hub.observe("fork", forked))
 
@@ -66,12 +66,12 @@ def install() -> None:
         seams.await_callbacks(position)
 
     atexit.register(ends)
-    # A forked process of multiprocessing ends without atexit, and forgets what was registered before it began.
+    # A process that multiprocessing has forked runs no atexit functions and no finalizers of its parent.
     util.register_after_fork(hub, lambda _: util.Finalize(None, ends, exitpriority=0))
 
 
 def _instead(hub: Hub, channel: Channel, request: dict[str, Any]) -> Part:
-    """The part that swaps the script's synchronisation."""
+    """Return the part that replaces the script's synchronisation by a mode."""
     from testbed.attach.instead import Instead
 
     sampling = next(part for part in hub.parts if isinstance(part, Sampling))
@@ -81,7 +81,7 @@ def _instead(hub: Hub, channel: Channel, request: dict[str, Any]) -> Part:
 
 
 def make_parts(channel: Channel, request: dict[str, Any], changed: list[str]) -> list[Part]:
-    """The parts of the observer, in the order in which they see an event."""
+    """Return the parts of the observer, in the order in which the hub calls them."""
     sampling = Sampling(channel.send)
     steps = Steps(
         channel.send,
@@ -92,4 +92,4 @@ def make_parts(channel: Channel, request: dict[str, Any], changed: list[str]) ->
         int(request.get("schema", 0)),
         sampling.take_seconds,
     )
-    return [sampling, steps]  # in this order: a step record has the seconds of its samples
+    return [sampling, steps]  # sampling first: the step record has the seconds that its samples took

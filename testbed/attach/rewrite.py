@@ -1,7 +1,7 @@
-"""Replace a hard-coded master address and interface of a script by those of the node, where the node has others.
+"""Replace a script's hard-coded master address and interface by those of the node, where the node has others.
 
 In namespaces node 0 has the address that is in the script (`--address`), so nothing is rewritten there. The observer
-calls `install`; it replaces the function with which init_process_group finds the other ranks.
+calls `install`, which replaces `rendezvous`, the function by which init_process_group finds the other ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IF
 
 
 def request(address: str, interface: str, master: str, own_interface: str) -> dict[str, list[str]]:
-    """What has to be rewritten: {"address": [in the script, here], "interface": [...]}; without what is equal."""
+    """Return what to rewrite: {"address": [in the script, on the node], "interface": [...]}, without equal pairs."""
     pairs = {"address": [address, master], "interface": [interface, own_interface]}
     return {key: pair for key, pair in pairs.items() if pair[0] and pair[0] != pair[1]}
 
 
 def install(wanted: dict[str, list[str]], changed: list[str]) -> None:
-    """Rewrite at every init_process_group; each change is appended to `changed`, one sentence each."""
+    """Rewrite at every init_process_group. Append one sentence to `changed` for each change."""
     if not wanted:
         return
     from torch.distributed import distributed_c10d
@@ -36,7 +36,7 @@ def install(wanted: dict[str, list[str]], changed: list[str]) -> None:
 
 
 def rewrite_url(wanted: dict[str, list[str]], url: str, changed: list[str]) -> str:
-    """The URL with the address of node 0; other URLs are returned as they are."""
+    """Return the URL with the address of node 0. Return other URLs unchanged."""
     there, here = wanted.get("address", ["", ""])
     if not there or f"//{there}:" not in url:
         return url
@@ -46,7 +46,7 @@ def rewrite_url(wanted: dict[str, list[str]], url: str, changed: list[str]) -> s
 
 
 def rewrite_variables(wanted: dict[str, list[str]], variables: Any, changed: list[str]) -> None:
-    """Change MASTER_ADDR and the variables of interfaces where the script has set them to what is not here."""
+    """Rewrite MASTER_ADDR and the interface variables where they have the script's hard-coded values."""
     for key, names in (("address", ("MASTER_ADDR",)), ("interface", INTERFACE_VARIABLES)):
         there, here = wanted.get(key, ["", ""])
         for name in names:

@@ -1,9 +1,10 @@
-"""Evidence about what a script does to its gradients, parameters and data: samples that all ranks take alike.
+"""Samples of a script's gradients, parameters and data, taken in the same way on all ranks.
 
 Samples are taken at the updates 0, 1, 3, 7, ... of every optimizer. `Sampling` reads gradients three times: as backward
-accumulated them, before anything synchronised them (local); when backward has ended (reduced); and as the optimizer
-gets them (given). The positions that are read depend on the shapes alone, so they are equal on all ranks. Nothing here
-draws from a random generator, communicates, or changes a tensor. Its seconds are in the step records (`observing`).
+accumulated them, before any synchronisation (local); when backward has ended (reduced); and as the optimizer gets them
+(given). The positions that are read depend on the shapes alone, so they are equal on all ranks. This module draws from
+no random generator, does not communicate, and changes no tensor. The step records have the time that it takes
+(`observing`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import torch
 
 from testbed.attach.events import Collective, Part, call_site
 
-MAX_VALUES = 2000  # of one sample; every tensor has at least one
-MAX_OPTIMIZERS = 4  # a script with an optimizer for each parameter has hundreds
+MAX_VALUES = 2000  # of one sample, but at least one of every tensor
+MAX_OPTIMIZERS = 4  # sampled; a script with an optimizer for each parameter has hundreds
 MAX_EXAMINED = 64  # collectives of one line whose tensors are looked up in steps without a sample
 EXAMINED_SHARE = 0.01  # of the parameters' bytes: smaller collectives are not looked up in such steps
-MAX_IMAGES, MAX_IMAGE_BYTES = 512, 16 << 20  # of a batch whose images are hashed one by one
-MAX_AVERAGES = 6  # hashes that are taken because parameters were communicated
-FLAT_SHARE = 0.9  # a collective of so much of the parameters' bytes carries a flat copy of all of them
+MAX_IMAGES, MAX_IMAGE_BYTES = 512, 16 << 20  # largest batch whose images are hashed one by one
+MAX_AVERAGES = 6  # hashes of parameters that are taken after a communication of parameters
+FLAT_SHARE = 0.9  # of the parameters' bytes: a collective of this size carries a flat copy of all
 MIXER = 0x9E3779B97F4A7C15  # the increment of splitmix64
 MASK = (1 << 64) - 1
 
@@ -35,12 +36,12 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def is_sampled(number: int) -> bool:
-    """Whether the update of this number is sampled: 0, 1, 3, 7, ..."""
+    """Return True if the update of this number is sampled: 0, 1, 3, 7, ..."""
     return (number + 1) & number == 0
 
 
 def positions(sizes: list[int]) -> list[list[int]]:
-    """Positions in tensors of these sizes: pseudo-random, equal on all ranks, at least one in each."""
+    """Return positions in tensors of these sizes: pseudo-random, equal on all ranks, at least one in each tensor."""
     share = max(1, MAX_VALUES // max(1, len(sizes)))
     chosen = []
     for tensor, size in enumerate(sizes):
@@ -59,7 +60,7 @@ def _mix(value: int) -> int:
 
 
 def digest(tensors: Iterator[torch.Tensor]) -> str:
-    """A hash of all bytes of the tensors."""
+    """Return a hash of dtype, shape and all bytes of the tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         plain = _plain(tensor)
@@ -71,7 +72,7 @@ def digest(tensors: Iterator[torch.Tensor]) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or the tensor, in one piece of memory."""
+    """Return the tensor, or this rank's part of a DTensor, as a contiguous dense tensor."""
     local = tensor.detach()
     if hasattr(local, "to_local"):
         local = local.to_local()
@@ -92,7 +93,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _as_bytes(indices: list[Any]) -> bytes:
-    """Indices for a digest; those of torch's samplers are whole numbers."""
+    """Return indices as bytes for a hash. Indices of torch's samplers are integers."""
     try:
         return array("q", indices).tobytes()
     except (TypeError, OverflowError):
@@ -105,7 +106,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def loss_scale(loss: Any) -> float:
-    """The product of the constants that a loss was multiplied with last, e.g. 0.25 after `loss = loss / 4`."""
+    """Return the product of the constants that a loss was last multiplied by, e.g. 0.25 after `loss = loss / 4`."""
     value = loss[0] if isinstance(loss, list | tuple) else loss
     node, scale = getattr(value, "grad_fn", None), 1.0
     while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
@@ -122,18 +123,18 @@ def hook_first(parameter: torch.Tensor, hook: Callable[[Any], None]) -> Any:
     """Call `hook` when a gradient was accumulated, before the script's own hooks. Return its handle."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks: Any = parameter._post_accumulate_grad_hooks
-    for key in [key for key in hooks if key != handle.id]:  # the order in which torch calls them
+    for key in [key for key in hooks if key != handle.id]:  # to the end: torch calls them in this order
         hooks[key] = hooks.pop(key)
     return handle
 
 
 class Tracked:
-    """One optimizer: its parameters, the positions that are read, and what its present update has seen."""
+    """One optimizer: its parameters, the positions that are read, and the samples of its present update."""
 
     def __init__(self, number: int, optimizer: Any) -> None:
         self.number, self.optimizer = number, optimizer
         self.updates = 0
-        self.begun = False  # its first backward pass has begun
+        self.begun = False  # the first backward pass of this optimizer has begun
         self.average_pending = self.hash_pending = False
         self.averages = 0
         self.seconds_in_hooks = 0.0
@@ -142,7 +143,7 @@ class Tracked:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the optimizer's parameters again: a script may add some."""
+        """Read the optimizer's parameters again, because a script may add some. Forget the samples."""
         groups = self.optimizer.param_groups
         found = [p for group in groups for p in group["params"] if isinstance(p, torch.Tensor)]
         found = [p for p in found if p.requires_grad and p.is_leaf]
@@ -156,7 +157,7 @@ class Tracked:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what the last update has seen."""
+        """Forget the samples of the last update."""
         count = len(self.parameters)
         self.local: list[Values | None] = [None] * count
         self.base: list[Values | None] = [None] * count
@@ -164,7 +165,7 @@ class Tracked:
         self.fired: list[int] = [0] * count
         self.local_norms: list[float] = [0.0] * count
         self.pass_bytes: list[int] = []  # of collectives in each backward pass
-        self.pass_sites: list[str] = []  # the line of each
+        self.pass_sites: list[str] = []  # the line of the script that called each backward pass
         self.between: dict[tuple[str, str, str, str], list[int]] = {}
         self.reduced: list[Values] = []
         self.unclipped: list[Values] = []
@@ -175,7 +176,7 @@ class Tracked:
         return is_sampled(self.updates)
 
     def read(self, k: int) -> Values | None:
-        """The sampled values of gradient k; None if there is none, or if it has another size (not sharded yet)."""
+        """Return the sampled values of gradient k; None if there is none, or if its size differs (not sharded yet)."""
         gradient = self.parameters[k].grad
         if gradient is None:
             return None
@@ -188,7 +189,7 @@ class Tracked:
         return [self.read(k) or [] for k in range(len(self.parameters))]
 
     def add_hooks(self) -> None:
-        """A backward pass begins: read what gradients hold, and hook their accumulation, before the script's hooks."""
+        """Begin a backward pass: read all gradients, and hook their accumulation before the script's hooks."""
         self.base = [self.read(k) for k in range(len(self.parameters))]
         if not any(value for values in self.base for value in values or ()):  # zero_grad
             self.pass_bytes.clear()
@@ -197,7 +198,7 @@ class Tracked:
             self.local = [None] * len(self.parameters)
             self.fired = [0] * len(self.parameters)
         self.start = list(self.local)
-        self.unclipped = []  # clipping after an earlier pass: the gradients of this one are not in it
+        self.unclipped = []  # read after an earlier pass, so without the gradients of this one
         self.pass_bytes.append(0)
         self.pass_sites.append(call_site())
         if self.handles:
@@ -214,22 +215,22 @@ class Tracked:
                 self.sharded = True
             elif before is None or base is None or not any(base) or base == before:
                 self.local[k] = now
-            else:  # the gradient was synchronised after the pass before
+            else:  # the gradient was synchronised after the last pass: add only what this one adds
                 self.local[k] = [a + (b - c) for a, b, c in zip(before, now, base, strict=True)]
             if parameter.grad is not None:
                 self.local_norms[k] = float(torch.linalg.vector_norm(_plain(parameter.grad)))
-        except Exception:  # autograd would pass it to the script
+        except Exception:  # autograd would raise it in the script
             self.sharded = True
         self.seconds_in_hooks += time.perf_counter() - began
 
     def remove_hooks(self) -> None:
-        """Accumulated gradients are not read any more."""
+        """Remove the hooks that `add_hooks` has made."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     def on(self, collective: Collective) -> str:
-        """What a collective carries: gradients, parameters, all (a flat copy of either), or other."""
+        """Return what a collective carries: "gradients", "parameters", "all" (a flat copy of either) or "other"."""
         addresses = {_address(tensor) for tensor in collective.tensors}
         if addresses & {_address(p.grad) for p in self.parameters if p.grad is not None}:
             return "gradients"
@@ -239,7 +240,7 @@ class Tracked:
 
 
 def _timed(event: F) -> F:
-    """Count the seconds of an event, for the step records."""
+    """Return the event handler with its duration added to `_seconds`, for the step records."""
 
     @functools.wraps(event)
     def timed(self: Sampling, *arguments: Any) -> None:
@@ -261,7 +262,7 @@ class Sampling(Part):
         self.tracked: list[Tracked] = []
         self.batches = 0
         self.passes = 0
-        self.open: dict[int, dict[str, Any]] = {}  # by id of the sampler: its latest pass, whose record is not sent yet
+        self.open: dict[int, dict[str, Any]] = {}  # by id of the sampler: the latest pass, not sent yet
         self.uses: dict[tuple[str, str, str, str], int] = {}  # (operation, site, phase, what it carries) -> count
         self.examined: dict[str, int] = {}
         self.in_backward = False
@@ -269,7 +270,7 @@ class Sampling(Part):
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """Seconds that samples took since the last call."""
+        """Return the seconds that samples took since the last call."""
         hooks = sum(each.seconds_in_hooks for each in self.tracked)
         for each in self.tracked:
             each.seconds_in_hooks = 0.0
@@ -351,7 +352,7 @@ class Sampling(Part):
                 self._examine(each, collective)
 
     def _unknown(self, each: Tracked, collective: Collective) -> bool:
-        if collective.phase == "sync":  # between backward and update: seen where gradients are sampled
+        if collective.phase == "sync":  # between backward and update: examined in sampled updates only
             return False
         few = self.examined.get(collective.site, 0) < MAX_EXAMINED
         return few and collective.size >= EXAMINED_SHARE * each.bytes
@@ -397,7 +398,7 @@ class Sampling(Part):
             self.passes += 1
 
     def _end_pass(self, sampler: int) -> None:
-        """Write the sampler's last pass if it was a whole one, with the updates in it."""
+        """Send the record of the sampler's last pass, with its number of updates, if the pass was complete."""
         made = self.open.pop(sampler, {})
         if "record" in made:
             made["record"]["detail"]["updates"] = self._updates() - made["updates"]
@@ -482,7 +483,7 @@ class Sampling(Part):
             and first.shape[0] <= MAX_IMAGES
             and first.numel() * first.element_size() <= MAX_IMAGE_BYTES
         ):
-            detail["samples"] = [digest(iter([each]))[:16] for each in first]  # to see images that two ranks share
+            detail["samples"] = [digest(iter([each]))[:16] for each in first]  # to find images that two ranks share
         self.send(
             {"kind": "batch", "step": self.batches, "hash": digest(iter(tensors)), "images": images, "detail": detail}
         )

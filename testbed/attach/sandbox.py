@@ -1,17 +1,18 @@
-"""Start a script as an ordinary user without privileges, with few processes, files and folders in its reach.
+"""Start a script as an ordinary user without privileges, who can reach few processes, files and folders.
 
     setpriv --pdeathsig KILL -- unshare --mount --pid --fork --kill-child ... \\
         python -I -c ... --user UID:GID --writable ROOT --needs PATH... --variables FD -- COMMAND
 
-Only root can do all of this. In a mount namespace everything is read-only but the working copy, /tmp and /dev/shm,
-which are its own; home folders are empty but for what the script needs, e.g. an interpreter in /root/venv. In a process
-namespace all processes of the script end with the first one, also if the launcher is killed. Both namespaces end with
-the script; nothing outside of them changes. Another user than root starts the script with that user's own rights, also
-where that user is uid 0 of a user namespace: the script gets another one, in which it cannot change the node's network.
+Only root can do all of this. The script gets a mount namespace. There everything is read-only, except the working copy
+and a /tmp and /dev/shm of its own. Home folders are empty except for what the script needs, e.g. an interpreter in
+/root/venv. The script also gets a process namespace, so that all of its processes end with the first one, even if the
+launcher is killed. Both namespaces end with the script, and nothing outside of them changes. A user other than root
+starts the script with that user's own rights. If that user is uid 0 of a user namespace, the script gets another user
+namespace, in which it cannot change the node's network.
 
-Until root's rights are gone, no code and no variable of the script may have an effect: Python is isolated (-I), because
-with -m it would import modules from the script's folder, and the script's variables, e.g. LD_PRELOAD, come from a file
-that only the last program before the script reads.
+While the process has root's rights, no code and no environment variable of the script may take effect. So Python is
+isolated (-I); with -m it would import modules from the script's folder. The script's variables, e.g. LD_PRELOAD, come
+from a file that only the last program before the script reads.
 """
 
 from __future__ import annotations
@@ -50,13 +51,17 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 os.execvpe(sys.argv[2], sys.argv[2:], variables)
 """
-SIGNAL_BASE = 128  # a script that a signal ended has the code 128 + signal here, as in a shell
+SIGNAL_BASE = 128  # exit code 128 + N of a script that signal N ended, as in a shell
 
 
 def command(
     user: tuple[int, int], needs: Iterable[Path], writable: Path, argv: Sequence[str], variables: int
 ) -> list[str]:
-    """The command that is started instead of `argv`. Root's needs `variables`: the file of `open_variables`."""
+    """Return the command that runs `argv` in the sandbox. Raise Unavailable if root cannot make namespaces here.
+
+    `needs`: paths that must be visible. `writable`: the folder that the script may write to. `variables`: the file of
+    `open_variables`, which is used by root only.
+    """
     if (outside := alone_as()) is not None and os.geteuid() == 0:  # without root, in the controller's user namespace
         group = alone_as(Path("/proc/self/gid_map"))
         own = as_outside(outside, outside if group is None else group)
@@ -66,7 +71,7 @@ def command(
     if os.geteuid() != 0:
         return [*DIES_WITH_LAUNCHER, *without_new_privileges(), *argv]
     if not _can_unshare():
-        rule = "root cannot make namespaces here, and a script of yours is not run with root's view of the machine"
+        rule = "root cannot make namespaces here, and without them a script is not isolated from the machine"
         raise Unavailable(f"substrate: {rule}. Run as another user, or use --on compose")
     package = str(Path(testbed.__file__).resolve().parent.parent)
     options = ["--user", f"{user[0]}:{user[1]}", "--writable", str(writable), "--variables", str(variables)]
@@ -76,7 +81,7 @@ def command(
 
 
 def open_variables(variables: Mapping[str, str]) -> int:
-    """A file in memory with the variables of a script, for `command`. The caller closes it."""
+    """Write a script's variables to a file in memory and return its descriptor, for `command`. The caller closes it."""
     handle = os.memfd_create("testbed-variables")
     with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(json.dumps(dict(variables)).encode())
@@ -91,7 +96,7 @@ def _can_unshare() -> bool:
 
 
 def interpreter_paths(program: str, path: str) -> list[Path]:
-    """The folders that a program needs: of the file, and of each file that it is a link to or an interpreter of."""
+    """Return the folders of a program, of the files that its links lead to, and of their interpreters (#!)."""
     found: list[Path] = []
     file = shutil.which(program, path=path)
     while file:
@@ -102,7 +107,7 @@ def interpreter_paths(program: str, path: str) -> list[Path]:
 
 
 def _interpreter(file: Path) -> str:
-    """The program in the first line of a script (#!); empty if it has none."""
+    """Return the program in the first line of a script (#!); empty if there is none, or if it is env."""
     with file.open("rb") as content:
         first = content.readline(1024)
     words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
@@ -110,19 +115,19 @@ def _interpreter(file: Path) -> str:
 
 
 def homes(uid: int) -> list[Path]:
-    """The home folders of root and of the script's user, which hold keys and tokens."""
+    """Return the home folders of root and of the script's user, because they may contain keys and tokens."""
     found = []
     for each in (0, uid):
         with contextlib.suppress(KeyError):
             home = Path(pwd.getpwuid(each).pw_dir)
-            # that of a system user may be a folder of root's such as /usr/sbin
+            # the home of a system user may be a folder of root, such as /usr/sbin
             if home.is_dir() and len(home.parts) > 1 and home.stat().st_uid == each:
                 found.append(home)
     return list(dict.fromkeys(found))
 
 
 def hidden_ancestor(path: Path, uid: int) -> Path | None:
-    """The outermost folder above `path` that the user may not enter; None if there is none."""
+    """Return the outermost folder above `path` that the user may not enter; None if there is none."""
     for folder in reversed(path.parents):
         status = folder.stat()
         if not status.st_mode & (0o100 if status.st_uid == uid else 0o001):
@@ -131,9 +136,9 @@ def hidden_ancestor(path: Path, uid: int) -> Path | None:
 
 
 def covers(needs: Iterable[Path], uid: int, always: Iterable[Path]) -> dict[Path, list[Path]]:
-    """The folders to cover, and the paths that must stay visible in each. A folder inside another is not listed.
+    """Return the folders to cover, and the paths in each that must stay visible. Leave out folders inside others.
 
-    `always`: folders to cover even if nothing in them is needed; one that is needed itself is not covered.
+    `always`: folders to cover even if nothing in them is needed. A folder that is needed itself is not covered.
     """
     wanted = [path for path in dict.fromkeys(needs) if path.is_dir()]
     found = [path for path in always if path.is_dir() and path not in wanted]
@@ -148,20 +153,20 @@ def _outermost(paths: Iterable[Path]) -> list[Path]:
 
 
 def isolate(uid: int, needs: Sequence[Path], writable: Path) -> None:
-    """Make everything read-only or empty but what the script needs. Call it in namespaces of its own, as root."""
+    """Make everything but the script's needs read-only or empty. Call it as root, in namespaces of the script's own."""
     _mount("-t", "proc", "proc", "/proc")
     for cover, inside in covers([*needs, writable], uid, [*homes(uid), *PRIVATE]).items():
         opened = {path: os.open(path, os.O_PATH) for path in inside}
         _mount("-t", "tmpfs", "-o", f"mode={'1777' if cover in PRIVATE else '755'}", "tmpfs", str(cover))
         for path, descriptor in opened.items():
             path.mkdir(parents=True)
-            # mount must not follow the link by its text: that path is covered now
+            # mount must not resolve the link to its path, because that path is covered now
             _mount("--no-canonicalize", "--bind", f"/proc/{os.getpid()}/fd/{descriptor}", str(path))
             os.close(descriptor)
     if not writable.is_mount():
         _mount("--bind", str(writable), str(writable))
     if not set_read_only(Path("/"), True, recursive=True):
-        print("testbed: this kernel cannot make all mounts read-only: the script may write where its user may")
+        print("testbed: this kernel cannot make all mounts read-only, so the script may write wherever its user may")
         return
     for path in (writable, *(each for each in PRIVATE if each.is_mount())):
         set_read_only(path, False)
@@ -170,7 +175,7 @@ def isolate(uid: int, needs: Sequence[Path], writable: Path) -> None:
 
 
 def set_read_only(path: Path, wanted: bool, recursive: bool = False) -> bool:
-    """Make a mount read-only or writable, and with `recursive` those below it; False if the kernel cannot."""
+    """Make a mount read-only or writable, with `recursive` also those below it. Return False if the kernel cannot."""
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY if wanted else 0, 0 if wanted else MOUNT_ATTR_RDONLY, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     call = ctypes.CDLL(None, use_errno=True).syscall
@@ -183,9 +188,9 @@ def _mount(*arguments: str) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run a command as a child, wait for it and for orphans; return its code, 128 + N for signal N.
+    """Run a command as a child, wait for it and for orphans. Return the command's code: 128 + N for signal N.
 
-    The first process of a process namespace ignores signals that it has no handler for, so the script must not be it.
+    The first process of a process namespace ignores signals without a handler, so it must not be the script itself.
     """
     child = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=[signal.SIGPIPE])
     while True:
@@ -196,12 +201,12 @@ def run(argv: list[str]) -> int:
 
 
 def main() -> int:
-    """Make the namespaces as the script needs them, then run the command."""
+    """Mount the folders for the script in the new namespaces, run the command, and return its code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--user", required=True)
     parser.add_argument("--needs", type=Path, action="append", default=[])
     parser.add_argument("--writable", type=Path, required=True)
-    parser.add_argument("--variables", required=True, help="an open file")
+    parser.add_argument("--variables", required=True, help="descriptor of an open file")
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
     uid, gid = map(int, options.user.split(":"))

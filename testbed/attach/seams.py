@@ -1,7 +1,7 @@
-"""The seams: functions of torch that are replaced so that the observer sees what a script does.
+"""The seams: functions of torch that are replaced, so that the observer is called when a script calls them.
 
-Each `watch_*` installs one seam. None changes a result, draws a random number or adds communication. If installing one
-fails, the others still work; if one raises later, it is off from then on (Hub.observe).
+Each `watch_*` function installs one seam. No seam changes a result, draws a random number or adds communication. If one
+seam cannot be installed, the others still work. A seam that raises later is not called again (Hub.observe).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from testbed.attach.events import Collective, Hub, caller
 from testbed.rank.counters import read_file
 from testbed.results.timeline import group_of
 
-# operations of torch.ops.c10d, the name that users know, and the argument whose bytes are counted
+# operation of torch.ops.c10d: its name in torch.distributed, and the argument whose bytes are counted
 OPERATIONS = {
     "allreduce_": ("all_reduce", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors"),
@@ -48,8 +48,8 @@ OPERATIONS = {
     "recv_any_source_": ("recv", "tensors"),
 }
 ROOTS = {"root_rank": "root", "dst": "peer", "src": "peer"}  # arguments that name a rank
-WITHOUT_FUTURE = ("send", "recv", "barrier")  # no callback: they end when the wait for them returns
-# functions of torch.distributed that return when the collective has ended, unless they return a Work
+WITHOUT_FUTURE = ("send", "recv", "barrier")  # operations without a callback: each ends when the wait for it returns
+# functions of torch.distributed that return when the collective has ended, except where they return a Work
 BLOCKING = (
     "all_reduce",
     "all_reduce_coalesced",
@@ -77,7 +77,7 @@ BLOCKING = (
     "_broadcast_coalesced",  # DDP's buffers and first parameters
     "_verify_params_across_processes",  # DDP's constructor
 )
-# functions that start one collective of the same name: the argument whose bytes are counted, and that of the root
+# function that starts one collective of the same name: the argument whose bytes are counted, and that of the root
 SIMPLE = {
     "all_reduce": ("tensor", ""),
     "broadcast": ("tensor", "src"),
@@ -86,40 +86,40 @@ SIMPLE = {
     "scatter": ("tensor", "src"),
     "all_gather": ("tensor_list", ""),
 }
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass, which may do something else
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may start other operations
 SEEN_BY = "AutogradCPU"  # the dispatch key of our kernels
 CALLBACKS_TIMEOUT_S = 2.0  # a collective that has not ended when the script ends may never end
 CALLBACK_S = 0.01
-MAX_PENDING = 4096  # works that nobody has waited for; older ones are forgotten
+MAX_PENDING = 4096  # Works for which the script has not waited; the oldest is forgotten first
 
 
 class Call:
-    """A function of torch.distributed that is running, and the collectives it started."""
+    """A call of a function of torch.distributed that has not returned, and the collectives that it has started."""
 
     def __init__(self, operation: str, frame: Any = None) -> None:
         self.operation = operation  # reduce operation
         self.frame = frame  # of its caller
-        self.started: list[tuple[Collective, Any]] = []  # with its Work as an object of TorchScript; None: what returns
+        self.started: list[tuple[Collective, Any]] = []  # with the Work (TorchScript); None: the call returns it
 
 
 class Position:
-    """Where the script is, and what it has in flight."""
+    """The phase of the script, and its collectives in flight."""
 
     def __init__(self) -> None:
-        self.phase = "other"  # that the last event began
+        self.phase = "other"  # the phase that the last event began
         self.dispatched = False  # our kernels are in c10d's dispatcher
         self.has_loader = False  # the script has fetched a training batch from a DataLoader
         self.has_ddp = False
         self.has_hook = False  # DDP with a communication hook
-        self.reduced: list[Collective] = []  # in this backward pass, whose end DDP waits for
-        self.pending: dict[int, tuple[Collective, Any]] = {}  # by id of the Work, which is kept until it has ended
-        self.called_back: set[int] = set()  # ids of collectives whose future has not called us yet
+        self.reduced: list[Collective] = []  # collectives of this backward pass for whose end DDP waits
+        self.pending: dict[int, tuple[Collective, Any]] = {}  # by id of the Work, which is kept until it ends
+        self.called_back: set[int] = set()  # ids of collectives whose callback has not run yet
         self._groups: dict[tuple[str, int], tuple[list[int], list[int]]] = {}  # by name and size
         self._local = threading.local()
 
     @property
     def calls(self) -> list[Call]:
-        """The functions of torch.distributed that this thread is in, outermost first."""
+        """The calls of torch.distributed that this thread has not left, outermost first."""
         try:
             found: list[Call] = self._local.calls
         except AttributeError:
@@ -127,7 +127,7 @@ class Position:
         return found
 
     def ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-        """The ranks of a process group by their numbers in the whole run; again if they are not all ranks."""
+        """Return the ranks of a process group, and the list for records, which is empty if these are all ranks."""
         key = (group.group_name, group.size())
         if key not in self._groups:
             ranks = dist.get_process_group_ranks(group)
@@ -135,19 +135,19 @@ class Position:
         return self._groups[key]
 
     def forget(self) -> None:
-        """A process that was forked has nothing in flight."""
+        """Forget all collectives, because a forked process has none in flight."""
         self.phase, self.reduced, self.pending, self._groups = "other", [], {}, {}
         self.called_back = set()
         self._local = threading.local()
 
 
-_KEPT: list[Any] = []  # a Library ends with its object
+_KEPT: list[Any] = []  # keeps objects alive: torch removes the kernels with the Library object
 
 
 def watch_collectives(hub: Hub, position: Position) -> None:
-    """Every collective, by c10d's dispatcher: also those of DDP's reducer and of FSDP.
+    """Report every collective by a kernel in c10d's dispatcher, also those of DDP's reducer and of FSDP.
 
-    Except plain calls of the script's own, which `watch_waits` reports by their arguments.
+    Simple calls by the script itself (SIMPLE) are left out, because `watch_waits` reports them.
     """
     library = torch.library.Library("c10d", "IMPL")
     _KEPT.append(library)
@@ -183,7 +183,7 @@ def _kernel(hub: Hub, position: Position, overload: Any, operation: str, counted
             position.reduced.append(collective)
         calls = position.calls
         if calls:
-            calls[-1].started.append((collective, work))  # the function returns when it has ended
+            calls[-1].started.append((collective, work))  # the function returns when the collective has ended
         else:
             track(hub, position, collective, distributed_c10d.Work.unbox(work))
 
@@ -207,7 +207,7 @@ def begin_collective(
     ranks: tuple[list[int], list[int]],
     detail: dict[str, Any],
 ) -> Collective:
-    """Report that a collective begins. `ranks`: of its group, as Position.ranks returns them."""
+    """Report that a collective begins, and return it. `ranks`: of its group, as Position.ranks returns them."""
     calls, phase = position.calls, position.phase
     detail["group"] = len(ranks[0])
     if ranks[1]:
@@ -225,7 +225,7 @@ def begin_collective(
 
 
 def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of an argument: a tensor, or a nested list of them."""
+    """Return the tensors of an argument, which is a tensor or a nested list of tensors."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, (list, tuple)):
@@ -238,7 +238,7 @@ def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
 def track(hub: Hub, position: Position, collective: Collective, work: Any) -> None:
     """Report the end of a collective when its future is done, or when the script has waited for its Work.
 
-    torch gives the script the same object as long as this one is kept, so a wait is known by its id.
+    While `work` is kept, torch returns the same object to the script, so the id of the object identifies the wait.
     """
     if len(position.pending) >= MAX_PENDING:
         position.pending.pop(next(iter(position.pending)))
@@ -256,7 +256,7 @@ def track(hub: Hub, position: Position, collective: Collective, work: Any) -> No
         position.called_back.discard(id(collective))
 
     if collective.operation not in WITHOUT_FUTURE:
-        with contextlib.suppress(RuntimeError):  # this kind of Work has no future: the wait for it counts
+        with contextlib.suppress(RuntimeError):  # this kind of Work has no future: it ends when the wait for it returns
             future = work.get_future()
             position.called_back.add(id(collective))
             future.add_done_callback(done)
@@ -265,8 +265,8 @@ def track(hub: Hub, position: Position, collective: Collective, work: Any) -> No
 def await_callbacks(position: Position) -> None:
     """Wait until all callbacks have run and no other thread runs, for at most CALLBACKS_TIMEOUT_S.
 
-    A thread of Gloo that needs the interpreter while Python ends would abort the process. After its callback, such a
-    thread still frees the tensors of its collective, which are Python objects by then.
+    A thread of Gloo that needs the interpreter while Python ends would abort the process. After the callback, such a
+    thread still frees the tensors of its collective, which are Python objects.
     """
     begun = time.monotonic()
     while position.called_back and time.monotonic() < begun + CALLBACKS_TIMEOUT_S:
@@ -277,10 +277,10 @@ def await_callbacks(position: Position) -> None:
 
 
 def other_thread_runs() -> bool:
-    """True if another thread of this process runs, or could if it had a core."""
+    """Return True if another thread of this process runs or waits for a core."""
     own = str(threading.get_native_id())
     for name in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             state = read_file(f"/proc/self/task/{name}/stat").rpartition(b")")[2].split()[0]
             if name != own and state == b"R":
                 return True
@@ -288,7 +288,7 @@ def other_thread_runs() -> bool:
 
 
 def watch_waits(hub: Hub, position: Position) -> None:
-    """Blocked time: blocking functions of torch.distributed, and Work.wait."""
+    """Report how long the script is blocked in functions of torch.distributed and in Work.wait."""
     for name in BLOCKING:
         for module in (dist, distributed_c10d):  # dynamo refuses one function object at two places
             if hasattr(module, name):
@@ -297,7 +297,7 @@ def watch_waits(hub: Hub, position: Position) -> None:
 
     @functools.wraps(original)
     def wait(self: Any, *arguments: Any, **named: Any) -> Any:
-        if position.calls or hub.muted():  # the function that is running counts
+        if position.calls or hub.muted():  # the function that calls wait reports the time
             return original(self, *arguments, **named)
         since, (collective, _) = hub.clock(), position.pending.get(id(self), (None, None))
         result = original(self, *arguments, **named)
@@ -316,10 +316,10 @@ def _waited(hub: Hub, position: Position, work: Any, collective: Collective | No
 
 
 def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that does what `original` does and reports how long the script waited in it.
+    """Return a function that calls `original` and reports how long the script waited in it.
 
-    A kernel in the dispatcher costs as much as the rest of the observer. So where the arguments say what is sent, the
-    collective is reported here, and the dispatcher passes over our kernel.
+    A kernel in the dispatcher costs as much time as the rest of the observer. So if the arguments show what is sent,
+    the collective is reported here, and the dispatcher skips the observer's kernel.
     """
     operation_of, report = _reduce_operation(original), _simple_report(hub, position, original)
     unseen = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, SEEN_BY))
@@ -364,13 +364,13 @@ def _blocking(hub: Hub, position: Position, original: Callable[..., Any]) -> Cal
 
 
 def _simple_report(hub: Hub, position: Position, original: Callable[..., Any]) -> Callable[..., bool] | None:
-    """For a function in SIMPLE: a function that reports the collective of a call, unless the dispatcher has to."""
+    """Return a function that reports the collective of a call of `original`; None if `original` is not in SIMPLE."""
     operation, describe = original.__name__, _simple_call(original)
     if describe is None:
         return None
 
     def report(call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Return True if the arguments say what is sent, and it was reported."""
+        """Report the collective if the arguments show what is sent. Return False if the dispatcher has to report it."""
         group, outer = dist.group.WORLD, len(position.calls) > 1
         if outer or group is None or position.phase == "backward" or not position.dispatched:
             return False
@@ -386,16 +386,19 @@ def _simple_report(hub: Hub, position: Position, original: Callable[..., Any]) -
     return report
 
 
-Described = tuple[tuple[torch.Tensor, ...], dict[str, Any]]  # tensors that are sent, and the root
+Described = tuple[tuple[torch.Tensor, ...], dict[str, Any]]  # tensors that are sent; {"root": rank} or {}
 
 
 def _simple_call(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Described | None] | None:
-    """For a function in SIMPLE: a function that returns what a call sends, or None if the arguments do not say it."""
+    """Return a function that returns what a call sends, or None if the arguments do not show it.
+
+    Return None if `function` is not in SIMPLE.
+    """
     if function.__name__ not in SIMPLE:
         return None
     counted, root = SIMPLE[function.__name__]
     names = list(inspect.signature(function).parameters)
-    group_place, in_group = names.index("group"), f"group_{root}"  # the root by its number in a group
+    group_place, in_group = names.index("group"), f"group_{root}"  # the root by its number in the group
 
     def given(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         place = names.index(name)
@@ -414,16 +417,16 @@ def _simple_call(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dic
 
 
 def _not_compiled(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.disable does, without its imports: dynamo does not look into our function."""
+    """Return the function, marked so that dynamo does not compile it: torch.compiler.disable without its imports."""
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     return wrapper
 
 
 def _reduce_operation(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
-    """A function that returns the reduce operation of a call, e.g. "sum"."""
+    """Return a function that returns the reduce operation of a call, e.g. "sum"."""
     try:
         names = list(inspect.signature(function).parameters)
-    except ValueError:  # written in C++
+    except ValueError:  # a function written in C++ has no signature
         names = []
     place = names.index("op") if "op" in names else None
 
@@ -438,7 +441,7 @@ def _reduce_operation(function: Callable[..., Any]) -> Callable[[tuple[Any, ...]
 
 
 def watch_group(hub: Hub, position: Position) -> None:
-    """The default process group."""
+    """Report when the default process group was made."""
     original = distributed_c10d.init_process_group
 
     @functools.wraps(original)
@@ -452,7 +455,7 @@ def watch_group(hub: Hub, position: Position) -> None:
 
 
 def watch_backward(hub: Hub, position: Position) -> None:
-    """The backward pass and the loss."""
+    """Report the begin and end of each backward pass, and its loss."""
     original = torch.autograd.backward
 
     def begin(tensors: Any) -> None:
@@ -464,7 +467,7 @@ def watch_backward(hub: Hub, position: Position) -> None:
         position.phase = "sync"
         if completed:
             now = hub.clock()
-            for collective in reduced:  # DDP has waited for them
+            for collective in reduced:  # DDP has waited for these collectives
                 hub.end(collective, now)
         hub.emit("backward_ended", reduced)
 
@@ -479,11 +482,11 @@ def watch_backward(hub: Hub, position: Position) -> None:
             hub.observe("backward", end, completed)
         return result
 
-    torch.autograd.backward = _not_compiled(backward)  # Tensor.backward calls it by this name
+    torch.autograd.backward = _not_compiled(backward)  # Tensor.backward looks it up by this name
 
 
 def watch_scalers(hub: Hub, position: Position) -> None:
-    """GradScaler: what it multiplies, so that the loss itself is recorded."""
+    """Report each loss that a GradScaler multiplies, so that the unscaled loss is recorded."""
     kind = torch.amp.GradScaler
     original = kind.scale
 
@@ -497,7 +500,7 @@ def watch_scalers(hub: Hub, position: Position) -> None:
 
 
 def watch_optimizers(hub: Hub, position: Position) -> None:
-    """Every optimizer's step, by torch's global hooks."""
+    """Report the begin and end of every optimizer's step, by torch's global hooks."""
     from torch.optim.optimizer import (
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
@@ -522,7 +525,7 @@ def watch_optimizers(hub: Hub, position: Position) -> None:
 
 
 def watch_data(hub: Hub, position: Position) -> None:
-    """Batches of every DataLoader."""
+    """Report each batch of every DataLoader, and the end of each pass."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     original = _BaseDataLoaderIter.__next__
@@ -556,7 +559,7 @@ def watch_data(hub: Hub, position: Position) -> None:
 
 
 def watch_evaluation(hub: Hub, position: Position) -> None:
-    """Module.eval and Module.train."""
+    """Report calls of Module.eval and Module.train."""
     kind = torch.nn.Module
     evaluate, train = kind.eval, kind.train
 
@@ -609,7 +612,7 @@ def watch_wrappers(hub: Hub, position: Position) -> None:
 
 
 def watch_optimizers_made(hub: Hub, position: Position) -> None:
-    """Every optimizer, when it is made."""
+    """Report every optimizer when it is constructed."""
     original = torch.optim.Optimizer.__init__
 
     @functools.wraps(original)
@@ -621,7 +624,7 @@ def watch_optimizers_made(hub: Hub, position: Position) -> None:
 
 
 def watch_samplers(hub: Hub, position: Position) -> None:
-    """Passes over DistributedSamplers."""
+    """Report the begin and end of each pass over a DistributedSampler."""
     from torch.utils.data.distributed import DistributedSampler
 
     original = DistributedSampler.__iter__
@@ -629,14 +632,17 @@ def watch_samplers(hub: Hub, position: Position) -> None:
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         hub.observe("samplers", hub.emit, "sampler_began", self)
-        given = list(original(self))  # torch has made all indices of a pass, too
+        given = list(original(self))  # torch, too, makes all indices at the begin of a pass
         return itertools.chain(given, _passed(hub, self, given))
 
     DistributedSampler.__iter__ = iterate  # type: ignore[method-assign]
 
 
 def _passed(hub: Hub, sampler: Any, given: list[Any]) -> Iterator[Any]:
-    """Nothing, when all that was given is taken: a chain costs the script no Python for an index."""
+    """Yield nothing, but report the pass when the script has read all indices.
+
+    Chained after the indices, this costs the script no Python code for each index.
+    """
     hub.observe("samplers", hub.emit, "sampler_passed", sampler, given)
     yield from ()
 

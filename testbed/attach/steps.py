@@ -1,12 +1,12 @@
-"""The steps of a script: where its time goes, by our own records.
+"""Record the steps of a script and the time of their phases.
 
-A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. Where
-a script has made several, the first step is known and sent when its first optimizer comes again. An evaluation between
-two steps belongs to neither.
+A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. If a
+script has several optimizers, the end of the first step is known only when the first optimizer updates again, and the
+record is sent then. An evaluation between two steps belongs to neither.
 
-Its phases (`Phases`) are data, forward, backward, sync, update. A script does not say when a forward pass begins or
-where its synchronisation is, so some intervals get their name when the next event comes. Phases do not overlap, except
-that `update` is a part of `sync`, as in the testbed's own loop. What belongs to no phase is the rest of the step.
+The phases of a step (`Phases`) are data, forward, backward, sync, update. No event marks the begin of a forward pass or
+of synchronisation, so the next event decides to which phase such an interval belongs. Phases do not overlap, except
+that `update` is a part of `sync`, as in the testbed's own loop. Time in no phase is the rest of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testbed.results.timeline import COMPUTING, Moment, Observed, Timeline
 from testbed.spec.units import Interval
 
 REST = ""  # between the update and the next batch
-AFTER = "after"  # backward has ended; what comes is synchronisation, or the next micro-batch
+AFTER = "after"  # backward has ended; synchronisation or the next micro-batch follows
 
 
 class Phases:
@@ -38,13 +38,13 @@ class Phases:
         self._enter(REST, timeline.moment())
 
     def start(self) -> None:
-        """A step begins now."""
+        """Begin a step now."""
         self.timeline.start()
         self.trained = False
         self._enter(REST, self.timeline.moment())
 
     def data_began(self) -> None:
-        """A batch is being fetched. A forward pass without backward before it was no training."""
+        """Begin phase data. A forward pass without backward before it is no phase, and its waits are sync."""
         for since, until in self.waits:
             self.timeline.was_in_phase("sync", Moment(since, 0.0, 0.0), Moment(until, 0.0, 0.0))
         self._enter("data", self.timeline.moment())
@@ -56,7 +56,7 @@ class Phases:
         self._close("data", REST)
 
     def backward_began(self) -> None:
-        """All since the batch, or since the last update or backward pass, was the forward pass."""
+        """Begin phase backward. The time since the batch, or the last update or backward pass, was the forward pass."""
         now, self.trained = self.timeline.moment(), True
         self.timeline.was_in_phase("forward", self.since, now)
         self._enter("backward", now)
@@ -71,16 +71,16 @@ class Phases:
         self._enter("update", now)
 
     def update_ended(self) -> None:
-        """The optimizer's step has ended; with a closure, forward and backward passes were inside of it."""
+        """End phase update. If the optimizer's step had a closure, its forward and backward passes are other phases."""
         now = self.timeline.moment()
         self.timeline.was_in_phase("update", self.since, now)
         self.timeline.was_in_phase("sync", self.since, now)
         self._enter(REST, now)
 
     def was_blocked(self, since: float, until: float) -> None:
-        """The script waited for communication. What is blocked belongs to a phase, so that the parts add up."""
+        """Record that the script waited for communication. The wait must be in a phase, so that the phases add up."""
         self.timeline.was_blocked(since, until)
-        if self.state == "update":  # only what was computed before and after the wait is the update
+        if self.state == "update":  # the wait is sync; computing before and after it is update
             now = self.timeline.moment()
             self.timeline.was_in_phase("update", self.since, now._replace(at=since))
             self.timeline.was_in_phase("sync", self.since, now)
@@ -96,22 +96,22 @@ class Phases:
 
     def _enter(self, state: str, now: Moment) -> None:
         self.state, self.since = state, now
-        self.waits: list[Interval] = []  # since then, that belong to no phase unless a later event says so
+        self.waits: list[Interval] = []  # since then; they are in no phase until a later event decides
         self.timeline.current = state
 
 
-SCHEDSTAT = "/proc/thread-self/schedstat"  # nanoseconds: with a processor, without one; time slices
-DONE_TIMEOUT_S = 60.0  # for the slowest rank to make its last step
-EACH_CALLS = 50  # steps between two records of the calls so far
-LOGGED_STEPS = 10  # first steps in which DDP logs its own times; later it does so every hundredth
+SCHEDSTAT = "/proc/thread-self/schedstat"  # nanoseconds on a processor; nanoseconds waiting for one; time slices
+DONE_TIMEOUT_S = 60.0  # for the slowest rank to end its last step
+EACH_CALLS = 50  # steps between two calls records
+LOGGED_STEPS = 10  # first steps, in which DDP logs its own times; after them it logs every hundredth
 LOGGED_EACH = 100
-# fields of a step: those that add up over its parts, and lists with the place of an offset in each row
+# fields of a step that add up over its parts; lists, with the position of the time offset in each row
 SUMMED = (
     *("data", "forward", "backward", "sync", "update", "cpu", "process", "kernel", "images", "observing"),
     *("blocked", "busy", "hidden", "copies", "copies_cpu"),
 )
 OFFSETS = {"phases": 1, "comm": 1, "stalls": 0, "copying": 0}
-LOGGED = {  # nanoseconds in DDP's own logging data, and their names in our records
+LOGGED = {  # keys of times in ns in DDP's logging data: names in the testbed's records
     "backward_compute_time": "compute",
     "backward_comm_time": "comm",
     "backward_compute_comm_overlap_time": "overlap",
@@ -138,24 +138,24 @@ class Steps(Part):
         self.phases = Phases(self.timeline)
         self.number = 0
         self.started = False
-        self.order: list[int] = []  # optimizers of one round, by id, in the order of their first update
-        self.last: int | None = None  # the one that ends a step; None: not known yet
-        self.made = 0  # optimizers
-        self.held: list[dict[str, Any]] = []  # the parts of the first step, while its end is not known
+        self.order: list[int] = []  # ids of the optimizers of one round, in the order of their first update
+        self.last: int | None = None  # id of the optimizer that ends a step; None: not known yet
+        self.made = 0  # number of optimizers
+        self.held: list[dict[str, Any]] = []  # the parts of the first step, until its end is known
         self.wrappers: dict[str, dict[str, Any]] = {}
         self.ddp: Any = None  # the first DistributedDataParallel
-        self.logged: list[dict[str, Any]] = []  # times of DDP's own logging data beside ours
-        self.backward: dict[str, float] = {}  # our times of the last backward pass that reduced gradients
-        self.rows: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}  # with the name in step records
+        self.logged: list[dict[str, Any]] = []  # times from DDP's logging data beside the observer's
+        self.backward: dict[str, float] = {}  # the observer's times of the last backward pass that reduced gradients
+        self.rows: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}  # name in steps, row of calls
         self.passes: dict[int, list[int]] = {}  # by id of a loader's sampler: passes, id of the present iterator
-        self.iterator: Any = None  # that gave the last training batch
+        self.iterator: Any = None  # the iterator that gave the last training batch
         self.batches: dict[int, tuple[Any, int]] = {}  # by id of a sampler: iterator, images that no backward has used
         self.evaluation: str | None = None  # the line of an evaluation that has begun
         self._fresh()
 
     def _fresh(self) -> None:
         self.losses: list[Any] = []
-        self.unscaled: tuple[Any, Any] = (None, None)  # the last loss that a GradScaler multiplied: result, loss
+        self.unscaled: tuple[Any, Any] = (None, None)  # result and loss of the last GradScaler.scale
         self.images = 0
         self.evaluated = ""  # the line of an evaluation before this step
 
@@ -174,13 +174,13 @@ class Steps(Part):
         self.made += 1
 
     def _begin_again(self) -> None:
-        """What comes before the first step belongs to no step."""
+        """Begin the first step again: the time before it belongs to no step."""
         if not self._begun and not self.phases.trained:
             self.phases.start()
 
     @property
     def _begun(self) -> bool:
-        """An optimizer has updated."""
+        """True if an optimizer has updated."""
         return self.number > 0 or bool(self.held)
 
     def data_began(self, loader: Any) -> None:
@@ -197,7 +197,7 @@ class Steps(Part):
             self.phases.data_ended()
             self.iterator = loader
             key = id(getattr(loader, "_index_sampler", None))
-            iterator, images = self.batches.get(key, (None, 0))  # a batch of an earlier iterator was only looked at
+            iterator, images = self.batches.get(key, (None, 0))  # a batch of an earlier iterator was not trained on
             self.batches[key] = (loader, _images(batch) + (images if iterator is loader else 0))
 
     def data_exhausted(self, loader: Any) -> None:
@@ -205,7 +205,7 @@ class Steps(Part):
             self.phases.data_exhausted()
         key = id(getattr(loader, "_index_sampler", None))
         if key in self.passes:
-            self.passes[key][1] = 0  # the next batch begins a pass, also with persistent workers
+            self.passes[key][1] = 0  # the next batch begins a pass, even of the same iterator (persistent workers)
 
     def evaluation_began(self) -> None:
         if self.evaluation is None:
@@ -238,7 +238,7 @@ class Steps(Part):
             self._compare_with_ddp()
 
     def _count_pass(self, iterator: Any) -> None:
-        """An iterator that a backward pass used a batch of for the first time begins a pass over the data."""
+        """Count a pass over the data when a backward pass uses a batch of an iterator for the first time."""
         known = self.passes.setdefault(id(getattr(iterator, "_index_sampler", None)), [0, 0])
         if known[1] != id(iterator):
             known[0], known[1] = known[0] + 1, id(iterator)
@@ -246,7 +246,7 @@ class Steps(Part):
     def backward_ended(self, reduced: list[Collective]) -> None:
         """Record how long DDP waited at the end of backward: from its last launch until all collectives had ended.
 
-        DDP waits in C++, so the times of its collectives give the wait. Then DDP copies.
+        DDP waits in C++, so the wait is computed from the times of its collectives. After it DDP copies gradients.
         """
         if reduced:
             used = time.thread_time()
@@ -270,7 +270,7 @@ class Steps(Part):
         key = id(optimizer)
         if not self.started:
             self._start(optimizer)
-        if self.last is None and self.order and key == self.order[0]:  # the round begins again
+        if self.last is None and self.order and key == self.order[0]:  # the next round begins
             self.last = self.order[-1]
             self._send_held()
         elif key not in self.order:
@@ -303,7 +303,7 @@ class Steps(Part):
             collective.row["seconds"] += collective.ended - collective.begun
 
     def waited(self, since: float, until: float, collectives: list[Collective]) -> None:
-        """Blocked is what overlaps a collective; preparing it and copying its results is counted as copies."""
+        """Record the part of a wait that overlaps the collectives as blocked, and the copying of results as copies."""
         used = time.thread_time()
         if not collectives:
             self.phases.was_blocked(since, until)
@@ -319,7 +319,7 @@ class Steps(Part):
             self.timeline.copied((max(since, min(ended, until)), used))
 
     def _share_blocked(self, collectives: list[Collective], since: float) -> None:
-        """Add to each row the time that its collective alone was waited for: in the order in which they ended."""
+        """Divide the wait among the rows of the collectives, in the order in which these ended."""
         if len(collectives) > 1:
             collectives = sorted(collectives, key=lambda each: each.ended or 0.0)
         for collective in collectives:
@@ -335,7 +335,7 @@ class Steps(Part):
     # records
 
     def _row(self, collective: Collective) -> tuple[str, dict[str, Any]]:
-        """The name of a collective in records, and its row."""
+        """Return the name of a collective in step records, and its row of the calls record."""
         detail = collective.detail
         ranks = tuple(detail["ranks"]) if "ranks" in detail else ()
         root = detail.get("root", 0)
@@ -367,7 +367,7 @@ class Steps(Part):
         return self.rows[key]
 
     def _compare_with_ddp(self) -> None:
-        """Put the times that DDP logged of its last backward pass beside ours. It logs them in the next forward."""
+        """Keep DDP's own times of the last backward pass beside the observer's. DDP logs them in the next forward."""
         ours, self.backward = self.backward, {}
         step = int(ours["step"])
         if step >= LOGGED_STEPS and step % LOGGED_EACH:
@@ -375,7 +375,7 @@ class Steps(Part):
         data = self.ddp._get_ddp_logging_data()
         theirs = {name: data[key] / 1e9 for key, name in LOGGED.items() if data.get(key)}
         if len(theirs) == len(LOGGED):
-            # DDP computes from the end of forward, which is before the loss; it logs that moment by the time of day.
+            # DDP counts computing from the end of forward, before the loss. It logs that moment by the time of day.
             begun = data["backward_compute_time_start"] / 1e9 - (time.time() - self.timeline.clock())
             ours["compute"] = ours.pop("computed") - begun
             self.logged.append({"step": step, "observer": ours, "ddp": theirs, "iteration": data.get("iteration")})
@@ -413,7 +413,7 @@ class Steps(Part):
         self.send(setup)
 
     def _take(self) -> dict[str, Any]:
-        """The fields of a step, or of a part of the first one, that ends now."""
+        """Return the fields of the step, or of the part of the first step, that ends now."""
         fields = self.timeline.take()
         sent, received = self.counter.read()
         epoch = max((passes for passes, _ in self.passes.values()), default=1) - 1
@@ -429,7 +429,7 @@ class Steps(Part):
             self._send_step(parts)
 
     def _send_step(self, parts: list[dict[str, Any]]) -> None:
-        """Send a step that has ended, and end the script if it was the last one that was requested."""
+        """Send the record of a step. Raise SystemExit after the last requested step, when all ranks have made it."""
         fields = _joined(parts) if len(parts) > 1 else parts[0]
         losses = fields.pop("losses")
         self.send(fields | {"step": self.number, "loss": sum(losses) / len(losses) if losses else 0.0})
@@ -454,7 +454,7 @@ class Steps(Part):
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One step of parts that follow each other."""
+    """Return the fields of one step that consists of consecutive parts."""
     begun, last = parts[0]["at"], parts[-1]
     made = parts[0] | last | {name: sum(part[name] for part in parts) for name in SUMMED}
     for name, place in OFFSETS.items():
@@ -466,9 +466,9 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _processor_time() -> dict[str, float | None]:
-    """Seconds since the start in which this thread could run but had no processor; else those in which it had one.
+    """Return the seconds since the start in which this thread waited for a processor; else those in which it had one.
 
-    The file is opened each time: a script may close all files, and another thread may train.
+    The file is opened each time, because a script may close all files, and another thread may train.
     """
     try:
         file = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
@@ -481,7 +481,7 @@ def _processor_time() -> dict[str, float | None]:
 
 
 def _images(batch: Any) -> int:
-    """The size of a batch: the first dimension of its first tensor."""
+    """Return the size of a batch: the first dimension of its first tensor."""
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.dim() else 1
     if isinstance(batch, dict):
@@ -492,7 +492,7 @@ def _images(batch: Any) -> int:
 
 
 def leave_together(name: str, timeout_s: float) -> None:
-    """Wait until all ranks leave, e.g. after their last step: one that ends earlier would break others' connections."""
+    """Wait until all ranks call this, e.g. after the last step: a rank that ends earlier breaks others' connections."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     from datetime import timedelta
@@ -504,4 +504,4 @@ def leave_together(name: str, timeout_s: float) -> None:
     except RuntimeError:
         return
     if rank == 0:
-        time.sleep(0.5)  # rank 0 has the store: the others must have read it
+        time.sleep(0.5)  # rank 0 has the store, which the others must read before it ends

@@ -1,6 +1,6 @@
-"""What a mode needs of a script: its optimizer, its parameters as a module, and DDP's reduction switched off.
+"""Adapt a script to a mode: its optimizer, its parameters as a module, and DDP without its reduction.
 
-Loaded only when a mode replaces the script's synchronisation (instead.py).
+This module is imported only when a mode replaces the script's synchronisation (instead.py).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from testbed.rank.sync.buckets import in_order_of
 from testbed.spec.errors import refuse
 
-# optimizers that update each number by itself, so that a shard can be updated alone
+# optimizers that update each number independently, so that a shard can be updated alone
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam")
 
 
 def parameters_module(parameters: list[nn.Parameter]) -> nn.Module:
-    """A module that has these parameters, in this order."""
+    """Return a module that has these parameters, in this order."""
     return nn.ParameterList(parameters)
 
 
 def switch_off(wrapper: DistributedDataParallel) -> None:
-    """Stop DDP's reduction of gradients. It broadcasts buffers as before, also if the script sets no_sync by hand."""
+    """Stop DDP's reduction of gradients. DDP broadcasts buffers as before, also if the script sets its switches."""
     wanted = bool(wrapper.require_backward_grad_sync)
     buffers = bool(wrapper.require_forward_param_sync)
     for name in ("require_backward_grad_sync", "require_forward_param_sync"):
@@ -36,7 +36,7 @@ def switch_off(wrapper: DistributedDataParallel) -> None:
 
 
 class _Silent:
-    """The two switches of DDP: it never reduces, and synchronises buffers where it would have reduced."""
+    """Overrides the two switches of DDP: it never reduces, and broadcasts buffers where it would have reduced."""
 
     __dict__: dict[str, Any]
 
@@ -53,14 +53,15 @@ class _Silent:
         return bool(self.__dict__["_testbed_buffers"])
 
     @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:  # DDP sets it after each forward
+    def require_forward_param_sync(self, value: bool) -> None:  # DDP sets this after each forward
         self.__dict__["_testbed_buffers"] = torch.is_grad_enabled() and self.__dict__["_testbed_wanted"]
 
 
 class ScriptUpdate:
     """The script's optimizer, as a mode calls it (Update in rank/sync/synchronizer.py).
 
-    The script itself calls zero_grad and step. Only a pipeline updates here: shards, by optimizers of the same class.
+    The script itself calls zero_grad and step. Only a pipeline updates here: each shard has an optimizer of its own,
+    of the same class as the script's.
     """
 
     clips = False
@@ -71,16 +72,19 @@ class ScriptUpdate:
         self.settings: list[dict[str, Any]] = []
 
     def zero(self, keep: bool) -> None:
-        """The script clears its gradients."""
+        """Do nothing, because the script itself zeroes its gradients."""
 
     def step(self) -> None:
-        """The script updates."""
+        """Do nothing, because the script itself updates."""
 
     def clip_coefficient(self, norm: float) -> float:
         return 1.0
 
     def own_shards(self, shards: list[Tensor]) -> None:
-        """Divide the optimizer and its state. All shards are slices of one buffer with all parameters."""
+        """Divide the optimizer and its state among the shards, which are slices of one buffer with all parameters.
+
+        Raise SpecError if the optimizer is not element-wise.
+        """
         name = type(self.optimizer).__name__
         if name not in ELEMENTWISE or not type(self.optimizer).__module__.startswith("torch.optim"):
             rule = f"pipeline updates shards, which the script's optimizer {name} may not allow"
@@ -95,18 +99,18 @@ class ScriptUpdate:
         self.take_settings()
 
     def take_settings(self) -> None:
-        """Update with the learning rate that the script has set by now."""
+        """Take over the script's present settings, e.g. the learning rate."""
         self.settings = self._present()
         for shard in self.shards:
             shard.set(self.settings)
 
     def check_settings(self) -> None:
-        """Raise SpecError if the script changed the learning rate after backward: shards were updated with the old."""
+        """Raise SpecError if the script changed a setting after backward, when shards were updated with the old one."""
         if self._present() != self.settings:
             rule = (
                 "pipeline updates during backward, and the script changes the learning rate between backward and step"
             )
-            raise refuse("mode", "pipeline", rule, "Use overlap, or change it after the step.")
+            raise refuse("mode", "pipeline", rule, "Use overlap, or change the learning rate after the step.")
 
     def _present(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -116,7 +120,7 @@ class ScriptUpdate:
 
 
 class Shard:
-    """The optimizer of one shard: a parameter for each piece of a parameter of the script's that is in it."""
+    """The optimizer of one shard. It has one parameter for each piece of the script's parameters in the shard."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, values: Tensor, places: list[tuple[int, int, int, nn.Parameter]]
@@ -147,12 +151,12 @@ class Shard:
         self._plain_step: Any = inspect.unwrap(kind.step)  # without the hooks that mark the script's own steps
 
     def set(self, settings: list[dict[str, Any]]) -> None:
-        """Take over the settings of the script's groups."""
+        """Set the settings of the script's parameter groups."""
         for group in self.inner.param_groups if self.inner else ():
             group.update(settings[group["number"]])
 
     def step(self, gradient: Tensor) -> None:
-        """Update the shard; threads may update different shards at the same time."""
+        """Update the shard. Threads may update different shards at the same time."""
         if self.inner is None:
             return
         for piece, a, b in self.pieces:
@@ -162,7 +166,7 @@ class Shard:
 
 
 def _cut(key: str, value: Any, parameter: nn.Parameter, a: int, b: int) -> Any:
-    """The part of an optimizer's state that belongs to a piece of a parameter; the number of steps belongs to all."""
+    """Return the part of an optimizer's state for a piece of a parameter, but the whole number of steps."""
     if not isinstance(value, Tensor):
         return value
     return in_order_of(parameter, value)[a:b] if value.shape == parameter.shape and key != "step" else value.clone()

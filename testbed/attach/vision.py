@@ -1,10 +1,10 @@
-"""torchvision in a script that is observed: its data sets are found without the internet, and it can be imported.
+"""Let torchvision in an observed script be imported, and find its data sets without the internet.
 
 The launcher provides data sets in torchvision's layout (data/layouts.py). `datasets.CIFAR10(root, download=True)` finds
-them at whatever root it names: instead of a download, a link to the offered folder is made there. torchvision compares
-MD5 of the published CIFAR-10 files; files in an offered folder are verified by SHA-256 of their images and labels.
+them at any root: instead of a download, a link to the provided folder is made there. torchvision compares the MD5 of
+the published CIFAR-10 files. Files in a provided folder are verified by the SHA-256 of their images and labels instead.
 
-This module imports the standard library alone; torch and numpy are there when torchvision is.
+This module imports the standard library only. A Python that has torchvision also has torch and numpy.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ CIFAR_TEST = ("test_batch",)
 
 
 class Vision:
-    """Acts when modules of torchvision are imported. `offered`: by name of a data set, its `root` and its digests."""
+    """Changes modules of torchvision when they are imported. `offered`: by name of a data set, `root` and digests."""
 
     def __init__(
         self, offered: Mapping[str, Any], changed: list[str], failed: Callable[[str, BaseException], None]
     ) -> None:
         self.offered, self.changed, self.failed = offered, changed, failed
         self._verified: dict[str, bool] = {}
-        self._moved: dict[tuple[str, str], str] = {}  # (data set, root of the script) -> root where the link failed
+        self._moved: dict[tuple[str, str], str] = {}  # (data set, root without a link) -> root of the testbed's copy
         self._kept: list[Any] = []
 
     def install(self) -> None:
-        """Wait for torchvision's modules."""
+        """Install a finder that changes torchvision's modules when they are imported."""
         acts = {OPERATORS: self._declare_operators}
         acts |= {CIFAR: self._serve_cifar} if "cifar10" in self.offered else {}
         acts |= {MNIST: self._serve_mnist} if "mnist" in self.offered else {}
         sys.meta_path.insert(0, _Finder(acts, self.failed))
 
     def note(self, sentence: str) -> None:
-        """Record once what was changed for the script."""
+        """Append to `changed` a sentence on what was changed for the script, once."""
         if sentence not in self.changed:
             self.changed.append(sentence)
 
     def _declare_operators(self, module: Any, load: Callable[[Any], None]) -> None:
-        """A CUDA build of torchvision beside a CPU build of torch lacks two operators that its import asks for."""
+        """Load the module. If two operators are missing (a CUDA build beside a CPU build of torch), declare them."""
         try:
             load(module)
         except RuntimeError as error:
@@ -56,7 +56,7 @@ class Vision:
             import torch
 
             library = torch.library.Library("torchvision", "DEF")
-            self._kept.append(library)  # the schemas last as long as this object
+            self._kept.append(library)  # torch removes the schemas with this object
             for operator in ("nms", "qnms"):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             load(module)
@@ -111,7 +111,7 @@ class Vision:
         kind.download = download
 
     def _wrap(self, kind: Any, base: str, folder: Callable[[Any], str], ours: str, name: str) -> None:
-        """Note that the data set is ours; give a root where no link could be made the same files every time."""
+        """Note that the data set is the testbed's copy. Replace a root without a link by the root of the copy."""
         original = kind.__init__
 
         def moved(root: Any) -> Any:
@@ -135,7 +135,7 @@ class Vision:
 
 
 def link(root: str, base: str, source: str) -> str:
-    """Make `root/base` a link to `source/base`; return the root that has the files: `source` if that fails."""
+    """Make `root/base` a link to `source/base`. Return the root that has the files: `source` if that fails."""
     target = os.path.join(root, base)
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -146,7 +146,7 @@ def link(root: str, base: str, source: str) -> str:
 
 
 def cifar_digests(folder: str) -> dict[str, str]:
-    """SHA-256 of images (N x 32 x 32 x 3) and labels, as spec/datasets.py has them."""
+    """Return the SHA-256 of images (N x 32 x 32 x 3) and labels, with the keys of spec/datasets.py."""
     import pickle
 
     import numpy as np
@@ -156,7 +156,7 @@ def cifar_digests(folder: str) -> dict[str, str]:
         images, labels = hashlib.sha256(), hashlib.sha256()
         for name in files:
             with open(os.path.join(folder, name), "rb") as file:
-                content = pickle.load(file, encoding="latin1")  # of the testbed's own making
+                content = pickle.load(file, encoding="latin1")  # safe: the testbed itself has written this file
             images.update(np.ascontiguousarray(content["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)).data)
             labels.update(bytes(content["labels"]))
         found |= {f"{part}_images": images.hexdigest(), f"{part}_labels": labels.hexdigest()}
@@ -164,7 +164,7 @@ def cifar_digests(folder: str) -> dict[str, str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets an act load a module instead of its loader. It finds nothing itself."""
+    """Lets a function of `acts` load a module instead of the module's loader. It finds no module itself."""
 
     def __init__(self, acts: dict[str, Callable[..., None]], failed: Callable[[str, BaseException], None]) -> None:
         self.acts, self.failed = acts, failed
@@ -173,7 +173,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         act = self.acts.pop(name, None)
         if act is None:
             return None
-        spec = importlib.util.find_spec(name)  # by the other finders
+        spec = importlib.util.find_spec(name)  # found by the other finders
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
@@ -189,7 +189,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 act(module, load_once)
             except Exception as error:
                 if not loaded:
-                    raise  # of the module itself
+                    raise  # the module itself failed to load
                 self.failed(name, error)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The folders of one script on one node: a working copy of its own, and the Python path with the observer.
+"""The folders of one script on one node: a working copy of the user's folder, and the Python path with the observer.
 
     ROOT/work      copy of the user's folder, the script's working folder
     ROOT/home      HOME and TMPDIR of the script
@@ -6,7 +6,7 @@
     ROOT/methods   TESTBED_METHODS: the user's own method, if one replaces the script's synchronisation
     ROOT/observer  the observer's socket
 
-When the script has ended, what it wrote to `work` is collected: regular files only, bounded in size and number.
+When the script has ended, new and changed files in `work` are collected: regular files only, up to a size and number.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from testbed.spec.datasets import dataset_info
 from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, check_tree, walk
 from testbed.spec.units import approximate_size
 
-FICLONE = 0x40049409  # ioctl: share the blocks of a file, which are copied when one of both is written to
+FICLONE = 0x40049409  # ioctl: a copy that shares the file's blocks until one of both is written to
 MAX_NAMES, MAX_NAME = 10, 200  # collected files that are named in the record; characters of a name
-NOT_NEEDED = ("control", "report", "predict", "__pycache__")  # of our package, inside the script
+NOT_NEEDED = ("control", "report", "predict", "__pycache__")  # in a script's process
 
 
 class Workplace:
-    """Makes the folders; leaving the context removes them."""
+    """Makes the folders. Leaving the context removes them. Raises UsageError if the user's folder is too large."""
 
     def __init__(self, folder: Path, owner: tuple[int, int], exclude: Sequence[str] = (), mark: str = "") -> None:
         self.root = Path(tempfile.mkdtemp(prefix=f"testbed-{mark}-script-" if mark else "testbed-script-"))
@@ -63,13 +63,13 @@ class Workplace:
         shutil.copyfile(file, self.methods / file.name)
 
     def hand_over(self) -> None:
-        """Give `work` and `home` to the script's user, if that is another one."""
+        """Make the script's user the owner of `work` and `home`, if that is another user."""
         if self._owner[0] != os.geteuid():
             for path in (self.work, self.home, *self.work.rglob("*")):
                 os.chown(path, *self._owner, follow_symlinks=False)
 
     def take_back(self) -> None:
-        """Own every folder again, from the top, also those that the script has closed. Root can read them anyway."""
+        """Make this user the owner of all files again, also in folders without permissions. Root needs no change."""
         queue = [self.work, self.home] if os.geteuid() not in (0, self._owner[0]) else []
         while queue:
             folder = queue.pop()
@@ -83,17 +83,17 @@ class Workplace:
                         os.chown(entry.path, os.geteuid(), os.getegid(), follow_symlinks=False)
 
     def collect(self, target: Path) -> Files:
-        """Copy what the script wrote to `target`. All of its processes must have ended."""
+        """Copy new and changed files to `target`. All processes of the script must have ended."""
         self.take_back()
         return collect(self.work, self._before, target, self._owner)
 
     def remove(self) -> None:
-        """Remove the folders, also where the script has taken away its own permissions."""
+        """Remove the folders, also those from which the script has removed all permissions."""
         remove_tree(self.root)
 
 
 def remove_tree(root: Path) -> None:
-    """Remove a folder of a script, with folders that have no permissions. What cannot be removed stays."""
+    """Remove a folder of a script, also subfolders without permissions. Leave what cannot be removed."""
     with contextlib.suppress(OSError):
         for folder, names, _ in os.walk(root):
             for name in names:
@@ -107,9 +107,9 @@ Fingerprint = tuple[int, int]  # size, time of the last change in ns
 
 
 def copy_tree(source: Path, target: Path, exclude: Sequence[str]) -> dict[str, Fingerprint]:
-    """Copy regular files, folders and links; return the fingerprint of every copied file by its relative path.
+    """Copy regular files, folders and links. Return the fingerprint of every copied file by its relative path.
 
-    Raises UsageError if the folder is too large.
+    Raise UsageError if the folder is too large.
     """
     check_tree(source, exclude)
     copied: dict[str, Fingerprint] = {}
@@ -148,7 +148,7 @@ def fingerprint(status: os.stat_result) -> Fingerprint:
 
 
 def collect(work: Path, before: dict[str, Fingerprint], target: Path, owner: tuple[int, int]) -> Files:
-    """Copy regular files that are new or changed to `target`, which is made if there are any."""
+    """Copy new and changed regular files to `target`, which is made if there are any. Return their record."""
     count = size = left_out = 0
     kept: list[str] = []
     reasons: dict[str, None] = {}
@@ -196,14 +196,14 @@ def _collect_file(source: Path, target: Path) -> None:
         shutil.copyfileobj(content, copy, 1 << 20)
 
 
-# Data sets that a script finds without the internet: torchvision's classes find them at `root`, e.g. ./data, where they
-# are linked to the testbed's own copies. vision.py acts inside the script.
+# Data sets for a script without the internet. torchvision's classes find them at `root`, e.g. ./data, as links to the
+# testbed's own copies. vision.py runs inside the script.
 
 
 def offer(data: Path, work: Path, places: Sequence[str], scratch: Path) -> dict[str, Any]:
-    """Link every data set that is complete in `data` at the places in the working folder; return what vision.py needs.
+    """Link every data set that is complete in `data` at `places` in the working folder. Return what vision.py needs.
 
-    A layout that nobody made before is made in `scratch`. What the script brings itself stays as it is.
+    A layout that does not exist yet is made in `scratch`. Files of the script itself are not replaced.
     """
     offered = {}
     for name, root in layouts(data, scratch).items():
@@ -214,7 +214,7 @@ def offer(data: Path, work: Path, places: Sequence[str], scratch: Path) -> dict[
 
 
 def _link_data(target: Path, source: Path, work: Path) -> None:
-    """Make the link and the folders above it; no-op if a folder above it is a link."""
+    """Make the link and the folders above it. Do nothing if the target exists, or a folder above it is a link."""
     missing = [each for each in reversed(target.parents) if each.is_relative_to(work) and not os.path.lexists(each)]
     above = [each for each in target.parents if each.is_relative_to(work) and each not in missing]
     if os.path.lexists(target) or any(each.is_symlink() or not each.is_dir() for each in above):

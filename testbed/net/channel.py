@@ -1,8 +1,8 @@
-"""Control connections: JSON objects over TCP, one a line, with a largest line and a token.
+"""Control connections: JSON objects over TCP, one per line, with a token and a limit of the line length.
 
-The probe and the heartbeats of the ranks use them. Any process can connect, so nothing that arrives is trusted: a line
+The probe and the heartbeats of the ranks use them. Any process can connect, so received data is not trusted: a line
 that is too long or not a JSON object ends the connection, and a process without the token is rejected.
-Standard library only: the probe starts before anything heavy is imported.
+This module imports the standard library only, because the probe must start before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ READ_BYTES = 1 << 16
 
 
 def listen(address: str, port: int, backlog: int) -> socket.socket:
-    """Listen at an IPv4 or IPv6 address; OSError if the port is in use."""
+    """Return a socket that listens at an IPv4 or IPv6 address. Raise OSError if the port is in use."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=backlog)
 
 
 def new_token() -> str:
-    """A random secret, shared by the nodes of one probe or the ranks of one run."""
+    """Return a random secret, which the nodes of one probe or the ranks of one run share."""
     return secrets.token_hex(16)
 
 
 def token_matches(given: object, token: str) -> bool:
-    """Return True if a received value is the token; takes the same time whether or not it is."""
+    """Return True if a received value is the token. The time does not depend on the result."""
     text = given.encode("utf-8", "replace") if isinstance(given, str) else b""
     return secrets.compare_digest(text, token.encode())
 
 
 class Channel:
-    """One connection. `name` is what messages call the other end."""
+    """One connection. `name`: the name of the other end in error messages."""
 
     def __init__(self, sock: socket.socket, name: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self.sock = sock
@@ -48,7 +48,7 @@ class Channel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one object within the socket's timeout; ChannelClosed if that is not possible."""
+        """Send one object. Raise ChannelClosed if it cannot be sent within the socket's timeout."""
         try:
             self.sock.sendall(self._unsent + _encode(message))
             self._unsent = b""
@@ -56,18 +56,18 @@ class Channel:
             raise ChannelClosed(f"{self.name} closed the connection ({error})") from None
 
     def try_send(self, message: dict[str, Any]) -> None:
-        """Send without waiting, on a non-blocking socket. For messages that are repeated soon: this one may be dropped.
+        """Send without waiting, on a non-blocking socket. The message may be dropped, so the caller must repeat it.
 
-        If an earlier message was sent in part, its rest is sent instead. Errors are raised by the next read.
+        If an earlier message was sent in part, send its rest instead. The next read raises any error.
         """
         data = self._unsent or _encode(message)
         with contextlib.suppress(OSError):
             self._unsent = data[self.sock.send(data) :]
 
     def read_once(self) -> bool:
-        """Read once; return False if nothing has arrived on a non-blocking socket.
+        """Read once. Return False if nothing has arrived on a non-blocking socket.
 
-        Raises ChannelClosed if the other end is closed or its line is too long.
+        Raise ChannelClosed if the other end is closed or its line is too long.
         """
         try:
             data = self.sock.recv(READ_BYTES)
@@ -83,7 +83,7 @@ class Channel:
         return True
 
     def next_message(self) -> dict[str, Any] | None:
-        """The next object that has arrived, or None; ChannelClosed if the line is not a JSON object."""
+        """Return the next received object, or None. Raise ChannelClosed if the line is not a JSON object."""
         line, newline, rest = self._received.partition(b"\n")
         if not newline:
             return None

@@ -1,7 +1,7 @@
-"""Whether the network of a run is the requested one: probed before training, compared and probed again after it.
+"""Check that the network of a run is the requested one: probe before training, compare and probe again after it.
 
-The controller checks all nodes at once; a rank without a controller checks its own, and all ranks agree on the result.
-What differs is passed in: how to read the shaping of a node (net/shaping.py), and how to probe (net/probe.py).
+The controller checks all nodes at once. A rank without a controller checks its own node, and all ranks agree on the
+result. The caller passes in how to read the shaping of a node (net/shaping.py) and how to probe (net/probe.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testbed.spec.run import RunSpec
 from testbed.spec.words import setting
 
 Probe = Callable[[], Receipt]
-Announce = Callable[[str], None]  # gets sentences about the progress
+Announce = Callable[[str], None]  # shows the user a sentence about the progress
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class NetworkCheck:
 def measure(
     spec: RunSpec, probe: Probe, announce: Announce, retry: bool = True, earlier: Receipt | None = None
 ) -> NetworkCheck:
-    """Probe the network of a run, and once more if the receipt is invalid: a busy machine can spoil one probe.
+    """Probe the network of a run, and once more if the receipt is invalid, because a busy machine can spoil one probe.
 
     The better result of each link counts. All nodes of a probe get the same receipt, so all of them make the same
-    decision. Raises NetworkInvalid if the probe could not finish. `earlier`: measured on the same nodes, it counts.
+    decision. Raise NetworkInvalid if the probe could not finish. `earlier`: a receipt of the same nodes, which is used
+    instead of a probe.
     """
     if spec.world == 1:
         return NetworkCheck("one node, no network")
@@ -65,7 +66,7 @@ def measure(
 
 
 def why_not_trained(spec: RunSpec, invalid: str) -> str:
-    """Return why a run whose network is `invalid` ends before training; empty if it trains."""
+    """Return the message if a run ends before training because its network is `invalid`; empty if the run trains."""
     if not invalid or spec.keep_going:
         return ""
     way_out = f"try again on an idle machine, or use {setting('keep_going', True)} to train on this network"
@@ -76,15 +77,15 @@ def why_not_trained(spec: RunSpec, invalid: str) -> str:
 class Rechecked:
     """The result of `Recheck.after`."""
 
-    invalid: str = ""  # why the network was not the requested one while the ranks trained; empty if it was
+    invalid: str = ""  # why the network was not the requested one during training; empty if it was
     notes: Sequence[str] = ()
 
 
 class Recheck:
-    """Compares the shaping of nodes with the request before and after training; then some links are probed again.
+    """Compares the shaping of nodes with the request before and after training, and then probes some links again.
 
-    `read_shaping` returns the shaping of the nodes to compare, by rank: none of them where nothing is shaped, or where
-    a node is alone and so sends nothing.
+    `read_shaping` returns the shaping of the nodes to compare, by rank. It returns none if nothing is shaped, or if
+    there is one node only, which sends nothing.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Recheck:
         return any(shaping.rate is not None for shaping in every)
 
     def before(self) -> str:
-        """Return which node is not shaped as requested before training; empty if none."""
+        """Return why the first node with wrong shaping is not as requested before training; empty if all are."""
         nodes = (difference(_name(rank), Shaping(), now, iface=self._interface) for rank, now in self._before.items())
         return _first(
             [*nodes, *(_uplink_difference(rack, Shaping(), now) for rack, now in self._uplinks_before.items())]
@@ -117,11 +118,11 @@ class Recheck:
         receipt: bool = True,
         agree: Callable[[str, str], str] = lambda key, reason: reason,
     ) -> Rechecked:
-        """Compare again, then probe a sample of the links; `probe` is None where that would show nothing.
+        """Compare again, then probe a sample of the links. `probe` None: probe nothing.
 
         If all buckets and their counters are right, only a link that is too fast shows that shaping was lost. A probe
-        that fails, or a link that is too slow, shows a busy machine: that is a note. `receipt` False: another node adds
-        the sample to receipt.json. `agree` makes the reason of one node that of all nodes.
+        that fails, or a link that is too slow, may come from a busy machine, so it is a note only. `receipt` False:
+        another node adds the sample to receipt.json. `agree` returns the same reason on all nodes.
         """
         reason = agree("shaping", self._changed())
         if reason or probe is None:
@@ -150,7 +151,7 @@ class Recheck:
 
 
 def _uplink_difference(rack: int, before: Shaping, now: Shaping) -> str:
-    """Why the uplink of a rack is not the requested one; what its devices sent since `before` has to have passed it."""
+    """Return why the uplink of a rack is not as requested, or has passed less than its devices sent; empty if it is."""
     up, down = f"up{rack}", f"down{rack}"
     sent = [now.sent.get(device, 0) - before.sent.get(device, 0) if before.sent else 0 for device in (up, down)]
     return difference(f"uplink of rack {rack}", before, now, (sent[0], sent[1]), up, down)
@@ -165,7 +166,7 @@ def _name(rank: int) -> str:
 
 
 def _sample(probe: Probe, announce: Announce) -> tuple[Receipt | None, str]:
-    """Probe, and once more if that fails or a link is off; return the better result of each link, and a note."""
+    """Probe, and once more if the probe fails or a link is off. Return the better result of each link, and a note."""
     first, problem = _try(probe)
     if not problem:
         return first, ""
@@ -178,7 +179,7 @@ def _sample(probe: Probe, announce: Announce) -> tuple[Receipt | None, str]:
 
 
 def _try(probe: Probe) -> tuple[Receipt | None, str]:
-    """Return the receipt, and what is wrong with it; None if the probe failed."""
+    """Return the receipt, or None if the probe failed, and what is wrong; "" if nothing is wrong."""
     try:
         receipt = probe()
     except (EngineLost, Interrupted):

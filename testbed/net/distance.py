@@ -1,15 +1,15 @@
-"""Measure what netem adds to a link: the round-trip time, the share of packets that are lost, and the rate beside loss.
+"""Measure links with delay or loss: the round-trip time, the share of lost packets, and the rate of a link with loss.
 
-`net/probe.py` does this before it sends a flow, over the flow's connection: the receiver asks, the sender answers.
+`net/probe.py` does this before it sends a flow, over the flow's connection:
 
     receiver: port of its datagram socket  ->
-              ask  -> <- the same byte          EXCHANGES times: the round-trip time while nothing else is sent
-    sender:   numbered datagrams, "sent" ->     in batches that no queue drops: what does not arrive was lost
+              "ask" -> <- the same byte          EXCHANGES times: the round-trip time while nothing else is sent
+    sender:   numbered datagrams, "sent" ->      in batches so small that no queue drops a datagram: the rest was lost
               <- "counted"
     sender:   datagrams, faster than the link -> until the receiver has counted enough and sends "enough"
-              <- "go": the flow of the probe may begin, unless datagrams were counted
+              <- "go": the flow of the probe begins, unless datagrams were counted
 
-A TCP flow slows down when packets are lost, so it does not show the rate of such a link; the datagrams do.
+A TCP flow slows down when packets are lost, so it does not measure the rate of such a link. The datagrams do.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from testbed.spec.errors import ProbeError
 from testbed.spec.fabric import Fabric, Pairs
 
 EXCHANGES = 8
-EXPECTED_LOST = 20  # so many packets of a link are expected to be lost, unless that needs more than MAX_PACKETS
+EXPECTED_LOST = 20  # expected number of lost packets of a link, unless that needs more than MAX_PACKETS
 MIN_PACKETS, MAX_PACKETS = 1000, 10_000
-MAX_BATCH = 250  # fits a socket's usual buffer
-BATCH_S = 0.02  # seconds of the rate: less than the queue of a link
-SETTLE_S = 0.03  # after the last of a batch: packets that the kernel still delivers
-NUMBER = struct.Struct("!16sI")  # of a numbered datagram: begin of the token, number
+MAX_BATCH = 250  # datagrams; they fit in a socket's usual buffer
+BATCH_S = 0.02  # time in which the link sends a batch: less than its queue holds
+SETTLE_S = 0.03  # wait after the last datagram of a batch for those that the kernel still delivers
+NUMBER = struct.Struct("!16sI")  # content of a numbered datagram: begin of the token, number
 PORT = struct.Struct("!H")
 HEADERS_BYTES = 28 + ETHERNET_HEADER_BYTES  # of a datagram, as a token bucket counts them
 PAYLOAD_BYTES = 1472  # of the datagrams that fill a link
 WIRE_BYTES = PAYLOAD_BYTES + HEADERS_BYTES
-OVERLOAD, OVERLOAD_TOGETHER = 1.15, 1.5  # one sender, or several, send so many times what the link passes
-BUFFER_BYTES = 4 << 20  # of the receiver, which may wait for a processor
-SO_RCVBUFFORCE = 33  # socket(7); the module socket does not have it
-SOCKET_PACKETS = 80  # that a socket's usual buffer holds on their way
-QUEUE_S = 0.05  # that packets may wait in the queue of their link
+OVERLOAD, OVERLOAD_TOGETHER = 1.15, 1.5  # rate of one sender, or of several together, divided by that of the link
+BUFFER_BYTES = 4 << 20  # receive buffer; the receiver may have to wait for a processor
+SO_RCVBUFFORCE = 33  # socket(7); Python's module socket has no such constant
+SOCKET_PACKETS = 80  # packets in flight that a socket's usual buffer holds
+QUEUE_S = 0.05  # longest time of a packet in the queue of its link
 START_TIMEOUT_S = 10.0  # for the first datagram of every sender
 TICK_S = 0.002  # between two writes of a sender
-MAX_BEHIND_S = 0.1  # a sender that was late does not make up for more; the queue of a link holds as much
+MAX_BEHIND_S = 0.1  # a late sender catches up at most this; the queue of a link holds as much
 ASK, SENT, COUNTED, ENOUGH, GO = b"a", b"s", b"c", b"e", b"g"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of one connection; both of its ends have the same plan."""
+    """What is measured on one connection. Both ends have the same plan."""
 
     exchanges: int = 0
     packets: int = 0  # numbered datagrams, to count those that are lost
     batch: int = MAX_BATCH
-    fill: float | None = None  # bit/s of datagrams that fill the link; None: none are sent
-    sockets: int = 1  # of the sender of these: what one may have on its way is limited
+    fill: float | None = None  # bit/s of datagrams that fill the link; None: no such datagrams
+    sockets: int = 1  # of the sender of these: the data in flight of one socket is limited
 
     @classmethod
     def of(cls, fabric: Fabric, pairs: Pairs, pair: tuple[int, int], single: bool) -> Plan:
-        """The plan of one pair of a step. `single`: its receiver has no other sender, so a link is measured."""
+        """Return the plan of one pair of a step. `single`: the receiver has no other sender, so a link is measured."""
         into = [each for each in pairs if each[1] == pair[1]]
         loss = fabric.distance(*pair).loss if single else 0.0
         rate = fabric.limit(into)
@@ -71,7 +71,7 @@ class Plan:
             own = [fabric.limit([each]) or rate for each in into]
             share = OVERLOAD_TOGETHER * rate / len(into)
             fill = OVERLOAD * rate
-            if not single:  # if one cannot send its share, all send what their links pass
+            if not single:  # if a sender's link is too slow for its share, all send at the rates of their links
                 fill = share if min(own) >= share else OVERLOAD * (fabric.limit([pair]) or rate)
         packets = packets_for(loss) if loss else 0
         way_s = fabric.distance(*pair).delay + fabric.distance(*pair).jitter + QUEUE_S
@@ -79,18 +79,18 @@ class Plan:
         return cls(EXCHANGES if single else 0, packets, batch_for(rate), fill, max(1, sockets))
 
     def seconds(self, round_trip: float, jitter: float) -> float:
-        """About how long it takes, without what is counted by slices."""
+        """Return about how many seconds the plan takes, without the datagrams of `fill`."""
         batches = math.ceil(self.packets / self.batch)
         return self.exchanges * (round_trip + jitter) + batches * (round_trip + 2 * SETTLE_S + 3 * jitter)
 
 
 def packets_for(loss: float) -> int:
-    """How many packets show a loss of this share."""
+    """Return how many packets are needed to measure a loss of this share."""
     return min(MAX_PACKETS, max(MIN_PACKETS, math.ceil(EXPECTED_LOST / loss)))
 
 
 def batch_for(rate: int | None) -> int:
-    """How many small datagrams are sent at once over a link of this rate, so that no queue drops one."""
+    """Return how many numbered datagrams can be sent at once over a link of this rate without a drop in a queue."""
     size = NUMBER.size + HEADERS_BYTES
     return MAX_BATCH if rate is None else min(MAX_BATCH, max(10, int(rate * BATCH_S / 8 / size)))
 
@@ -99,7 +99,7 @@ def batch_for(rate: int | None) -> int:
 
 
 def answer(sock: socket.socket, token: bytes, plan: Plan, timeout_s: float) -> None:
-    """Send what the receiver at the other end of `sock` measures. Return when its flow may begin."""
+    """Send what the receiver at the other end of `sock` measures. Return when the flow may begin. Raise ProbeError."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.settimeout(timeout_s)
     port = PORT.unpack(_exactly(sock, PORT.size))[0]
@@ -152,7 +152,7 @@ def _send(udp: socket.socket, data: bytes) -> None:
 
 
 class Receiver:
-    """What a receiver measures of its senders, whose connections are `socks`; a context manager."""
+    """Measures the senders at the other ends of the connections `socks`. A context manager."""
 
     def __init__(self, socks: Sequence[socket.socket], token: bytes, timeout_s: float) -> None:
         self._socks = socks
@@ -160,7 +160,7 @@ class Receiver:
         self._timeout_s = timeout_s
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-        with suppress(OSError):  # beyond the usual limit, where that is allowed
+        with suppress(OSError):  # above the system's limit; needs CAP_NET_ADMIN
             self._udp.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
         self._udp.bind((socks[0].getsockname()[0], 0))
         for sock in socks:
@@ -175,7 +175,7 @@ class Receiver:
         self._udp.close()
 
     def round_trips(self, exchanges: int) -> list[float]:
-        """The seconds of so many exchanges of one byte with the one sender."""
+        """Exchange one byte with the one sender `exchanges` times. Return the seconds of each exchange."""
         (sock,) = self._socks
         found = []
         for _ in range(exchanges):
@@ -186,15 +186,15 @@ class Receiver:
         return found
 
     def lost(self, plan: Plan, jitter: float) -> int:
-        """How many of the numbered datagrams of the one sender did not arrive.
+        """Return how many of the numbered datagrams of the one sender did not arrive.
 
-        Raises ProbeError if the sender has not sent all of them at the end of the time.
+        Raise ProbeError if the sender has not sent all of them within the timeout.
         """
         (sock,) = self._socks
         end = time.monotonic() + self._timeout_s
         arrived = set[int]()
         for _ in range(0, plan.packets, plan.batch):
-            quiet_since = None  # when the sender said that all of this batch were sent
+            quiet_since = None  # time of the last datagram after the sender has sent the batch
             while quiet_since is None or time.monotonic() - quiet_since < SETTLE_S + 2 * jitter:
                 if time.monotonic() > end:
                     name = sock.getpeername()[0]
@@ -212,9 +212,9 @@ class Receiver:
         return plan.packets - len(arrived)
 
     def count(self, discard_s: float, slice_s: float, enough: Callable[[Sequence[float]], bool]) -> tuple[int, float]:
-        """The datagrams of all senders without those of the first `discard_s`, and the seconds they took.
+        """Count the datagrams of all senders after the first `discard_s`, in slices, until `enough(rates)` is True.
 
-        They are counted by slices until `enough(rates)`.
+        Return their number and the seconds of the slices. Raise ProbeError if a sender sends none.
         """
         self._wait_for_all()
         self._count_until(time.monotonic() + discard_s)
@@ -232,7 +232,7 @@ class Receiver:
         return packets, seconds
 
     def _wait_for_all(self) -> None:
-        """Wait for a datagram of each sender: one whose message is behind others in a queue begins later."""
+        """Wait for a datagram of each sender. Senders begin at different times. Raise ProbeError if one sends none."""
         missing = {sock.getpeername()[0] for sock in self._socks}
         end = time.monotonic() + START_TIMEOUT_S
         while missing:

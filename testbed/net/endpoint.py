@@ -1,6 +1,6 @@
-"""The interface of a node and the address at which others reach it, as this machine's own routes have it.
+"""Find the interface of this node and the address at which other nodes reach it, from the node's routes.
 
-`python -m testbed.net.endpoint` prints them as one JSON line, with what the node lacks of the files that a run needs.
+`python -m testbed.net.endpoint` prints both as one JSON line, with the files of a run that are missing on the node.
 The controller runs it on every node of an allocation (control/substrates/slurm.py).
 """
 
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from testbed.net.interfaces import interface_of, route_to
 
-DISCARD_PORT = 9  # any: nothing is sent to it
+DISCARD_PORT = 9  # any port would do, because nothing is sent
 SEEN_TIMEOUT_S = 5.0  # for a new file to appear on a disk that several machines share
 POLL_S = 0.2
 
 
 def free_port(address: str, wanted: int) -> tuple[int, str]:
-    """A free port of this address, `wanted` unless it is 0; and why it cannot be used, "" if it can."""
+    """Return `wanted`, or a free port if it is 0, and why this port of the address cannot be used; "" if it can."""
     try:
         with socket.create_server((address, wanted)) as server:
             return int(server.getsockname()[1]), ""
@@ -33,13 +33,13 @@ def free_port(address: str, wanted: int) -> tuple[int, str]:
 def describe(
     name: str, names: Sequence[str], addresses: Sequence[str], port: int, sees: Sequence[str]
 ) -> dict[str, object]:
-    """What one of these nodes finds about itself. Its route to the first node counts, or to the second."""
+    """Return what node `name` finds about itself, from its route to the first node (the first: to the second)."""
     found: dict[str, object] = {"node": name, "interface": "lo", "address": "127.0.0.1", "problem": ""}
     if len(names) > 1:
         target = addresses[1] if name == names[0] else addresses[0]
         try:
             own = route_to(target, DISCARD_PORT)
-        except OSError as error:  # a name that this node cannot resolve
+        except OSError as error:  # e.g. this node cannot resolve the name
             own, found["problem"] = "", f"no route to {target} ({error.strerror or error})"
         if own:
             found["address"], found["interface"] = own, interface_of(own)

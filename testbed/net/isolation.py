@@ -1,7 +1,7 @@
-"""Remove the routes that lead out of a container's network: `ip` argument lists. Nothing is run here.
+"""Build the `ip` commands that remove the routes out of a container's network. This module runs no command.
 
-The entrypoint of a container and the compose substrate apply them before a rank starts. A rank has no capability, so it
-cannot undo them. Its peers are on its own subnet and are reached by address; names are resolved before.
+The entrypoint of a container and the compose substrate run them before a rank starts. A rank has no capability, so it
+cannot undo them. Other ranks are on the same subnet and are reached by address; names are resolved before.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-# Docker's name server, which is in every container and forwards names that it does not know to outside.
+# Docker's name server, which every container has. It forwards unknown names to servers outside the network.
 RESOLVER = "127.0.0.11"
 
 
 def default_routes() -> list[str]:
-    """The command that prints the default routes as JSON."""
+    """Return the command that prints the default routes as JSON."""
     return ["ip", "-json", "-4", "route", "show", "default"]
 
 
 def isolate(defaults: Iterable[dict[str, Any]], gateways: Iterable[str] = ()) -> list[list[str]]:
-    """The commands that remove the default routes and make gateways and the name server unreachable.
+    """Return the commands that remove the default routes and make gateways and the name server unreachable.
 
-    `gateways`: further addresses of the subnet that are not a rank's. A gateway is an address of the host itself. Its
-    route is `throw`, because an attempt then counts as one without a route, as to any address outside. Programs ask
-    the name server without meaning to leave, so attempts to reach it do not count: its route is `blackhole`.
+    `gateways`: further addresses of the subnet that belong to no rank. A gateway is an address of the host itself. Its
+    route is `throw`, so that the kernel counts an attempt to reach it as one without a route, as with any address
+    outside. Programs ask the name server also for names inside, so such attempts must not be counted: its route is
+    `blackhole`.
     """
     routes = list(defaults)
     found = [str(route["gateway"]) for route in routes if "gateway" in route]

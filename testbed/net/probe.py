@@ -1,20 +1,24 @@
 """Measure every directed link between nodes: `python -m testbed.net.probe --rank R --addresses a,b,c --port P`.
 
-Every node runs one. In rounds 1..N-1 node i sends to node (i + r) % N, so that each directed link is used once; above
-ALL_LINKS_NODES only some of the rounds are taken, in each of which every node still sends and receives. Then come the
-fan-ins: several nodes send into one, because one sender alone never fills more than its own link, and so never shows
-whether the ingress of the receiver is shaped. The receiver counts. Each round is cut into steps in which no node both
-sends and receives: acknowledgements that queue behind a node's own data (two-way TCP on a short path) cost up to 15 %,
-and the link would look that much slower than it is. Before each step all nodes report to node 0 and wait for its
-answer. With racks, at most one link of a step passes each uplink, and at last all nodes of a rack send to all others at
-once, because one sender alone does not show what the uplink passes. Where a delay or a loss is requested, the
-round-trip time and the lost packets of a link are measured before its flow; where packets are lost datagrams are
-counted instead of a flow (net/distance.py). Every wait has a deadline. If a node fails, the probe ends on all nodes
-with the same message.
+Every node runs one probe process. The receiver of a flow counts its bytes.
 
-The controller starts the probe on every node; ranks without a controller call `probe_node`. Both check the result
-by net/check.py.
-Standard library only, so that it starts quickly on a slow node; `receipt_of` imports what it needs when called.
+    links     In round r = 1..N-1 node i sends to node (i + r) % N, so that each directed link is measured once. With
+              more than ALL_LINKS_NODES nodes only some of the rounds are measured. In each of them every node sends and
+              receives.
+    fan-ins   Several nodes send to one node, because a single sender fills only its own link and does not show whether
+              the ingress of the receiver is shaped.
+    uplinks   With racks, all nodes of a rack send to all others at once, because a single sender does not fill the
+              uplink. When links are measured, at most one link of a step passes each uplink.
+
+Each round is divided into steps in which no node both sends and receives. Acknowledgements that queue behind a node's
+own data (two-way TCP on a short path) cost up to 15 %, so a link would be measured as that much slower. Before each
+step all nodes report to node 0 and wait for its answer. Where a delay or a loss is requested, the round-trip time and
+the lost packets of a link are measured before its flow. Where packets are lost, datagrams are counted instead of a flow
+(net/distance.py). Every wait has a deadline. If a node fails, the probe ends on all nodes with the same message.
+
+The controller starts the probe on every node; ranks without a controller call `probe_node`. Both check the result by
+net/check.py. This module imports the standard library only, so that it starts quickly on a slow node; `receipt_of`
+imports pydantic when it is called.
 """
 
 from __future__ import annotations
@@ -49,41 +53,41 @@ if TYPE_CHECKING:
     from testbed.results.receipt import Receipt, WayReceipt
 
 MEETING_TIMEOUT_S = 30.0  # for all nodes to connect, start-up included
-STALL_TIMEOUT_S = 10.0  # a flow that receives no byte for so long has failed
+STALL_TIMEOUT_S = 10.0  # a flow without a received byte for this time has failed
 
-ALL_LINKS_NODES = 16  # with more nodes a sample of the links is measured: 64 nodes have 4032
-SAMPLE_ROUNDS = 8  # of that sample: each node sends on so many links and receives on so many
-ACROSS_LINKS = 24  # most links between racks that are measured, because that is done one after the other
-SAMPLE_ACROSS = 2  # of these links after training
-ALL_PAIRS = 36  # through an uplink at once; of more, each node sends to one
-FILLS = 1.25  # senders fill a link if their rates together are so many times its own
+ALL_LINKS_NODES = 16  # with more nodes only a sample of the links is measured: 64 nodes have 4032
+SAMPLE_ROUNDS = 8  # of that sample, and so the number of links out of each node and into it
+ACROSS_LINKS = 24  # largest number of measured links between racks, which are measured one after the other
+SAMPLE_ACROSS = 2  # links between racks that are measured after training
+ALL_PAIRS = 36  # most pairs through an uplink at once; if there are more, each node sends to one other only
+FILLS = 1.25  # senders fill a link if the sum of their rates is this multiple of the link's rate
 
 SLOW_START_S = 0.25  # discarded at the start of a flow
 SLICE_S = 0.1  # a flow is counted in slices
-SLOW_START_BURSTS, SLICE_BURSTS = 20, 17  # both take longer on a slow link; three slices hold more than 50 bursts
+SLOW_START_BURSTS, SLICE_BURSTS = 20, 17  # on a slow link: times in bursts; three slices have more than 50
 UNSHAPED_SLOW_START_S, UNSHAPED_SLICE_S = 0.1, 0.067
 MIN_SLICES, MAX_SLICES = 3, 9
-TOGETHER_SLICES = 5  # of a step whose receivers' rates are added
-MAX_STANDARD_ERROR = 0.01  # a flow ends when the standard error of the slices' mean is at most this share of it
+TOGETHER_SLICES = 5  # in a step whose receivers' rates are added
+MAX_STANDARD_ERROR = 0.01  # a flow ends when the standard error of the slices' mean is at most this share of the mean
 
-IN_FLIGHT_S = 0.02  # seconds of the rate in flight: keeps the link busy, and its queue (0.05 s) from overflowing
+IN_FLIGHT_S = 0.02  # data in flight in seconds of the rate: enough to fill the link, less than its queue (0.05 s)
 MIN_IN_FLIGHT_BYTES = 4 * 1024  # about three frames
-MAX_IN_FLIGHT_BYTES = 200_000  # a link that needs more in flight is not limited
-SLOW_START_ROUND_TRIPS, SLICE_ROUND_TRIPS = 10, 2  # on a path with delay: TCP's window needs so long to fill it
-SHORT_PATH_S = 0.002  # on a path with a longer round trip the data in flight is on the path, not in the queue
+MAX_IN_FLIGHT_BYTES = 200_000  # a link that needs more data in flight gets no limit
+SLOW_START_ROUND_TRIPS, SLICE_ROUND_TRIPS = 10, 2  # on a path with delay: until TCP's window fills the path
+SHORT_PATH_S = 0.002  # with a longer round trip the data in flight is on the path, not in the queue
 
-CLOCK_EXCHANGES = 8  # per clock; the quickest one counts
+CLOCK_EXCHANGES = 8  # per clock; the fastest exchange counts
 CHUNK_BYTES = 256 * 1024  # per send and receive call
 BUFFER_BYTES = 1024 * 1024  # at each end, so that the link stays busy while a process waits for a processor
-HEADER = struct.Struct("!32sI")  # of a data connection: token, rank
-RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing discards what is still in flight
+HEADER = struct.Struct("!32sI")  # first bytes of a data connection: token, rank
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() discards the data in flight
 
 OnEvent = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long one step discards, counts, and may take."""
+    """The times of one step: how long bytes are discarded and counted, and the timeout."""
 
     slow_start_s: float
     slice_s: float
@@ -92,18 +96,18 @@ class Pace:
 
     @property
     def timeout_s(self) -> float:
-        """Much more than a step takes when nothing is wrong."""
+        """Much more than the usual time of a step."""
         return 2 * (self.slow_start_s + self.max_slices * self.slice_s) + STALL_TIMEOUT_S
 
 
 def link_steps(n: int) -> list[Pairs]:
-    """The pairs of every step that measures links: all rounds, or SAMPLE_ROUNDS of them, spread evenly."""
+    """Return the pairs of every step that measures links: of all rounds, or of SAMPLE_ROUNDS evenly spread ones."""
     rounds = range(1, n) if n <= ALL_LINKS_NODES else [1 + k * (n - 1) // SAMPLE_ROUNDS for k in range(SAMPLE_ROUNDS)]
     return [step for number in rounds for step in _steps_of_round(n, number)]
 
 
 def link_steps_of(fabric: Fabric) -> list[Pairs]:
-    """The same with racks: the links inside racks as without, then those across, of which some are left out."""
+    """Return the same with racks: first the links inside racks, then at most ACROSS_LINKS of those between racks."""
     steps = link_steps(fabric.size)
     if not fabric.shared_uplinks:
         return steps
@@ -115,7 +119,7 @@ def link_steps_of(fabric: Fabric) -> list[Pairs]:
 
 
 def _one_per_uplink(fabric: Fabric, pairs: Pairs) -> list[Pairs]:
-    """Steps in which each uplink carries one pair, in one direction: acknowledgements must not queue behind data."""
+    """Return steps in which each uplink carries one pair only, so that acknowledgements do not queue behind data."""
     steps: list[list[tuple[int, int]]] = []
     for src, dst in pairs:
         racks = {fabric.racks[src], fabric.racks[dst]}
@@ -129,9 +133,9 @@ def _one_per_uplink(fabric: Fabric, pairs: Pairs) -> list[Pairs]:
 
 
 def uplink_steps(fabric: Fabric) -> list[tuple[int, bool, Pairs]]:
-    """For each rack, and each direction (True: out of the rack), the pairs that send through its uplink at once.
+    """Return for each rack and direction (True: out of the rack) the pairs that send through its uplink at once.
 
-    What leaves one of two racks enters the other, so two racks have one step for each direction.
+    With two racks, all data out of one rack goes into the other, so each direction has one step.
     """
     found: list[tuple[int, bool, Pairs]] = []
     racks = fabric.shared_uplinks
@@ -149,10 +153,10 @@ def uplink_steps(fabric: Fabric) -> list[tuple[int, bool, Pairs]]:
 
 
 def fan_in_steps(fabric: Fabric) -> list[Pairs]:
-    """The pairs of every fan-in: all nodes into node 0, then as few as fill the link into every other shaped node.
+    """Return the pairs of every fan-in: all nodes to node 0, then to every other shaped node as few as fill its link.
 
-    Several nodes receive in one step if there are enough senders for each. Two nodes have one fan-in only: a single
-    sender fills no link but its own.
+    Several nodes receive in one step if there are enough senders for each. Two nodes have one fan-in only, because a
+    single sender fills only its own link.
     """
     n, rates = fabric.size, fabric.rates
     if n < 2:
@@ -163,7 +167,7 @@ def fan_in_steps(fabric: Fabric) -> list[Pairs]:
         step: list[tuple[int, int]] = []
         free = set(range(n))
         for dst in [dst for dst in waiting if dst in free][: 1 if fabric.shared_uplinks else None]:
-            # First those that have had their own fan-in, so that the others can receive in the same step.
+            # First the nodes whose own fan-in is done, so that the others can receive in the same step.
             others = sorted(free - {dst}, key=lambda src: (src in waiting, -(rates[src] or math.inf), src))
             senders = _senders(fabric, dst, others) or (others if not step else [])
             if dst in free and senders:
@@ -175,7 +179,7 @@ def fan_in_steps(fabric: Fabric) -> list[Pairs]:
 
 
 def _senders(fabric: Fabric, dst: int, others: Sequence[int]) -> Sequence[int]:
-    """The first of `others`, at least two, that together fill the link of `dst`; none if all of them do not."""
+    """Return the first of `others`, at least two, that together fill the link of `dst`; none if all do not fill it."""
     unlimited = replace(fabric, rates=tuple(None if node == dst else rate for node, rate in enumerate(fabric.rates)))
     for count in range(2, len(others) + 1):
         sent = unlimited.limit([(src, dst) for src in others[:count]])
@@ -185,7 +189,7 @@ def _senders(fabric: Fabric, dst: int, others: Sequence[int]) -> Sequence[int]:
 
 
 def schedule(fabric: Fabric, sample: int | None = None) -> list[Pairs]:
-    """The pairs of every step: the links, then the fan-ins, then the uplinks."""
+    """Return the pairs of every step: the links, then the fan-ins, then the uplinks."""
     links, fan_ins, uplinks = plan_steps(fabric, sample)
     return [*links, *fan_ins, *(pairs for _, _, pairs in uplinks)]
 
@@ -193,10 +197,10 @@ def schedule(fabric: Fabric, sample: int | None = None) -> list[Pairs]:
 def plan_steps(
     fabric: Fabric, sample: int | None = None
 ) -> tuple[list[Pairs], list[Pairs], list[tuple[int, bool, Pairs]]]:
-    """The steps that measure links, the fan-ins, and the uplinks.
+    """Return the steps that measure links, the fan-ins, and the uplinks.
 
-    With `sample`, a number that chooses them: one round of links, in which every node sends and receives once (with
-    racks at least one of them across), the fan-in of one node, and one uplink.
+    The number `sample` chooses a sample instead: one round of links, in which every node sends and receives once (with
+    racks at most SAMPLE_ACROSS of them between racks), the fan-in of one node, and one uplink.
     """
     n, uplinks = fabric.size, uplink_steps(fabric)
     if sample is None or n < 2:
@@ -204,7 +208,7 @@ def plan_steps(
     into = [pair for step in fan_in_steps(fabric) for pair in step]
     receivers = sorted({dst for _, dst in into})
     chosen = receivers[sample % len(receivers)]
-    fan_ins: list[Pairs] = [[pair for pair in into if pair[1] == chosen]] if n > 2 else []  # two nodes: as the links
+    fan_ins: list[Pairs] = [[pair for pair in into if pair[1] == chosen]] if n > 2 else []  # 2 nodes: it is a link
     links = _steps_of_round(n, 1 + sample % (n - 1))
     if not uplinks:
         return links, fan_ins, []
@@ -215,7 +219,7 @@ def plan_steps(
 
 
 def _steps_of_round(n: int, number: int) -> list[Pairs]:
-    """Two steps in which no node both sends and receives; three if the round has a ring of odd length."""
+    """Return two steps in which no node both sends and receives; three if the round has rings of odd length."""
     steps: list[list[tuple[int, int]]] = [[], [], []]
     rings = math.gcd(n, number)  # the round consists of this many separate rings
     for ring in range(rings):
@@ -228,7 +232,7 @@ def _steps_of_round(n: int, number: int) -> list[Pairs]:
 
 
 def pace(fabric: Fabric, pairs: Pairs, together: bool = False) -> Pace:
-    """Return how long a step takes. Its slowest link decides: at least 50 bursts are counted.
+    """Return the times of a step, which depend on its slowest link: at least 50 bursts are counted.
 
     `together`: all receivers count for the same time, because their rates are added.
     """
@@ -247,13 +251,13 @@ def pace(fabric: Fabric, pairs: Pairs, together: bool = False) -> Pace:
 
 
 def longest_round_trip(fabric: Fabric, pairs: Pairs) -> float:
-    """Seconds that are requested for the way there and back of the farthest pair."""
+    """Return the longest requested round-trip time of the pairs, in seconds, jitter included."""
     found = (fabric.round_trip(*pair) for pair in pairs)
     return max((each.delay + each.jitter for each in found), default=0.0)
 
 
 def distance_timeout(fabric: Fabric, pairs: Pairs, single: bool) -> float:
-    """Seconds after which measuring the distances of a step counts as hung; 0 where none is requested."""
+    """Return the timeout in s for delay and loss of a step (net/distance.py); 0 if neither is requested."""
     if not fabric.is_far(pairs):
         return 0.0
     far = max(
@@ -265,26 +269,26 @@ def distance_timeout(fabric: Fabric, pairs: Pairs, single: bool) -> float:
 
 
 def longest_probe(fabric: Fabric, sample: int | None = None) -> float:
-    """Seconds after which a probe of these links counts as hung."""
+    """Return the timeout in s of a whole probe."""
     steps = schedule(fabric, sample)
     waits = (pace(fabric, pairs).timeout_s + distance_timeout(fabric, pairs, single=True) for pairs in steps)
     return 2 * MEETING_TIMEOUT_S + sum(waits)
 
 
 def window(fabric: Fabric, pairs: Pairs, dst: int, round_trip: float) -> int | None:
-    """Bytes that one connection into `dst` may have in flight; None leaves that to the kernel.
+    """Return the bytes that one connection into `dst` may have in flight; None leaves the number to the kernel.
 
-    On a slow link TCP's first window alone overflows the queue: frames are lost, and the bytes behind the gap are
-    counted late. With a bound from the start nothing is lost, and the link is still busy all the time.
+    On a slow link TCP's initial window alone overflows the queue: frames are lost, and the bytes after them are counted
+    late. With a limit from the start no frame is lost, and the link stays busy.
     """
     into = [pair for pair in pairs if pair[1] == dst]
     rate, flows = fabric.limit(into), len(into)
     if len({to for _, to in pairs if to != dst}) and any(fabric.crosses(*pair) for pair in into):
-        rate, flows = fabric.limit(pairs), len(pairs)  # all of them share an uplink
+        rate, flows = fabric.limit(pairs), len(pairs)  # all pairs share an uplink
     if rate is None:
         return None
     farthest = longest_round_trip(fabric, into)
-    if farthest > SHORT_PATH_S:  # all of them may be in flight: the receiver's buffer grows to that size
+    if farthest > SHORT_PATH_S:  # the receiver's buffer can grow to the bytes in flight
         return max(MIN_IN_FLIGHT_BYTES, round(rate / flows * (farthest + IN_FLIGHT_S) / 8))
     if round_trip > SHORT_PATH_S:
         return None
@@ -293,9 +297,9 @@ def window(fabric: Fabric, pairs: Pairs, dst: int, round_trip: float) -> int | N
 
 
 def steady(rates: Sequence[float], max_slices: int, min_slices: int = MIN_SLICES) -> bool:
-    """Return True if enough slices are counted: their mean is known well, or there are `max_slices`.
+    """Return True if enough slices are counted: the standard error of their mean is small, or there are `max_slices`.
 
-    On a busy machine a slice may be short of bytes; it stays in the mean, and more slices are counted. The requested
+    On a busy machine a slice may have too few bytes. It stays in the mean, and more slices are counted. The requested
     rate is not used: a measurement must not end because its result is the expected one.
     """
     if len(rates) < min_slices:
@@ -306,7 +310,7 @@ def steady(rates: Sequence[float], max_slices: int, min_slices: int = MIN_SLICES
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a node's clock is ahead of node 0's, and the largest error of that; seconds."""
+    """By how many seconds a node's clock is ahead of node 0's, and the largest error of this offset."""
 
     offset: float = 0.0
     error: float = 0.0
@@ -314,20 +318,20 @@ class Clock:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one receiver counted in one step; `src` is None for a fan-in, and for its part of what an uplink passed."""
+    """What one receiver counted in one step. `src` is None in steps with several senders: fan-ins and uplinks."""
 
     src: int | None
     dst: int
     bytes: int
     seconds: float
     round_trip: float | None = None  # seconds, before any data was sent; None for a fan-in
-    uplink: tuple[int, bool] | None = None  # the rack whose uplink all senders of the step share, and if it sends
-    packets: int = 0  # numbered datagrams that were sent to count those that are lost
+    uplink: tuple[int, bool] | None = None  # rack whose uplink the step measures; True: out of the rack
+    packets: int = 0  # numbered datagrams that were sent, to count the lost ones
     lost: int = 0
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """Build it from JSON, which has no tuples."""
+        """Return a Flow made from JSON, which has no tuples."""
         uplink = values.get("uplink")
         return cls(**(values | {"uplink": tuple(uplink) if uplink else None}))
 
@@ -339,7 +343,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything that a probe measured; the same on every node."""
+    """All results of a probe. Every node has the same."""
 
     flows: Sequence[Flow]
     mtu: int  # bytes; the smallest of all paths
@@ -349,7 +353,7 @@ class Measurement:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """Build it from the event `result` that a probe process prints."""
+        """Return a Measurement made from the event `result` that a probe process prints."""
         return cls(
             flows=[Flow.of(flow) for flow in values["flows"]],
             mtu=values["mtu"],
@@ -360,8 +364,8 @@ class Measurement:
 
 
 def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
-    """Return the receipt: the measured rates against the requested rates of the links and uplinks."""
-    # pydantic: not for a probe process
+    """Return the receipt: measured and requested rates of links, fan-ins and uplinks."""
+    # here, because it imports pydantic, which a probe process does without
     from testbed.results.receipt import (
         ClockReceipt,
         FanIn,
@@ -411,7 +415,7 @@ def receipt_of(measurement: Measurement, fabric: Fabric) -> Receipt:
 
 
 def _added_to(flow: Flow, fabric: Fabric) -> WayReceipt | None:
-    """What was added on the way of a link, requested and measured; None if nothing is requested."""
+    """Return delay and loss of a link's way, requested and measured; None if neither is requested."""
     from testbed.results.receipt import WayReceipt
 
     pair = (flow.src or 0, flow.dst)
@@ -430,7 +434,7 @@ def _added_to(flow: Flow, fabric: Fabric) -> WayReceipt | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """A node's address, the rate of its link in bit/s, its rack and that rack's uplink, what is added on the way."""
+    """A node's address, the rate of its link in bit/s, rack and uplink, and the requested delay and loss."""
 
     address: str
     rate: int | None
@@ -443,7 +447,7 @@ class Peer:
 
     @property
     def distance(self) -> Distance:
-        """What is added to all that it sends."""
+        """The delay and loss of every packet that this node sends."""
         return Distance(self.delay, self.jitter, self.loss)
 
 
@@ -458,7 +462,7 @@ class Meeting(ABC):
     """
 
     def __init__(self, token: str, peers: Sequence[Peer], channels: Sequence[Channel], timeout_s: float) -> None:
-        self.token = token  # the first bytes of every data connection, so that other processes are refused
+        self.token = token  # the first bytes of every data connection; connections without it are closed
         self.peers = peers
         self.timeout_s = timeout_s
         self._channels = channels
@@ -472,27 +476,27 @@ class Meeting(ABC):
 
     @abstractmethod
     def wait_for_all(self, number: int, timeout_s: float) -> None:
-        """Return when all nodes are ready for step `number`."""
+        """Wait until all nodes are ready for step `number`. Raise ProbeError after the timeout."""
 
     @abstractmethod
     def clocks(self) -> list[Clock]:
-        """Compare clocks with node 0, which gets all of them in rank order; the members get none."""
+        """Compare the clocks with node 0's. Return them in rank order on node 0, and an empty list on members."""
 
     @abstractmethod
     def gather(self, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send this node's outcome; return the outcomes of all, in rank order."""
+        """Send this node's outcome. Return the outcomes of all nodes, in rank order."""
 
     def round_trip(self) -> float:
-        """The longest of the shortest round-trip times to the nodes we are connected to, in seconds."""
+        """Return the shortest round-trip time in s to the farthest connected node."""
         return max((min_round_trip(channel.sock) for channel in self._channels), default=0.0)
 
     def send_to_all(self, message: dict[str, Any]) -> None:
-        """Send to every connected node; ProbeError if one of them is gone."""
+        """Send a message to every connected node. Raise ProbeError if a connection is closed."""
         for channel in self._channels:
             _send_message(channel, message)
 
     def fail(self, error: Exception) -> ProbeError:
-        """Send the reason of this node's failure to all connected nodes; return the exception to raise."""
+        """Send the reason of this node's failure to all connected nodes. Return the exception to raise."""
         for channel in self._channels:
             with suppress(ChannelClosed):
                 channel.send({"fail": str(error)})
@@ -500,7 +504,7 @@ class Meeting(ABC):
 
 
 class Hub(Meeting):
-    """Node 0."""
+    """The side of node 0."""
 
     def wait_for_all(self, number: int, timeout_s: float) -> None:
         """Wait until all members are ready, then send them "go"."""
@@ -508,7 +512,7 @@ class Hub(Meeting):
         self.send_to_all({"go": number})
 
     def clocks(self) -> list[Clock]:
-        """Compare one member after the other, so that no reply is delayed by another."""
+        """Compare the clocks of the members one after the other, so that no reply delays another."""
         return [Clock(), *(read_clock(partial(self._read_member_clock, channel)) for channel in self._channels)]
 
     def _read_member_clock(self, channel: Channel, number: int) -> float:
@@ -523,7 +527,7 @@ class Hub(Meeting):
 
 
 class Member(Meeting):
-    """All other nodes."""
+    """The side of every node but node 0."""
 
     def wait_for_all(self, number: int, timeout_s: float) -> None:
         """Send "ready" and wait for the hub's "go"."""
@@ -531,7 +535,7 @@ class Member(Meeting):
         _await(self._channels, "go", timeout_s)
 
     def clocks(self) -> list[Clock]:
-        """Answer with this node's clock."""
+        """Answer each question of the hub with the time of this node's clock."""
         for _ in range(CLOCK_EXCHANGES):
             _await(self._channels, "tick", self.timeout_s)
             self.send_to_all({"tock": time.time()})
@@ -544,9 +548,9 @@ class Member(Meeting):
 
 
 def read_clock(remote_time: Callable[[int], float]) -> Clock:
-    """Return the offset of another node's clock; `remote_time(number)` asks that node for its time.
+    """Return the offset of another node's clock. `remote_time(number)` asks that node for its time.
 
-    The reply is taken as the time in the middle of the exchange, so the error is at most half of the exchange.
+    The offset assumes that the node replies in the middle of the exchange, so the error is at most half its duration.
     """
     best: Clock | None = None
     for number in range(CLOCK_EXCHANGES):
@@ -560,14 +564,13 @@ def read_clock(remote_time: Callable[[int], float]) -> Clock:
 
 
 def _await(channels: Sequence[Channel], key: str, timeout_s: float) -> list[Any]:
-    """The value under `key` from each channel, in order; the failure of any node ends the wait at once."""
+    """Return the value of `key` from each channel, in order. Raise ProbeError if a node fails or the time is over."""
     values: dict[Channel, Any] = {}
     deadline = time.monotonic() + timeout_s
     try:
         while True:
-            for (
-                channel
-            ) in channels:  # before select: a line that arrived together with an earlier one makes no socket readable
+            # Before select: a line that arrived together with an earlier one does not make a socket readable.
+            for channel in channels:
                 message = channel.next_message() if channel not in values else None
                 if message is not None:
                     if key not in message:
@@ -583,7 +586,7 @@ def _await(channels: Sequence[Channel], key: str, timeout_s: float) -> list[Any]
 
 
 def _readable(socks: list[socket.socket], deadline: float, names: str) -> list[socket.socket]:
-    """The sockets with something to read; ProbeError if the deadline passes first."""
+    """Return the sockets that have data to read. Raise ProbeError if the deadline passes first."""
     ready = select.select(socks, [], [], max(0.0, deadline - time.monotonic()))[0]
     if not ready:
         raise ProbeError(f"timeout while waiting for {names}")
@@ -591,7 +594,7 @@ def _readable(socks: list[socket.socket], deadline: float, names: str) -> list[s
 
 
 def _send_message(channel: Channel, message: dict[str, Any]) -> None:
-    """Send; if the other end is closed, raise ProbeError with the reason that it sent before it closed."""
+    """Send a message. If the other end is closed, raise ProbeError with the reason that it sent last, if any."""
     try:
         channel.send(message)
     except ChannelClosed as error:
@@ -608,19 +611,19 @@ def _send_message(channel: Channel, message: dict[str, Any]) -> None:
 def meet(
     rank: int, addresses: Sequence[str], port: int, me: Peer, timeout_s: float = MEETING_TIMEOUT_S
 ) -> Hub | Member:
-    """Node 0 listens at `port`, the others connect to it. Return when all have; ProbeError after the timeout."""
+    """Listen at `port` on node 0, connect to it on the others. Return when all are connected, else raise ProbeError."""
     if rank == 0:
         return _host(addresses, port, me, timeout_s)
     channel = Channel(_connect_to_hub(addresses[rank], addresses[0], port, timeout_s), "node0")
     channel.sock.settimeout(timeout_s)
     _send_message(channel, {"rank": rank, "peer": asdict(me)})
-    # Longer than the hub waits, because the hub's message names the missing nodes.
+    # 5 s longer than the hub waits, because the hub's error message names the missing nodes.
     welcome = _await([channel], "welcome", timeout_s + 5)[0]
     return Member(welcome["token"], [Peer(**peer) for peer in welcome["peers"]], [channel], timeout_s)
 
 
 def _connect_to_hub(source: str, address: str, port: int, timeout_s: float) -> socket.socket:
-    """Connect to node 0, which may start later than this node."""
+    """Connect to node 0, which may start later than this node. Raise ProbeError after the timeout."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -646,7 +649,7 @@ def _host(addresses: Sequence[str], port: int, me: Peer, timeout_s: float) -> Hu
 
 
 def _accept_members(server: socket.socket, n: int, members: dict[int, tuple[Channel, Peer]], timeout_s: float) -> None:
-    """Accept connections until every rank has sent its hello; connections that send anything else are closed."""
+    """Accept connections until every rank has sent its hello. Close connections that send anything else."""
     unknown: dict[socket.socket, Channel] = {}
     deadline = time.monotonic() + timeout_s
     try:
@@ -671,7 +674,7 @@ def _accept_members(server: socket.socket, n: int, members: dict[int, tuple[Chan
 
 
 def _read_hello(channel: Channel, n: int) -> tuple[int, Peer | None] | None:
-    """Return the rank and the peer from the hello of a new connection; None while the line is not complete.
+    """Return the rank and the peer from the hello of a new connection. Return None while the line is incomplete.
 
     The peer is None if the hello is not valid.
     """
@@ -699,11 +702,11 @@ def probe_node(
     added: Distance = Distance(),  # noqa: B008  (frozen)
     uplink_delay: float = 0.0,
 ) -> Measurement:
-    """Take part in a probe as node `rank`, whose link has `rate` bit/s; all nodes call this at the same time.
+    """Take part in a probe as node `rank`, whose link has `rate` bit/s. All nodes call this at the same time.
 
-    `uplink` is the rate of its rack's uplink; None where nothing is limited between racks. `added`: to what it sends.
-
-    `sample`: see `schedule`; the same on all nodes.
+    `uplink`: the rate of the uplink of the node's rack, None without a limit. `added`: delay and loss of every packet
+    that the node sends. `sample`: see `plan_steps`; it must be the same on all nodes. Raise ProbeError on all nodes if
+    one fails.
     """
     began = time.monotonic()
     me = Peer(addresses[rank], rate, rack, uplink, **asdict(added), uplink_delay=uplink_delay)
@@ -725,7 +728,7 @@ def probe_node(
 
 
 class _Node:
-    """One node of a probe. In every step it connects, waits for the others, sends and counts."""
+    """One node of a probe. In every step the node connects, waits for the others, sends and counts."""
 
     def __init__(self, rank: int, meeting: Meeting, on_event: OnEvent, sample: int | None) -> None:
         self._rank = rank
@@ -759,7 +762,7 @@ class _Node:
             listener.close()
 
     def run(self) -> None:
-        """Exchange ports, compare clocks while nothing is sent, then take all steps."""
+        """Exchange ports, compare clocks while no flow runs, then run all steps."""
         for number, pairs in enumerate(self._steps):
             if any(dst == self._rank for _, dst in pairs):
                 self._listeners[number] = self._listen(pairs)
@@ -769,7 +772,7 @@ class _Node:
             self._step(number, pairs, [node.get(str(number), 0) for node in ports])
 
     def outcome(self) -> dict[str, Any]:
-        """What this node sends to the others at the end."""
+        """Return the results that this node sends to the others at the end."""
         return {
             "flows": [asdict(flow) for flow in self._flows],
             "clocks": [asdict(clock) for clock in self._clocks],
@@ -780,7 +783,7 @@ class _Node:
     def _listen(self, pairs: Pairs) -> socket.socket:
         listener = listen(self._address, 0, backlog=2 * self._fabric.size)
         size = self._window(pairs, self._rank)
-        if size is not None:  # accepted connections inherit both
+        if size is not None:  # accepted connections inherit both options
             if not self._fabric.is_far(pairs):
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, size)
@@ -814,7 +817,7 @@ class _Node:
             if incoming:
                 self._count(number, sources, plan, incoming, found)
             for sock in incoming:
-                sock.close()  # resets the connection: the sender stops at once
+                sock.close()  # resets the connection, so that the sender stops at once
             for sender in senders:
                 sender.join(plan.timeout_s)
 
@@ -828,9 +831,9 @@ class _Node:
     def _measure_distance(
         self, number: int, sources: Sequence[int], plan: Pace, incoming: Sequence[socket.socket], extra_s: float
     ) -> dict[str, Any]:
-        """Measure round trip, loss and rate before the flows begin; return them as values of a Flow.
+        """Measure round trip, loss and rate before the flows begin. Return them as values of a Flow.
 
-        All nodes of the step wait for each other in between: the round trips are those of an idle machine.
+        All nodes of the step wait for each other after the round trips, so that no other traffic delays these.
         """
         found: dict[str, Any] = {}
         if not incoming:
@@ -853,13 +856,13 @@ class _Node:
                     near = pace(replace(self._fabric, distances=()), self._steps[number])
                     discard_s = near.slow_start_s + longest_round_trip(self._fabric, self._steps[number])
                     packets, seconds = receiver.count(discard_s, near.slice_s, enough)
-                    # the payload that TCP would have in as many bytes on the wire
+                    # as the payload of TCP in the same number of bytes on the wire
                     found |= {"bytes": round(packets * distance.WIRE_BYTES * efficiency()), "seconds": seconds}
                 self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
                 receiver.go()
         except OSError as error:
             names = ", ".join(f"node{src}" for src in sources)
-            raise ProbeError(f"node{self._rank} cannot measure its distance from {names} ({error})") from None
+            raise ProbeError(f"node{self._rank} cannot measure delay and loss from {names} ({error})") from None
         return found
 
     def _connect(self, target: tuple[str, int], bound: int | None, far: bool) -> socket.socket:
@@ -869,14 +872,14 @@ class _Node:
         except OSError as error:
             raise ProbeError(f"node{self._rank} cannot reach {target[0]}:{target[1]} ({error})") from None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
-        if bound is not None and not far:  # else the kernel lets the buffer grow to what is in flight
+        if bound is not None and not far:  # else the kernel lets the buffer grow to the bytes in flight
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._mtu = path_mtu(sock)
         self._congestion = congestion_control(sock)
         return sock
 
     def _accept(self, number: int, sources: Sequence[int]) -> list[socket.socket]:
-        """This step's connections, one from each source; all others are closed."""
+        """Return this step's connections, one from each source. Close others. Raise ProbeError after the timeout."""
         found: dict[int, socket.socket] = {}
         deadline = time.monotonic() + self._meeting.timeout_s
         while missing := [f"node{src}" for src in sources if src not in found]:
@@ -894,7 +897,7 @@ class _Node:
         return list(found.values())
 
     def _identify(self, sock: socket.socket) -> int | None:
-        """Return the rank that opened a connection; None without the right token."""
+        """Return the rank that opened a connection; None if the token is wrong."""
         sock.settimeout(STALL_TIMEOUT_S)
         with suppress(OSError):
             data = sock.recv(HEADER.size, socket.MSG_WAITALL)
@@ -925,7 +928,7 @@ class _Node:
 
 
 def _send(sock: socket.socket, timeout_s: float, extra_s: float, token: bytes, first: distance.Plan | None) -> None:
-    """Send until the receiver resets the connection, `first` what it measures before. The receiver reports errors."""
+    """Send what `first` measures, then a flow until the receiver resets the connection. The receiver reports errors."""
     data = memoryview(bytes(CHUNK_BYTES))
     with suppress(OSError, ProbeError):
         if first is not None:
@@ -937,7 +940,7 @@ def _send(sock: socket.socket, timeout_s: float, extra_s: float, token: bytes, f
 
 
 def _receive(socks: Sequence[socket.socket], plan: Pace, bound: int | None) -> tuple[int, float]:
-    """Bytes and seconds counted over all connections together; `bound` is the window of each."""
+    """Return bytes and seconds, counted over all connections together. `bound`: the window of each connection."""
     buffer = bytearray(CHUNK_BYTES)
     with selectors.DefaultSelector() as selector:
         for sock in socks:
@@ -955,7 +958,7 @@ def _receive(socks: Sequence[socket.socket], plan: Pace, bound: int | None) -> t
 
 
 def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) -> tuple[int, float]:
-    """Read until the time `until`; return the bytes, and the time of the first read at or after it."""
+    """Read until the time `until`. Return the bytes, and the time of the first read at or after `until`."""
     size = 0
     while True:
         ready = selector.select(STALL_TIMEOUT_S)
@@ -963,7 +966,7 @@ def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) ->
             raise ProbeError(f"no data for {STALL_TIMEOUT_S:g} s")
         for key, _ in ready:
             sock = cast(socket.socket, key.fileobj)
-            if key.data is not None:  # set the bound before each read: the kernel raises it when it resizes its buffers
+            if key.data is not None:  # before each read, because the kernel raises it when it resizes its buffers
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, key.data)
             count = sock.recv_into(buffer)
             if count == 0:
@@ -975,13 +978,13 @@ def _drain(selector: selectors.BaseSelector, buffer: bytearray, until: float) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one node of a probe; print events as JSON lines: flow, then result or error."""
+    """Run one node of a probe. Print events as JSON lines: flow, then result or error. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m testbed.net.probe", description="Measure the links between nodes.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument(
-        "--addresses", type=lambda text: text.split(","), required=True, help="all nodes, in rank order"
+        "--addresses", type=lambda text: text.split(","), required=True, help="all nodes, in rank order, e.g. a,b,c"
     )
-    parser.add_argument("--port", type=int, required=True, help="where node 0 listens")
+    parser.add_argument("--port", type=int, required=True, help="port at which node 0 listens")
     parser.add_argument("--rate", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
     parser.add_argument("--rack", type=int, default=0)
     parser.add_argument("--uplink", type=lambda text: None if text == "none" else int(text), default=None, help="bit/s")
@@ -990,7 +993,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loss", type=float, default=0.0, help="share of the packets that this node sends")
     parser.add_argument("--sample", type=int, default=None, help="measure a few links only, chosen by this number")
     options = parser.parse_args(arguments)
-    with suppress(OSError):  # if allowed: the probe measures the link, not how busy the processors are
+    with suppress(OSError):  # if allowed, so that a busy processor affects the measurement less
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         where = (options.rank, options.addresses, options.port, options.rate)

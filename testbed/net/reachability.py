@@ -1,8 +1,8 @@
 """Check that every node can reach every other at one port: run `python3 - RANK PORT a,b,c` on all at the same time.
 
-Each node listens at its own address and connects to all the others until it has succeeded or time is up, and prints
-one JSON object with the outcome. The controller sends this file to every host (control/substrates/hosts/node.py), so
-it uses the standard library only and imports nothing of testbed.
+Each node listens at its own address, connects to all others until all are reached or the time is over, and prints the
+result as one JSON object. The controller sends this file to every host (control/substrates/hosts/node.py), so the file
+imports the standard library only and nothing of testbed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ HELLO = b"testbed"
 def reach_all(rank: int, port: int, addresses: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, object]:
     """Return {"busy": why the port cannot be used, "missing": ranks that were not reached}.
 
-    An open port may be another program's. So a rank counts only if it also connected to this one and sent its number.
+    An open port may belong to another program. So a rank is reached only if it has also connected to this one and sent
+    its number.
     """
     deadline = time.monotonic() + timeout_s
     others = set(range(len(addresses))) - {rank}
@@ -50,7 +51,7 @@ def _send_hello(source: str, address: str, port: int, rank: int) -> bool:
 
 
 def _accept_hellos(server: socket.socket) -> set[int]:
-    """The ranks that have connected and sent their number; other connections are closed."""
+    """Return the ranks that have connected and sent their number. Close other connections."""
     heard = set()
     while select.select([server], [], [], 0.1)[0]:
         with server.accept()[0] as sock:

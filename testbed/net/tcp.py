@@ -1,6 +1,7 @@
 """TCP on Linux: bytes on the wire, congestion control, and what the kernel reports about a connection.
 
-Used by the probe, the shaping and the ranks. Standard library only: the probe starts before anything heavy is imported.
+The probe, the shaping and the ranks use this module. It imports the standard library only, because the probe must start
+before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from testbed.spec.words import refuse_setting
 
 MTU_BYTES = 1500  # of an IP packet
 IP_TCP_HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
-ETHERNET_HEADER_BYTES = 14  # tbf counts them too
+ETHERNET_HEADER_BYTES = 14  # tbf counts these bytes, too
 
 # Offsets in bytes in Linux's struct tcp_info (include/uapi/linux/tcp.h)
 _PATH_MTU = 60  # u32, bytes
@@ -30,27 +31,27 @@ _BYTES_SENT = 200  # u64, since Linux 4.19
 
 
 def efficiency(mtu: int = MTU_BYTES) -> float:
-    """TCP goodput per bit on the wire: 1448 / 1514 = 0.956 at MTU 1500."""
+    """Return the TCP goodput per bit on the wire: 1448 / 1514 = 0.956 at MTU 1500."""
     return (mtu - IP_TCP_HEADER_BYTES) / (mtu + ETHERNET_HEADER_BYTES)
 
 
 def wire_rate(goodput: float, mtu: int = MTU_BYTES) -> float:
-    """The rate on the wire for a goodput, in the same unit."""
+    """Return the rate on the wire for a goodput, in the same unit."""
     return goodput / efficiency(mtu)
 
 
 def path_mtu(sock: socket.socket) -> int:
-    """Bytes of the largest packet on the path of this connection."""
+    """Return the bytes of the largest packet on the path of this connection."""
     return _tcp_info(sock, "=I", _PATH_MTU)
 
 
 def min_round_trip(sock: socket.socket) -> float:
-    """The shortest round-trip time in seconds that the kernel has measured on this connection."""
+    """Return the shortest round-trip time in seconds that the kernel has measured on this connection."""
     return _tcp_info(sock, "=I", _MIN_RTT) / 1e6
 
 
 def byte_counts(sock: socket.socket) -> tuple[int, int]:
-    """Payload bytes (sent, received) on this connection; OSError where the kernel does not count them."""
+    """Return the payload bytes (sent, received) of this connection. Raise OSError if the kernel does not count them."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
     if len(info) < _BYTES_SENT + 8:
         raise OSError("this kernel's tcp_info has no count of bytes sent")
@@ -63,12 +64,12 @@ def _tcp_info(sock: socket.socket, form: str, offset: int) -> int:
 
 
 def congestion_control(sock: socket.socket) -> str:
-    """The congestion control that this connection uses; a route may set another one than the sysctl."""
+    """Return the congestion control of this connection. A route may set another one than the sysctl."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).partition(b"\0")[0].decode()
 
 
 def congestion_in_use() -> str:
-    """The congestion control of this process's connections to other nodes, joined by "+" if there are several."""
+    """Return the congestion control of this process's connections to other nodes; several are joined by "+"."""
     names = set()
     for sock in tcp_sockets():
         with contextlib.suppress(OSError):  # a listening socket has no peer
@@ -78,10 +79,10 @@ def congestion_in_use() -> str:
 
 
 def tcp_sockets() -> Iterator[socket.socket]:
-    """Every TCP socket of this process, Gloo's included, one at a time.
+    """Yield every TCP socket of this process, those of Gloo included.
 
-    The descriptor is borrowed: it stays open, and the object is invalid after the iteration moves on. A socket that
-    is closed meanwhile is left out.
+    The descriptor stays open. The yielded object is valid only until the next one is yielded. A socket that is closed
+    during the iteration is left out.
     """
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only: this runs in every step
         try:
@@ -99,13 +100,13 @@ def tcp_sockets() -> Iterator[socket.socket]:
 
 LOADED = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 MODULES = Path("/lib/modules")
-NOT_CONGESTION = {"diag"}  # tcp_diag.ko is no congestion control
+NOT_CONGESTION = {"diag"}  # the module tcp_diag is no congestion control
 
 
 def check_congestion_control(name: str | None) -> None:
     """Raise Unavailable with the existing names if the kernel has no congestion control of this name.
 
-    Containers and namespaces use the kernel of the machine.
+    Containers and namespaces use the kernel of the machine, so the check here is valid for all of them.
     """
     if name is None or _accepted(name):
         return
@@ -116,7 +117,7 @@ def check_congestion_control(name: str | None) -> None:
 
 
 def congestion_controls() -> list[str]:
-    """Return the names that are loaded or can be loaded as a module; empty if the kernel does not list them."""
+    """Return the congestion controls that are loaded or are modules; empty if the kernel lists none."""
     found: set[str] = set()
     with contextlib.suppress(OSError):
         found.update(LOADED.read_text(encoding="ascii").split())
@@ -127,7 +128,7 @@ def congestion_controls() -> list[str]:
 
 
 def _accepted(name: str) -> bool:
-    """True if a socket accepts the name, or refuses it only for lack of privileges. As root this loads the module."""
+    """Return True if a socket accepts the name, or refuses it only for lack of privileges. As root, load its module."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())

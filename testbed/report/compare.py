@@ -1,7 +1,7 @@
 """Compare result A with result B, cell by cell, with a 95 % interval of the ratio B/A.
 
-A cell is worse in B if its step takes more than `threshold` longer and the whole interval is above 1, so that a
-difference that is too small or too uncertain does not count. B is also worse if a run of A is missing in B.
+A cell is worse in B if its step takes longer by more than the fraction `threshold` and the whole interval is above 1.
+So a small or uncertain difference does not count. B is also worse if a run of A is missing in B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from testbed.spec.errors import UsageError
 
 @dataclass(frozen=True)
 class Change:
-    """One cell in both results; `ratio` is B over A."""
+    """One cell in both results. `ratio` is B over A."""
 
     name: str
     before: float
@@ -32,15 +32,15 @@ class Change:
     verdict: str  # "slower", "faster", "same", "too few steps"
     worse: bool
     loss: tuple[float | None, float | None]
-    sent: float | None  # ratio of bytes per step
+    sent: float | None  # bytes per step: B over A
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes, what only one side has, and what differs in all cells: keys of two single runs, or the place."""
+    """All changes, the runs of one side only, and what differs in all cells: keys of two single runs, or the place."""
 
     changes: list[Change]
-    lost: list[str]  # runs that A has and B does not have, each with B's reason if there is one
+    lost: list[str]  # runs that are in A and not in B, each with the reason if B has one
     only: list[str]  # runs that only B has
     differences: list[str]
     skipped: list[Skipped]
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, threshold: float) -> Comparison:
-    """Compare cells of equal spec; two single runs are compared even if their specs differ."""
+    """Compare cells of equal spec, or two single runs even if their specs differ. Raise UsageError without cells."""
     one, two = load([a]), load([b])
     sides = [[cell for chapter in chapters(each) for cell in chapter.cells] for each in (one, two)]
     several = list(dict.fromkeys(p for cells in sides for p in varying_places([c.first.summary for c in cells])))
@@ -70,7 +70,7 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
     both = [name for name in before if name in after]
     if not both:
         raise UsageError(
-            f"{a} and {b} have no run of equal spec in common. Name two run folders to compare them anyway."
+            f"{a} and {b} have no run of equal spec in common. Give two run folders to compare runs of other specs."
         )
     reasons = {each.path.name: each.reason for each in two.skipped}
     lost = [_lost(cell, reasons, several) for name, cell in before.items() if name not in after]
@@ -83,40 +83,40 @@ def compare(a: Path, b: Path, threshold: float) -> Comparison:
 
 
 def _lost(cell: Cell, reasons: dict[str, str], several: Sequence[str]) -> str:
-    """A cell of A that B does not have, with the reason from a folder of the same name in B, if there is one."""
+    """Return the name of a cell that B does not have, with the reason from a folder of that name in B, if any."""
     names = [run.folder.path.name for run in cell.runs]
     why = next((reasons[name] for name in names if name in reasons), "not there")
     return f"{cell.spec.name}{_on(cell, several)}: {why}"
 
 
 def key(cell: Cell, several: Sequence[str]) -> str:
-    """Equal for two cells that are compared: the spec without names; substrate and machine if a side has several."""
+    """Return a string that is equal for two cells to compare: the spec without names, and `_on`."""
     return condition(cell.spec) + _on(cell, several)
 
 
 def _on(cell: Cell, several: Sequence[str]) -> str:
-    """The substrate and the machine, as far as a side has several."""
+    """Return the substrate and the machine in words, each only if one side has several."""
     return "".join(f" on {value_of(cell, place)}" for place in several)
 
 
 def differences(a: Cell, b: Cell) -> list[str]:
-    """`link.rate: 500mbit -> 200mbit`."""
+    """Return the differences of two cells, e.g. `link.rate: 500mbit -> 200mbit`."""
     left, right = flatten(a.spec), flatten(b.spec)
     keys = [k for k in {**left, **right} if k in ("mode", "placement") or k not in NO_COLUMN]
-    if (a.spec.script is None) != (b.spec.script is None):  # they have few keys in common
+    if (a.spec.script is None) != (b.spec.script is None):  # a script and our own loop have few keys in common
         keys = [key for key in keys if key in left and key in right]
     changed = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys if left.get(k) != right.get(k)]
     return [*changed, *(line for place in PLACES for line in _changed(place, a, b))]
 
 
 def _changed(place: str, a: Cell, b: Cell) -> list[str]:
-    """`on: compose -> netns`, if two cells were measured in different places."""
+    """Return e.g. `on: compose -> netns` if two cells were measured in different places."""
     known = varying_places([cell.first.summary for cell in (a, b)])
     return [f"{place}: {value_of(a, place)} -> {value_of(b, place)}"] if place in known else []
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
-    """Notes on how to read the intervals."""
+    """Return notes on how to read the intervals."""
     return [findings.ONE_RUN] if any(len(cell.runs) == 1 for cell in cells) else []
 
 

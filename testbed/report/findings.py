@@ -1,8 +1,9 @@
 """Every sentence that the report derives from the numbers, and the notes on how to read them.
 
-Each rule is one function that returns its sentence; `@states` says how many steps and cells it needs. In reading order:
-how numbers are spelled, the verdict at the top of a chapter, the checks of the numbers against each other, the titles
-of the figures, and the notes. A rule looks at the direction of a difference before it names one.
+Each rule is one function that returns its sentence. `@states` registers it with the fewest steps and cells that it
+needs. The order is: how numbers are spelled, the verdict at the top of a chapter, the checks of the numbers against
+each other, the titles of the figures, and the notes. A rule checks the sign of a difference before it names a
+direction.
 """
 
 from __future__ import annotations
@@ -44,81 +45,81 @@ from testbed.results.table import label
 from testbed.results.validity import MAX_USE
 from testbed.spec.units import in_megabytes
 
-SUM_TOLERANCE = 0.05  # how far the parts of a step may be off in sum; also the largest rest
-BYTE_TOLERANCE = 0.095  # of counted bytes over payload: headers up to 4.6 %, acknowledgements as much again
-CONTROL_TOLERANCE = 0.10  # of the processor time of computing against the control run
-MAX_NOISE = 0.10  # added to that tolerance at most, if the control's own ranks, which do equal work, differ as much
-CONTENTION = 0.15  # beyond that a difference is open up to this much more, and then counts as wrong; docs/report.md
+SUM_TOLERANCE = 0.05  # largest difference between a step and the sum of its parts, and largest rest, as shares
+BYTE_TOLERANCE = 0.095  # of counted bytes over payload: up to 4.6 % headers, and as much for acknowledgements
+CONTROL_TOLERANCE = 0.10  # largest difference of the processor time of computing from the control run
+MAX_NOISE = 0.10  # at most added to that tolerance, if the ranks of the control, which do equal work, differ as much
+CONTENTION = 0.15  # a difference above that limit by up to this much is open, a larger one is wrong; docs/report.md
 MIN_CHANGE = 0.02  # a smaller relative change counts as none
-AGREE = 0.05  # substrates whose steps differ by no more agree
+AGREE = 0.05  # substrates agree if their steps differ by no more
 MAX_LISTED = 4  # modes that a sentence names one by one
-EXACT_STEPS = 3  # steps in which exact modes must agree, so that a later difference counts as rounding
+EXACT_STEPS = 3  # first steps in which exact modes must agree, so that a later difference counts as rounding
 
 
 def rate_in_words(value: float, digits: int = 4) -> str:
-    """180_000_000 -> '180 Mbit/s'."""
+    """Return a rate in bit/s as text: 180_000_000 -> '180 Mbit/s'."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
 
 
 def rough_rate(value: float) -> str:
-    """With two digits, for a rate that is interpolated between two measured ones."""
+    """Return a rate as text with two digits, for a rate that is interpolated between two measured ones."""
     return rate_in_words(value, 2)
 
 
 def megabytes(value: float) -> str:
-    """111_050_000 -> '111 MB', 390_000 -> '0.39 MB', 34_100 -> '34.1 kB'."""
+    """Return bytes as text: 111_050_000 -> '111 MB', 390_000 -> '0.39 MB', 34_100 -> '34.1 kB'."""
     if 0 < value < 1e5:
         return in_megabytes(value)
     return f"{value / 1e6:.0f} MB" if value >= 1e7 else f"{value / 1e6:.2g} MB"
 
 
 def times(value: float) -> str:
-    """Format a ratio: 1.054 -> '1.05', 139.2 -> '139'."""
+    """Return a ratio as text: 1.054 -> '1.05', 139.2 -> '139'."""
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def percent(share: float) -> str:
-    """0.256 -> '26 %'; small shares keep a digit, and 0.1 % is the least: for limits ("within", "at most")."""
+    """Return a share that is a limit ("within", "at most") as text: 0.256 -> '26 %', 0.034 -> '3.4 %', 0 -> '0.1 %'."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * max(share, 0.001):.1f} %"
 
 
 def exactly(share: float) -> str:
-    """The same for a share that is no limit: 0 is '0 %'."""
+    """Return a share that is no limit as text: the same as `percent`, but 0 -> '0 %'."""
     return "0 %" if share < 0.0005 else percent(share)
 
 
 def factor(value: float) -> str:
-    """3.14 -> '3.1', 1.034 -> '1.03': never 1.0 for a difference."""
+    """Return a factor as text: 3.14 -> '3.1', 1.034 -> '1.03', so that a difference is never printed as 1.0."""
     return f"{value:.1f}" if value >= 1.1 else f"{value:.2f}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a, b and c`; of a long list the first three and a count."""
+    """Return names as text: `a, b and c`; of a long list the first three and how many more there are."""
     names = list(dict.fromkeys(names))
     names = [*names[:3], f"{len(names) - 3} more"] if len(names) > MAX_LISTED else names
     return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
 
 
 def namer(cells: Sequence[Cell]) -> Callable[[Cell], str]:
-    """A function that names each of these cells: by its mode alone where that is enough."""
+    """Return a function that names each of these cells, by the mode alone if that is unique."""
     known = {id(cell): name for cell, name in zip(cells, names(cells), strict=True)}
     return lambda cell: known.get(id(cell), cell.label)
 
 
 def all_of(cells: Sequence[Cell]) -> str:
-    """`every mode`; a user's script is no mode."""
+    """Return `every mode`, or `each of them` if a cell is a user's script."""
     return "each of them" if any(cell.spec.script for cell in cells) else "every mode"
 
 
 def fastest(cells: Sequence[Cell]) -> Cell:
-    """The cell with the shortest step; modes that do not synchronise count only where there is no other."""
+    """Return the cell with the shortest step. Modes that do not synchronise count only if there is no other."""
     real = [cell for cell in cells if not cell.spec.mode.silent] or list(cells)
     return min(real, key=lambda cell: cell.seconds.centre)
 
 
 def slowest(cells: Sequence[Cell]) -> Cell:
-    """The cell with the longest step. Modes that do not synchronise count only if there is no other."""
+    """Return the cell with the longest step. Modes that do not synchronise count only if there is no other."""
     real = [cell for cell in cells if not cell.spec.mode.silent] or list(cells)
     return max(real, key=lambda cell: cell.seconds.centre)
 
@@ -139,9 +140,9 @@ class Verdict:
 
 
 def verdict(chapter: Chapter, swept: str = "") -> Verdict:
-    """Build the top of a chapter. `swept` is the finding along a swept axis; it is the headline if it claims something.
+    """Return the top of a chapter. `swept`: the finding along a swept axis, which is the headline if it has a claim.
 
-    Everything that compares modes speaks of cells that differ in their mode only.
+    A sentence that compares modes uses only cells that differ in their mode alone.
     """
     cells = comparable(chapter)
     cells = [cell for cell in cells if cell.n >= COMPARE_STEPS] or cells
@@ -159,7 +160,7 @@ def verdict(chapter: Chapter, swept: str = "") -> Verdict:
 
 
 def place(chapter: Chapter, cell: Cell) -> str:
-    """The network of a cell, and its values of all other keys that vary in the chapter, as the begin of a sentence."""
+    """Return the begin of a sentence: the network of a cell, and its values of the other keys that vary."""
     rate = cell.spec.link.rate
     where = f"At {rate_in_words(rate)} each way" if rate else "On this network"
     on = f" on {cell.substrate}" if "on" in chapter.keys else ""
@@ -170,7 +171,7 @@ def place(chapter: Chapter, cell: Cell) -> str:
 
 @states(steps=COMPARE_STEPS)
 def fastest_and_slowest(chapter: Chapter, best: Cell, worst: Cell) -> str:
-    """The fastest mode, and how much faster it is than the slowest and than one node."""
+    """Return which mode is fastest, and how much faster it is than the slowest mode and than one node."""
     step, where = seconds(best.seconds.centre), place(chapter, best)
     if not best.spec.mode.distributed:
         return f"One node takes {step} a step"
@@ -189,7 +190,7 @@ def fastest_and_slowest(chapter: Chapter, best: Cell, worst: Cell) -> str:
 
 
 def _against_one_node(speed: float | None) -> str:
-    """The end of a sentence about the fastest mode: its speed-up."""
+    """Return the end of a sentence about the fastest mode: its speed-up."""
     if speed is None:
         return ""
     if abs(speed - 1) < MIN_CHANGE:
@@ -201,7 +202,7 @@ def _against_one_node(speed: float | None) -> str:
 
 @states(steps=1)
 def too_few_steps(cell: Cell) -> str:
-    """What is said in place of a comparison."""
+    """Return the sentence that takes the place of a comparison."""
     who = cell.label if cell.spec.mode.distributed else "One node"
     few = "1 step after warm-up is" if cell.n == 1 else f"{cell.n} steps after warm-up are"
     return f"{who} takes {seconds(cell.seconds.centre)} a step; {few} too few to compare, {COMPARE_STEPS} are needed"
@@ -209,7 +210,7 @@ def too_few_steps(cell: Cell) -> str:
 
 @states(steps=COMPARE_STEPS, cells=2)
 def cost_of_one_slow_node(chapter: Chapter) -> str:
-    """How much longer a step takes with one slow node than with equal nodes."""
+    """Return how much longer a step takes with one slow node than with equal nodes."""
     costs = []
     for cell in (cell for cell in chapter.cells if cell.spec.overrides):
         equal = next((c for c in chapter.cells if not c.spec.overrides and _differ_in(c, cell) <= {"overrides"}), None)
@@ -227,7 +228,7 @@ def cost_of_one_slow_node(chapter: Chapter) -> str:
 
 
 def _differ_in(a: Cell, b: Cell) -> set[str]:
-    """The keys in which two cells differ, place included."""
+    """Return the keys in which two cells differ, with "on" and "machine"."""
     every = {**a.flat, **b.flat}
     keys = {key for key in every if a.flat.get(key) != b.flat.get(key) and key not in REPEAT_KEYS}
     return keys | {key for key in ("on", "machine") if value_of(a, key) != value_of(b, key)}
@@ -235,14 +236,14 @@ def _differ_in(a: Cell, b: Cell) -> set[str]:
 
 @states(steps=COMPARE_STEPS, cells=2)
 def effect_of_placement(chapter: Chapter) -> str:
-    """The effect on the loss, if the experiment compares synchronising before and after the optimizer's step."""
+    """Return the effect of synchronising before or after the optimizer's step on the loss; empty for one placement."""
     placed = {cell.spec.placement for cell in chapter.cells}
     return loss_by_step([c for c in chapter.cells if not c.spec.mode.is_control]) if len(placed) > 1 else ""
 
 
 @states(steps=1, otherwise=[])
 def busiest_link(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
-    """The bytes on the busiest link of the slowest and of the fastest mode."""
+    """Return the bytes on the busiest link of the slowest and of the fastest mode."""
     costs = [theory.cost(cell.spec.mode, cell.world, cell.first.network.rack_uplinks) for cell in (best, worst)]
     if best.label == worst.label or not best.bound or not worst.bound or worst.bound <= 1.5 * best.bound:
         return []
@@ -258,7 +259,7 @@ def busiest_link(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
 
 @states(steps=COMPARE_STEPS, otherwise=[])
 def hidden_time(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
-    """How much communication the fastest mode hides."""
+    """Return how much of its communication the fastest mode hides."""
     hidden = best.split.hidden_share
     if best.label == worst.label or not hidden or hidden <= 0.05:
         return []
@@ -267,13 +268,13 @@ def hidden_time(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
 
 @states(steps=COMPARE_STEPS, otherwise=[])
 def limit(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
-    """Whether the network, the CPU or neither limits the fastest mode."""
+    """Return whether the network, the CPU or neither limits the fastest mode."""
     if not best.bound or not best.spec.spans:
         return []
     s, wire, step = best.split, best.bound, best.seconds.centre
     own = s.compute + s.copies
     if MAX_USE * step < max(own, wire):
-        return []  # then one of the two is not what limits
+        return []  # a bound above the step is wrong, so it shows no limit
     if s.exposed > own and wire < s.busy / 2:
         return [
             f"Neither computing ({seconds(own)} a step) nor the bytes ({seconds(wire)} at this rate) explain a step of "
@@ -289,7 +290,7 @@ def limit(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
 
 @states(steps=COMPARE_STEPS, otherwise=[])
 def slow_ranks(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
-    """Each straggler once, with the runs it was found in."""
+    """Return one sentence per straggler, with the runs in which it was found."""
     found: dict[tuple[int, str], list[tuple[Cell, str]]] = {}
     for cell in chapter.cells:
         for each in cell.stragglers:
@@ -304,18 +305,18 @@ def slow_ranks(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
 
 @states(steps=COMPARE_STEPS, otherwise="Computing, waiting and transfer of every rank")
 def straggler(cell: Cell) -> str:
-    """The slowest straggler of a cell, as the title of its figure."""
+    """Return the sentence on the slowest straggler of a cell, as the title of its figure."""
     first = cell.stragglers[0].sentence
     return f"{first[0].upper()}{first[1:]}"
 
 
-HEADLINES = (cost_of_one_slow_node, effect_of_placement)  # the first that has a sentence, if no axis was swept
+HEADLINES = (cost_of_one_slow_node, effect_of_placement)  # the first with a claim, if the swept axis has none
 REASONS = (busiest_link, hidden_time, limit, slow_ranks)  # in the order of the page
 
 
 @states(steps=1, otherwise=[])
 def tiles(chapter: Chapter, best: Cell, worst: Cell) -> list[Tile]:
-    """The numbers that a reader looks for first."""
+    """Return the most important numbers of a chapter."""
     name, s = namer(chapter.cells), best.seconds
     enough = min(best.n, worst.n) >= COMPARE_STEPS
     ranked = enough and worst.seconds.centre >= (1 + MIN_CHANGE) * s.centre and name(best) != name(worst)
@@ -333,13 +334,13 @@ def tiles(chapter: Chapter, best: Cell, worst: Cell) -> list[Tile]:
 
 
 def checks(chapter: Chapter) -> list[Check]:
-    """All checks that have something to compare."""
+    """Return all checks that have numbers to compare."""
     return [check for rule in CHECKS if (check := rule(chapter)) is not None]
 
 
 @states(steps=1, otherwise=None)
 def check_rates(chapter: Chapter) -> Check | None:
-    """Requested against measured rates of all links."""
+    """Compare requested and measured rates of all links."""
     runs = [run for cell in chapter.cells for run in cell.runs if run.spec.world > 1]
     worst = [run.network.worst_error for run in runs if run.network.worst_error is not None]
     links = sum(len(run.network.measured) for run in runs if run.network.worst_error is not None)
@@ -354,7 +355,7 @@ def check_rates(chapter: Chapter) -> Check | None:
 
 @states(steps=1, otherwise=None)
 def check_ways(chapter: Chapter) -> Check | None:
-    """Requested against measured delay and loss of all links."""
+    """Compare requested and measured delay and loss of all links."""
     ways = [way for cell in chapter.cells for run in cell.runs for way in run.network.ways]
     wrong = [problem for way in ways if (problem := way.problem())]
     if wrong:
@@ -364,16 +365,16 @@ def check_ways(chapter: Chapter) -> Check | None:
 
 @states(steps=1, otherwise=None)
 def check_replicas(chapter: Chapter) -> Check | None:
-    """Parameters of all ranks at the end of a run."""
+    """Compare the parameters of all ranks at the end of each run."""
     must = [r for c in chapter.cells for r in c.runs if r.spec.world > 1 and r.spec.replicas_must_agree]
     if not must:
         return None
     scripts = [run for run in must if run.spec.script]
-    odd = [run for run in scripts if not run.summary.replicas_agree]  # its own findings say what that means
+    odd = [run for run in scripts if not run.summary.replicas_agree]  # the findings on the script explain it
     must = [run for run in must if run not in odd]
     if not must:
         differ = any(run.summary.replicas_agree is False for run in odd)
-        text = "parameters differ between ranks of a script; see what it does" if differ else "no sample was taken"
+        text = "parameters differ between ranks of a script; see its findings" if differ else "no sample was taken"
         return Check(None, f"Replicas: {text}")
     equal = sum(bool(run.summary.replicas_agree) for run in must)
     return Check(equal == len(must), f"Replicas: parameters were bit for bit equal in {equal} of {len(must)} runs")
@@ -381,7 +382,7 @@ def check_replicas(chapter: Chapter) -> Check | None:
 
 @states(steps=1, otherwise=None)
 def check_bytes(chapter: Chapter) -> Check | None:
-    """Bytes that the kernel counted against the payload of theory."""
+    """Compare the bytes that the kernel counted with the payload in theory."""
     name = namer(chapter.cells)
     ratios = [(ratio, name(cell)) for cell in chapter.cells if cell.world > 1 and (ratio := cell.sent_over_theory())]
     if not ratios:
@@ -398,9 +399,9 @@ def check_bytes(chapter: Chapter) -> Check | None:
 
 @states(steps=1, otherwise=None)
 def check_times(chapter: Chapter) -> Check | None:
-    """The parts of a step against the whole.
+    """Compare the sum of the parts of a step with the step.
 
-    The rest is calculated as the difference, so the sum alone is a weak check: the rest must be small as well.
+    The rest is calculated as a difference, so the sum alone is a weak check. Therefore the rest must be small, too.
     """
     detailed = [cell for cell in chapter.cells if cell.spec.spans]
     if not detailed:
@@ -410,10 +411,10 @@ def check_times(chapter: Chapter) -> Check | None:
     most = max(detailed, key=lambda cell: abs(cell.split.rest_share))
     rest = abs(most.split.rest_share)
     own = [abs(cell.split.rest_share) for cell in detailed if not cell.spec.script]
-    if most.spec.script:  # work of the script's own between its phases, e.g. a test or a log line
+    if most.spec.script:  # the rest includes work of the script between its phases, e.g. a test or a log line
         text = (
             f"Times: compute + copies + exposed + rest is the step within {percent(step)}, exposed + hidden is "
-            f"communication within {percent(busy)}; {exactly(rest)} of a step of {most.label} is its other work"
+            f"communication within {percent(busy)}; {exactly(rest)} of a step of {most.label} is other work"
         )
         return Check(max(step, busy, *own) <= SUM_TOLERANCE, text)
     text = (
@@ -425,14 +426,14 @@ def check_times(chapter: Chapter) -> Check | None:
 
 @dataclass(frozen=True)
 class _AgainstControl:
-    """Computing of one cell against the control; gaps are shares of the control's."""
+    """Computing of one cell compared with the control. Gaps are shares of the control's computing."""
 
     name: str
     clock: float  # gap in wall-clock time
     work: float  # gap in processor time; nan where it was not recorded
-    noise: float  # between the control's own ranks
-    contended: float  # share of computing beside sending (for more work), of waiting (for less)
-    copies: float  # share of the step
+    noise: float  # difference between the ranks of the control
+    contended: float  # share of computing during which bytes move (if the gap is positive), else of waiting
+    copies: float  # share of the cell's step
 
     @property
     def gap(self) -> float:
@@ -440,12 +441,12 @@ class _AgainstControl:
 
     @property
     def limit(self) -> float:
-        """The largest gap that counts as none."""
+        """The largest gap that counts as no difference."""
         return CONTROL_TOLERANCE + self.noise
 
     @property
     def ok(self) -> bool | None:
-        """None between the limit and what contention could add: the records cannot tell contention from an error."""
+        """True up to the limit, None up to what contention could add, else False. Contention is not recorded."""
         if abs(self.gap) <= self.limit:
             return True
         return None if abs(self.gap) <= self.limit + CONTENTION * self.contended else False
@@ -463,13 +464,14 @@ def _against_control(cell: Cell, control: Cell, name: str) -> _AgainstControl:
 
 @states(steps=COMPARE_STEPS, cells=2, otherwise=None)
 def check_control(chapter: Chapter) -> Check | None:
-    """Computing of every mode against the same ranks without synchronisation.
+    """Compare computing of every mode with the same ranks without synchronisation (the control).
 
-    The processor time of the loop's own thread in user mode is compared, without copies. By wall-clock time the same
-    work takes longer, because moving bytes needs the same processor. Kernel mode is page faults and interrupts of the
-    network, which the kernel adds to the thread that they interrupt. If processor time was not recorded, wall-clock
-    time is compared. The ranks of the control do equal work: the difference between them is noise of the machine, and
-    widens the limit. Beyond that the check is open, not passed, as far as contention could explain it (docs/report.md).
+    The check compares the processor time of the loop's own thread in user mode, without copies. In wall-clock time the
+    same work takes longer, because moving bytes uses the same processor. Time in kernel mode is left out: the kernel
+    adds page faults and network interrupts to the thread that they interrupt. If processor time was not recorded,
+    wall-clock time is compared. The ranks of the control do equal work, so a difference between them is noise of the
+    machine and is added to the limit. Above the limit the check is open if contention could explain the difference
+    (docs/report.md).
     """
     name = namer(chapter.cells)
     found = [
@@ -496,21 +498,21 @@ def check_control(chapter: Chapter) -> Check | None:
     if any(each.ok is None for each in off):
         text += "Shared caches, execution units or the clock rate could cause this; none of them is recorded. "
     text += (
-        f"In wall-clock time it is at most {percent(max(abs(each.clock) for each in found))} off. "
+        f"In wall-clock time the difference is at most {percent(max(abs(each.clock) for each in found))}. "
         f"Copies are counted separately: at most {percent(most.copies)} of a step ({most.name})"
     )
     return Check(False if any(each.ok is False for each in found) else None if off else True, text)
 
 
 def _computes_alike(a: Cell, b: Cell) -> bool:
-    """True if the specs differ in mode and network only: then computing costs the same."""
+    """Return True if the specs differ in mode and network only, so that computing is the same work."""
     free = {key for key in a.flat if key in ("mode", "placement") or key.startswith("link.")}
     return a.world == b.world and _differ_in(a, b) <= free
 
 
 @states(steps=1, otherwise=None)
 def check_clocks(chapter: Chapter) -> Check | None:
-    """The error of clock synchronisation, where nodes have clocks of their own: waiting and traces depend on it."""
+    """Check the error of clock synchronisation if nodes have own clocks, because waiting and traces depend on it."""
     error = max(run.network.offset_error for cell in chapter.cells for run in cell.runs)
     if not error:
         return None
@@ -532,7 +534,7 @@ CHECKS = (
 
 @states(steps=COMPARE_STEPS, otherwise="The parts of an average step")
 def where_time_goes(cells: Sequence[Cell]) -> str:
-    """The share of a step in which the slowest and the fastest mode wait."""
+    """Return the share of a step in which the slowest and the fastest mode wait."""
     name = namer(cells)
     best, worst = fastest(cells), slowest(cells)
     share = exactly(worst.split.exposed / worst.split.step)
@@ -548,7 +550,7 @@ def where_time_goes(cells: Sequence[Cell]) -> str:
 
 @states(steps=1, otherwise="Bytes that each rank sends in a step")
 def bytes_per_rank(cells: Sequence[Cell]) -> str:
-    """The mode that sends most through one link, and the one that sends least."""
+    """Return which mode sends most through one link, and which sends least."""
     name = namer(cells)
 
     def busiest(cell: Cell) -> tuple[float, int]:
@@ -569,7 +571,7 @@ def bytes_per_rank(cells: Sequence[Cell]) -> str:
 
 @states(steps=COMPARE_STEPS, otherwise="Seconds of communication and their lower bound")
 def roofline(cells: Sequence[Cell]) -> str:
-    """How far communication is from its lower bound."""
+    """Return by which factor communication exceeds its lower bound."""
     name = namer(cells)
     ratios = {name(cell): cell.split.busy / cell.bound for cell in cells if cell.bound}
     if not ratios:
@@ -591,7 +593,7 @@ def roofline(cells: Sequence[Cell]) -> str:
 
 @states(steps=1, otherwise="One step, phase by phase")
 def timeline(cells: Sequence[Cell]) -> str:
-    """Which modes send while they compute."""
+    """Return which modes send while they compute."""
     name = namer(cells)
     overlapping = [cell for cell in cells if (cell.split.hidden_share or 0.0) > 0.1]
     after = [cell for cell in cells if cell.split.busy > 0 and (cell.split.hidden_share or 0.0) <= 0.1]
@@ -611,7 +613,7 @@ def timeline(cells: Sequence[Cell]) -> str:
 
 @states(steps=COMPARE_STEPS, otherwise="Training loss of each step")
 def loss_by_step(cells: Sequence[Cell]) -> str:
-    """Whether all modes have the same loss. Single-node runs are left out: their BatchNorm uses the whole batch."""
+    """Return whether all modes have the same loss. Leave out single nodes, whose BatchNorm uses the whole batch."""
     name = namer(cells)
     cells = [cell for cell in cells if cell.spec.mode.distributed] or cells
     length = min(len(cell.losses()) for cell in cells)
@@ -622,7 +624,7 @@ def loss_by_step(cells: Sequence[Cell]) -> str:
     table = np.array([cell.losses()[:length] for cell in cells])
     if not np.isfinite(table).all():
         lost = [name(cell) for cell, row in zip(cells, table, strict=True) if not np.isfinite(row).all()]
-        return f"The loss of {listed(lost)} is not a number any more: it diverged"
+        return f"The loss of {listed(lost)} is not a number any more: training diverged"
     if len(cells) < 2:
         return f"The loss of {name(cells[0])} {_trend(table[0])}"
     final = table[:, -max(1, length // 10) :].mean(axis=1)
@@ -637,12 +639,12 @@ def loss_by_step(cells: Sequence[Cell]) -> str:
 
 
 def _train_apart(cells: Sequence[Cell]) -> bool:
-    """True if not all train the same: scripts with different commands or folders, or a script beside our own loop."""
+    """Return True if not all train the same: scripts of several commands or folders, or a script and our own loop."""
     return len({(cell.spec.script.argv, cell.spec.script.folder) if cell.spec.script else () for cell in cells}) > 1
 
 
 def _trend(losses: Column) -> str:
-    """`falls from 2.30 to 1.75`, by the means of the first and of the last tenth."""
+    """Return e.g. `falls from 2.30 to 1.75`, from the means of the first and of the last tenth."""
     width = max(1, len(losses) // 10)
     first, last = float(losses[:width].mean()), float(losses[-width:].mean())
     if abs(last - first) <= MIN_CHANGE * abs(first):
@@ -651,7 +653,7 @@ def _trend(losses: Column) -> str:
 
 
 def _differ_by_placement(cells: Sequence[Cell], final: Column, name: Callable[[Cell], str]) -> str:
-    """The sentence for a difference between synchronising before and after the optimizer's step; else empty."""
+    """Return the sentence on a difference between synchronising before and after the optimizer's step, else empty."""
     late = np.array([cell.spec.placement == "after-step" for cell in cells])
     if not late.any() or (~late).sum() < 2 or not _equal_but_for_rounding(final[~late]):
         return ""
@@ -661,7 +663,7 @@ def _differ_by_placement(cells: Sequence[Cell], final: Column, name: Callable[[C
 
 
 def _differ_later(cells: Sequence[Cell], table: Column, final: Column) -> str:
-    """The sentence for exact modes that agree at first and differ later, as rounding errors make them; else empty."""
+    """Return the sentence on exact modes that agree at first and differ later by rounding errors, else empty."""
     apart = [not _equal_but_for_rounding(table[:, step]) for step in range(table.shape[1])]
     common = apart.index(True) if True in apart else len(apart)
     exact = all(c.spec.mode.codec is None and c.spec.mode.every == 1 and not c.spec.script for c in cells)
@@ -682,7 +684,7 @@ def _equal_but_for_rounding(losses: Column) -> bool:
 
 @states(steps=COMPARE_STEPS, otherwise="Loss against time")
 def loss_by_time(cells: Sequence[Cell]) -> str:
-    """The loss that all modes reach, and which one reaches it first."""
+    """Return the loss that all modes reach, and which mode reaches it first."""
     name = namer(cells)
     curves = [(cell.seconds_so_far(), _smooth(cell.losses())) for cell in cells]
     if _train_apart(cells) or not all(len(y) >= COMPARE_STEPS and np.isfinite(y).all() for _, y in curves):
@@ -709,7 +711,7 @@ def _smooth(values: Column) -> Column:
 
 @states(steps=STEADY_STEPS, otherwise="Seconds of each step")
 def seconds_by_step(cells: Sequence[Cell]) -> str:
-    """How much steps vary once warm-up is over."""
+    """Return how much steps vary after warm-up."""
     name = namer(cells)
     spreads = {}
     for cell in cells:
@@ -729,7 +731,7 @@ def seconds_by_step(cells: Sequence[Cell]) -> str:
 
 @states(steps=1)
 def faults(runs: Sequence[FaultedRun]) -> str:
-    """How many runs had faults, how fast they were detected, how often the right rank was named, how runs ended."""
+    """Return how many runs had faults, how fast these were detected, whether the right rank was named, and the ends."""
     stopped = [run for run in runs if run.history.last_notice_s is not None]
     named = [run.history.named_right for run in stopped if run.history.named_right is not None]
     on = sum(run.row[-1] == "went on" for run in runs)
@@ -738,7 +740,7 @@ def faults(runs: Sequence[FaultedRun]) -> str:
     sentences = [f"{len(runs)} run{'s' if len(runs) != 1 else ''} with injected faults"]
     if stopped:
         last = max(run.history.last_notice_s or 0.0 for run in stopped)
-        sentences.append(f"{len(stopped)} ended by it, detected by all others within {last:.1f} s")
+        sentences.append(f"{len(stopped)} ended because of a fault that all other ranks detected within {last:.1f} s")
         sentences.append(f"the right rank was named in {sum(named)} of {len(named)}")
     if on:
         sentences.append(f"{on} went on")
@@ -751,15 +753,16 @@ def faults(runs: Sequence[FaultedRun]) -> str:
 
 @states(steps=1)
 def faults_noticed(runs: Sequence[FaultedRun]) -> str:
-    """How long it took until all other ranks had detected the fault, and how often the right rank was named."""
+    """Return how long it took until all other ranks had detected the fault, and how often they named the right rank."""
     right = sum(run.history.named_right is True for run in runs)
     slowest = max(run.history.last_notice_s or 0.0 for run in runs)
-    return f"All others detected it within {slowest:.1f} s and named the right rank in {right} of {len(runs)} runs"
+    detected = f"All other ranks detected the fault within {slowest:.1f} s"
+    return f"{detected} and named the right rank in {right} of {len(runs)} runs"
 
 
 @states(steps=1)
 def one_fault(run: FaultedRun) -> str:
-    """What one fault did to its run."""
+    """Return the effect of a fault on its run."""
     mode, fault = label(run.spec), run.row[1]
     if run.row[-1] == "went on":
         return f"{fault} with {mode}: the run goes on"
@@ -767,13 +770,13 @@ def one_fault(run: FaultedRun) -> str:
         return f"{fault} with {mode}: all ranks restart from the last checkpoint and finish"
     if run.history.last_notice_s is None:
         return f"{fault} with {mode}: the run ends"
-    named = {True: "and name it", False: "and name another rank", None: "and name no rank"}[run.history.named_right]
-    return f"{fault} with {mode}: all other ranks detect it after {run.history.last_notice_s:.2f} s {named}"
+    named = {True: "the right rank", False: "another rank", None: "no rank"}[run.history.named_right]
+    return f"{fault} with {mode}: all other ranks detect it after {run.history.last_notice_s:.2f} s and name {named}"
 
 
 @states(steps=COMPARE_STEPS, otherwise="Seconds per step against the number of nodes")
 def nodes(curves: dict[str, Curve]) -> str:
-    """Which modes get faster with every node, and where the others stop."""
+    """Return which modes get faster with every node, and from which number of nodes on others do not."""
     falls, stops = [], []
     for name, curve in curves.items():
         steps = [(int(x), cell.seconds.centre) for x, cell in curve]
@@ -784,12 +787,13 @@ def nodes(curves: dict[str, Curve]) -> str:
             verb = "gets slower" if worse[1][1] > (1 + MIN_CHANGE) * worse[0][1] else "gains nothing"
             stops.append(f"{name} {verb} from {worse[0][0]} to {worse[1][0]} nodes")
     sentences = [f"{listed(falls)} {'get' if len(falls) > 1 else 'gets'} faster with every node"] if falls else []
-    return "; ".join([*sentences, *stops[:2]]) + (f"; {len(stops) - 2} more do not either" if len(stops) > 2 else "")
+    more = f"; {len(stops) - 2} more gain nothing or get slower" if len(stops) > 2 else ""
+    return "; ".join([*sentences, *stops[:2]]) + more
 
 
 @states(steps=COMPARE_STEPS, otherwise="Speed-up over the number of nodes")
 def efficiency(chapter: Chapter, curves: dict[str, Curve]) -> str:
-    """The best and the worst efficiency at the largest number of nodes."""
+    """Return the best and the worst efficiency at the largest number of nodes."""
     speed = {name: (chapter.speed_up(curve[-1][1]), curve[-1][0]) for name, curve in curves.items()}
     known = {name: (gain / count, count) for name, (gain, count) in speed.items() if gain is not None}
     most = max((count for _, count in known.values()), default=0.0)
@@ -803,7 +807,7 @@ def efficiency(chapter: Chapter, curves: dict[str, Curve]) -> str:
 
 @states(steps=COMPARE_STEPS, otherwise="Images per second against the number of nodes")
 def weak(curves: dict[str, Curve]) -> str:
-    """The gain in images per second of the mode that gains most."""
+    """Return the gain in images per second of the mode that gains most."""
     speeds = {n: [cell.images_per_second or math.nan for _, cell in curve] for n, curve in curves.items()}
     gains = {name: speed[-1] / speed[0] for name, speed in speeds.items()}
     best = max(gains, key=lambda name: gains[name])
@@ -813,7 +817,7 @@ def weak(curves: dict[str, Curve]) -> str:
 
 @states(steps=COMPARE_STEPS, otherwise="Seconds per step against the rate of the links")
 def bandwidth(curves: dict[str, Curve], *, met: Sequence[Crossing], single: Cell | None) -> str:
-    """The rate from which on each mode beats one node; without a baseline, which mode is fastest at which rate."""
+    """Return from which rate on each mode is faster than one node; without a baseline, which mode is the fastest."""
     if not single or single.n < COMPARE_STEPS:
         return _fastest_at_rates(curves)
     pays = {each.right: each.at for each in met if each.left == "one node" and each.right in curves}
@@ -833,7 +837,7 @@ def bandwidth(curves: dict[str, Curve], *, met: Sequence[Crossing], single: Cell
 
 
 def _fastest_at_rates(curves: dict[str, Curve]) -> str:
-    """Which mode is the fastest at the lowest and at the highest rate that all of them were measured at."""
+    """Return which mode is the fastest at the lowest and at the highest rate at which all modes were measured."""
     points = {name: {x: cell.seconds.centre for x, cell in curve} for name, curve in curves.items()}
     common = set.intersection(*(set(each) for each in points.values()))
     if len(curves) < 2 or len(common) < 2:
@@ -850,7 +854,7 @@ def _fastest_at_rates(curves: dict[str, Curve]) -> str:
 
 @states(steps=COMPARE_STEPS, otherwise="Seconds per step against the bucket size")
 def buckets(curves: dict[str, Curve], *, levels: Sequence[Cell]) -> str:
-    """The best bucket size, and what it gains over the worst and over the mode without buckets."""
+    """Return the best bucket size, and its gain over the worst size and over the mode without buckets."""
     name, curve = min(curves.items(), key=lambda pair: min(c.seconds.centre for _, c in pair[1]))
     best = min((cell for _, cell in curve), key=lambda cell: cell.seconds.centre)
     worst = max((cell for _, cell in curve), key=lambda cell: cell.seconds.centre)
@@ -864,7 +868,7 @@ def buckets(curves: dict[str, Curve], *, levels: Sequence[Cell]) -> str:
 
 
 def _versus(cell: Cell, other: Cell) -> str:
-    """The end of a sentence: how much faster or slower than another cell."""
+    """Return the end of a sentence: how much faster or slower a cell is than another."""
     ratio = other.seconds.centre / cell.seconds.centre
     if abs(ratio - 1) < MIN_CHANGE:
         return f", as fast as {other.label}"
@@ -875,7 +879,7 @@ def _versus(cell: Cell, other: Cell) -> str:
 
 @states(steps=COMPARE_STEPS, otherwise="Seconds per step against the steps between synchronisations")
 def skipping_speed(curves: dict[str, Curve]) -> str:
-    """The gain from synchronising less often, for the mode that gains most."""
+    """Return the gain from synchronising less often, for the mode that gains most."""
     name, curve = max(curves.items(), key=lambda pair: pair[1][0][1].seconds.centre / pair[1][-1][1].seconds.centre)
     (often, before), (seldom, after) = curve[0], curve[-1]
     gain = before.seconds.centre / after.seconds.centre
@@ -889,7 +893,7 @@ def skipping_speed(curves: dict[str, Curve]) -> str:
 
 @states(steps=1, otherwise="Accuracy against the number of steps between synchronisations")
 def skipping_accuracy(curves: dict[str, Curve]) -> str:
-    """What synchronising less often does to the accuracy."""
+    """Return the effect of synchronising less often on the accuracy."""
     for name, curve in curves.items():
         known = [(x, 100 * a) for x, cell in curve if (a := cell.first.summary.test_accuracy) is not None]
         if len(known) > 1:
@@ -903,7 +907,7 @@ def skipping_accuracy(curves: dict[str, Curve]) -> str:
 
 @states(steps=COMPARE_STEPS, otherwise="The same spec on several substrates")
 def substrates(both: Sequence[dict[str, Cell]]) -> str:
-    """How far the same spec differs between substrates."""
+    """Return how much the times of equal specs differ between substrates."""
     found = []
     for cells in both:
         quick = min(cells, key=lambda each: cells[each].seconds.centre)

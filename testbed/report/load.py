@@ -1,10 +1,10 @@
 """Read run folders.
 
-A folder may come from another user. A damaged one is skipped with one sentence of explanation, never with a
-traceback. Reading order: one rank's steps as columns, a run, and all runs below some paths. Runs with injected faults
+A folder may come from another user. A damaged folder is skipped with one sentence on the reason, without a traceback.
+The order of this file: one rank's steps as columns, a run, and all runs below some paths. Runs with injected faults
 are read with every step and every fault on one clock (`read_faulted`).
 
-How a step is split (all in seconds, as one rank saw them):
+The parts of a step (all in seconds, as one rank measured them):
 
     step    = compute + copies + exposed + rest
     busy    = exposed + hidden            time in which at least one buffer was in flight
@@ -13,8 +13,8 @@ How a step is split (all in seconds, as one rank saw them):
     exposed = the loop waited for communication
     rest    = the loop's own bookkeeping, and other work inside `sync`
 
-Exposed and copies are sums that the rank recorded; compute and rest are calculated from recorded intervals. So it is a
-check that the parts add up to the step.
+Exposed and copies are sums that the rank recorded; compute and rest are calculated from recorded intervals. So the
+report checks that the parts add up to the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from testbed.spec.run import RunSpec
 from testbed.spec.units import Interval, covered_length
 
 Column = NDArray[np.float64]
-Span = tuple[float, float]  # offset from the beginning of the step, length; seconds
+Span = tuple[float, float]  # offset from the begin of the step, length; seconds
 COMPUTING = ("data", "forward", "backward")
 SECOND_HALF = (" gather", " down")  # endings of buffer names: the second half of a synchronisation
 NUMBERS = (
@@ -109,9 +109,9 @@ class Steps:
     kernel: Column
     loss: Column
     images: Column
-    sent: Column  # bytes, cumulative; nan where nothing counts them
+    sent: Column  # bytes, cumulative; nan if they are not counted
     received: Column
-    cpu: Column  # processor time of the loop's own thread while it computed; nan where it was not recorded
+    cpu: Column  # processor time of the loop's own thread while it computed; nan if not recorded
     attempt: Column  # number of the earlier attempt that did the step; nan if the last attempt did it
     phases: list[list[tuple[str, float, float]]]
     comm: list[list[Comm]]
@@ -120,7 +120,7 @@ class Steps:
 
     @classmethod
     def of(cls, records: Sequence[Step], where: str) -> Steps:
-        """Build the columns from the step records of rankN.jsonl. SpecError for a negative or infinite time."""
+        """Return the columns of the step records of rankN.jsonl. Raise SpecError for a negative or infinite time."""
         columns = {key: _column(records, key) for key in (*NUMBERS, *OTHERS)}
         for key in NUMBERS:
             if not (np.isfinite(columns[key]).all() and (columns[key] >= 0).all()):
@@ -145,7 +145,7 @@ class Steps:
         return [int(number) for number in self.step]
 
     def only(self, wanted: Callable[[int], bool]) -> Steps:
-        """Only the steps for whose number `wanted` returns True."""
+        """Return only the steps for whose number `wanted` returns True."""
         chosen = [k for k, number in enumerate(self.numbers) if wanted(number)]
         columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, column in columns.items():
@@ -176,13 +176,13 @@ class Steps:
         return self._inside(("sync",), self.stalls)
 
     def _copied_inside(self, names: Sequence[str]) -> Column:
-        """Seconds of copying in these phases; what was recorded as blocked as well counts as blocked only."""
+        """Return the seconds of copying in these phases, without time that was also recorded as blocked."""
         pairs = zip(self.copying, self.stalls, strict=True)
         both = [[*copies, *stalls] for copies, stalls in pairs]
         return self._inside(names, both) - self._inside(names, self.stalls)
 
     def _inside(self, names: Sequence[str], spans: list[list[Span]]) -> Column:
-        """Seconds of the spans of each step that lie in phases of these names; overlaps count once."""
+        """Return for each step the seconds of the spans inside phases of these names. Overlaps count once."""
         rows = zip(self.phases, spans, strict=True)
         return np.array([_overlap(phases, own, names) for phases, own in rows], dtype=np.float64)
 
@@ -194,12 +194,12 @@ def _overlap(phases: list[tuple[str, float, float]], own: list[Span], names: Seq
 
 
 def _column(records: Sequence[Step], key: str) -> Column:
-    """One key of every record; None becomes nan."""
+    """Return the values of one key of all records. None becomes nan."""
     values = (getattr(record, key) for record in records)
     return np.array([float("nan") if value is None else value for value in values], dtype=np.float64)
 
 
-# Exceptions that a damaged file can cause. Any other is a bug of the reader and is not caught.
+# Exceptions that a damaged file can cause. Any other exception is a bug of this module and is not caught.
 DAMAGE = (TestbedError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
@@ -208,12 +208,12 @@ class Rank:
     """The records of one rank."""
 
     number: int
-    start: Start | None  # None: it failed before its first record
+    start: Start | None  # None: the rank failed before its first record
     steps: Steps
     evals: list[Eval]
-    end: End | None  # None: it did not finish
-    profile: dict[str, float]  # shares that torch.profiler measured; empty where it was off
-    records: list[Record] = field(default_factory=list)  # of a user's script: all of them
+    end: End | None  # None: the rank did not finish
+    profile: dict[str, float]  # shares that torch.profiler measured; empty if it was off
+    records: list[Record] = field(default_factory=list)  # all records of a user's script, else empty
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class LoadedRun:
 
     @cached_property
     def counted(self) -> list[Steps]:
-        """Each rank's steps without warm-up and without faults, and only those that every rank finished."""
+        """Each rank's steps without warm-up and faults, up to the last step that every rank finished."""
         last = min((rank.steps.last for rank in self.ranks), default=-1)
         counts = range(self.spec.warmup, last + 1)
         return [rank.steps.only(lambda n: n in counts and n not in self.under_fault) for rank in self.ranks]
@@ -245,12 +245,12 @@ class LoadedRun:
 
     @cached_property
     def kept(self) -> list[Steps]:
-        """Each rank's steps whose times count: those above without samples."""
+        """Each rank's steps whose times count: `counted` without `sampled`."""
         return [steps.only(lambda n: n not in self.sampled) for steps in self.counted]
 
     @cached_property
     def observed(self) -> list[list[Load]] | None:
-        """Of a user's script: the load of every counted step on each rank's link; None if it is not known."""
+        """The load of every counted step on each rank's link, for a user's script; None if it is not known."""
         if self.spec.script is None:
             return None
         loads = [
@@ -264,7 +264,7 @@ class LoadedRun:
         return known if all(len(a) == len(b) for a, b in zip(known, loads, strict=True)) else None
 
     def images(self, rank: int) -> float:
-        """Images per step of one rank: requested, or as a user's script fetched them; 0 if none was seen."""
+        """Return a rank's images per step: as requested, or as a user's script fetched them; 0 if none was seen."""
         if self.spec.script is None:
             return float(self.spec.local_batch(rank))
         return float(self.kept[rank].images.mean()) if len(self.kept[rank].images) else 0.0
@@ -282,7 +282,7 @@ class LoadedRun:
 
     @cached_property
     def buffers(self) -> tuple[float, float]:
-        """The number of buffers of one synchronisation, and S: their bytes together, as rank 0 recorded them."""
+        """The number of buffers of one synchronisation, and S, the sum of their bytes, as rank 0 recorded them."""
         if not self.spec.mode.is_script:
             steps = [list({c.name: c.size for c in comm if c.first_half}.values()) for comm in self.kept[0].comm]
         else:  # one line of a script may make several collectives
@@ -303,7 +303,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that was found."""
+    """The content of all run folders below some paths."""
 
     runs: list[LoadedRun]
     skipped: list[Skipped]
@@ -313,13 +313,13 @@ class Loaded:
 
 
 def load(paths: Sequence[Path]) -> Loaded:
-    """All runs below the paths, sorted by name, numbers inside names as numbers."""
+    """Return all runs below the paths, sorted by name. Numbers inside names are compared as numbers."""
     runs: list[LoadedRun] = []
     skipped: list[Skipped] = []
     experiments: dict[str, Experiment] = {}
     faulted: list[FaultedRun] = []
     unmeasured: list[LoadedRun] = []
-    distinct: dict[Path, Path] = {}  # a folder may be named twice
+    distinct: dict[Path, Path] = {}  # real path -> path, because two paths may lead to one folder
     for path in (found for named in paths for found in find_runs(named)):
         distinct.setdefault(path.resolve(), path)
     for path in distinct.values():
@@ -340,15 +340,15 @@ def load(paths: Sequence[Path]) -> Loaded:
 
 
 def read_run(folder: RunFolder, whole: bool = True) -> LoadedRun:
-    """Read a run folder. Raise if the run did not end with status "ok"; with `whole=False` read what there is."""
+    """Read a run folder. With `whole`, raise SpecError if the run has not ended with status "ok"."""
     spec = folder.read_spec()
     if not folder.summary.is_file():
-        raise SpecError("it has no summary.json: the run has not ended, or it was killed")
+        raise SpecError("the folder has no summary.json: the run has not ended, or it was killed")
     summary = Summary.read(folder)
     if whole and summary.status != "ok":
         raise SpecError(f"{summary.status}: {summary.reason or 'no reason given'}")
     if summary.spec != spec:
-        raise SpecError("its spec.json and summary.json are of different runs")
+        raise SpecError("spec.json and summary.json are of different runs")
     folder.check_no_links(allow_top=True)
     ranks = [_read_rank(folder, rank, whole, spec) for rank in range(spec.world)]
     faults = faulted_steps(folder, spec, [_timed(rank.steps) for rank in ranks], summary.substrate)
@@ -372,7 +372,7 @@ def _read_rank(folder: RunFolder, rank: int, whole: bool, spec: RunSpec) -> Rank
     if whole and not (start and end):
         raise SpecError(f"{path.name} has no {'end' if start else 'start'}: rank {rank} did not finish")
     steps = Steps.of([record for record in records if isinstance(record, Step)], path.name)
-    if spec.emulated:  # sleeping takes no processor time
+    if spec.emulated:  # emulated ranks sleep, which takes no processor time
         steps = replace(steps, cpu=np.full_like(steps.cpu, np.nan))
     evals = [record for record in records if isinstance(record, Eval)]
     return Rank(rank, start, steps, evals, end, _read_profile(folder, rank), records if spec.script else [])
@@ -387,7 +387,7 @@ def _read_profile(folder: RunFolder, rank: int) -> dict[str, float]:
 
 
 def _read_experiment(run: LoadedRun, known: dict[str, Experiment]) -> None:
-    """Add the experiment that the sweep wrote to the folder of its runs. If that file is damaged, the runs are kept."""
+    """Add the experiment that the sweep wrote to the folder of its runs to `known`. Ignore a damaged file."""
     name, path = run.spec.experiment, run.folder.path.parent / EXPERIMENT
     if name in known or not path.is_file():
         return
@@ -398,14 +398,14 @@ def _read_experiment(run: LoadedRun, known: dict[str, Experiment]) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """One line about what is wrong. It quotes the file, so control characters are replaced."""
+    """Return an error as one line. Control characters are replaced, because the line may quote the file."""
     text = one_line(next(iter(str(error).splitlines()), "")) or type(error).__name__
     return f"damaged ({type(error).__name__}: {text})" if not isinstance(error, TestbedError) else text
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One fault, from its beginning to its end; `end` is None for a fault that was never undone."""
+    """One fault, from its begin to its end. `end` is None for a fault that was not undone."""
 
     fault: str
     rank: int
@@ -415,12 +415,12 @@ class Episode:
 
 @dataclass(frozen=True)
 class FaultedRun:
-    """One run with faults, however it ended, as the report draws it."""
+    """One run with faults, with any status, as the report draws it."""
 
     folder: RunFolder
     summary: Summary
     history: FaultHistory
-    row: tuple[str, ...]  # of the table
+    row: tuple[str, ...]  # of the table of faults
     episodes: list[Episode]
     noticed: list[tuple[int, float]]  # rank, time at which it ended because it lost another rank
     ended: list[tuple[int, float, int]]  # rank, time, exit code
@@ -433,7 +433,7 @@ class FaultedRun:
 
 
 def read_faulted(folder: RunFolder) -> FaultedRun | None:
-    """Read a run with faults; None if it has none, or did not begin."""
+    """Return a run with faults; None if no fault was requested, or the run did not begin. Raise SpecError."""
     if not folder.faults.is_file() or not folder.summary.is_file():
         return None
     folder.check_no_links(allow_top=True)
@@ -467,7 +467,7 @@ def _episodes(events: Sequence[Event]) -> list[Episode]:
 
 
 def _steps(folder: RunFolder, rank: int) -> list[Interval]:
-    """Begin and end of every step of a rank, those of failed attempts included."""
+    """Return begin and end of every step of a rank, also of failed attempts."""
     paths = [*folder.attempts(rank).values(), folder.records(rank)]
     check_size((path for path in paths if path.is_file()), MAX_RECORDS_BYTES)
     steps = [record for path in paths for record in read(path) if isinstance(record, Step)]

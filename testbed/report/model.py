@@ -1,7 +1,7 @@
 """The data model of the report.
 
-A cell pools the repeats of one spec, a chapter has the cells of one experiment, a curve follows a swept quantity, and a
-focus is the choice of cells that a figure has room for.
+A cell pools the repeats of one spec. A chapter has the cells of one experiment. A curve has the cells along one swept
+quantity. A focus has the cells that fit in one figure.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from testbed.spec.script import command_line
 from testbed.spec.units import format_rate
 
 REPEAT_KEYS = NO_COLUMN - {"mode", "placement", "spans"}  # keys in which repeats of one cell may differ
-MAX_SHOWN = 10  # rows or lines of one figure
+MAX_SHOWN = 10  # most rows or lines of one figure
 
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of the average step, mean over steps and ranks. The docstring of load.py defines the parts."""
+    """Seconds of the average step: means over steps and ranks. The docstring of load.py defines the parts."""
 
     step: float
     compute: float
@@ -70,7 +70,7 @@ class Split:
 
     @property
     def step_gap(self) -> float:
-        """How far compute + copies + exposed + rest is from the step, as a fraction."""
+        """The difference between compute + copies + exposed + rest and the step, as a fraction of the step."""
         parts = self.compute + self.copies + self.exposed + self.rest
         return abs(parts - self.step) / self.step if self.step else 0.0
 
@@ -81,7 +81,7 @@ class Split:
 
     @property
     def busy_gap(self) -> float:
-        """How far exposed + hidden is from busy, as a fraction."""
+        """The difference between exposed + hidden and busy, as a fraction of busy."""
         return abs(self.exposed + self.hidden - self.busy) / self.busy if self.busy else 0.0
 
 
@@ -103,17 +103,17 @@ class Cell:
 
     @cached_property
     def same_spec(self) -> str:
-        """Equal for cells that differ in their substrate only."""
+        """A string that is equal for cells which differ in substrate or machine only."""
         return condition(self.spec)
 
     @cached_property
     def waiting(self) -> Waiting:
-        """Waiting and transfer, of the first repeat."""
+        """Waiting and transfer in the first repeat."""
         return waiting(self.first)
 
     @cached_property
     def stragglers(self) -> list[Straggler]:
-        """Slow ranks of the first repeat, and why they are slow."""
+        """Slow ranks of the first repeat, with the cause of each."""
         return stragglers(self.first)
 
     @property
@@ -122,27 +122,27 @@ class Cell:
 
     @property
     def note(self) -> str:
-        """How many steps of all repeats were left out, and why; empty if none."""
+        """A note on how many steps of all repeats were left out, and why; empty if none was."""
         return row_note([run.summary for run in self.runs])
 
     @property
     def disturbed(self) -> bool:
-        """True if a fault was injected while steps were measured: then the time of the whole run is not used."""
+        """True if a fault was injected while steps were measured. The time of the whole run is not used then."""
         return any(run.under_fault for run in self.runs)
 
     @property
     def by_mean(self) -> bool:
-        """True for every:K, where the median would leave out the steps that synchronise."""
+        """True for every:K: the centre is the mean, because the median would leave out the steps that synchronise."""
         return self.spec.mode.every > 1
 
     @cached_property
     def samples(self) -> Samples:
-        """Seconds per step, mean over ranks; one array per repeat."""
+        """Seconds of each step, mean over ranks; one array per repeat."""
         return [np.mean([steps.total for steps in run.kept], axis=0) for run in self.runs]
 
     @cached_property
     def n(self) -> int:
-        """The number of steps that count, of all repeats."""
+        """The number of steps of all repeats that count."""
         return sum(map(len, self.samples))
 
     @cached_property
@@ -151,7 +151,7 @@ class Cell:
 
     @cached_property
     def batch(self) -> float:
-        """Images per step over all ranks; of a user's script as observed, 0 if none was seen."""
+        """Images per step over all ranks. For a user's script as observed; 0 if none was observed."""
         return sum(self.first.images(rank) for rank in range(self.world))
 
     @property
@@ -168,23 +168,23 @@ class Cell:
         return Split(**{name: mean(columns.get(name, name)) for name in names})
 
     def per_rank(self, column: str) -> list[float]:
-        """Mean of a column for each rank, over repeats and steps."""
+        """Return the mean of a column for each rank, over repeats and steps."""
         ranks = range(self.world)
         return [statistics.fmean(float(getattr(run.kept[r], column).mean()) for run in self.runs) for r in ranks]
 
     def rank_spread(self, column: str) -> float:
-        """The largest difference between two ranks in the mean of a column, as a fraction of the mean over ranks."""
+        """Return the largest difference between two ranks' means of a column, as a fraction of the mean over ranks."""
         values = self.per_rank(column)
         return (max(values) - min(values)) / statistics.fmean(values)
 
     @cached_property
     def steps(self) -> list[Steps]:
-        """The first repeat's steps that count, one entry per rank."""
+        """The steps of the first repeat that count, one entry per rank."""
         return self.first.kept
 
     @property
     def buffers(self) -> tuple[float, float]:
-        """The number of buffers of one synchronisation, and S, their bytes together."""
+        """The number of buffers of one synchronisation, and S, the sum of their bytes."""
         return self.first.buffers
 
     @cached_property
@@ -194,7 +194,7 @@ class Cell:
 
     @cached_property
     def bound(self) -> float | None:
-        """Lower bound of the seconds of communication per step on the measured network; None without a receipt."""
+        """Lower bound in s of the communication of a step on the measured network; None if it is not known."""
         network = self.first.network
         if self.observed is not None:
             rates = [network.node(rank) or network.slowest for rank in range(self.world)]
@@ -208,11 +208,11 @@ class Cell:
 
     @property
     def observed(self) -> list[list[theory.Load]] | None:
-        """The loads of a user's script by its observed collectives; None for our own loop, or if they are unknown."""
+        """The loads of a user's script by its observed collectives; None for our own loop or unknown loads."""
         return self.first.observed
 
     def _observed_bound(self, rates: Sequence[float]) -> float | None:
-        """Mean over steps of the rank whose link needs most time."""
+        """Return the mean over steps of the time that the slowest link needs; None if a rate or load is unknown."""
         steps = list(zip(*self.observed, strict=True)) if self.observed else []
         if len(rates) < self.world or not steps:
             return None
@@ -221,17 +221,18 @@ class Cell:
         return statistics.fmean(least) or None
 
     def sent(self) -> list[float | None]:
-        """Bytes per step that the kernel counted, for each rank of the first repeat."""
+        """Return the bytes that each rank of the first repeat sent per step, as the kernel counted them."""
         return self.first.summary.sent_per_step
 
     def received(self) -> list[float | None]:
-        """Bytes per step that each rank of the first repeat received."""
+        """Return the bytes that each rank of the first repeat received per step, as the kernel counted them."""
         return self.first.summary.received_per_step
 
     def needed(self) -> list[float | None]:
-        """Bytes per step that each rank must send in theory: payload, without headers.
+        """Return the bytes that each rank must send per step in theory: payload, without headers.
 
-        Of a user's script by its collectives, in the steps between whose ends bytes are counted.
+        For a user's script they follow from its collectives. Its first step is left out, because bytes are counted
+        between the ends of steps.
         """
         if self.observed is not None:
             return [statistics.fmean(load.sent for load in row[1:] or row) if row else None for row in self.observed]
@@ -241,7 +242,7 @@ class Cell:
         return [None if share is None else share * size * self.syncs for share in shares]
 
     def sent_over_theory(self) -> float | None:
-        """Bytes that all ranks sent over the payload of theory; None for a mode without a formula."""
+        """Return the bytes that all ranks sent, divided by the payload in theory; None for a mode without a formula."""
         sent, needed = self.sent(), self.needed()
         payload = sum(n for n in needed if n is not None)
         if not payload or None in sent or None in needed:
@@ -249,11 +250,11 @@ class Cell:
         return sum(float(s or 0) for s in sent) / payload
 
     def losses(self) -> Column:
-        """The training loss of each step of the first repeat, mean over ranks."""
+        """Return the training loss of each step of the first repeat, mean over ranks."""
         return np.array(self.first.summary.losses, dtype=np.float64)
 
     def seconds_so_far(self) -> Column:
-        """When each step of rank 0 ended, in seconds since the first began, evaluation between epochs included."""
+        """Return when each step of rank 0 ended: seconds since the first began, with evaluations in between."""
         steps = self.first.ranks[0].steps
         ends = steps.at + steps.total - steps.at[0]
         return np.asarray(ends[: len(self.losses())], dtype=np.float64)
@@ -266,7 +267,7 @@ class Chapter:
     name: str
     experiment: Experiment | None
     cells: list[Cell]
-    unmeasured: list[Cell] = field(default_factory=list)  # rows without a figure: all steps were under a fault
+    unmeasured: list[Cell] = field(default_factory=list)  # cells without times: all steps were under a fault
 
     @property
     def title(self) -> str:
@@ -277,7 +278,7 @@ class Chapter:
         return [cell.first.summary for cell in self.cells]
 
     def with_cells(self, cells: list[Cell]) -> Chapter:
-        """The same chapter with some of its cells; the others stay rows, so that the same keys vary."""
+        """Return the chapter with these of its cells. The others become `unmeasured`, so that the same keys vary."""
         return replace(self, cells=cells, unmeasured=[*self.unmeasured, *(c for c in self.cells if c not in cells)])
 
     @cached_property
@@ -286,12 +287,12 @@ class Chapter:
 
     @cached_property
     def varying(self) -> list[str]:
-        """Keys of the spec that differ between rows, without the mode."""
+        """Keys of the spec that differ between rows, except the mode."""
         return [key for key in varying_keys(self._rows) if key not in ("mode", "placement")]
 
     @property
     def unit(self) -> str:
-        """What a batch has many of: images, or sequences of tokens."""
+        """What a batch consists of: images, or sequences of tokens."""
         units = {dataset_info(cell.spec.data.name).unit for cell in self.cells}
         return units.pop() if len(units) == 1 else "samples"
 
@@ -301,7 +302,7 @@ class Chapter:
 
     @cached_property
     def keys(self) -> list[str]:
-        """What varies besides the mode; "on" and "machine" stand for the place, which is not a key of the spec."""
+        """The keys that vary besides the mode. "on" (substrate) and "machine" are not keys of the spec."""
         return [*self.varying, *varying_places(self._rows)]
 
     @cached_property
@@ -311,7 +312,7 @@ class Chapter:
         return {id(cell): of[id(s)] if s else None for cell, s in zip(self.cells, found, strict=True)}
 
     def single(self, cell: Cell) -> Cell | None:
-        """The single-node cell that is the baseline of a cell's speed-up."""
+        """Return the single-node cell that is the baseline of a cell's speed-up; None if there is none."""
         return self._singles[id(cell)]
 
     def speed_up(self, cell: Cell) -> float | None:
@@ -320,7 +321,7 @@ class Chapter:
 
 
 def chapters(loaded: Loaded) -> list[Chapter]:
-    """Group runs by experiment, and pool the runs of one condition on one substrate of one machine."""
+    """Return one chapter per experiment, in whose cells the runs of one condition, substrate and machine are pooled."""
     cells, unmeasured = _pooled(loaded.runs), _pooled(loaded.unmeasured)
     return [
         Chapter(name, loaded.experiments.get(name), _ordered(own, loaded, name), unmeasured.get(name, []))
@@ -329,7 +330,7 @@ def chapters(loaded: Loaded) -> list[Chapter]:
 
 
 def _pooled(runs: Sequence[LoadedRun]) -> dict[str, list[Cell]]:
-    """The cells of each experiment."""
+    """Return the cells of each experiment."""
     groups: dict[str, dict[str, list[LoadedRun]]] = {}
     for run in runs:
         key = f"{condition(run.spec)} on {run.summary.substrate} of {machine(run.summary)}"
@@ -338,13 +339,13 @@ def _pooled(runs: Sequence[LoadedRun]) -> dict[str, list[Cell]]:
 
 
 def condition(spec: RunSpec) -> str:
-    """Equal for two runs that are repeats of each other: their specs differ in names and ports only."""
+    """Return a string that is equal for repeats of a run: for specs that differ in REPEAT_KEYS only."""
     values = flatten(spec)
     return repr([(key, values[key]) for key in sorted(values) if key not in REPEAT_KEYS])
 
 
 def _ordered(cells: list[Cell], loaded: Loaded, name: str) -> list[Cell]:
-    """Sort as the experiment lists its modes; without one, single first, then by mode, then by what varies."""
+    """Sort cells: single first, then by mode in the experiment's order, or the usual one, then by what varies."""
     experiment = loaded.experiments.get(name)
     listed = [str(value) for value in (experiment.axes.get("mode", []) if experiment else [])]
     usual = list(ALGORITHMS)
@@ -372,7 +373,7 @@ Curve = list[tuple[float, Cell]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One swept quantity: its keys of the spec, its value in a cell, and the name of the curve a cell belongs to."""
+    """One swept quantity: its keys in the spec, its value in a cell, and the name of the cell's curve."""
 
     keys: tuple[str, ...]
     value: Callable[[Cell], float | None]
@@ -380,7 +381,7 @@ class Axis:
 
 
 def _without(prefix: str) -> Callable[[Cell], str]:
-    """A function that returns a cell's mode without the word that begins with `prefix`."""
+    """Return a function that returns a cell's mode without the word that begins with `prefix`."""
     return lambda cell: "/".join(word for word in cell.label.split("/") if not word.startswith(prefix))
 
 
@@ -393,7 +394,7 @@ def _bucket(cell: Cell) -> float | None:
 
 
 NODES = Axis(("nodes",), lambda cell: float(cell.world) if cell.spec.mode.distributed else None)
-# The same batch per rank on more nodes, whichever of the two keys of the spec gave it.
+# The same batch per rank on more nodes; either of two keys of the spec may set the batch.
 WEAK = Axis(
     ("nodes", "batch", "batch_per_rank"),
     NODES.value,
@@ -405,7 +406,7 @@ EVERY = Axis((), lambda cell: float(cell.spec.mode.every) if cell.spec.mode.dist
 
 
 def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:
-    """Cells that differ along the axis only, sorted along it; a curve has two points at least."""
+    """Return curves by name. The cells of a curve differ along the axis only; each curve has at least two points."""
     found: dict[tuple[str, str], Curve] = {}
     others = [key for key in chapter.keys if key not in axis.keys]
     for cell in chapter.cells:
@@ -424,14 +425,14 @@ def curves(chapter: Chapter, axis: Axis) -> dict[str, Curve]:
 
 
 def from_one_node(chapter: Chapter, curve: Curve) -> Curve:
-    """A curve over nodes with its single-node run as the first point, where there is one."""
+    """Return a curve over nodes with its single-node baseline, if there is one, as the first point."""
     single = chapter.single(curve[0][1])
     return [(1.0, single), *curve] if single else curve
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """The point at which two curves meet. `left` is faster at smaller values, `right` at larger ones."""
+    """The point at which two curves cross. `left` is faster at smaller values, `right` at larger ones."""
 
     at: float
     seconds: float
@@ -440,7 +441,7 @@ class Crossing:
 
 
 def crossings(names: Sequence[str], lines: Sequence[Sequence[tuple[float, float]]]) -> list[Crossing]:
-    """Crossings of every pair of lines, interpolated linearly between points on logarithmic axes."""
+    """Return the crossings of all pairs of lines, interpolated linearly between points on logarithmic axes."""
     found = []
     for (one, first), (two, second) in itertools.combinations(zip(names, lines, strict=True), 2):
         ours, theirs = dict(first), dict(second)
@@ -457,20 +458,20 @@ def crossings(names: Sequence[str], lines: Sequence[Sequence[tuple[float, float]
 
 @dataclass(frozen=True)
 class Focus:
-    """The cells that a side-by-side figure shows, their names, and a sentence on what was left out."""
+    """The cells that a side-by-side figure shows, their names, and a sentence on which cells were left out."""
 
     cells: list[Cell]
     names: list[str]
     shown: str = ""
 
     def only(self, wanted: Callable[[Cell], bool]) -> Focus:
-        """Some of the cells, with the same names."""
+        """Return a Focus with the cells for which `wanted` returns True, with the same names."""
         kept = [(c, n) for c, n in zip(self.cells, self.names, strict=True) if wanted(c)]
         return Focus([cell for cell, _ in kept], [name for _, name in kept], self.shown)
 
 
 def focus(chapter: Chapter) -> Focus:
-    """All cells if a figure has room for them; else the condition with most modes, and its single-node baseline."""
+    """Return all cells, or if these are over MAX_SHOWN the condition with most modes and its single-node baseline."""
     cells = chapter.cells
     shown = ""
     if len(cells) > MAX_SHOWN:
@@ -484,7 +485,7 @@ def focus(chapter: Chapter) -> Focus:
 
 
 def _main_condition(chapter: Chapter, cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of the condition with most modes; of several such conditions the last."""
+    """Return the cells of the condition with most modes; of several such conditions the last."""
     conditions = [
         (*(str(cell.flat.get(key, value_of(cell, key))) for key in chapter.keys), trained_in_numbers(cell, chapter))
         for cell in cells
@@ -495,9 +496,10 @@ def _main_condition(chapter: Chapter, cells: Sequence[Cell]) -> list[Cell]:
 
 
 def trained_in_numbers(cell: Cell, chapter: Chapter) -> str:
-    """What a cell trains, where scripts and our own loop are in one chapter: bytes of the gradient, and images.
+    """Return what a cell trains as a string: bytes of the gradient, and images.
 
-    Only cells that are equal in both are compared with each other. Empty in other chapters.
+    In a chapter with scripts and with our own loop, only cells with an equal string are compared with each other. In
+    other chapters the string is empty.
     """
     if len({each.spec.script is None for each in chapter.cells}) < 2:
         return ""
@@ -505,21 +507,22 @@ def trained_in_numbers(cell: Cell, chapter: Chapter) -> str:
 
 
 def comparable(chapter: Chapter) -> list[Cell]:
-    """Cells that differ in their mode only, of the condition with most modes; on equal nodes without faults if any.
+    """Return cells that differ in their mode only: those of the condition with most modes.
 
-    A headline that compares speaks of these. Two substrates, rates, numbers of nodes or machines are never mixed in it.
+    Cells on equal nodes and without faults are preferred. A headline compares these cells only, so it never mixes two
+    substrates, rates, numbers of nodes or machines.
     """
     calm = [cell for cell in chapter.cells if not cell.disturbed] or chapter.cells
     return _main_condition(chapter, [cell for cell in calm if not cell.spec.overrides] or calm)
 
 
-CONDITIONS = ("nodes", "node.", "link.", "overrides", "faults", "on", "machine")  # prefixes of keys
+CONDITIONS = ("nodes", "node.", "link.", "overrides", "faults", "on", "machine")  # keys, and prefixes of keys
 
 
 def names(cells: Sequence[Cell]) -> list[str]:
-    """The name of each cell: its mode, and the values in which these cells differ.
+    """Return the name of each cell: its mode, and its values of the keys in which the cells differ.
 
-    If their modes differ, only the network, the nodes and the place are added: a comparison depends on them.
+    If each cell has another mode, only keys of the network, the nodes and the place are added to the name.
     """
     summaries = [cell.first.summary for cell in cells]
     varies = [key for key in varying_keys(summaries) if key not in ("mode", "placement")] + varying_places(summaries)
@@ -529,14 +532,14 @@ def names(cells: Sequence[Cell]) -> list[str]:
 
 
 def name_of(cell: Cell, keys: Sequence[str]) -> str:
-    """A cell's mode and its values of these keys: `ring on netns, 4 nodes`."""
+    """Return a cell's mode and its values of these keys, e.g. `ring on netns, 4 nodes`."""
     on = f" on {cell.substrate}" if "on" in keys else ""
     others = [key for key in keys if key != "on"]
     return ", ".join([f"{cell.label}{on}", *(words_for(key, value_of(cell, key), others) for key in others)])
 
 
 def value_of(cell: Cell, key: str) -> Any:
-    """A cell's value of a key, as it is printed."""
+    """Return a cell's value of a key, as it is printed."""
     if key == "on":
         return cell.substrate
     if key == "machine":
@@ -553,7 +556,7 @@ def value_of(cell: Cell, key: str) -> Any:
 
 
 def overrides_in_words(cell: Cell) -> str:
-    """`node2 0.2 cores` or `node2 125mbit`."""
+    """Return a cell's overrides in words, e.g. `node2 0.2 cores` or `node2 125mbit`."""
     parts = []
     for node, own in cell.spec.overrides.items():
         what = [f"{own.cpus:g} cores"] if own.cpus else []
@@ -563,7 +566,7 @@ def overrides_in_words(cell: Cell) -> str:
 
 
 def words_for(key: str, value: Any, among: Sequence[str] = ()) -> str:
-    """`4 nodes`, `200mbit`, `batch 64`."""
+    """Return a key and its value in words, e.g. `4 nodes`, `200mbit`, `batch 64`. `among`: all printed keys."""
     if key == "nodes":
         return f"{value} node{'' if value == 1 else 's'}"
     if key == "faults":

@@ -27,10 +27,10 @@ from testbed.results.table import caption
 from testbed.spec.errors import UsageError, refuse
 
 PAGE = "report.html"
-FILES = "report"  # the folder next to the page
+FILES = "report"  # folder next to the page
 WRONG = "What is wrong in the published figures:"
-NAMED = 5  # folders that a message names, of those that cannot be shown
-FAULTS = "faults"  # prefix of the files of the section on faults
+NAMED = 5  # most folders that a message names if they cannot be shown
+FAULTS = "faults"  # prefix of the file names of the section on faults
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Section:
     tables: list[Table]
     plots: list[Plot]
     published: Published | None
-    scripts: list[ScriptPart]  # what each user's script does
+    scripts: list[ScriptPart]  # one for each user's script
     shown: str  # a sentence on which cells the side-by-side figures show; empty if all
 
 
@@ -61,7 +61,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Report:
-    """What was written."""
+    """The written page and its content."""
 
     page: Path
     sections: list[Section]
@@ -70,7 +70,7 @@ class Report:
 
 
 def write(paths: Sequence[Path], out: Path) -> Report:
-    """Read the runs below `paths` and write the report into the folder `out`. UsageError if there is no run to show."""
+    """Read the runs below `paths` and write the report to the folder `out`. Raise UsageError without a run to show."""
     files = out / FILES
     if files.is_symlink() or (files.exists() and not files.is_dir()):  # `out` may come from another user
         rule, way_out = "is a symlink or not a folder", "Remove it, or give another folder with --out."
@@ -108,7 +108,7 @@ def _nothing_to_show(paths: Sequence[Path], loaded: Loaded) -> str:
     reasons = [f"{each.path.name}: {each.reason.rstrip('.')}" for each in loaded.skipped[:NAMED]]
     reasons += [f"{len(loaded.skipped) - NAMED} more"] if len(loaded.skipped) > NAMED else []
     rule = f"none of {len(loaded.skipped)} run folders can be shown ({'; '.join(reasons)})"
-    return f"{named}: {rule}. Give a folder with a run that has ended well, or run it again."
+    return f"{named}: {rule}. Give a folder with a run that has ended well, or repeat one of these runs."
 
 
 def make_section(chapter: Chapter) -> Section:
@@ -130,7 +130,7 @@ def make_section(chapter: Chapter) -> Section:
 
 
 def _tables(chapter: Chapter) -> list[Table]:
-    """All tables that have rows, in the order of the page."""
+    """Return all tables that have rows, in the order of the page."""
     made = [
         tables.modes(chapter),
         *tables.workers_by_batch(chapter),
@@ -146,16 +146,16 @@ def _tables(chapter: Chapter) -> list[Table]:
 
 
 DrawModes = Callable[[Sequence[Cell], Sequence[str]], Plot | None]
-# Each file of figures lists its own at its end; the order here is the order on the page.
+# Each file of figures lists its figures at its end. The order here is the order on the page.
 DETAILED: tuple[DrawModes, ...] = (*modes.DETAILED, *time.DETAILED)
 SIDE_BY_SIDE: tuple[DrawModes, ...] = (*modes.SIDE_BY_SIDE, *time.SIDE_BY_SIDE)
 LEARNING: tuple[DrawModes, ...] = time.LEARNING
 
 
 def _plots(chapter: Chapter, focused: Focus) -> list[Plot]:
-    """Slow ranks first, then the modes side by side."""
+    """Return the figures of slow ranks, then those that show modes side by side."""
     detailed = focused.only(lambda cell: cell.spec.spans)
-    # ranks of a control train different models, and not every script has a loss that was seen
+    # ranks of a control run train different models; a script may have no observed loss
     learning = focused.only(lambda cell: not cell.spec.mode.is_control and len(cell.losses()) > 0)
     groups = ((DETAILED, detailed), (SIDE_BY_SIDE, focused), (LEARNING, learning))
     drawn = [draw(group.cells, group.names) for draws, group in groups if group.cells for draw in draws]
@@ -174,7 +174,7 @@ def slug(text: str) -> str:
 
 
 def render(sections: Sequence[Section], faults: Faults | None, loaded: Loaded) -> str:
-    """The page as HTML. Every value that comes from a run folder is escaped."""
+    """Return the page as HTML. Every value from a run folder is escaped."""
     loader = jinja2.PackageLoader("testbed.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("page.html.j2").render(
@@ -192,7 +192,7 @@ def render(sections: Sequence[Section], faults: Faults | None, loaded: Loaded) -
 
 
 def _environment(sections: Sequence[Section]) -> dict[str, str]:
-    """Versions, kernel and CPU as rank 0 of each run recorded them; where runs differ, up to three values."""
+    """Return versions, kernel and CPU as rank 0 of each run recorded them; up to three values where runs differ."""
     found: dict[str, dict[str, None]] = {}
     for section in sections:
         for summary in section.chapter.summaries:
@@ -253,7 +253,7 @@ def _left_out(skipped: Sequence[Skipped]) -> str:
 
 
 def _figures(sections: Sequence[Section], loaded: Loaded) -> dict[str, Any]:
-    """The content of report.json: all numbers of every cell, for scripts."""
+    """Return the content of report.json: all numbers of every cell, for scripts."""
     return {
         "testbed": __version__,
         "experiments": {

@@ -1,7 +1,7 @@
-"""The section "What this script does": a user's script as the observer saw it.
+"""The section "What this script does" of the page: the records of the observer about a user's script.
 
-Its collectives by line, its phases, how it set itself up, what could not be seen, and the findings on it
-(script_findings.py). Everything is of the first repeat; a script can forge what its own process records.
+The section has the script's collectives by line, its phases, its setup, notes on events that were not observed, and the
+findings (script_findings.py). All data is of the first repeat. A script can forge the records of its own process.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from testbed.spec.errors import TestbedError, one_line
 
 COLLECTIVES = (
     "Calls from one line of the script in one phase, mean over the ranks that made them. Size: bytes of one call; of"
-    " all_gather, reduce_scatter and all_to_all all parts together. In flight: from the call until its result was"
-    " there. Blocked: the script waited for it. Calls before the first step are counted in it."
+    " all_gather, reduce_scatter and all_to_all the sum of all parts. In flight: from the call until the result was"
+    " there. Blocked: the script waited for the result. Calls before the first step count as calls of that step."
 )
 PHASES = (
     "Seconds, mean over the steps that count. Sync: from the end of backward to the end of the optimizer's step,"
-    " without that step. No phase: work of the script between them, e.g. a test, a log line or a checkpoint."
+    " without that step. No phase: work of the script between its phases, e.g. a test, a log line or a checkpoint."
 )
-SETUP = "As the script's own process saw it at its first step. Where ranks differ, each value has its ranks."
+SETUP = "As recorded in the script's process at its first step. Where ranks differ, each value names its ranks."
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class ScriptPart:
     findings: list[Finding]  # errors first
     notes: list[str]
     tables: list[Table]
-    quiet: tuple[str, ...] = ("Certainty", "Refuted by")  # details that are read last
+    quiet: tuple[str, ...] = ("Certainty", "Refuted by")  # details that the page prints in a muted colour
     nothing_found: str = "No rule found a mistake or an avoidable cost in this script."
-    rows: list[dict[str, Any]] = field(default_factory=list)  # of the table of collectives, as numbers
+    rows: list[dict[str, Any]] = field(default_factory=list)  # the table of collectives as numbers
 
     def markdown(self) -> str:
         lines = [f"### {as_text(self.title)}", ""]
@@ -59,7 +59,7 @@ class ScriptPart:
         return details(finding)
 
     def figures(self) -> dict[str, Any]:
-        """The content of report.json."""
+        """Return the content of report.json for this script."""
         return {
             "findings": [asdict(each) for each in self.findings],
             "collectives": self.rows,
@@ -71,7 +71,7 @@ class ScriptPart:
 
 
 def script_parts(chapter: Chapter) -> list[ScriptPart]:
-    """One section for every cell of a user's script."""
+    """Return one section for every cell of a user's script."""
     cells = [cell for cell in chapter.cells if cell.spec.script is not None]
     return [_part(cell, name, number) for number, (cell, name) in enumerate(zip(cells, names(cells), strict=True), 1)]
 
@@ -93,13 +93,13 @@ def _part(cell: Cell, name: str, place: int) -> ScriptPart:
 
 def _findings(cell: Cell) -> list[Finding]:
     forked: dict[int, list[list[Record]]] = {}
-    with suppress(TestbedError, OSError):  # a damaged file of a forked rank: those ranks are not compared
+    with suppress(TestbedError, OSError):  # a file of a forked rank is damaged: forked ranks are not compared
         forked = read_forked(cell.first.folder, cell.spec)
     return find({rank.number: rank.records for rank in cell.first.ranks}, cell.spec, forked)
 
 
 def details(finding: Finding) -> list[tuple[str, str]]:
-    """What supports a finding, what it costs and what to do, each with its name; without what is not known."""
+    """Return the details of a finding as pairs (name, text): evidence, cost, fix, ... Leave out empty ones."""
     cost = seconds(finding.seconds) + " a step" if finding.seconds else ""
     named = {"Evidence": finding.evidence, "Costs": cost, "Fix": finding.fix}
     named |= {"Certainty": finding.sure, "Refuted by": finding.refuted_by}
@@ -107,7 +107,7 @@ def details(finding: Finding) -> list[tuple[str, str]]:
 
 
 def collectives(cell: Cell) -> list[dict[str, Any]]:
-    """One row per operation, line, phase and root: what it did per step, over the ranks that made it."""
+    """Return one row per operation, line, phase, caller, root and group: means per step over the ranks that called."""
     found: dict[tuple[str, ...], list[tuple[int, Call, int]]] = {}
     for rank in cell.first.ranks:
         last = next((record for record in reversed(rank.records) if isinstance(record, Calls)), None)
@@ -123,7 +123,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _first_bytes(own: Sequence[tuple[int, Call, int]]) -> float:
-    """Most bytes first."""
+    """Return the sort key of a row: rows with most bytes come first."""
     return -max(row.bytes for _, row, _ in own)
 
 
@@ -152,7 +152,7 @@ def _merged(key: tuple[str, ...], own: Sequence[tuple[int, Call, int]]) -> dict[
 
 
 def _sizes_in(own: Sequence[tuple[int, Call, int]], name: str) -> list[float]:
-    """The numbers of this name; a script can forge `detail`."""
+    """Return the values of this key that are numbers, because a script can forge `detail`."""
     return [value for _, row, _ in own if isinstance(value := row.detail.get(name), int | float)]
 
 
@@ -175,11 +175,11 @@ def _collectives_table(rows: Sequence[dict[str, Any]], slug: str) -> Table | Non
                 number(1e3 * row["blocked_seconds_per_step"], ".2f"),
             ]
         )
-    return Table(f"{slug}-collectives", "Its collectives", header, made, COLLECTIVES) if made else None
+    return Table(f"{slug}-collectives", "The script's collectives", header, made, COLLECTIVES) if made else None
 
 
 def _sizes(row: dict[str, Any]) -> str:
-    """`1.5 MB`, or `4 B to 1.5 MB` where calls differ."""
+    """Return the size of a row's calls, e.g. `1.5 MB`, or `4 B to 1.5 MB` if they differ."""
     small, large = row["smallest"], row["largest"]
     if isinstance(small, int | float) and isinstance(large, int | float) and small < large:
         return f"{size_in_words(small)} to {size_in_words(large)}"
@@ -187,13 +187,13 @@ def _sizes(row: dict[str, Any]) -> str:
 
 
 def size_in_words(size: float) -> str:
-    """8 -> `8 B`, 1_500_000 -> `1.5 MB`."""
+    """Return bytes as text: 8 -> `8 B`, 1_500_000 -> `1.5 MB`."""
     unit, scale = ("MB", 1e6) if size >= 1e6 else ("kB", 1e3) if size >= 1e3 else ("B", 1)
     return f"{size / scale:.3g} {unit}"
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2, 5`."""
+    """Return ranks as text: [0, 1, 2, 5] -> `0-2, 5`."""
     parts: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if parts and rank == parts[-1][-1] + 1:
@@ -212,7 +212,7 @@ def _phases_table(cell: Cell, slug: str) -> Table:
         means = [float(column.mean()) for column in (*columns, steps.total - inside, steps.blocked)]
         images = batch_in_words(cell.first.summary, rank)
         rows.append([str(rank), *(number(max(0.0, mean), ".4f") for mean in means), images])
-    return Table(f"{slug}-phases", "Its phases", header, rows, PHASES)
+    return Table(f"{slug}-phases", "The script's phases", header, rows, PHASES)
 
 
 def _setups(cell: Cell) -> list[Setup]:
@@ -236,7 +236,7 @@ def _setup_table(cell: Cell, slug: str) -> Table | None:
         for key, value in own.items():
             values.setdefault(one_line(key), []).append(one_line(value))
     rows = [[key, _by_rank(found)] for key, found in values.items()]
-    return Table(f"{slug}-setup", "How it set itself up", ["what", "value"], rows, SETUP, worded=True)
+    return Table(f"{slug}-setup", "The script's setup", ["what", "value"], rows, SETUP, worded=True)
 
 
 def _threads(chosen: int, requested: int) -> str:
@@ -252,7 +252,7 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def _options(options: dict[str, Any]) -> str:
-    """Options that were given: None is the default of all of them."""
+    """Return the given options as text. An option that is None was not given."""
     given = {key: value for key, value in options.items() if value is not None}
     return ", ".join(f"{key}={_option(value)}" for key, value in given.items()) or "defaults"
 
@@ -264,35 +264,35 @@ def _option(value: Any) -> str:
 
 
 def _changed(cell: Cell) -> list[str]:
-    """What was changed so that the script runs here, each once."""
+    """Return a note on each change that was made so that the script runs here."""
     sentences = dict.fromkeys(one_line(text) for setup in _setups(cell) for text in setup.changed)
     return [f"Changed for this run: {text.rstrip('.')}." for text in sentences]
 
 
 def _swapped(cell: Cell) -> list[str]:
-    """From which step on one of our modes synchronised instead of the script (--instead), and in place of what."""
+    """Return a note on the step from which on a mode replaced the script's synchronisation (--instead), and on what."""
     swap = next((r for r in cell.first.ranks[0].records if isinstance(r, Swap)), None)
     if swap is None:
         return []
     replaced = swap.detail.get("replaced")
     what = f" in place of {', '.join(map(str, replaced))}" if isinstance(replaced, list) and replaced else ""
-    return [one_line(f"From step {swap.step + 1} on {swap.mode} synchronised its gradients{what}.")]
+    return [one_line(f"From step {swap.step + 1} on {swap.mode} synchronised the script's gradients{what}.")]
 
 
 def _sampled(cell: Cell) -> list[str]:
-    """Steps in which gradients were sampled, with their own time."""
+    """Return a note on the steps in which gradients were sampled, and on their time."""
     summary = cell.first.summary
     if not summary.sampled_steps or summary.sampled_seconds is None:
         return []
     which = ", ".join(str(step + 1) for step in sorted(cell.first.sampled))
     return [
         f"In {summary.sampled_steps} of {summary.sampled_steps + summary.steps} steps (step {which}) gradients and"
-        f" parameters were sampled: they took {seconds(summary.sampled_seconds)} and are in no other time of this page."
+        f" parameters were sampled. Such a step took {seconds(summary.sampled_seconds)} and is in no other time here."
     ]
 
 
 def _written(cell: Cell) -> list[str]:
-    """The files that the script wrote, and where they were collected; ranks that wrote alike together."""
+    """Return notes on the files that the script wrote and where they were collected. Equal notes are merged."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank in cell.first.ranks:
         for record in (r for r in rank.records if isinstance(r, Files) and (r.count or r.left_out)):
@@ -314,7 +314,7 @@ def _folders(cell: Cell, ranks: Sequence[int]) -> str:
 
 
 def _unseen(cell: Cell) -> list[str]:
-    """Parts of the observer that failed, with the ranks."""
+    """Return notes on parts of the observer that failed, with the ranks."""
     found: dict[str, list[int]] = {}
     for rank in cell.first.ranks:
         for record in (r for r in rank.records if isinstance(r, Unseen)):

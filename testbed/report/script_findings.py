@@ -1,8 +1,9 @@
-"""What a user's script does wrong, or pays for: one function a rule, over the records of all ranks.
+"""Find errors and avoidable costs of a user's script. Each rule is one function over the records of all ranks.
 
-A rule returns a Finding or None. Severity: `error`, the script trains another model than it seems to; `cost`, seconds
-of a step; `note`, anything else. A rule speaks only where numbers decide, and says what would refute it. The same words
-are used as on the page: local gradients are those before synchronisation, given ones those that the optimizer gets.
+A rule returns a Finding or None. Severity `error`: the script does not train the model that it seems to train. `cost`:
+the script loses seconds in each step. `note`: anything else. A rule returns a finding only if the records show it, and
+the finding says what would refute it. Words are those of the page: local gradients are those before synchronisation,
+given gradients those that the optimizer gets.
 """
 
 from __future__ import annotations
@@ -35,31 +36,31 @@ from testbed.spec.errors import one_line
 from testbed.spec.run import RunSpec
 from testbed.spec.units import approximate_size, covered_length, format_rate
 
-MIN_SAMPLES = 2  # samples that must agree before a rule speaks: one may be an accident
-MIN_STEPS = 4  # the fewest steps of which a time is said
-CARRIED = 0.4  # share of the gradients' bytes from which a collective carries them; a codec may halve them
+MIN_SAMPLES = 2  # samples that must agree for a finding, because a single one may be a coincidence
+MIN_STEPS = 4  # fewest steps for a finding with a time
+CARRIED = 0.4  # share of the gradients' bytes from which on a collective carries gradients; a codec may halve the bytes
 TINY_BYTES = 64 << 10  # a collective up to this size takes as long as an empty one on most networks
 MANY = 10  # collectives of one line in one step
-SMALL_BYTES = 4 << 10  # a metric
-EVERY_STEP = 0.9  # share of the steps in which a call happens, from which it happens in every step
-MATTERS = 0.01  # share of a step from which its cost is one
-TINY_MATTERS = 0.05
-ALONE_SHARE = 0.25  # of a step: work of one rank that the others wait for
-ALONE_S = 0.005  # work that takes less is lost in what a busy machine does to all ranks
-ALONE_STANDS_OUT = 3  # times the usual difference between ranks in the other steps
-ALONE_TIMES = 3  # how often it must have happened
-SAME_RANK = 0.8
-SLOW_NODE = 1.25  # backward of a rank over that of the others, from which the node is slow, not the script
-FIRST_BUCKET_BYTES = 1 << 20  # of DDP; a gradient of one bucket is not sent before backward has ended
-MAX_HIDDEN = 0.05  # share of communication that is hidden, up to which there is no overlap
+SMALL_BYTES = 4 << 10  # largest metric
+EVERY_STEP = 0.9  # calls per step from which on a call counts as one of every step
+MATTERS = 0.01  # share of a step from which on a finding is a cost
+TINY_MATTERS = 0.05  # the same for small collectives and for missing overlap
+ALONE_SHARE = 0.25  # of a step: least work of one rank alone
+ALONE_S = 0.005  # shorter work cannot be distinguished from delays of a busy machine
+ALONE_STANDS_OUT = 3  # least ratio of that work to the usual difference between ranks in other steps
+ALONE_TIMES = 3  # fewest such steps
+SAME_RANK = 0.8  # least share of such steps on the same rank
+SLOW_NODE = 1.25  # backward of a rank over that of the others, from which on the node is slow and not the script
+FIRST_BUCKET_BYTES = 1 << 20  # first bucket of DDP; a model with one bucket sends nothing before backward ends
+MAX_HIDDEN = 0.05  # largest hidden share of communication that counts as no overlap
 DDP = "DistributedDataParallel"
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)  # of forged records
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)  # in forged records
 
 R = TypeVar("R")
 
 
 def as_line(finding: Finding) -> str:
-    """A finding in one line, e.g. for a terminal."""
+    """Return a finding as one line of text, e.g. for a terminal."""
     where = f" ({finding.site})" if finding.site else ""
     cost = f" It costs {seconds(finding.seconds)} a step." if finding.seconds else ""
     return one_line(f"{finding.severity}: {finding.title}{where}{cost} {finding.fix}")
@@ -67,15 +68,15 @@ def as_line(finding: Finding) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that are compared: the ranks of one process group, as far as there is one."""
+    """The processes that are compared: the ranks of one process group, or of all nodes without one."""
 
-    records: Mapping[int, Sequence[Record]]  # by rank: the number of the node, or of the group's own if nodes forked
+    records: Mapping[int, Sequence[Record]]  # by rank of the process group; by node if each node has one process
     nodes: Mapping[int, int]  # rank -> node
     alone: str = ""  # why ranks of other nodes are not compared; empty if all are
 
 
 def group_of(by_node: Mapping[int, Sequence[Record]], forked: Mapping[int, Sequence[Sequence[Record]]]) -> Group:
-    """The largest process group of which all ranks were seen: one process a node, all processes, or those of a node.
+    """Return the first complete process group: one process per node, all processes, or those of one node.
 
     `forked`: by node the records of the processes that trained beside the first one.
     """
@@ -102,13 +103,13 @@ def _of(records: Sequence[Record], kind: type[R]) -> list[R]:
 
 
 def _whole(setups: Sequence[Setup], count: int) -> bool:
-    """Whether these are all ranks of one process group of this size."""
+    """Return True if these are all ranks of one process group of this size."""
     return {setup.world for setup in setups} == {count} and sorted(s.rank for s in setups) == list(range(count))
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The records of all ranks, as the rules need them. Only what all ranks have is compared."""
+    """The records of all ranks, as the rules need them. Only records that all ranks have are compared."""
 
     group: Group
     spec: RunSpec
@@ -122,7 +123,7 @@ class Observed:
         return sorted(self.records)
 
     def each(self, kind: type[R]) -> list[list[R]]:
-        """The records of one kind, by rank."""
+        """Return the records of one kind, one list for each rank."""
         return [[record for record in self.records[rank] if isinstance(record, kind)] for rank in self.ranks]
 
     @cached_property
@@ -130,7 +131,7 @@ class Observed:
         return [found[-1] for found in self.each(Setup) if found]
 
     def uses(self, wrapper: str) -> dict[str, Any] | None:
-        """The options of a wrapper such as DDP; None if the script does not use it."""
+        """Return the options of a wrapper such as DDP; None if the script does not use the wrapper."""
         return next((setup.wrappers[wrapper] for setup in self.setups if wrapper in setup.wrappers), None)
 
     @cached_property
@@ -138,7 +139,7 @@ class Observed:
         return gradient_fits(self.records)
 
     def decided(self) -> list[tuple[int, str, list[Fit]]]:
-        """By optimizer: its number, the kind of all samples that decide anything, these samples."""
+        """Return for each optimizer its number, the kind of its conclusive samples (or "mixed"), and the samples."""
         found: list[tuple[int, str, list[Fit]]] = []
         for number in sorted({fit.optimizer for fit in self.fits}):
             own = [fit for fit in self.fits if fit.optimizer == number]
@@ -157,7 +158,7 @@ class Observed:
 
     @cached_property
     def parameters(self) -> dict[tuple[int, str, int], list[Parameters]]:
-        """(optimizer, moment, update) -> the hashes of all ranks, where they are of replicas."""
+        """(optimizer, moment, update) -> the hashes of all ranks, if the ranks have replicas."""
         found = _common(
             [
                 {(int(record.detail.get("optimizer", 0)), record.moment, record.step): record for record in own}
@@ -168,58 +169,58 @@ class Observed:
 
     @cached_property
     def replaced(self) -> bool:
-        """Whether one of our modes synchronised instead of the script (--instead)."""
+        """True if a mode of the testbed replaced the script's synchronisation (--instead)."""
         return any(self.each(Swap))
 
     @cached_property
     def sharded(self) -> bool:
-        """True if each rank holds only a part of the parameters, as with FSDP; they are not compared then."""
+        """True if each rank has only a part of the parameters, as with FSDP. Parameters are not compared then."""
         rows = [row for own in self.calls for row in own]
         scattered = any(row.operation == "reduce_scatter" and row.phase == "backward" for row in rows)
         return scattered or any(record.detail.get("sharded") for own in self.each(Parameters) for record in own)
 
     def averaged(self, optimizer: int) -> bool:
-        """Whether parameters of all ranks were equal after some update, though their gradients were not the mean."""
+        """Return True if the parameters of all ranks were equal after some update, e.g. because they were averaged."""
         after = [own for (number, moment, _), own in self.parameters.items() if (number, moment) == (optimizer, "step")]
         return any(_equal(own) for own in after)
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """The calls by rank: what the last record of each rank says, one row for each operation, line and phase."""
+        """The calls by rank, from the last record of each: one row for each operation, line and phase."""
         return [_merged(found[-1].rows) if found else [] for found in self.each(Calls)]
 
     def called(self) -> list[Call]:
-        """Rank by rank, the calls that the script makes itself: not those of DDP in backward, nor those of FSDP."""
+        """Return the calls that the script itself makes, of all ranks: none in backward, none of DDP or FSDP."""
         rows = [row for own in self.calls for row in own if row.site and row.count]
         of_shards = ("all_gather", "reduce_scatter") if self.sharded else ()
         return [row for row in rows if not (row.by or row.phase == "backward" or row.operation in of_shards)]
 
     @cached_property
     def counted(self) -> int:
-        """Steps that the calls are of."""
+        """The number of steps in which the calls were counted."""
         return max((found[-1].last - found[-1].first + 1 for found in self.each(Calls) if found), default=0)
 
     @cached_property
     def all_steps(self) -> dict[int, list[Step]]:
-        """Number -> the step of all ranks."""
+        """Number of a step -> its records of all ranks."""
         return _common([{step.step: step for step in own} for own in self.each(Step)])
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
-        """Number -> the step of all ranks, without warm-up."""
+        """Number of a step after warm-up -> its records of all ranks."""
         return {number: own for number, own in self.all_steps.items() if number >= self.spec.warmup}
 
     def worked(self, number: int) -> list[float] | None:
-        """By rank the seconds of work from the end of the step before to the end of this one; None if not known.
+        """Return each rank's seconds of work between the ends of the last step and this one; None if not recorded.
 
-        Not counted: waiting for communication, samples of the observer, and time without a processor, which a busy
-        machine takes from one rank or the other. A test between two steps counts, though it belongs to no step; where
-        one rank alone tests, its test is all that counts.
+        Waiting for communication, samples of the observer, and time without a processor are left out. A busy machine
+        causes the last one on any rank. An evaluation between two steps is included, though it belongs to no step. If
+        only one rank evaluates, the time between the steps counts alone.
         """
         before, own = self.all_steps.get(number - 1), self.all_steps[number]
         pairs = list(zip(before or [], own, strict=bool(before)))
         pairs = [(a, b) for a, b in pairs if a.attempt == b.attempt]
-        if sum(bool(step.evaluated) for step in own) == 1:  # the others wait for it, with a processor or without
+        if sum(bool(step.evaluated) for step in own) == 1:  # the other ranks wait for it, with a processor or without
             spent: list[float | None] = [max(0.0, b.at - a.at - a.total) for a, b in pairs]
         else:
             spent = [_worked(a, b) for a, b in pairs]
@@ -227,7 +228,7 @@ class Observed:
         return known if len(known) == len(own) else None
 
     def middle(self, of: Callable[[Step], float]) -> float:
-        """The median over steps of the mean over ranks, without steps in which samples took longer than the value."""
+        """Return the median over steps of the mean over ranks, without steps in which samples took over 10 %."""
         quiet = [own for own in self.steps.values() if all(step.observing <= 0.1 * step.total for step in own)]
         values = [statistics.fmean(of(step) for step in own) for own in quiet or list(self.steps.values())]
         return statistics.median(values) if values else 0.0
@@ -245,7 +246,7 @@ class Observed:
         return max((start.gradient_bytes for own in self.each(Start) for start in own), default=0)
 
     def carriers(self) -> set[str]:
-        """Lines whose collectives carry gradients or parameters."""
+        """Return the lines of the script whose collectives carry gradients or parameters."""
         samples = [record for own in self.gradients.values() for record in own]
         between = [row for record in samples for row in record.detail.get("between", [])]
         hashes = [record for own in self.each(Parameters) for record in own]
@@ -254,7 +255,7 @@ class Observed:
 
 
 def _worked(before: Step, step: Step) -> float | None:
-    """Seconds of a rank's own work between the ends of two steps; None if its processor time was not recorded."""
+    """Return the seconds of a rank's work between the ends of two steps; None if its processor time is unknown."""
     passed = step.at + step.total - (before.at + before.total) - step.blocked - step.observing
     if step.delayed is not None and before.delayed is not None:
         return max(0.0, passed - (step.delayed - before.delayed))
@@ -264,13 +265,13 @@ def _worked(before: Step, step: Step) -> float | None:
 
 
 def _common(by_rank: list[dict[Any, R]]) -> dict[Any, list[R]]:
-    """What all ranks have, by key in its order."""
+    """Return the entries whose keys all ranks have, sorted by key: key -> values by rank."""
     shared = set(by_rank[0]).intersection(*by_rank[1:]) if by_rank else set()
     return {key: [own[key] for own in by_rank] for key in sorted(shared)}
 
 
 def _replicas(hashes: list[Parameters]) -> bool:
-    """Whether these are hashes of tensors of equal sizes, so that they can be replicas."""
+    """Return True if the hashed tensors have equal number and size on all ranks, so that they can be replicas."""
     return len({(record.detail.get("tensors"), record.detail.get("bytes")) for record in hashes}) == 1
 
 
@@ -279,7 +280,7 @@ def _equal(hashes: list[Parameters]) -> bool:
 
 
 def _merged(rows: Sequence[Call]) -> list[Call]:
-    """One row for each operation, line and phase: a line may call with several roots."""
+    """Return one row for each operation, line and phase. The rows of several roots are added."""
     found: dict[tuple[str, str, str], Call] = {}
     for row in rows:
         key = (row.operation, row.site, row.phase)
@@ -294,7 +295,7 @@ def _sum(a: Call, b: Call) -> Call:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """[0, 1, 2] -> 'ranks 0, 1 and 2'."""
+    """Return ranks as text: [0, 1, 2] -> 'ranks 0, 1 and 2'."""
     words = [str(number) for number in numbers]
     if len(words) == 1:
         return f"rank {words[0]}"
@@ -302,7 +303,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _site(run: Observed, optimizer: int) -> str:
-    """The line that calls the optimizer's step."""
+    """Return the line that calls the optimizer's step; empty if it is not known."""
     found = (own[0] for (number, _), own in run.gradients.items() if number == optimizer)
     return str(next((record.detail.get("site", "") for record in found), ""))
 
@@ -312,7 +313,7 @@ def _updates(fits: Sequence[Fit]) -> str:
 
 
 def not_compared(run: Observed) -> Finding | None:
-    """The nodes are not the ranks of one process group, so that rules which compare ranks say nothing about them."""
+    """The nodes are not the ranks of one process group, so the rules cannot compare all of them."""
     if not run.group.alone:
         return None
     few = len(run.ranks) < 2
@@ -351,7 +352,7 @@ def never_joined(run: Observed) -> Finding | None:
 
 
 def not_synchronised(run: Observed) -> Finding | None:
-    """The optimizer gets each rank's own gradients, and parameters are never averaged either."""
+    """The optimizer gets each rank's own gradients, and parameters are not averaged."""
     if never_joined(run):
         return None
     for number, kind, fits in run.decided():
@@ -388,7 +389,7 @@ def not_synchronised(run: Observed) -> Finding | None:
 
 
 def _late(run: Observed) -> str:
-    """The line of a collective that carries gradients after the optimizer's step; empty if there is none."""
+    """Return the line of a collective that carries gradients after the optimizer's step; empty if there is none."""
     hashes = [record for own in run.each(Parameters) for record in own]
     for record in reversed(hashes):
         for _operation, site, phase, carries, _count in record.detail.get("uses", []):
@@ -398,7 +399,10 @@ def _late(run: Observed) -> str:
 
 
 def _constant_factor(run: Observed, wanted: str) -> tuple[int, list[Fit]] | None:
-    """The optimizer whose gradients are this multiple of the mean at all samples, unless the loss was scaled for it."""
+    """Return the optimizer whose samples all have the kind `wanted`, and the samples; None if there is none.
+
+    An optimizer whose loss was scaled to make up for the factor does not count.
+    """
     for number, kind, fits in run.decided():
         if kind != wanted or len(fits) < MIN_SAMPLES:
             continue
@@ -423,7 +427,7 @@ def summed(run: Observed) -> Finding | None:
     return Finding(
         "summed",
         "error",
-        f"Gradients are summed over {world} ranks and not divided: the learning rate is {world} times what it says.",
+        f"Gradients are summed over {world} ranks, not averaged: in effect the learning rate is {world} times as high.",
         f"at {_updates(fits)} the optimizer got {fits[-1].factor:.6f} times the mean of all ranks' gradients "
         f"(residual {max(fit.residual for fit in fits):.1e})",
         "Divide by the world size after the reduction, or use ReduceOp.AVG where the backend has it.",
@@ -443,7 +447,7 @@ def divided_twice(run: Observed) -> Finding | None:
     return Finding(
         "divided_twice",
         "error",
-        f"Gradients are divided by {world} twice: the learning rate is 1/{world} of what it says.",
+        f"Gradients are divided by {world} twice: in effect the learning rate is 1/{world} of the configured one.",
         f"at {_updates(fits)} the optimizer got {fits[-1].factor:.6f} times the mean of all ranks' gradients "
         f"(1/{world} = {1 / world:.6f}, residual {max(fit.residual for fit in fits):.1e})",
         "Leave out one division: DDP divides already, and so does ReduceOp.AVG.",
@@ -454,7 +458,7 @@ def divided_twice(run: Observed) -> Finding | None:
 
 
 def _reducer(run: Observed) -> str:
-    """The line whose collectives carry gradients between backward and the optimizer's step; empty if there is none."""
+    """Return the line whose collectives carry gradients between backward and step; empty if there is none."""
     for own in run.gradients.values():
         for record in own:
             for _operation, site, _phase, carries, *_ in record.detail.get("between", []):
@@ -464,7 +468,7 @@ def _reducer(run: Observed) -> str:
 
 
 def not_the_mean(run: Observed) -> Finding | None:
-    """Gradients are synchronised, and are no multiple of the mean."""
+    """Gradients are synchronised but are no multiple of the mean."""
     for number, kind, fits in run.decided():
         if kind == "other" and len(fits) >= MIN_SAMPLES:
             return Finding(
@@ -481,7 +485,7 @@ def not_the_mean(run: Observed) -> Finding | None:
 
 
 def zero_gradients(run: Observed) -> Finding | None:
-    """All gradients are zero at all samples, on one rank or more."""
+    """All gradients are zero in all samples of one rank or more."""
     for number in sorted({number for number, _ in run.gradients}):
         samples = [own for (each, _), own in run.gradients.items() if each == number]
         if len(samples) < MIN_SAMPLES:
@@ -508,7 +512,7 @@ def _is_zero(sample: Gradients) -> bool:
 
 
 def reduced_twice(run: Observed) -> Finding | None:
-    """Gradients are reduced in backward and once more before the optimizer's step, or twice there."""
+    """Gradients are reduced in backward and again before the optimizer's step, or twice after backward."""
     if run.replaced:
         return None
     for (number, _), own in run.gradients.items():
@@ -540,7 +544,7 @@ def reduced_twice(run: Observed) -> Finding | None:
 
 
 def _cost(run: Observed, sites: set[str]) -> float:
-    """Seconds a step that the ranks wait at these lines, outside backward; the median over ranks."""
+    """Return the seconds per step that a rank waits at these lines, outside backward; median over ranks."""
     if not run.counted:
         return 0.0
     waits = [sum(row.blocked for row in own if row.site in sites and row.phase != "backward") for own in run.calls]
@@ -548,7 +552,7 @@ def _cost(run: Observed, sites: set[str]) -> float:
 
 
 def no_no_sync(run: Observed) -> Finding | None:
-    """DDP reduces in every pass of an accumulation."""
+    """DDP reduces gradients in every backward pass of an accumulation."""
     samples = [own[0] for own in run.gradients.values()]
     found = [record for record in samples if record.passes > 1 and _reduces_each(record)]
     if run.uses(DDP) is None or len(found) < MIN_SAMPLES or run.replaced:
@@ -559,7 +563,7 @@ def no_no_sync(run: Observed) -> Finding | None:
     return Finding(
         "no_no_sync",
         "cost",
-        f"DDP sends the gradients in each of {record.passes} backward passes of a step; the last one alone would do.",
+        f"DDP sends the gradients in each of {record.passes} backward passes of a step; the last one is enough.",
         f"{', '.join(approximate_size(int(size)) for size in record.detail['pass_bytes'])} in the passes of a step, "
         f"for {approximate_size(int(record.detail['bytes']))} of gradients",
         "Put all passes but the last into `with model.no_sync():`.",
@@ -571,7 +575,7 @@ def no_no_sync(run: Observed) -> Finding | None:
 
 
 def _blocked_in_passes(run: Observed, sites: Sequence[str]) -> float | None:
-    """Seconds a step that DDP blocks in all passes but the last one, by the lines of the passes; None if not known."""
+    """Return the seconds per step for which DDP blocks in all passes but the last; None if a line is not known."""
     if not all(sites) or len(sites) < 2 or not run.counted:
         return None
     waits = []
@@ -590,7 +594,7 @@ def _reduces_each(record: Gradients) -> bool:
 
 
 def different_start(run: Observed) -> Finding | None:
-    """Ranks start with different parameters, and nothing makes them equal later."""
+    """Ranks start with different parameters, which no later update makes equal."""
     if never_joined(run):
         return None
     for (number, moment, _), own in run.parameters.items():
@@ -610,7 +614,7 @@ def different_start(run: Observed) -> Finding | None:
 
 
 def replicas_drift(run: Observed) -> Finding | None:
-    """Parameters were equal and are not any more, though gradients are synchronised."""
+    """Parameters differ between ranks though gradients are synchronised."""
     if never_joined(run) or different_start(run) or not_synchronised(run):
         return None
     kinds = {number: kind for number, kind, _ in run.decided()}
@@ -628,7 +632,7 @@ def replicas_drift(run: Observed) -> Finding | None:
             "error",
             f"Replicas drift apart: parameters of the ranks differ from update {apart[0]} on.",
             f"hashes of all parameters differ after updates {', '.join(map(str, apart))}, of {len(after)} compared",
-            "Look for what differs by rank between backward() and the end of optimizer.step(): the optimizer's state, "
+            "Look for values that differ by rank between backward() and the end of step(): the optimizer's state, "
             "learning rates, clipping by local norms, parameters outside the wrapped model.",
             "certain: all bytes of all parameters were compared",
             "parameters that belong to one rank by design",
@@ -638,7 +642,7 @@ def replicas_drift(run: Observed) -> Finding | None:
 
 
 def same_data(run: Observed) -> Finding | None:
-    """Two ranks or more train on equal batches: equal hashes, and local gradients that are equal bit by bit."""
+    """Two or more ranks train on equal batches: hashes and local gradients are equal bit by bit."""
     batches = _common([{record.step: record for record in own} for own in run.each(Batch)])
     samples = list(run.gradients.values())
     if len(samples) < MIN_SAMPLES or (batches and len(batches) < MIN_SAMPLES) or not run.steps:
@@ -661,7 +665,7 @@ def same_data(run: Observed) -> Finding | None:
     return Finding(
         "same_data",
         "error",
-        f"{_ranks(equal).capitalize()} train on the same data: more ranks repeat the work of one.",
+        f"{_ranks(equal).capitalize()} train on the same data: these ranks repeat the same work.",
         f"{seen}, and local gradients are equal bit by bit at {len(samples)} of {len(samples)} samples",
         "Give each rank its own part: DistributedSampler, or a slice of each batch by rank.",
         "certain for these batches" if batches else "likely: the script has no DataLoader, so losses stand for batches",
@@ -671,7 +675,7 @@ def same_data(run: Observed) -> Finding | None:
 
 
 def no_set_epoch(run: Observed) -> Finding | None:
-    """Two whole training passes over a sampler that shuffles, in the same order."""
+    """Two complete training passes over a shuffling sampler have the same order."""
     for own in run.each(Pass):
         training = [
             each for each in own if each.shuffled and each.detail.get("training") and each.detail.get("updates")
@@ -699,7 +703,7 @@ def no_set_epoch(run: Observed) -> Finding | None:
 
 
 def tiny_collectives(run: Observed) -> Finding | None:
-    """Many small collectives of one line in each step."""
+    """A line calls many small collectives in each step."""
     if run.counted < MIN_STEPS or not run.step_time or run.replaced:
         return None
     for row in run.called():
@@ -751,16 +755,16 @@ def metric_every_step(run: Observed) -> Finding | None:
 
 
 def _instead_of(operation: str) -> str:
-    """What to do instead of communicating a small value in every step."""
+    """Return the advice on a small value that is communicated in every step."""
     if operation == "barrier":
-        return "Leave it out: collectives wait for each other already."
+        return "Leave out the barrier: collectives wait for each other already."
     if operation == "broadcast":
-        return "Decide on each rank by what all ranks know, or communicate it every 50 steps."
-    return "Add the value up on each rank, and communicate it every 50 steps or at the end of an epoch."
+        return "Decide on each rank by values that all ranks know, or communicate the value every 50 steps."
+    return "Add up the value on each rank, and communicate the sum every 50 steps or at the end of an epoch."
 
 
 def needless_unused_search(run: Observed) -> Finding | None:
-    """DDP searches for unused parameters, and there are none."""
+    """DDP searches for unused parameters although there are none."""
     options = run.uses(DDP)
     samples = [record for own in run.gradients.values() for record in own]
     if not options or not options.get("find_unused_parameters") or len(run.gradients) < MIN_SAMPLES:
@@ -780,7 +784,7 @@ def needless_unused_search(run: Observed) -> Finding | None:
 
 
 def rank_works_alone(run: Observed) -> Finding | None:
-    """One rank does work that the others wait for, again and again."""
+    """One rank repeatedly does work for which the others wait."""
     if len(run.steps) < MIN_STEPS or len(run.ranks) < 2:
         return None
     late, usual = _late_steps(run)
@@ -804,7 +808,7 @@ def rank_works_alone(run: Observed) -> Finding | None:
         f"Rank {rank} {does}.",
         f"in {len(found)} of {len(run.steps)} steps, e.g. {', '.join(str(each[0]) for each in found[:5])}: "
         f"{seconds(statistics.median(times))} each, with a step of {seconds(run.step_time)}{where}",
-        "Do it on all ranks at once (each on its part), more rarely, or after training: e.g. a test, a checkpoint, a "
+        "Divide this work among all ranks, or do it more rarely or after training: e.g. a test, a checkpoint, a "
         f"log on rank {rank} only.",
         f"certain that no other rank evaluated before these steps; likely that they waited for rank {rank}"
         if evaluation
@@ -817,9 +821,9 @@ def rank_works_alone(run: Observed) -> Finding | None:
 
 
 def _late_steps(run: Observed) -> tuple[list[tuple[int, int, float]], float]:
-    """Steps in which one rank worked longer than all others and they waited (number, rank, seconds).
+    """Return the steps in which one rank worked longer than all others and these waited: number, rank, seconds.
 
-    And by how much one rank worked longer in nine of ten other steps.
+    Also return the usual difference: in nine of ten other steps one rank worked longer by at most this.
     """
     late: list[tuple[int, int, float]] = []
     others: list[float] = []
@@ -838,7 +842,7 @@ def _late_steps(run: Observed) -> tuple[list[tuple[int, int, float]], float]:
 
 
 def _waits_at(run: Observed, who: int, numbers: Sequence[int]) -> str:
-    """The line at which the other ranks wait longest in these steps; empty if none is known."""
+    """Return the line at which the other ranks wait longest in these steps; empty if it is not known."""
     waits: dict[str, float] = {}
     for number in numbers:
         for k, step in enumerate(run.steps[number]):
@@ -849,7 +853,7 @@ def _waits_at(run: Observed, who: int, numbers: Sequence[int]) -> str:
 
 
 def _slow_node(run: Observed, who: int) -> bool:
-    """Whether a rank is slower in backward as well, so that its node explains it."""
+    """Return True if a rank is slower in backward as well, so that its node is slow, not the script."""
     spent = [[_computing_backward(step) for step in own] for own in run.steps.values()]
     own = statistics.median(row[who] for row in spent)
     others = statistics.median(value for row in spent for k, value in enumerate(row) if k != who)
@@ -883,7 +887,7 @@ def unequal_threads(run: Observed) -> Finding | None:
 
 
 def no_overlap(run: Observed) -> Finding | None:
-    """Gradients are sent after backward, where DDP would send them during it."""
+    """Gradients are sent after backward. DDP would send them during backward."""
     kinds = {kind for _, kind, _ in run.decided()}
     hand_written = run.uses(DDP) is None and not run.sharded and kinds & {"mean", "sum", "divided", "scaled", "nearly"}
     if (
@@ -904,7 +908,7 @@ def no_overlap(run: Observed) -> Finding | None:
     return Finding(
         "no_overlap",
         "cost",
-        "Nothing is sent while backward runs: communication waits for its end.",
+        "Nothing is sent while backward runs: communication begins after backward.",
         f"exposed {seconds(exposed)}{rate}, hidden {seconds(hidden)}, backward {seconds(backward)} of a step of "
         f"{seconds(run.step_time)}",
         "Wrap the model in DistributedDataParallel, which sends each bucket as soon as its gradients are known.",
@@ -943,9 +947,9 @@ def find(
     spec: RunSpec,
     forked: Mapping[int, Sequence[Sequence[Record]]] | None = None,
 ) -> list[Finding]:
-    """All findings: errors, then costs, the dearest first, then notes.
+    """Return all findings: errors, then costs, the largest first, then notes.
 
-    `by_node` are the records of the first process of every node, `forked` those of further ones that trained.
+    `by_node`: the records of the first process of every node. `forked`: those of further processes that trained.
     """
     run = Observed(group_of(by_node, forked or {}) if by_node else Group({}, {}), spec)
     found = []
@@ -967,7 +971,7 @@ def find(
 
 
 def find_in(folder: RunFolder) -> list[Finding]:
-    """All findings about the script of a run folder. Raises TestbedError if the folder is damaged."""
+    """Return all findings about the script of a run folder. Raise TestbedError if the folder is damaged."""
     spec = folder.read_spec()
     paths = {rank: folder.records(rank) for rank in range(spec.world)}
     for path in paths.values():
@@ -976,7 +980,7 @@ def find_in(folder: RunFolder) -> list[Finding]:
 
 
 def read_forked(folder: RunFolder, spec: RunSpec) -> dict[int, list[list[Record]]]:
-    """By node the records of the processes that trained beside the first one. Raises TestbedError if one is damaged."""
+    """Return by node the records of the processes beside the first one. Raise TestbedError if a file is damaged."""
     paths = {rank: folder.processes(rank) for rank in range(spec.world)}
     for own in paths.values():
         check_size(own, MAX_RECORDS_BYTES)

@@ -1,11 +1,11 @@
-"""The register of sentences: each rule that derives a sentence from numbers declares what it needs.
+"""The register of rules: functions that derive a sentence from numbers, each with the steps and cells that it needs.
 
 `@states(steps=3, cells=2, otherwise="...")` registers a rule. Before the rule is called, cells with fewer steps are
-left out of its positional arguments. If fewer cells remain than it needs, it is not called, and the result is
-`otherwise`: a title without a claim, or nothing.
+left out of its positional arguments. If fewer cells remain than the rule needs, the rule is not called, and the result
+is `otherwise`: a title without a claim, or an empty text.
 
-What a rule returns is a Sentence, and figures, verdicts and claims refuse any other text. So a rule that is not
-registered cannot write on the page, and tests/unit/report/test_sentences.py calls every registered rule with runs that
+A rule returns a Sentence; figures, verdicts and claims raise TypeError for any other text. So no sentence of a rule
+that is not registered gets on the page. tests/unit/report/test_sentences.py calls every registered rule with runs that
 support no claim: one step, one mode, a rising loss, equal values, invalid and faulted runs, two substrates.
 """
 
@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 COMPARE_STEPS = 3  # the fewest steps of a median that is compared with another
-STEADY_STEPS = 10  # the fewest of which "nine of ten" can be said
+STEADY_STEPS = 10  # the fewest steps for a sentence with "nine of ten"
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Sentence(str):
-    """Text that the rule `rule` derived from numbers. `claims` is False for a text that says nothing about them."""
+    """Text that the rule `rule` derived from numbers. `claims` is False for a text without a claim about numbers."""
 
     rule: str
     claims: bool
@@ -35,12 +35,12 @@ class Sentence(str):
         return made
 
     def ended(self) -> Sentence:
-        """The same with a full stop."""
+        """Return the same Sentence with a full stop."""
         return Sentence(f"{self}.", self.rule, self.claims)
 
 
 def check_sentence(text: str) -> Sentence:
-    """Return `text`; TypeError if no registered rule made it."""
+    """Return `text`. Raise TypeError if no registered rule made it."""
     if not isinstance(text, Sentence):
         raise TypeError(f"{text!r} was made by no registered rule. Decorate the function that made it with @states.")
     return text
@@ -48,7 +48,7 @@ def check_sentence(text: str) -> Sentence:
 
 @dataclass(frozen=True)
 class Tile:
-    """One number in large type, and what it is."""
+    """One number in large type, and its meaning."""
 
     figure: str
     text: str
@@ -56,7 +56,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of the numbers with each other; `ok` is None where there was nothing to compare, or no answer."""
+    """One check of numbers against each other. `ok` is None without numbers to compare, or if the result is open."""
 
     ok: bool | None
     text: str
@@ -76,19 +76,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rule needs before it may speak."""
+    """The steps and cells that a rule needs, and its result without them."""
 
     name: str
-    steps: int  # of every cell that it speaks of
-    cells: int
-    otherwise: Any
+    steps: int  # fewest of every cell that the rule uses
+    cells: int  # fewest
+    otherwise: Any  # result if there are fewer
 
 
 RULES: dict[str, Rule] = {}
 
 
 def states(*, steps: int, cells: int = 1, otherwise: Any = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a rule and make its results Sentences. `steps` and `cells`: the fewest that it can speak of."""
+    """Return a decorator that registers a rule and makes its results Sentences. The arguments are fields of Rule."""
 
     def register(make: Callable[P, R]) -> Callable[P, R]:
         rule = Rule(f"{make.__module__.rpartition('.')[2]}.{make.__name__}", steps, cells, otherwise)
@@ -108,12 +108,12 @@ def states(*, steps: int, cells: int = 1, otherwise: Any = "") -> Callable[[Call
     return register
 
 
-_TOO_FEW = object()  # instead of an argument with too few cells or steps
+_TOO_FEW = object()  # takes the place of an argument with too few cells or steps
 
 
 @runtime_checkable
 class _Counted(Protocol):
-    """A cell: what it says rests on `n` steps."""
+    """A cell with its number of steps."""
 
     @property
     def n(self) -> int: ...
@@ -129,7 +129,7 @@ class _HasCells(Protocol):
 
 
 def _fit(value: Any, rule: Rule) -> Any:
-    """An argument without cells that have too few steps; _TOO_FEW if it has too few cells then."""
+    """Return an argument without the cells that have too few steps; _TOO_FEW if too few cells remain."""
     if isinstance(value, _Counted):
         return value if _fits(value, rule) else _TOO_FEW
     if isinstance(value, _HasCells):
@@ -146,14 +146,14 @@ def _fit(value: Any, rule: Rule) -> Any:
 def _fit_sequence(values: Sequence[Any], rule: Rule) -> Any:
     if all(isinstance(value, _Counted) for value in values):
         return _at_least([value for value in values if _fits(value, rule)], rule.cells)
-    if all(isinstance(value, Mapping) for value in values):  # the same spec in several places
+    if all(isinstance(value, Mapping) for value in values):  # one spec in several places
         groups = [{key: cell for key, cell in each.items() if _fits(cell, rule)} for each in values]
         return _at_least([group for group in groups if len(group) > 1], 1)
     return values
 
 
 def _fits(value: Any, rule: Rule) -> bool:
-    """True for a cell with enough steps, and for the point of a curve (value, cell) whose cell has."""
+    """Return True for a cell with enough steps, and for a point of a curve, (value, cell), with such a cell."""
     if isinstance(value, tuple):
         return all(_fits(each, rule) for each in value)
     return not isinstance(value, _Counted) or value.n >= rule.steps
@@ -164,7 +164,7 @@ def _at_least(values: Any, least: int) -> Any:
 
 
 def _marked(result: Any, rule: str, claims: bool = True) -> Any:
-    """The result of a rule with every text in it as a Sentence."""
+    """Return the result of a rule with every text in it as a Sentence."""
     if isinstance(result, Sentence) and not result.claims:
         return result
     if isinstance(result, str):

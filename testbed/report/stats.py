@@ -1,4 +1,4 @@
-"""Statistics of step times: centre, mean, p95, n, a 95 % bootstrap interval of the centre; and how seconds print."""
+"""Statistics of step times: centre, mean, p95, n, a 95 % bootstrap interval of the centre; seconds as text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 1000
-MAX_AT_ONCE = 10_000  # steps; longer runs are resampled draw by draw, to save memory
-SEED = 20240511  # of the resampling, so that the same folders always give the same report
+MAX_AT_ONCE = 10_000  # steps; a longer run is resampled one draw at a time, to save memory
+SEED = 20240511  # fixed, so that the same folders always give the same report
 
 Samples = Sequence[NDArray[np.float64]]  # one array per repeat
 
@@ -28,7 +28,7 @@ class Stat:
 
 
 def describe(samples: Samples, by_mean: bool = False) -> Stat:
-    """Pool the repeats; the interval takes into account that steps of one run resemble each other."""
+    """Return the statistics of the pooled repeats. The interval allows for steps of one run being similar."""
     pooled = np.concatenate(list(samples))
     centre = np.mean if by_mean else np.median
     low, high = interval(resample(samples, by_mean))
@@ -43,13 +43,13 @@ def describe(samples: Samples, by_mean: bool = False) -> Stat:
 
 
 def interval(draws: NDArray[np.float64]) -> tuple[float, float]:
-    """The bounds of the middle 95 % of the draws."""
+    """Return the bounds of the middle 95 % of the draws."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return float(low), float(high)
 
 
 def resample(samples: Samples, by_mean: bool = False, seed: int = SEED) -> NDArray[np.float64]:
-    """Bootstrap draws of the centre: of one run draw its steps, of several draw runs first, then their steps."""
+    """Return bootstrap draws of the centre. With one run, draw its steps; with several, draw runs, then their steps."""
     random = np.random.default_rng(seed)
     centre: Callable[..., NDArray[np.float64]] = np.mean if by_mean else np.median
     if len(samples) == 1 and len(samples[0]) <= MAX_AT_ONCE:
@@ -63,7 +63,7 @@ def resample(samples: Samples, by_mean: bool = False, seed: int = SEED) -> NDArr
 
 
 def ratio(over: Samples, under: Samples, by_mean: bool = False) -> tuple[float, float, float]:
-    """centre(over) / centre(under), and the 95 % interval of that ratio."""
+    """Return centre(over) / centre(under), and the bounds of the ratio's 95 % interval."""
     centre = np.mean if by_mean else np.median
     draws = resample(over, by_mean) / resample(under, by_mean, SEED + 1)
     value = float(centre(np.concatenate(list(over))) / centre(np.concatenate(list(under))))
@@ -71,5 +71,5 @@ def ratio(over: Samples, under: Samples, by_mean: bool = False) -> tuple[float, 
 
 
 def seconds(value: float) -> str:
-    """1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""
+    """Return seconds as text: 1.306 -> '1.31 s', 0.0217 -> '21.7 ms'."""
     return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"

@@ -1,8 +1,8 @@
 """Tables of the report. A table is a header and rows of text, so that the page, Markdown and CSV print the same.
 
-First the tables of every report (modes, split, bytes, wire, network), then those in the shape of the published
-experiments: per rank as in R0 (experiments/r0.toml), workers by batch as in R2 (r2.toml), epochs as in R3 (r3.toml),
-one column per mode as in R4 (r4.toml); and faults.
+First come the tables of every report (modes, split, bytes, wire, network). Then come those with the rows and columns of
+the published experiments: per rank as in R0 (experiments/r0.toml), workers by batch as in R2 (r2.toml), epochs as in R3
+(r3.toml), one column per mode as in R4 (r4.toml). The last one is that of faults.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_EPOCHS = 12  # rows of the table per epoch
 
 @dataclass(frozen=True)
 class Table:
-    """`name` is the name of its file; `note` says how to read it."""
+    """One table. `name`: the name of its file. `note`: how to read it."""
 
     name: str
     title: str
@@ -38,7 +38,7 @@ class Table:
     rows: list[list[str]]
     note: str = ""
     folded: bool = False  # the page shows the table after a click
-    worded: bool = False  # cells are sentences: the page aligns them to the left and breaks lines
+    worded: bool = False  # cells are text: the page aligns cells to the left and breaks lines
 
     def markdown(self) -> str:
         note = f"\n\n{self.note}" if self.note else ""
@@ -46,7 +46,7 @@ class Table:
         return f"### {as_text(self.title)}\n\n{format_table(self.header, rows)}{note}\n"
 
     def csv(self) -> str:
-        """A cell that a spreadsheet would run as a formula is written as text; a number has no footnote mark."""
+        """Return CSV. A cell that a spreadsheet would run as a formula becomes text; footnote marks are left out."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerows(
@@ -56,7 +56,7 @@ class Table:
 
 
 def as_text(text: str) -> str:
-    """Text for Markdown in which nothing is HTML: names and lines of a script may come from anybody."""
+    """Return text for Markdown without HTML in it, because a script's names and lines are not trusted."""
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
@@ -67,7 +67,7 @@ def _no_formula(cell: str) -> str:
 
 @dataclass
 class Columns:
-    """Builds a table with one row per cell: its mode, what varies, then the given columns."""
+    """Builds a table with one row per cell: its mode, its values of the keys that vary, then the columns `rest`."""
 
     chapter: Chapter
     rest: Sequence[str]
@@ -93,7 +93,7 @@ def share(value: float | None) -> str:
 
 
 def modes(chapter: Chapter) -> Table:
-    """Seconds per step with their interval, speed-up, test loss and accuracy."""
+    """Return the table of seconds per step with their interval, speed-up, test loss and accuracy."""
     first = ("s/iter", "95 % interval", "mean", "p95", "n", "speed-up", f"{chapter.unit}/s")
     rest = (*first, "test loss", "accuracy", "replicas")
     noted = bool(chapter.unmeasured) or any(cell.note for cell in chapter.cells)
@@ -127,7 +127,7 @@ def modes(chapter: Chapter) -> Table:
 
 
 def split(chapter: Chapter) -> Table:
-    """The parts of a step, and the rank that the others wait for."""
+    """Return the table of the parts of a step, and of the rank that the others wait for."""
     rest = (
         *("step", "compute", "copies", "exposed", "rest", "hidden", "hidden share"),
         *("waiting", "transfer", "last to join"),
@@ -147,11 +147,11 @@ def split(chapter: Chapter) -> Table:
             DASH if silent else number(statistics.fmean(w.transfer)),
             last,
         )
-    return Table("split", "Where a step goes", made.header, made.rows, findings.SPLIT)
+    return Table("split", "The parts of a step", made.header, made.rows, findings.SPLIT)
 
 
 def traffic(chapter: Chapter) -> Table | None:
-    """Bytes that the kernel counted against the payload of theory, and what else was sent."""
+    """Return the table of the bytes that the kernel counted, the payload in theory, and the shares by kind."""
     rest = (
         "sent, rank 0",
         "theory",
@@ -183,7 +183,7 @@ def traffic(chapter: Chapter) -> Table | None:
 
 
 def payload_shares(cell: Cell) -> list[str]:
-    """Shares of the bytes that the last attempt sent from its first step on, by kind; the remainder; MB before it."""
+    """Return, of the last attempt, shares of the bytes from its first step on by kind, the rest, and MB before it."""
     ends = [rank.end for rank in cell.first.ranks if rank.end]
     before = [end.before or 0 for end in ends]
     whole = sum(end.sent or 0 for end in ends) - sum(before)
@@ -195,7 +195,7 @@ def payload_shares(cell: Cell) -> list[str]:
 
 
 def wire(chapter: Chapter) -> Table | None:
-    """Time of communication over its lower bound, and the usual bandwidth figures."""
+    """Return the table of the time of communication, its lower bound, and the usual bandwidths; None without rows."""
     rest = (
         "bound",
         "bound s",
@@ -229,9 +229,9 @@ def wire(chapter: Chapter) -> Table | None:
 
 
 def utilisation(cell: Cell) -> float | None:
-    """Utilisation of the busiest rank's link during communication.
+    """Return the utilisation of the busiest rank's link during communication; None if no link was measured.
 
-    For a rank without a measured rate the fastest measured link is taken.
+    For a rank without a measured rate the rate of the fastest link is used.
     """
     network, busy = cell.first.network, cell.split.busy
     fastest = max(network.measured.values(), default=0.0)
@@ -245,13 +245,13 @@ def utilisation(cell: Cell) -> float | None:
 
 
 def _uplinks(found: Network) -> str:
-    """The slowest and the fastest uplink in Mbit/s, each with all pairs across at once."""
+    """Return the slowest and the fastest uplink in Mbit/s, each measured with all pairs across racks at once."""
     rates = [rate * 8e-6 for rate in found.uplinks_measured]
     return f"{min(rates):.1f} to {max(rates):.1f}" if rates else DASH
 
 
 def _ways(found: Network) -> list[str]:
-    """The round trips requested and measured, shortest to longest, and how many packets were lost of those sent."""
+    """Return the requested and the measured round trips, shortest to longest, and how many packets were lost."""
     if not found.ways:
         return [DASH] * 3
     trips = [[1000 * way.rtt_requested for way in found.ways], [1000 * way.rtt for way in found.ways]]
@@ -265,7 +265,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def network(chapter: Chapter) -> Table | None:
-    """Requested and measured rates of the first run of each cell."""
+    """Return the table of requested and measured rates, of the first run of each cell; None without a measurement."""
     racked = any(cell.first.network.uplinks for cell in chapter.cells)
     columns = ("requested Mbit/s", "slowest measured", "fastest measured", "worst error", "links")
     far = any(cell.first.network.ways for cell in chapter.cells)
@@ -307,7 +307,7 @@ def _small(value: float) -> str:
 
 
 def ranks(chapter: Chapter) -> Table:
-    """As R0: losses, accuracy and times of every rank."""
+    """Return a table as in R0: losses, accuracy and times of every rank."""
     profiled = any(rank.profile for cell in chapter.cells for rank in cell.first.ranks)
     shares = ("profiler: compute", "communication", "other") if profiled else ()
     rest = ("rank", "loss at 20", "loss at 40", "mean loss", "train accuracy", "test accuracy", "correct", "s/iter")
@@ -335,12 +335,12 @@ def ranks(chapter: Chapter) -> Table:
 
 
 def loss_at(rank: Rank, step: int) -> float | None:
-    """The loss of the step-th step, counted from 1."""
+    """Return the loss of a rank's step, counted from 1; None if there is no such step."""
     return float(rank.steps.loss[step - 1]) if len(rank.steps.loss) >= step else None
 
 
 def workers_by_batch(chapter: Chapter) -> list[Table]:
-    """As R2: time and speed-up, compute and communication, bandwidth; rows are workers, columns are batches."""
+    """Return tables as in R2: time and speed-up, compute and communication, bandwidth, by workers and batch."""
     cells = [cell for cell in chapter.cells if not cell.spec.mode.is_control and not cell.spec.script]
     batches = sorted({cell.spec.local_batch(0) for cell in cells})
     workers = sorted({cell.world for cell in cells})
@@ -376,7 +376,7 @@ def workers_by_batch(chapter: Chapter) -> list[Table]:
 
 
 def weak_speed_up(chapter: Chapter, cell: Cell) -> float | None:
-    """Speed-up by images per second, over one worker with the same batch per worker."""
+    """Return the speed-up in images per second over one worker with the same batch; None if it is not known."""
     cells = [c for c in chapter.cells if c.world == 1 and not c.spec.script]
     alike = (c for c in cells if c.spec.local_batch(0) == cell.spec.local_batch(0))
     single = next((c for c in alike if (c.substrate, c.machine) == (cell.substrate, cell.machine)), None)
@@ -385,29 +385,29 @@ def weak_speed_up(chapter: Chapter, cell: Cell) -> float | None:
 
 
 def bandwidth_used(cell: Cell) -> float | None:
-    """MB/s that all ranks together sent during communication."""
+    """Return the MB/s that all ranks together sent during communication; None without any."""
     sent = sum(float(value or 0) for value in cell.sent())
     return sent / cell.split.busy / 1e6 if cell.split.busy and sent else None
 
 
 def epoch_steps(cell: Cell) -> float | None:
-    """Steps of an epoch of our own loop; None if a file of the user's decides how much data there is."""
+    """Return the steps of an epoch of our own loop; None if the data set is a file of the user, of unknown size."""
     images = cell.spec.data.subset or dataset_info(cell.spec.data.name).train
     return None if images is None else images / cell.spec.global_batch
 
 
 def epoch_seconds(cell: Cell) -> float | None:
-    """Seconds of an epoch of our own loop, extrapolated from its steps."""
+    """Return the seconds of an epoch of our own loop, extrapolated from its steps; None if they are not known."""
     return times(epoch_steps(cell), cell.seconds.centre)
 
 
 def times(one: float | None, other: float | None) -> float | None:
-    """The product; None if a factor is not known."""
+    """Return the product; None if a factor is None."""
     return None if one is None or other is None else one * other
 
 
 def epochs(chapter: Chapter) -> Table | None:
-    """As R3: loss and accuracy per epoch, mean over ranks, and the training time of each mode."""
+    """Return a table as in R3: loss and accuracy per epoch, mean over ranks, and the training time of each mode."""
     cells = [cell for cell in chapter.cells if len({e.epoch for e in cell.first.ranks[0].evals}) > 1]
     if not cells:
         return None
@@ -431,7 +431,7 @@ def epochs(chapter: Chapter) -> Table | None:
 
 
 def compact(chapter: Chapter) -> Table | None:
-    """As R4: one column per mode."""
+    """Return a table as in R4, with one column per mode; None if there are too few or too many cells."""
     if len(chapter.cells) < 2 or len(chapter.cells) > 8:
         return None
     cells = chapter.cells
@@ -445,5 +445,5 @@ def compact(chapter: Chapter) -> Table | None:
 
 
 def faults(runs: Sequence[FaultedRun]) -> Table:
-    """The injected faults, when the ranks detected them, and how the run ended."""
+    """Return the table of injected faults: when the ranks detected each, and how the run ended."""
     return Table("faults", "Injected faults", list(HEADER), [list(run.row) for run in runs], findings.FAULTS)

@@ -1,11 +1,11 @@
 """Write a trace of one run: all ranks on one clock, in the format of Chrome and Perfetto (ui.perfetto.dev).
 
-Each rank is a process. Thread 0 is the training loop (steps, with their phases inside), thread 1 shows when the loop
-was blocked, thread 2 when it copied gradients. The threads after that are buffers on the wire: buffers that overlap
+Each rank is a process. Thread 0 is the training loop (steps, with their phases inside). Thread 1 shows when the loop
+was blocked, thread 2 when it copied gradients. The threads after these are buffers on the wire. Buffers that overlap
 are on different threads, because spans of one thread must nest. A buffer that was on the wire when a step ended has
 two spans: `bucket 3 gather` in that step, `bucket 3 gather (cont.)` in the next. Injected faults are a process after
-the ranks, with a thread for each rank concerned. A rank that lost another has a mark on its loop. Failed runs have a
-trace as well.
+the ranks, with one thread for each rank that had a fault. A rank that lost another rank has a mark on its loop. A
+trace of a failed run can be written, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 
 def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
-    """Merge the ranks of the run folder `path`. Return the file and its number of spans."""
+    """Write the trace of the run folder `path`. Return the file and its number of spans. Raise UsageError."""
     try:
         run = read_run(RunFolder(path), whole=False)
         history = read_faulted(run.folder)
@@ -43,7 +43,7 @@ def write_trace(path: Path, out: Path | None = None) -> tuple[Path, int]:
 
 
 def trace(run: LoadedRun, history: FaultedRun | None = None) -> Event:
-    """The trace; times are microseconds since the first step of any rank, or the first fault if that was earlier."""
+    """Return the trace. Times are microseconds since the first step of any rank, or since an earlier fault."""
     history = history if history and history.one_clock else None
     begins = [
         float(rank.steps.at[0]) - run.network.offsets.get(rank.number, 0.0) for rank in run.ranks if len(rank.steps.at)
@@ -56,7 +56,7 @@ def trace(run: LoadedRun, history: FaultedRun | None = None) -> Event:
 
 
 def _faults(history: FaultedRun, zero: float) -> Iterator[Event]:
-    """A fault with a duration is a span, one without is a mark; so is a rank that detected it."""
+    """Yield a span for each fault with a duration, a mark for each other fault and for each rank that detected one."""
     process = history.spec.world
     yield _meta(process, 0, "process_name", {"name": "injected faults"})
     yield _meta(process, 0, "process_sort_index", {"sort_index": process})
@@ -74,7 +74,7 @@ def _faults(history: FaultedRun, zero: float) -> Iterator[Event]:
 def _rank(rank: Rank, run: LoadedRun, zero: float) -> Iterator[Event]:
     shift = -zero - run.network.offsets.get(rank.number, 0.0)
     names = {LOOP: "training loop", BLOCKED: "blocked by communication", COPIES: "copying gradients"}
-    lanes: list[float] = []  # when each thread of buffers is free again
+    lanes: list[float] = []  # the time at which each thread of buffers is free again
     spans: list[Event] = []
     for k in range(len(rank.steps.step)):
         spans += _step(rank.steps, k, rank.number, float(rank.steps.at[k]) + shift, lanes)
@@ -88,7 +88,7 @@ def _rank(rank: Rank, run: LoadedRun, zero: float) -> Iterator[Event]:
 
 
 def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> Iterator[Event]:
-    """The spans of one step; they are cut at its end, which rounding may exceed."""
+    """Yield the spans of one step, cut at its end, because rounding may move an end beyond it."""
     end = begin + float(steps.total[k])
 
     def span(name: str, offset: float, seconds: float, thread: int, **args: Any) -> Event:
@@ -110,7 +110,7 @@ def _step(steps: Steps, k: int, rank: int, begin: float, lanes: list[float]) -> 
 
 
 def _free_lane(lanes: list[float], begin: float, end: float) -> int:
-    """The first thread that is free at `begin`."""
+    """Return the first thread that is free at `begin`, and mark it as used until `end`."""
     lane = next((n for n, free in enumerate(lanes) if free <= begin + 1e-7), len(lanes))
     if lane == len(lanes):
         lanes.append(0.0)
@@ -130,7 +130,7 @@ def _span(name: str, process: int, thread: int, begin: float, end: float, **args
 
 
 def _mark(name: str, process: int, thread: int, at: float, scope: str) -> Event:
-    """An instant; with scope `g` it is drawn over all processes, with `p` over its own."""
+    """Return an instant. Scope `g` draws it over all processes, `p` over its own process."""
     return {"name": name, "ph": "i", "s": scope, "pid": process, "tid": thread, "ts": round(at * 1e6, 3)}
 
 
@@ -139,5 +139,5 @@ def _meta(rank: int, thread: int, name: str, args: dict[str, Any]) -> Event:
 
 
 def _finite(value: float) -> float | None:
-    """None for nan and infinity, which JSON cannot write."""
+    """Return None for nan and infinity, which JSON does not have, else the value."""
     return value if value - value == 0 else None

@@ -1,15 +1,15 @@
-"""Split communication into waiting for the last rank and transfer; find stragglers and why they are slow.
+"""Split communication into waiting for the last rank and transfer. Find stragglers and the cause of each.
 
-An exchange is the transfer of one buffer in one step, on all ranks; of a user's script it is one collective. A rank
-waits from its own begin until the last rank begins (at most until its own end); the rest is transfer. On hosts all
-times are first converted to rank 0's clock.
+An exchange is the transfer of one buffer in one step, on all ranks; in a user's script it is one collective. A rank
+waits from the begin of its own transfer until the last rank begins (at most until its own end); the rest is transfer.
+On hosts all times are first converted to rank 0's clock.
 
 A rank is a straggler because of
     its CPU   if its compute per image is at least SLOW_CPU times the median of the other ranks, overall and in at
               least CPU_STEPS of the steps, so that a single slow step does not count; or
-    its link  if the rate of its node (measured, or requested where there is no receipt) is at most SLOW_LINK of the
-              median of the other nodes, and its bytes need at least LINK_MATTERS of the time of communication at that
-              rate (on loopback they do not, whatever the probe measured).
+    its link  if the rate of its node (measured, or requested if there is no receipt) is at most SLOW_LINK of the
+              median of the other nodes, and the mode's bytes need at least LINK_MATTERS of the time of communication
+              at that rate. On loopback they need less, whatever the probe measured.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from testbed.spec.units import Interval, covered_length
 
 SLOW_CPU = 1.25
 CPU_STEPS = 0.75
-MIN_STEPS = 4  # fewer tell no slow rank from a slow step
+MIN_STEPS = 4  # with fewer steps a slow rank and a slow step look the same
 SLOW_LINK = 0.8
 LINK_MATTERS = 0.2
-ROUNDING_S = 1e-5  # records keep microseconds
+ROUNDING_S = 1e-5  # tolerance: times in records are rounded to microseconds
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One buffer on one rank, begun in `step` and perhaps ended in the next; seconds on rank 0's clock."""
+    """The transfer of one buffer on one rank, begun in `step` and perhaps ended later; seconds on rank 0's clock."""
 
     step: int
     begin: float
@@ -56,7 +56,7 @@ class Waiting:
 
     @property
     def slowest(self) -> int | None:
-        """The rank that the others wait for most; None without any exchange."""
+        """The rank for which the others wait longest; None without an exchange."""
         return max(range(len(self.delay)), key=lambda rank: self.delay[rank]) if self.exchanges else None
 
 
@@ -71,7 +71,7 @@ class Straggler:
 
 
 def waiting(run: LoadedRun) -> Waiting:
-    """Compare the transfers of all ranks, buffer by buffer."""
+    """Return waiting and transfer, from the transfers of all ranks, buffer by buffer."""
     ranks = range(len(run.ranks))
     waits: list[list[Interval]] = [[] for _ in ranks]
     late: dict[tuple[int, int], float] = {}  # (step, rank that began last) -> largest delay in that step
@@ -98,11 +98,11 @@ def waiting(run: LoadedRun) -> Waiting:
 
 
 def _exchanges(run: LoadedRun) -> Iterator[list[Transfer]]:
-    """One list per exchange: the transfer of each rank, where rank 0 began it in a step that counts.
+    """Yield for each exchange that rank 0 began in a step that counts the transfers of all ranks, in rank order.
 
-    The n-th transfer of a name in the run is the n-th on every rank. Steps are not compared, because one rank may begin
-    a transfer before the end of its step and another after it. Only the last one of a name may be missing on a rank,
-    where it began after the last step was recorded. Other names that occur unequally often are left out.
+    The n-th transfer of a name on one rank belongs to the n-th on every other. Steps are not compared, because one rank
+    may begin a transfer before the end of its step and another after it. The last transfer of a name may be missing on
+    a rank, if it began there after the last recorded step. Other names with unequal counts are left out.
     """
     ranks = [_transfers(run, rank) for rank in range(len(run.ranks))]
     counted, last = set(run.kept[0].numbers), int(run.ranks[0].steps.step[-1])
@@ -115,9 +115,9 @@ def _exchanges(run: LoadedRun) -> Iterator[list[Transfer]]:
 
 
 def _transfers(run: LoadedRun, rank: int) -> dict[str, list[Transfer]]:
-    """A rank's transfers by name, on rank 0's clock. The two parts of one that crossed the end of a step are joined.
+    """Return a rank's transfers by name, on rank 0's clock. Join the two parts of a transfer over the end of a step.
 
-    A transfer that began between two steps is marked as continued, too, but has no first part: it is kept as it is.
+    A transfer that began between two steps is marked as continued, too, but has no first part and is kept unchanged.
     """
     steps, found, cut = run.ranks[rank].steps, dict[str, list[Transfer]](), set[str]()
     for index, comms in enumerate(steps.comm):
@@ -134,12 +134,12 @@ def _transfers(run: LoadedRun, rank: int) -> dict[str, list[Transfer]]:
 
 
 def _exchange(name: str) -> str:
-    """What the ranks of a script have in common of a collective: its line may differ, e.g. at the root."""
+    """Return a collective's name without the line, which may differ between ranks, e.g. at the root."""
     return str(replace(Observed.parse(name), site=""))
 
 
 def stragglers(run: LoadedRun) -> list[Straggler]:
-    """Stragglers by the rules above, the slowest first."""
+    """Return the stragglers by the rules in the module's docstring, the slowest first."""
     if run.spec.world < 2 or len(run.kept[0].total) < MIN_STEPS:
         return []
     found = [*_slow_cpus(run), *_slow_links(run)]
@@ -182,7 +182,7 @@ def _slow_links(run: LoadedRun) -> list[Straggler]:
 
 
 def _matters(run: LoadedRun, rate: float) -> bool:
-    """True if a link of this rate can explain the time of communication."""
+    """Return True if a link of this rate can explain the time of communication."""
     if run.observed is not None:
         steps = [max(load.seconds(rate, 0.0) for load in row) for row in zip(*run.observed, strict=True)]
         return statistics.fmean(steps) >= LINK_MATTERS * statistics.fmean(float(s.busy.mean()) for s in run.kept)
@@ -195,8 +195,8 @@ def _matters(run: LoadedRun, rate: float) -> bool:
 
 
 def _rate(run: LoadedRun, rank: int) -> float | None:
-    """A node's rate in byte/s: measured, else requested. Two nodes share their only link, so there requested."""
+    """Return a node's rate in byte/s: measured, else requested. With two nodes, which share one link: requested."""
     link = run.spec.link_of(rank)
     requested = link.rate / 8 if link.rate else None
-    alone = (rank,) in run.spec.topology.racks and run.spec.topology.uplink  # all of its links pass the uplink
+    alone = (rank,) in run.spec.topology.racks and run.spec.topology.uplink  # then all its links pass the uplink
     return (run.network.node(rank) if run.spec.world > 2 and not alone else None) or requested

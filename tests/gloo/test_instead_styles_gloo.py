@@ -51,7 +51,7 @@ def test_a_hand_written_mean_is_replaced(tmp_path: Path, plain: list[float], sty
 @pytest.mark.parametrize(
     ("style", "said"),
     [
-        ("ring", "its gradients go through send at hand_written.py:"),
+        ("ring", "the script's gradients go through send at hand_written.py:"),
         ("hook_copy", "runs during backward, and not as all_reduce of all ranks on an accumulated gradient"),
         ("tensor_hook", "runs during backward, and not as all_reduce of all ranks on an accumulated gradient"),
     ],
@@ -94,7 +94,7 @@ def test_gradients_of_a_scaled_loss_are_compared_before_they_are_unscaled(tmp_pa
     ("script", "variables", "mode", "said"),
     [
         ("ddp_buffers.py", {"DDP": "static_graph"}, MODE, "DDP has static_graph=True"),
-        ("ddp_styles.py", {"STYLE": "closure"}, MODE, "it computes gradients inside optimizer.step (a closure)"),
+        ("ddp_styles.py", {"STYLE": "closure"}, MODE, "computes gradients inside optimizer.step (a closure)"),
         ("two_optimizers.py", {"SCRIPT_STEPS": "8"}, MODE, "several optimizers with a backward pass between"),
         (HAND, {"STYLE": "flat"}, "ring/bucket:16KiB/pipeline", "reads them. Use overlap instead of pipeline."),
     ],

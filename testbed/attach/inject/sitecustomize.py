@@ -1,6 +1,6 @@
-"""Python imports this when it starts in a script that is observed: it installs the observer when torch is imported.
+"""Python imports this module when it starts an observed script. It installs the observer when torch is imported.
 
-Another sitecustomize on the path runs first, as it would without the observer. Nothing here may end the script.
+Another sitecustomize on the path runs first, as without the observer. No error in this module may end the script.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 
 def _chain() -> None:
-    """Run the sitecustomize that this one hides."""
+    """Run the first other sitecustomize on the path, which this module hides."""
     import importlib.util
 
     here = os.path.dirname(os.path.abspath(__file__))
@@ -43,7 +43,7 @@ class _AfterTorch:
                 from testbed.attach.observer import install
 
                 install()
-            except BaseException as error:  # the observer fails open
+            except BaseException as error:  # the script runs without the observer
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):
                     raise
                 print(f"testbed: the script is not observed ({type(error).__name__}: {error})", file=sys.stderr)
@@ -53,7 +53,7 @@ class _AfterTorch:
 
 
 try:
-    if __name__ == "sitecustomize":  # else attach/__main__.py runs it, and Python has run the hidden one already
+    if __name__ == "sitecustomize":  # else attach/__main__.py runs it, after Python has run the other one
         _chain()
 finally:
     if os.environ.get("TESTBED_OBSERVER"):

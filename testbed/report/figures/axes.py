@@ -22,7 +22,7 @@ def seconds(cell: Cell) -> float:
 
 
 def draw_curves(made: Canvas, curves: dict[str, Curve], value: Value, bars: bool = True) -> None:
-    """One line with markers per curve; whiskers are the 95 % interval of the seconds."""
+    """Draw one line with markers per curve. With `bars`, whiskers show the 95 % interval of the seconds."""
     seen: dict[str, int] = {}
     for name, curve in curves.items():
         kind = next((cell.spec.mode.algorithm for _, cell in curve if cell.spec.mode.distributed), "single")
@@ -47,7 +47,7 @@ def draw_curves(made: Canvas, curves: dict[str, Curve], value: Value, bars: bool
 
 
 def nodes(chapter: Chapter) -> list[Plot]:
-    """Seconds per step and efficiency against the number of nodes, with the same batch over all ranks."""
+    """Draw seconds per step and efficiency against the number of nodes, with the same batch over all ranks."""
     fixed = {
         name: curve
         for name, curve in model.curves(chapter, model.NODES).items()
@@ -82,14 +82,14 @@ def nodes(chapter: Chapter) -> list[Plot]:
                 made,
                 "efficiency",
                 findings.efficiency(chapter, efficient),
-                "At 100 % N nodes are N times as fast as one.",
+                "At 100 %, N nodes are N times as fast as one node.",
             )
         )
     return drawn
 
 
 def weak(chapter: Chapter) -> list[Plot]:
-    """Images per second against the number of nodes, with the same batch per rank."""
+    """Draw images per second against the number of nodes, with the same batch per rank."""
     if len({cell.batch for cell in chapter.cells}) < 2:
         return []
     found = {}
@@ -127,14 +127,14 @@ def weak(chapter: Chapter) -> list[Plot]:
 
 
 def _whole_numbers(made: Canvas, curves: dict[str, Curve]) -> None:
-    """An axis of nodes with a tick at each value that occurs."""
+    """Set an axis of nodes with a tick at each value that occurs."""
     made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
     made.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     made.axes.set_xlabel("nodes")
 
 
 def _log_ticks(made: Canvas, curves: dict[str, Curve], spell: Callable[[int], str]) -> None:
-    """A logarithmic axis with a tick at each value that occurs."""
+    """Set a logarithmic axis with a tick at each value that occurs."""
     made.axes.set_xscale("log")
     made.axes.xaxis.set_major_locator(FixedLocator(sorted({x for curve in curves.values() for x, _ in curve})))
     made.axes.xaxis.set_minor_locator(NullLocator())
@@ -142,7 +142,7 @@ def _log_ticks(made: Canvas, curves: dict[str, Curve], spell: Callable[[int], st
 
 
 def bandwidth(chapter: Chapter) -> list[Plot]:
-    """Seconds per step against the rate of the links, with the time of one node and the crossings of the curves."""
+    """Draw seconds per step against the rate of the links, with the time of one node and the curves' crossings."""
     found = model.curves(chapter, model.RATE)
     if not found:
         return []
@@ -177,14 +177,14 @@ def bandwidth(chapter: Chapter) -> list[Plot]:
 
 
 def _level(made: Canvas, seconds: float, name: str, tint: str) -> None:
-    """A dashed horizontal line with its name at the right end."""
+    """Draw a dashed horizontal line with its name at the right end."""
     made.axes.axhline(seconds, color=tint, linestyle=(0, (4, 3)), linewidth=1.4)
     across = made.axes.get_yaxis_transform()
     made.axes.text(1.0, seconds, name, transform=across, ha="right", va="bottom", fontsize=9, color=tint)
 
 
 def _plain_seconds(made: Canvas) -> None:
-    """Ticks 1, 2, 5 of a logarithmic axis, written as decimal numbers."""
+    """Set ticks at 1, 2 and 5 of each decade of a logarithmic axis, as decimal numbers."""
     low, high = made.axes.get_ylim()
     ticks = [m * 10.0**e for e in range(-4, 5) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
     made.axes.yaxis.set_major_locator(FixedLocator(ticks))
@@ -193,7 +193,7 @@ def _plain_seconds(made: Canvas) -> None:
 
 
 def buckets(chapter: Chapter) -> list[Plot]:
-    """Seconds per step against the bucket size; modes without buckets are horizontal lines."""
+    """Draw seconds per step against the bucket size. Modes without buckets are horizontal lines."""
     found = model.curves(chapter, model.BUCKET)
     if not found:
         return []
@@ -211,7 +211,7 @@ def buckets(chapter: Chapter) -> list[Plot]:
 
 
 def skipping(chapter: Chapter) -> list[Plot]:
-    """Seconds per step and accuracy against the number of steps between synchronisations."""
+    """Draw seconds per step and accuracy against the number of steps between synchronisations."""
     found = model.curves(chapter, model.EVERY)
     if not found:
         return []
@@ -238,7 +238,7 @@ def accuracy(cell: Cell) -> float | None:
 
 
 def substrates(chapter: Chapter) -> list[Plot]:
-    """The same spec on several substrates."""
+    """Draw seconds per step of equal specs on several substrates."""
     if len(chapter.substrates) < 2:
         return []
     by_spec: dict[str, dict[str, Cell]] = {}

@@ -16,12 +16,12 @@ COMPUTE, COPIES, EXPOSED, REST, WAITING, BOUND, INK = (
 
 
 def rows_of(cells: Sequence[Cell], names: Sequence[str], per_row: float = ROW_INCHES, extra: float = 1.25) -> Canvas:
-    """One row per cell, its name in the colour of its algorithm."""
+    """Return a canvas with one row per cell, whose name has the colour of its algorithm."""
     return rows([cell.spec.mode.algorithm for cell in cells], names, per_row, extra)
 
 
 def where_time_goes(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """The parts of a step: compute with the hidden communication marked in it, copies, exposed, rest."""
+    """Draw the parts of a step: compute with the hidden communication marked in it, copies, exposed, rest."""
     made = rows_of(cells, names)
     longest = max(cell.split.step for cell in cells)
     for y, (cell, name) in enumerate(zip(cells, names, strict=True)):
@@ -52,7 +52,7 @@ def where_time_goes(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
 
 
 def bytes_per_rank(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
-    """Bytes that each rank sent in a step, and the payload of theory as a line."""
+    """Draw the bytes that each rank sent in a step, and the payload in theory as a line; None without bytes."""
     shown = [
         (cell, name) for cell, name in zip(cells, names, strict=True) if any(cell.sent()) and not cell.spec.mode.silent
     ]
@@ -76,7 +76,7 @@ def bytes_per_rank(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
 
 
 def roofline(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
-    """Seconds of communication against their lower bound on the measured network."""
+    """Draw seconds of communication and their lower bound on the measured network; None without a bound."""
     shown = [(cell, name) for cell, name in zip(cells, names, strict=True) if cell.bound and cell.split.busy > 0]
     if not shown:
         return None
@@ -96,7 +96,7 @@ def roofline(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
 
 
 def slow_ranks(chapter: Chapter) -> list[Plot]:
-    """One figure for each of the first three cells with a straggler: computing, waiting and transfer of every rank."""
+    """Draw computing, waiting and transfer of every rank, for each of the first three cells with a straggler."""
     found = [cell for cell in chapter.cells if cell.stragglers][:3]
     return [_ranks(cell, f"ranks-{number}") for number, cell in enumerate(found, start=1)]
 

@@ -1,7 +1,7 @@
-"""What all figures have in common: colours, sizes, rows, legends, and how a drawing becomes SVG and PNG.
+"""The common parts of all figures: colours, sizes, rows, legends, and the conversion to SVG and PNG.
 
-An algorithm has the same colour in every figure. A figure is drawn once with the light colours. Its copy on the page
-uses CSS variables instead, so that it follows the page's dark theme; exported SVG and PNG files keep the light colours.
+An algorithm has the same colour in every figure. A figure is drawn once, with the light colours. The copy on the page
+has CSS variables instead, so that it follows the page's dark theme. SVG and PNG files keep the light colours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testbed.spec.mode import ALGORITHMS, USER_METHOD
 
 matplotlib.use("Agg")
 
-# name: (light, dark); an algorithm's are in its row.
+# name: (light, dark). The colours of an algorithm are in its row of ALGORITHMS.
 COLOURS: dict[str, tuple[str, str]] = {
     "ink": ("#1c2430", "#e6eaf0"),
     "muted": ("#5a6675", "#9aa6b6"),
@@ -47,7 +47,7 @@ COLOURS: dict[str, tuple[str, str]] = {
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
 WIDTH_INCHES = 5.4  # the same for all figures, so that their text has one size on the page
-TITLE_INCHES = 0.52  # above the axes for the finding; cut off on the page, which prints the finding itself
+TITLE_INCHES = 0.52  # above the axes, for the finding; cut off on the page, which prints the finding as text
 ROW_INCHES = 0.42  # per bar
 
 plt.rcParams.update(
@@ -85,7 +85,7 @@ plt.rcParams.update(
 
 @dataclass
 class Canvas:
-    """A figure with one axes below the room for the title. `tips` are the texts that the pointer shows over a part."""
+    """A figure with one axes below the space for the title. `tips`: the texts that appear under the pointer."""
 
     figure: Figure
     axes: Axes
@@ -102,7 +102,7 @@ class Canvas:
 class Plot:
     """One figure: the name of its files, the finding that is its title, a note on how to read it, and the drawings.
 
-    A drawing is made when it is used first, because that takes most of the time of a report.
+    A drawing is made when it is first used, because drawing takes most of the time of a report.
     """
 
     name: str
@@ -130,14 +130,14 @@ class Plot:
         return image.getvalue()
 
     def _repr_svg_(self) -> str:
-        """Notebooks show the figure."""
+        """Return the SVG that a notebook shows."""
         return self.svg
 
 
 def canvas(
     height: float = 3.5, left: float = 0.7, bottom: float = 0.62, right: float = 0.15, top: float = 0.12
 ) -> Canvas:
-    """An empty figure; margins in inches."""
+    """Return an empty figure. Sizes and margins are in inches."""
     whole = height + TITLE_INCHES
     figure = Figure(figsize=(WIDTH_INCHES, whole))
     box = (
@@ -150,12 +150,12 @@ def canvas(
 
 
 def colour(algorithm: str) -> str:
-    """The colour of an algorithm, the same in every figure."""
+    """Return the colour of an algorithm, which is the same in every figure."""
     return COLOURS.get(algorithm, COLOURS["own"])[0]
 
 
 def rows(algorithms: Sequence[str], names: Sequence[str], per_row: float = ROW_INCHES, extra: float = 1.25) -> Canvas:
-    """Horizontal rows whose names have the colours of these algorithms."""
+    """Return a canvas with horizontal rows whose names have the colours of these algorithms."""
     made = strips(names, per_row, extra)
     for tick, algorithm in zip(made.axes.get_yticklabels(), algorithms, strict=True):
         tick.set_color(colour(algorithm))
@@ -164,7 +164,7 @@ def rows(algorithms: Sequence[str], names: Sequence[str], per_row: float = ROW_I
 
 
 def strips(names: Sequence[str], per_row: float, extra: float) -> Canvas:
-    """Horizontal rows, the first on top, with their names at the left."""
+    """Return a canvas with horizontal rows, the first on top, and their names at the left."""
     longest = max(len(name) for name in names)
     small = longest > 26
     left = 0.25 + (0.072 if small else 0.09) * longest
@@ -178,7 +178,7 @@ def strips(names: Sequence[str], per_row: float, extra: float) -> Canvas:
 
 
 def legend_below(made: Canvas, keys: Sequence[Artist]) -> None:
-    """A legend below the axes, which get smaller."""
+    """Add a legend below the axes, and make the axes smaller."""
     columns = 2 if sum(len(str(key.get_label())) + 6 for key in keys) > 95 else 3
     style = {"ncols": columns, "columnspacing": 1.2, "handlelength": 1.4, "labelspacing": 0.3}
     made.figure.legend(handles=list(keys), loc="lower left", bbox_to_anchor=(0.0, -0.01), **style)
@@ -187,7 +187,7 @@ def legend_below(made: Canvas, keys: Sequence[Artist]) -> None:
 
 
 def legend_above(made: Canvas) -> None:
-    """A legend above the axes, which get smaller."""
+    """Add a legend above the axes, and make the axes smaller."""
     names = made.axes.get_legend_handles_labels()[1]
     columns = max(1, min(len(names), int(58 / (max(map(len, names)) + 7))))
     lines = -(-len(names) // columns)
@@ -198,9 +198,9 @@ def legend_above(made: Canvas) -> None:
 
 
 def plot(made: Canvas, name: str, finding: str, note: str = "") -> Plot:
-    """A canvas with its title. `name` is a prefix of its ids, so that no two figures of a page share one.
+    """Add the title and return the Plot. `name` is the prefix of all ids in it, so that two figures share no id.
 
-    TypeError if no registered rule made the finding (report/sentences.py).
+    Raise TypeError if no registered rule made the finding (report/sentences.py).
     """
     check_sentence(finding)
     height = made.figure.get_size_inches()[1]
@@ -216,7 +216,7 @@ def _with_tips(svg: str, tips: dict[str, str]) -> str:
 
 
 def _inline(svg: str, name: str, finding: str, height: float) -> str:
-    """The copy for the page: no XML prologue, no title, no fixed size, CSS variables for colours, unique ids."""
+    """Return the copy for the page: no XML prologue, no title, no fixed size, CSS variables for colours, unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r'<g id="title">.*?</g>', "", svg, flags=re.S)
@@ -232,5 +232,5 @@ def _inline(svg: str, name: str, finding: str, height: float) -> str:
 
 
 def css(dark: bool) -> str:
-    """The colours as CSS variables."""
+    """Return the colours as CSS variables."""
     return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLOURS.items())

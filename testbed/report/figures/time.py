@@ -1,6 +1,6 @@
 """Figures over time: one step as a strip, loss against iteration and against seconds, seconds against iteration.
 
-And of runs with injected faults: how fast each was detected, and what it did to every rank, on one clock.
+For runs with injected faults: how fast each fault was detected, and its effect on every rank, on one clock.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from testbed.report.load import Column, FaultedRun
 from testbed.report.model import Cell
 
 PHASES = ("data", "forward", "backward", "update")
-MAX_POINTS = 300  # of one line; longer ones are averaged in blocks
+MAX_POINTS = 300  # of one line; a longer line is averaged in blocks
 
 
 def timeline(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """The step of rank 0 nearest to the median, for every mode: the loop above, the buffers on the wire below."""
+    """Draw the step of rank 0 nearest to the median, for every mode: the loop above, the buffers on the wire below."""
     made = rows_of(cells, names, 0.56, 1.5)
     copies, exposed = COLOURS["copies"][0], COLOURS["exposed"][0]
     for y, cell in enumerate(cells):
@@ -60,7 +60,7 @@ def timeline(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
 
 
 def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequence[Cell], names: Sequence[str]) -> None:
-    """One line per cell. The first is the widest, so that lines which cover each other are all visible."""
+    """Draw one line per cell. The first line is the widest, so that lines which cover each other are all visible."""
     seen: dict[str, int] = {}
     for number, ((x, y), cell, name) in enumerate(zip(curves, cells, names, strict=True)):
         kind = cell.spec.mode.algorithm
@@ -74,7 +74,7 @@ def _lines(made: Canvas, curves: Sequence[tuple[Column, Column]], cells: Sequenc
 
 
 def thin(values: Column) -> Column:
-    """At most MAX_POINTS values, each the mean of its block; nan where the block has no value."""
+    """Return at most MAX_POINTS values, each the mean of a block; nan if all values of the block are nan."""
     if len(values) <= MAX_POINTS:
         return values
     known = [block[~np.isnan(block)] for block in np.array_split(values, MAX_POINTS)]
@@ -82,7 +82,7 @@ def thin(values: Column) -> Column:
 
 
 def loss_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """Modes that train the same model have the same line."""
+    """Draw loss against iteration. Modes that train the same model have the same line."""
     made = canvas(3.3)
     _lines(made, [(np.arange(1, len(c.losses()) + 1, dtype=np.float64), c.losses()) for c in cells], cells, names)
     made.axes.set_xlabel("iteration")
@@ -96,7 +96,7 @@ def loss_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
 
 
 def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
-    """The same losses against the clock, of runs without injected faults."""
+    """Draw the same losses against time, of runs without injected faults; None if there are none."""
     shown = [(cell, name) for cell, name in zip(cells, names, strict=True) if not cell.disturbed]
     if not shown:
         return None
@@ -110,12 +110,12 @@ def loss_by_time(cells: Sequence[Cell], names: Sequence[str]) -> Plot | None:
         made,
         "loss-by-time",
         findings.loss_by_time(cells),
-        "With warm-up steps and evaluation: the time that a user waits.",
+        "Time includes warm-up steps and evaluation, as a user waits for them.",
     )
 
 
 def seconds_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
-    """Every step's time, warm-up included; a gap where steps were under an injected fault."""
+    """Draw every step's time, warm-up included, with a gap where steps were under an injected fault."""
     made = canvas(3.3)
     series = [_step_seconds(cell) for cell in cells]
     _lines(made, [(np.arange(1, len(y) + 1, dtype=np.float64), y) for y in series], cells, names)
@@ -130,7 +130,7 @@ def seconds_by_step(cells: Sequence[Cell], names: Sequence[str]) -> Plot:
 
 
 def _step_seconds(cell: Cell) -> Column:
-    """Seconds of each step of the first repeat, mean over ranks; nan under a fault."""
+    """Return the seconds of each step of the first repeat, mean over ranks; nan under a fault."""
     steps = [rank.steps for rank in cell.first.ranks]
     length = min(len(each.total) for each in steps)
     mean = np.mean([each.total[:length] for each in steps], axis=0)
@@ -153,7 +153,7 @@ NOTE = (
 
 
 def draw_faults(runs: Sequence[FaultedRun]) -> list[Plot]:
-    """One figure of all runs if several were detected; then one run of each kind of fault."""
+    """Draw one figure of all runs with a detected fault, if there are several, then one run of each kind of fault."""
     timed = [run for run in runs if run.one_clock and run.episodes]
     noticed = [run for run in timed if run.history.last_notice_s is not None]
     kinds: dict[str, FaultedRun] = {}
@@ -164,7 +164,7 @@ def draw_faults(runs: Sequence[FaultedRun]) -> list[Plot]:
 
 
 def _noticed(runs: Sequence[FaultedRun]) -> Plot:
-    """A row per fault, a dot per mode: seconds until the last of the other ranks detected it."""
+    """Draw a row per fault and a dot per mode: seconds until the last of the other ranks detected the fault."""
     faults = list(dict.fromkeys(run.row[1] for run in runs))
     made = strips(faults, 0.42, 1.5)
     modes = list(dict.fromkeys(str(run.spec.mode) for run in runs))
@@ -177,7 +177,7 @@ def _noticed(runs: Sequence[FaultedRun]) -> Plot:
         right = {True: "named the right rank", False: "named another rank", None: "named no rank"}[
             run.history.named_right
         ]
-        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others detected it after {x:.2f} s, {right}")
+        made.tip(dot, f"{run.spec.mode}, {run.row[1]}: all others detected the fault after {x:.2f} s, {right}")
     made.axes.set_xlim(0, None)
     made.axes.set_xlabel("seconds from the fault until the last other rank detected it")
     tints = {mode: colour(mode.split("/")[0]) for mode in modes}
@@ -186,7 +186,7 @@ def _noticed(runs: Sequence[FaultedRun]) -> Plot:
 
 
 def _run(run: FaultedRun, name: str) -> Plot:
-    """Steps, fault and ends of every rank of one run."""
+    """Draw the steps, the faults and the end of every rank of one run."""
     zero = run.episodes[0].begin
     made = strips([f"rank {rank}" for rank in range(run.spec.world)], 0.36, 1.5)
     ends = [at - zero for _, at, _ in run.ended] + [end - zero for steps in run.steps for _, end in steps]

@@ -89,7 +89,7 @@ def test_the_control_check_is_of_processor_time_and_not_of_the_clock(tmp_path: P
     make_run(tmp_path / "none", Conditions(compute=2.0, cpu=0.9), mode="none", **LINK)
     make_run(tmp_path / "ring", Conditions(compute=3.0, cpu=cpu), mode="ring", **LINK)
     control = check_of(tmp_path, "Control")
-    assert control.ok is ok and re.search(r"In wall-clock time it is at most (4[5-9]|5\d) % off", control.text)
+    assert control.ok is ok and re.search(r"In wall-clock time the difference is at most (4[5-9]|5\d) %", control.text)
 
 
 @pytest.mark.parametrize(("recorded", "ok"), [(True, True), (False, False)])

@@ -130,8 +130,8 @@ def test_notes_say_what_was_changed_sampled_and_not_seen(made: Make) -> None:
     part = part_of(made(Script(changed=("NCCL became Gloo",), sampled=(3, 7), unseen=("watch_waits",))))
     assert part.notes == [
         "Changed for this run: NCCL became Gloo.",
-        "In 2 of 10 steps (step 4, 8) gradients and parameters were sampled: they took 0.43 s and are in no other time"
-        " of this page.",
+        "In 2 of 10 steps (step 4, 8) gradients and parameters were sampled. Such a step took 0.43 s and is in no other"
+        " time here.",
         "Not seen on rank 0-3: watch_waits (ValueError: made to fail).",
     ]
 
@@ -145,7 +145,7 @@ def test_a_script_with_another_mode_is_compared_with_itself_and_says_what_was_re
     assert chapter.keys == [] and len(comparable(chapter)) == 2
     own, ring = script_parts(chapter) if chapter.cells[0].spec.mode.is_script else reversed(script_parts(chapter))
     assert own.notes == [] and ring.title == "What this script does: main.py + ring"
-    assert ring.notes == ["From step 5 on ring synchronised its gradients in place of gather at main.py:40."]
+    assert ring.notes == ["From step 5 on ring synchronised the script's gradients in place of gather at main.py:40."]
     assert ring.cell.needed() == [6_000_000.0] * 4, "theory of the mode, with the bytes of its buffers"
     assert caption(chapter.summaries).endswith("steps after warm-up")
 

@@ -38,7 +38,7 @@ def test_the_page_has_a_section_with_a_row_and_a_figure(tmp_path: Path) -> None:
     made = write([tmp_path / "runs"], tmp_path)
     page = made.page.read_text()
     assert made.sections == [] and 'id="faults-fault-1"' in page and 'id="faults-faults"' in page
-    assert "all other ranks detect it after 0.30 s and name it" in page
+    assert "all other ranks detect it after 0.30 s and name the right rank" in page
     assert FAULT in (tmp_path / "report" / "faults-faults.csv").read_text()
     assert FAULT in (tmp_path / "report" / "report.md").read_text()
 
@@ -63,7 +63,7 @@ def test_the_figure_shows_when_the_last_rank_noticed_and_the_table_the_median(
     (told,) = load([tmp_path / "runs"]).faulted
     assert told.history.last_notice_s == pytest.approx(2.5) and told.row[2] == "1.45 s"
     made = write([tmp_path / "runs"], tmp_path).faults
-    assert made and "detected by all others within 2.5 s" in made.finding
+    assert made and "a fault that all other ranks detected within 2.5 s" in made.finding
     assert "all other ranks detect it after 2.50 s" in made.plots[0].finding
 
 
