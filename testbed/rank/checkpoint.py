@@ -3,10 +3,10 @@
     checkpoints/rank0-step10.safetensors   parameters, buffers, optimizer state, state of the mode, random generators
     checkpoints/rank0-step10.json          written last: step, checksum of the tensors, sums of the epoch so far
 
-Each rank writes its own pair of files, each through a temporary name, and keeps the last two: when ranks are killed,
-they may be one checkpoint apart, and a resumed run takes the last step that all of them have. With every:K ranks may be
-K steps apart, so more checkpoints are kept. The position in the data is not stored: batches follow from seed, rank and
-epoch, and a resumed run draws the batches of the epoch again.
+Each rank writes its own two files. A file gets its name only when it is complete. A rank keeps its last two
+checkpoints: killed ranks may be one checkpoint apart, and a resumed run begins at the last step of which all ranks have
+a checkpoint. With every:K ranks may be K steps apart, so more checkpoints are kept. The position in the data is not
+stored: batches follow from seed, rank and epoch, and a resumed run draws the batches of the epoch again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Checkpoints:
         self.kept = MIN_KEPT + math.ceil(apart / (spec.checkpoint or 1))
 
     def write_if_due(self, trained: Trained, step: int, last: bool) -> None:
-        """Write a checkpoint if one is due. After the last step none is needed."""
+        """Write a checkpoint if `step` is a multiple of the interval. After the last step no checkpoint is needed."""
         if self.every and step % self.every == 0 and not last:
             self.write(trained, step)
 
@@ -118,7 +118,7 @@ class Checkpoints:
             self._tensors(old).unlink(missing_ok=True)
 
     def agree(self, trained: Trained) -> int:
-        """Return the last step of which all ranks have a valid checkpoint; 0: start from the beginning."""
+        """Return the last step of which all ranks have a valid checkpoint; 0 if there is no such step."""
         if not self.resume:
             return 0
         own = {step: metadata.parameters for step, metadata in self._valid(trained)}
@@ -148,7 +148,7 @@ class Checkpoints:
         trained.seen.loss, trained.seen.correct, trained.seen.labels = metadata.seen
 
     def _valid(self, trained: Trained) -> Iterator[tuple[int, Metadata]]:
-        """All valid checkpoints, in order of their steps. A damaged one is left out."""
+        """Yield step and metadata of every valid checkpoint, in order of steps. Damaged checkpoints are left out."""
         for step in sorted(self._steps()):
             with contextlib.suppress(SpecError):
                 metadata = self._read(step)
@@ -156,7 +156,7 @@ class Checkpoints:
                 yield step, metadata
 
     def _checked(self, metadata: Metadata, trained: Trained) -> bytes:
-        """Return the tensor file if its checksum is right. A file that is too large for this model is not read."""
+        """Return the tensor file. Raises SpecError if it is too large for this model, or if its checksum is wrong."""
         path = self._tensors(metadata.step)
         parameters = sum(p.numel() * p.element_size() for p in trained.model.parameters())
         data = read_bounded(path, self.extra_bytes + self.max_ratio * parameters)
@@ -215,7 +215,7 @@ def restore(tensors: dict[str, Tensor], trained: Trained) -> None:
 
 
 def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy in place, because parameters may be views of a mode's buffers."""
+    """Copy the values in place, because parameters may be views of a mode's buffers. Raises ValueError."""
     own = model.state_dict()
     if own.keys() != tensors.keys():
         raise ValueError(f"other tensors than the model's: {sorted(own.keys() ^ tensors.keys())[:3]}")

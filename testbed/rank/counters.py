@@ -1,12 +1,13 @@
 """What the kernel counts for this rank: bytes that it has sent and received, and processor time.
 
-Bytes, on a node with its own interface: the counters of that interface. With segmentation offload (GSO) the kernel
-counts the headers of a large segment once, so this is the payload plus less than 1 %; on the wire it is 4.6 % more.
-On loopback, which all ranks share: the counters of this process's own TCP sockets, payload only.
+Bytes on a node with its own interface are the counters of that interface. With segmentation offload (GSO) the kernel
+counts the headers of a large segment once. So the counters show the payload plus less than 1 %, while the headers on
+the wire add 4.6 %. All ranks share loopback, so there the counters of this process's own TCP sockets are read. They
+count payload only.
 
-Processor time, while steps are measured: that of this machine and that of this rank. The difference is what other
-processes use; results/validity.py calculates it from the values of all ranks. In a container /proc/stat is that of the
-host, so ranks in containers see the whole machine too.
+Processor time is measured for this machine and for this rank, while the steps run. The difference is what other
+processes use; results/validity.py calculates it from the values of all ranks. A container's /proc/stat is that of the
+host, so ranks in containers measure the whole machine too.
 
 Standard library only: the observer of a user's script counts bytes too (attach/).
 """
@@ -28,7 +29,7 @@ READ_BYTES = 1 << 16
 
 
 class Counter(Protocol):
-    """Cumulative (sent, received) in bytes; (None, None) if nothing counts them."""
+    """`read` returns cumulative (sent, received) in bytes; (None, None) if nothing counts bytes."""
 
     name: str
 
@@ -56,16 +57,16 @@ _CLOSED = [0, 0]  # bytes sent and received on sockets that this process has clo
 
 
 def keep_counts(connection: socket.socket) -> None:
-    """Go on counting what this socket has sent and received after it is closed; call it right before."""
-    with contextlib.suppress(OSError):  # the kernel does not count
+    """Add the bytes of this socket to those of closed sockets. Call it directly before the socket is closed."""
+    with contextlib.suppress(OSError):  # this kernel does not count bytes of sockets
         for number, size in enumerate(byte_counts(connection)):
             _CLOSED[number] += size
 
 
 class SocketCounter:
-    """All open TCP sockets of this process, and those that `keep_counts` was called for before they were closed.
+    """All open TCP sockets of this process, and the closed sockets that were given to `keep_counts`.
 
-    Gloo keeps its own open.
+    Gloo does not close its sockets during a run, so it needs no call of `keep_counts`.
     """
 
     name = "tcp sockets"
@@ -81,19 +82,22 @@ class SocketCounter:
             self._sockets = [(connection.fileno(), connection.family) for connection in tcp_sockets()]
         sent, received = _CLOSED
         for descriptor, family in self._sockets:
-            with contextlib.suppress(OSError):  # the socket was closed meanwhile, or this kernel does not count
+            with contextlib.suppress(OSError):  # the socket was closed meanwhile, or this kernel does not count bytes
                 counts = _counts(descriptor, family)
                 sent, received = sent + counts[0], received + counts[1]
         return sent, received
 
 
 def _descriptors() -> list[tuple[str, int]]:
-    """Every open descriptor and what it is open on. It costs a tenth of looking for the TCP sockets among them."""
+    """Return the number and the inode of every open descriptor.
+
+    If the list has not changed, the TCP sockets need not be looked up again, which takes ten times as long.
+    """
     found = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only: this runs in every step
         try:
             found.append((name, os.fstat(int(name)).st_ino))
-        except OSError:  # the listing's own, or one that was closed meanwhile
+        except OSError:  # the descriptor of listdir itself, or a descriptor that was closed meanwhile
             continue
     return found
 
@@ -107,7 +111,7 @@ def _counts(descriptor: int, family: int) -> tuple[int, int]:
 
 
 def read_file(path: str) -> bytes:
-    """The content of a small file of /proc. Path.read_bytes takes twice as long, and this runs in every step."""
+    """Return the content of a small file of /proc. Path.read_bytes takes twice as long, and this runs in every step."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, READ_BYTES)
@@ -125,7 +129,7 @@ class NoCounter:
 
 
 def open_counter(interface: str) -> Counter:
-    """The best available counter for a rank that uses this interface."""
+    """Return the best available counter for a rank that uses this interface."""
     if not Path("/proc/self/net/dev").exists():
         return NoCounter()
     return SocketCounter() if interface == "lo" else InterfaceCounter(interface)
@@ -137,21 +141,21 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Seconds of processor time; only differences between two readings have a meaning."""
+    """One reading of processor time in seconds; only the difference of two readings has a meaning."""
 
     at: float  # monotonic time of the reading
     machine: float  # all processes on all cores
     own: float  # all threads of this process, and its children that have ended
-    idle: float = 0.0  # of all cores: they did nothing, or waited for a disk
+    idle: float = 0.0  # all cores: time without work, or waiting for a disk
 
 
 def read_cpu_time(stat: Path = STAT) -> CpuTime | None:
     """Return the processor time used so far; None where the kernel does not count it.
 
-    The machine's is all time of its cores without idle, iowait, irq, softirq and steal. The kernel measures idle time.
-    User and system time it samples at ticks, and a rank with a CPU quota starts at a tick: with a quota of 0.4 cores
-    their sum was 0.2 cores too large. Interrupts are left out, because most of them are the network traffic of the
-    ranks, which is no work of others.
+    The machine's processor time is all time of its cores without idle, iowait, irq, softirq and steal. The sum of user
+    and system time would be wrong: the kernel samples these two at ticks, and a rank with a CPU quota starts at a tick.
+    With a quota of 0.4 cores the sum was 0.2 cores too large. Idle time is measured. Interrupts are left out, because
+    most of them come from the network traffic of the ranks and not from other processes.
     """
     try:
         lines = stat.read_text(encoding="ascii").splitlines()
@@ -168,7 +172,7 @@ def read_cpu_time(stat: Path = STAT) -> CpuTime | None:
 
 
 def machine_id(boot_id: Path = BOOT_ID) -> str:
-    """Return a name that is equal for all ranks on one machine, in containers too; empty where there is none."""
+    """Return the boot id: it is equal for all ranks on one machine, in containers too. Empty if it cannot be read."""
     try:
         return boot_id.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

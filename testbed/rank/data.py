@@ -34,7 +34,7 @@ FOLLOWERS = 4  # tokens that may follow a token of the synthetic text, all with 
 
 
 class Dataset(Protocol):
-    """Samples with labels. The training loop needs only these of a data set."""
+    """Samples with labels: the attributes and methods that the training loop uses."""
 
     @property
     def name(self) -> str: ...
@@ -70,14 +70,14 @@ class Images:
         return len(self.rows)
 
     def pick(self, indices: Indices) -> Bytes:
-        """A copy of these images, padded, N x H x W x C."""
+        """Return a copy of these images, padded, N x H x W x C."""
         return pad(self.images[self.rows[indices]], self.pad)
 
     def subset(self, chosen: Indices) -> Images:
         return replace(self, rows=self.rows[chosen], labels=self.labels[chosen])
 
     def batch(self, indices: Indices, crops: Crops | None, dtype: torch.dtype) -> Batch:
-        """Images N x C x H x W and labels N."""
+        """Return images N x C x H x W and labels N."""
         stored = self.pick(indices)
         images = channels_first(stored) if crops is None else crop_and_flip(stored, crops)
         pixels = normalise(images, self.mean, self.std, dtype)
@@ -102,7 +102,7 @@ class Text:
         return replace(self, rows=self.rows[chosen])
 
     def batch(self, indices: Indices, crops: Crops | None, dtype: torch.dtype) -> Batch:
-        """Tokens N x T and labels N x T; they are numbers of tokens, whatever the model's dtype is."""
+        """Return tokens N x T and labels N x T, both int64: the model's dtype does not apply to token numbers."""
         tokens = torch.from_numpy(self.sequences[self.rows[indices]].astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -132,7 +132,7 @@ class OwnData:
         return replace(self, rows=self.rows[chosen])
 
     def batch(self, indices: Indices, crops: Crops | None, dtype: torch.dtype) -> Batch:
-        """Samples of floating-point numbers get the model's dtype; whole numbers stay as they are."""
+        """Return samples and labels. Floating-point samples get the model's dtype; integer samples keep theirs."""
         found, labels = default_collate([self.samples[int(row)] for row in self.rows[indices]])
         return found.to(dtype) if found.is_floating_point() else found, labels.to(torch.int64)
 
@@ -149,8 +149,8 @@ def open_dataset(
 ) -> Dataset:
     """Open a fetched data set, or generate a synthetic one in `shape`; draw `subset` of its samples with `seed`.
 
-    Batches of images are resized to `size` x `size`. They are stored, cropped and flipped before that. `own` is the
-    copy of the user's file that the name says.
+    Images are stored, cropped and flipped in their own size; then a batch is resized to `size` x `size`. `own` is the
+    copy of the user's file that `name` refers to.
     """
     info = dataset_info(name)
     dataset: Dataset
@@ -169,14 +169,14 @@ def open_dataset(
 def _stored(info: DatasetInfo, root: Path, train: bool) -> Images:
     require_complete(info.name, root)
     part = "train" if train else "test"
-    # A view as a plain array, because indexing of np.memmap is slower.
+    # Viewed as a plain array, because indexing np.memmap is slower.
     images = np.load(array_path(info.name, root, f"{part}_images"), mmap_mode="r").view(np.ndarray)
     labels = np.load(array_path(info.name, root, f"{part}_labels")).astype(np.int64)
     return _images(info, images, np.arange(len(labels)), labels, info.shape)
 
 
 def _synthetic(info: DatasetInfo, train: bool, shape: Shape) -> Images:
-    """A coarse pattern for each class plus noise. Training and test images differ only in the noise."""
+    """Return images: a coarse pattern for each class plus noise. Only the noise differs in training and test images."""
     channels, height, width = shape
     patterns = np.random.default_rng(SYNTHETIC_SEED).integers(*PATTERN, (info.classes, 4, 4, channels), np.uint8)
     up = patterns.repeat(-(-height // 4), axis=1).repeat(-(-width // 4), axis=2)[:, :height, :width]
@@ -197,7 +197,7 @@ def _images(info: DatasetInfo, images: Bytes, rows: Indices, labels: Indices, sh
 
 
 def _synthetic_text(info: DatasetInfo, train: bool, shape: Shape) -> Text:
-    """A Markov chain: each token has FOLLOWERS successors. A model that knows them has a loss of log(FOLLOWERS)."""
+    """Return text of a Markov chain: each token has FOLLOWERS successors, so the lowest loss is log(FOLLOWERS)."""
     (length,) = shape
     followers = np.random.default_rng(SYNTHETIC_SEED).integers(0, info.classes, (info.classes, FOLLOWERS), np.uint8)
     rng = np.random.default_rng(SYNTHETIC_SEED + (1 if train else 2))
@@ -210,11 +210,11 @@ def _synthetic_text(info: DatasetInfo, train: bool, shape: Shape) -> Text:
 
 
 TEST_SHARE = 10  # the last tenth of a text is its test set
-TEST_SEQUENCES = 500  # at most; one sequence costs GPT as much as ten images cost VGG-11
+TEST_SEQUENCES = 500  # at most, because GPT computes as long for one sequence as VGG-11 for ten images
 
 
 def _text_of_file(info: DatasetInfo, path: Path, train: bool, shape: Shape) -> Text:
-    """The bytes of a file in sequences that follow one another. The test set is its end."""
+    """Return the bytes of a file as consecutive sequences. The last sequences are the test set. Raises SpecError."""
     (length,) = shape
     text = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
     count = (len(text) - 1) // length
@@ -228,7 +228,7 @@ def _text_of_file(info: DatasetInfo, path: Path, train: bool, shape: Shape) -> T
 
 
 def _own_data(info: DatasetInfo, path: Path, train: bool) -> OwnData:
-    """Call the user's function, which returns a training and a test set. Raises SpecError if they cannot be used."""
+    """Call the user's function, which returns a training and a test set. Raises SpecError if these cannot be used."""
     own, what = info.own, f"data {info.name!r}"
     assert own is not None, info
     made = call(path, own.function, (), what, own.path)
@@ -253,7 +253,10 @@ def _own_data(info: DatasetInfo, path: Path, train: bool) -> OwnData:
 
 
 def _count_classes(samples: Any) -> int | None:
-    """As torchvision's data sets say it: `classes`, else the largest of `targets`, or of the last of `tensors`."""
+    """Return the number of classes from `classes`, else from the largest of `targets` or of the last of `tensors`.
+
+    These are the attributes of torchvision's data sets and of TensorDataset. None if there are none of them.
+    """
     if (named := getattr(samples, "classes", None)) is not None:
         return named if isinstance(named, int) else len(named)
     targets = getattr(samples, "targets", None)
@@ -263,7 +266,7 @@ def _count_classes(samples: Any) -> int | None:
 
 
 def _subset(dataset: Dataset, subset: int, seed: int, unit: str) -> Dataset:
-    """The same samples for the same seed on every rank."""
+    """Draw `subset` samples: the same ones on every rank for the same seed. Raises SpecError if there are fewer."""
     if not 1 <= subset <= len(dataset):
         raise refuse("subset", subset, f"must be 1 to {len(dataset)}, the {unit} of {dataset.name}", "Use fewer.")
     return dataset.subset(np.sort(np.random.default_rng(seed).permutation(len(dataset))[:subset]))
@@ -284,8 +287,8 @@ Kind = Literal["sampler", "fixed"]
 class Partition:
     """A data set of `size` images cut into global batches of `batch` images.
 
-    `shares`: images per step of each rank, for uneven nodes; then an incomplete last global batch is dropped.
-    Equal shares have the same effect as none: the last batch is kept and smaller.
+    `shares` is the number of images per step of each rank, for uneven nodes. If the shares differ, an incomplete last
+    global batch is dropped. With equal shares, or None, the last batch is kept and is smaller.
     """
 
     size: int
@@ -295,7 +298,7 @@ class Partition:
     shares: tuple[int, ...] | None = None
 
     def indices(self, rank: int, world: int, epoch: int) -> list[Indices]:
-        """One array of image indices per step. All ranks have the same number of steps."""
+        """Return one array of image indices per step. All ranks have the same number of steps."""
         self._check(world)
         if self._uneven is not None:
             return self._uneven_steps(self._uneven, rank, epoch)
@@ -304,13 +307,13 @@ class Partition:
         return [mine[start : start + each] for start in range(0, len(mine), each)]
 
     def rows(self, rank: int, world: int, count: int) -> Indices:
-        """The rows of the global batch that the first `count` images of this rank's step are."""
+        """Return the rows in the global batch of the first `count` images of this rank's step."""
         if self._uneven is not None:
             return sum(self._uneven[:rank]) + np.arange(count)
         return rank + world * np.arange(count)
 
     def steps(self, world: int) -> int:
-        """Steps per epoch."""
+        """Return the steps per epoch."""
         self._check(world)
         if self._uneven is not None:
             return self.size // self.batch
@@ -322,7 +325,7 @@ class Partition:
         return self.shares if self.shares is not None and len(set(self.shares)) > 1 else None
 
     def _check(self, world: int) -> None:
-        """Refuse a data set that is too small. RunSpec checks the rest, without the number of images."""
+        """Raise SpecError if the data set is too small. RunSpec checks what does not depend on the number of images."""
         shares = self.shares or (self.batch // world,) * world
         assert len(shares) == world and sum(shares) == self.batch, f"{self} for {world} ranks"
         need = world if self._uneven is None else self.batch
@@ -330,18 +333,25 @@ class Partition:
             raise refuse("subset", self.size, f"at least {need} images are needed for one step", "Use more images.")
 
     def _sampled(self, rank: int, world: int, epoch: int) -> Indices:
-        """The rank's images of the sampler's permutation, which repeats its first images to be divisible by `world`."""
+        """Return the rank's part of the sampler's permutation; its first images repeat, so that `world` divides it."""
         sampler = DistributedSampler(range(self.size), world, rank, shuffle=True, seed=self.seed)  # type: ignore[arg-type, var-annotated]
         sampler.set_epoch(epoch)  # without this every epoch has the same order
         return np.fromiter(sampler, np.int64)
 
     def _fixed(self, rank: int, world: int) -> Indices:
-        """The rank's block. All blocks have the same length, for equally many steps; a remainder is left out."""
+        """Return the rank's block. All blocks have the same length, so that all ranks have the same number of steps.
+
+        The images that remain are left out.
+        """
         block = self.size // world
         return np.arange(rank * block, (rank + 1) * block)
 
     def _uneven_steps(self, shares: tuple[int, ...], rank: int, epoch: int) -> list[Indices]:
-        """Sampler: consecutive rows of each global batch. Fixed: one block per rank, as long as its share."""
+        """Return the indices of each step with unequal shares.
+
+        `sampler`: a rank gets consecutive rows of each global batch. `fixed`: one block per rank, in the size of its
+        share.
+        """
         steps, before, own = self.size // self.batch, sum(shares[:rank]), shares[rank]
         if self.kind == "fixed":
             return list(np.arange(before * steps, (before + own) * steps).reshape(steps, own))
@@ -355,13 +365,13 @@ MARGIN_PIXELS = 4  # black pixels around an image, which a random crop may inclu
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """A random generator for one epoch. It leaves torch's global generator, which the model uses, unchanged."""
+    """Return a random generator for one epoch. The model uses torch's global generator, which must not change here."""
     return np.random.default_rng((seed, epoch))
 
 
 @dataclass(frozen=True)
 class Crops:
-    """Position of the crop of each image of a batch, and whether it is mirrored."""
+    """The position of the crop of each image of a batch, and whether the image is mirrored."""
 
     top: NDArray[np.int64]
     left: NDArray[np.int64]
@@ -388,12 +398,12 @@ def pad(images: Bytes, margin: int) -> Bytes:
 
 
 def channels_first(images: Bytes) -> Bytes:
-    """N x H x W x C to N x C x H x W, contiguous."""
+    """Return N x H x W x C images as N x C x H x W, contiguous."""
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
 
 def crop_and_flip(images: Bytes, crops: Crops) -> Bytes:
-    """Pad by MARGIN_PIXELS, crop, and mirror half of the images; N x H x W x C to N x C x H x W."""
+    """Pad N x H x W x C images by MARGIN_PIXELS, crop and mirror them as `crops` says; return N x C x H x W."""
     count, height, width, _ = images.shape
     windows = sliding_window_view(
         pad(images, MARGIN_PIXELS), (height, width), axis=(1, 2)
@@ -406,14 +416,14 @@ def crop_and_flip(images: Bytes, crops: Crops) -> Bytes:
 def normalise(
     images: Bytes, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """(pixel / 255 - mean) / std, in the order of torchvision's transforms: the results are equal bit by bit."""
+    """Return (pixel / 255 - mean) / std in the order of torchvision's transforms, so that results are identical."""
     pixels = torch.from_numpy(images).to(dtype).div_(255)
     centre, scale = (torch.tensor(values, dtype=dtype).view(-1, 1, 1) for values in (mean, std))
     return pixels.sub_(centre).div_(scale)
 
 
 def resize(images: torch.Tensor, size: int | None) -> torch.Tensor:
-    """Images N x C x H x W as N x C x size x size, bilinear; as they are if they have that size, or for None."""
+    """Return N x C x H x W images as N x C x size x size, bilinear; unchanged if `size` is None or is their size."""
     if size is None or images.shape[-2:] == (size, size):
         return images
     return torch.nn.functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
@@ -448,7 +458,7 @@ class Batches:
         return self.partition.steps(self.world)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Samples and labels (int64), step by step. Every call repeats the same epoch exactly."""
+        """Yield samples and labels (int64) of each step. Every call with the same epoch yields the same batches."""
         rng = generator(self.seed, epoch)
         for indices in self.partition.indices(self.rank, self.world, epoch):
             rows = self.partition.rows(self.rank, self.world, len(indices))
@@ -459,7 +469,7 @@ class Batches:
 def test_batches(
     dataset: Dataset, rank: int, world: int, split: bool, batch: int = 250, dtype: torch.dtype = torch.float32
 ) -> Iterator[Batch]:
-    """All samples in order, or with `split` the contiguous share of this rank; the shares cover each sample once."""
+    """Yield all samples in order, or with `split` the contiguous share of this rank. Each sample is in one share."""
     first, end = (rank * len(dataset) // world, (rank + 1) * len(dataset) // world) if split else (0, len(dataset))
     for start in range(first, end, batch):
         yield dataset.batch(np.arange(start, min(start + batch, end)), None, dtype)

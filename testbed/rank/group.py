@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class NoWork:
-    """The work of an empty tensor: nothing is sent, because both ends have its size."""
+    """Replaces dist.Work for an empty tensor. Nothing is sent: both ends know that the size is 0."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
@@ -37,7 +37,7 @@ Work = dist.Work | NoWork
 
 
 class Group:
-    """Point-to-point and collective calls on one process group. A fake needs only these methods."""
+    """Point-to-point and collective calls on one process group. A fake for tests has the same methods."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Group:
         self.size = size
         self.racks = racks  # the ranks of each rack; empty: one switch connects all
         self.rate = rate  # byte/s of payload on the slowest link, as measured before training; None: unknown
-        self.round_trip_s = 0.0  # the longest that is requested of a path; 0: no delay is requested
+        self.round_trip_s = 0.0  # the longest requested round-trip time of all paths; 0: no delay is requested
         self.store = store
         self.heartbeat = heartbeat
         self.deadline = timedelta(seconds=deadline)
@@ -74,7 +74,7 @@ class Group:
 
     @contextmanager
     def payload_kind(self, kind: str) -> Iterator[None]:
-        """Count bytes that are sent in the `with` block as this kind."""
+        """Count the bytes that are sent in the `with` block under this kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -82,7 +82,7 @@ class Group:
             self.kind = before
 
     def set_deadline(self, seconds: float) -> None:
-        """Set the deadline of all later waits, also of those inside Gloo's own collectives."""
+        """Set the deadline of all later waits, including the waits inside Gloo's own collectives."""
         self.deadline = timedelta(seconds=seconds)
         if dist.is_initialized():
             dist.distributed_c10d._set_pg_timeout(self.deadline)
@@ -90,7 +90,7 @@ class Group:
             self.heartbeat.deadline = seconds
 
     def at(self, step: int, phase: str) -> None:
-        """Set the step and phase that this rank's heartbeats report; `sync` means that it waits for the others."""
+        """Set the step and phase that this rank's heartbeats report. Phase `sync`: the rank waits for the others."""
         if self.heartbeat:
             self.heartbeat.at(step, phase)
 
@@ -101,16 +101,16 @@ class Group:
             self.messages[kind or self.kind] += 1
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, kind: str | None = None) -> Work:
-        """Start to send a contiguous tensor; it must not change before the wait."""
+        """Start to send a contiguous tensor and return the work. The tensor must not change before `wait`."""
         self.count(tensor.nbytes, kind)
         return dist.isend(tensor, dst=to, tag=tag) or NoWork() if tensor.numel() else NoWork()
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work:
-        """Start to receive into a contiguous tensor."""
+        """Start to receive into a contiguous tensor and return the work."""
         return dist.irecv(tensor, src=source, tag=tag) or NoWork() if tensor.numel() else NoWork()
 
     def wait(self, *works: Work) -> None:
-        """Wait until all are finished. Raises RuntimeError if a peer is gone or silent for longer than the deadline."""
+        """Wait until all works are finished. Raises RuntimeError if a peer is gone, or silent until the deadline."""
         for work in works:
             work.wait(self.deadline)
 
@@ -129,7 +129,7 @@ class Group:
         self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
 
     def all_gather_text(self, key: str, value: str) -> list[str]:
-        """Return all ranks' values of `key` in rank order. They go through the store, not through Gloo."""
+        """Set this rank's value of `key`, and return those of all ranks in rank order. Uses the store, not Gloo."""
         self.at(self.heartbeat.step if self.heartbeat else 0, "sync")
         self.store.set(f"{key}/{self.rank}", value)
         self.count(len(value) if self.size > 1 else 0, "metrics")
@@ -146,7 +146,10 @@ def join(
     deadline: float,
     end: Callable[[TestbedError], object] = lambda error: None,
 ) -> Group:
-    """Connect to the other ranks through address:port, where rank 0 listens, and make the default process group."""
+    """Connect to the other ranks through address:port, where rank 0 listens, and return the group of all ranks.
+
+    `end` is called with the error when a rank is lost. Raises PeerLost if a rank is missing at the deadline.
+    """
     return make_group(connect(rank, size, address, port, deadline, end), deadline)
 
 
@@ -159,7 +162,10 @@ def connect(
     end: Callable[[TestbedError], object],
     max_ranks: int | None = None,
 ) -> Heartbeat:
-    """Open the store and start the heartbeat; `end` is called when a rank is lost. `max_ranks`: see Heartbeat."""
+    """Open the store and start the heartbeat. Raises PeerLost if rank 0 does not answer.
+
+    `end` is called with the error when a rank is lost. `max_ranks`: see Heartbeat.
+    """
     store = open_store(rank, size, address, port, deadline)
     heartbeat = Heartbeat(rank, size, store, deadline, end, max_ranks)
     try:
@@ -171,8 +177,11 @@ def connect(
 
 
 def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> dist.TCPStore:
-    """Rank 0 opens the store at address:port, the others connect to it. If torchrun has opened one, all connect."""
-    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent listens there already
+    """Return the store at address:port: rank 0 opens it, the others connect. Raises PeerLost if rank 0 is not reached.
+
+    If torchrun has opened a store there, all ranks connect to it.
+    """
+    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun's agent listens already
     listener = _listen(address, port) if rank == 0 and own_store else None
     try:
         return dist.TCPStore(
@@ -190,14 +199,14 @@ def open_store(rank: int, size: int, address: str, port: int, deadline: float) -
 
 
 def make_group(heartbeat: Heartbeat, deadline: float, racks: Racks = ()) -> Group:
-    """Make the default process group of all ranks that share the heartbeat's store."""
+    """Make the default process group of all ranks on the heartbeat's store; return it. Raises PeerLost."""
     rank, size, store = heartbeat.rank, heartbeat.size, heartbeat.store
     try:
         keys = [f"here/{other}" for other in range(size)]
         store.set(keys[rank], "1")
         await_all(store, keys, deadline)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline))
-    except PeerLost as lost:  # report it before this rank leaves, or the others would report this rank as lost
+    except PeerLost as lost:  # reported before this rank leaves, else the others would report this rank as lost
         raise heartbeat.report_lost(lost) from None
     except (RuntimeError, OSError) as error:
         message = f"rank {rank} did not connect to all of {size} ranks within {deadline:g} s: {error}"
@@ -206,7 +215,7 @@ def make_group(heartbeat: Heartbeat, deadline: float, racks: Racks = ()) -> Grou
 
 
 def await_all(store: dist.Store, keys: Sequence[str], deadline: float) -> None:
-    """Wait until every rank has set its key; `keys` are in rank order. Raises PeerLost that names the missing ranks."""
+    """Wait until every rank has set its key; `keys` are in rank order. Raises PeerLost, which names missing ranks."""
     try:
         store.wait(list(keys), timedelta(seconds=deadline))
     except RuntimeError:
@@ -217,12 +226,15 @@ def await_all(store: dist.Store, keys: Sequence[str], deadline: float) -> None:
 
 
 def single_rank_group() -> Group:
-    """The group of a single rank: the same calls, without communication."""
+    """Return the group of a single rank, which has the same calls and does not communicate."""
     return Group(0, 1, dist.HashStore(), 1.0)
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A listening socket on this address only: the store itself would listen on all addresses of the machine."""
+    """Return a socket that listens on this address only. The store alone would listen on all of the machine.
+
+    Raises Unavailable if the address or the port cannot be used.
+    """
     try:
         return listen(address, port, BACKLOG)
     except OSError as error:

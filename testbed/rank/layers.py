@@ -1,13 +1,13 @@
 """Records how long each layer of a model computes, and writes profile.json (results/profile.py) at the end of a run.
 
-A layer is a module that is called and calls no other module. Hooks note when each of them ends in forward, and when
-each begins in backward; a hook takes about 3 microseconds. All times between two such moments belong to a layer: in
-forward to the one that ends there, in backward to the one that has begun. So the times of all layers add up to those
-of the whole pass, what the model computes between two layers included.
+A layer is a module that is called and calls no other module. Hooks record when each layer ends in forward, and when it
+begins in backward; a hook takes about 3 microseconds. The time between two such moments belongs to one layer: in
+forward to the layer that ends it, in backward to the layer that begins it. So the times of all layers add up to the
+time of the whole pass. What the model computes between two layers is included.
 
-A layer's share of a pass is its share of the processor time: a CPU quota, or another process on the same core, stops a
-rank for milliseconds at a time, wherever it is. Under a quota means replace medians of seconds, because a short step is
-either not stopped at all or stopped for several times its own length.
+The time of a pass is divided among its layers by their processor times. Elapsed times would be wrong: a CPU quota, or
+another process on the same core, stops a rank for milliseconds in any layer. Seconds are medians over the passes. Under
+a quota they are means, because a short step is either not stopped at all or stopped for several times its own length.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from testbed.results.records import Step, read
 from testbed.spec.errors import SpecError
 from testbed.spec.run import RunSpec
 
-MAX_PASSES = 200  # recorded; later ones are not
+MAX_PASSES = 200  # later passes are not recorded
 
 
 class Moment(NamedTuple):
-    """An event of one pass: the number of its layer, the monotonic time, the processor time of this thread."""
+    """An event of one pass: the number of a layer, the monotonic time, the processor time of this thread."""
 
     layer: int
     at: float
@@ -50,7 +50,7 @@ class Pass:
     """The events of one forward and its backward, in order."""
 
     forward: list[Moment] = field(default_factory=list)  # BEGIN, then the end of each layer
-    backward: list[Moment] = field(default_factory=list)  # the begin of each layer, then END
+    backward: list[Moment] = field(default_factory=list)  # the beginning of each layer, then END
 
 
 class LayerClock:
@@ -58,9 +58,9 @@ class LayerClock:
 
     def __init__(self, model: nn.Module) -> None:
         self.passes: list[Pass] = []
-        self.names: list[str] = []  # of the layers of one pass, in the order of its calls
-        self.modules: list[nn.Module] = []  # the same
-        self._calls: list[bool] = []  # of the modules that are being called: whether they have called another
+        self.names: list[str] = []  # the layers of one pass, in the order in which they are called
+        self.modules: list[nn.Module] = []  # the same layers as modules
+        self._calls: list[bool] = []  # a stack of the modules that are being called: has it called another module?
         self._last_node: object = None
         model.register_forward_pre_hook(self._begin)
         for name, module in model.named_modules():
@@ -71,7 +71,7 @@ class LayerClock:
         return Moment(layer, time.monotonic(), time.thread_time())
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        """Forward of the whole model begins."""
+        """Begin a pass: called before forward of the whole model."""
         self._calls = []
         self._last_node = None
         self._recording = torch.is_grad_enabled() and len(self.passes) < MAX_PASSES
@@ -99,7 +99,7 @@ class LayerClock:
         events.forward.append(self._now(number))
         tensors = output if isinstance(output, tuple | list) else [output]
         node = next((each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None), None)
-        if node is None or node is self._last_node:  # e.g. Identity returns what the layer before it has made
+        if node is None or node is self._last_node:  # e.g. Identity returns the output of the layer before it
             return
         self._last_node = node
 
@@ -115,10 +115,12 @@ class LayerClock:
 
 
 def find_owners(model: nn.Module, clock: LayerClock) -> list[list[nn.Parameter]]:
-    """Each layer's own trained parameters: those that it registers, and those of modules that are never called.
+    """Return the trained parameters of each layer. Each parameter belongs to exactly one layer:
 
-    A parameter of a module that is no layer, because it calls others, belongs to the first layer that it calls. One
-    that several modules share belongs to the first of them in the order of forward.
+    a parameter that a layer registers, to this layer
+    a parameter of a module that is never called, to the layer that contains the module
+    a parameter of a module that calls others, to the first layer that the module calls
+    a parameter that several modules share, to the first of these layers in forward
     """
     first = {id(module): number for number, module in reversed(list(enumerate(clock.modules)))}
     named = dict(model.named_modules())
@@ -136,14 +138,17 @@ def find_owners(model: nn.Module, clock: LayerClock) -> list[list[nn.Parameter]]
 
 
 def named_parents(name: str) -> list[str]:
-    """The name of a module and those of the modules that contain it: a.b.c, a.b, a, and "" for the whole model."""
+    """Return the name of a module and of all that contain it: a.b.c, a.b, a, and "" for the whole model."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 @contextmanager
 def recorded_layers(spec: RunSpec, rank: int, model: nn.Module, folder: RunFolder) -> Iterator[None]:
-    """Record the layers of rank 0 while the `with` block trains, if the spec requests it, and write profile.json."""
+    """Record the layers while the `with` block trains, then write profile.json.
+
+    It does nothing on other ranks than rank 0, or if the spec does not request it.
+    """
     if not spec.layers or rank != 0:
         yield
         return
@@ -154,7 +159,10 @@ def recorded_layers(spec: RunSpec, rank: int, model: nn.Module, folder: RunFolde
 
 
 def make_profile(spec: RunSpec, model: nn.Module, clock: LayerClock, steps: Sequence[Step]) -> Profile:
-    """The profile from the events of the layers and the records of the steps that count. Raises SpecError."""
+    """Make the profile from the events of the layers and the records of the steps after warm-up.
+
+    Raises SpecError if no step was recorded, or if steps call different layers.
+    """
     found = [(step, list(_passes(step, clock))) for step in steps]
     found = [(step, passes) for step, passes in found if len(passes) == spec.passes(0)]
     if not found:
@@ -196,7 +204,7 @@ def make_profile(spec: RunSpec, model: nn.Module, clock: LayerClock, steps: Sequ
 
 
 def _passes(step: Step, clock: LayerClock) -> Iterator[Pass]:
-    """The passes of one step that are complete."""
+    """Yield the complete passes of one step."""
     for each in clock.passes:
         complete = each.backward and each.backward[-1].layer == END
         if complete and step.at <= each.forward[0].at and each.backward[-1].at <= step.at + step.total:
@@ -204,7 +212,10 @@ def _passes(step: Step, clock: LayerClock) -> Iterator[Pass]:
 
 
 def _differences(moments: Sequence[Moment], first: int) -> dict[int, tuple[float, float]]:
-    """Seconds and processor time by layer. `first` 0: the interval belongs to the layer at its end, 1: at its begin."""
+    """Return seconds and processor time by layer.
+
+    An interval belongs to the layer at its end if `first` is 0, to the layer at its beginning if `first` is 1.
+    """
     times: dict[int, tuple[float, float]] = {}
     for a, b in itertools.pairwise(moments):
         layer = (b, a)[first].layer
@@ -217,14 +228,14 @@ Middle = Callable[[Sequence[float]], float]
 
 
 def _own_times(passes: Sequence[dict[int, tuple[float, float]]], count: int, middle: Middle) -> list[float]:
-    """Each layer's seconds: those of a whole pass, divided by the medians of the layers' processor times."""
+    """Return each layer's seconds: the whole pass, divided in proportion to the medians of processor time."""
     whole = middle([sum(seconds for seconds, _ in times.values()) for times in passes])
     used = [statistics.median(times.get(k, (0.0, 0.0))[1] for times in passes) for k in range(count)]
     return [whole * each / (sum(used) or 1.0) for each in used]
 
 
 def _around(step: Step, passes: Sequence[Pass]) -> tuple[float, float]:
-    """Seconds of a step for clearing the gradients, and per pass for the loss with its part of backward."""
+    """Return the seconds of a step for clearing the gradients, and of a pass for the loss and its part of backward."""
     begins = {name: step.at + offset for name, offset, _ in reversed(step.phases)}
     ends = {name: step.at + offset + seconds for name, offset, seconds in step.phases}
     zero = max(0.0, begins["forward"] - ends["data"])

@@ -1,4 +1,4 @@
-"""Models by name: those of the reports, two transformers, and every classification model of torchvision."""
+"""Models by name: VGG-11, LeNet-5 and ResNet-18 for small images, two transformers, and torchvision's classifiers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _declared: list[torch.library.Library] = []
 
 @functools.cache
 def _torchvision() -> ModuleType:
-    """torchvision.models, imported when a model of it is built: the import takes a second in every rank.
+    """Import torchvision.models and return it. The import takes a second, so only runs with such a model pay for it.
 
-    A CUDA build of torchvision beside a CPU build of torch: its compiled operators do not load, and the import fails
-    because the schemas of two of them are missing. No model uses them, so it is enough to declare the schemas.
+    If torchvision is a CUDA build and torch is a CPU build, torchvision's compiled operators do not load. The import
+    then fails because the schemas of two operators are missing. No model uses these operators, so it is enough to
+    declare the schemas.
     """
     try:
         from torchvision import models
@@ -40,7 +41,7 @@ def _torchvision() -> ModuleType:
 
 
 def vgg11(classes: int, shape: Shape) -> nn.Module:
-    """VGG-11 for 32 x 32 images: 9,231,114 parameters in 34 tensors with 10 classes and 3 channels."""
+    """Return VGG-11 for 32 x 32 images: 9,231,114 parameters in 34 tensors with 10 classes and 3 channels."""
     layers: list[nn.Module] = []
     width = shape[0]
     for item in VGG11:
@@ -53,7 +54,7 @@ def vgg11(classes: int, shape: Shape) -> nn.Module:
 
 
 def lenet5(classes: int, shape: Shape) -> nn.Module:
-    """LeNet-5 for 32 x 32 images, as in the published experiment R3 (experiments/r3.toml)."""
+    """Return LeNet-5 for 32 x 32 images, as in the published experiment R3 (experiments/r3.toml)."""
     return nn.Sequential(
         *(nn.Conv2d(shape[0], 6, 5), nn.Tanh(), nn.AvgPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)),
@@ -63,7 +64,7 @@ def lenet5(classes: int, shape: Shape) -> nn.Module:
 
 
 def resnet18(classes: int, shape: Shape) -> nn.Module:
-    """torchvision's ResNet-18 with the CIFAR stem: a 3 x 3 convolution, no pooling before the first block."""
+    """Return torchvision's ResNet-18 with the CIFAR stem: a 3 x 3 convolution, no pooling before the first block."""
     model: nn.Module = _torchvision().resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(shape[0], 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
@@ -71,7 +72,7 @@ def resnet18(classes: int, shape: Shape) -> nn.Module:
 
 
 def vit_tiny(classes: int, shape: Shape) -> nn.Module:
-    """torchvision's vision transformer in the size called tiny: 12 layers of width 192, patches of 4 x 4 pixels."""
+    """Return torchvision's vision transformer, size tiny: 12 layers of width 192, patches of 4 x 4 pixels."""
     model: nn.Module = _torchvision().VisionTransformer(
         image_size=shape[1],
         patch_size=4,
@@ -86,7 +87,7 @@ def vit_tiny(classes: int, shape: Shape) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A layer of GPT: attention to earlier tokens, then two linear layers; each is added to its input."""
+    """A layer of GPT: attention to earlier tokens, then two linear layers; both parts have a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -105,9 +106,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder of 6 layers of width 384, whose embedding of tokens is also its last layer; logits for each token."""
+    """A decoder of 6 layers of width 384; returns logits for each token. Embedding and last layer share weights."""
 
-    LAYERS, WIDTH, HEADS, DEVIATION = 6, 384, 6, 0.02  # DEVIATION: of the weights at the start, as in GPT-2
+    LAYERS, WIDTH, HEADS = 6, 384, 6
+    DEVIATION = 0.02  # standard deviation of the initial weights, as in GPT-2
 
     def __init__(self, tokens: int, length: int) -> None:
         super().__init__()
@@ -129,18 +131,19 @@ class GPT(nn.Module):
 
 
 def gpt(classes: int, shape: Shape) -> nn.Module:
-    """GPT for sequences of this length: 10.8 million parameters with 256 tokens, one for each byte."""
+    """Return GPT for sequences of this length: 10.8 million parameters with 256 tokens, one for each byte value."""
     return GPT(classes, shape[0])
 
 
-# The others are torchvision's.
+# All other names are looked up in torchvision.
 MAKERS = {"vgg11": vgg11, "resnet18": resnet18, "lenet5": lenet5, "vit_tiny": vit_tiny, "gpt": gpt}
 
 
 def build_model(name: str, classes: int, shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """Build a model for samples of this shape. Its weights come from torch's global generator, which is seeded before.
+    """Build a model for samples of this shape. Its weights come from torch's global generator, which the caller seeds.
 
-    RunSpec has checked the name and the shape; only another version of torchvision makes this raise SpecError.
+    RunSpec has checked the name and the shape. SpecError is raised if this node has another version of torchvision,
+    which lacks the model.
     """
     make = MAKERS.get(name)
     model = make(classes, shape) if make else _from_torchvision(name, classes, shape)
@@ -148,9 +151,9 @@ def build_model(name: str, classes: int, shape: Shape, dtype: torch.dtype) -> nn
 
 
 def build_own_model(name: str, file: Path, classes: int, shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """Build a user's model: `function(classes, channels)` of `file`, which is a copy of what `name` says.
+    """Build a user's model with `function(classes, channels)` of `file`, the copy of the file that `name` refers to.
 
-    Raises SpecError if it cannot be trained.
+    Raises SpecError if the model cannot be trained.
     """
     own = own_code(name)
     assert own is not None, name
@@ -186,7 +189,7 @@ def _from_torchvision(name: str, classes: int, shape: Shape) -> nn.Module:
 
 
 def _check_shape(name: str, model: nn.Module, shape: Shape) -> None:
-    """Try one forward pass. Raises SpecError."""
+    """Try one forward pass. Raises SpecError if the model cannot take samples of this shape."""
     model.eval()
     try:
         with torch.no_grad():

@@ -12,7 +12,7 @@ from testbed.spec.run import OptimizerSpec
 
 
 def lr_at(step: int, spec: OptimizerSpec, batch: int, total: int) -> float:
-    """Return the learning rate of a step (from 0): scaled with the global batch, warmed up, then scheduled."""
+    """Return the learning rate of a step, counted from 0: scaled with the global batch, warmed up, then scheduled."""
     lr = spec.lr * (batch / spec.base_batch if spec.base_batch else 1.0)
     if step < spec.warmup:
         return lr * (step + 1) / spec.warmup
@@ -41,8 +41,8 @@ def _build(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.O
 def _avoid_compiler_import() -> None:
     """Keep torch's optimizers from importing torch's compiler, which takes a second at the start of every rank.
 
-    They import it only to mark methods as not compiled. The mark is an attribute of the plain function; if it is set,
-    torch does not import the compiler.
+    The optimizers import the compiler only to mark methods as not compiled. The mark is an attribute of the plain
+    function; if it is set, torch does not import the compiler.
     """
     for method in vars(torch.optim.Optimizer).values():
         plain = getattr(method, "__wrapped__", None)
@@ -71,7 +71,7 @@ class Optimizer:
         self._plain_step = inspect.unwrap(type(self.groups[0].inner).step)  # the wrappers import the compiler, too
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer state of each parameter or shard, by its number, and the number of steps done."""
+        """Return the optimizer state of each parameter or shard, by its number, and the number of steps done."""
         found = {"done": torch.tensor(self.groups[0].done)}
         for number, (group, parameter) in enumerate(self._all_parameters()):
             values = group.inner.state.get(parameter, {})
@@ -96,7 +96,7 @@ class Optimizer:
         return [(group, parameter) for group in self.groups for parameter in group.parameters]
 
     def zero(self, keep: bool) -> None:
-        """Clear gradients. `keep`: in place, because they are views of a mode's buffers."""
+        """Clear the gradients. `keep`: set them to zero in place, because they are views of a mode's buffers."""
         for group in self.groups:
             group.inner.zero_grad(set_to_none=not keep)
 
@@ -105,18 +105,18 @@ class Optimizer:
         return self.spec.clip is not None
 
     def clip_coefficient(self, norm: float) -> float:
-        """The factor for a gradient of this norm, by torch's own formula."""
+        """Return the factor for a gradient of this norm, by torch's own formula."""
         ratio = (self.spec.clip or math.inf) / (norm + 1e-6)
         return 1.0 if ratio > 1.0 else ratio  # NaN stays NaN
 
     def step(self) -> None:
-        """Set the learning rate, clip, update."""
+        """Clip the gradients if the spec says so, set the learning rate, update the parameters."""
         if self.spec.clip is not None:
             nn.utils.clip_grad_norm_(self.groups[0].parameters, self.spec.clip)
         self._step(self.groups[0])
 
     def own_shards(self, shards: list[Tensor]) -> None:
-        """Update these shards of the parameters from now on, each by `step_shard` when its gradient is there."""
+        """Replace all parameters by these shards. `step_shard` updates a shard when its gradient is there."""
         self.groups = [ParameterGroup(self.spec, [nn.Parameter(values)]) for values in shards]
 
     def step_shard(self, number: int, gradient: Tensor) -> None:

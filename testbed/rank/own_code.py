@@ -13,9 +13,9 @@ from testbed.spec.errors import SpecError, one_line
 
 
 def execute_file(path: Path, what: str, shown: str = "") -> ModuleType:
-    """Execute a file, every time anew, so that no two users of it share its state. Raises SpecError.
+    """Execute a file and return it as a new module; its state is not shared with other callers. Raises SpecError.
 
-    `what` begins the message; `shown` is the path in it.
+    The error message begins with `what` and shows the path as `shown`.
     """
     spec = importlib.util.spec_from_file_location(f"own.{path.stem}", path)
     assert spec is not None and spec.loader is not None, f"{path} does not end in .py"
@@ -28,7 +28,7 @@ def execute_file(path: Path, what: str, shown: str = "") -> ModuleType:
 
 
 def call(path: Path, function: str, arguments: tuple[Any, ...], what: str, shown: str) -> Any:
-    """Execute a file and call a function of it; return what it returns. Raises SpecError if either fails."""
+    """Execute a file, call a function of it and return the result. Raises SpecError if the file or the call fails."""
     found: Callable[..., Any] | None = getattr(execute_file(path, what, shown), function, None)
     if not callable(found):
         raise SpecError(f"{what}: {shown} defines no function {function}. Add it.")
@@ -39,7 +39,7 @@ def call(path: Path, function: str, arguments: tuple[Any, ...], what: str, shown
 
 
 def blame_line(path: Path, error: BaseException, shown: str = "") -> str:
-    """Where in a user's file an error was raised, and what it is: "methods/x.py, line 3: TypeError: ..."."""
+    """Return where in a user's file an error was raised, and the error: "methods/x.py, line 3: TypeError: ..."."""
     frames = traceback.extract_tb(error.__traceback__)
     line = next((f", line {frame.lineno}" for frame in reversed(frames) if frame.filename == str(path)), "")
     said = f"sys.exit({error.code!r}) was called" if isinstance(error, SystemExit) else ""

@@ -51,22 +51,22 @@ class Recorder:
         self._file.write(encode(record) + "\n")
 
     def earlier_mode(self) -> str:
-        """The mode with the bucket size that the attempt before has chosen; empty if there was none."""
+        """Return the mode with the bucket size that the last earlier attempt has chosen; empty if there was none."""
         records = (record for path in reversed(list(self._earlier.values())) for record in read(path))
         return next((record.mode for record in records if isinstance(record, Start)), "")
 
     def copy_earlier(self, step: int) -> None:
-        """Copy the records that earlier attempts wrote about steps before `step`, because this attempt resumes there.
+        """Copy the records of earlier attempts about steps before `step`, where this attempt resumes.
 
-        All earlier attempts are read, and the last one that did a step counts: an attempt may have ended before it
-        copied anything itself.
+        All earlier attempts are read, because an attempt may have ended before it copied anything itself. If several
+        attempts did the same step, the record of the last of them is copied.
         """
         found: dict[tuple[str, int], Step | Eval | Hash] = {}
         for number, path in self._earlier.items():
             for record in read(path, raw=True):
                 if isinstance(record, Step | Eval | Hash) and record.step < step:
                     found[record.kind, record.step] = _with_attempt(record, number)
-        found.pop(("hash", 0), None)  # this attempt has compared the start itself
+        found.pop(("hash", 0), None)  # this attempt has compared the initial parameters itself
         for record in sorted(found.values(), key=lambda each: (each.step, each.kind == "step")):
             self.write(record)
 
@@ -84,7 +84,7 @@ def _with_attempt(record: Step | Eval | Hash, attempt: int) -> Step | Eval | Has
 
 
 def describe_environment() -> dict[str, Any]:
-    """What a measurement depends on and the spec does not contain: versions, kernel, processor, load."""
+    """Return what a measurement depends on and the spec does not contain: versions, kernel, processor, load."""
     return {
         "testbed": __version__,
         "python": platform.python_version(),
@@ -115,8 +115,8 @@ def _read(path: str) -> str:
         return ""
 
 
-PROFILED_STEPS = 3  # profiled steps, after warm-up
-WAITING = "communication"  # the name of our marks in the trace
+PROFILED_STEPS = 3  # number of steps after warm-up that are profiled
+WAITING = "communication"  # in the trace, the name of the intervals in which the loop waits
 
 
 class Profiler:
@@ -131,7 +131,7 @@ class Profiler:
         self.running: profile | None = None
 
     def before(self, step: int, flush: Callable[[], None]) -> None:
-        """Start the profiler at the first step. `flush` waits until no other thread works, as the profiler requires."""
+        """Start the profiler at the first step. `flush` waits for the mode's threads: the profiler needs them idle."""
         if step == self.first:
             flush()
             self.running = profile(activities=[ProfilerActivity.CPU])
@@ -147,12 +147,12 @@ class Profiler:
             self.running = None
 
     def mark(self) -> AbstractContextManager[Any]:
-        """Mark a wait of the loop in the trace."""
+        """Return a context manager that marks a wait of the loop in the trace."""
         return record_function(WAITING) if self.running is not None else nullcontext()
 
 
 def time_shares(events: Iterable[Any]) -> dict[str, float]:
-    """Return the shares of the profiled time. Events have a name and a time_range with start and end."""
+    """Return each category's share of the profiled time. Events have a name and a time_range with start and end."""
     spans = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
     if not spans:
         return {}
@@ -170,5 +170,5 @@ def time_shares(events: Iterable[Any]) -> dict[str, float]:
 
 
 def _length_outside(intervals: list[Interval], taken: list[Interval]) -> float:
-    """Length of the part of `intervals` that is outside `taken`."""
+    """Return the length of the part of `intervals` that is outside `taken`."""
     return covered_length([*intervals, *taken]) - covered_length(taken)

@@ -17,7 +17,7 @@ WRONG_MODE = "The mode does not keep replicas equal. If it is your own, fix its 
 
 
 def parameter_hash(model: nn.Module) -> str:
-    """SHA-256 of the bytes of all parameters, in order."""
+    """Return the SHA-256 of the bytes of all parameters, in order."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().contiguous().numpy().tobytes())
@@ -25,7 +25,10 @@ def parameter_hash(model: nn.Module) -> str:
 
 
 def compare(model: nn.Module, group: Group, step: int, must_agree: bool) -> Hash:
-    """Compare the hashes of all ranks after `step` steps. Raises ReplicasDiffer if they must agree and do not."""
+    """Compare the hashes of all ranks after `step` steps and return the record.
+
+    Raises ReplicasDiffer if the hashes differ and `must_agree` is true.
+    """
     own = parameter_hash(model)
     hashes = group.all_gather_text(f"hash/{step}", own)
     agree = len(set(hashes)) == 1
@@ -39,8 +42,8 @@ def compare(model: nn.Module, group: Group, step: int, must_agree: bool) -> Hash
 def share_statistics(model: nn.Module, group: Group, how: str) -> None:
     """Give all ranks the BatchNorm statistics of rank 0 (`broadcast`) or their mean (`average`).
 
-    Training does not read them, so it is enough to do this before a test. The result is the same as doing it in every
-    step: a running average of averages is the average of running averages.
+    Training does not read these statistics, so it is enough to share them before a test. The result is the same as if
+    they were shared in every step: a running average of averages is the average of running averages.
     """
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     if group.size == 1 or not buffers or how not in ("broadcast", "average"):

@@ -6,11 +6,11 @@ Three callers start `python -m testbed.rank`:
     docker/entrypoint.py    --spec FILE   it has read the variables, shaped the network and fetched the data set
     torchrun, srun, a user  no argument   the variables are read here; .env.example lists them
 
-All of them set RANK, MASTER_ADDR and MASTER_PORT as torchrun does, and WORLD_SIZE or NODES. No torch here: the
-container's entrypoint reads the same request before it shapes the network.
+All callers set RANK, MASTER_ADDR and MASTER_PORT as torchrun does, and WORLD_SIZE or NODES. This module does not import
+torch: the container's entrypoint reads the same request before it shapes the network.
 
-The variables are read from a mapping, not by pydantic-settings: most of them are the flags of `testbed run` in upper
-case, so that `spec_from_flags` checks both with the same rules and messages, and SET holds several settings at once.
+The variables are read from a mapping, not by pydantic-settings. Most of them are flags of `testbed run` in upper case,
+so `spec_from_flags` checks flags and variables with the same rules and messages. SET holds several settings at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from testbed.spec.resources import CPU_PERIOD_US
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 from testbed.spec.words import VARIABLES, Place, reading, refuse_setting
 
-COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/ under that name
+COMPOSE, LAUNCHED = "compose", "launched"  # substrates without a controller; their runs are in runs/<substrate>/
 PLACES = {COMPOSE: Place.COMPOSE, LAUNCHED: Place.LAUNCHER}
 UNSHAPED = "none"  # a launcher's nodes keep their network as it is
 NOT_FOR_LAUNCHERS = ("RATE", "CPU_QUOTA", "CONGESTION")  # variables that no launcher applies
@@ -49,14 +49,14 @@ class Request:
     supervised: bool  # a controller measures the network before the run and writes the summary after it
     master: str  # name or address of rank 0's node
     port: int  # where rank 0 opens the store
-    interface: str  # of this node; empty: the one that leads to rank 0
+    interface: str  # of this node; empty: the interface of the route to rank 0
     folder: Path | None = None  # the run folder, if it exists already; None: rank 0 makes it
     resume: bool = False  # continue from the last checkpoint that all ranks have
     rate: float | None = None  # byte/s of payload on the slowest link, as the controller measured it
     substrate: str = ""  # COMPOSE or LAUNCHED; empty under a controller
     shaping: str = UNSHAPED  # one of SHAPINGS, or UNSHAPED
     synthetic: str = ""  # why synthetic images replace the data set that was requested; rank 0 decides for all
-    notes: tuple[str, ...] = ()  # for the table and summary.json; rank 0's count
+    notes: tuple[str, ...] = ()  # for the table and summary.json; only those of rank 0 are used
 
     @property
     def link(self) -> Link:
@@ -79,7 +79,7 @@ class Request:
 
 
 def read_request(arguments: Sequence[str], env: Mapping[str, str]) -> Request:
-    """The request of `python -m testbed.rank`. Raises UsageError with the value, the rule and the way out."""
+    """Return the request of `python -m testbed.rank`. Raises UsageError if an argument or a variable is wrong."""
     parser = argparse.ArgumentParser(prog="testbed.rank", description="One rank of a run.")
     parser.add_argument("--folder", type=Path, help="run folder; without --spec, a controller made it with its spec")
     parser.add_argument("--spec", type=Path, help="file with the spec, instead of variables; there is no controller")
@@ -99,7 +99,7 @@ def read_request(arguments: Sequence[str], env: Mapping[str, str]) -> Request:
 def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
     folder, rank = RunFolder(path), _number(env, "RANK", 0)
     spec = folder.read_spec()
-    folder.own_file(spec, "mode")  # raises SpecError if it is not the one that the controller copied
+    folder.own_file(spec, "mode")  # raises SpecError if it is not the file that the controller copied
     size = _number(env, "WORLD_SIZE", spec.world)
     if size != spec.world:
         raise SpecError(f"WORLD_SIZE {size}: the spec is for {spec.world} ranks. Start that many, or change nodes.")
@@ -119,7 +119,7 @@ def _supervised(path: Path, resume: bool, env: Mapping[str, str]) -> Request:
 
 
 def request_from_environment(env: Mapping[str, str], *, spec: RunSpec | None = None) -> Request:
-    """The request of a rank without a controller; `spec`: instead of the variables that describe the run."""
+    """Return the request of a rank without a controller. `spec` replaces the variables that describe the run."""
     launched = bool(env.get("WORLD_SIZE")) and not env.get("NODES")
     shaping = UNSHAPED if launched else parse_shaping(env.get("SHAPING", ""))
     if launched:
@@ -144,7 +144,10 @@ def request_from_environment(env: Mapping[str, str], *, spec: RunSpec | None = N
 
 
 def _check_nodes(env: Mapping[str, str]) -> None:
-    """Refuse another number of nodes than the Compose file has; it passes on what the user has set."""
+    """Raise SpecError if the user requests another number of nodes than the Compose file has.
+
+    The Compose file passes the user's value on as NODES_REQUESTED.
+    """
     there, requested = env.get("NODES", ""), env.get("NODES_REQUESTED", "")
     if there and requested and requested != there:
         way_out = f"Leave it out, or use `testbed run --on compose --nodes {requested}`."
@@ -152,7 +155,7 @@ def _check_nodes(env: Mapping[str, str]) -> None:
 
 
 def _check_launched(env: Mapping[str, str]) -> None:
-    """Refuse settings that nothing would apply, instead of ignoring them."""
+    """Raise SpecError for a setting that no launcher applies, instead of ignoring the setting."""
     settings = [each for each in _words(env.get("SET", "")) if _key(each).split(".")[0] in KEYS_NOT_FOR_LAUNCHERS]
     found = [(name, env[name]) for name in NOT_FOR_LAUNCHERS if env.get(name)] + [("SET", each) for each in settings]
     if found:
@@ -177,7 +180,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
             name, own = spec.own_files[key]
             rule = f"only a controller brings {own.path} to the ranks"
             raise refuse_setting(key, name, rule, "Use `testbed run`.")
-    spec = spec.with_files()  # of the mode: each node has the file, and the spec shows whether it is the same one
+    spec = spec.with_files()  # adds the checksum of the mode's file, so that ranks detect a node with another file
     if spec.topology.trunk is not None and shaping not in ("off", UNSHAPED):
         rule = "only a controller can make racks with an uplink; racks alone tell `hierarchical` who is near"
         raise refuse("SET", "topology.uplink, topology.delay", rule, "Leave it out, or use `testbed run`.")

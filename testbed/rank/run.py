@@ -61,7 +61,7 @@ from testbed.spec.run import RunSpec
 log = logging.getLogger(__name__)
 
 MASTER_TIMEOUT_S = 900.0  # for rank 0 to listen: it may fetch a data set first
-ADDRESS_GONE_S = 20.0  # without the name or the address of rank 0, after which it has ended: Compose removes them then
+ADDRESS_GONE_S = 20.0  # if rank 0 has no name or address for so long, it has ended: Compose has removed both
 CONNECT_RETRY_S = 0.2
 PEER_REPORT_TIMEOUT_S = 2.0  # for the other ranks to send their error records to rank 0
 SUMMARY_TIMEOUT_S = 120.0  # for rank 0 to write the summary, while the other ranks wait
@@ -71,14 +71,14 @@ TC_TIMEOUT_S = 20.0  # tc takes milliseconds
 
 @dataclass
 class JoinedRun:
-    """One rank's data about the run. Without a controller, rank 0 writes them to summary.json."""
+    """What one rank knows of the run. Without a controller, rank 0 writes these values to summary.json."""
 
     spec: RunSpec
     folder: RunFolder
     addresses: list[str] = field(default_factory=list)  # of all ranks; without a controller
     notes: list[str] = field(default_factory=list)
     network: str = "not measured"
-    invalid: str = ""  # why the run is left out of tables; empty: it is not
+    invalid: str = ""  # why the run is left out of tables; empty: the run is valid
 
 
 def run_rank(request: Request) -> int:
@@ -90,7 +90,7 @@ def run_rank(request: Request) -> int:
         if request.supervised:
             return _run_supervised(request, guard)
         return _run_unsupervised(request, guard)
-    except SystemExit as error:  # by code that the run loaded, e.g. a user's method; the others would see a lost rank
+    except SystemExit as error:  # a user's method called sys.exit; without this, the others would report a lost rank
         guard.exit_once(TestbedError(_describe_exit(error)))
     except Exception as error:
         guard.exit_once(error)
@@ -154,8 +154,8 @@ def _train(request: Request, run: JoinedRun, guard: Watchdog, recheck: Callable[
     """Make the process group, train, check the network again if there is no controller, leave the group."""
     spec, heartbeat = run.spec, guard.heartbeat
     interface = request.interface or (interface_of(heartbeat.address) if heartbeat else "lo")
-    if interface:  # else Gloo chooses by the name of the host
-        os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo reads nothing else
+    if interface:  # else Gloo chooses an interface by the host name
+        os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only setting that Gloo reads for this
     if spec.world > 1:
         assert heartbeat is not None
         group = make_group(heartbeat, spec.start_deadline, spec.topology.racks)
@@ -188,8 +188,8 @@ def wait_for_listener(
 ) -> None:
     """Return when host:port accepts a connection. Raises RankFailed after `timeout_s`.
 
-    It is also raised if the name does not resolve for `gone_s`, or, on the same subnet, if no machine has the address:
-    Compose removes a container's name and address when it ends.
+    RankFailed is also raised if the name does not resolve for `gone_s`, or if no machine on the same subnet has the
+    address for `gone_s`: Compose removes the name and the address of a container that ends.
     """
     known = begun = time.monotonic()
     while (now := time.monotonic()) < begun + timeout_s:
@@ -201,7 +201,7 @@ def wait_for_listener(
         except OSError as error:
             reason = f"no machine has the address {host}"
             if not (same_subnet and error.errno == errno.EHOSTUNREACH):
-                known = now  # it exists, but nothing listens yet
+                known = now  # the machine exists, but nothing listens yet
         if now > known + gone_s:
             raise RankFailed(f"rank 0 has ended or was never started: {reason}. See its log")
         time.sleep(CONNECT_RETRY_S)
@@ -209,7 +209,10 @@ def wait_for_listener(
 
 
 def _agree(request: Request, guard: Watchdog) -> JoinedRun:
-    """Check that all ranks have the same request; rank 0 makes the run folder and publishes its name."""
+    """Check that all ranks have the same request. Rank 0 makes the run folder and publishes its name.
+
+    Raises SpecError if a request differs, PeerLost if a rank is missing.
+    """
     heartbeat, rank = guard.heartbeat, request.rank
     if heartbeat is None:
         return _begin(request, guard, _make_folder(request), [], bool(request.synthetic))
@@ -260,14 +263,14 @@ def _agree_as_rank_0(request: Request, guard: Watchdog, heartbeat: Heartbeat) ->
 
 
 def _values(request: Request) -> dict[str, Any]:
-    """All values of the request that must be equal on all ranks, by their dotted keys. Rank 0 names the run."""
+    """Return all values that must be equal on all ranks, by their dotted keys. Rank 0 chooses the name of the run."""
     values = flatten(request.spec) | {"SHAPING": request.shaping}
     del values["name"]
     return values
 
 
 def _difference(values: Mapping[str, Any], rank: int, of_rank_0: Mapping[str, Any]) -> str:
-    """A sentence about the first key in which a rank's request differs from rank 0's; empty if they are equal."""
+    """Return a sentence about the first key in which a rank's request differs from rank 0's; empty if none does."""
     for key in [*of_rank_0, *values]:
         if values.get(key) != of_rank_0.get(key):
             both = f"{key} {values.get(key)!r} on rank {rank}, {of_rank_0.get(key)!r} on rank 0"
@@ -276,7 +279,7 @@ def _difference(values: Mapping[str, Any], rank: int, of_rank_0: Mapping[str, An
 
 
 def _make_folder(request: Request) -> Path:
-    """Make the run folder; where only root may do so, the entrypoint has made it."""
+    """Make the run folder and return its path. If the request names a folder, the entrypoint has made it as root."""
     path = request.folder or fresh_folder(runs_dir() / request.spec.experiment, request.spec.name)
     spec, folder = _final_spec(request.spec, path.name, bool(request.synthetic)), RunFolder(path)
     if request.folder:
@@ -288,7 +291,7 @@ def _make_folder(request: Request) -> Path:
 
 
 def _begin(request: Request, guard: Watchdog, path: Path, addresses: list[str], synthetic: bool) -> JoinedRun:
-    """Open the log and the records in the run folder, and have failures write the summary."""
+    """Open the log and the records in the run folder. From now on, a failure of rank 0 writes the summary."""
     spec, folder, rank = _final_spec(request.spec, path.name, synthetic), RunFolder(path), request.rank
     notes = [note for note in (*request.notes, request.synthetic, request.not_shaped) if note]
     run = JoinedRun(spec, folder, addresses, notes, invalid=request.not_shaped if spec.world > 1 else "")
@@ -303,7 +306,7 @@ def _begin(request: Request, guard: Watchdog, path: Path, addresses: list[str], 
 
 
 def _final_spec(spec: RunSpec, name: str, synthetic: bool) -> RunSpec:
-    """The spec with the name of its folder and, if the data set could not be fetched, with synthetic images."""
+    """Return the spec with the name of its folder, and with synthetic images if the data set was not fetched."""
     data = spec.data.model_copy(update={"name": "synthetic"}) if synthetic else spec.data
     return spec.model_copy(update={"name": name, "data": data})
 
@@ -319,7 +322,7 @@ def _log_to(path: Path) -> None:
 
 
 def _measure(request: Request, run: JoinedRun, probe: Callable[[], Receipt]) -> None:
-    """Measure all links; rank 0 writes the receipt. A rate outside the tolerance makes the run invalid."""
+    """Measure all links; rank 0 writes the receipt. If a rate is outside the tolerance, set `invalid` of the run."""
     check = measure(run.spec, probe, partial(_announce, request), retry=not request.not_shaped)
     if check.receipt is not None and request.rank == 0:
         check.receipt.write(run.folder.receipt)
@@ -335,7 +338,7 @@ def _announce(request: Request, sentence: str) -> None:
 
 
 def _probe(request: Request, run: JoinedRun, sample: int | None = None) -> Receipt:
-    """Take part in one probe of all links, or of a few (`sample`: see net/probe.py)."""
+    """Take part in one probe of all links, or of a sample (see net/probe.py). Raises NetworkInvalid if it fails."""
     rank, fabric = request.rank, run.spec.fabric
     where = (rank, run.addresses, request.probe_port, fabric.rates[rank])
     try:
@@ -346,7 +349,7 @@ def _probe(request: Request, run: JoinedRun, sample: int | None = None) -> Recei
 
 
 def _measure_again(request: Request, run: JoinedRun, recheck: Recheck, group: Group) -> None:
-    """Set `invalid` of the run, on all ranks alike, if the network is not the requested one any more."""
+    """Set `invalid` of the run, on all ranks alike, if the network is no longer the requested one."""
     if run.invalid or not _is_shaped(request, run):
         return
 
@@ -364,7 +367,7 @@ def _is_shaped(request: Request, run: JoinedRun) -> bool:
 
 
 def _read_shaping(request: Request, run: JoinedRun) -> dict[int, Shaping]:
-    """This node's link as it is requested, and as the kernel has it. Raises NetworkInvalid."""
+    """Return this node's requested rate and its token buckets; empty if it is not shaped. Raises NetworkInvalid."""
     if not _is_shaped(request, run):
         return {}
     try:
@@ -396,7 +399,7 @@ def _conclude_failure(request: Request, run: JoinedRun, heartbeat: Heartbeat | N
 
 
 def _root_cause(record: Error, run: JoinedRun, heartbeat: Heartbeat | None) -> str:
-    """The sentence of `root_cause` from rank 0's error record and those that the other ranks send."""
+    """Return the sentence of `root_cause`, from rank 0's error record and the records that other ranks send."""
     errors: list[dict[str, Any] | None] = [{"message": record.message, "failed_rank": record.failed_rank}]
     codes: list[int | None] = [record.code]
     steps = heartbeat.steps | {0: heartbeat.step} if heartbeat else {}
@@ -407,7 +410,7 @@ def _root_cause(record: Error, run: JoinedRun, heartbeat: Heartbeat | None) -> s
     for rank in range(1, run.spec.world):
         report = reports.get(rank)
         errors.append(report)
-        trained = ended.get(rank) == watchdog.DONE  # it only waits for the summary
+        trained = ended.get(rank) == watchdog.DONE  # the rank only waits for the summary
         codes.append(report["code"] if report else 0 if trained else None)
     ranks = range(run.spec.world)
     cause = root_cause(
@@ -422,7 +425,10 @@ def _root_cause(record: Error, run: JoinedRun, heartbeat: Heartbeat | None) -> s
 
 
 def _last_recorded(folder: RunFolder, rank: int) -> int:
-    """The last step in a rank's records; -1 if there is none. Heartbeats are older, but need no shared disk."""
+    """Return the last step in a rank's records; -1 without records, e.g. if the nodes have no shared disk.
+
+    Records are newer than the steps that heartbeats report, so the caller uses the larger of both.
+    """
     with contextlib.suppress(OSError, TestbedError):  # damaged records must not hide the root cause
         return max((record.step for record in read(folder.records(rank)) if isinstance(record, Step)), default=-1)
     return -1
@@ -434,14 +440,15 @@ def _conclude(request: Request, run: JoinedRun, status: Status, reason: str) -> 
 
 
 def _where(run: JoinedRun) -> str:
-    """The path of the run folder outside the container, which mounts runs/ under another path."""
+    """Return the path of the run folder outside the container, where runs/ has another path."""
     return f"runs/{run.folder.path.parent.name}/{run.folder.path.name}"
 
 
 def _wait_for_rank_0(guard: Watchdog, code: int, timeout_s: float | None) -> int:
-    """Let ranks 1..N-1 end after rank 0. Compose may stop all containers when one ends, also rank 0's.
+    """Wait until rank 0 has ended, and return `code`. Ranks 1..N-1 call this.
 
-    A rank that is stopped before rank 0 has ended exits as interrupted; nothing is left to record.
+    A rank must not end before rank 0: Compose may stop all containers, including rank 0's, when one ends. If a signal
+    stops this rank before rank 0 has succeeded, the process exits as interrupted; nothing is left to record.
     """
 
     def stop(*_: object) -> None:

@@ -58,7 +58,7 @@ class Trainer:
         self.choice = choose_bucket(spec.mode, size, group, spec.limiting_rates, recorder.earlier_mode())
         self.spec = spec = spec.model_copy(update={"mode": self.choice.mode})
         self.sync = build(spec.mode, spec.placement, group, self.timeline, spec.seed)
-        # The mean over ranks gives each rank the same weight; with uneven shares each image must have the same.
+        # The mean over ranks gives each rank the same weight. With uneven shares each image must have the same weight.
         self.weight = spec.local_batch(group.rank) * spec.world / spec.global_batch
         self.cpu = CpuMeter()
         self.seen = Tally()
@@ -66,7 +66,7 @@ class Trainer:
         group.set_deadline(deadline(spec, size))
 
     def run(self) -> None:
-        """Train, test, and check that the replicas agree."""
+        """Train, test, and check that the replicas agree. Writes all records of this rank."""
         self._record_start()
         patience_s = LATE_DEADLINES * self.group.deadline.total_seconds()
         if not quota_signal.wait(patience_s):
@@ -78,7 +78,7 @@ class Trainer:
         step = self._resume(module)
         before, _ = self.counter.read()
         for epoch in self._epochs(step):
-            first = epoch * len(self.batches)  # step of this epoch; a resumed run may begin later in it
+            first = epoch * len(self.batches)  # the first step of this epoch; a resumed run may begin after it
             self.seen = Tally() if step == first else self.seen
             batches = itertools.islice(self.batches.epoch(epoch), step - first, None)
             for _ in range(min(first + len(self.batches), self.total) - step):
@@ -125,7 +125,7 @@ class Trainer:
         return step
 
     def _step(self, module: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], step: int, epoch: int) -> Step:
-        """Zero, forward, loss, backward, synchronise and step."""
+        """Do one step (clear gradients, forward, loss, backward, synchronise and update), and return its record."""
         self.timeline.start()
         self.group.at(step, "compute")
         with self.timeline.phase("data"):
@@ -147,7 +147,7 @@ class Trainer:
             log.info("step %d/%d loss %.4f %.3f s", step + 1, self.total, loss, seconds)
 
     def _forward_backward(self, module: nn.Module, images: Tensor, labels: Tensor) -> float:
-        """Run one pass, or several over micro-batches whose gradients add up to the mean of the batch; return the loss.
+        """Run one pass, or one per micro-batch, and return the loss. The gradients add up to that of the whole batch.
 
         Images are assigned to micro-batches as to ranks: four micro-batches of one node are the shares of four nodes.
         """
@@ -166,7 +166,7 @@ class Trainer:
         return loss_sum / len(labels)
 
     def _evaluate(self, step: int, epoch: int) -> None:
-        """Compare and test the replicas after an epoch. With every:K only at the end: before, they differ."""
+        """Compare and test the replicas after an epoch. With every:K only at the end: replicas differ until then."""
         if step < self.total and not self.spec.mode.synchronous:
             return
         self._compare(step)
@@ -182,7 +182,7 @@ class Trainer:
     def _compare(self, step: int) -> None:
         """Compare the parameters of all ranks after `step` steps. Called before the first step and before each test.
 
-        They must agree before the first step, and later in every mode that keeps replicas equal.
+        Raises ReplicasDiffer if they differ before the first step, or later in a mode that keeps replicas equal.
         """
         must_agree = step == 0 or self.spec.replicas_must_agree
         self.recorder.write(compare(self.model, self.group, step, must_agree))
@@ -209,7 +209,7 @@ class Trainer:
             log.info("%s", self.choice.why)
 
     def _epochs(self, step: int) -> range:
-        """The epochs that are left, beginning with the epoch of the last step done: its test may be missing."""
+        """Return the epochs that are left. The first is that of the last step done, because its test may be missing."""
         return range(max(0, step - 1) // len(self.batches), -(-self.total // len(self.batches)))
 
     def _profiler(self) -> Profiler:
@@ -231,15 +231,16 @@ class Trainer:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of all gradients: S in the formulas of docs and reports."""
+    """Return the bytes of all gradients: S in the formulas of docs and reports."""
     return sum(p.numel() * p.element_size() for p in trained(model))
 
 
 def deadline(spec: RunSpec, size: int) -> float:
-    """Return the seconds that one wait may take: as requested, else by the slowest rate of a link or a fault.
+    """Return the seconds that one wait may take: the requested deadline, else one from the slowest rate.
 
-    By default STEP_DEADLINE_S plus twice the time of N gradients on that link. With every:K ranks synchronise only
-    every K steps, so a slow rank may be late by K times as much. Time dilation makes every deadline longer.
+    The default is STEP_DEADLINE_S plus twice the time of N gradients at the slowest rate of a link or a fault. With
+    every:K ranks synchronise only every K steps, so STEP_DEADLINE_S counts K times, but at most 30 times. Time dilation
+    multiplies every deadline.
     """
     slower = spec.dilation or 1.0
     if spec.deadline is not None:
@@ -250,7 +251,7 @@ def deadline(spec: RunSpec, size: int) -> float:
 
 
 def _total_steps(spec: RunSpec, per_epoch: int) -> int:
-    """The smaller of the requested steps and the steps of the requested epochs."""
+    """Return the smaller of the requested steps and the steps of the requested epochs."""
     limits = [spec.steps, spec.epochs * per_epoch if spec.epochs else None]
     return min(limit for limit in limits if limit is not None)
 
@@ -259,12 +260,12 @@ def _total_steps(spec: RunSpec, per_epoch: int) -> int:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy, averaged over labels: one for each image, or for each token of a sequence."""
+    """Return the cross-entropy, averaged over labels. There is a label for each image, or for each token."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 class Tally:
-    """Sums of loss and correct answers over labels: one for each image, or for each token."""
+    """Sums of loss and correct answers over labels. There is a label for each image, or for each token."""
 
     def __init__(self) -> None:
         self.loss = 0.0
@@ -272,7 +273,7 @@ class Tally:
         self.labels = 0
 
     def add(self, loss: float, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """`loss` is the mean over these labels."""
+        """Add one batch. `loss` is the mean over these labels."""
         self.loss += loss * labels.numel()
         self.correct += int((logits.argmax(-1) == labels).sum())
         self.labels += labels.numel()
@@ -287,7 +288,10 @@ class Tally:
 def evaluate(
     spec: RunSpec, model: nn.Module, dataset: Dataset, group: Group, *, step: int, epoch: int, seen: Tally
 ) -> Eval:
-    """Test the model; each rank tests its share of the images (`split`) or all. `seen`: training sums of this epoch."""
+    """Test the model and return the record. `seen` has the sums of training in this epoch.
+
+    With spec.evaluate = "split" each rank tests its share of the images, and the sums of all ranks are recorded.
+    """
     share_statistics(model, group, spec.batchnorm)
     split = spec.evaluate == "split" and group.size > 1
     tally = _test(model, dataset, group, split)

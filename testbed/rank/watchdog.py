@@ -54,10 +54,10 @@ log = logging.getLogger(__name__)
 
 # --- signals -------------------------------------------------------------------------------------------------------
 #
-# A Python signal handler runs when the main thread is back in Python code. Inside Gloo that can take as long as an
-# all-reduce on a slow network. So the C handler also writes the signal's number to a pipe; a thread reads it, gives the
-# main thread some time, and then ends the rank itself. Before training nothing is measured yet, so this time is short:
-# the controller stops ranks that wait for one that has ended.
+# A Python signal handler runs only when the main thread returns to Python code. Inside Gloo that can take as long as an
+# all-reduce on a slow network. So the C handler also writes the signal's number to a pipe. A thread reads the pipe,
+# gives the main thread some time, and then ends the rank itself. Before training this time is short, because nothing is
+# measured yet, and the controller stops ranks that wait for a rank that has ended.
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNAL_GRACE_S = 3.0  # for the main thread to raise, record the failure and exit
@@ -65,7 +65,7 @@ START_SIGNAL_GRACE_S = 0.3  # the same before training
 
 
 def raise_interrupted() -> None:
-    """Make SIGTERM and SIGINT raise Interrupted in the main thread, and unblock them if they were blocked."""
+    """Install handlers of SIGTERM and SIGINT that raise Interrupted in the main thread, and unblock both signals."""
     for number in SIGNALS:
         signal.signal(number, _raise_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -77,14 +77,14 @@ def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore SIGTERM and SIGINT from now on. Only the main thread may change handlers; elsewhere this does nothing."""
+    """Ignore SIGTERM and SIGINT from now on. Does nothing in other threads: only the main thread may set handlers."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def start_signal_watchdog(guard: Watchdog) -> None:
-    """Call `guard.exit_once` from a thread if a signal came and the main thread did not exit in its time."""
+    """Start a thread that calls `guard.exit_once` if a signal came and the main thread did not exit in time."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -105,26 +105,26 @@ def start_signal_watchdog(guard: Watchdog) -> None:
 # Rank 0 listens at the store's address, on a port that it publishes in the store together with a token. Messages are
 # JSON objects, one a line:
 #
-#   {"hello": 2, "token": ...}                first message of a rank
+#   {"hello": 2, "token": ...}                first message of a rank, with its number
 #   {"step": 7, "phase": "sync"}              heartbeat; with "wait_failed" if the main thread's wait failed
 #   {"verdict": 1, "why": ...}                rank 1 failed: all ranks end
 #   {"refused": ...}                          the request is refused: all ranks end
-#   {"bye": "done", "rank": 2}                this rank ends, and why; with "refused" if it refuses the request
+#   {"bye": "done", "rank": 2}                rank 2 ends for this reason; with "refused" if it refuses the request
 #   {"report": {"code": 6, "message": ...}}   a failed rank's error record, for rank 0's summary
 
 PERIOD_S = 0.25  # between two heartbeats
-QUIET_S = 1.5  # a rank that is silent for so long counts as failed once another rank's wait has failed
+QUIET_S = 1.5  # after a wait has failed, a rank that is silent for longer than this counts as failed
 HELLO_TIMEOUT_S = 5.0  # for a new connection to identify itself
 VERDICT_TIMEOUT_S = 3.0  # for rank 0 to name the failed rank, after a wait of this rank has failed
-KEEPALIVE_S = 60  # after so long without a packet the kernel sends keepalive probes to rank 0's machine
+KEEPALIVE_S = 60  # without a packet, after which the kernel sends keepalive probes to rank 0's machine
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARS = 1000
-MAX_REFUSAL_BYTES = 3000  # of the reason in a line of MAX_LINE_BYTES
+MAX_REFUSAL_BYTES = 3000  # the reason of a refusal must fit into a line of MAX_LINE_BYTES
 MAX_UNIDENTIFIED = 64  # connections that have not sent a hello
 BACKLOG = 1024  # a connection that the kernel refuses is retried only after a second
 STORE_KEY = "heartbeat"
-DONE, STOPPED = "done", "stopped"  # reasons of an end that is not a failure of this rank
-CLOSED = "closed"  # instead of a reason, for a rank that sent none: its connection closed
+DONE, STOPPED = "done", "stopped"  # reasons why a rank ends without a failure of its own
+CLOSED = "closed"  # replaces the reason of a rank whose connection closed before it sent a reason
 WAITING = "sync"  # the phase in which a rank waits for others
 
 
@@ -133,7 +133,7 @@ class Peer:
     """The other end of one connection."""
 
     channel: Channel
-    last_message: float  # when it arrived
+    last_message: float  # monotonic time when it arrived
     rank: int | None = None  # None until its hello
     step: int = 0
     phase: str = "start"
@@ -163,17 +163,17 @@ class Heartbeat:
         end: Callable[[TestbedError], object],
         max_ranks: int | None = None,
     ) -> None:
-        """`size` ranks train. Ranks up to `max_ranks` may connect too: they only wait until rank 0 has ended."""
+        """`size` ranks train. Ranks `size` to `max_ranks` - 1 may connect too; they only wait for the end of rank 0."""
         self.rank, self.size, self.store = rank, size, store
         self.max_ranks = size if max_ranks is None else max_ranks
         self.deadline = deadline
         self.end = end
         self.step, self.phase = 0, "start"  # set by the main thread
         self.address = ""  # of this node, on the way to rank 0
-        self.own_method = ""  # the user's code that exchanges gradients; empty: it is built in
-        self.trying = False  # True while that code is tried before training: if it fails, the request is refused
+        self.own_method = ""  # the user's method that exchanges gradients; empty: the method is built in
+        self.trying = False  # True while the user's method is tested before training: a failure refuses the request
         self.verdict: TestbedError | None = None
-        self.steps: dict[int, int] = {}  # rank 0: the last step that each of the others reported
+        self.steps: dict[int, int] = {}  # rank 0: the last step that each other rank reported
         self.reports: dict[int, dict[str, Any]] = {}  # rank 0: error records of the others
         self.ended: dict[int, str] = {}  # why each rank ended: the reason that it sent, or CLOSED
         self._known = threading.Event()  # set once the verdict was sent to the others
@@ -189,7 +189,7 @@ class Heartbeat:
     # --- called by the main thread ---
 
     def start(self, deadline: float) -> None:
-        """Rank 0 listens, the others connect. Raises RuntimeError or OSError if rank 0 is not there in time."""
+        """Start the thread: rank 0 listens, the others connect. Raises RuntimeError or OSError after the deadline."""
         if self.rank == 0:
             self._token = new_token()
             self._listener = listen(self.store.host, 0, BACKLOG)
@@ -216,17 +216,17 @@ class Heartbeat:
         self.step, self.phase = step, phase
 
     def identify_lost(self) -> TestbedError | None:
-        """Ask which rank was lost, after an error in a wait. None if no rank can be named."""
+        """Return the verdict on which rank was lost, after an error in a wait; None if there is no verdict in time."""
         self._wait_failed_at = time.monotonic()
         return self.wait_for_verdict(VERDICT_TIMEOUT_S)
 
     def report_lost(self, error: TestbedError) -> TestbedError:
-        """Send all ranks a verdict that the main thread found, and return it; an earlier verdict is kept."""
+        """Send all ranks the main thread's verdict, and return the verdict that holds: an earlier one is kept."""
         self._decide(error)
         return self.wait_for_verdict(VERDICT_TIMEOUT_S) or error
 
     def wait_for_verdict(self, timeout_s: float) -> TestbedError | None:
-        """Return the verdict if there is one within `timeout_s`. It was sent to the other ranks by then."""
+        """Return the verdict after it was sent to the other ranks; None if there is none within `timeout_s`."""
         if self.rank >= self.size:  # this rank has no thread that reads
             for peer in list(self._peers):
                 self._receive(peer)
@@ -237,7 +237,7 @@ class Heartbeat:
     def leave(self, reason: str = DONE, refused: str = "") -> None:
         """Stop the thread and send the reason to the other ranks. Connections stay open until the process ends.
 
-        `refused`: why this rank refuses the request; then all ranks refuse it with the same sentence.
+        `refused` is the sentence with which this rank refuses the request. All ranks then refuse it with this sentence.
         """
         if self._thread.ident is None or threading.current_thread() is self._thread:
             return
@@ -246,7 +246,7 @@ class Heartbeat:
         self._thread.join(2 * PERIOD_S + 0.5)
 
     def close(self) -> None:
-        """Close all connections; the process's end does the same."""
+        """Close all connections. Needed only in tests, because the end of the process does the same."""
         for each in [peer.channel.sock for peer in self._peers] + ([self._listener] if self._listener else []):
             each.close()
         self._selector.close()
@@ -262,7 +262,7 @@ class Heartbeat:
                 peer.channel.send({"report": report})
 
     def collect_reports(self, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """Rank 0: return the error records of the other ranks; wait for those that are connected and not lost."""
+        """Rank 0: return the error records of other ranks. Wait for each rank that is connected and not lost."""
         lost = self.verdict.failed_rank if isinstance(self.verdict, PeerLost) else None
         deadline = time.monotonic() + timeout_s
         open_peers = [peer for peer in self._peers if peer.rank is not None and 0 < peer.rank < self.size]
@@ -281,7 +281,7 @@ class Heartbeat:
         return self.reports
 
     def wait_until_closed(self, timeout_s: float | None) -> None:
-        """Ranks 1..N-1: return when rank 0 has closed its connection, at the latest after `timeout_s`."""
+        """Ranks 1..N-1: wait until rank 0 has closed its connection, at most `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for peer in self._peers:
             while deadline is None or time.monotonic() < deadline:
@@ -291,7 +291,7 @@ class Heartbeat:
                     return
 
     def rank_0_has_succeeded(self) -> bool:
-        """Ranks 1..N-1: True if rank 0 has closed its connection, and did not say before that it failed."""
+        """Ranks 1..N-1: return True if rank 0 has closed its connection and has not sent the reason of a failure."""
         for peer in self._peers:
             peer.channel.sock.setblocking(False)
             while messages := self._read_reason(peer):
@@ -301,7 +301,7 @@ class Heartbeat:
         return self.ended.get(0, DONE) == DONE
 
     def _read_reason(self, peer: Peer) -> list[dict[str, Any]] | None:
-        """Read like Peer.read, and keep the reason if the other end says why it leaves."""
+        """Return what Peer.read returns, and keep the reason in `ended` if the other end sends why it leaves."""
         messages = peer.read()
         for message in messages or []:
             if "bye" in message and peer.rank is not None:
@@ -318,7 +318,7 @@ class Heartbeat:
             now = time.monotonic()
             if now - last > 1.0:  # this process itself was frozen and could not read messages
                 for peer in self._peers:
-                    peer.last_message = min(peer.last_message + now - last, now)  # not into the future
+                    peer.last_message = min(peer.last_message + now - last, now)  # never later than now
             last = now
             if now - sent >= PERIOD_S:
                 sent = now
@@ -354,7 +354,7 @@ class Heartbeat:
         self._peers.remove(peer)
 
     def _receive(self, peer: Peer) -> None:
-        if peer not in self._peers:  # dropped in the same round, to make room
+        if peer not in self._peers:  # dropped in the same round, because there were MAX_UNIDENTIFIED connections
             return
         messages = peer.read()
         if messages is None:
@@ -447,14 +447,14 @@ class Heartbeat:
         return None
 
     def _judge_rank_0(self) -> None:
-        """If most ranks report rank 0 as lost, accept it; otherwise the rank that reported it was cut off."""
+        """Decide that rank 0 is lost if most ranks report it. Otherwise the rank that reported it is cut off."""
         rank, why = next(iter(self._lost_rank_0.items()))
         if 2 * len(self._lost_rank_0) > self.size - 1:
             return self._decide(PeerLost(why, 0))
         return self._mark_failed(rank, "was cut off: it reported rank 0 as lost, which still runs")
 
     def _judge_running(self, ranks: list[Peer]) -> None:
-        """All ranks send heartbeats, but one's wait failed: name a rank that was stopped, or the one that is behind."""
+        """Decide if all ranks send heartbeats, but a wait failed: name a rank that was stopped, or that is behind."""
         stopped = [rank for rank, why in self.ended.items() if why == STOPPED]
         if stopped:
             return self._mark_failed(stopped[0], "was stopped")
@@ -468,7 +468,7 @@ class Heartbeat:
         return self._decide(PeerLost(f"all ranks run, but a wait failed in step {step + 1}", None))
 
     def _deadlock(self, step: int) -> TestbedError:
-        """All ranks run, and all are in the user's method: no rank is to blame."""
+        """Return the verdict if all ranks run and all wait in the user's method: it names the method and no rank."""
         waits = "all ranks run, but a rank waits for what no other sends"
         way_out = "Give every receive one send of the same size, in the same order on both ends (docs/modes.md)"
         if self.trying:
@@ -489,7 +489,7 @@ class Heartbeat:
 
 
 def _fit(text: str) -> str:
-    """The text, cut so that it needs at most MAX_REFUSAL_BYTES as JSON."""
+    """Return the text, cut so that its JSON has at most MAX_REFUSAL_BYTES."""
     while len(json.dumps(text)) > MAX_REFUSAL_BYTES:
         text = text[: len(text) * 3 // 4]
     return text
@@ -503,7 +503,7 @@ def _verdict_message(verdict: TestbedError) -> dict[str, Any]:
 
 # --- the end of a rank ---------------------------------------------------------------------------------------------
 
-LAST_VERDICT_TIMEOUT_S = 1.0  # for a verdict to arrive from a rank that has just ended
+LAST_VERDICT_TIMEOUT_S = 1.0  # for a verdict about a rank that has just ended to arrive
 
 
 class Watchdog:
@@ -532,7 +532,7 @@ class Watchdog:
             error = DiskFull(str(os_failure(error, self.recorder.folder.path if self.recorder else runs_dir())))
         record = record_failure(error, self.rank, self.recorder)
         if self.heartbeat and not isinstance(error, PeerLost):
-            # Every rank detects these errors itself, so no verdict is sent.
+            # Every rank detects these errors itself, so no failed rank is reported.
             common = isinstance(error, Interrupted | ReplicasDiffer | NetworkInvalid)
             reason = STOPPED if common else f"{type(error).__name__}: {error}"[:500]
             self.heartbeat.leave(reason, refused=str(error) if isinstance(error, UsageError) else "")
@@ -543,7 +543,7 @@ class Watchdog:
         raise SystemExit(record.code)  # reached only if a test replaced os._exit
 
     def _find_cause(self, error: Exception) -> Exception:
-        """Replace an error that another rank caused by the verdict that names it."""
+        """Return the verdict that names the failed rank if another rank may have caused the error, else the error."""
         if self.heartbeat is None:
             return error
         if (isinstance(error, RuntimeError) and is_lost_peer(error)) or type(error) is RankFailed:
@@ -554,7 +554,7 @@ class Watchdog:
 
 
 def record_failure(error: Exception, rank: int, recorder: Recorder | None) -> Error:
-    """Log the reason, and write it as the rank's last record; return the record, which has the exit code."""
+    """Log the reason, write the error as the rank's last record, and return the record. It has the exit code."""
     record = describe_failure(error, rank)
     log.error(record.message)
     if recorder:
@@ -575,7 +575,7 @@ def describe_failure(error: Exception, rank: int) -> Error:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True if the error means that another rank is lost. Gloo and the store mark it in the text only."""
+    """Return True if the error means that another rank is lost. Gloo and the store say so only in the text."""
     text = str(error).lower()
     return any(sign in text for sign in ("gloo", "connection", "timed out", "timeout", "socket", "broken pipe"))
 
@@ -588,12 +588,12 @@ def flush() -> None:
 
 
 BLOCK_BYTES = 8 << 20
-MAX_BLOCKS = 128  # stop here if there is no memory limit, before the machine has no memory left
+MAX_BLOCKS = 128  # 1 GiB: without a memory limit the allocation must end before the machine has no memory left
 _blocks: list[bytes] = []
 
 
 def install_oom_handler(spec: RunSpec) -> None:
-    """Handle SIGUSR1, but only in runs whose spec contains the fault."""
+    """Install the handler of SIGUSR1, but only in runs whose spec contains the fault `oom`."""
     if any(fault.kind == "oom" for fault in spec.faults):
         signal.signal(signal.SIGUSR1, _allocate)
 

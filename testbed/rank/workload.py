@@ -17,7 +17,7 @@ from testbed.spec.run import RunSpec
 
 
 class Workload(Protocol):
-    """The three things that the training loop needs. Weights come from torch's generator, which is seeded before."""
+    """What the training loop needs. The weights come from torch's generator, which the training loop seeds."""
 
     def dataset(self, *, train: bool) -> Dataset: ...
     def model(self, dataset: Any, dtype: torch.dtype) -> nn.Module: ...
@@ -25,7 +25,7 @@ class Workload(Protocol):
 
 
 def open_workload(spec: RunSpec, folder: RunFolder, rank: int) -> Workload:
-    """The workload of a run; copies of the user's own files are in its folder. Raises SpecError if one is damaged."""
+    """Return the workload of a run. `folder` has copies of the user's own files. Raises SpecError if one is damaged."""
     return EmulatedWorkload(spec, folder, rank) if spec.emulated else NamedWorkload(spec, folder)
 
 

@@ -1,7 +1,7 @@
 """The end of a run: summary.json from the ranks' records, and the root cause of a failure.
 
-`conclude` is the only writer of summary.json. The controller calls it, and so does rank 0 where there is no
-controller; `testbed collect` and `fab collect` do by `conclude_without_controller`, where the controller has gone.
+`conclude` is the only writer of summary.json. The controller calls it; without a controller, rank 0 does. If the
+controller has gone, `testbed collect` and `fab collect` call it by `conclude_without_controller`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from testbed.spec.errors import (
 )
 from testbed.spec.run import SCHEMA, RunSpec, check_schema
 
-SAMPLED_SHARE = 0.01  # of a step's time: a step in which the observer's samples took more is reported apart
+SAMPLED_SHARE = 0.01  # of a step's time; a step in which the observer's samples took more is counted separately
 TOO_FAST = "This is faster than the requested links allow: run it again"
 MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
 Status = Literal["ok", "invalid", "failed", "interrupted"]
@@ -59,14 +59,15 @@ class Summary(Spec):
     steps: int = 0  # measured steps, without warm-up and without those under a fault
     left_out_steps: int = 0  # steps after warm-up that were under an injected fault
     left_out_reason: str = ""  # "rate fault", "cut and rate faults"
-    sampled_steps: int = 0  # steps of a user's script in which the observer took samples: they are not in `steps`
-    sampled_seconds: float | None = None  # median of those
+    sampled_steps: int = 0  # steps of a user's script in which the observer took samples; not counted in `steps`
+    sampled_seconds: float | None = None  # median (every:K: mean) of the seconds of these steps
     images: list[float] = []  # of a user's script: images per step that each rank fetched; 0 if none was seen
-    # of a user's script, by rank: images of a step, and of the last step of a pass if they differ; None: others differ
+    # of a user's script, by rank: the images of a step, and those of the last step of a pass if their number differs;
+    # None: the numbers of other steps differ too
     batches: list[list[int] | None] = []
-    threads: list[int] = []  # of a user's script, by rank, as it has set them
+    threads: list[int] = []  # of a user's script, by rank: torch's threads as the script has set them
     seconds_per_step: float | None = None  # median (every:K: mean) over steps of the mean over ranks
-    seconds_spread: tuple[float, float] | None = None  # quartiles of the same
+    seconds_spread: tuple[float, float] | None = None  # quartiles over steps of the mean over ranks
     per_rank_seconds: list[float | None] = []  # mean per rank
     losses: list[float] = []  # per step, mean over ranks
     test_loss: float | None = None
@@ -77,14 +78,14 @@ class Summary(Spec):
     counter: str = ""
     gradient_bytes: int | None = None
     replicas_agree: bool | None = None
-    copies: int = 0  # of a single node's job, that ran to their end at the same time (control/substrates/copies.py)
-    machines: list[MachineLoad] = []  # how busy each machine was with other work; empty if it is not known
+    copies: int = 0  # of a single node's job: how many ran beside it to their end (control/substrates/copies.py)
+    machines: list[MachineLoad] = []  # how busy each machine was with other work; empty if unknown
     environment: dict[str, Any] = {}
-    findings: list[Finding] = []  # about a user's script: errors first, then costs, the dearest first, then notes
+    findings: list[Finding] = []  # about a user's script: errors, then costs from the largest down, then notes
 
     @classmethod
     def read(cls, folder: RunFolder) -> Summary:
-        """Read summary.json; SpecError if it is damaged, SchemaError if another version wrote it."""
+        """Read summary.json. Raises SpecError if it is damaged, SchemaError if another version wrote it."""
         try:
             values = json.loads(read_bounded(folder.summary, MAX_SUMMARY_BYTES))
         except (ValueError, RecursionError) as error:
@@ -95,13 +96,13 @@ class Summary(Spec):
         summary = cls.load_written(values, folder.summary)
         if "left_out_steps" in values or summary.status != "ok" or not summary.spec.faults:
             return summary
-        # An earlier version, which counted steps under a fault, wrote this file.
+        # The file is from an earlier version, which counted steps under a fault in the times.
         steps = [[r for r in read(folder.records(rank)) if isinstance(r, Step)] for rank in range(summary.spec.world)]
         return summary.model_copy(update=_timing(folder, summary.spec, steps, summary.substrate))
 
 
 def has_one_clock(substrate: str) -> bool:
-    """True if all nodes have the controller's monotonic clock: those that use its kernel."""
+    """Return True if all nodes use the controller's kernel, and so have its monotonic clock."""
     return substrate not in ("hosts", "slurm", "uml")
 
 
@@ -116,9 +117,9 @@ def conclude(
     network: str = "not measured",
     findings: Sequence[Finding] = (),
 ) -> Summary:
-    """Write summary.json and return it; call this last, because a folder with a summary is a run that ended.
+    """Write summary.json and return the summary. Call this last: a folder with a summary is a run that ended.
 
-    Raises TestbedError with a sentence if the file cannot be written, SpecError if the records are damaged.
+    Raises TestbedError if the file cannot be written, SpecError if the records are damaged.
     """
     try:
         folder.tidy()
@@ -132,7 +133,10 @@ def conclude(
 
 
 def summarise(folder: RunFolder, spec: RunSpec, **facts: Any) -> Summary:
-    """Reduce all ranks' records to a Summary; `facts` are the fields that the caller sets (status, ...)."""
+    """Reduce all ranks' records to a Summary. `facts` are the fields that the caller sets (status, ...).
+
+    Raises SpecError if the records are damaged.
+    """
     try:
         return _summarise(folder, spec, facts)
     except ValidationError as error:
@@ -169,7 +173,7 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
 
 
 def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate: str) -> dict[str, Any]:
-    """Seconds and bytes per step, of the steps after warm-up that no injected fault overlapped."""
+    """Return seconds and bytes per step as fields of Summary, of the steps after warm-up without an injected fault."""
     faults = faulted_steps(folder, spec, [[timed(r) for r in rows] for rows in steps], substrate)
     counted = [[r for r in rows if r.step >= spec.warmup] for rows in steps]
     calm = [[r for r in rows if r.step not in faults] for rows in counted]
@@ -193,9 +197,9 @@ def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate
 
 
 def sampled_steps(ranks: Sequence[Sequence[tuple[int, float, float]]]) -> set[int]:
-    """The steps of a user's script that samples made longer, from (number, seconds of samples, seconds) of all ranks.
+    """Return the steps of a user's script that the observer's samples made longer; empty if no other step is left.
 
-    Empty if no other step would be left.
+    A row of a rank is (number of the step, seconds of samples, seconds of the step).
     """
     sampled = {number for rows in ranks for number, observing, total in rows if observing > SAMPLED_SHARE * total}
     return sampled if {number for rows in ranks for number, *_ in rows} - sampled else set()
@@ -211,7 +215,10 @@ def _mean_images(rows: Sequence[Step]) -> float:
 
 
 def _batches(ranks: Sequence[Sequence[Step]]) -> list[list[int] | None]:
-    """By rank the usual number of images, and that of the last step of a pass if it differs; None if others differ."""
+    """Return for each rank the usual number of images of a step, and that of the last step of a pass if it differs.
+
+    None for a rank whose other steps differ too.
+    """
     found: list[list[int] | None] = []
     for rows in ranks:
         sizes = Counter(row.images for row in rows)
@@ -232,22 +239,22 @@ def timed(step: Step) -> TimedStep:
 def faulted_steps(
     folder: RunFolder, spec: RunSpec, ranks: Sequence[Sequence[TimedStep]], substrate: str
 ) -> dict[int, list[str]]:
-    """The steps of a run that were under an injected fault, by number, with the kinds of these faults."""
+    """Return the steps of a run that were under an injected fault, by number, with the kinds of these faults."""
     return steps_under_fault(read_history(folder), ranks, has_one_clock(substrate)) if spec.faults else {}
 
 
 def fault_names(kinds: Iterable[str]) -> str:
-    """`rate fault`, `cut and rate faults`; empty without any."""
+    """Return the kinds in words: `rate fault`, `cut and rate faults`; empty if there are none."""
     names = sorted(set(kinds))
     return f"{' and '.join(names)} fault{'s' * (len(names) > 1)}" if names else ""
 
 
 def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], status: str) -> dict[str, str]:
-    """Return {} if every rank recorded every step once and in order, and none was faster than its link allows.
+    """Return {} if every rank recorded every step once and in order, and no rank was faster than its link allows.
 
-    Otherwise the status, "failed" or "invalid", and the reason. A missing step would shift all later steps of that rank
-    against the others. A rank without any record is accepted: ranks started by a launcher may have no shared disk, and
-    rank 0 then has only its own file.
+    Otherwise return the status, "failed" or "invalid", and the reason. If a step of a rank were missing, its later
+    steps would be compared with the wrong steps of other ranks. A rank without any record is accepted: ranks that a
+    launcher starts may have no shared disk, and then rank 0 has only its own file.
     """
     if status != "ok":
         return {}
@@ -255,7 +262,7 @@ def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], 
     longest = max([r.step + 1 for rows in steps for r in rows] + recorded, default=0)
     for rank, rows in enumerate(steps):
         wrong = next((k for k, r in enumerate(rows) if r.step != k), len(rows))
-        expected = max(longest, len(rows)) if spec.script is None else len(rows)  # a script has no planned number
+        expected = max(longest, len(rows)) if spec.script is None else len(rows)  # a script may do any number of steps
         if wrong < expected and ranks[rank]:
             found = f"step {rows[wrong].step} is in its place" if wrong < len(rows) else "nothing follows"
             rule = "all steps must be recorded"
@@ -275,7 +282,7 @@ def _ended(records: Sequence[Record]) -> bool:
 
 
 def _uneven(copies: Sequence[list[Record]], status: str) -> dict[str, str]:
-    """Return {} if all copies of a single node's job ran to their end, else the status "invalid" and the reason."""
+    """Return {} if all copies of a single node's job ran to their end; else the status "invalid" and the reason."""
     lost = sum(not _ended(records) for records in copies)
     if status != "ok" or not lost:
         return {}
@@ -289,7 +296,7 @@ def _uneven(copies: Sequence[list[Record]], status: str) -> dict[str, str]:
 
 
 def _restarted(folder: RunFolder, steps: list[list[Step]]) -> list[str]:
-    """A note on where the last of several attempts began; none for a single attempt or for one without a step."""
+    """Return a note on where the last of several attempts began; none if there was one attempt, or no step."""
     if not any(steps) or not any(folder.attempts(rank) for rank in range(len(steps))):
         return []
     done = max((r.step + 1 for rows in steps for r in rows if r.attempt is not None), default=0)
@@ -311,7 +318,10 @@ def _quartiles(values: list[float]) -> tuple[float, float] | None:
 
 
 def _losses(spec: RunSpec, steps: list[list[Step]]) -> list[float]:
-    """Mean over ranks per step; ranks with larger shares weigh more. None with emulated compute: it has no meaning."""
+    """Return the mean loss over ranks of each step, weighted by the ranks' images; empty if there is no loss.
+
+    With emulated compute a loss has no meaning.
+    """
     if spec.emulated:
         return []
     if spec.script is not None:
@@ -323,14 +333,14 @@ def _losses(spec: RunSpec, steps: list[list[Step]]) -> list[float]:
 
 
 def _weighted_loss(row: Sequence[Step]) -> float:
-    """The loss of one step of a script, by the images that were observed; plain mean where a rank fetched none."""
+    """Return the loss of one step of a script, weighted by the observed images; the plain mean if a rank has none."""
     images = [step.images for step in row]
     weights = images if all(images) else [1] * len(row)
     return sum(w * step.loss for w, step in zip(weights, row, strict=True)) / sum(weights)
 
 
 def _bytes_per_step(kept: list[Step], counter: Callable[[Step], int | None]) -> float | None:
-    """Mean difference of a cumulative counter between the ends of two successive steps.
+    """Return the mean difference of a cumulative counter between the ends of two successive steps; None if unknown.
 
     Both steps belong to one epoch, so that the traffic of the test is not counted, and to one attempt, because a
     restarted rank counts from 0 again.
@@ -343,7 +353,7 @@ def _bytes_per_step(kept: list[Step], counter: Callable[[Step], int | None]) -> 
 
 
 def _replicas_agree(ranks: list[list[Record]]) -> bool | None:
-    """True if all ranks' last hashes are equal and of the same step; None if a rank has none."""
+    """Return True if all ranks' last hashes are equal and of the same step; None if a rank has no hash."""
     last = [next((r for r in reversed(records) if isinstance(r, Hash)), None) for records in ranks]
     if any(r is None for r in last):
         return None
@@ -351,10 +361,10 @@ def _replicas_agree(ranks: list[list[Record]]) -> bool | None:
 
 
 def _script_replicas_agree(ranks: list[list[Record]]) -> bool | None:
-    """Whether the parameters of all ranks are equal at the last step at which all sampled them; None if there is none.
+    """Return True if the parameters of all ranks were equal at the last step at which all ranks sampled them.
 
-    Each optimizer of the script has hashes of its own. Ranks that hold shards (FSDP) are no replicas, nor are nodes
-    that are not one process group.
+    Each optimizer of the script has its own hashes. None if there is no such step: e.g. ranks hold shards (FSDP), or
+    the nodes are not one process group, so that there are no replicas.
     """
     if _script_group(ranks):
         return None
@@ -372,26 +382,27 @@ def _script_replicas_agree(ranks: list[list[Record]]) -> bool | None:
 
 
 def _script_group(ranks: list[list[Record]]) -> list[str]:
-    """Why the nodes are not the ranks of one process group; nothing if they are."""
+    """Return why the nodes are not the ranks of one process group; empty if they are."""
     starts = [r for records in ranks for r in records if isinstance(r, Start)]
     way_out = (
-        "Hand it {rank}, {world}, {master} and {port}, or let it read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        "Pass {rank}, {world}, {master} and {port} to the script, or read RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT in it"
     )
     more = max((r.processes for records in ranks for r in records if isinstance(r, End)), default=1)
     if more > 1:
         return [
-            f"{more} processes trained on one node, and only the first is in this table. Start one a node: {way_out}"
+            f"{more} processes trained on one node, and only the first is in this table. Start one per node. {way_out}"
         ]
     if len(ranks) > 1 and any(start.world == 1 for start in starts):
         return [f"it made no process group of {len(ranks)}: every node trains alone. {way_out}"]
     if starts and sorted(start.rank for start in starts) != list(range(len(ranks))):
         own = ", ".join(f"{start.rank} of {start.world}" for start in starts)
-        return [f"the nodes are not the ranks of one process group: they call themselves rank {own}. {way_out}"]
+        return [f"the nodes are not the ranks of one process group: the script's own ranks are {own}. {way_out}"]
     return []
 
 
 def _script_notes(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]]) -> list[str]:
-    """What a reader of a script's table must know: ranks without each other, unequal numbers of steps, unseen parts."""
+    """Return notes for the table of a script: ranks without a common group, unequal numbers of steps, unseen parts."""
     assert spec.script is not None
     counts = [len(rows) for rows in steps]
     notes = [f"{spec.script.name}: {note}" for note in _script_group(ranks)]
@@ -438,13 +449,13 @@ def root_cause(
 ) -> TestbedError:
     """Return the error that names the failed rank. All sequences are in rank order.
 
-    A code is None for a rank that has not ended, negative for a signal. `ended` are ranks that have ended although
-    their code is not known: without a controller, rank 0 detects only that their connections closed. `last_steps` are
-    the last recorded steps (-1: none), `nodes` the names that messages use. The order of the rules: a rank that ended
-    for its own reason; the rank that most of the others report as lost; a rank whose code is not known.
+    A code is None for a rank that has not ended, and negative for a signal. `ended` are ranks that have ended with an
+    unknown code: without a controller, rank 0 detects only that their connections closed. `last_steps` are the last
+    recorded steps (-1: none), `nodes` the names in messages. The rules are applied in this order: a rank that ended for
+    its own reason; the rank that most other ranks report as lost; a rank whose code is unknown.
 
-    Ranks of a user's own script have no watchdog and report nobody. For them `ended_at` are the times at which they
-    ended, infinite for those that run: the first one that ended badly is the failed one.
+    Ranks of a user's own script have no watchdog and report no lost rank. For them `ended_at` has the times at which
+    they ended, infinite for a rank that still runs. The first rank that ended badly is the failed one.
     """
     return _RootCause(codes, error_records, ended, last_steps, nodes, folder, ended_at).find()
 
@@ -458,7 +469,7 @@ def conclude_without_controller(
     substrate: str,
     note: str,
 ) -> Summary:
-    """Write the summary of a run whose controller has gone, from what its ranks left: it is ok if all have finished."""
+    """Write the summary of a run whose controller has gone, from the ranks' files. It is ok if all ranks finished."""
     records = [list(read(folder.records(rank))) for rank in range(spec.world)]
     reasons = []
     if any(codes):
@@ -484,7 +495,7 @@ def conclude_without_controller(
 
 
 def reported_rank(code: int | None, error_record: Mapping[str, Any] | None) -> int | None:
-    """The rank that a rank with this exit code and error record reports as lost; None if it reports none."""
+    """Return the rank that a rank with this exit code and error record reports as lost; None if it reports none."""
     return error_record.get("failed_rank") if error_record and code == PeerLost.exit_code else None
 
 
@@ -503,11 +514,11 @@ class _RootCause:
     ) -> None:
         self.codes, self.errors, self.ended, self.ended_at = codes, errors, ended, ended_at
         self.last_steps, self.nodes, self.folder = last_steps, nodes, folder
-        # For each rank that ended because it lost another: which one it reports.
+        # For each rank the rank that it reports as lost; None if it reports none.
         self.reported = [reported_rank(code, error) for code, error in zip(codes, errors, strict=True)]
 
     def find(self) -> TestbedError:
-        """Apply the rules in their order."""
+        """Return the error by the first rule that applies."""
         reports = Counter(rank for rank in self.reported if rank is not None)
         own_reason = [k for k, code in enumerate(self.codes) if code not in (None, 0, PeerLost.exit_code)]
         if self.ended_at:
@@ -528,7 +539,7 @@ class _RootCause:
         return self._nobody()
 
     def _script(self, own_reason: Sequence[int]) -> TestbedError:
-        """The first rank of a user's script that ended badly, or that ended well while others still needed it."""
+        """Return the error for the first rank of a script that ended badly, or that ended with 0 before the others."""
         bad = own_reason or [k for k, code in enumerate(self.codes) if code]
         first = min(bad, key=lambda k: self.ended_at[k])
         early = [k for k, code in enumerate(self.codes) if code == 0 and self.ended_at[k] < self.ended_at[first]]
@@ -537,13 +548,13 @@ class _RootCause:
         return self._own_reason(first)
 
     def _nobody(self) -> RankFailed:
-        """Ranks lost another, but none can be named: e.g. all of them wait in a user's method."""
+        """Return the error if no lost rank can be named, e.g. because all ranks wait in a user's method."""
         rank = next(k for k, code in enumerate(self.codes) if code)
         words = (self.errors[rank] or {}).get("message", f"rank {rank} lost another rank, and it is not known which")
         return RankFailed(f"{self._with_node_names(words).rstrip('.')}. See {self.folder.log(rank)}")
 
     def _lost(self, rank: int) -> RankFailed:
-        """A rank that does not answer, one that ended with an unknown code, or one that could not reach the others."""
+        """Return the error for a rank that is silent, ended with an unknown code, or could not reach the others."""
         since = _since(self.last_steps[rank])
         if self.codes[rank] == 0:
             how = f"ended with code 0 {self._when(rank)}, although the run was not over"
@@ -565,7 +576,7 @@ class _RootCause:
         words = error or next(iter(self._reports_on(rank)), None)
         quoted = words is not None and (error is not None or (code or 0) > 0)
         message = f": {words['message'].rstrip('.')}" if words is not None and quoted else ""
-        if code == DiskFull.exit_code and nearly_full(self.folder.path):  # the rank may have recorded nothing
+        if code == DiskFull.exit_code and nearly_full(self.folder.path):  # the rank could perhaps not record the error
             message = f": {full_disk(self.folder.path).rstrip('.')}"
         own_code = error.get("script_code") if error else None
         how = _how_it_ended(code if own_code is None else own_code)
@@ -573,7 +584,7 @@ class _RootCause:
         return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
 
     def _others(self, rank: int) -> str:
-        """Which ranks lost this one, and which ended for a different reason."""
+        """Return sentences about the other ranks: those that lost this rank, and those that ended for other reasons."""
         rest = [(k, code) for k, code in enumerate(self.codes) if k != rank and code not in (None, 0)]
         lost = [k for k, code in rest if code == PeerLost.exit_code]
         own = [(error or {}).get("script_code") for error in self.errors]
@@ -588,7 +599,7 @@ class _RootCause:
         return [error for error, lost in zip(self.errors, self.reported, strict=True) if error and lost == rank]
 
     def _when(self, rank: int) -> str:
-        """When a rank ended."""
+        """Return when a rank ended, in words."""
         step = self.last_steps[rank]
         return f"after step {step + 1}" if step >= 0 else "before its first step"
 
@@ -596,7 +607,7 @@ class _RootCause:
         return f"rank {rank} ({self.nodes[rank]})"
 
     def _with_node_names(self, message: str) -> str:
-        """Ranks write "rank 1 (node1)"; replace the number of the node by its name in the inventory."""
+        """Replace the node in "rank 1 (node1)", which ranks write, by the node's name in the inventory."""
 
         def name(found: re.Match[str]) -> str:
             return self._label(int(found[1])) if int(found[1]) < len(self.nodes) else found[0]
@@ -605,7 +616,7 @@ class _RootCause:
 
 
 def _since(last_step: int, whose: str = "its") -> str:
-    """Since when a rank is silent; `last_step` is its last recorded one, -1 if there is none."""
+    """Return since when a rank is silent, in words; `last_step` is its last recorded step, -1 if there is none."""
     return f"since step {last_step + 1}" if last_step >= 0 else f"since {whose} start, before the first step"
 
 

@@ -1,12 +1,12 @@
 """Runs with injected faults: which faults faults.jsonl records, which ranks detected them when, how the run ended.
 
-The controller writes faults.jsonl while it injects (control/runs/faults.py). The command line prints `fault_table`; the
-report also draws the times (report/load.py). This is the only table that shows failed runs. Times are on the
-monotonic clock of the controller; on real hosts the nodes have other clocks, so those runs have no times to draw.
+The controller writes faults.jsonl while it injects faults (control/runs/faults.py). The command line prints
+`fault_table`; the report also draws the times (report/load.py). No other table shows failed runs. Times are of the
+controller's monotonic clock. Real hosts have other clocks, so the times of their runs are not drawn.
 
-Steps under a fault are in no median: `steps_under_fault` says which.
+Steps under a fault are left out of medians; `steps_under_fault` returns them.
 
-Events: injected (a fault), over (a fault that lasts for some time), saw (a rank ended because it lost another),
+Events: injected (a fault), over (a fault with a duration has ended), saw (a rank ended because it lost another rank),
 ended (a rank, with its exit code), again (all ranks start again).
 """
 
@@ -35,13 +35,13 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class FaultHistory:
-    """The events of one run. Of several faults, times and names are compared with the one that ranks noticed."""
+    """The events of one run. If there are several faults, times and names refer to the fault that ranks detected."""
 
     events: list[Event]
 
     @property
     def attempts(self) -> list[list[Event]]:
-        """The events of each attempt. It ends with `again`, or where a rank that has ended begins once more."""
+        """The events of each attempt. An attempt ends with `again`, or before a rank ends for the second time."""
         found: list[list[Event]] = [[]]
         ended: set[Any] = set()
         for event in self.events:
@@ -60,10 +60,10 @@ class FaultHistory:
 
     @property
     def _cause(self) -> tuple[Event | None, list[Event]]:
-        """The fault that ranks noticed first, and the events of its attempt from then on.
+        """The fault that ranks detected first, and the events of its attempt from then on.
 
-        In an attempt with several faults it is the first one on the rank that most ranks named. If no rank noticed any
-        fault, it is the first of the run.
+        In an attempt with several faults it is the first fault on the rank that most ranks named. If no rank detected a
+        fault, it is the first fault of the run.
         """
         faulted = [events for events in self.attempts if _injected(events)]
         for events in faulted:
@@ -85,7 +85,7 @@ class FaultHistory:
 
     @property
     def median_notice_s(self) -> float | None:
-        """Seconds from the fault until a rank detected it; median over the ranks that did."""
+        """Seconds from the fault until a rank detected it; median over the ranks that detected it."""
         cause, events = self._cause
         times = [event["at"] - cause["begun"] for event in _noticed(events) if event["at"]] if cause else []
         return statistics.median(times) if times else None
@@ -101,7 +101,7 @@ class FaultHistory:
 
     @property
     def named_right(self) -> bool | None:
-        """Whether most of the ranks that detected the fault named its rank; None if none detected it."""
+        """True if most ranks that detected the fault named the right rank; None if no rank detected it."""
         cause, events = self._cause
         named = [event["failed_rank"] for event in _noticed(events)]
         if not named or cause is None:
@@ -118,7 +118,7 @@ def _noticed(events: Sequence[Event]) -> list[Event]:
 
 
 def read_history(folder: RunFolder) -> FaultHistory:
-    """Read faults.jsonl; empty if there is none. SpecError if a line is damaged."""
+    """Return the events in faults.jsonl; none if there is no file. Raises SpecError if a line is damaged."""
     events = []
     check_size([folder.faults] if folder.faults.is_file() else [], MAX_FAULTS_BYTES)
     for number, line in itertools.islice(complete_lines(folder.faults), MAX_EVENTS):
@@ -132,7 +132,7 @@ def read_history(folder: RunFolder) -> FaultHistory:
 
 
 def fault_table(runs: Sequence[tuple[RunFolder, RunSpec, str | None]]) -> list[tuple[str, ...]]:
-    """One row per run that has faults and began, from its folder, its spec and its status."""
+    """Return one row for each run with faults that began. A run is given as folder, spec and status."""
     histories = [(read_history(folder), spec, status) for folder, spec, status in runs if spec.faults]
     return [_row(history, spec, status) for history, spec, status in histories if history.injected or history.codes]
 
@@ -153,7 +153,7 @@ def _row(history: FaultHistory, spec: RunSpec, status: str | None) -> tuple[str,
 
 
 class TimedStep(NamedTuple):
-    """When a rank did a step, on its monotonic clock; `attempt` is None for the last one."""
+    """When a rank did a step, on its monotonic clock. `attempt` is None for the last attempt."""
 
     number: int
     begin: float
@@ -164,11 +164,11 @@ class TimedStep(NamedTuple):
 def steps_under_fault(
     history: FaultHistory, ranks: Sequence[Sequence[TimedStep]], one_clock: bool
 ) -> dict[int, list[str]]:
-    """The kinds of faults that were in force during each step, by its number; only steps that had any.
+    """Return the steps under a fault by number, with the kinds of their faults.
 
     A step is under a fault if the two overlap on any rank, because all ranks wait for the slowest. A fault without a
-    duration lasts to the end of its attempt. If nodes have clocks of their own, only the step in which a fault began
-    is known: all later steps of that attempt count as under the fault.
+    duration lasts until its attempt ends. If nodes have their own clocks, only the step in which a fault began is
+    known; then this step and all later ones of the attempt count as under the fault.
     """
     found: dict[int, list[str]] = {}
     attempts = history.attempts
@@ -185,7 +185,7 @@ def steps_under_fault(
 
 
 def _in_force(events: Sequence[Event]) -> Iterator[tuple[str, Event, float]]:
-    """Each fault of an attempt: its kind, its event, and when it was over at the latest."""
+    """Yield each fault of an attempt: its kind, its event, and the latest time at which it was over."""
     for number, event in enumerate(events):
         if event["event"] == "injected":
             later = events[number + 1 :]

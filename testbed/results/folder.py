@@ -31,7 +31,7 @@ from testbed.spec.words import Place, current_place, name_of, shown_path
 EXPERIMENT = "experiment.json"  # in the folder of a sweep: the experiment that its runs belong to
 TEMPORARY = ".tmp"  # suffix of a file that is still being written
 
-MAX_DEPTH = 3  # folders below the one in which runs are searched
+MAX_DEPTH = 3  # levels of folders below the given one in which runs are searched
 MAX_SPEC_BYTES = 1 << 20
 MAX_SUBSTRATE_BYTES = 64
 MAX_RECORDS_BYTES = 128 << 20  # limit for one rank's records over all attempts; no rank writes a larger file
@@ -40,7 +40,7 @@ MAX_JSON_BYTES = 16 << 20  # any other file; the receipt of 64 nodes has about 1
 
 
 def runs_dir() -> Path:
-    """The folder of all runs: TESTBED_RUNS, else ./runs."""
+    """Return the folder of all runs: TESTBED_RUNS, else ./runs."""
     return Path(os.environ.get("TESTBED_RUNS", "runs"))
 
 
@@ -54,7 +54,7 @@ def fresh_folder(parent: Path, name: str) -> Path:
 class RunFolder:
     """Paths inside one run's folder. No other module contains these names.
 
-    Only substrates that find their runs by a file of their own have another one: slurm.json, hosts.json.
+    The exceptions are slurm.json and hosts.json, by which two substrates find their own runs again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,40 +76,43 @@ class RunFolder:
         return self.path / f"rank{rank}.log"
 
     def files(self, rank: int) -> Path:
-        """What a user's script wrote to its working copy."""
+        """Return the folder with the files that a user's script wrote to its working copy."""
         return self.path / f"rank{rank}.files"
 
     def trace(self, rank: int) -> Path:
-        """The trace of torch.profiler, if the run was profiled."""
+        """Return the path of the trace of torch.profiler, which a profiled run has."""
         return self.path / f"rank{rank}.trace.json"
 
     def profile(self, rank: int) -> Path:
-        """The shares of the profiled time: compute, communication, overlap, other."""
+        """Return the path of the shares of the profiled time: compute, communication, overlap, other."""
         return self.path / f"rank{rank}.profile.json"
 
     def attempts(self, rank: int) -> dict[int, Path]:
-        """The records of earlier attempts by number, oldest first."""
+        """Return the records of earlier attempts by number, oldest first."""
         name = re.compile(rf"rank{rank}\.attempt([1-9]\d{{0,8}})\.jsonl", re.ASCII)
         found = ((name.fullmatch(path.name), path) for path in self.path.glob(f"rank{rank}.attempt*.jsonl"))
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def processes(self, rank: int) -> list[Path]:
-        """The records of further processes that a user's script has forked to train on this node, in their order."""
+        """Return the records of the further processes of a user's script that trained on this node, in their order."""
         name = re.compile(rf"rank{rank}\.process([1-9]\d{{0,2}})\.jsonl", re.ASCII)
         found = ((name.fullmatch(path.name), path) for path in self.path.glob(f"rank{rank}.process*.jsonl"))
         return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
     def copy(self, number: int) -> RunFolder:
-        """The folder of a copy of a single node's job, which ran at the same time (control/substrates/copies.py)."""
+        """Return the folder of a copy of a single node's job, which ran beside it (control/substrates/copies.py)."""
         return RunFolder(self.path / f"copy{number}")
 
     def copies(self) -> list[RunFolder]:
-        """The folders of all copies."""
+        """Return the folders of all copies."""
         numbers = itertools.takewhile(lambda number: self.copy(number).path.is_dir(), itertools.count(1))
         return [self.copy(number) for number in numbers]
 
     def create(self, spec: RunSpec, substrate: str = "") -> None:
-        """Make the folder with spec.json and the name of the substrate; UsageError if the folder exists."""
+        """Make the folder with spec.json, the name of the substrate, and copies of the user's own files.
+
+        Raises UsageError if the folder exists or cannot be made.
+        """
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
@@ -129,7 +132,7 @@ class RunFolder:
             self._copy_own_files(spec)
             write_whole(self.spec, spec.to_json())
         except (OSError, UsageError) as error:
-            with suppress(OSError):  # so that the same --out can be used again
+            with suppress(OSError):  # the folder is removed, so that the same --out can be used again
                 self.substrate.unlink(missing_ok=True)
                 shutil.rmtree(self.own_files, ignore_errors=True)
                 self.path.rmdir()
@@ -145,23 +148,29 @@ class RunFolder:
             write_whole(copy, content)
 
     def own_file(self, spec: RunSpec, key: str) -> Path | None:
-        """The copy of the user's file that a key of the spec names; None if it names none. Raises SpecError."""
+        """Return the copy of the user's file that a key of the spec refers to; None if it refers to none.
+
+        Raises SpecError if the copy is not the recorded file.
+        """
         if key not in spec.own_files:
             return None
         _, own = spec.own_files[key]
         return copy_of(self.own_files, own, spec.files.get(own.path, ""))
 
     def reopen(self) -> None:
-        """Remove the summary, because the run is resumed: it gets a new one when it ends."""
+        """Remove the summary of a run that is resumed. The run gets a new one when it ends."""
         self.summary.unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Remove half-written files of a killed process. Call it only when no process writes to the folder."""
+        """Remove incomplete files of killed processes. Call this only when no process writes to the folder."""
         for half in self.path.rglob(f".*{TEMPORARY}"):
             half.unlink(missing_ok=True)
 
     def set_records_aside(self, rank: int) -> Path | None:
-        """Rename the records of an earlier attempt to rank0.attempt1.jsonl; return the path, None if there are none."""
+        """Rename the records of the last attempt, e.g. to rank0.attempt1.jsonl; return the path, None without records.
+
+        Records of further processes are removed.
+        """
         if not self.records(rank).is_file():
             return None
         number = max(self.attempts(rank), default=0) + 1
@@ -179,7 +188,7 @@ class RunFolder:
         return target
 
     def read_spec(self) -> RunSpec:
-        """Read spec.json; UsageError if this is no run folder or another version wrote it."""
+        """Read spec.json. Raises UsageError if this is no run folder, or if another version wrote the file."""
         if not self.spec.exists():
             way_out = "Give a folder that `testbed run` or `testbed sweep` wrote."
             raise UsageError(f"{self.path}: has no {self.spec.name}, so it is no run folder. {way_out}")
@@ -189,15 +198,15 @@ class RunFolder:
             raise UsageError(f"{self.spec}: not JSON ({error.reason}). Write it with `testbed run`.") from None
 
     def read_substrate(self) -> str:
-        """The substrate on which the run began; "" if the file is missing."""
+        """Return the name of the substrate on which the run began; "" if the file is missing."""
         if not os.path.lexists(self.substrate):
             return ""
         return read_bounded(self.substrate, MAX_SUBSTRATE_BYTES).decode(errors="replace").strip()
 
     def check_no_links(self, allow_top: bool = False) -> None:
-        """Raise SpecError if anything in the folder is a symlink, pipe or device: reading it could leave the folder.
+        """Raise SpecError if the folder contains a symlink, pipe or device: a reader of a symlink leaves the folder.
 
-        `allow_top`: the folder itself, or one above it, may be a symlink, which the user made.
+        `allow_top`: the folder itself, or a folder above it, may be a symlink, because the user made it.
         """
         top = self.path.resolve() if allow_top else self.path
         for path in [top, *top.rglob("*")]:
@@ -206,15 +215,15 @@ class RunFolder:
 
 
 def process_records(records: Path, number: int) -> Path:
-    """Where the records of a further process are, beside those of the first one: rank0.process1.jsonl."""
+    """Return the path of the records of a further process, e.g. rank0.process1.jsonl beside rank0.jsonl."""
     return records.with_name(f"{records.stem}.process{number}.jsonl")
 
 
 def find_runs(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
     """Yield the run folders at or below a path, sorted by name, numbers inside names as numbers.
 
-    A folder that has records but no spec.json is damaged, and is found as well. Hidden folders hold runs that a sweep
-    has replaced; they are not searched. Raises SpecError if `path` is no folder.
+    A folder with records but without spec.json is damaged; it is yielded too. Hidden folders are not searched, because
+    they contain runs that a sweep has replaced. Raises SpecError if `path` is no folder.
     """
     if not path.is_dir():
         raise SpecError(f"{path}: no such folder. Give run folders, or a folder of runs such as runs/quick.")
@@ -228,7 +237,7 @@ def find_runs(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
 
 
 def natural(text: str) -> list[tuple[int, int, str]]:
-    """A sort key under which `n10` comes after `n2`."""
+    """Return a sort key by which `n10` comes after `n2`."""
     parts = re.split(r"(\d+)", text)
     return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in parts]
 
@@ -243,9 +252,9 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
 
 @contextmanager
 def open_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary file and rename it at the end: readers see the old file or the new one, never half of it.
+    """Open a temporary file and rename it at the end, so that readers see either the whole old or the whole new file.
 
-    `durable`: the file is also on disk at the end, so that it survives a crash of the machine.
+    `durable`: sync the file and its folder to disk as well, so that the file survives a crash of the machine.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
@@ -272,14 +281,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; raise SpecError for a symlink, pipe or device, OSError if it cannot be opened.
+    """Open a regular file and return its descriptor. Raises SpecError for a symlink, pipe or device, and OSError.
 
-    A rank, or the script of a user in a container, may have put anything under this name.
+    The check is needed because a rank, or a user's script in a container, can write anything under this name.
     """
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # ENXIO: a pipe that nobody reads, or a socket
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # ENXIO: a pipe without a reader, or a socket
             raise
         reason = "is a symlink" if error.errno == errno.ELOOP else "is not a regular file"
         raise SpecError(f"{path}: {reason}, and only regular files are read. Move it away.") from None
@@ -290,12 +299,12 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open a regular file to append to, and make it if it is missing; raise SpecError for a symlink, pipe or device."""
+    """Open a regular file to append to; make it if it is missing. Raises SpecError for a symlink, pipe or device."""
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a regular file; SpecError if it is missing, a symlink, or larger than `max_bytes`."""
+    """Return the bytes of a regular file. Raises SpecError if it is missing, a symlink, or larger than `max_bytes`."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -308,12 +317,12 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file of at most MAX_JSON_BYTES; ValueError or RecursionError if it is damaged."""
+    """Parse a JSON file of at most MAX_JSON_BYTES. Raises ValueError or RecursionError for damage, else SpecError."""
     return json.loads(read_bounded(path, MAX_JSON_BYTES))
 
 
 def finite(value: Any) -> Any:
-    """The same value with None for nan and infinity, which JSON cannot write."""
+    """Return the value with None in place of nan and infinity, which JSON cannot express."""
     if isinstance(value, dict):
         return {str(key): finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -322,7 +331,7 @@ def finite(value: Any) -> Any:
 
 
 def check_size(paths: Iterable[Path], max_bytes: int) -> None:
-    """Raise SpecError if files that are read line by line have more than `max_bytes` together."""
+    """Raise SpecError if these files, which are read line by line, have more than `max_bytes` in total."""
     sizes = {path.name: path.stat().st_size for path in paths}
     if sum(sizes.values()) > max_bytes:
         rule = f"{sum(sizes.values())} bytes in total, and at most {max_bytes} are read"

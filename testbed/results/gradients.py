@@ -1,8 +1,8 @@
 """What a script's synchronisation does to its gradients: samples of all ranks, fitted to their mean.
 
-The local gradients of all ranks give their mean in float64. What each optimizer gets is fitted to it: given = factor x
-mean + rest; the residual is the length of the rest over that of the fitted part. Gradients that the script clipped are
-taken from before that.
+The mean of all ranks' local gradients is calculated in float64. The gradients that each optimizer gets are fitted to
+it: given = factor x mean + rest. The residual is the length of the rest divided by the length of the fitted part. If
+the script clips gradients, the samples from before clipping are used.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Literal
 from testbed.results.observations import Gradients
 from testbed.results.records import Record
 
-EXACT = 1e-3  # residual, and deviation of the factor, up to which gradients are the mean: rounding is below 1e-5
+EXACT = 1e-3  # gradients are the mean up to this residual and this deviation of the factor; rounding is below 1e-5
 COARSE = 0.05  # the same limit for a lossy codec, e.g. a hook that sends 16 or 8 bits
 
 Kind = Literal["mean", "nearly", "sum", "divided", "scaled", "local", "partial", "other", "zero", "equal", "unseen"]
 IN_WORDS: dict[str, str] = {
     "mean": "the plain mean over all ranks",
-    "nearly": "the mean over all ranks with a small error, as a lossy codec leaves",
+    "nearly": "the mean over all ranks with a small error, such as that of a lossy codec",
     "sum": "the sum over all ranks, not their mean",
     "divided": "the mean over all ranks, divided by their number once more",
     "scaled": "the mean over all ranks times a constant",
@@ -29,17 +29,17 @@ IN_WORDS: dict[str, str] = {
     "partial": "the mean on some ranks, the rank's own gradients on others",
     "other": "no multiple of the mean over all ranks",
     "zero": "all zero",
-    "equal": "equal on all ranks before any synchronisation, so that a mean cannot be told from none",
+    "equal": "equal on all ranks before any synchronisation, so that synchronising would not change them",
     "unseen": "not seen",
 }
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit of one sample, or the worst of several of one kind."""
+    """The fit of one sample, or the worst fit of several samples of one kind."""
 
-    factor: float  # of the mean; the median over ranks
-    residual: float  # the largest over ranks
+    factor: float  # of the mean, as defined above; median over ranks
+    residual: float  # largest over ranks
     kind: Kind
     step: int = 0
     optimizer: int = 0
@@ -49,7 +49,7 @@ class Fit:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the optimizers got the plain mean."""
+        """True if the optimizers got the plain mean."""
         return self.kind == "mean"
 
     @property
@@ -58,7 +58,7 @@ class Fit:
 
 
 def gradient_fit(records_by_rank: Mapping[int, Sequence[Record]]) -> Fit:
-    """What the optimizers of a script get: the kind of most samples that decide it, with their worst residual."""
+    """Return what a script's optimizers get: the most frequent kind of samples that show it, and the worst of these."""
     found = gradient_fits(records_by_rank)
     decided = [fit for fit in found if fit.kind not in ("zero", "equal", "unseen")] or found
     if not decided:
@@ -70,7 +70,7 @@ def gradient_fit(records_by_rank: Mapping[int, Sequence[Record]]) -> Fit:
 
 
 def gradient_fits(records_by_rank: Mapping[int, Sequence[Record]]) -> list[Fit]:
-    """One fit for each update that all ranks sampled; none for a single rank."""
+    """Return one fit for each update that all ranks sampled; none for a single rank."""
     ranks = sorted(records_by_rank)
     sampled = [_by_update(records_by_rank[rank]) for rank in ranks]
     if len(ranks) < 2:
@@ -85,13 +85,13 @@ def _by_update(records: Iterable[Record]) -> dict[tuple[int, int], Gradients]:
 
 
 def optimizer_of(record: Gradients) -> int:
-    """The number of the optimizer, in the order in which the script made them."""
+    """Return the number of the optimizer, in the order in which the script made its optimizers."""
     number = record.detail.get("optimizer", 0)
     return number if isinstance(number, int) else 0
 
 
 def fit_sample(samples: Sequence[Gradients]) -> Fit:
-    """The fit of one update; `samples` are of all ranks in order."""
+    """Return the fit of one update. `samples` has those of all ranks in order."""
     step, optimizer = samples[0].step, optimizer_of(samples[0])
     unseen = Fit(math.nan, math.nan, "unseen", step, optimizer)
     pairs = [_flat(sample) for sample in samples]
@@ -114,7 +114,7 @@ def fit_sample(samples: Sequence[Gradients]) -> Fit:
 
 
 def fit(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """The factor of `base` in `values` by least squares, and the length of the rest over that of the fitted part."""
+    """Return the factor of `base` in `values` by least squares, and the residual."""
     square = math.fsum(b * b for b in base)
     if square == 0.0:
         return (1.0, 0.0) if not any(values) else (math.inf, math.inf)
@@ -124,7 +124,7 @@ def fit(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
 
 
 def _flat(sample: Gradients) -> tuple[list[float], list[float]] | None:
-    """Local and given values of all tensors that have both; None if local gradients were not seen."""
+    """Return local and given values of all tensors in one list each; None if they cannot be compared."""
     given = sample.unclipped or sample.given
     if sample.detail.get("sharded") or len(given) != len(sample.local) or not any(sample.local):
         return None
@@ -169,5 +169,5 @@ def _by_factor(factors: Sequence[float], world: int) -> Kind:
 
 
 def near(value: float, expected: float, tolerance: float = EXACT) -> bool:
-    """Whether a factor is the expected one, by a relative tolerance."""
+    """Return True if a factor is the expected one within a relative tolerance."""
     return abs(value - expected) <= tolerance * abs(expected)

@@ -6,15 +6,16 @@ gradients   sampled   values of some gradients before synchronisation, and as th
 parameters  sampled   hash of all parameters
 batch       sampled   hash of a whole batch
 pass        per pass  order in which a sampler gave its indices
-unseen      some      a part of the observer that failed, and what is not known because of it
-where       some      the line in which a script is that makes no step
-files       once      what the script wrote to its working copy, and what of it was not collected (by the launcher)
+unseen      some      a part of the observer that failed, and its error
+where       some      the present line of a script that makes no step
+files       once      the files that the script wrote to its working copy, and why some were not collected
 swap        once      --instead MODE: from this step on the mode synchronises
 
-The observer is code that runs inside the script's own process, so a script can forge these lines. Every line is checked
-against its class when it is read.
+The observer runs inside the script's own process, so a script can forge these lines. Every line is checked against its
+class when it is read. The launcher writes `files`.
 
-`Finding` is what a rule of ours says about the script: a line of the table, an entry of the page, summary.json, --json.
+`Finding` is what a rule of the testbed says about the script. It is shown in the table, on the report page, in
+summary.json and by --json.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ class Call:
     site: Text  # "main.py:88"; empty: called by torch itself, e.g. by DDP's reducer
     phase: Short  # forward, backward, sync, update, data, other
     count: Count
-    bytes: Count  # as Collective.size in attach/events.py, all calls together
-    seconds: float = 0.0  # in flight, all calls together
-    blocked: float = 0.0  # the script waited for them
+    bytes: Count  # sum over all calls, as Collective.size in attach/events.py
+    seconds: float = 0.0  # in flight, sum over all calls
+    blocked: float = 0.0  # seconds that the script waited for the calls
     by: Short = ""  # "DistributedDataParallel" and the like, if torch made the call
     detail: dict[str, Any] = field(default_factory=dict)  # reduce, root or peer, group, smallest, largest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How the script set itself up; written with its first step."""
+    """How the script set itself up; recorded with its first step."""
 
     kind: Literal["setup"] = "setup"
-    rank: Count  # as the script's process group has it
+    rank: Count  # in the script's process group
     world: Count
     backend: Short = ""  # empty: no process group
     wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)  # "DistributedDataParallel": its options
     optimizers: list[Short] = field(default_factory=list)
     threads: Count = 0
-    changed: list[Text] = field(default_factory=list)  # what was changed for the script, one sentence each
+    changed: list[Text] = field(default_factory=list)  # changes that the launcher made for the script, as sentences
     detail: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,12 +69,12 @@ class Calls:
     first: Count
     last: Count
     rows: list[Call]
-    detail: dict[str, Any] = field(default_factory=dict)  # ddp: times of DDP's own logging data beside the observer's
+    detail: dict[str, Any] = field(default_factory=dict)  # ddp: the times in DDP's own logging data, to compare with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Samples of gradients at one update of an optimizer: 0, 1, 3, 7, ... Positions are the same on all ranks."""
+    """Samples of gradients at updates 0, 1, 3, 7, ... of an optimizer. All ranks sample the same positions."""
 
     kind: Literal["gradients"] = "gradients"
     step: Count
@@ -81,10 +82,10 @@ class Gradients:
     names: list[Short]
     local: list[list[Number]]  # before synchronisation, as backward accumulated them
     given: list[list[Number]]  # as the optimizer gets them
-    reduced: list[list[Number]] = field(default_factory=list)  # when backward had ended; empty: as `given`
-    unclipped: list[list[Number]] = field(default_factory=list)  # before they were clipped; empty: they were not
-    # optimizer, site, sharded, norms (of `given`), local_norms, pass_bytes (of collectives in each backward pass),
-    # pass_sites, bytes (of all parameters), between (operation, site, phase, what it carries, count, bytes), unused,
+    reduced: list[list[Number]] = field(default_factory=list)  # at the end of backward; empty: equal to `given`
+    unclipped: list[list[Number]] = field(default_factory=list)  # before clipping; empty: not clipped
+    # keys: optimizer, site, sharded, norms (of `given`), local_norms, pass_bytes (of collectives in each backward
+    # pass), pass_sites, bytes (of all parameters), between (operation, site, phase, content, count, bytes), unused,
     # loss_scale, wrapped (site of DDP)
     detail: dict[str, Any] = field(default_factory=dict)
 
@@ -93,7 +94,7 @@ class Gradients:
 class Parameters:
     """A hash of all parameters of an optimizer: before its first backward pass (`moment` start), or after an update.
 
-    After an update means before the next backward pass: a script may communicate parameters in between.
+    "After an update" is just before the next backward pass, because a script may send parameters after the update.
     """
 
     kind: Literal["parameters"] = "parameters"
@@ -105,7 +106,10 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A hash of all bytes of one batch; `step` counts the batches that were fetched for training: 0, 1, 3, 7, ..."""
+    """A hash of all bytes of one batch. `step` is the number of the batch among those fetched for training.
+
+    Batches 0, 1, 3, 7, ... are sampled.
+    """
 
     kind: Literal["batch"] = "batch"
     step: Count
@@ -116,12 +120,12 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A whole pass over a sampler."""
+    """A complete pass over a sampler."""
 
     kind: Literal["pass"] = "pass"
     number: Count
     epoch: int  # of the sampler (set_epoch); -1 if it has none
-    order: Short  # hash of the indices in their order
+    order: Short  # hash of the sequence of indices
     length: Count
     shuffled: bool = False
     site: Text = ""
@@ -145,17 +149,17 @@ class Files:
     count: Count
     bytes: Count
     left_out: Count = 0
-    names: list[Text] = field(default_factory=list)  # of the first ones
-    reasons: list[Text] = field(default_factory=list)  # why some were left out, each once
+    names: list[Text] = field(default_factory=list)  # of the first files
+    reasons: list[Text] = field(default_factory=list)  # why files were left out, without repetition
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where a script is that makes no step: the launcher asks before its deadline."""
+    """The present line of a script that makes no step. The launcher asks for it before the deadline."""
 
     kind: Literal["where"] = "where"
     site: Text  # "main.py:88"; empty if no line of the script is on the stack
-    waits: bool  # inside torch.distributed or a backward pass
+    waits: bool  # True: the script is inside torch.distributed or a backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +182,7 @@ LongText = Annotated[str, Field(max_length=16_384)]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a script does. `error`: it trains another model than it seems to; `cost`: seconds of a step."""
+    """One statement about a script. `error`: it does not train the model that it seems to; `cost`: it loses time."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="ignore")  # of summary.json
 
@@ -187,7 +191,7 @@ class Finding:
     title: LongText  # one sentence
     evidence: LongText  # the numbers
     fix: LongText
-    sure: LongText  # how sure it is
-    refuted_by: LongText  # what would refute it
+    sure: LongText  # how certain the statement is
+    refuted_by: LongText  # which observation would refute it
     site: LongText = ""  # file and line of the script; empty if none is known
-    seconds: float | None = None  # of a step, where they are known
+    seconds: float | None = None  # that a step loses, if known

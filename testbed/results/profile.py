@@ -1,7 +1,7 @@
 """profile.json: how long each layer of a model computes, recorded on one rank that exchanges nothing.
 
-`testbed profile` writes it. Emulated compute replays it (rank/emulated.py), and predictions are made of it. All times
-are in seconds: medians over the recorded steps, under a CPU quota means. A step takes
+`testbed profile` writes it. Emulated compute replays it (rank/emulated.py), and predictions use it. All times are in
+seconds: medians over the recorded steps, or means under a CPU quota. A step takes
 
     data_s + zero_s + forward_s of all layers + loss_s + backward_s of all layers in reverse + optimizer_s
 """
@@ -35,14 +35,14 @@ Size = Annotated[int, Field(gt=0, le=MAX_PARAMETER_BYTES)]
 class ProfiledLayer(Spec):
     """One call of a layer: the time from the end of the layer before it to its own end, in each direction.
 
-    A tensor that several layers use is in the `sizes` of the first of them in the order of the forward pass, because
-    its gradient is complete when the backward pass has reached that one.
+    A tensor that several layers use is in the `sizes` of the first of these layers in the forward pass, because its
+    gradient is complete when the backward pass has reached this layer.
     """
 
     name: str = Field(max_length=400, examples=["features.0"])  # as the model names it; "" if it is the whole model
-    # bytes of each of its own trained parameter tensors, in the order in which the model registers them
+    # bytes of each trained parameter tensor of the layer, in the order in which the model registers them
     sizes: tuple[Size, ...] = Field(default=(), examples=[[6912, 256]])
-    # of the same tensors; empty: not known
+    # shapes of the same tensors; empty: unknown
     shapes: tuple[tuple[Annotated[int, Field(gt=0)], ...], ...] = Field(default=(), examples=[[[64, 3, 3, 3], [64]]])
     forward_s: Seconds
     backward_s: Seconds  # until the gradients of its parameters are ready
@@ -66,20 +66,20 @@ class Profile(Spec):
     dtype: str = Field(default="float32", pattern=r"^[a-z]{1,10}\d{1,3}$", description="a type such as float32")
     batch_per_rank: int = Field(gt=0)
     threads: int = Field(default=1, ge=1)
-    cpus: float | None = Field(default=None, gt=0)  # the CPU share in cores while it was recorded; None: no limit
-    optimizer: str = Field(default="sgd", max_length=100)  # its name, whose step took `optimizer_s`
+    cpus: float | None = Field(default=None, gt=0)  # CPU share of the recorded rank in cores; None: no limit
+    optimizer: str = Field(default="sgd", max_length=100)  # name of the optimizer whose step took `optimizer_s`
     environment: dict[str, Any] = {}  # versions, kernel, processor: as in the start record of a run
     layers: tuple[ProfiledLayer, ...] = Field(min_length=1, max_length=MAX_LAYERS)  # in the order of the forward pass
-    data_s: Seconds  # until the batch is there
+    data_s: Seconds  # making the batch
     zero_s: Seconds  # clearing the gradients
     loss_s: Seconds  # the loss, and its part of the backward pass
     optimizer_s: Seconds
-    # seconds of each recorded step / their median; it shows how steady the processor was
+    # seconds of each recorded step divided by their median: how steady the processor was
     jitter: tuple[Annotated[float, Field(ge=0)], ...] = Field(default=(), max_length=MAX_STEPS, examples=[[1.0]])
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Profile:
-        """What is sent is made of the shapes, and what is predicted of the sizes: both must be the same bytes."""
+        """Raise ValueError if shapes and sizes differ in bytes: emulation uses the shapes, predictions the sizes."""
         item = int(re.sub(r"\D", "", self.dtype)) / 8
         for layer in self.layers:
             for size, shape in zip(layer.sizes, layer.shapes, strict=False):  # or no shapes
@@ -111,12 +111,12 @@ class Profile(Spec):
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read a profile; SpecError if it is missing or damaged, SchemaError if another version wrote it."""
+        """Read a profile. Raises SpecError if it is missing or damaged, SchemaError if another version wrote it."""
         return cls.parse(read_bounded(path, MAX_PROFILE_BYTES), str(path))
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Profile:
-        """The profile in the content of a file, which messages call `where`."""
+        """Return the profile in the content of a file; messages show its path as `where`. Raises like `read`."""
         way_out = "Write it with `testbed profile`."
         try:
             values = json.loads(content)

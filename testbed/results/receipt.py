@@ -1,7 +1,7 @@
-"""receipt.json: what a probe measured on every directed link and on the fan-ins, requested against measured.
+"""receipt.json: what a probe measured on every directed link and on the fan-ins, beside what was requested.
 
-`net.probe` makes a Receipt; the controller, or rank 0 without one, writes it to the run folder. `Network` is the same
-receipt in the units of the report.
+`net.probe` makes a Receipt. The controller writes it to the run folder; without a controller, rank 0 does. `Network` is
+the same receipt in the units of the report.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from testbed.spec.units import format_rate
 
 RATE_VARIABLE = "TESTBED_MEASURED_RATE"  # in the environment of a rank under a controller: `Network.slowest`
 TOLERANCE = 0.05  # largest |measured / requested - 1| of a valid receipt
-FAR_TOLERANCE = 0.08  # the same where a delay or a loss is requested as well
-DELAY_TOLERANCE, DELAY_TOLERANCE_S = 0.05, 0.001  # of a round trip; the larger one counts
-LOSS_DOUBT = 1e-5  # a count of lost packets is wrong if a count so far off is less likely than this
-# Share of the jitter there and back that the median of the probe's 8 round trips is off by chance: by more with a
-# probability of 0.00001 if both ends have the same jitter, of 0.0045 if only one has (netem's jitter is uniform).
+FAR_TOLERANCE = 0.08  # the same for a link with a requested delay or loss
+DELAY_TOLERANCE, DELAY_TOLERANCE_S = 0.05, 0.001  # of a round trip, relative and in seconds; the larger one counts
+LOSS_DOUBT = 1e-5  # a count of lost packets is wrong if the probability of a count so far off is less than this
+# The median of the probe's 8 round trips may be off by this share of the jitter of both directions. Chance makes it
+# larger with a probability of 0.00001 if both ends have the same jitter, and of 0.0045 if only one end has jitter
+# (netem's jitter is uniform).
 MEDIAN_OF_JITTER = 0.75
-SMALL_PART = 1e-12  # of a sum: smaller terms are left out
+SMALL_PART = 1e-12  # terms below this share of a sum are left out
 
 
 class MeasuredRate(Spec):
@@ -42,20 +43,20 @@ class MeasuredRate(Spec):
     far: bool = False  # True if a delay or a loss is requested on the way
 
     def limit(self, tolerance: float = TOLERANCE) -> float:
-        """The largest error that is allowed; `tolerance` where nothing but a rate is requested."""
+        """Return the largest allowed error; `tolerance` is for a link with neither delay nor loss."""
         return max(tolerance, FAR_TOLERANCE) if self.far else tolerance
 
     def within(self, tolerance: float = TOLERANCE) -> bool:
-        """Return True if the error is allowed, or no rate was requested."""
+        """Return True if the error is allowed, or if no rate was requested."""
         return self.error is None or abs(self.error) <= self.limit(tolerance)
 
 
 class WayReceipt(Spec):
-    """What was added on the way of a link, requested and measured: seconds there and back, and packets lost."""
+    """Delay and loss of a link, requested and measured: the round trip in seconds, and lost packets."""
 
     rtt_requested: float
-    rtt: float  # the shortest; with jitter the median
-    jitter: float = 0.0  # seconds, there and back together
+    rtt: float  # shortest of several round trips; with jitter their median
+    jitter: float = 0.0  # seconds, sum of both directions
     loss_requested: float = 0.0  # share of the packets
     packets: int = 0  # that were sent to measure it
     lost: int = 0
@@ -72,18 +73,21 @@ class WayReceipt(Spec):
 
     @property
     def doubt(self) -> float:
-        """How likely a loss as requested gives a count that is as far off, to the same side."""
+        """The probability that the requested loss gives a count that is as far off to the same side."""
         if not self.packets:
             return 1.0
         return tail(self.lost, self.packets, self.loss_requested)
 
     @property
     def blind(self) -> bool:
-        """True if a loss as requested gives a count of 0 so often that the count cannot show that it is missing."""
+        """True if the requested loss often gives a count of 0, so that a count of 0 does not show a missing loss."""
         return self.packets > 0 and tail(0, self.packets, self.loss_requested) >= LOSS_DOUBT
 
     def problem(self, faster_only: bool = False) -> str:
-        """What is off, requested and measured; empty if nothing is. `faster_only`: a way that is too good."""
+        """Return what is not as requested, with the measured value; empty if nothing is.
+
+        `faster_only`: report only a round trip that is too short and a loss that is too small.
+        """
         if self.late < -self.allowed or (self.late > self.allowed and not faster_only):
             return f"round trip requested {_ms(self.rtt_requested)}, measured {_ms(self.rtt)}"
         if self.doubt < LOSS_DOUBT and not (faster_only and self.lost > self.loss_requested * self.packets):
@@ -92,7 +96,7 @@ class WayReceipt(Spec):
         return ""
 
     def better(self, other: WayReceipt) -> WayReceipt:
-        """Of the round trip the measurement that is nearer to the request; the packets of both."""
+        """Return the round trip of the two that is nearer to the request, and the packets of both measurements."""
         nearer = min(self, other, key=lambda way: abs(way.late))
         return nearer.model_copy(
             update={"packets": self.packets + other.packets, "lost": self.lost + other.lost},
@@ -100,14 +104,17 @@ class WayReceipt(Spec):
 
 
 def tail(count: int, of: int, share: float) -> float:
-    """The probability that of so many trials at least `count` succeed if that is above the mean, else at most."""
+    """Return the probability of `count` successes in `of` trials, or of any number that is further from the mean.
+
+    A trial succeeds with probability `share`; only numbers on the same side of the mean count.
+    """
 
     def one(k: int) -> float:
         ways = math.lgamma(of + 1) - math.lgamma(k + 1) - math.lgamma(of - k + 1)
         return math.exp(ways + k * math.log(share) + (of - k) * math.log1p(-share))
 
     total = 0.0
-    for k in range(count, of + 1) if count > of * share else range(count, -1, -1):  # less likely with every step
+    for k in range(count, of + 1) if count > of * share else range(count, -1, -1):  # the terms become smaller
         more = one(k)
         total += more
         if more <= SMALL_PART * total:
@@ -120,13 +127,13 @@ class LinkReceipt(MeasuredRate):
 
     src: int
     dst: int
-    across: bool = False  # True if it passes the uplinks of two racks
-    rtt: float | None = None  # round-trip time in seconds while nothing else was sent
+    across: bool = False  # True if the link passes the uplinks of two racks
+    rtt: float | None = None  # round-trip time in seconds on an idle network
     way: WayReceipt | None = None  # None: neither delay nor loss is requested
 
 
 class FanIn(MeasuredRate):
-    """Several nodes send into one at once."""
+    """Several nodes send to one node at once."""
 
     dst: int = 0
     senders: tuple[int, ...]
@@ -141,52 +148,52 @@ class UplinkReceipt(MeasuredRate):
 
 
 class ClockReceipt(Spec):
-    """A node's clock minus node 0's, and the largest possible error of that difference, both in seconds."""
+    """A node's clock minus the clock of node 0, and the largest possible error of this difference, in seconds."""
 
     offset: float
     error: float
 
 
 class Receipt(Spec):
-    """Written before training, and again with `after`. A run whose receipt is not valid stays out of the tables."""
+    """Written before training, and again with `after`. Tables leave out a run whose receipt is not valid."""
 
     version: int = Field(default=SCHEMA, alias="schema")
     links: tuple[LinkReceipt, ...]
     sampled_from: int | None = None  # directed links of which `links` is a sample; None: `links` has all of them
-    fan_in: FanIn | None  # all other nodes into node 0; None with a single node
-    fan_in_others: tuple[FanIn, ...] = ()  # into the other nodes whose links are shaped
+    fan_in: FanIn | None  # all other nodes send to node 0; None with a single node
+    fan_in_others: tuple[FanIn, ...] = ()  # of the other nodes whose links are shaped
     uplinks: tuple[UplinkReceipt, ...] = ()  # of racks whose uplink has a rate
     mtu: int  # bytes; the smallest on any path
     congestion: tuple[str, ...]  # TCP congestion control of each node's connections
     duration: float  # seconds
     clock: tuple[ClockReceipt, ...] = ()  # of each node
-    measured_before: float | None = None  # seconds before this run, on the same nodes; None: right before training
+    measured_before: float | None = None  # seconds before this run, on the same nodes; None: just before training
     after: Receipt | None = None  # a sample of the links, measured again after training
-    # Time dilation of the run. The file has the rates and round trips of the slower network, this object those of the
-    # network that it stands for: `read` and `write` convert.
+    # Time dilation of the run. The file has the rates and round trips of the slower network. This object has those of
+    # the requested network; `read` and `write` convert.
     dilation: float = Field(default=1.0, ge=1)
 
     @property
     def worst_error(self) -> float | None:
-        """The error furthest from 0, with its sign; None where no rate was requested."""
+        """The error with the largest absolute value; None if no rate was requested."""
         errors = [rate.error for rate in self._rates() if rate.error is not None]
         return max(errors, key=abs, default=None)
 
     def valid(self, tolerance: float = TOLERANCE) -> bool:
-        """Return True if all that was requested was measured within the tolerances, or nothing was requested.
+        """Return True if every requested value was measured within its tolerance, or if nothing was requested.
 
-        `tolerance`: of rates where no delay and no loss is requested.
+        `tolerance` is for the rates of links without a requested delay or loss.
         """
         rates = (rate.within(tolerance) for rate in self._rates())
         return all(rates) and not self._problems()
 
     def too_fast(self, tolerance: float = TOLERANCE) -> bool:
-        """Return True if a rate was measured above the request by more than the tolerance, or too little delay."""
+        """Return True if a rate is above the request by more than the tolerance, or a delay or a loss is too small."""
         fast = (rate for rate in self._rates() if rate.error is not None and rate.error > 0)
         return any(not rate.within(tolerance) for rate in fast) or bool(self._problems(faster_only=True))
 
     def sentence(self, tolerance: float = TOLERANCE, fastest: bool = False) -> str:
-        """Return one line with the worst error and its link; `fastest`: with the one furthest above its request."""
+        """Return one line with the worst error and its link. `fastest`: the rate furthest above its request instead."""
         if not self.links:
             return "network: one node, no link to measure"
         sample = f" of {self.sampled_from}" if self.sampled_from else ""
@@ -208,13 +215,16 @@ class Receipt(Spec):
         return f"{sentence}: {rates}{ways}{self._age()}"
 
     def _problems(self, faster_only: bool = False) -> list[str]:
-        """What is off of round trips and losses, on each link and then of all links with the same requested loss."""
+        """Return the round trips and losses that are not as requested, by link and by pool (see `_pools`)."""
         ways = [(f"on {_name(link)}", link.way) for link in self.links if link.way is not None]
         pools = [(f"on {count} links together", pool) for count, pool in self._pools() if count > 1]
         return [f"{problem} {place}" for place, way in ways + pools if (problem := way.problem(faster_only))]
 
     def _pools(self) -> list[tuple[int, WayReceipt]]:
-        """For each requested loss the number of its links and the packets of all of them: more show a smaller loss."""
+        """Return for each requested loss the number of its links and the sum of their packets.
+
+        With more packets a smaller deviation of the loss can be detected.
+        """
         by_loss: dict[float, list[WayReceipt]] = {}
         for link in self.links:
             if link.way is not None and link.way.packets:
@@ -234,7 +244,7 @@ class Receipt(Spec):
         ]
 
     def _sentence_of_ways(self, fastest: bool) -> str:
-        """What is off of round trips and losses; else the round trip furthest from its request, and all losses."""
+        """Return the first round trip or loss that is not as requested; else the worst round trip, and all losses."""
         found = [(link, way) for link in self.links if (way := link.way) is not None]
         if not found:
             return ""
@@ -255,7 +265,7 @@ class Receipt(Spec):
         return f"; measured {self.measured_before:.0f} s before this run, on the same nodes"
 
     def better(self, other: Receipt) -> Receipt:
-        """Of each rate the measurement that is nearer to the request; `other` has measured the same links."""
+        """Return a receipt with, for each rate, the measurement nearer to the request. Both have the same links."""
         rates = zip(self._rates(), other._rates(), strict=True)
         best = [_better(*pair) for pair in rates]
         fan_ins = [rate for rate in best if isinstance(rate, FanIn)]
@@ -269,13 +279,13 @@ class Receipt(Spec):
         )
 
     def write(self, path: Path) -> None:
-        """Write the file in one rename, so that a reader never sees half of it."""
+        """Write the file in one rename, so that a reader never reads an incomplete file."""
         raw = self._faster(1 / self.dilation) if self.dilation != 1.0 else self
         write_whole(path, raw.model_dump_json(by_alias=True, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read receipt.json; SpecError if it is damaged, SchemaError if another version wrote it."""
+        """Read receipt.json. Raises SpecError if it is damaged, SchemaError if another version wrote it."""
         try:
             values = read_json(path)
         except (ValueError, RecursionError) as error:
@@ -289,7 +299,7 @@ class Receipt(Spec):
         return raw.undilated(raw.dilation)
 
     def undilated(self, dilation: float) -> Self:
-        """What the network is that a network `dilation` times slower, on which this was measured, stands for."""
+        """Return the receipt of the requested network, from this receipt of a network `dilation` times slower."""
         if dilation == 1.0:
             return self
         return self._faster(dilation).model_copy(update={"dilation": dilation})
@@ -324,7 +334,7 @@ class Receipt(Spec):
 
 
 def _round_rate(rate: float, error: float) -> int:
-    """A rate in whole kbit/s, if it is one but for the rounding of the slower rate."""
+    """Return the rate in whole kbit/s if it differs from that by at most `error`, the rounding of the slower rate."""
     whole = round(rate, -3)
     return round(whole if abs(whole - rate) <= error else rate)
 
@@ -355,25 +365,25 @@ def _mbit(rate: float) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """A receipt as the report uses it: rates in byte/s by (src, dst); empty or None where nothing was measured."""
+    """A receipt in the report's units: rates in byte/s by (src, dst). Empty or None if nothing was measured."""
 
     links: dict[tuple[int, int], float] = field(default_factory=dict)  # payload
     requested: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
     measured: dict[tuple[int, int], float] = field(default_factory=dict)  # on the wire
-    sampled_from: int | None = None  # directed links of which these are a sample; None: all were measured
-    uplinks: dict[tuple[int, bool], float] = field(default_factory=dict)  # payload, by rack and if it is the sender
+    sampled_from: int | None = None  # number of directed links of which these are a sample; None: all were measured
+    uplinks: dict[tuple[int, bool], float] = field(default_factory=dict)  # payload, by rack and direction (True: out)
     uplinks_measured: tuple[float, ...] = ()  # the same on the wire
-    racks: Racks = ()  # of the ranks; empty: one switch
-    worst_error: float | None = None  # measured / requested - 1, the one furthest from 0
-    tolerance: float = TOLERANCE  # of that error
+    racks: Racks = ()  # the ranks of each rack; empty: one switch
+    worst_error: float | None = None  # measured / requested - 1 with the largest absolute value
+    tolerance: float = TOLERANCE  # for worst_error
     ways: tuple[WayReceipt, ...] = ()  # of links with a requested delay or loss
-    delay: float = 0.0  # seconds, one way: half the shortest round trip, or what was requested
+    delay: float = 0.0  # seconds, one way: half of the shortest round trip, else the requested delay
     offsets: dict[int, float] = field(default_factory=dict)  # seconds to subtract from a rank's clock to get rank 0's
-    offset_error: float = 0.0  # seconds; 0 where ranks share one clock
+    offset_error: float = 0.0  # seconds; 0 if ranks share one clock
 
     @classmethod
     def of(cls, receipt: Receipt, spec: RunSpec) -> Self:
-        """Convert a receipt. A clock offset that is smaller than its own error is taken as 0, as on one machine."""
+        """Convert a receipt. A clock offset that is smaller than its error is taken as 0, as on one machine."""
         links = {(link.src, link.dst): link for link in receipt.links}
         round_trips = [link.rtt for link in receipt.links if link.rtt]
         ahead = {rank: clock for rank, clock in enumerate(receipt.clock) if abs(clock.offset) > abs(clock.error)}
@@ -395,22 +405,22 @@ class Network:
 
     @property
     def slowest(self) -> float | None:
-        """Payload rate of the slowest directed link; with uplinks of those inside racks, if there are any."""
+        """Payload rate of the slowest directed link. With uplinks only links inside racks count, if there are any."""
         rack_of = rack_numbers(self.racks, 1 + max(map(max, self.links), default=0))
         inside = [rate for (src, dst), rate in self.links.items() if rack_of[src] == rack_of[dst]]
         return min((self.uplinks and inside) or self.links.values(), default=None)
 
     @property
     def rack_uplinks(self) -> theory.Uplinks:
-        """The racks, and how much slower than the slowest link their uplinks are."""
+        """The racks, and the factor by which their uplinks are slower than the slowest link."""
         if not self.uplinks or not self.slowest:
             return theory.Uplinks(self.racks, 0.0)
         return theory.Uplinks(self.racks, self.slowest / min(self.uplinks.values()))
 
     def node(self, rank: int, rates: dict[tuple[int, int], float] | None = None) -> float | None:
-        """A node's rate: the fastest of its links in each direction, the slower of the two directions.
+        """Return a node's rate: of the fastest link in each direction, the slower one. None if it was not measured.
 
-        Payload by default; pass `measured` to compare with counted bytes, which are on the wire.
+        It is a payload rate by default. With `measured` as `rates` it compares to counted bytes, which have headers.
         """
         rates = self.links if rates is None else rates
         sent, received = ([rate for pair, rate in rates.items() if pair[end] == rank] for end in (0, 1))

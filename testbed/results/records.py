@@ -3,11 +3,11 @@
 start  once      rank, size of the model, environment (versions, machine)
 step   per step  seconds of each phase, loss, bytes so far
 eval   per test  loss and correct answers on the test set
-hash   some      hash of the parameters, to prove that replicas agree
+hash   some      hash of the parameters, to show that replicas agree
 end    once      the last line of a rank that finished
-error  once      the last line of a rank that did not
+error  once      the last line of a rank that failed
 
-A user's own script has further kinds (results/observations.py).
+The records of a user's own script have further kinds (results/observations.py).
 
 Every line is checked against its class when it is read, because a run folder may come from another user. The
 check costs no time: pydantic parses and checks 20,000 steps with 12 buffers each in half the time of json.loads.
@@ -32,7 +32,7 @@ from testbed.spec.run import SCHEMA, check_schema
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-MAX_LINE_BYTES = 4 << 20  # a step of a deep model with all its buffers has some thousand bytes
+MAX_LINE_BYTES = 4 << 20  # the record of a step of a deep model with all its buffers has some thousand bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Start:
     deadline: float  # seconds that any one wait of this rank may take
     counter: str  # where byte counts come from: "interface eth0" or "tcp sockets"
     environment: dict[str, Any] = field(default_factory=dict)
-    mode: str = ""  # with the bucket size that the ranks have chosen, if the spec's mode leaves it open
-    chosen: str = ""  # why, in words
+    mode: str = ""  # the mode with the bucket size that the ranks have chosen; empty: the spec's mode has a size
+    chosen: str = ""  # why they have chosen it, in words
     schema: int = SCHEMA
     dilation: Annotated[float, Field(ge=1)] = 1.0  # of the run's times; `read` divides by it
 
@@ -59,8 +59,8 @@ class Start:
 class Step:
     """Times are seconds on the monotonic clock; offsets count from `at`.
 
-    `blocked` is timed in the loop, `busy` in the communication layer, `hidden` is the time that is busy and not
-    blocked. So blocked + hidden = busy is a check, not a definition.
+    `blocked` is measured in the loop, `busy` in the communication layer, and `hidden` is the time that is busy and not
+    blocked. So the equation blocked + hidden = busy checks the two measurements against each other.
     """
 
     kind: Literal["step"] = "step"
@@ -82,20 +82,20 @@ class Step:
     blocked: float = 0.0  # the loop waited for communication: exposed
     busy: float = 0.0  # at least one buffer was in flight
     hidden: float = 0.0
-    copies: float = 0.0  # the loop copied gradients to or from what is sent, or ran the mode's hooks; not blocked
-    copies_cpu: float = 0.0  # the part of `cpu` that was copies
+    copies: float = 0.0  # the loop copied gradients to or from buffers, or ran the mode's hooks; not in `blocked`
+    copies_cpu: float = 0.0  # the part of `cpu` that was spent for copies
     observing: float = 0.0  # in a user's script: the observer took samples of gradients, parameters or batches
-    # in a user's script since its start: seconds in which the loop's thread could run but had no processor, or, where
-    # the kernel does not count them, processor time of the process
+    # In a user's script, since its start: seconds in which the loop's thread could run but had no processor. If the
+    # kernel does not count these, `used` has the processor time of the process instead.
     delayed: float | None = None
     used: float | None = None
     process: float | None = None  # processor time of all threads of the rank from begin to end
-    kernel: float = 0.0  # the part of `cpu` in kernel mode: page faults, and interrupts that came while it ran
+    kernel: float = 0.0  # the part of `cpu` in kernel mode: page faults, and interrupts during that time
     phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, offset, seconds
     comm: list[tuple[str, float, float, Count]] = field(default_factory=list)  # name, offset, seconds, bytes
     stalls: list[tuple[float, float]] = field(default_factory=list)  # offset, seconds
     copying: list[tuple[float, float]] = field(default_factory=list)  # offset, seconds; may overlap stalls
-    evaluated: str = ""  # in a user's script: the line of an evaluation between the last step and this one
+    evaluated: str = ""  # in a user's script: the line of an evaluation between the step before and this step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class Eval:
     loss: float  # mean over the labels below
     correct: Count
     images: Count  # labels: one for each image, or for each token of a sequence
-    scope: str  # "all ranks" if summed over ranks, "this rank" if each rank tested all images
-    train_loss: float  # mean over the epoch so far, this rank
+    scope: str  # "all ranks": summed over ranks; "this rank": each rank tested all images
+    train_loss: float  # mean over the epoch so far, of this rank
     train_accuracy: float
 
 
@@ -134,14 +134,14 @@ class End:
     received: Count | None
     before: Count | None = None  # the part of `sent` that was counted before the first step began
     payload: dict[str, Count] = field(default_factory=dict)  # bytes this rank sent, by kind: gradients, parameters, ...
-    messages: dict[str, Count] = field(default_factory=dict)  # the same counted as buffers handed to the network
-    machine: str = ""  # equal for all ranks on one machine; empty where the processor time is not known
-    # seconds from the first measured step to the last; with the next two they are of the machine, and never divided
-    measured: float | None = None
-    machine_cpu: float | None = None  # seconds of processor time in them: of all processes of the machine,
-    own_cpu: float | None = None  # and of this rank
-    machine_idle: float | None = None  # seconds in them that its cores did nothing, added up
-    processes: Count = 1  # of a user's script that trained on this node; the first one is the rank
+    messages: dict[str, Count] = field(default_factory=dict)  # number of buffers this rank sent, by kind
+    machine: str = ""  # equal for all ranks on one machine; empty if the processor time is unknown
+    # The next four are never divided by the dilation.
+    measured: float | None = None  # seconds from the first measured step to the last
+    machine_cpu: float | None = None  # processor time of all processes of the machine in these seconds
+    own_cpu: float | None = None  # processor time of this rank in these seconds
+    machine_idle: float | None = None  # sum over all cores of the idle time in these seconds
+    processes: Count = 1  # of a user's script: processes that trained on this node; the first one is the rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class Error:
     kind: Literal["error"] = "error"
     code: Code
     message: str
-    failed_rank: Count | None = None  # the rank that this one lost, if it is known
+    failed_rank: Count | None = None  # the rank that this rank lost, if known
     at: float | None = None  # monotonic time
     script_code: Code | None = None  # of a user's script: its own exit code, negative for a signal
 
@@ -166,15 +166,15 @@ def encode(record: Record) -> str:
 
 
 def decode(line: bytes) -> Record:
-    """Return the record of one JSON line; raise ValidationError if it is none."""
+    """Return the record of one JSON line. Raises ValidationError if the line is no record."""
     return _RECORD.validate_json(line, strict=True)
 
 
 def read(path: Path, raw: bool = False) -> Iterator[Record]:
     """Yield the records of a file; none if it does not exist yet. An incomplete last line is left out.
 
-    A run with time dilation recorded times that are longer by its factor. Here they are divided by it, and nowhere
-    else; processor times are not. `raw`: as they are in the file.
+    The recorded times of a run with time dilation are longer by its factor. They are divided by it here and nowhere
+    else; processor times are not divided. `raw`: times are yielded as they are in the file.
 
     Raises SchemaError if another version wrote the file, SpecError if a line is damaged.
     """
@@ -191,14 +191,14 @@ def read(path: Path, raw: bool = False) -> Iterator[Record]:
         yield record if slower == 1.0 else _undilated(record, slower)
 
 
-SECONDS = (  # of a step
+SECONDS = (  # fields of Step that are divided by the dilation
     *("at", "data", "forward", "backward", "sync", "update", "total"),
     *("blocked", "busy", "hidden", "copies", "observing"),
 )
 
 
 def _undilated(record: Record, slower: float) -> Record:
-    """The record of a step or of the end with its times divided; any other as it is."""
+    """Return a Step or End with its times divided by `slower`; any other record unchanged."""
     if isinstance(record, End):
         return replace(record, seconds=record.seconds / slower)
     if not isinstance(record, Step):
@@ -222,7 +222,7 @@ def _check_start(line: bytes, path: Path) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of a file that may still be written to; a last line without newline is left out."""
+    """Yield (number, line) of a file to which a rank may still append. A last line without newline is left out."""
     if not os.path.lexists(path):
         return
     with os.fdopen(open_regular(path), "rb") as lines:

@@ -1,6 +1,6 @@
 """The table of several runs: one row per run, a column per key that varies, a caption for all other keys.
 
-`format_results` is the only text of results: the CLI prints it, and so does rank 0 if there is no controller.
+`format_results` makes the text of all results: the CLI prints it; without a controller, rank 0 does.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HEADER = (
     "MB sent/step (rank 0, others)",
     "replicas agree",
 )
-NOTE = "note"  # the last column, if any row has one
-MIN_WIDTH = 3  # characters of a column: some readers of Markdown need three in the line below the header
+NOTE = "note"  # the last column, if any row has a note
+MIN_WIDTH = 3  # characters of a column: some Markdown parsers need three hyphens in the line below the header
 BUSY_MARK = " *"
 NOT_SEEN = "not seen"
-# Keys that do not influence the measurement, or that the row shows already: they get no column.
+# Keys without a column, because they do not influence the measurement or because the row shows them already.
 NO_COLUMN = {"schema", "experiment", "name", "mode", "placement", "probe", "spans", "port"}
 NO_COLUMN |= {
     "layers",
@@ -50,7 +50,7 @@ NOT_IN_BASELINE = NO_COLUMN | {"nodes", "batch", "batch_per_rank", "batchnorm", 
 
 
 def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows in the order given. Only runs with status "ok" have a row."""
+    """Return header and rows, in the given order. Only runs with status "ok" have a row."""
     counted = [s for s in summaries if s.status == "ok"]
     varying, places = varying_keys(counted), varying_places(counted)
     rows = [
@@ -72,13 +72,13 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
 
 
 def _value(s: Summary, key: str) -> str:
-    """A run's value of a key that varies; of a script's command the words."""
+    """Return a run's value of a key that varies; the command line for `script.argv`."""
     value = s.spec.world if key == "nodes" else flatten(s.spec).get(key, "-")
     return command_line(value) if key == "script.argv" and isinstance(value, list) else str(value)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text that is also Markdown: a `|` inside a cell is escaped, and a cell is one line."""
+    """Return an aligned table that is also Markdown. A `|` inside a cell is escaped; a cell is one line."""
     header, *rows = [[_one_cell(cell) for cell in row] for row in (header, *rows)]
     widths = [max(MIN_WIDTH, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
 
@@ -91,9 +91,9 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def row_note(repeats: Sequence[Summary]) -> str:
-    """What a reader must know of a row before comparing it, e.g. `12 of 20 steps left out: rate fault`; else empty.
+    """Return what limits the comparison of a row, e.g. `12 of 20 steps left out: rate fault`; else empty.
 
-    Time dilation is named here, because it often differs from row to row with the number of nodes.
+    Time dilation is named here, because it often differs between rows with different numbers of nodes.
     """
     left_out = sum(s.left_out_steps for s in repeats)
     reasons = dict.fromkeys(s.left_out_reason for s in repeats if s.left_out_steps)
@@ -109,10 +109,10 @@ def _one_cell(text: str) -> str:
 
 
 def format_results(summaries: Sequence[Summary], where: object) -> str:
-    """What a person reads after a run or a sweep: caption, table, notes, what the table leaves out, and the folder."""
+    """Return the text after a run or a sweep: caption, table, notes, runs that are not in the table, and the folder."""
     counted = [s for s in summaries if s.status == "ok"]
     lines = [f"\n{caption(counted)}\n\n{format_table(*table(counted))}\n"] if counted else []
-    notes = dict.fromkeys(note for s in summaries for note in s.notes)  # each once
+    notes = dict.fromkeys(note for s in summaries for note in s.notes)  # without repetition
     lines += [f"note: {note}" for note in [*footnotes(summaries), *notes]]
     for s in summaries:
         seconds = f" ({s.seconds_per_step:.3f} s/iter)" if s.status == "invalid" and s.seconds_per_step else ""
@@ -122,41 +122,41 @@ def format_results(summaries: Sequence[Summary], where: object) -> str:
 
 
 def footnotes(summaries: Sequence[Summary]) -> list[str]:
-    """Explanations of rows: those that are no method of training, and those measured beside other work."""
+    """Return explanations of rows: the control run, copies, emulated compute, dilation, and other load."""
     counted = [s for s in summaries if s.status == "ok"]
     notes = []
     if any(s.spec.mode.is_control for s in counted):
         notes.append(f"{CONTROL}: {ALGORITHMS[CONTROL].does}")
     for copies in sorted({s.copies for s in counted} - {0}):
-        done = f"{copies + 1} copies of it ran at once, each with 1/{copies + 1} of the machine"
-        notes.append(f"single: {done}, because there is no CPU quota here; the figures are of the first")
+        done = f"{copies + 1} copies of the job ran at once, each with 1/{copies + 1} of the machine"
+        notes.append(f"single: {done}, because there is no CPU quota here; the figures are of the first copy")
     if any(s.spec.emulated for s in counted):
-        notes.append("emulated compute: the recorded times of a profile are replayed, what is sent is real; no loss")
+        notes.append("emulated compute: recorded times are replayed, real bytes are sent, and no model is trained")
     if any((s.spec.dilation or 1.0) != 1.0 for s in counted):
-        notes.append("measured K times slower: network and compute were, and all figures are divided by K")
+        notes.append("measured K times slower: network and compute ran K times slower, all figures are divided by K")
     if busy := busy_footnote(counted):
         notes.append(busy)
     return notes
 
 
 def busy_footnote(summaries: Sequence[Summary]) -> str:
-    """What `busy_mark` means, with the highest load of these runs; empty if no run has the mark."""
+    """Return the meaning of `busy_mark` with the highest load of these runs; empty if no run has the mark."""
     note = busy_note([s.machines for s in summaries])
     return f"{BUSY_MARK.strip()}: {note}" if note else ""
 
 
 def busy_mark(summaries: Sequence[Summary]) -> str:
-    """The mark behind a time that was measured beside heavy load of other processes, else an empty text."""
+    """Return the mark of a time that was measured beside heavy load of other processes; else an empty text."""
     return BUSY_MARK if any(machine.is_busy for s in summaries for machine in s.machines) else ""
 
 
 def left_out(summaries: Sequence[Summary]) -> list[str]:
-    """One sentence per run that is not in the table."""
+    """Return one sentence for each run that is not in the table."""
     return [f"{s.spec.name}: {s.status}, {s.reason}" for s in summaries if s.status != "ok"]
 
 
 def caption(summaries: Sequence[Summary]) -> str:
-    """What all rows have in common; keys that vary have a column."""
+    """Return what all rows have in common. Keys that vary are left out, because they have a column."""
     if not summaries:
         return ""
     spec, varying = summaries[0].spec, set(varying_keys(summaries))
@@ -181,7 +181,7 @@ def caption(summaries: Sequence[Summary]) -> str:
 
 
 def _link_in_words(link: Link) -> dict[str, str]:
-    """The link of a node, by key."""
+    """Return the link of a node in words, by key."""
     nothing = "no rate limit" if link.needs_netem else "unshaped"
     return {
         "link.rate": f"{format_rate(link.rate)} each way" if link.rate else nothing,
@@ -191,7 +191,7 @@ def _link_in_words(link: Link) -> dict[str, str]:
 
 
 def _trained(spec: RunSpec, over_all: str) -> dict[str, str]:
-    """What our own loop trains, by key."""
+    """Return what our own loop trains in words, by key."""
     return {
         "model": f"{spec.model} (emulated compute)" if spec.emulated else spec.model,
         **({} if spec.emulated else {"data.name": spec.data.name}),
@@ -201,7 +201,7 @@ def _trained(spec: RunSpec, over_all: str) -> dict[str, str]:
 
 
 def _script_in_words(summaries: Sequence[Summary]) -> dict[str, str]:
-    """What a user's script is, by key: its command, and the batch that was observed; empty without one."""
+    """Return a user's script in words, by key: its command, and the observed batch; empty without a script."""
     script = summaries[0].spec.script if summaries else None
     if script is None:
         return {}
@@ -210,12 +210,12 @@ def _script_in_words(summaries: Sequence[Summary]) -> dict[str, str]:
     usual, comma, last = " or ".join(found).partition(",")
     made["observed batch"] = f"batches of {usual} per rank{comma}{last} (observed)"
     if set(found) <= {NOT_SEEN}:
-        made["observed batch"] = "batch not seen: it uses no DataLoader"
+        made["observed batch"] = "batch not seen: the script uses no DataLoader"
     return made
 
 
 def batch_in_words(s: Summary, rank: int) -> str:
-    """The images of a step that a rank of a user's script fetched: `128`, `128, the last 96`, `not seen`."""
+    """Return the images per step that a rank of a user's script fetched: `128`, `128, the last 96`, `not seen`."""
     if s.images[rank] == 0:
         return NOT_SEEN
     sizes = s.batches[rank] if rank < len(s.batches) else None
@@ -225,7 +225,7 @@ def batch_in_words(s: Summary, rank: int) -> str:
 
 
 def _threads_in_words(s: Summary, each: str) -> str:
-    """`1 thread each`; of a user's script its own choice, if it is not the requested number."""
+    """Return e.g. `1 thread each`; a user's script may have chosen another number than the requested one."""
     chosen = set(s.threads) or {s.spec.threads}
     least, most = min(chosen), max(chosen)
     words = f"{least} to {most} threads" if least < most else f"{most} thread{'s' * (most > 1)}"
@@ -233,7 +233,7 @@ def _threads_in_words(s: Summary, each: str) -> str:
 
 
 def label(spec: RunSpec) -> str:
-    """The mode as a table shows it, with a mark for placement "after-step"; of a user's script its name.
+    """Return the mode as a table shows it, or the name of a user's script. Placement "after-step" has a mark.
 
     That placement is the mistake of published experiment R3 (experiments/r3.toml).
     """
@@ -243,7 +243,7 @@ def label(spec: RunSpec) -> str:
 
 
 def flatten(spec: RunSpec) -> dict[str, Any]:
-    """The spec as JSON values by dotted keys; of a user's script without the keys of our own loop."""
+    """Return the spec as JSON values by dotted keys, without keys that a user's script has no use for."""
 
     def walk(values: dict[str, Any], prefix: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -256,49 +256,49 @@ def flatten(spec: RunSpec) -> dict[str, Any]:
     if spec.script is None:
         del values["script"]
         return values
-    del values["warmup"]  # --instead has a longer one, and is compared with the script as it is
-    del values["seed"]  # of injected faults only
+    del values["warmup"]  # a run with --instead has a longer warm-up than the unchanged script that it is compared with
+    del values["seed"]  # a script's run uses it for injected faults only
     if spec.steps is None:  # a script has no planned number of steps
         del values["steps"]
     return values
 
 
 def varying_keys(summaries: Sequence[Summary]) -> list[str]:
-    """The keys of the spec in which runs that have the key differ: scripts and our own loop share some only."""
+    """Return the keys in which the runs differ. A key counts only for runs that have it: scripts lack some keys."""
     flats = [flatten(s.spec) for s in summaries]
     keys = [key for key in dict.fromkeys(key for flat in flats for key in flat) if key not in NO_COLUMN]
     return [key for key in keys if len({repr(flat[key]) for flat in flats if key in flat}) > 1]
 
 
 def machine(summary: Summary) -> str:
-    """The processor that rank 0 recorded, e.g. `Xeon E5 (8 cores)`; empty if it recorded none.
+    """Return the processor that rank 0 recorded, e.g. `Xeon E5 (8 cores)`; empty if it recorded none.
 
-    Host names would not do: every container has its own.
+    The host name is not used, because every container has its own.
     """
     cpu, cores = summary.environment.get("cpu"), summary.environment.get("cores")
     return one_line(f"{cpu} ({cores} cores)") if cpu else ""
 
 
-# Where a run was measured is no key of its spec. It has a column where it varies.
+# The spec has no key for where a run was measured, so these columns are added if the runs differ in them.
 PLACES: dict[str, Callable[[Summary], str]] = {"on": lambda s: s.substrate, "machine": machine}
 
 
 def varying_places(summaries: Sequence[Summary]) -> list[str]:
-    """Those of PLACES in which these runs differ, as far as it was recorded."""
+    """Return the keys of PLACES in which these runs differ. Runs without a recorded value do not count."""
     return [place for place, of in PLACES.items() if len({of(s) for s in summaries} - {""}) > 1]
 
 
 def short_key(key: str, among: Sequence[str]) -> str:
-    """`optimizer.lr` -> `lr`, if no other key ends like that."""
+    """Return `lr` for `optimizer.lr`, if no other key has this last part; else the whole key."""
     last = key.rpartition(".")[2]
     return last if [other.rpartition(".")[2] for other in among].count(last) == 1 else key
 
 
 def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
-    """For each run the single-node run with the same conditions, except the network and the number of nodes.
+    """Return for each run the single-node run with the same conditions, except network and number of nodes.
 
-    None for a control run, which does not synchronise and so has no speed-up, and for a run on uml without CPU quotas:
-    a single node had the one processor for itself, which all nodes of the run shared.
+    None for a control run, which does not synchronise and so has no speed-up. None for a run on uml without CPU quotas:
+    all its nodes share the one processor, which a single node has for itself.
     """
 
     def conditions(s: Summary) -> str:
@@ -341,7 +341,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _traffic(sent: list[float | None]) -> str:
-    """Megabytes (10^6 bytes) per step of rank 0, then the mean of the others; few bytes in kB."""
+    """Return megabytes (10^6 bytes) per step of rank 0, then the mean of the others; small numbers are in kB."""
     first, *others = sent or [None]
     known = [s for s in others if s is not None]
     if first is None or not known:

@@ -1,14 +1,14 @@
 """The timeline of one step: its phases, what was in flight, when the loop waited or copied.
 
-All times are of the monotonic clock. The training loop times phases and stalls; the communication layer times buffers
-in flight. They are independent, so that exposed + hidden = busy is a check. Standard library only: it also runs inside
-a user's own script (attach/).
+All times are of the monotonic clock. The training loop measures phases and stalls; the communication layer measures
+buffers in flight. The two are independent, so the equation exposed + hidden = busy is a check. Standard library only,
+because this also runs inside a user's own script (attach/).
 
-A collective of such a script has a name in `Step.comm`: what theory needs to know of it, in a text that people read.
+A collective of such a script has a readable name in `Step.comm`, with all that results/theory.py needs:
 
     all_reduce main.py:88                      by all ranks
-    gather main.py:91, root 2                  rank 2 is the root; without the word it is rank 0
-    broadcast train.py:7, root 4, ranks 4 5    by a group of its own
+    gather main.py:91, root 2                  rank 2 is the root; without `root` it is rank 0
+    broadcast train.py:7, root 4, ranks 4 5    by the group of ranks 4 and 5
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from testbed.spec.units import Interval, covered_length
 
-CONTINUED = " (cont.)"  # ends the name in `comm` of a buffer that was in flight when the step began
+CONTINUED = " (cont.)"  # suffix of the name in `comm` of a buffer that was in flight when the step began
 PHASES = ("data", "forward", "backward", "sync", "update")  # `update` is a part of `sync`
 COMPUTING = ("data", "forward", "backward")  # phases whose processor time is recorded
 
@@ -45,11 +45,14 @@ class Moment(NamedTuple):
 
     at: float  # monotonic time
     cpu: float  # processor time of this thread
-    kernel: float  # the part of it in kernel mode
+    kernel: float  # the part of `cpu` in kernel mode
 
 
 class Timeline:
-    """The times of one step. A buffer that is in flight at its end continues in the next. Any thread may write."""
+    """The times of one step. A buffer in flight at the end of a step continues in the next one.
+
+    Any thread may record buffers; phases, waits and copies are recorded by the loop's thread.
+    """
 
     def __init__(self, detailed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self.detailed = detailed  # False: record sums of phases only
@@ -62,16 +65,17 @@ class Timeline:
         self._phases: list[tuple[str, float, float]] = []
         self._copies: list[Interval] = []
         self._cpu = self._kernel = self._copies_cpu = 0.0
-        self.current = ""  # the phase that the loop is in
+        self.current = ""  # the present phase of the loop
         self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext  # set by a profiler: a context around stalls
         self.begun = clock()
         self._process = time.process_time()
         self._taken = math.inf  # when the last step ended
 
     def start(self) -> None:
-        """Begin a step. Time between two steps belongs to neither.
+        """Begin a step. The time between two steps belongs to neither step.
 
-        A buffer that was sent between them is recorded with 0 s at the start, so that all ranks record equally many.
+        A buffer that was sent between two steps is recorded at the beginning of the second step with 0 s, so that all
+        ranks record the same number of buffers.
         """
         self.begun, self._process = self.clock(), time.process_time()
         with self._lock:
@@ -87,7 +91,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the loop."""
+        """Measure a phase of the loop: the `with` block."""
         begun, outer = self.moment(), self.current
         self.current = name
         try:
@@ -109,7 +113,7 @@ class Timeline:
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Time a wait of the loop for communication."""
+        """Measure a wait of the loop for communication: the `with` block."""
         begun = self.clock()
         try:
             with self.mark():
@@ -133,7 +137,7 @@ class Timeline:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Time copies of gradients, or a hook of the mode."""
+        """Measure copies of gradients, or a hook of the mode: the `with` block."""
         since = self.now()
         try:
             yield
@@ -141,21 +145,21 @@ class Timeline:
             self.copied(since)
 
     def begin_comm(self, name: str, size: int, at: float | None = None) -> int:
-        """A buffer is in flight from now on, or since `at`; pass the returned number to `end_comm`."""
+        """Record that a buffer is in flight from now on, or since `at`. Return a number for `end_comm`."""
         token = next(self._tokens)
         with self._lock:
             self._in_flight[token] = Transfer(name, size, self.clock() if at is None else at)
         return token
 
     def end_comm(self, token: int, at: float | None = None) -> None:
-        """The buffer that `begin_comm` returned this number for is no longer in flight, now or since `at`."""
+        """Record that a buffer is no longer in flight, now or since `at`. `token` is the number from `begin_comm`."""
         now = self.clock() if at is None else at
         with self._lock:
             self._finished.append((self._in_flight.pop(token), now))
 
     @contextmanager
     def comm(self, name: str, size: int) -> Iterator[None]:
-        """A buffer of `size` bytes is in flight during the `with` block."""
+        """Record that a buffer of `size` bytes is in flight during the `with` block."""
         token = self.begin_comm(name, size)
         try:
             yield
@@ -195,12 +199,12 @@ class Timeline:
 
 
 def _kernel_time() -> float:
-    """Seconds that this thread has spent in the kernel: page faults, and interrupts that came while it ran."""
+    """Return the seconds of this thread in kernel mode: page faults, and interrupts while the thread ran."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_stime
 
 
 def _short(seconds: float) -> float:
-    """Round to microseconds."""
+    """Return the seconds, rounded to microseconds."""
     return round(seconds, 6)
 
 
@@ -209,16 +213,16 @@ _NAME = re.compile(r"(\w+)(?: (.*?))??(?:, root (\d{1,4}))?(?:, ranks ([\d ]{1,1
 
 @dataclass(frozen=True)
 class Observed:
-    """A collective as one rank saw it; ranks are numbers of the whole run."""
+    """A collective of one rank. Ranks are numbered as in the whole run, not as in the group."""
 
     operation: str  # all_reduce, gather, ...
     site: str = ""  # line of the script
     root: int = 0
-    ranks: tuple[int, ...] = ()  # of its group; empty: all
+    ranks: tuple[int, ...] = ()  # of its group; empty: all ranks
 
     @classmethod
     def parse(cls, name: str) -> Observed:
-        """Read a name; what is no such name is an operation of its own."""
+        """Parse a name. A text of another form becomes the operation."""
         found = _NAME.fullmatch(name)
         if found is None:
             return cls(name)
@@ -232,5 +236,5 @@ class Observed:
 
 
 def group_of(ranks: Sequence[int], world: int) -> tuple[int, ...]:
-    """The ranks of a group as names have them: empty if it is all of them in their order."""
+    """Return the ranks of a group as in a name: empty if the group has all ranks in their order."""
     return () if list(ranks) == list(range(world)) else tuple(ranks)

@@ -1,9 +1,9 @@
 """Spec, the base class of all configuration: frozen, no unknown keys, one sentence for each wrong value.
 
 Errors of pydantic become our messages: the value, the rule, the way out. `RULES` has a sentence for every type of error
-that our models can raise; tests/unit/spec/test_base.py feeds every field with wrong values and proves it. No text of
-pydantic is printed. The way out shows an accepted value: the first of a field's `examples`, else its default, else one
-made from its type and limits. The `description` of a field is the rule for its pattern.
+that our models can raise; tests/unit/spec/test_base.py checks this by wrong values for every field. No text of pydantic
+is printed. The way out shows an accepted value: the first of a field's `examples`, else its default, else a value made
+from its type and limits. The `description` of a field is the rule for its pattern.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ RULES = {  # type of pydantic's error: the rule; words in braces are from the er
     "union_tag_not_found": "must have a kind",
 }
 _CONTAINERS = (dict, tuple, list)
-_OTHER = "cannot be used here"  # a type without a row: a test keeps this unused
+_OTHER = "cannot be used here"  # the rule for a type that has no row in RULES; a test shows that no field needs it
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong value. `text` is a whole message, of a rule that connects several values; it replaces the rest."""
+    """One wrong value. If a rule connects several values, `text` is the whole message and replaces the other fields."""
 
     key: str
     value: Any
     rule: str
     way_out: str
-    shown: bool = True  # whether the value is worth showing: of a missing key there is none
+    shown: bool = True  # whether the message shows the value; False e.g. for a missing key
     text: str = ""
 
 
 def sentences(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return a sentence for each wrong value of a setting, in the words of the reader."""
+    """Return a sentence for each wrong value, which names the setting as the reader writes it (words.py)."""
     return " ".join(_sentence(problem) for problem in _problems(error, model))
 
 
 def damage(error: ValidationError, model: type[BaseModel] | None = None) -> str:
-    """Return what is wrong first in a file that the testbed has written: its reader cannot correct the value."""
+    """Return the first problem of a file that the testbed has written. There is no way out: users do not edit it."""
     problem = _problems(error, model)[0]
     if problem.text:
         return one_line(problem.text)
@@ -94,7 +94,8 @@ def _sentence(problem: Problem) -> str:
 
 def _problems(error: ValidationError, model: type[BaseModel] | None) -> list[Problem]:
     items = error.errors(include_url=False)
-    # A list loses its wrong entries before its length is checked; only the entries are worth a sentence then.
+    # pydantic drops a list's wrong entries before it checks the length, so a list with wrong entries may be reported
+    # as too short as well. Only its entries get a sentence then.
     wrong_inside = {item["loc"][:length] for item in items for length in range(len(item["loc"]))}
     return [_problem(model, each) for each in items if each["type"] != "too_short" or each["loc"] not in wrong_inside]
 
@@ -107,7 +108,7 @@ def _problem(model: type[BaseModel] | None, item: Any) -> Problem:
     field_key, field = _field(model, loc)
     if kind == "value_error":
         cause = context["error"].args[0]
-        if isinstance(cause, SpecError) and cause.rule:  # of this field alone
+        if isinstance(cause, SpecError) and cause.rule:  # the rule of this field alone
             return Problem(field_key, value, cause.rule, cause.way_out)
         return Problem(key, value, "", "", text=str(cause))
     description = (field.description if field else None) or "text of another form"
@@ -134,12 +135,12 @@ def _way_out(kind: str, key: str, field: FieldInfo | None) -> str:
 
 
 def table_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the spec class of a field that is one table, such as `Link` or `Link | None`; else None."""
+    """Return the spec class of a field that is a single table, such as `Link` or `Link | None`; else None."""
     return None if get_origin(field.annotation) in _CONTAINERS else _spec_in(field.annotation)
 
 
 def example_of(field: FieldInfo) -> Any:
-    """Return a value that the field accepts: its first example, its default, or one made from its type."""
+    """Return a value that the field accepts: its first example, its default, or a value made from its type."""
     if field.examples:
         return field.examples[0]
     if field.default is not None and not field.is_required() and not isinstance(field.default, BaseModel):
@@ -152,14 +153,14 @@ def example_of(field: FieldInfo) -> Any:
 
 
 def _unknown_key(model: type[BaseModel] | None, loc: tuple[Any, ...]) -> str:
-    """Name an unknown key, the keys that its table may have, and the most similar one of them."""
+    """Return a message that names an unknown key, the known keys of its table, and the most similar known key."""
     known = sorted(field.alias or name for name, field in _table(model, loc[:-1]).model_fields.items()) if model else []
     hint = did_you_mean(str(loc[-1]), known)
     return f"unknown key {quote('.'.join(map(str, loc)))}; known keys: {', '.join(known)}.{hint}"
 
 
 def _field(model: type[BaseModel] | None, loc: tuple[Any, ...]) -> tuple[str, FieldInfo | None]:
-    """Return the field that contains the wrong value and its key: of data.shares.0 that is data.shares."""
+    """Return the key of the field that contains the wrong value, and the field: data.shares for data.shares.0."""
     names: list[str] = []
     found: FieldInfo | None = None
     parts = list(loc)
@@ -182,7 +183,7 @@ def _table(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
 
 
 def _spec_in(annotation: Any) -> type[BaseModel] | None:
-    """The spec class in the type of a field: `Link`, `Link | None`, `dict[str, Link]` or `tuple[Link, ...]`."""
+    """Return Link for a field of type `Link`, `Link | None`, `dict[str, Link]` or `tuple[Link, ...]`; else None."""
     kinds = [*get_args(annotation), annotation]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
@@ -211,7 +212,7 @@ class Spec(BaseModel):
 
     @classmethod
     def load_written(cls, values: Any, path: object) -> Self:
-        """Validate the content of a file that the testbed has written. Raises SpecError if it is damaged."""
+        """Validate the content of a file that the testbed has written. Raises SpecError if the file is damaged."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -219,7 +220,7 @@ class Spec(BaseModel):
 
 
 def validator(check: Callable[[Value], Result]) -> Callable[[Value], Result]:
-    """Return `check` for pydantic, which needs a ValueError where `check` raises SpecError."""
+    """Return a function that calls `check` and raises ValueError for its SpecError, as pydantic requires."""
 
     def validate(value: Value) -> Result:
         try:

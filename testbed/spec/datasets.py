@@ -24,7 +24,7 @@ from testbed.spec.words import setting, shown_path
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 MARKER = "done.json"
 Shape = tuple[int, ...]  # of one sample: channels, height, width of an image; the tokens of a sequence
-Unit = Literal["images", "sequences", "samples"]  # what a data set has many of, and a model takes; samples: either
+Unit = Literal["images", "sequences", "samples"]  # what a data set contains and a model takes; samples: either kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DatasetInfo:
     name: str
     shape: Shape  # as the model gets it
     classes: int  # of sequences: different tokens
-    train: int | None  # images or sequences; None: a user's file decides
+    train: int | None  # number of images or sequences; None: depends on a user's file
     test: int | None
     unit: Unit = "images"
     mean: tuple[float, ...] = ()  # per channel, of pixels in 0..1
@@ -50,7 +50,7 @@ class DatasetInfo:
         return not self.digests
 
     def array_shape(self, array: str) -> tuple[int, ...]:
-        """The shape on disk of one of ARRAYS."""
+        """Return the shape on disk of one of ARRAYS."""
         count = (self.train if array.startswith("train") else self.test) or 0
         channels, height, width = self.shape
         images = (count, height - 2 * self.pad, width - 2 * self.pad, channels)
@@ -103,14 +103,15 @@ SYNTHETIC = DatasetInfo(
     std=(0.15, 0.15, 0.15),
 )
 
-# Generated text, one token a byte. One sequence costs GPT as much as ten images cost VGG-11, so the test set is small.
+# Generated text, one token a byte. GPT computes as long for one sequence as VGG-11 for ten images, so the test set is
+# small.
 TEXT = DatasetInfo(name="text", unit="sequences", shape=(64,), classes=256, train=50_000, test=500)
 
 DATASETS: dict[str, DatasetInfo] = {info.name: info for info in (CIFAR10, MNIST, SYNTHETIC, TEXT)}
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """The data set of that name; SpecError if there is none."""
+    """Return the data set of that name. Raises SpecError if there is none."""
     if name in DATASETS:
         return DATASETS[name]
     if text := own_text(name):
@@ -124,23 +125,23 @@ def dataset_info(name: str) -> DatasetInfo:
 
 
 def data_dir() -> Path:
-    """The folder of all data sets: TESTBED_DATA, else ./data."""
+    """Return the folder of all data sets: TESTBED_DATA, else ./data."""
     return Path(os.environ.get("TESTBED_DATA") or "data")
 
 
 def array_path(name: str, root: Path, array: str) -> Path:
-    """The file of one of ARRAYS."""
+    """Return the path of one of ARRAYS."""
     return root / name / f"{array}.npy"
 
 
 def has_arrays(name: str, root: Path) -> bool:
-    """True if the four files are there with the right type and shape; their contents are not read."""
+    """Return True if the four files exist with the right type and shape. Their contents are not read."""
     info = dataset_info(name)
     return all(_is_uint8_array(array_path(name, root, array), info.array_shape(array)) for array in ARRAYS)
 
 
 def is_complete(name: str, root: Path) -> bool:
-    """True if the marker has the right digests and the files have the right shape; their contents are not read."""
+    """Return True if the marker has the right digests and the files the right shape. Their contents are not read."""
     info = dataset_info(name)
     return info.generated or (_digests_in_marker(root / name / MARKER) == dict(info.digests) and has_arrays(name, root))
 

@@ -1,4 +1,4 @@
-"""Errors of the file system as messages. That of a full disk names the file system and its free space."""
+"""Errors of the file system as messages. The message of a full disk names the file system and its free space."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_BYTES = 64 << 10  # more than the record of a step with some hundred buffer
 
 
 def is_full(error: BaseException) -> bool:
-    """True if the error means that no more can be written."""
+    """Return True if the error means that no more can be written."""
     return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
@@ -25,11 +25,12 @@ def os_failure(error: OSError, where: object) -> TestbedError:
     path = error.filename if isinstance(error.filename, str) else where
     if is_full(error):
         return TestbedError(full_disk(path, reason))
-    return TestbedError(f"{shown_path(str(path))}: {reason}, so nothing was finished. Fix it, then try again.")
+    way_out = "Remove the cause, then try again."
+    return TestbedError(f"{shown_path(str(path))}: {reason}, so nothing was finished. {way_out}")
 
 
 def full_disk(path: object, reason: str = os.strerror(errno.ENOSPC)) -> str:
-    """Return the message for a path on a full disk: what failed, how much is free where, and the way out."""
+    """Return the message for a path on a full disk: the path, the reason, the free space, and the way out."""
     found = file_system(Path(str(path)))
     space = f" ({found})" if found else ""
     resume = "; a run with checkpoints continues with --resume" if current_place() is Place.COMMAND_LINE else ""
@@ -38,7 +39,7 @@ def full_disk(path: object, reason: str = os.strerror(errno.ENOSPC)) -> str:
 
 
 def nearly_full(path: Path) -> bool:
-    """True if the file system of an existing folder has no room for the records of a step."""
+    """Return True if the file system of an existing folder has no room for the records of a step."""
     with contextlib.suppress(OSError):
         space = os.statvfs(path)
         return space.f_bavail * space.f_frsize < STEP_BYTES or (space.f_files > 0 and space.f_favail == 0)
@@ -46,9 +47,9 @@ def nearly_full(path: Path) -> bool:
 
 
 def file_system(path: Path) -> str:
-    """Name the file system of a path and its free space: "file system /runs (tmpfs): 0.0 of 1.0 MB free".
+    """Return the file system of a path and its free space: "file system /runs (tmpfs): 0.0 of 1.0 MB free".
 
-    "" if it cannot be read, e.g. because no folder above the path exists.
+    Return "" if it cannot be read, e.g. because no folder above the path exists.
     """
     with contextlib.suppress(OSError, ValueError):
         existing = next(each for each in [path.absolute(), *path.absolute().parents] if each.exists())
@@ -60,7 +61,10 @@ def file_system(path: Path) -> str:
 
 
 def _kind(mount: Path) -> str:
-    """The type of the file system that is mounted there: " (tmpfs)". The last mount on a folder covers the others."""
+    """Return the type of the file system at this mount point, e.g. " (tmpfs)"; "" if it is unknown.
+
+    If several are mounted on one folder, the last one counts, because it covers the others.
+    """
     with contextlib.suppress(OSError):
         rows = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
         kinds = [row[2] for row in rows if len(row) > 2 and row[1] == str(mount)]

@@ -1,6 +1,6 @@
 """All exceptions of the testbed with their exit codes, and functions that format messages.
 
-TestbedError                  1   any failure of the testbed that is none of the others
+TestbedError                  1   any failure that has no class of its own
 ├── UsageError                2   the request cannot be met: the message has the value, the rule and the way out
 │   ├── SpecError                 a value in a mode, spec, experiment or inventory
 │   ├── NoClosedForm              a collective of a script cannot be replaced by a calculation (closed_form.py)
@@ -15,9 +15,9 @@ TestbedError                  1   any failure of the testbed that is none of the
 ├── ChannelClosed             1   a control connection ended, or received something that is not a message
 ├── CommandFailed             1   a command failed; the exception has its exit code and output
 ├── HostFailed                2   an operation on a host failed; the message begins with its name
-│   ├── KeyUnknown                it answers, but its host key is not the known one
-│   ├── AuthenticationFailed      it answers, but does not accept our user or key
-│   └── HostCommandFailed         a command on it failed (also a CommandFailed)
+│   ├── KeyUnknown                the host answers, but its host key is not the known one
+│   ├── AuthenticationFailed      the host answers, but does not accept our user or key
+│   └── HostCommandFailed         a command on the host failed (also a CommandFailed)
 ├── ConnectionLost            3   a connection that a run needs broke; processes at its other end may keep running
 │   ├── EngineLost                the Docker engine of this machine stopped answering during a run
 │   └── AllocationLost            the Slurm job that held the nodes of a run ended before the run
@@ -38,7 +38,7 @@ MAX_QUOTE_CHARS = 400  # of a value in a message
 
 
 class TestbedError(Exception):
-    """Base of all; `exit_code` is what the process ends with, `folder` that of the run, if one was started."""
+    """Base class. `exit_code` is the exit code of the process; `folder` is the run folder, if a run was started."""
 
     __test__ = False  # pytest: not a test class
     exit_code = 1
@@ -60,7 +60,7 @@ class SpecError(UsageError):
 
 
 class NoClosedForm(UsageError):
-    """A collective of a script cannot be replaced. `str` continues "OPERATION at LINE ..."."""
+    """A collective of a script cannot be replaced. The message completes a sentence that begins "OPERATION at LINE"."""
 
 
 class SchemaError(UsageError):
@@ -78,7 +78,7 @@ class RankFailed(TestbedError):
 
 
 class PeerLost(RankFailed):
-    """This rank works, but another one was lost: `failed_rank`, or None if it is not known which."""
+    """This rank works, but another rank was lost: `failed_rank`, or None if it is unknown which."""
 
     exit_code = 6
 
@@ -173,7 +173,7 @@ def refuse(what: str, value: object, rule: str, way_out: str, kind: type[UsageEr
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question to append to a message, with the known word that is most similar; empty if none is."""
+    """Return a question that names the most similar known word, to append to a message; "" if none is similar."""
     similar = difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {similar[0]}?" if similar else ""
 
@@ -182,23 +182,23 @@ def require_extra(what: str, extra: str, *packages: str) -> None:
     """Raise Unavailable if a package of this extra (pyproject.toml) is not installed; nothing is imported."""
     for package in packages:
         found = find_spec(package)
-        if found is None or found.origin is None:  # no origin: a folder of that name, such as docker/ of a clone
+        if found is None or found.origin is None:  # without origin it is a folder of that name, e.g. docker/ of a clone
             rule = f"needs the package {package} of the extra `{extra}`, which is not installed"
             raise Unavailable(f"{what}: {rule}. Install it with: pip install 'testbed[{extra}]'")
 
 
 def quote(value: object) -> str:
-    """A value as a message prints it: escaped, and cut if it is long."""
+    """Return a value as a message prints it: escaped, and cut if it is long."""
     return _cut(repr(value))
 
 
 def one_line(text: str) -> str:
-    """Untrusted text as a message prints it: one line, without control characters, and cut if it is long."""
+    """Return untrusted text as a message prints it: one line, without control characters, and cut if it is long."""
     return _cut(" ".join(strip_control_chars(text).split()))
 
 
 def strip_control_chars(text: str) -> str:
-    """Replace non-printable characters except newline and tab by "?"."""
+    """Return the text with "?" in place of each non-printable character except newline and tab."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)

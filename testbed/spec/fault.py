@@ -1,4 +1,4 @@
-"""Fault: a failure that the controller injects, in one spelling: `kind:rankR@WHEN[+DURATION][=VALUE]`.
+"""Fault: a failure that the controller injects, written as `kind:rankR@WHEN[+DURATION][=VALUE]`.
 
 WHEN is the number of steps that the rank has completed (`step10`) or the seconds since it started to train (`20s`).
 `rank?` and `step?` are drawn with the run's seed.
@@ -24,7 +24,7 @@ from testbed.spec.units import format_duration, format_rate, parse_duration, par
 
 ANY = "?"
 MAX_FAULTS = 64  # of one run
-STEPS_TO_DRAW = 100  # `step?` is below this if the run's length is given in epochs
+STEPS_TO_DRAW = 100  # a drawn step is less than this if the run's length is given in epochs
 _FORM = re.compile(
     r"(?P<kind>[a-z-]{1,16}):rank(?P<rank>\d{1,4}|\?)@(?:step(?P<step>\d{1,9}|\?)|(?P<after>[\d.]{1,16}[a-z]{1,2}))"
     r"(?:\+(?P<lasts>[\d.]{1,16}[a-z]{1,2}))?(?:=(?P<value>[0-9A-Za-z.]{1,24}))?",
@@ -37,9 +37,9 @@ _WAY_OUT = "Write e.g. kill:rank2@step10, pause:rank1@step5+3s or rate:rank2@ste
 class FaultValue:
     """What a kind needs after the `=`."""
 
-    field: str  # of Fault
+    field: str  # the field of Fault
     example: str
-    parse: Callable[[str, str], Any]  # from the value and the whole fault; raises SpecError
+    parse: Callable[[str, str], Any]  # takes the value and the text of the whole fault; raises SpecError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class FaultKind:
 
     does: str
     example: str
-    substrates: tuple[str, ...] = ("process", "netns", "compose", "uml", "hosts", "slurm")  # that can inject it
-    controller: str = ""  # the controller of cgroups that it needs where nodes are processes of this machine
-    lasting: bool = False  # whether it can be undone, and so have a +DURATION
-    stays: bool = False  # whether the node keeps it after the rank has ended, until it is reverted
+    substrates: tuple[str, ...] = ("process", "netns", "compose", "uml", "hosts", "slurm")  # which can inject it
+    controller: str = ""  # the cgroup controller that is needed where nodes are processes of this machine
+    lasting: bool = False  # True: it can be reverted, so it may have a +DURATION
+    stays: bool = False  # True: it acts on the node after the rank has ended, until it is reverted
     value: FaultValue | None = None
 
 
@@ -62,7 +62,7 @@ def _parse_share(value: str, text: str) -> float:
     return float(number[1])
 
 
-# Their nodes have a link and a CPU quota of their own. On hosts such a fault would affect all users of the host.
+# On these substrates each node has its own link and CPU quota. On hosts such a fault would affect all users of a host.
 SHAPED = ("netns", "compose", "uml")
 FAULT_KINDS: dict[str, FaultKind] = {
     "kill": FaultKind(does="SIGKILL to all processes of the node", example="kill:rank2@step10"),
@@ -111,7 +111,7 @@ LASTING = tuple(name for name, kind in FAULT_KINDS.items() if kind.lasting)
 
 
 def kinds_on(substrate: str) -> tuple[str, ...]:
-    """The kinds of faults that can be injected on a substrate."""
+    """Return the kinds of faults that can be injected on a substrate."""
     return tuple(name for name, kind in FAULT_KINDS.items() if substrate in kind.substrates)
 
 
@@ -123,7 +123,7 @@ class Fault:
     rank: int | None  # None: to be drawn
     step: int | None = None
     after: float | None = None  # seconds
-    lasts: float | None = None  # seconds; None: to the end of its attempt
+    lasts: float | None = None  # seconds; None: until the attempt ends
     rate: int | None = None  # bit/s
     cpus: float | None = None
 
@@ -138,7 +138,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Parse one fault; SpecError if it has another form or an unknown kind."""
+        """Parse one fault. Raises SpecError if it has another form or an unknown kind."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise refuse("fault", text[:80], "is not of the form kind:rankR@WHEN[+DURATION][=VALUE]", _WAY_OUT)
@@ -159,7 +159,7 @@ class Fault:
 
 
 def _parse_value(kind: str, value: str | None, text: str) -> dict[str, Any]:
-    """The value after the `=` as a field of Fault; SpecError if it is missing, or if the kind takes none."""
+    """Return the value after the `=` as a field of Fault. Raises SpecError if it is missing or the kind has none."""
     needed = FAULT_KINDS[kind].value
     if needed is None:
         if value is not None:
@@ -175,7 +175,7 @@ def draw_random(faults: Sequence[Fault], seed: int, world: int, steps: int | Non
     rng = random.Random(f"faults {seed}")
     found = []
     for fault in faults:
-        # Both are drawn for every fault, so that changing one fault does not change the draws of the others.
+        # Rank and step are drawn for every fault, so that a change of one fault does not change what others draw.
         rank, step = (
             rng.randrange(world),
             rng.randrange(1, max(2, steps or STEPS_TO_DRAW)),

@@ -30,7 +30,7 @@ OUTSIDE, RECORDS, BOTH = "outside", "records", "records and outside"
 
 @dataclass(frozen=True, kw_only=True)
 class DemandKind:
-    """A row of DEMANDS. `rests_on`: the evidence that decides, OUTSIDE the script's process, or its RECORDS."""
+    """A row of DEMANDS. `rests_on` is the evidence: OUTSIDE the script's process, in its RECORDS, or BOTH."""
 
     does: str
     rests_on: str
@@ -66,7 +66,7 @@ DEMANDS: dict[str, DemandKind] = {
         may=("tolerance",),
     ),
 }
-OWN_KEYS = ("required", "forbidden", "images", "rank0", "others", "part", "tolerance")  # of single kinds
+OWN_KEYS = ("required", "forbidden", "images", "rank0", "others", "part", "tolerance")  # keys that only some kinds have
 
 
 Rate = Annotated[
@@ -120,11 +120,11 @@ def _check_keys(demand: Demand) -> Demand:
 
 
 class Part(Spec):
-    """One part of the assignment: a script, how it is started, and what is demanded of it."""
+    """One part of the assignment: a script, its command line, and the demands on it."""
 
     name: Name
     title: str = ""
-    file: str = Field(  # without it the part is not run
+    file: str = Field(  # the submitted script; if a submission lacks it, the part is not run
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$",
         description="the name of a file in the submission's folder",
         examples=["part2a.py"],
@@ -142,7 +142,7 @@ class Part(Spec):
 
 
 class Assignment(Spec):
-    """The whole file. `nodes`, `steps` and `rate` are those of every part that has none of its own."""
+    """The whole file. `nodes`, `steps` and `rate` are the defaults for all parts."""
 
     name: Name
     title: str = Field(examples=["Data-parallel training in four ways"])
@@ -150,7 +150,7 @@ class Assignment(Spec):
     steps: int = Field(default=10, ge=3)
     rate: Rate | None = Field(default=None, examples=["200mbit"])
     parameters: int | None = Field(default=None, gt=0, examples=[101770])  # numbers (float32) in the model
-    # a folder beside the file, whose files every submission gets in place of its own
+    # a folder beside the assignment's file; its files replace files of the same name in every submission
     given: str = Field(
         default="", pattern=r"^[A-Za-z0-9_-]{0,64}$", description="the name of a folder", examples=["given"]
     )
@@ -177,7 +177,7 @@ class Assignment(Spec):
         return 4 * (self.parameters or 0)
 
     def complete(self, part: Part) -> Part:
-        """Return the part with the values of the assignment where it has none of its own."""
+        """Return the part with nodes, steps and rate; the assignment's values replace missing ones."""
         own = {"nodes": part.nodes or self.nodes, "steps": part.steps or self.steps, "rate": part.rate or self.rate}
         return part.model_copy(update=own)
 
@@ -186,7 +186,7 @@ def _check_parts(assignment: Assignment) -> Assignment:
     names = [part.name for part in assignment.parts]
     for part in assignment.parts:
         if names.count(part.name) > 1:
-            raise SpecError(f"part {part.name!r}: is there twice. Give every part a name of its own.")
+            raise SpecError(f"part {part.name!r}: is defined twice. Give every part a name of its own.")
         for demand in part.demands:
             what = f"{demand.kind} of part {part.name!r}"
             if demand.part and demand.part not in names:

@@ -23,7 +23,7 @@ EXAMPLE = Path("inventory/hosts.example.toml")
 
 
 def _without_brackets(address: object) -> object:
-    """[fe80::1] -> fe80::1. Brackets separate an IPv6 address from a port, and the port is a key of its own."""
+    """Return fe80::1 for [fe80::1]: brackets separate an IPv6 address from a port, and `port` is a key of its own."""
     if isinstance(address, str) and address.startswith("[") and address.endswith("]"):
         return address[1:-1]
     return address
@@ -68,13 +68,13 @@ class Inventory(Spec):
 
     @classmethod
     def read(cls, path: Path) -> Inventory:
-        """Read a file; SpecError if it is missing or has a wrong value."""
+        """Read a file. Raises SpecError if the file is missing or has a wrong value."""
         if not path.exists() and path == DEFAULT:
             raise SpecError(f"{path}: no such file. Make it from the example: cp {EXAMPLE} {path}, and edit it.")
         return cls.load(read_toml(path), str(path))
 
     def first(self, nodes: int) -> Inventory:
-        """The first hosts, for a run with that many ranks; SpecError if there are fewer."""
+        """Return an inventory of the first `nodes` hosts. Raises SpecError if there are fewer."""
         if nodes > len(self.nodes):
             rule = f"the inventory has {len(self.nodes)} hosts, and each runs one rank"
             raise refuse_setting("nodes", nodes, rule, f"Use {setting('nodes', len(self.nodes))}, or add hosts.")
@@ -90,5 +90,5 @@ class Inventory(Spec):
 
 
 def read_inventory(given: Path | None = None) -> Inventory:
-    """Read the given file, else that of TESTBED_INVENTORY, else inventory/hosts.toml."""
+    """Read the given file, else the file that TESTBED_INVENTORY names, else inventory/hosts.toml. Raises SpecError."""
     return Inventory.read(given or Path(os.environ.get(VARIABLE) or DEFAULT))

@@ -21,7 +21,7 @@ from testbed.spec.words import refuse_setting, setting
 
 
 def _from_text(parse):  # type: ignore[no-untyped-def]
-    """Let a field be written as text."""
+    """Return a validator that parses a value with `parse` if it is text, and leaves other values unchanged."""
     return BeforeValidator(validator(lambda value: parse(value) if isinstance(value, str) else value))
 
 
@@ -30,14 +30,14 @@ Segment = Annotated[int, _from_text(parse_size), PlainSerializer(format_size), F
 Duration = Annotated[
     float,
     _from_text(parse_duration),
-    Field(ge=1e-6, le=86400),  # rounded to the microsecond, which is what is printed
+    Field(ge=1e-6, le=86400),  # seconds, rounded to the microsecond because that is the precision of printed values
     AfterValidator(lambda seconds: round(seconds, 6)),
     PlainSerializer(format_duration),
 ]
 
 
 def _parse_percent(text: str) -> float | str:
-    """The fraction of a text such as 0.1%; any other text is left as it is."""
+    """Return 0.001 for the text 0.1%. Any other text is returned unchanged."""
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else text
     except ValueError:
@@ -45,7 +45,7 @@ def _parse_percent(text: str) -> float | str:
 
 
 class Link(Spec):
-    """One node's link; every value holds for each direction. `rate = None` leaves it unshaped."""
+    """One node's link. Rate and queue hold in each direction. `rate = None` sets no limit."""
 
     rate: Rate | None = Field(default=None, examples=["200mbit"])  # bit/s on the wire, frame headers included
     delay: Duration | None = Field(default=None, examples=["20ms"])  # one way, added on egress; needs netem
@@ -54,7 +54,7 @@ class Link(Spec):
     loss: Annotated[float, _from_text(_parse_percent)] = Field(default=0.0, ge=0.0, lt=1.0, examples=[0.01])
     # tbf's `latency`: the longest time a packet may wait in the queue before it is dropped
     queue: Duration = Field(default=0.05, examples=["50ms"])
-    # largest GSO segment that TCP hands over; None: the kernel's 64 KiB
+    # largest segment that TCP passes to the interface for segmentation (GSO); None: the kernel's 64 KiB
     segment: Segment | None = Field(default=None, examples=["16KiB"])
 
     @model_validator(mode="after")
@@ -80,9 +80,9 @@ class Link(Spec):
         return self.model_copy(update={"queue": round(queue, 6)})
 
     def slowed(self, factor: float) -> Link:
-        """The link of a network that is `factor` times slower: its queue holds the same bytes.
+        """Return the link of a network that is `factor` times slower. Its queue holds the same number of bytes.
 
-        The token bucket holds what the slower link sends in the usual time, so that a probe needs no longer.
+        The token bucket has the usual size for the slower rate, so that a probe does not take longer.
         """
         if factor == 1.0:
             return self
@@ -93,16 +93,16 @@ class Link(Spec):
 
     @property
     def distance(self) -> Distance:
-        """What it adds to all that the node sends."""
+        """What this link adds to the packets that the node sends."""
         return Distance(self.delay or 0.0, self.jitter or 0.0, self.loss)
 
 
-# The values of SHAPING, and why a run with that value is left out of tables; empty: it is not.
+# The values of SHAPING, and why a run with that value is left out of tables; empty: the run is not left out.
 SHAPINGS = {"both": "", "egress": "what arrives at a node is not shaped", "off": "nothing is shaped"}
 
 
 def parse_shaping(text: str) -> str:
-    """Return the value of SHAPING; empty means both. Raises SpecError."""
+    """Return the value of SHAPING; "both" for an empty text. Raises SpecError for an unknown value."""
     if text and text not in SHAPINGS:
         rule = "must say which directions of a link are shaped"
         raise refuse("SHAPING", text, rule, f"Use one of {', '.join(SHAPINGS)}.")

@@ -1,7 +1,7 @@
 """A user's own algorithms: a file NAME.py in the methods folder with a `mean_(buffer, group)` makes the mode NAME.
 
-Here is which file is which mode. The file of a run's mode is one of the user's own files (own_files.py): the controller
-copies it into the run folder, where its ranks find it. Nothing here executes a file.
+This module maps files to modes. The file of a run's mode is one of the user's own files (own_files.py): the controller
+copies it into the run folder, where the ranks find it. Nothing here executes a file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from testbed.spec.own_files import OwnFile, bound_names
 _NAME = re.compile(r"[a-z][A-Za-z0-9_.]*", re.ASCII)
 SIGNATURE = "mean_(buffer, group)"
 METHODS_VARIABLE = "TESTBED_METHODS"
-METHODS = "methods"  # the folder by default, and that of the copy among a run's own files
+METHODS = "methods"  # the default folder; the copy in the run folder is in a folder of the same name
 
 
 def methods_dir() -> Path:
-    """The folder of a user's own algorithms: TESTBED_METHODS, else ./methods. Under a controller: the run's copy."""
+    """Return the folder of the user's own algorithms: TESTBED_METHODS, else ./methods.
+
+    A controller sets TESTBED_METHODS of a rank to the folder of the run's copy.
+    """
     return Path(os.environ.get(METHODS_VARIABLE, METHODS))
 
 
 @dataclass(frozen=True)
 class Method:
-    """One file. `name_problem`: why no mode can have its name; empty: the mode `name` is this file."""
+    """One file in the methods folder. `name_problem` says why no mode can have its name; empty if a mode can."""
 
     name: str
     path: Path
@@ -37,30 +40,31 @@ class Method:
 
     @property
     def problem(self) -> str:
-        """Why no run can use the file; empty if nothing is known against it. The file is parsed, not executed."""
+        """Why no run can use the file; empty if no problem is found. The file is parsed, not executed."""
         return self.name_problem or _code_problem(self.path)
 
 
 def own_methods(built_in: Collection[str]) -> list[Method]:
-    """All methods in the folder, also those that cannot be used; names with a leading _ or . are not methods."""
+    """Return all methods in the folder, including unusable ones. A file whose name begins with _ or . is no method."""
     files = sorted(path for path in methods_dir().glob("*.py") if path.name[0] not in "_.")
     return [Method(name := mode_name(path.stem), path, _name_problem(name, path, built_in)) for path in files]
 
 
 def mode_name(stem: str) -> str:
-    """The name of a mode as tables print it: `my_way` -> `my-way`."""
+    """Return the name of a mode as tables print it: `my-way` for `my_way`."""
     return stem.replace("_", "-")
 
 
 def method_path(name: str) -> Path:
-    """The file of the mode `name`."""
+    """Return the path of the file of the mode `name`."""
     return methods_dir() / f"{name.replace('-', '_')}.py"
 
 
 def own_method(name: str) -> OwnFile:
-    """The file of the mode `name` as a run has it. Its copy keeps its name, by which ranks know the mode.
+    """Return the file of the mode `name` as one of a run's own files.
 
-    Messages of ranks name its `path`: a user has to mend that file, not the copy.
+    The copy keeps the file's name, because ranks find the mode's file by its name. Messages of ranks show `path`,
+    without the run folder, because a user has to correct the original file and not the copy.
     """
     path = method_path(name)
     return OwnFile(f"{METHODS}/{path.name}", "mean_", source=path)
@@ -85,7 +89,7 @@ def _code_problem(path: Path) -> str:
     if definition is not None:
         return "" if _takes_two(definition.args) else f"its mean_ does not take two arguments. Write {SIGNATURE}"
     if bound_names(tree) & {"mean_", "*"}:
-        return ""  # assigned or imported: what it is shows when a rank executes the file
+        return ""  # mean_ is assigned or imported: it is checked when a rank executes the file
     return f"defines no {SIGNATURE}. Add it"
 
 

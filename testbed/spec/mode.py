@@ -1,12 +1,12 @@
-"""SyncMode: how gradients are synchronised, in one spelling everywhere.
+"""SyncMode: how gradients are synchronised, written in one way everywhere.
 
     algorithm[/granularity][/schedule][/codec][/every:K[@M]]     e.g. ring, allreduce/param, ring/bucket:2MiB/pipeline
 
 `str(SyncMode.parse(text))` can be parsed again and gives the same value. Defaults are left out, so one mode has one
-spelling. `ring/pipeline` leaves the size of its buckets open: the ranks choose it (rank/sync/buckets.py).
+spelling. `ring/pipeline` has no bucket size: the ranks choose it (rank/sync/buckets.py).
 
 `every:K`    each rank takes K local steps on its own gradients, then parameters are averaged (after the last step too).
-`every:K@M`  for the first M steps gradients are averaged every step, from then on it is `every:K`.
+`every:K@M`  gradients are averaged in each of the first M steps; after them the mode is `every:K`.
 
 To add an algorithm, add a row to ALGORITHMS here and a function to rank/sync/algorithms.py. Everything else is made
 from the row: the list in `testbed modes`, the lower bounds in the report, the colour in figures, and (by `make docs`)
@@ -49,14 +49,14 @@ class Transfer:
         return self.end - self.begin
 
 
-Round = Sequence[Transfer]  # transfers at the same time; the next round begins when all have arrived
+Round = Sequence[Transfer]  # simultaneous transfers; the next round begins when all of them have arrived
 
 
 @dataclass(frozen=True)
 class Rotated(Sequence[Transfer]):
-    """A round in which all ranks do the same: rank k sends what rank 0 sends, k ranks and k shards further round.
+    """A round in which all ranks do the same: rank k's transfers are rank 0's, with receiver and shard moved on by k.
 
-    A round of a thousand ranks takes no more memory than one of four.
+    Only rank 0's transfers are stored, so a round of a thousand ranks takes as much memory as a round of four.
     """
 
     first: tuple[Transfer, ...]  # what rank 0 sends: shards of 1/n, or the whole buffer
@@ -80,34 +80,34 @@ class Rotated(Sequence[Transfer]):
 
 @dataclass(frozen=True)
 class Rounds:
-    """All messages of one synchronisation: `reduce` adds what it receives, `gather` replaces by what it receives."""
+    """All messages of one synchronisation. In `reduce` the receiver adds a message, in `gather` it copies it."""
 
     reduce: tuple[Round, ...] = ()
     gather: tuple[Round, ...] = ()
 
 
-MakeRounds = Callable[[int], Rounds]  # for a number of ranks
-MakeRackRounds = Callable[[Racks], Rounds]  # for the ranks of each rack
+MakeRounds = Callable[[int], Rounds]  # takes the number of ranks
+MakeRackRounds = Callable[[Racks], Rounds]  # takes the ranks of each rack
 
 
 def _mirrored(reduce: list[Round]) -> Rounds:
-    """The gather sends back what the reduce sent, in the opposite order."""
+    """Return rounds whose gather sends back what `reduce` sent, in the opposite order."""
     back = [tuple(replace(t, sender=t.receiver, receiver=t.sender) for t in round_) for round_ in reversed(reduce)]
     return Rounds(tuple(reduce), tuple(back))
 
 
 def _shard(sender: int, receiver: int, number: int, n: int) -> Transfer:
-    """Shard `number` of n; rank k owns shard k."""
+    """Return the transfer of shard `number` of n."""
     return Transfer(sender, receiver, Fraction(number, n), Fraction(number + 1, n))
 
 
 def root_rounds(n: int) -> Rounds:
-    """All other ranks send the whole buffer to rank 0, which sends the mean back to each."""
+    """Return the rounds in which all other ranks send the whole buffer to rank 0, which sends the mean back to each."""
     return _mirrored([tuple(Transfer(rank, 0) for rank in range(1, n))])
 
 
 def ring_rounds(n: int) -> Rounds:
-    """Each rank sends one shard to its right neighbour in each of N-1 rounds, and N-1 rounds more to gather."""
+    """Return N-1 rounds to reduce and N-1 to gather. In each one, every rank sends one shard to its right neighbour."""
 
     def round_(hop: int, first: int) -> Round:
         return Rotated((_shard(0, 1 % n, (first - hop) % n, n),), n)
@@ -117,27 +117,30 @@ def ring_rounds(n: int) -> Rounds:
 
 
 def direct_rounds(n: int) -> Rounds:
-    """Each rank receives its shard from all others at once, and then sends the mean of it to all others."""
+    """Return two rounds: each rank receives its shard from all others at once, then sends its mean to all others."""
     reduce = Rotated(tuple(_shard(0, peer, peer, n) for peer in range(1, n)), n)
     gather = Rotated(tuple(_shard(0, peer, 0, n) for peer in range(1, n)), n)
     return Rounds((reduce,), (gather,))
 
 
 def sequential_ring_rounds(n: int) -> Rounds:
-    """The whole buffer goes from rank to rank, 1 -> 2 -> ... -> 0, and then 0 -> 1 -> ... -> N-1."""
+    """Return rounds in which the whole buffer goes from rank to rank: 1 -> 2 -> ... -> 0, then 0 -> 1 -> ... -> N-1."""
     path = [*range(1, n), 0]
     there = tuple((Transfer(a, b),) for a, b in pairwise(path))
     return Rounds(there, tuple((Transfer(rank, rank + 1),) for rank in range(n - 1)))
 
 
 def tree_rounds(n: int) -> Rounds:
-    """Binomial tree: in round k, ranks 2^k apart form pairs, and the higher rank sends its sum to the lower rank."""
+    """Return a binomial tree: in round k, ranks 2^k apart form pairs; the higher rank sends its sum to the lower."""
     distances = [1 << k for k in range((n - 1).bit_length())]
     return _mirrored([tuple(Transfer(a + d, a) for a in range(0, n, 2 * d) if a + d < n) for d in distances])
 
 
 def halving_rounds(n: int) -> Rounds:
-    """Recursive halving among the first P ranks, P the largest power of two up to N; the others send theirs first."""
+    """Return recursive halving among the first P ranks, P the largest power of two up to N.
+
+    In a round before it, each other rank sends its whole buffer to one of the first ranks.
+    """
     core = 1 << (n.bit_length() - 1)
     rounds: list[Round] = [tuple(Transfer(rank, rank - core) for rank in range(core, n))] if core < n else []
     kept = [(Fraction(0), Fraction(1))] * core
@@ -154,15 +157,16 @@ def halving_rounds(n: int) -> Rounds:
 
 
 def exchange_rounds(n: int) -> Rounds:
-    """Each rank sends its whole buffer to all others at the same time."""
+    """Return one round: each rank sends its whole buffer to all others at the same time."""
     return Rounds(gather=(Rotated(tuple(Transfer(0, peer) for peer in range(1, n)), n),))
 
 
 def hierarchical_rounds(racks: Racks) -> Rounds:
-    """Reduce-scatter inside each rack, a ring across racks for each piece, and all of it back.
+    """Return a reduce-scatter inside each rack, a ring across racks for each piece, and the same rounds backwards.
 
-    Inside a rack of M ranks each owns 1/M of the buffer. Racks may differ in size, so the buffer is cut where any rack
-    cuts it: such a piece has one owner in each of the R racks, and these form a ring that reduces 1/R of it per round.
+    Inside a rack of M ranks each rank owns 1/M of the buffer. Racks may differ in size, so the buffer is cut at the
+    boundaries of all racks. Each piece then has one owner in each of the R racks. The owners of a piece form a ring,
+    which reduces 1/R of the piece per round.
     """
     across = len(racks)
     inside = [
@@ -191,19 +195,19 @@ def hierarchical_rounds(racks: Racks) -> Rounds:
 class Segments:
     """How the messages of a ring are cut: while one segment is added, the next is on the wire."""
 
-    size: int  # bytes, about
-    fewest: int = 1  # of one message
-    most: int | None = None  # None: as many as the size needs
-    in_flight: int | None = None  # at the same time; None: all of a message
+    size: int  # approximate bytes of a segment
+    fewest: int = 1  # smallest number of segments of a message
+    most: int | None = None  # largest number of segments of a message; None: no limit
+    in_flight: int | None = None  # segments that are sent at the same time; None: all of a message
 
     def count(self, message: float) -> int:
-        """The number of segments of a message of so many bytes."""
+        """Return the number of segments of a message of `message` bytes."""
         needed = max(self.fewest, math.ceil(message / self.size))
         return needed if self.most is None else min(self.most, needed)
 
 
 RING_SEGMENTS = Segments(2 << 20, most=8)  # of our ring (rank/sync/algorithms.py)
-GLOO_SEGMENTS = Segments(1 << 20, fewest=2, in_flight=2)  # of Gloo's ring, as its source has them
+GLOO_SEGMENTS = Segments(1 << 20, fewest=2, in_flight=2)  # of Gloo's ring, from its source code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,26 +215,26 @@ class Algorithm:
     """A row of ALGORITHMS; the function that averages is in rank/sync/algorithms.py."""
 
     does: str  # one sentence
-    colour: tuple[str, str]  # in figures: on a light page, on a dark one
-    rounds: MakeRounds | None = None  # None if nothing is sent, and for a user's algorithm, whose messages are unknown
-    rack_rounds: MakeRackRounds | None = None  # instead of `rounds`, of an algorithm that follows the racks
-    time: str = "0"  # of the rounds, as a formula to read: S bytes on links of B byte/s, N ranks; uplinks of U byte/s
+    colour: tuple[str, str]  # in figures: on a light page, on a dark page
+    rounds: MakeRounds | None = None  # None: nothing is sent, or the messages are unknown (a user's algorithm)
+    rack_rounds: MakeRackRounds | None = None  # replaces `rounds` of an algorithm that follows the racks
+    time: str = "0"  # of the rounds, as printed formula: S bytes on links of B byte/s, N ranks; uplinks of U byte/s
     granularities: tuple[str, ...] = ("param", "bucket", "flat")
-    default: str | None = None  # granularity; None: the algorithm decides itself
+    default: str | None = None  # default granularity; None: the algorithm has its own
     segments: Segments | None = None  # None: each message is sent as a whole
-    rooted: bool = False  # everything passes rank 0's link
-    pipelined: bool = False  # `pipeline` sends these rounds: after `reduce` rank k has the sum of shard k
+    rooted: bool = False  # all messages pass rank 0's link
+    pipelined: bool = False  # schedule `pipeline` can send these rounds: after `reduce` rank k has the sum of shard k
     sends_parameters: bool = False  # half of the bytes sent are parameters
-    direct: bool = False  # payloads go straight to the ranks that need them, so they need not be summable
+    direct: bool = False  # a payload goes directly to the ranks that need it, so it need not be summable
     every_refused: str | None = None  # why `every:K` is refused; None: it is allowed
 
     @property
     def follows_racks(self) -> bool:
-        """True if what is sent depends on the racks, so that a run needs some."""
+        """True if the messages depend on the racks, so that a run needs racks."""
         return self.rack_rounds is not None
 
 
-# Colours: Okabe and Ito's hues, darkened or lightened until text in them can be read on the page.
+# Colours are the hues of Okabe and Ito, darkened or lightened until text in these colours is readable on the page.
 ALGORITHMS: dict[str, Algorithm] = {
     "single": Algorithm(
         does="one node, nothing to synchronise",
@@ -325,17 +329,17 @@ ALGORITHMS: dict[str, Algorithm] = {
         every_refused="DDP averages gradients inside backward; use allreduce/.../every:K",
     ),
 }
-# The row of every algorithm that is a file of the user.
+# The row of every algorithm that a file of the user defines.
 USER_METHOD = Algorithm(does="your own", colour=("#3f4a1f", "#b9c67d"), default="flat")
-# The row of a run of the user's own training script, which synchronises as it likes.
+# The row of a run of the user's own training script, which synchronises by itself.
 OWN_SCRIPT = Algorithm(
     does="your own training script, with the synchronisation it has",
     colour=("#8a3ffc", "#b794f6"),
     granularities=(),
     every_refused="the script decides when it synchronises",
 )
-SCRIPT = "script"  # not in ALGORITHMS: `testbed exec` alone runs it
-CONTROL = "none"  # the same ranks without synchronisation; other modes are compared with it
+SCRIPT = "script"  # not in ALGORITHMS, because only `testbed exec` runs it
+CONTROL = "none"  # the same ranks without synchronisation; other modes are compared with this mode
 REFERENCE = "ddp"  # PyTorch's standard way to train on several nodes
 
 SCHEDULES = {
@@ -351,15 +355,15 @@ class Codec:
     """A row of CODECS: what is sent in place of a gradient; the code is in rank/sync/codecs.py."""
 
     does: str
-    bytes: str  # as a fraction of the gradient's
-    example: str  # one spelling of this codec, with a number if the codec takes one
-    share: Callable[[float], float]  # the same as a number, of the codec's own number; about
-    summable: bool  # sums of payloads are payloads, so every algorithm can send this codec
-    number_pattern: str = ""  # regular expression of its number; empty: it takes none
+    bytes: str  # bytes sent as a fraction of the gradient's bytes, as text
+    example: str  # this codec in a mode, e.g. fp16 or topk:0.01
+    share: Callable[[float], float]  # approximate fraction of the gradient's bytes, from the codec's number
+    summable: bool  # the sum of two payloads is a payload, so every algorithm can send this codec
+    number_pattern: str = ""  # regular expression of the codec's number; empty: the codec has no number
     max_number: float = 0
     in_ddp: bool = False  # torch has a DDP hook for this codec
-    rounds: MakeRounds | None = None  # None: those of the algorithm
-    time: str = ""  # of these rounds, as in an algorithm's row
+    rounds: MakeRounds | None = None  # None: the algorithm's rounds
+    time: str = ""  # of these rounds, as in Algorithm
 
 
 CODECS: dict[str, Codec] = {
@@ -389,7 +393,7 @@ CODECS: dict[str, Codec] = {
     "topk": Codec(
         does="the largest fraction F and their indices; the rest is added to the next step's gradient",
         bytes="F N",
-        share=lambda fraction: 2 * fraction,  # an index and a value each
+        share=lambda fraction: 2 * fraction,  # an index and a value for each number that is sent
         example="topk:0.01",
         summable=False,
         number_pattern=r"\d?\.\d{1,6}|\d",
@@ -409,7 +413,7 @@ CODECS: dict[str, Codec] = {
     ),
 }
 
-EVERY = {  # an example: what it does
+EVERY = {  # an example of every:K[@M]: what it does
     "every:4": "4 local steps, then parameters are averaged",
     "every:4@100": "gradients are averaged every step up to step 100, from then on every:4",
 }
@@ -417,18 +421,18 @@ _EVERY = re.compile(r"every:(\d{1,6})(?:@(\d{1,9}))?")
 
 
 def algorithms() -> dict[str, Algorithm]:
-    """The built-in algorithms and the user's own. What is in a file is not looked at: see `unusable_methods`."""
+    """Return the built-in algorithms and the user's own. Files are not read; `unusable_methods` reads them."""
     own = [method for method in own_methods([*ALGORITHMS, SCRIPT]) if not method.name_problem]
     return ALGORITHMS | {each.name: replace(USER_METHOD, does=f"your own, from {each.path}") for each in own}
 
 
 def unusable_methods() -> dict[str, str]:
-    """The files in the methods folder that no run can use, each with the reason."""
+    """Return the files in the methods folder that no run can use, with the reasons."""
     return {str(method.path): problem for method in own_methods([*ALGORITHMS, SCRIPT]) if (problem := method.problem)}
 
 
 def check_method(mode: SyncMode) -> None:
-    """Raise SpecError if a file of the user has the mode's name and cannot be used."""
+    """Raise SpecError if the mode is a file of the user that cannot be used."""
     for method in own_methods([*ALGORITHMS, SCRIPT]):
         if method.name == mode.algorithm and (problem := method.problem):
             raise SpecError(f"mode {str(mode)!r}: {method.path} cannot be used: {problem}.")
@@ -439,11 +443,11 @@ def check_method(mode: SyncMode) -> None:
 
 @dataclass(frozen=True)
 class SyncMode:
-    """One cell of the matrix of modes; build it with `parse`, which refuses illegal cells."""
+    """One combination of algorithm, granularity, schedule, codec and every:K. `parse` refuses illegal combinations."""
 
     algorithm: str
-    granularity: str | None = None  # "param", "flat", "bucket", or None: the algorithm's own
-    bucket: int | None = None  # bytes, with granularity "bucket"; None there: the ranks choose
+    granularity: str | None = None  # "param", "flat" or "bucket"; None: the algorithm has its own
+    bucket: int | None = None  # bytes, for granularity "bucket" only; None: the ranks choose
     schedule: str = DEFAULT_SCHEDULE
     codec: str | None = None  # None: gradients are sent as they are
     codec_number: float | None = None  # F of topk, R of powersgd
@@ -456,9 +460,9 @@ class SyncMode:
         return OWN_SCRIPT if self.is_script else ALGORITHMS.get(self.algorithm, USER_METHOD)
 
     def rounds(self, ranks: int, racks: Racks = ()) -> Rounds | None:
-        """What is sent when the mode synchronises once; None if nothing is sent, or if it is unknown.
+        """Return the messages of one synchronisation; None if nothing is sent, or if the messages are unknown.
 
-        Without racks all ranks are in one.
+        Without racks all ranks are in one rack.
         """
         if self.row.rack_rounds:
             return self.row.rack_rounds(racks or (tuple(range(ranks)),))
@@ -467,13 +471,13 @@ class SyncMode:
 
     @property
     def segments(self) -> Segments | None:
-        """How messages are cut; None if each is sent as a whole."""
+        """How messages are cut; None if a message is sent as a whole."""
         own = self.codec is not None and (CODECS[self.codec].rounds is not None or not CODECS[self.codec].summable)
         return None if own else self.row.segments
 
     @property
     def time(self) -> str:
-        """The time of these rounds as a formula to read."""
+        """The time of these rounds as a printed formula."""
         return (CODECS[self.codec].time if self.codec else "") or self.row.time
 
     @property
@@ -487,22 +491,22 @@ class SyncMode:
 
     @property
     def is_control(self) -> bool:
-        """True if N ranks train independently: the run's time is of interest, its accuracy is not."""
+        """True if N ranks train independently. Only the time of such a run has a meaning, not its accuracy."""
         return self.algorithm == CONTROL
 
     @property
     def is_script(self) -> bool:
-        """True if the user's script synchronises by itself: what it sends is observed, not known beforehand."""
+        """True if the user's script synchronises by itself. Its messages are observed and not known beforehand."""
         return self.algorithm == SCRIPT
 
     @property
     def is_own(self) -> bool:
-        """True if the algorithm is a file of the user (spec/methods.py)."""
+        """True if a file of the user defines the algorithm (spec/methods.py)."""
         return self.row is USER_METHOD
 
     @property
     def is_reference(self) -> bool:
-        """True for DDP, which makes its buckets, starts them and waits for them itself."""
+        """True for DDP, which makes, starts and awaits its buckets itself."""
         return self.algorithm == REFERENCE
 
     @property
@@ -512,7 +516,7 @@ class SyncMode:
 
     @property
     def rooted(self) -> bool:
-        """True if everything passes rank 0's link."""
+        """True if all messages pass rank 0's link."""
         return self.row.rooted
 
     @property
@@ -545,13 +549,13 @@ class SyncMode:
 
     @classmethod
     def parse(cls, text: str) -> SyncMode:
-        """Read a mode; raise SpecError with the reason if the cell is illegal."""
+        """Parse a mode. Raises SpecError with the reason if the combination is illegal."""
         name, *words = text.strip().split("/")
         known = algorithms() | {SCRIPT: OWN_SCRIPT}
         if name not in known:
             if mode_name(name) not in known:
                 raise _unknown_algorithm(text, name)
-            name = mode_name(name)  # a method may be spelled like its file
+            name = mode_name(name)  # a user's method may be written like its file: my_way for my-way
         mode = cls(name, granularity=known[name].default)
         axes = [_read_granularity, _read_schedule, _read_codec, _read_every]  # the order of the words
         if words[:1] == ["pipeline"] and mode.row.pipelined:
@@ -571,7 +575,10 @@ def _unknown_algorithm(text: str, name: str) -> UsageError:
 
 
 def _read_word(mode: SyncMode, word: str, axes: list[Any], text: str) -> SyncMode:
-    """Apply a word to the first remaining axis that accepts it, and remove that axis and those before it."""
+    """Apply a word to the first remaining axis that accepts it; return the new mode. Raises SpecError if none does.
+
+    The axis and all axes before it are removed from `axes`.
+    """
     while axes:
         changes = axes.pop(0)(mode, word, text)
         if changes is not None:
@@ -610,7 +617,7 @@ def _read_schedule(mode: SyncMode, word: str, text: str) -> dict[str, Any] | Non
 
 
 def _schedule_illegal(mode: SyncMode, word: str) -> tuple[str, str]:
-    """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
+    """Return why the mode cannot have this schedule, and what to use instead; two empty texts if it can."""
     if word == "pipeline" and not mode.row.pipelined:
         why = f"sends shards round a ring, over connections of its own; {mode.algorithm} does not"
         return why, "Use ring/pipeline."
@@ -645,7 +652,7 @@ def _read_codec(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
 
 
 def _codec_illegal(mode: SyncMode, codec: Codec, word: str) -> tuple[str, str]:
-    """Why this cell is illegal, and what to use instead; two empty texts if it is legal."""
+    """Return why the mode cannot have this codec, and what to use instead; two empty texts if it can."""
     if mode.silent or mode.is_script:
         does = "decides that itself" if mode.is_script else "sends nothing"
         return f"changes what is sent, and {mode.algorithm} {does}", "Leave the word out."
@@ -686,7 +693,7 @@ LAST_BUCKETS = (8, 4, 2)  # in a pipeline the last buckets have 1/8, 1/4 and 1/2
 
 
 def fill_buckets(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """The numbers of the tensors in each bucket, in their order; a tensor larger than the limit gets its own."""
+    """Return the numbers of the tensors in each bucket, in order. A tensor above the limit gets a bucket of its own."""
     buckets: list[list[int]] = []
     room = 0
     for number, size in enumerate(sizes):
@@ -699,10 +706,10 @@ def fill_buckets(sizes: Iterable[int], limit: int) -> list[list[int]]:
 
 
 def bucket_bounds(total: int, most: int) -> list[int]:
-    """Where the buckets of a pipeline begin and end: `most` elements each, and fewer in the LAST_BUCKETS.
+    """Return the bounds of the buckets of a pipeline: `most` elements each, and fewer in the LAST_BUCKETS.
 
-    The end of the buffer is the first layer. Its gradient is the last to be complete and its values are needed first,
-    so nothing hides the time of its bucket.
+    The end of the buffer is the first layer. Its gradient is complete last, and its new values are needed first. So its
+    bucket is sent while nothing is computed, and a small bucket shortens this time.
     """
     sizes: list[int] = []
     rest = total
@@ -719,9 +726,10 @@ def bucket_bounds(total: int, most: int) -> list[int]:
 
 
 def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
-    """Yield every legal algorithm x granularity x schedule, with one bucket size for all, and those without a size.
+    """Yield every legal combination of algorithm, granularity and schedule, without a codec and every:K.
 
-    `codecs_of` and `every_of` list what can follow.
+    Buckets have the size `bucket`. Modes whose ranks choose the size are included. `codecs_of` and `every_of` return
+    what can be appended.
     """
     sizes = {"bucket": f"bucket:{bucket}"}
     unusable = unusable_methods()
@@ -740,12 +748,12 @@ def legal_modes(bucket: str = "5MiB") -> Iterator[SyncMode]:
 
 
 def codecs_of(mode: SyncMode) -> list[str]:
-    """The codecs that can follow a mode without one; one number stands for all."""
+    """Return the codecs that can be appended to a mode without a codec, each with one example of its number."""
     return [codec.example for codec in CODECS.values() if _can_follow(mode, codec.example)]
 
 
 def every_of(mode: SyncMode) -> list[str]:
-    """Examples of `every:K[@M]` if it can follow a mode without one, else nothing."""
+    """Return examples of `every:K[@M]` if it can be appended to the mode; else an empty list."""
     return [word for word in EVERY if _can_follow(mode, word)]
 
 

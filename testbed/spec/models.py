@@ -1,6 +1,6 @@
 """The known models and the samples that they take. Their code is in rank/models.py; nothing here needs torch.
 
-The table lets a controller, or a container before it shapes its network, refuse what cannot work.
+By this table a controller, or a container before it shapes its network, refuses a model that cannot take the data.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from testbed.spec.datasets import Unit
 from testbed.spec.errors import did_you_mean, refuse
 from testbed.spec.own_files import OwnFile, looks_like_code, own_code
 
-# In the environment of a rank: a user's model may have so many parameters. Known only when the rank has built it.
+# Variable of a rank: the largest number of parameters of a user's model, which is known only when a rank has built it.
 MAX_PARAMETERS_VARIABLE = "TESTBED_MAX_PARAMETERS"
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model takes: square images, or sequences, of `smallest` to `largest` pixels or tokens (None: no limit)."""
+    """What a model takes: square images or sequences, of `smallest` to `largest` pixels or tokens (None: no limit)."""
 
     smallest: int = 1
     largest: int | None = None
     takes: Unit = "images"
     multiple: int = 1  # a side is a multiple of so many pixels
     channels: int | None = 3  # None: any number
-    usual_channels: int = 3  # of the synthetic images that it gets
+    usual_channels: int = 3  # of the synthetic images for this model
     parameters: int = 0  # with 10 classes
     name: str = ""
-    own: OwnFile | None = None  # the user's file that it is in
+    own: OwnFile | None = None  # the user's file that contains the model
 
     @property
     def sizes(self) -> str:
-        """The sizes in words."""
+        """The accepted sizes in words."""
         if self.multiple > 1:
             return f"{self.in_words(self.smallest)} and larger multiples of {self.multiple}"
         if self.largest is None:
@@ -41,15 +41,15 @@ class ModelInfo:
         return f"{self.in_words(self.smallest)} to {self.in_words(self.largest)}"
 
     def fits(self, size: int) -> bool:
-        """Whether it takes images with sides of `size` pixels, or sequences of `size` tokens."""
+        """Return True if the model takes images with sides of `size` pixels, or sequences of `size` tokens."""
         return self.smallest <= size <= (self.largest or size) and size % self.multiple == 0
 
     def in_words(self, size: int) -> str:
-        """A size with its unit."""
+        """Return a size with its unit."""
         return f"{size} x {size}" if self.takes == "images" else f"{size} tokens"
 
 
-# Those of the published reports, made for 32 x 32 images, and two transformers.
+# Models of the published reports, made for 32 x 32 images, and two transformers.
 BUILT_IN_MODELS = {
     "vgg11": ModelInfo(32, 63, channels=None, parameters=9_231_114),
     "resnet18": ModelInfo(1, channels=None, parameters=11_173_962),
@@ -57,7 +57,7 @@ BUILT_IN_MODELS = {
     "vit_tiny": ModelInfo(8, multiple=4, channels=None, parameters=5_362_762),
     "gpt": ModelInfo(8, 1024, "sequences", parameters=10_770_432),  # for 64 tokens
 }
-# torchvision's classifiers, each with its number of parameters with 10 classes.
+# torchvision's classifiers, with their numbers of parameters for 10 classes.
 _PARAMETERS = """
 alexnet:57044810 convnext_base:87576714 convnext_large:196245706 convnext_small:49462378 convnext_tiny:27827818
 densenet121:6964106 densenet161:26494090 densenet169:12501130 densenet201:18112138 efficientnet_b0:4020358
@@ -78,7 +78,7 @@ vgg19_bn:139622218 vit_b_16:85806346 vit_b_32:87462922 vit_h_14:630777610 vit_l_
 wide_resnet101_2:124858186 wide_resnet50_2:66854730
 """
 FIXED_SIZE = 224
-_LIMITS = {  # by the beginning of the name; all others take images of any size
+_LIMITS = {  # by the beginning of the model's name; all other models take images of any size
     "alexnet": ModelInfo(63),
     "convnext": ModelInfo(32),
     "densenet": ModelInfo(29),
@@ -99,11 +99,11 @@ TORCHVISION_MODELS = {
     name: replace(_of_torchvision(name), parameters=int(count))
     for name, _, count in (word.partition(":") for word in _PARAMETERS.split())
 }
-MODELS = TORCHVISION_MODELS | BUILT_IN_MODELS  # two of torchvision's are replaced
+MODELS = TORCHVISION_MODELS | BUILT_IN_MODELS  # vgg11 and resnet18 of torchvision are replaced
 
 
 def model_info(name: str) -> ModelInfo:
-    """The model of that name; SpecError if there is none."""
+    """Return the model of that name. Raises SpecError if there is none."""
     if code := own_code(name):
         return ModelInfo(takes="samples", channels=None, name=name, own=code)
     if looks_like_code(name):

@@ -1,9 +1,9 @@
 """A user's own files: `file.py:function` for a model or a data set, `text:FILE` for text, methods/NAME.py for a mode.
 
-Also `emulated:FILE`, a profile whose times are replayed instead of a model's compute.
+`emulated:FILE` is one too: a profile whose times are replayed instead of a model's compute.
 
 The spec keeps the name as it was written, and the SHA-256 of the file in `files`. The controller copies the file into
-the run folder, where every rank reads it: the folder shows what was trained. Nothing here executes a file.
+the run folder, where every rank reads it. So the folder shows what was trained. Nothing here executes a file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _CODE = re.compile(r"(?P<path>[^\0:]+\.py):(?P<function>[A-Za-z_]\w*)", re.ASCII
 
 @dataclass(frozen=True)
 class OwnFile:
-    """A file that a name stands for; `function` is empty for text.
+    """The file that a name of the spec refers to. `function` is empty for text and profiles.
 
-    `path` names it in the spec. `source` is where the controller reads it, if that is another path; then the copy in
-    the run folder keeps the name.
+    `path` is its path in the spec. If the controller reads the file from another path, that is `source`, and the copy
+    in the run folder has `path` as its relative path.
     """
 
     path: str
@@ -41,30 +41,30 @@ class OwnFile:
 
     @property
     def place(self) -> Path:
-        """Where the controller reads it."""
+        """The path from which the controller reads the file."""
         return self.source or Path(self.path)
 
     def copied_to(self, folder: Path, digest: str) -> Path:
-        """Its copy in `folder`."""
+        """Return the path of the copy in `folder`."""
         return folder / (self.path if self.source else file_name(self.path, digest))
 
 
 def own_code(name: str) -> OwnFile | None:
-    """The file and the function of `file.py:function`; None for any other name."""
+    """Return the file and the function of `file.py:function`; None for any other name."""
     found = _CODE.fullmatch(name)
     return OwnFile(found["path"], found["function"]) if found else None
 
 
 def own_text(name: str) -> OwnFile | None:
-    """The file of `text:FILE`; None for any other name."""
+    """Return the file of `text:FILE`; None for any other name."""
     path = name.removeprefix(TEXT_PREFIX)
     return OwnFile(path) if path and path != name and "\0" not in path else None
 
 
 def own_profile(compute: str) -> OwnFile | None:
-    """The file of `emulated:FILE`; None for `real`, and for `emulated`, whose profile is still to be recorded.
+    """Return the file of `emulated:FILE`; None for `real`, and for `emulated`, whose profile is not recorded yet.
 
-    Raises SpecError for anything else.
+    Raises SpecError for any other text.
     """
     kind, _, path = compute.partition(":")
     if compute in (REAL, EMULATED):
@@ -76,18 +76,18 @@ def own_profile(compute: str) -> OwnFile | None:
 
 
 def looks_like_code(name: str) -> bool:
-    """Whether a name that is none of ours was meant as `file.py:function`."""
+    """Return True if an unknown name was probably meant as `file.py:function`."""
     return ".py" in name
 
 
 def file_name(path: str, digest: str) -> str:
-    """The name of the copy in the run folder: it differs for two files of one name."""
+    """Return the name of the copy in the run folder. Two files of the same name get different names."""
     safe = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(path).name)[-80:]
     return f"{digest[:12]}-{safe}"
 
 
 def read(key: str, name: str, file: OwnFile) -> bytes:
-    """The content of a file. Raises SpecError, with `key` and `name` in its message, if it cannot be used."""
+    """Return the content of a file. Raises SpecError if the file cannot be used; the message has `key` and `name`."""
     path = file.place
     try:
         if not path.is_file():
@@ -106,12 +106,12 @@ def read(key: str, name: str, file: OwnFile) -> bytes:
 
 
 def digest_of(content: bytes) -> str:
-    """The SHA-256 of a file, as `files` in a spec has it."""
+    """Return the SHA-256 of a file, as `files` in a spec has it."""
     return hashlib.sha256(content).hexdigest()
 
 
 def copy_of(folder: Path, file: OwnFile, digest: str) -> Path:
-    """The copy of a file in `folder`, for a rank that reads it. Raises SpecError if it is not the recorded one."""
+    """Return the path of a file's copy in `folder`. Raises SpecError if its SHA-256 is not the recorded one."""
     copy = file.copied_to(folder, digest)
     try:
         content = copy.read_bytes()
@@ -140,7 +140,7 @@ def _definitions(tree: ast.Module) -> set[str]:
 
 
 def bound_names(tree: ast.Module) -> set[str]:
-    """The names that a file assigns or imports anywhere; "*" if it imports all names of a module."""
+    """Return the names that a file assigns or imports anywhere, and "*" if it imports all names of a module."""
     nodes = list(ast.walk(tree))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     imports = [alias for node in nodes if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names]

@@ -1,6 +1,6 @@
-"""The command prefix that drops all privileges. Ranks in a container start with it.
+"""Command prefixes that drop privileges, so that ranks and scripts start without rights that they do not need.
 
-The compose substrate and docker/entrypoint.py use it, on either side of the container.
+Used on the host by substrates, and in a container by docker/entrypoint.py.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 
 NOBODY = 65534  # uid and gid of a rank if root owns the run folder, and of a script that is not trusted
 LAUNCHER = 65533  # uid and gid of the launcher of such a script, if root owns the run folder
-# What that launcher needs to start the script as another user, to give it its files, and to end it.
+# The launcher starts the script as another user, changes the owner of the script's files, and ends the script.
 LAUNCHER_CAPABILITIES = ("chown", "kill", "setgid", "setpcap", "setuid")
 
 
 def alone_as(uid_map: Path = Path("/proc/self/uid_map")) -> int | None:
-    """Return the user that uid 0 really is, in a user namespace that has no other user; else None.
+    """Return the uid outside that uid 0 maps to, in a user namespace that maps no other uid; else None.
 
-    There root has that user's rights on files, and can become nobody else.
+    In such a namespace root has that user's rights on files and cannot change to another user.
     """
     try:
         lines = [line.split() for line in uid_map.read_text().splitlines()]
@@ -34,14 +34,17 @@ def is_root() -> bool:
 
 
 def as_outside(uid: int, gid: int) -> list[str]:
-    """Run with the ids that uid and gid 0 have outside of this user namespace, without any right in it."""
+    """Return the prefix that runs a command in a user namespace of its own, with this uid and gid and without rights.
+
+    `uid` and `gid` are the ids that 0 maps to outside of the present namespace.
+    """
     return ["unshare", "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
 
 
 def without_privileges(uid: int, gid: int, kept: Sequence[str] = ()) -> list[str]:
-    """Run as this user without groups, without capabilities, and without a way to gain them from a set-uid file.
+    """Return the prefix that runs a command as this user, without groups, capabilities or a way to gain privileges.
 
-    `kept`: capabilities that the command has all the same.
+    The command keeps the capabilities in `kept`. A set-uid file gives it no privileges.
     """
     user = ["--reuid", str(uid), "--regid", str(gid), "--clear-groups"]
     wanted = ",".join(["-all", *(f"+{name}" for name in kept)])
@@ -50,5 +53,5 @@ def without_privileges(uid: int, gid: int, kept: Sequence[str] = ()) -> list[str
 
 
 def without_new_privileges() -> list[str]:
-    """Run as the present user, without a way to gain privileges. Any user may do this."""
+    """Return the prefix that runs a command as the present user, without a way to gain privileges. Needs no rights."""
     return ["setpriv", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs", "--"]

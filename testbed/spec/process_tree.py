@@ -1,4 +1,4 @@
-"""Processes that descend from one process, by /proc. Both sides use it: the controller and the launcher of a script."""
+"""Finds and ends all descendants of a process by /proc. The controller and the launcher of a script use it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ POLL_S = 0.01
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of orphaned descendants, so that `descendants` finds them. No error is raised.
+    """Make this process the parent of its orphaned descendants, so that `descendants` finds them. Errors are ignored.
 
-    A process that starts a session of its own and whose parent ends, e.g. a daemon, stays in the tree then.
+    Then a process that starts a session of its own and whose parent ends, e.g. a daemon, stays in the tree.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -44,7 +44,10 @@ def descendants(root: int, proc: Path = PROC) -> list[int]:
 
 
 def end_descendants(root: int, grace_s: float = 0.0) -> list[int]:
-    """End all descendants: SIGTERM if there is a grace, then SIGKILL until none is left. Return what was killed."""
+    """End all descendants and return those that were killed.
+
+    Send SIGTERM if there is a grace period, then SIGKILL until no descendant is left, for END_TIMEOUT_S at most.
+    """
     deadline = time.monotonic() + grace_s
     if grace_s:
         _send(descendants(root), signal.SIGTERM)

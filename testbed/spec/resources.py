@@ -1,7 +1,7 @@
-"""What a node may use of its machine: a share of the processors, its cores, and memory.
+"""What a node may use of its machine: a CPU share, its cores, and memory.
 
-A share is a quota per period, as the kernel and the Docker engine take it. A container whose memory cannot even hold a
-loaded rank is refused, instead of killed without a reason.
+The kernel and the Docker engine take a CPU share as quota per period. If a container's memory limit is too small for a
+rank, the run is refused with the reason; otherwise the kernel would kill the rank without a reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIN_QUOTA_US = 1_000  # the kernel refuses less
 MAX_PERIOD_US = 1_000_000
 
 
-NO_QUOTA = -1  # as version 1 of cgroups and the Docker engine write it
+NO_QUOTA = -1  # the value in cgroups v1 and in the Docker engine
 
 
 def quota_and_period(cpus: float | None) -> tuple[int, int]:
@@ -38,10 +38,10 @@ def quota_and_period(cpus: float | None) -> tuple[int, int]:
 
 
 def divide_cores(threads: int, cpus: Sequence[float | None], cores: Sequence[int]) -> list[frozenset[int] | None]:
-    """Return each node's cores if all nodes can get an equal number; else None for all, and the kernel decides.
+    """Return the cores of each node if all nodes can get equally many; else None for all nodes: no affinity is set.
 
-    Every node computes with `threads` threads; `cpus` are the nodes' quotas in cores. With more cores than threads no
-    core is shared. The kernel also decides then, because cores may differ in speed.
+    Every node computes with `threads` threads; `cpus` are the nodes' quotas in cores. If there are more cores than
+    threads of all nodes, no affinity is set either: no core is shared then, and cores may differ in speed.
     """
     nodes = len(cpus)
     if len(cores) % threads or nodes * threads % len(cores):
@@ -52,25 +52,25 @@ def divide_cores(threads: int, cpus: Sequence[float | None], cores: Sequence[int
     return [groups[node % len(groups)] for node in range(nodes)]
 
 
-LOADED_BYTES = 128 << 20  # a rank that has imported torch uses about 155 MiB that the kernel cannot drop
+LOADED_BYTES = 128 << 20  # a rank that has imported torch uses about 155 MiB that the kernel cannot reclaim
 DEFAULT_LIMIT = "2g"  # of a container, where MEM_LIMIT is not set
-CGROUP = Path("/sys/fs/cgroup")  # in a container: its own
+CGROUP = Path("/sys/fs/cgroup")  # in a container this is the container's own cgroup
 LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # cgroups v2, v1
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([bkmgt]?)b?", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def least_memory_bytes(spec: RunSpec) -> int:
-    """Bytes without which no rank of the run can train; what it really needs is more."""
+    """Return a lower bound of the bytes that a rank of the run needs to train."""
     itemsize = {"float32": 4, "float64": 8}[spec.dtype]
     copies = 2 + max(1, _optimizer_copies(spec))  # values, gradients, and the state or a buffer that is sent
     return LOADED_BYTES + copies * itemsize * model_info(spec.model).parameters
 
 
 def _optimizer_copies(spec: RunSpec) -> int:
-    """Numbers that the optimizer keeps of each parameter."""
+    """Return how many numbers the optimizer keeps for each parameter."""
     if spec.mode.schedule == "pipeline":
-        return 0  # of 1/N of the parameters only
+        return 0  # a rank has the state of 1/N of the parameters only
     momentum = 1 if spec.optimizer.momentum else 0
     return {"sgd": momentum, "adam": 2, "rmsprop": 1 + momentum}[spec.optimizer.name]
 
@@ -85,7 +85,7 @@ def check_memory(spec: RunSpec, limit_bytes: int | None) -> None:
 
 
 def read_limit(text: str) -> int:
-    """The bytes that MEM_LIMIT means, in Docker's spelling: 512m, 2g. Raises SpecError."""
+    """Return the bytes of MEM_LIMIT, which is written as for Docker: 512m, 2g. Raises SpecError."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise refuse("MEM_LIMIT", text, "must be a number and one of b, k, m, g", "Write e.g. MEM_LIMIT=2g.")
@@ -93,7 +93,7 @@ def read_limit(text: str) -> int:
 
 
 def limit_of_container(cgroup: Path = CGROUP) -> int | None:
-    """The memory limit of the container that this process is in; None if there is none."""
+    """Return the memory limit of this process's container in bytes; None if there is no limit."""
     for name in LIMIT_FILES:
         try:
             return int((cgroup / name).read_text())

@@ -1,7 +1,7 @@
-"""RunSpec: everything that is requested of one run. A rank reads nothing else: spec.json holds it.
+"""RunSpec: everything that is requested of one run. Ranks read it from spec.json.
 
-The command line, an experiment or the environment of a container make one; every rule that connects several of its
-values is checked here, when it is built.
+It is made from the command line, from an experiment or from the environment of a container. Every rule that connects
+several values is checked here, when the spec is built.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from testbed.spec.words import can_set, name_of, refuse_setting, setting
 
 START_DEADLINE_S = 60.0  # for all ranks to start and connect
 STEP_DEADLINE_S = 20.0  # for one wait in a step, in addition to the time of the transfer
-DEFAULT_PORT = 29_500  # of the rendezvous where no other process uses it; the next one is the probe's
+DEFAULT_PORT = 29_500  # of the rendezvous, on nodes whose ports no other run uses; the probe uses the next port
 MAX_DIVISOR = 64  # divisors up to this are named in a message
-MAX_DILATION = 1000.0  # a step of a second takes a quarter of an hour then
+MAX_DILATION = 1000.0  # with it, a step of a second takes a quarter of an hour
 # Version of spec.json, rankN.jsonl, faults.jsonl, receipt.json and summary.json together. It is raised if a key changes
 # its meaning or is removed. A new key with a default does not raise it: files without it stay readable, and ranks read
 # spec.json with the code that wrote it (an image of other code is refused). An older testbed names the unknown key.
 SCHEMA = 3
-# What our own loop trains. A user's script has a model, data and a batch of its own, so its files lack these keys.
+# Keys of our own training loop. A user's script has its own model, data and batch, so these keys are left out of its
+# spec.json.
 OF_OUR_LOOP = (
     *("placement", "model", "dtype", "batchnorm", "data", "batch", "batch_per_rank", "accumulate"),
     *("micro_batch", "epochs", "evaluate", "optimizer", "checkpoint", "profile", "layers", "compute", "dilation"),
@@ -61,7 +62,7 @@ def _check_compute(compute: str) -> str:
 class DataSpec(Spec):
     """The training data, and how the ranks divide it."""
 
-    # one of DATASETS, file.py:function, or text:FILE
+    # a name in DATASETS, file.py:function, or text:FILE
     name: Annotated[str, AfterValidator(validator(lambda name: dataset_info(name).name))] = "cifar10"
     # number of training images, drawn with the seed; None: all
     subset: int | None = Field(default=None, gt=0, examples=[1000])
@@ -70,22 +71,22 @@ class DataSpec(Spec):
     augment: bool | None = None  # random crop and flip; None: for cifar10 only
     # images per step of each rank, if they are not equal
     shares: tuple[int, ...] | None = Field(default=None, examples=[[96, 64, 64, 32]])
-    # images are resized to size x size, sequences have so many tokens; None: as they are
+    # images are resized to size x size, sequences have this number of tokens; None: the data set's own size
     size: int | None = Field(default=None, ge=8, le=1024, examples=[224])
 
 
 class OptimizerSpec(Spec):
-    """The optimizer; the default learning rate is for VGG-11 on CIFAR-10 at batch 256."""
+    """The optimizer. The default learning rate is for VGG-11 on CIFAR-10 at batch 256."""
 
     name: Literal["sgd", "adam", "rmsprop"] = "sgd"
     lr: float = Field(default=0.02, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=5e-4, ge=0)
-    # the global batch that lr is for; lr is scaled to ours
+    # the global batch for which lr is given; lr is scaled to the run's global batch. None: not scaled
     base_batch: int | None = Field(default=None, gt=0, examples=[256])
     warmup: int = Field(default=0, ge=0)  # steps over which lr rises linearly to its value
     schedule: Literal["constant", "step", "cosine", "cyclic"] = "constant"
-    period: int = Field(default=100, gt=0)  # steps between drops (step), of a half cycle (cyclic)
+    period: int = Field(default=100, gt=0)  # steps between two drops (step), steps of a half cycle (cyclic)
     gamma: float = Field(default=0.1, gt=0, le=1)  # factor of a drop (step), lowest share of lr (cyclic)
     clip: float | None = Field(default=None, gt=0)  # largest norm of the whole gradient
 
@@ -94,7 +95,7 @@ class NodeSpec(Spec):
     """A node's share of the machine."""
 
     cpus: float | None = Field(default=None, gt=0, le=1024, examples=[0.4])  # cores; None: no limit
-    pinned: bool = True  # to cores of its own, if the cores can be divided evenly
+    pinned: bool = True  # the node gets an affinity to certain cores, if these can be divided evenly
     congestion: str | None = Field(  # TCP congestion control
         default="cubic", pattern=r"^[a-z0-9_]{1,15}$", description="at most 15 lower-case letters, digits and _"
     )
@@ -108,7 +109,7 @@ class NodeOverride(Spec):
 
 
 class RunSpec(Spec):
-    """One run: mode, size, network, seed. Everything has a default."""
+    """One run: mode, size, network, seed. Every key has a default."""
 
     version: int = Field(default=SCHEMA, alias="schema")
     experiment: str = Field(
@@ -117,18 +118,18 @@ class RunSpec(Spec):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$", description=FOLDER_NAME.format(128))
 
     mode: Mode = Field(default=SyncMode.parse("ring"), examples=["ring"])
-    # the user's training script, instead of our loop; model, data and batch are its own then
+    # the user's training script, which replaces our loop; it has its own model, data and batch
     script: ScriptSpec | None = None
     # after-step: the mistake of published experiment R3 (experiments/r3.toml)
     placement: Literal["before-step", "after-step"] = "before-step"
     nodes: int = Field(default=4, ge=1, le=256)
-    # one of MODELS, or file.py:function
+    # a name in MODELS, or file.py:function
     model: Annotated[str, AfterValidator(validator(lambda name: model_info(name).name))] = "vgg11"
     # SHA-256 of the user's own files that mode, model, data and compute name, by their paths; the run folder has copies
     files: dict[str, str] = Field(default={}, examples=[{"my_model.py": "5f70bf18a08660b2..."}])
-    # real; emulated:FILE replays the times of a profile; emulated: of one that is recorded before the run
+    # real; emulated:FILE replays the times of the profile FILE; emulated records a profile before the run
     compute: Annotated[str, AfterValidator(validator(_check_compute))] = Field(default=REAL, examples=[EMULATED])
-    # all times of an emulated run are so many times longer, and all figures are divided by it; None: the tool chooses
+    # factor by which all times of an emulated run are longer; readers divide by it. None: the testbed chooses it
     dilation: float | None = Field(default=None, ge=1, le=MAX_DILATION, examples=[4.0])
     dtype: Literal["float32", "float64"] = "float32"
     batchnorm: Literal["local", "broadcast", "average", "untracked"] = "broadcast"
@@ -153,22 +154,22 @@ class RunSpec(Spec):
     # "node2" -> what differs there
     overrides: dict[str, NodeOverride] = Field(default={}, examples=[{"node2": {"cpus": 0.1}}])
     probe: bool = True  # measure the network before training
-    keep_going: bool = False  # train even if the network is not the requested one; the run stays invalid
+    keep_going: bool = False  # train even if the network is not the requested one; the run is marked invalid
     spans: bool = True  # record every phase, buffer and stall of a step; False: sums only
-    profile: bool = False  # torch.profiler over the first steps after warm-up; they are slower then
+    profile: bool = False  # run torch.profiler over the first steps after warm-up, which makes these steps slower
     layers: bool = False  # record how long each layer computes: profile.json in the run folder
-    # seconds of one wait; None: from the rate of the link
+    # seconds that one wait may take; None: calculated from the rate of the link
     deadline: float | None = Field(default=None, gt=0, le=86400, examples=[60.0])
     start_deadline: float = Field(default=START_DEADLINE_S, gt=0, le=86400)  # seconds for all ranks to connect
-    # steps from one checkpoint to the next; None: none
+    # steps from one checkpoint to the next; None: no checkpoints
     checkpoint: int | None = Field(default=None, gt=0, examples=[10])
     retries: int = Field(default=0, ge=0, le=100)  # restarts of all ranks from the last checkpoint
     faults: Faults = Field(default=(), max_length=MAX_FAULTS, examples=[["kill:rank2@step10"]])
-    port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free one
+    port: int = Field(default=0, ge=0, le=65535)  # of the rendezvous; 0: any free port
 
     @property
     def world(self) -> int:
-        """Ranks that train: one in `single`, else one per node."""
+        """The number of ranks that train: one in `single`, else one per node."""
         return self.nodes if self.mode.distributed else 1
 
     @property
@@ -177,24 +178,27 @@ class RunSpec(Spec):
 
     @property
     def emulated(self) -> bool:
-        """True if recorded times are replayed: loss and accuracy have no meaning then."""
+        """True if recorded times are replayed, so that loss and accuracy have no meaning."""
         return self.compute != REAL
 
     def local_batch(self, rank: int) -> int:
-        """Images per step of one rank."""
+        """Return the images per step of one rank."""
         return self.data.shares[rank] if self.uneven and self.data.shares else self.global_batch // self.world
 
     def passes(self, rank: int) -> int:
-        """Micro-batches per step of one rank."""
+        """Return the micro-batches per step of one rank."""
         return self.local_batch(rank) // self.micro_batch if self.micro_batch else self.accumulate
 
     def sample_shape(self, *, resized: bool = True) -> Shape:
-        """The shape of an image or a sequence as the model gets it; `resized` False: images as they are stored."""
+        """Return the shape of an image or a sequence as the model gets it; with `resized` False, as images are stored.
+
+        It is empty for a user's data set, whose shape is known when a rank has executed the file.
+        """
         info = dataset_info(self.data.name)
         if info.unit == "sequences":
             return (self.data.size or info.shape[0],)
         if info.unit == "samples":
-            return ()  # known when a rank has executed the file
+            return ()
         channels, height, width = info.shape
         if info.generated:
             channels = model_info(self.model).usual_channels
@@ -203,32 +207,32 @@ class RunSpec(Spec):
 
     @property
     def own_files(self) -> dict[str, tuple[str, OwnFile]]:
-        """The user's own files by the key that names them, each with the name as it was written."""
+        """The user's own files by the key that refers to them: the text of the key, and the file."""
         found: dict[str, tuple[str, OwnFile | None]] = {"compute": (self.compute, own_profile(self.compute))}
-        if not self.emulated:  # which needs neither the model's code nor the data
+        if not self.emulated:  # an emulated run needs neither the model's code nor the data
             found["model"] = (self.model, model_info(self.model).own)
             found["data.name"] = (self.data.name, dataset_info(self.data.name).own)
         found["mode"] = (str(self.mode), own_method(self.mode.algorithm) if self.mode.is_own else None)
         return {key: (name, own) for key, (name, own) in found.items() if own}
 
     def with_files(self) -> RunSpec:
-        """The spec with the SHA-256 of the user's own files. Raises SpecError if one cannot be used."""
+        """Return the spec with the SHA-256 of the user's own files. Raises SpecError if a file cannot be used."""
         check_method(self.mode)
         files = {own.path: digest_of(read(name_of(key), name, own)) for key, (name, own) in self.own_files.items()}
         return self.model_copy(update={"files": files})
 
     def link_of(self, rank: int) -> Link:
-        """The link of a node: its override, else that of all nodes."""
+        """Return the link of a node: its override, else the link of all nodes."""
         return self._override(rank).link or self.link
 
     @property
     def rates(self) -> list[int | None]:
-        """The requested rates of the links of all ranks in bit/s; None where it is not limited."""
+        """The requested rates of the links of all ranks in bit/s; None for a link without a limit."""
         return [self.link_of(rank).rate for rank in range(self.world)]
 
     @property
     def fabric(self) -> Fabric:
-        """What is requested of links and uplinks, by rank."""
+        """The requested rates and distances of links and uplinks, by rank."""
         topology = self.topology
         return Fabric.of(
             self.rates,
@@ -240,11 +244,11 @@ class RunSpec(Spec):
 
     @property
     def limiting_rates(self) -> list[int]:
-        """All requested rates in bit/s that limit what a rank sends: of links, and of uplinks."""
+        """The requested rates of all links and of the uplinks in bit/s, without those that are not limited."""
         return [rate for rate in (*self.rates, self.topology.uplink if self.world > 1 else None) if rate]
 
     def cpus_of(self, rank: int) -> float | None:
-        """The CPU share of a node in cores: its override, else that of all nodes."""
+        """Return the CPU share of a node in cores: its override, else the share of all nodes."""
         return self._override(rank).cpus or self.node.cpus
 
     def _override(self, rank: int) -> NodeOverride:
@@ -252,29 +256,30 @@ class RunSpec(Spec):
 
     @property
     def links_requested(self) -> str:
-        """Every requested link in words, those of single nodes included; empty if there is none."""
+        """All requested links in words, including those of single nodes and of racks; empty if there are none."""
         links = {"": self.link} | {f" of {name}": own.link for name, own in self.overrides.items() if own.link}
         requested = {whose: link.model_dump_json(exclude_defaults=True) for whose, link in links.items() if link.shaped}
         words = [f"link {link}{whose}" for whose, link in requested.items()]
         return ", ".join([*words, *([self.topology.requested] if self.topology.requested else [])])
 
     def without_shaping(self, *, keep_cpus: bool = False) -> RunSpec:
-        """The spec without links, uplinks, overrides, congestion control and CPU quota: only what is applied.
+        """Return the spec without links, uplinks, overrides, congestion control and CPU quota.
 
-        `keep_cpus` keeps the quota that all nodes share. The racks stay: they are where the nodes are.
+        It is for substrates that apply none of these. `keep_cpus` keeps the CPU quota that is the same for all nodes.
+        The racks stay, because they say where the nodes are.
         """
         node = self.node.model_copy(update={"congestion": None, "cpus": self.node.cpus if keep_cpus else None})
         topology = Topology(racks=self.topology.racks)
         return self.model_copy(update={"link": Link(), "topology": topology, "node": node, "overrides": {}})
 
     def without_quotas(self) -> RunSpec:
-        """The spec without CPU quotas."""
+        """Return the spec without CPU quotas."""
         own = {name: each.model_copy(update={"cpus": None}) for name, each in self.overrides.items()}
         kept = {name: each for name, each in own.items() if each.link is not None}
         return self.model_copy(update={"node": self.node.model_copy(update={"cpus": None}), "overrides": kept})
 
     def fault_schedule(self) -> tuple[Fault, ...]:
-        """The faults with every `?` replaced by a drawn number; the same for the same seed."""
+        """Return the faults with every `?` replaced by a drawn number. The same seed draws the same numbers."""
         return draw_random(self.faults, self.seed, self.world, self.steps)
 
     @property
@@ -283,14 +288,14 @@ class RunSpec(Spec):
 
     @property
     def replicas_must_agree(self) -> bool:
-        """False only for runs whose replicas differ on purpose."""
+        """False for runs whose replicas differ on purpose; else True."""
         return self.placement == "before-step" and not self.mode.is_control
 
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, values: Any) -> Any:
         if not isinstance(values, dict):
-            return values  # pydantic refuses it
+            return values  # pydantic refuses such values
         values = dict(values)
         if values.get("batch") is None and values.get("batch_per_rank") is None:
             values |= {"batch": 256} if values.get("script") is None else {"batch_per_rank": 1}
@@ -331,12 +336,12 @@ class RunSpec(Spec):
         return values if self.script is None else {k: v for k, v in values.items() if k not in OF_OUR_LOOP}
 
     def to_json(self) -> str:
-        """The content of spec.json, with every value written out."""
+        """Return the content of spec.json, with every value written out."""
         return self.model_dump_json(by_alias=True, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str) -> RunSpec:
-        """Parse spec.json; SchemaError if another version wrote it, SpecError if it is damaged."""
+        """Parse spec.json. Raises SchemaError if another version wrote it, SpecError if it is damaged."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -363,7 +368,7 @@ def _check_script(spec: RunSpec) -> None:
 
 
 def _check_instead(spec: RunSpec) -> None:
-    """A mode that replaces the synchronisation of a script must average gradients in every step."""
+    """Raise SpecError if a mode that is to replace a script's synchronisation does not average gradients every step."""
     mode, way_out = str(spec.mode), "Use a mode that averages gradients in every step, e.g. ring/bucket:2MiB/overlap."
     if spec.mode.silent:
         raise SpecError(f"--instead {mode}: synchronises nothing. {way_out}")
@@ -383,7 +388,7 @@ def _takes_text(model: object) -> bool:
 def _check_model(spec: RunSpec) -> None:
     info, data = model_info(spec.model), dataset_info(spec.data.name)
     if "samples" in (info.takes, data.unit):
-        return  # what a file of the user's takes or gives is known when it is executed
+        return  # the shapes of a user's model or data are known only when a rank executes the file
     *channels, size = spec.sample_shape()[:2]  # images are square
     if info.takes != data.unit:
         others = ", ".join(name for name, each in BUILT_IN_MODELS.items() if each.takes == data.unit)
@@ -400,17 +405,16 @@ def _check_model(spec: RunSpec) -> None:
 
 def _check_images(spec: RunSpec) -> None:
     info, data = dataset_info(spec.data.name), spec.data
-    for key, requested, available in (
-        ("subset", data.subset, info.train),
-        ("test_subset", data.test_subset, info.test),
+    for key, requested, available, use in (
+        ("subset", data.subset, info.train, "training"),
+        ("test_subset", data.test_subset, info.test, "test"),
     ):
         if requested is not None and available is not None and requested > available:
-            raise refuse_setting(
-                f"data.{key}", requested, f"{data.name} has {available} such {info.unit}", "Request fewer."
-            )
+            rule = f"{data.name} has {available} {use} {info.unit}"
+            raise refuse_setting(f"data.{key}", requested, rule, "Request fewer.")
     need = spec.global_batch if spec.uneven else spec.world
     if data.subset is not None and data.subset < need:
-        rule = f"one step needs {need} {info.unit} at least"
+        rule = f"one step needs at least {need} {info.unit}"
         raise refuse_setting("data.subset", data.subset, rule, "Request more.")
 
 
@@ -469,7 +473,7 @@ def _check_overrides(spec: RunSpec) -> None:
     names = [f"node{k}" for k in range(spec.nodes)]
     for name in spec.overrides:
         if name not in names:
-            rule = f"there is no such node among {spec.nodes}. Known: {', '.join(names)}."
+            rule = f"the run has {len(names)} nodes. Use {', '.join(names)}."
             raise SpecError(f"{name_of(f'overrides.{one_line(name)}')}: {rule}")
 
 
@@ -490,7 +494,7 @@ def _check_layers(spec: RunSpec) -> None:
 
 def _check_emulated(spec: RunSpec) -> None:
     if spec.emulated and spec.evaluate != "never":
-        rule = f"{setting('compute', spec.compute)} learns nothing that could be tested"
+        rule = f"with {setting('compute', spec.compute)} the model learns nothing, so a test has no meaning"
         raise refuse_setting("evaluate", spec.evaluate, rule, f"Use {setting('evaluate', 'never')}, or leave it out.")
     if spec.dilation in (None, 1.0):
         return
@@ -514,6 +518,6 @@ def _check_faults(spec: RunSpec) -> None:
 
 def _check_length(spec: RunSpec) -> None:
     if spec.steps is not None and spec.steps <= spec.warmup:
-        rule = f"the first {spec.warmup} iterations are left out of all times, so nothing would remain"
+        rule = f"the first {spec.warmup} steps are left out of all times, so no step would remain"
         way_out = f"Use {setting('steps', spec.warmup + 1)} or more, or {setting('warmup', 0)}."
         raise refuse_setting("steps", spec.steps, rule, way_out)

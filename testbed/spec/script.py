@@ -1,8 +1,8 @@
-"""ScriptSpec: a training script of the user's, which runs unchanged on every node.
+"""ScriptSpec: the user's training script, which runs unchanged on every node.
 
 Its command line may contain placeholders, e.g. `python main.py --rank {rank}`. torchrun's variables (RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT) are always in its environment. Its folder is copied for every rank: `walk` yields what is
-copied, `check_tree` refuses too much.
+copied, and `check_tree` refuses a folder that is too large.
 """
 
 from __future__ import annotations
@@ -33,29 +33,33 @@ PLACEHOLDERS = {
 }
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 MAX_OUTPUT_BYTES = 64 << 20  # of a rank's log
-# of a script's folder
+# names in a script's folder that are not copied
 NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "runs", ".mypy_cache", ".pytest_cache")
-# What is kept of the files that a script writes to its working copy.
+# Limits of the files in the working copy that are kept after the run: those that the script has written.
 MAX_COLLECTED_BYTES = 256 << 20
 MAX_COLLECTED_FILES = 1000
-TAKEN = ("/", "/script", "/data", "/runs", "/tmp", "/opt/testbed", "/proc", "/dev", "/sys")  # by the container itself
-SCRIPT_DEADLINE_S = 300.0  # without a step, after which a script is ended
+# paths that the container itself uses, so that no mount can have them
+TAKEN = ("/", "/script", "/data", "/runs", "/tmp", "/opt/testbed", "/proc", "/dev", "/sys")
+SCRIPT_DEADLINE_S = 300.0  # a script without a step for so long is ended
 OWN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOME", "PATH")
-# --instead MODE: the first step that the mode synchronises; before it the script's own gradients are compared
+# --instead MODE: the first step that the mode synchronises; in the steps before, the script's gradients are compared
 SWAP_STEP = 4
-SWAP_WARMUP_STEPS = SWAP_STEP + 2  # steps that do not count: the two after the swap prove that it is right
+SWAP_WARMUP_STEPS = SWAP_STEP + 2  # steps that do not count; in the last two, the mode's result is checked
 INTERPRETERS = ("python", "python3", "torchrun", "fabric", "lightning", "accelerate")
 
 
 def fill(argv: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Replace every placeholder; `{{` and `}}` stand for single braces. Raises UsageError for an unknown one."""
+    """Return the words with every placeholder replaced; `{{` and `}}` become single braces.
+
+    Raises UsageError for an unknown placeholder.
+    """
 
     def replace(match: re.Match[str]) -> str:
         if match[1] is None:
             return match[0][0]
         if match[1] not in values:
             known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-            way_out = f"Known: {known}. For the text itself write {{{match[0]}}}."
+            way_out = f"Known: {known}. For literal braces write {{{match[0]}}}."
             raise refuse("placeholder", match[0], "is not known", way_out)
         return values[match[1]]
 
@@ -63,7 +67,7 @@ def fill(argv: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as it is typed in a shell. Placeholders are not quoted: a shell leaves `{rank}` as it is."""
+    """Return the command as it is typed in a shell. Placeholders are not quoted: a shell does not change `{rank}`."""
 
     def is_plain(word: str) -> bool:
         rest = _PLACEHOLDER.sub("x", word)
@@ -87,7 +91,7 @@ def _check_inside(places: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Mount(Spec):
-    """A folder or file of the machine with the engine, as a script's container sees it."""
+    """A folder or file on the machine of the Docker engine that is mounted into a script's container."""
 
     source: str  # absolute
     target: str  # absolute
@@ -114,12 +118,12 @@ def _check_address(address: str) -> str:
         usable = False
     if not usable or address.startswith("127."):
         rule = "must be a private IPv4 address that is no loopback"
-        raise refuse("--address", address, rule, "Write the one in your script, e.g. --address 10.10.1.1.")
+        raise refuse("--address", address, rule, "Write the address that your script uses, e.g. --address 10.10.1.1.")
     return address
 
 
 def node_address(first: str, node: int) -> str:
-    """The address of a node, if node 0 has `first`. Raises UsageError if the subnet (/24) has no room."""
+    """Return the address of a node if node 0 has `first`. Raises UsageError if the subnet (/24) has no such address."""
     found = ipaddress.IPv4Address(first) + node
     if found not in ipaddress.IPv4Interface(f"{first}/24").network or str(found).endswith((".0", ".255")):
         rule = f"node {node} would have {found}, which is no address of the same subnet"
@@ -137,7 +141,7 @@ def _check_variables(names: Any) -> Any:
 
 
 def _python_file(words: Sequence[str]) -> str:
-    """The script among the arguments of `python`; empty for -m and -c."""
+    """Return the script among the arguments of `python`; empty for -m and -c."""
     left = list(words)
     while left and left[0].startswith("-") and left[0] != "-":
         option = left.pop(0)
@@ -163,7 +167,7 @@ class Limits(Spec):
 
     memory: Size = Field(default=2 << 30, examples=["2GiB"])  # of a node
     processes: int = Field(default=256, ge=16, le=100_000)  # of a node, with threads
-    disk: Size = Field(default=256 << 20, examples=["256MiB"])  # that it writes: /tmp of a node, and the run folder
+    disk: Size = Field(default=256 << 20, examples=["256MiB"])  # that the script writes: /tmp of a node, the run folder
     seconds: float = Field(default=120.0, gt=0, le=86_400)  # from the start of the ranks to their end
 
 
@@ -172,19 +176,19 @@ class ScriptSpec(Spec):
 
     argv: tuple[str, ...] = Field(min_length=1, max_length=1000)  # with placeholders
     folder: str  # absolute; every rank gets a copy of it as its working folder
-    path: str = ""  # PATH of the script; empty: that of the substrate's nodes
-    environment: dict[str, str] = {}  # besides torchrun's variables and a short list of the caller's
-    image: str = ""  # of its containers; empty: ours
-    mounts: tuple[Mount, ...] = ()  # in its containers
-    data_at: tuple[str, ...] = ("data",)  # folders in its working folder where it looks for data sets of torchvision
-    handed: tuple[str, ...] = ()  # names of variables of the caller; their values are not recorded
-    address: str = ""  # of node 0, the next ones for the other nodes; empty: the substrate's own
+    path: str = ""  # PATH of the script; empty: PATH of the substrate's nodes
+    environment: dict[str, str] = {}  # variables in addition to torchrun's and to a few of the caller
+    image: str = ""  # of the script's containers; empty: the testbed's image
+    mounts: tuple[Mount, ...] = ()  # in the script's containers
+    data_at: tuple[str, ...] = ("data",)  # folders in the working folder where the script expects torchvision's data
+    handed: tuple[str, ...] = ()  # names of the caller's variables that are passed on; their values are not recorded
+    address: str = ""  # of node 0; the other nodes get the following addresses; empty: the substrate's own
     interface: str = Field(default="", pattern=r"^([a-z][a-z0-9_.-]{0,14})?$", description="at most 15 characters")
-    exclude: tuple[str, ...] = ()  # names or patterns of what is not copied, besides NOT_COPIED
+    exclude: tuple[str, ...] = ()  # names or patterns of files that are not copied, in addition to NOT_COPIED
     as_cpu: bool = False  # run a script that was written for CUDA on the CPU
     output: int = Field(default=MAX_OUTPUT_BYTES, gt=0)  # bytes of a rank's log; what exceeds it is dropped
 
-    limits: Limits | None = None  # None: it is trusted with what the substrate's nodes have
+    limits: Limits | None = None  # None: the script is trusted, and has only the limits of the substrate's nodes
 
     @field_validator("argv")
     @classmethod
@@ -208,7 +212,7 @@ class ScriptSpec(Spec):
 
     @property
     def program(self) -> str:
-        """The file with the training loop as the command line has it; empty if it cannot be told, e.g. `-m module`."""
+        """The file with the training loop as written on the command line; empty if unknown, e.g. for `-m module`."""
         first = PurePath(self.argv[0]).name
         if re.fullmatch(r"python[\d.]*", first):
             return _python_file(self.argv[1:])
@@ -223,11 +227,11 @@ class ScriptSpec(Spec):
 
 MAX_COPY_BYTES = 2 << 30
 MAX_COPY_FILES = 100_000
-LARGEST = 3  # entries that a message names
+LARGEST = 3  # number of largest entries that a message names
 
 
 def walk(source: Path, exclude: Sequence[str]) -> Iterator[tuple[os.DirEntry[str], str]]:
-    """Yield every entry below a folder with its relative path, a folder before its content. Links are not followed."""
+    """Yield every entry below a folder with its relative path, a folder before its content. Follows no symlinks."""
     patterns = (*NOT_COPIED, *exclude)
     queue = [""]
     while queue:
@@ -245,7 +249,7 @@ def walk(source: Path, exclude: Sequence[str]) -> Iterator[tuple[os.DirEntry[str
 def check_tree(
     source: Path, exclude: Sequence[str] = (), max_bytes: int = MAX_COPY_BYTES, max_files: int = MAX_COPY_FILES
 ) -> None:
-    """Raise UsageError if a folder has more than is copied for every rank, or something that cannot be read."""
+    """Raise UsageError if a folder is too large to be copied for every rank, or if an entry cannot be read."""
     sizes: dict[str, int] = {}
     files = 0
     try:
@@ -255,7 +259,7 @@ def check_tree(
                 top = relative.partition(os.sep)[0]
                 sizes[top] = sizes.get(top, 0) + entry.stat(follow_symlinks=False).st_size
             if files > 10 * max_files:
-                break  # e.g. a whole disk: what was found is enough for the message
+                break  # e.g. a whole disk: the files so far are enough for the message
     except OSError as error:
         way_out = f"Change its mode, or leave it out: --exclude {Path(str(error.filename)).name}"
         raise refuse("folder", str(source), f"{error.filename}: {error.strerror}", way_out) from None

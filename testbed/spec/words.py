@@ -1,8 +1,9 @@
-"""The words in which a message names a setting or a folder: those of the place where the message is read.
+"""How a message names a setting or a folder. This depends on the place where the message is read.
 
 The rate of the link is `--rate` on the command line, `RATE=` in the environment of a container and `link.rate = ` in a
-file. A message that names a setting calls `setting`, `name_of` or `refuse_setting`, and none of them knows its caller.
-The place belongs to the process (`set_place`); `reading` replaces it for the code inside, e.g. while a file is read.
+file. Code that names a setting in a message calls `setting`, `name_of` or `refuse_setting`, and does not need to know
+the place. The place is set once per process (`set_place`). `reading` replaces it in a `with` block, e.g. while a file
+is read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from testbed.spec.errors import SpecError, UsageError, one_line, quote
 # Short names for keys of a spec: flags of `testbed run`, keywords of testbed.run, and in upper case the variables of
 # `docker compose up`. Every other flag has the name of its key.
 FLAGS = {"rate": "link.rate", "data": "data.name", "fault": "faults", "congestion": "node.congestion"}
-# Options of `testbed run` that are keys of a spec, and the run folder. Every other key is set with --set.
+# Options of `testbed run` that are keys of a spec, and `out`, the run folder. Every other key is set with --set.
 OPTIONS = (
     *("mode", "nodes", "rate", "model", "data", "batch", "batch_per_rank", "steps", "seed", "fault", "retries"),
     *("keep_going", "out"),
@@ -58,7 +59,7 @@ def set_place(place: Place) -> None:
 
 @contextmanager
 def reading(place: Place) -> Iterator[None]:
-    """Replace the place for the code inside, in this thread."""
+    """Replace the place in the `with` block, in this thread."""
     token = _place_inside.set(place)
     try:
         yield
@@ -91,7 +92,7 @@ def name_of_settings() -> str:
 
 
 def can_set(key: str) -> bool:
-    """True if the reader can set this key, so that a way out may name it."""
+    """Return True if the reader can set this key, so that a way out may name it."""
     return current_place() is not Place.COMPOSE or key not in NOT_IN_COMPOSE
 
 
@@ -115,7 +116,7 @@ def _joined(key: str, text: str) -> str:
 
 
 def _written(value: Any) -> str:
-    """A value as the reader writes it. Lists and tables are TOML, except in Python; --set and SET accept it."""
+    """Return a value as the reader writes it. Except in Python, lists and tables are TOML: --set and SET accept it."""
     if current_place() is Place.PYTHON:
         return quote(value)
     if isinstance(value, bool):
@@ -129,11 +130,12 @@ def _written(value: Any) -> str:
     return quote(value)
 
 
-MOUNTS = {"TESTBED_RUNS": "./runs", "TESTBED_DATA": "./data"}  # variable with the path inside: the folder outside
+# variable that has the path in the container: the folder on the host
+MOUNTS = {"TESTBED_RUNS": "./runs", "TESTBED_DATA": "./data"}
 
 
 def shown_path(path: Path | str) -> str:
-    """Return a path as the reader knows it: `docker compose up` mounts ./data as /data."""
+    """Return a path as the reader knows it: under `docker compose up`, ./data for /data in the container."""
     if _place_of_process is Place.COMPOSE:
         for variable, outside in MOUNTS.items():
             inside = os.environ.get(variable)

@@ -103,7 +103,7 @@ def test_a_quota_that_cannot_be_set_is_no_part_of_the_run_and_is_noted(whole: di
 def test_a_single_node_has_as_much_of_the_machine_as_one_of_four(home: Path) -> None:
     flags = ["--mode", "single", "--set", "node.cpus=0.4", "--steps", "60"]
     done = run_as_user(home, "run", *SMALL, *flags, "--out", "single")
-    assert done.returncode == 0 and "single: 4 copies of it ran at once" in done.stdout, done.stderr
+    assert done.returncode == 0 and "single: 4 copies of the job ran at once" in done.stdout, done.stderr
     copies = sorted(path.name for path in (home / "single").glob("copy*"))
     ends = [json.loads((home / "single" / name / "rank0.jsonl").read_text().splitlines()[-1]) for name in copies]
     assert copies == ["copy1", "copy2", "copy3"] and {end["steps"] for end in ends} == {60}

@@ -140,7 +140,7 @@ def test_a_batch_takes_the_recorded_time() -> None:
 
 
 def test_a_tests_accuracy_and_a_dilation_of_real_compute_are_refused() -> None:
-    with pytest.raises(SpecError, match="learns nothing that could be tested"):
+    with pytest.raises(SpecError, match="the model learns nothing, so a test has no meaning"):
         RunSpec.load({"compute": "emulated:p.json", "evaluate": "split"}, "case")
     with pytest.raises(SpecError, match="only emulated compute and shaped links can be made slower"):
         RunSpec.load({"dilation": 2.0}, "case")

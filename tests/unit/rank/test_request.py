@@ -123,7 +123,7 @@ def test_notes_of_the_entrypoint_are_kept() -> None:
     [
         ({"MODEL": "nosuch"}, "MODEL='nosuch': unknown. Use one of vgg11"),
         ({"MODEL": "vit_b_16"}, "MODEL='vit_b_16': takes images of 224 x 224, and these have 32 x 32. Use SET=data.si"),
-        ({"SET": "data.subset=60000"}, "SET=data.subset=60000: cifar10 has 50000 such images"),
+        ({"SET": "data.subset=60000"}, "SET=data.subset=60000: cifar10 has 50000 training images"),
         ({"MODE": "my-method"}, "unknown algorithm 'my-method'"),
     ],
 )

@@ -107,7 +107,7 @@ def test_the_batch_is_the_usual_one_and_the_last_of_a_pass(made: Make) -> None:
 
 def test_images_that_no_loader_gave_are_not_seen(made: Make) -> None:
     chapter = made(Script(images=0))
-    assert "batch not seen: it uses no DataLoader" in caption(chapter.summaries)
+    assert "batch not seen: the script uses no DataLoader" in caption(chapter.summaries)
     table = next(t for t in part_of(chapter).tables if t.name.endswith("phases"))
     assert {row[table.header.index("images")] for row in table.rows} == {"not seen"}
 

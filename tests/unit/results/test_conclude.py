@@ -533,7 +533,7 @@ def test_what_the_observer_could_not_see_is_a_note(tmp_path: Path) -> None:
         (
             '"kind": "start", "rank": 3',
             '"kind": "start", "rank": 0',
-            "they call themselves rank 0 of 4, 1 of 4, 2 of 4, 0",
+            "the script's own ranks are 0 of 4, 1 of 4, 2 of 4, 0",
         ),
         ('"kind": "end"', '"kind": "end", "processes": 2', "2 processes trained on one node, and only the first"),
     ],

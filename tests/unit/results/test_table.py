@@ -57,7 +57,7 @@ def test_every_row_has_a_cell_per_heading() -> None:
 
 def test_a_single_node_beside_copies_of_itself_has_a_footnote() -> None:
     (note,) = footnotes([made("single", 2.0, copies=3), made("ring", 1.0)])
-    assert note.startswith("single: 4 copies of it ran at once, each with 1/4 of the machine")
+    assert note.startswith("single: 4 copies of the job ran at once, each with 1/4 of the machine")
 
 
 def test_no_runs_make_an_empty_table() -> None:

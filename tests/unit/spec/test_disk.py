@@ -23,7 +23,8 @@ def test_a_full_disk_is_named_with_its_free_space_and_the_way_out(number: int, t
 
 def test_another_failure_of_the_machine_names_the_file_and_the_way_out() -> None:
     error = OSError(errno.EIO, "I/O error")
-    assert str(os_failure(error, "here")) == "here: I/O error, so nothing was finished. Fix it, then try again."
+    said = "here: I/O error, so nothing was finished. Remove the cause, then try again."
+    assert str(os_failure(error, "here")) == said
     assert not is_full(error) and not is_full(ValueError())
 
 

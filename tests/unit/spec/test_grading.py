@@ -83,7 +83,7 @@ def test_a_wrong_file_has_a_sentence(case: tuple[list[dict[str, Any]], dict[str,
 
 def test_two_parts_of_one_name_and_an_unknown_placeholder_are_refused() -> None:
     part = {"name": "1", "file": "a.py", "argv": ["python", "a.py"], "demands": [RUNS]}
-    with pytest.raises(SpecError, match="part '1': is there twice"):
+    with pytest.raises(SpecError, match="part '1': is defined twice"):
         Assignment.load({"name": "a", "title": "t", "parts": [part, part]}, "a.toml")
     with pytest.raises(SpecError, match=r"{node}.*is not known"):
         Assignment.load({"name": "a", "title": "t", "parts": [part | {"argv": ["python", "{node}"]}]}, "a.toml")

@@ -97,11 +97,11 @@ REFUSED = {
     ),
     "fewer images than ranks": (
         {"nodes": 4, "data": {"name": "synthetic", "subset": 3}},
-        "data.subset = 3: one step needs 4 images at least. Request more.",
+        "data.subset = 3: one step needs at least 4 images. Request more.",
     ),
     "override of no node": (
         {"nodes": 2, "overrides": {"node2": {"cpus": 0.1}}},
-        "overrides.node2: there is no such node among 2. Known: node0, node1.",
+        "overrides.node2: the run has 2 nodes. Use node0, node1.",
     ),
     "after-step of ddp": (
         {"mode": "ddp", "placement": "after-step"},
@@ -119,7 +119,7 @@ REFUSED = {
     ),
     "only warm-up": (
         {"steps": 2},
-        "steps = 2: the first 2 iterations are left out of all times, so nothing would remain.",
+        "steps = 2: the first 2 steps are left out of all times, so no step would remain.",
     ),
     "unknown mode": ({"mode": "star"}, "mode = 'star': unknown algorithm 'star'. Known: single,"),
     "illegal cell": ({"mode": "ddp/flat"}, "mode = 'ddp/flat': ddp takes bucket only"),

@@ -94,9 +94,9 @@ RULES = {  # flags: the sentence on the command line, and with docker compose up
         "BATCH=10: must be divisible by the 4 ranks. Use 8 or 12.",
     ),
     ("steps", 2): (
-        "--steps 2: the first 2 iterations are left out of all times, so nothing would remain. "
+        "--steps 2: the first 2 steps are left out of all times, so no step would remain. "
         "Use --steps 3 or more, or --set warmup=0.",
-        "STEPS=2: the first 2 iterations are left out of all times, so nothing would remain. "
+        "STEPS=2: the first 2 steps are left out of all times, so no step would remain. "
         "Use STEPS=3 or more, or SET=warmup=0.",
     ),
     ("steps", "many"): (
