@@ -14,7 +14,7 @@ INTERRUPTED = 130  # Interrupted.exit_code, needed before testbed is imported
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 if __name__ == "__main__":  # before the imports, which take some time: process 1 has no default signal handlers
     # Signals are blocked until the request is checked and the network is shaped. If one container fails there,
-    # `docker compose up --exit-code-from rank0` stops all others, which must fail by themselves with the same exit code.
+    # `docker compose up --exit-code-from rank0` stops all others, and each must fail with the same code.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for number in SIGNALS:
         # This process has no right to signal a child of another user, but all processes of a container end with it.

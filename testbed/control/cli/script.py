@@ -168,7 +168,7 @@ def in_containers(on: str) -> str:
     """
     if on not in ("auto", "compose", HOSTS):
         rule = "has no containers, and --mount, --image and --requirements are for containers"
-        way_out = "Leave them out: the script sees the files of this machine. Or use --on compose."
+        way_out = "Leave them out, because the script can read the files of this machine, or use --on compose."
         raise refuse("--on", on, rule, way_out)
     return "compose" if on == "auto" else on
 

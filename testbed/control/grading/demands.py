@@ -80,7 +80,7 @@ def _verdict(assignment: Assignment, part: Part, demand: Demand, parts: Mapping[
         case = Case(assignment, demand, own, parts)
         found = Finding(NOT_PROVEN, "; ".join(refuted)) if refuted else JUDGES[demand.kind](case)
     if demand.kind == "bytes" and own and own.trusted and not own.outside.counted:
-        rests_on = "records"  # the bytes of a trusted submission may be those that its records have
+        rests_on = "records"  # for a trusted submission without counted bytes, those in its records are used
     return Verdict(
         part=part.name,
         kind=demand.kind,

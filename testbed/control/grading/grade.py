@@ -111,7 +111,7 @@ def grade_all(setting: Setting, submissions: Sequence[Path]) -> Gradebook:
 
 
 def _slug(name: str, number: int) -> str:
-    """Return a safe folder name for a submission, whose own name may have any characters."""
+    """Return a folder name for a submission with safe characters only; its own name may have any characters."""
     return f"{number:03d}-" + (re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:64].strip("_") or "submission")
 
 
