@@ -3,6 +3,7 @@
 No algorithm is named here: what a round loads is `results.theory.round_loads`. For equal nodes that start together
 
     a round            t = max((link share + c x share the other way) S/B, uplink share x S/U) + o x messages
+    in a pipeline      each segment takes at least what the thread of its transport needs for it, beside the wire
     a message          is one segment, or is cut into p of them with w in flight at the same time
     rounds of a kind   n = count x p segments of s = t/p each:  n s + a                             if w s >= s + a
                                                                 floor((n-1)/w)(s + a) + ((n-1) mod w + 1) s + a   else
@@ -40,7 +41,8 @@ class Wire:
     rate: float  # payload byte/s of a link, each way
     latency: float = 0.0  # seconds of the way, one way, delay included
     wakeup: float = 0.0  # seconds from a message's arrival until its receiver uses it
-    message: float = 0.0  # seconds of the sending thread for each message
+    message: float = 0.0  # seconds of the sending thread for each message, in which its link carries nothing
+    segment: float = 0.0  # seconds of the thread that serves a pipeline for each segment, while its link carries others
     acks: float = 0.0  # bytes that a link sends to acknowledge each byte that it receives
     uplink: float | None = None  # payload byte/s that all nodes of a rack share, each way
     uplink_latency: float = 0.0  # seconds more from rack to rack
@@ -73,24 +75,32 @@ class Duration:
 
 
 def duration(
-    loads: Sequence[RoundLoad], segments: Segments | None, size: float, wire: Wire, once: bool = False
+    loads: Sequence[RoundLoad], segments: Segments | None, size: float, wire: Wire, pipelined: bool = False
 ) -> Duration:
-    """The duration of these rounds with a buffer of `size` bytes on equal nodes; `once`: each round only one time."""
+    """The duration of these rounds with a buffer of `size` bytes on equal nodes, alone or as part of a pipeline."""
     total = busy = 0.0
     for load in loads:
-        count = 1 if once else load.count
         link = (float(load.link) + wire.acks * float(load.back)) * size / wire.payload
         answered = 1.0 + wire.acks * float(load.back / load.link) if load.link else 1.0
         uplink = float(load.uplink) * answered * size / wire.uplink if wire.uplink else 0.0
-        parts, window = 1, 1
-        if segments is not None and load.messages == 1:
-            parts = segments.count(float(load.link) * size)
-            window = min(parts, segments.in_flight or parts)
-        own = max(link, uplink) / parts + wire.message * load.messages
+        parts = parts_of(load, segments, size)
+        window = min(parts, (segments.in_flight if segments else None) or parts)
+        own = max(link, uplink) / parts
+        own = max(own, wire.segment) if pipelined else own + wire.message * load.messages
         latency = wire.latency + wire.wakeup + (wire.uplink_latency if load.uplink else 0.0)
-        total += chain(count * parts, own, window, latency)
-        busy += count * parts * own
+        total += chain(load.count * parts, own, window, latency)
+        busy += load.count * parts * own
     return Duration(total, busy)
+
+
+def parts_of(load: RoundLoad, segments: Segments | None, size: float) -> int:
+    """Into how many segments a message of this round is cut."""
+    return segments.count(float(load.link) * size) if segments is not None and load.messages == 1 else 1
+
+
+def messages_of(loads: Sequence[RoundLoad], segments: Segments | None, size: float) -> int:
+    """Messages that the busiest rank sends or receives in these rounds."""
+    return sum(load.count * load.messages * parts_of(load, segments, size) for load in loads)
 
 
 def chain(count: int, own: float, window: int, latency: float) -> float:
