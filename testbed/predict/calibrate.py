@@ -6,9 +6,12 @@ Each parameter has its source and its uncertainty (`Parameter`), what the folder
     tensors     the buffers of a mode that sends each tensor alone; else those of the mode with most buffers
     ready       when buckets were launched during backward (overlap, pipeline, DDP); else in proportion to bytes
     rate        the receipt's links; latency: its shortest round trip
+    byte_cpu    processor time of a rank in a mode beyond that of the control, a byte; and a message, where modes with
+                many and with few messages are there
     wakeup      what small buffers took beyond their bytes, for each message that waits for another
-    byte_cpu    processor time of a rank in a mode beyond that of the control, a byte
     jitter      seconds of compute of each rank over those of the others in the same step
+
+Seconds of what the processor does are those of this machine, also where a run had time dilation.
 """
 
 from __future__ import annotations
@@ -16,22 +19,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from testbed.predict.collectives import GOODPUT, Wire, duration, loads_of
+from testbed.predict.collectives import GOODPUT, Wire, duration, loads_of, messages_of
 from testbed.predict.step import ELEMENT_BYTES, Node, Work
 from testbed.report.load import Loaded, LoadedRun, Steps, load
 from testbed.results.profile import Profile, ProfiledLayer
-from testbed.results.theory import sent_share
+from testbed.results.theory import SEGMENT_S, RoundLoad, sent_share
 from testbed.spec.errors import SpecError, UsageError, one_line
 from testbed.spec.fabric import Racks
-from testbed.spec.mode import SyncMode
+from testbed.spec.mode import SCRIPT, SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.units import BURST_S
 
-MESSAGE_S = 50e-6  # assumed: a thread hands a message to the kernel
+# Assumed: what handing a message to the kernel takes, in which the link carries nothing. SEGMENT_S is more, because it
+# is all that a rank does for a segment of a pipeline, most of it in Python; its link carries others meanwhile.
+MESSAGE_S = 50e-6
 WAKEUP_S = 200e-6  # assumed where no small buffer was measured, on a machine that is not busy
 BYTE_CPU_S = 2.0e-9  # assumed: core-seconds per byte; 1.5 to 4 were measured through veth pairs
 CODE_S = 2.0e-9  # assumed: seconds of a codec per byte of gradient
@@ -41,6 +47,9 @@ MAX_ACKS = 0.05
 WINDOW_BYTES = 4 << 20  # assumed: what one TCP connection of Linux has under way at most, by its default buffers
 SMALL_S = 2e-3  # a buffer whose bytes take less shows what its messages cost
 SAME_SIZE = 0.01  # a profile and a run are of one model if their gradients differ by less
+MANY = 3.0  # times as many messages in one mode as in another show what a message costs
+WHOLE = 1.5  # records count fewer than so many messages for each buffer where whole buffers are handed to torch
+LEAST_NOISE = 0.01  # of the control's processor time: what two runs of the same differ by
 MAX_JITTER = 200  # values; of more their quantiles are kept
 FAMILIES = ("buffers", "reference", "pipeline")  # who copies gradients, and how
 
@@ -70,17 +79,18 @@ class Measured:
     high: float
     folder: Path
     emulated: bool = False
+    dilation: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Everything that predictions are made of."""
 
     base: RunSpec  # the run whose network is the default of predictions
     profile: Profile
+    passes: int = 1  # of the profile in a step: micro-batches
     wire: Wire
     efficiency: float  # payload byte/s of a link for each requested byte/s
-    threads: int
     node: Node
     copies: dict[str, float]  # seconds per byte of gradient, by family
     parameters: list[Parameter]
@@ -90,15 +100,16 @@ class Calibration:
 
     @property
     def work(self) -> Work:
-        return Work.of(self.profile)
+        return Work.of(self.profile, self.passes)
+
+    @property
+    def batch_per_rank(self) -> int:
+        """Samples of a rank in a step."""
+        return self.profile.batch_per_rank * self.passes
 
     @property
     def racks(self) -> Racks:
         return self.base.topology.racks if self.base.world > 1 else ()
-
-    def copies_of(self, mode: SyncMode) -> float:
-        """Seconds that this mode copies for each byte of gradient."""
-        return self.copies[family(mode)]
 
     def spread(self, name: str) -> float:
         """The relative standard deviation of a parameter."""
@@ -107,6 +118,62 @@ class Calibration:
 
 def family(mode: SyncMode) -> str:
     return "reference" if mode.is_reference else "pipeline" if mode.schedule == "pipeline" else "buffers"
+
+
+@dataclass
+class Evidence:
+    """Runs that train the same, by what they show; and the parameters and notes that were found in them so far."""
+
+    base: LoadedRun
+    runs: list[LoadedRun]
+    notes: list[str]
+    parameters: list[Parameter] = field(default_factory=list)
+
+    def found(
+        self, name: str, value: float, unit: str, source: str, spread: float = 0.0, assumed: bool = False
+    ) -> None:
+        self.parameters.append(Parameter(name, value, unit, source, float(spread), assumed))
+
+    @cached_property
+    def controls(self) -> list[LoadedRun]:
+        return [run for run in self.runs if run.spec.mode.is_control]
+
+    @cached_property
+    def sending(self) -> list[LoadedRun]:
+        """Runs whose messages are known."""
+        return [run for run in self.runs if run.spec.mode.row.rounds or run.spec.mode.row.rack_rounds]
+
+    @cached_property
+    def plain(self) -> list[LoadedRun]:
+        """Those without a codec: the gradient itself is sent."""
+        return [run for run in self.sending if not run.spec.mode.codec]
+
+    @cached_property
+    def in_turn(self) -> list[LoadedRun]:
+        """Those that send one buffer after the other when backward is over."""
+        return [run for run in self.sending if not during_backward(run.spec.mode)]
+
+    @cached_property
+    def plain_in_turn(self) -> list[LoadedRun]:
+        return [run for run in self.in_turn if not run.spec.mode.codec]
+
+    @cached_property
+    def balanced(self) -> list[LoadedRun]:
+        """Plain runs in which every rank sends as much as it receives."""
+        return [run for run in self.plain if all(load.back == load.link for load in loads_of_run(run))]
+
+
+def during_backward(mode: SyncMode) -> bool:
+    return mode.is_reference or mode.schedule != "after"
+
+
+def loads_of_run(run: LoadedRun) -> tuple[RoundLoad, ...]:
+    return loads_of(run.spec.mode, run.spec.world, run.spec.topology.racks)
+
+
+def slower(run: LoadedRun) -> float:
+    """The time dilation of a run: its seconds were divided by it, also those of what was not made slower."""
+    return run.spec.dilation or 1.0
 
 
 def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration:
@@ -124,41 +191,44 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         notes.append(
             f"{len(runs) - len(alike)} runs train something else than {base.folder.path.name} and are left out"
         )
-    found: list[Parameter] = []
+    evidence = Evidence(base, alike, notes)
     work = given or _own_profile(base)
+    same = work is None or _same_model(work, base)
+    passes = base.spec.passes(0) if base.spec.script is None and same else 1
     if work is not None:
-        found.append(Parameter("compute", work.step_s, "s", f"profile of {work.model}, {len(work.layers)} layers"))
+        source = f"profile of {work.model}, {len(work.layers)} layers"
+        evidence.found("compute", Work.of(work, passes).compute, "s", source)
     else:
-        work = _from_records(alike, found, notes)
-    jitter = _jitter(alike, work, given is not None and not _same_model(work, base), found)
-    wire, efficiency = _network(base, found, notes)
-    wire = replace(wire, acks=_acks(alike, found))
-    found.append(Parameter("message", MESSAGE_S, "s", "assumed", 0.5, assumed=True))
-    wire = replace(wire, message=MESSAGE_S, wakeup=_wakeup(alike, wire, efficiency, found, notes))
-    cpus, threads = _cpus(base, found)
+        work = _from_records(evidence, passes)
+    jitter = _jitter(evidence, work, foreign=given is not None and not same)
+    wire, efficiency = _network(evidence)
+    wire = replace(wire, acks=_acks(evidence), segment=SEGMENT_S)
+    byte_cpu, message = _processor(evidence)
+    evidence.found("segment", SEGMENT_S, "s", "assumed, of a pipeline", 0.5, assumed=True)
+    wire = replace(wire, message=message)
+    wire = replace(wire, wakeup=_wakeup(evidence, wire, efficiency))
+    copies = {name: _copies(evidence, name) for name in FAMILIES}
     node = Node(
-        byte_cpu=_byte_cpu(alike, found, notes),
-        cpus=cpus,
-        threads=threads,
+        byte_cpu=byte_cpu,
+        cpus=_cpus(evidence),
+        threads=base.spec.threads,
         jitter=jitter,
         sleeps=base.spec.emulated,
+        code=_code(evidence, wire, efficiency),
     )
-    copies = {name: _copies(alike, name, found) for name in FAMILIES}
-    node = replace(node, code=_code(alike, wire, efficiency, found))
-    measured = [_measured(run) for run in alike if _same_model(work, run) and not run.spec.mode.is_script]
-    modes = [run.spec.mode for run in alike if run.spec.mode.distributed and not run.spec.mode.is_script]
+    shown = [run for run in alike if not run.spec.mode.is_script]
     return Calibration(
-        base.spec,
-        work,
-        wire,
-        efficiency,
-        threads,
-        node,
-        copies,
-        found,
-        measured,
-        notes,
-        list(dict.fromkeys(modes)),
+        base=base.spec,
+        profile=work,
+        passes=passes,
+        wire=wire,
+        efficiency=efficiency,
+        node=node,
+        copies=copies,
+        parameters=evidence.parameters,
+        measured=[_measured(run) for run in shown if _same_model(work, run)],
+        notes=evidence.notes,
+        modes=list(dict.fromkeys(run.spec.mode for run in shown if run.spec.mode.distributed)),
     )
 
 
@@ -175,17 +245,29 @@ def _usable(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[LoadedRun], lis
     if not loaded.runs:
         raise UsageError(f"{named}: no run folder in it. Make one with `testbed run`.")
     notes = [f"{each.path.name} is left out: {one_line(each.reason)}" for each in loaded.skipped]
-    known = [run for run in loaded.runs if run.network.links or run.spec.world == 1]
-    unknown = [run for run in loaded.runs if run not in known]
-    if not any(run.spec.world > 1 for run in known):
-        first_run = (unknown or loaded.runs)[0]
-        if unknown:
-            rule, way_out = "has no receipt, so its network is not known", "Run it again with --set probe=true."
+    refused = [(run, reason) for run in loaded.runs if (reason := _unfit(run))]
+    fit = [run for run in loaded.runs if not _unfit(run)]
+    if not any(run.spec.world > 1 for run in fit):
+        if refused:
+            first_run, (rule, way_out) = refused[0]
         else:
+            first_run = loaded.runs[0]
             rule, way_out = "has one node, so it shows no network", "Add a run of two nodes or more."
         raise SpecError(f"{first_run.folder.path}: {rule}. {way_out}")
-    notes += [f"{run.folder.path.name} is left out: it has no receipt" for run in unknown]
-    return known, notes
+    return fit, [*notes, *(f"{run.folder.path.name} is left out: it {rule}" for run, (rule, _) in refused)]
+
+
+def _unfit(run: LoadedRun) -> tuple[str, str] | None:
+    """Why nothing can be calibrated from a run, and the way out; None if it can."""
+    if run.spec.world == 1:
+        return None
+    unequal = sorted(name for name, own in run.spec.overrides.items() if own.link)
+    if unequal:
+        rule = f"gives {', '.join(unequal)} another link, and predictions are for equal ones"
+        return rule, "Add a run without overrides of links."
+    if not run.network.links:
+        return "has no receipt, so its network is not known", "Run it again with --set probe=true."
+    return None
 
 
 def _work_key(spec: RunSpec) -> tuple[object, ...]:
@@ -193,16 +275,19 @@ def _work_key(spec: RunSpec) -> tuple[object, ...]:
     if spec.script is not None:
         return (tuple(spec.script.argv), spec.node.cpus, spec.threads)
     single = spec.global_batch if spec.world == 1 else None  # its batch is the global one
-    per_rank = single or spec.local_batch(0)
+    own, optimizer = spec.own_files.get("compute"), spec.optimizer
     return (
         spec.model,
         spec.data.name,
         spec.data.size,
         spec.dtype,
-        per_rank,
-        spec.node.cpus,
-        spec.threads,
+        spec.batchnorm,
+        single or spec.local_batch(0),
         spec.passes(0),
+        (optimizer.name, optimizer.momentum > 0, optimizer.weight_decay > 0, optimizer.clip is None),
+        (spec.threads, spec.node.cpus, tuple(spec.cpus_of(rank) for rank in range(spec.world) if spec.overrides)),
+        # what is replayed: the content of the profile, wherever it is
+        (spec.emulated, spec.files.get(own[1].path, own[1].path) if own else None),
     )
 
 
@@ -233,9 +318,18 @@ def _measured(run: LoadedRun) -> Measured:
     seconds = float(run.summary.seconds_per_step or 0.0)
     low, high = run.summary.seconds_spread or (seconds, seconds)
     spec = run.spec
-    rate = float(spec.link.rate) if spec.link.rate else None
-    delay = spec.link.delay or 0.0
-    return Measured(spec.mode, spec.world, rate, delay, seconds, low, high, run.folder.path, spec.emulated)
+    return Measured(
+        mode=spec.mode,
+        nodes=spec.world,
+        rate=float(spec.link.rate) if spec.link.rate else None,
+        delay=spec.link.delay or 0.0,
+        seconds=seconds,
+        low=low,
+        high=high,
+        folder=run.folder.path,
+        emulated=spec.emulated,
+        dilation=slower(run),
+    )
 
 
 # --- compute -----------------------------------------------------------------------------------------------------
@@ -243,7 +337,7 @@ def _measured(run: LoadedRun) -> Measured:
 
 def _rank_of_mode(mode: SyncMode) -> int:
     """How well a run of this mode shows what computing alone takes; the smaller the better."""
-    return 0 if mode.is_control else 1 if mode.schedule == "after" and not mode.is_reference else 2
+    return 0 if mode.is_control else 2 if during_backward(mode) else 1
 
 
 def _best_for_compute(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
@@ -262,9 +356,9 @@ def _alone(steps: Steps) -> np.ndarray:
     return np.asarray(steps.compute + np.maximum(0.0, between))
 
 
-def _from_records(runs: Sequence[LoadedRun], found: list[Parameter], notes: list[str]) -> Profile:
-    """A profile from the phases of the recorded steps; layers are what is sent, each with its share of backward."""
-    chosen = _best_for_compute(runs)
+def _from_records(evidence: Evidence, passes: int) -> Profile:
+    """A profile of one pass from the phases of recorded steps; layers are what is sent, with shares of backward."""
+    chosen = _best_for_compute(evidence.runs)
     pooled = _pool(chosen)
 
     def median(name: str) -> float:
@@ -277,13 +371,13 @@ def _from_records(runs: Sequence[LoadedRun], found: list[Parameter], notes: list
     source = (
         f"median of {len(whole)} steps, mean over ranks, of {', '.join(sorted({str(run.spec.mode) for run in chosen}))}"
     )
-    found.append(Parameter("compute", total, "s", source, spread))
+    evidence.found("compute", total, "s", source, spread)
     if chosen[0].spec.mode.is_script and not forward:
         forward = max(0.0, total - data - backward - update)
     phases = data + forward + backward + update
     scale = min(1.0, total / phases) if phases else 1.0  # backward and forward have copies and waits in them
-    sizes = _tensors(runs, found, notes)
-    ready = _ready_curve(runs, found, notes)
+    sizes = _tensors(evidence)
+    ready = _ready_curve(evidence)
     layers, sent, total_bytes = [], 0, sum(sizes)
     for number, size in enumerate(reversed(sizes)):  # as backward makes them
         begin, end = ready(sent / total_bytes), ready((sent + size) / total_bytes)
@@ -292,14 +386,20 @@ def _from_records(runs: Sequence[LoadedRun], found: list[Parameter], notes: list
             ProfiledLayer(
                 name=f"tensor {len(sizes) - 1 - number}",
                 sizes=(size,),
-                forward_s=share * forward * scale,
-                backward_s=share * backward * scale,
+                forward_s=share * forward * scale / passes,
+                backward_s=share * backward * scale / passes,
             )
         )
     spec, start = chosen[0].spec, chosen[0].ranks[0].start
+    model = spec.model
+    if spec.script is not None:
+        model = name_of_script(spec.script.argv)
+        evidence.notes.append(f"{model} stands for `{one_line(' '.join(spec.script.argv))}`")
     return Profile(
-        model=one_line(spec.model if spec.script is None else " ".join(spec.script.argv))[:400],
-        batch_per_rank=max(1, round(chosen[0].images(0))),
+        model=model,
+        dtype=spec.dtype,
+        optimizer=spec.optimizer.name,
+        batch_per_rank=max(1, round(chosen[0].images(0) / passes)),
         threads=spec.threads,
         cpus=spec.node.cpus,
         environment=start.environment if start else {},
@@ -311,16 +411,28 @@ def _from_records(runs: Sequence[LoadedRun], found: list[Parameter], notes: list
     )
 
 
-def _tensors(runs: Sequence[LoadedRun], found: list[Parameter], notes: list[str]) -> list[int]:
+def name_of_script(argv: Sequence[str]) -> str:
+    """`main.py:script`: a user's script as a model's name that a run with emulated compute accepts."""
+    files = [one_line(Path(word).name) for word in argv if word.endswith(".py")]
+    return f"{files[0].replace(':', '_') if files else 'script.py'}:{SCRIPT}"
+
+
+def _buffers(run: LoadedRun) -> dict[str, int]:
+    """The bytes of each buffer that a step sends, by its name."""
+    return {c.name: c.size for step in run.kept[0].comm for c in step if c.first_half}
+
+
+def _tensors(evidence: Evidence) -> list[int]:
     """Bytes of what is sent as one unit, in order of forward."""
     best: list[int] = []
     whose: LoadedRun | None = None
+    runs = evidence.runs
     gradient = int(runs[0].gradient)
-    for run in runs:
+    for run in evidence.plain:
         mode = run.spec.mode
-        if mode.silent or mode.codec or mode.is_script or not run.kept[0].comm or mode.row.sends_parameters:
+        if mode.row.sends_parameters:
             continue
-        sizes = {c.name: c.size for step in run.kept[0].comm for c in step if c.first_half}
+        sizes = _buffers(run)
         better = whose is None or (mode.granularity == "param", len(sizes)) > (
             whose.spec.mode.granularity == "param",
             len(best),
@@ -331,13 +443,13 @@ def _tensors(runs: Sequence[LoadedRun], found: list[Parameter], notes: list[str]
     if whose is None:
         start = next((run.ranks[0].start for run in runs if run.ranks[0].start), None)
         count = max(1, start.tensors if start else 1)
-        notes.append(f"no run shows the sizes of tensors: {count} equal ones are assumed")
-        found.append(Parameter("tensors", count, "", "assumed: equal", 0.0, assumed=True))
+        evidence.notes.append(f"no run shows the sizes of tensors: {count} equal ones are assumed")
+        evidence.found("tensors", count, "", "assumed: equal", assumed=True)
         each = max(1, gradient // count // ELEMENT_BYTES) * ELEMENT_BYTES
         return [each] * (count - 1) + [max(ELEMENT_BYTES, gradient - each * (count - 1))]
     if whose.spec.mode.granularity != "param":
-        notes.append(f"tensors are taken to be the {len(best)} buckets of {whose.spec.mode}")
-    found.append(Parameter("tensors", len(best), "", f"buffers of {whose.spec.mode}"))
+        evidence.notes.append(f"tensors are taken to be the {len(best)} buckets of {whose.spec.mode}")
+    evidence.found("tensors", len(best), "", f"buffers of {whose.spec.mode}")
     return list(reversed(best))
 
 
@@ -356,22 +468,19 @@ class Ready:
         return float(np.interp(share, self.bytes, self.backward))
 
 
-def _ready_curve(runs: Sequence[LoadedRun], found: list[Parameter], notes: list[str]) -> Ready:
+def _ready_curve(evidence: Evidence) -> Ready:
     """From when buckets were launched during backward, in the run with most of them."""
     best: list[tuple[float, float]] = []
     whose = ""
-    for run in runs:
-        mode = run.spec.mode
-        if mode.codec or mode.silent or (mode.schedule == "after" and not mode.is_reference):
-            continue
-        points = _launches(run)
+    for run in evidence.plain:
+        points = _launches(run) if during_backward(run.spec.mode) else []
         if len(points) > len(best):
-            best, whose = points, str(mode)
+            best, whose = points, str(run.spec.mode)
     if not best:
-        notes.append("no run shows when gradients are ready: in proportion to their bytes is assumed")
-        found.append(Parameter("ready", 1.0, "", "assumed: in proportion to bytes", 0.2, assumed=True))
+        evidence.notes.append("no run shows when gradients are ready: in proportion to their bytes is assumed")
+        evidence.found("ready", 1.0, "", "assumed: in proportion to bytes", 0.2, assumed=True)
         return Ready([])
-    found.append(Parameter("ready", len(best), "points", f"launches of {whose}"))
+    evidence.found("ready", len(best), "points", f"launches of {whose}")
     return Ready(best)
 
 
@@ -399,15 +508,15 @@ def _launches(run: LoadedRun) -> list[tuple[float, float]]:
     return points[:-1]
 
 
-def _jitter(runs: Sequence[LoadedRun], profile: Profile, foreign: bool, found: list[Parameter]) -> tuple[float, ...]:
+def _jitter(evidence: Evidence, profile: Profile, foreign: bool) -> tuple[float, ...]:
     """Seconds of compute of a rank over what is usual in the same step, sorted."""
     if foreign and profile.jitter:
         values, source = list(profile.jitter), f"{len(profile.jitter)} steps of the profile"
     else:
-        chosen = _best_for_compute(runs)
+        chosen = _best_for_compute(evidence.runs)
         values = [value for run in chosen for value in _beside_each_other(run)] or [1.0]
         source = f"{len(values)} steps of all ranks of {', '.join(sorted({str(run.spec.mode) for run in chosen}))}"
-    found.append(Parameter("jitter", float(np.std(values)), "of the median", source))
+    evidence.found("jitter", float(np.std(values)), "of the median", source)
     if len(values) > MAX_JITTER:
         values = np.quantile(values, (np.arange(MAX_JITTER) + 0.5) / MAX_JITTER).tolist()
     return tuple(sorted(values))
@@ -431,9 +540,9 @@ def _beside_each_other(run: LoadedRun) -> list[float]:
 # --- the network -------------------------------------------------------------------------------------------------
 
 
-def _network(run: LoadedRun, found: list[Parameter], notes: list[str]) -> tuple[Wire, float]:
+def _network(evidence: Evidence) -> tuple[Wire, float]:
     """The wire of the base run, and what a requested rate gives as payload."""
-    network, spec = run.network, run.spec
+    network, spec = evidence.base.network, evidence.base.spec
     shaped = [(rate, network.requested[pair]) for pair, rate in network.links.items() if pair in network.requested]
     if shaped:
         shares = sorted(rate / requested for rate, requested in shaped)
@@ -446,20 +555,21 @@ def _network(run: LoadedRun, found: list[Parameter], notes: list[str]) -> tuple[
         rates = list(network.links.values())
         spread = statistics.pstdev(rates) / statistics.fmean(rates) / 2 if len(rates) > 1 else 0.1
         source = f"receipt, the slowest of {len(rates)} links; nothing was requested"
-    found.append(Parameter("rate", 8 * rate / 1e6, "Mbit/s of payload", source, float(spread)))
-    found.append(Parameter("latency", network.delay, "s", "receipt, half the shortest round trip", 0.2))
+    evidence.found("rate", 8 * rate / 1e6, "Mbit/s of payload", source, spread)
+    delay = spec.link.delay or 0.0
+    latency = delay + max(0.0, network.delay - delay) * slower(evidence.base)
+    evidence.found("latency", latency, "s", "receipt, half the shortest round trip", 0.2)
     uplink = min(network.uplinks.values(), default=None)
     if uplink is None and spec.topology.uplink:
         uplink = spec.topology.uplink / 8 * efficiency
-        found.append(Parameter("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "assumed: as requested", 0.05, True))
+        evidence.found("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "assumed: as requested", 0.05, assumed=True)
     elif uplink:
-        found.append(Parameter("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "receipt", float(spread)))
-    if spec.link.delay:
-        notes.append(f"a TCP connection is assumed to have at most {WINDOW_BYTES >> 20} MiB under way")
-        found.append(Parameter("window", WINDOW_BYTES, "bytes", "assumed: Linux's default buffers", 0.3, assumed=True))
+        evidence.found("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "receipt", spread)
+    source = "assumed: Linux's default buffers; a connection carries at most this in a round trip"
+    evidence.found("window", WINDOW_BYTES, "bytes", source, 0.3, assumed=True)
     wire = Wire(
         rate=rate,
-        latency=network.delay,
+        latency=latency,
         uplink=uplink,
         uplink_latency=spec.topology.delay or 0.0,
         window=WINDOW_BYTES,
@@ -469,59 +579,53 @@ def _network(run: LoadedRun, found: list[Parameter], notes: list[str]) -> tuple[
     return wire, efficiency
 
 
-def _acks(runs: Sequence[LoadedRun], found: list[Parameter]) -> float:
+def _acks(evidence: Evidence) -> float:
     """Bytes of acknowledgements for each byte received: what interfaces counted beyond payload and its headers."""
     shares, names = [], set()
-    for run in runs:
+    for run in evidence.balanced:
         mode, racks = run.spec.mode, run.spec.topology.racks
-        if mode.silent or mode.is_script or mode.codec or mode.every > 1 or not run.spec.link.rate:
-            continue
-        loads = loads_of(mode, run.spec.world, racks)
         sent = [each for each in run.summary.sent_per_step if each is not None]
-        payload = [sent_share(mode, run.spec.world, rank, racks) or 0.0 for rank in range(run.spec.world)]
-        if not loads or any(load.back != load.link for load in loads) or len(sent) < run.spec.world:
+        if mode.every > 1 or not run.spec.link.rate or len(sent) < run.spec.world:
             continue
+        payload = [sent_share(mode, run.spec.world, rank, racks) or 0.0 for rank in range(run.spec.world)]
         shares.append(sum(sent) / sum(payload) / run.gradient - 1 / GOODPUT)
         names.add(str(mode))
     if not shares:
-        found.append(Parameter("acks", ACKS, "byte a byte", "assumed", 0.3, assumed=True))
+        evidence.found("acks", ACKS, "byte a byte", "assumed", 0.3, assumed=True)
         return ACKS
     value = min(MAX_ACKS, max(0.0, statistics.median(shares)))
-    found.append(Parameter("acks", value, "byte a byte", f"bytes counted in {', '.join(sorted(names))}", 0.05))
+    evidence.found("acks", value, "byte a byte", f"bytes counted in {', '.join(sorted(names))}", 0.05)
     return value
 
 
 def _wire_of(run: LoadedRun, wire: Wire, efficiency: float) -> Wire:
-    """The wire of another run than the base."""
+    """The wire of another run than the base, as its times show it; what is woken is not part of it."""
     rate = run.spec.link.rate / 8 * efficiency if run.spec.link.rate else run.network.slowest
-    return replace(wire, rate=rate or wire.rate, latency=run.network.delay, wakeup=0.0, message=MESSAGE_S, credit=0.0)
+    message = wire.message / slower(run)
+    return replace(wire, rate=rate or wire.rate, latency=run.network.delay, wakeup=0.0, message=message, credit=0.0)
 
 
-def _wakeup(
-    runs: Sequence[LoadedRun], wire: Wire, efficiency: float, found: list[Parameter], notes: list[str]
-) -> float:
+def _wakeup(evidence: Evidence, wire: Wire, efficiency: float) -> float:
     """Seconds until the receiver of a message uses it, from small buffers that are sent one after the other."""
     costs: list[float] = []
     names = set()
-    for run in runs:
-        mode = run.spec.mode
-        if mode.silent or mode.is_script or mode.schedule != "after" or mode.is_reference or mode.codec:
-            continue
-        loads, own = loads_of(mode, run.spec.world, run.spec.topology.racks), _wire_of(run, wire, efficiency)
-        for size, seconds in _fastest(run) if loads else []:
+    for run in evidence.plain_in_turn:
+        loads, own, mode = loads_of_run(run), _wire_of(run, wire, efficiency), run.spec.mode
+        for size, seconds in _fastest(run):
             once = duration(loads, mode.segments, size, own)
             waits = duration(loads, mode.segments, size, replace(own, wakeup=1.0)).seconds - once.seconds
             if once.wire < SMALL_S and waits > 0:
-                costs.append(max(0.0, seconds - once.seconds) / waits)
+                costs.append(slower(run) * max(0.0, seconds - once.seconds) / waits)
                 names.add(str(mode))
     if not costs:
-        notes.append(f"no run sends small buffers one after the other: a wake-up of {1e6 * WAKEUP_S:g} us is assumed")
-        found.append(Parameter("wakeup", WAKEUP_S, "s", "assumed", 0.7, assumed=True))
+        evidence.notes.append(
+            f"no run sends small buffers one after the other: a wake-up of {1e6 * WAKEUP_S:g} us is assumed"
+        )
+        evidence.found("wakeup", WAKEUP_S, "s", "assumed", 0.7, assumed=True)
         return WAKEUP_S
     value = statistics.median(costs)
     spread = min(1.0, statistics.pstdev(costs) / value / np.sqrt(len(costs))) if value else 0.5
-    source = f"{len(costs)} small buffers of {', '.join(sorted(names))}"
-    found.append(Parameter("wakeup", value, "s", source, float(spread)))
+    evidence.found("wakeup", value, "s", f"{len(costs)} small buffers of {', '.join(sorted(names))}", spread)
     return value
 
 
@@ -537,8 +641,9 @@ def _fastest(run: LoadedRun) -> list[tuple[int, float]]:
 # --- the processor -----------------------------------------------------------------------------------------------
 
 
-def _cpus(run: LoadedRun, found: list[Parameter]) -> tuple[float, int]:
-    """Cores of one node, and threads that compute on it."""
+def _cpus(evidence: Evidence) -> float:
+    """Cores of one node."""
+    run = evidence.base
     spec, start = run.spec, run.ranks[0].start
     cores = float((start.environment.get("cores") if start else None) or 1)
     if spec.node.cpus:
@@ -547,30 +652,94 @@ def _cpus(run: LoadedRun, found: list[Parameter]) -> tuple[float, int]:
         value, source = cores, "cores of the host"
     else:
         value, source = cores / spec.world, f"{cores:g} cores over {spec.world} nodes"
-    found.append(Parameter("cpus", value, "cores a node", source))
-    return value, spec.threads
+    evidence.found("cpus", value, "cores a node", source)
+    return value
 
 
-def _byte_cpu(runs: Sequence[LoadedRun], found: list[Parameter], notes: list[str]) -> float:
-    """Core-seconds to send and receive one byte: processor time beyond that of the control; else assumed."""
-    used: dict[bool, list[tuple[str, float, float]]] = {True: [], False: []}
-    for run in runs:
-        cpu, mode = _cpu_per_step(run), run.spec.mode
-        sent = [each for each in run.summary.sent_per_step if each is not None]
-        if cpu is not None and sent and not mode.codec and not mode.is_script:
-            used[mode.is_control].append((str(mode), cpu, statistics.fmean(sent)))
-    if used[True]:
-        control = statistics.fmean(cpu for _, cpu, _ in used[True])
-        costs = [max(0.0, cpu - control) / sent for _, cpu, sent in used[False] if sent > 0]
-        if costs:
-            value = statistics.median(costs)
-            spread = min(1.0, statistics.pstdev(costs) / value) if value and len(costs) > 1 else 0.5
-            source = f"processor time of {len(costs)} runs beyond that of the control"
-            found.append(Parameter("byte_cpu", 1e9 * value, "core-s per GB", source, spread))
-            return value
-    notes.append(f"no control to compare with: {1e9 * BYTE_CPU_S:g} core-seconds per GB are assumed for moving bytes")
-    found.append(Parameter("byte_cpu", 1e9 * BYTE_CPU_S, "core-s per GB", "assumed", 0.5, assumed=True))
-    return BYTE_CPU_S
+@dataclass(frozen=True)
+class Used:
+    """What one measured step of a run took and did, the mean over its ranks."""
+
+    mode: str
+    cpu: float  # seconds of a rank's processor
+    sent: float  # bytes
+    messages: float  # 0 where they are not known
+
+
+def _processor(evidence: Evidence) -> tuple[float, float]:
+    """Core-seconds that a byte takes, sent and received together, and seconds that a message takes.
+
+    Both come from processor time beyond that of the control: a quota stops a rank but does not lengthen this. A message
+    shows itself where modes cut the same bytes into many messages and into few.
+    """
+    controls = [used for run in evidence.controls if (used := _used(run, 0.0))]
+    in_turn = [used for run in evidence.balanced if not during_backward(run.spec.mode) and (used := _used(run))]
+    fitted = _fitted(controls, [each for each in in_turn if each.messages])
+    if fitted is not None:
+        (byte, off_byte), (message, off_message) = fitted
+        names = ", ".join(sorted({each.mode for each in in_turn if each.messages}))
+        source = f"processor time of {names} beyond that of the control"
+        evidence.found("byte_cpu", 1e9 * byte, "core-s per GB", source, off_byte)
+        evidence.found("message", message, "s", "the same, by the number of messages", off_message)
+        return byte, message
+    evidence.found("message", MESSAGE_S, "s", "assumed", 0.5, assumed=True)
+    sending = [used for run in evidence.plain if (used := _used(run)) and used.sent > 0]
+    if controls and sending:
+        control = statistics.fmean(each.cpu for each in controls)
+        costs = [max(0.0, each.cpu - control) / each.sent for each in sending]
+        value = statistics.median(costs)
+        spread = min(1.0, statistics.pstdev(costs) / value) if value and len(costs) > 1 else 0.5
+        source = f"processor time of {len(costs)} runs beyond that of the control"
+        evidence.found("byte_cpu", 1e9 * value, "core-s per GB", source, spread)
+        return value, MESSAGE_S
+    evidence.notes.append(
+        f"no control to compare with: {1e9 * BYTE_CPU_S:g} core-seconds per GB are assumed for moving bytes"
+    )
+    evidence.found("byte_cpu", 1e9 * BYTE_CPU_S, "core-s per GB", "assumed", 0.5, assumed=True)
+    return BYTE_CPU_S, MESSAGE_S
+
+
+def _fitted(controls: Sequence[Used], sending: Sequence[Used]) -> tuple[tuple[float, float], ...] | None:
+    """Seconds of a byte and of a message by least squares, each with its uncertainty; None if runs do not show them.
+
+    processor time = that of the control + byte x bytes + message x messages
+    """
+    counts = [each.messages for each in sending]
+    if not controls or not counts or max(counts) < MANY * min(counts):
+        return None
+    control = statistics.fmean(each.cpu for each in controls)
+    scales = np.array([max(each.sent for each in sending), max(counts)])
+    rows = np.array([(each.sent, each.messages) for each in sending]) / scales
+    beyond = np.array([each.cpu - control for each in sending])
+    found, *_ = np.linalg.lstsq(rows, beyond, rcond=None)
+    noise = float(np.std([each.cpu for each in controls]))
+    off = max(float(np.std(beyond - rows @ found)), noise, LEAST_NOISE * control)
+    if min(found) <= off:  # nothing can be told apart from noise
+        return None
+    return tuple((float(each / scale), off / float(each)) for each, scale in zip(found, scales, strict=True))
+
+
+def _used(run: LoadedRun, messages: float | None = None) -> Used | None:
+    """What a step of a run used; None if its records do not have it."""
+    cpu, sent = _cpu_per_step(run), [each for each in run.summary.sent_per_step if each is not None]
+    if cpu is None or not sent:
+        return None
+    return Used(str(run.spec.mode), cpu, statistics.fmean(sent), _messages(run) if messages is None else messages)
+
+
+def _messages(run: LoadedRun) -> float:
+    """Messages that a rank sends in a step; 0 if its records do not count them.
+
+    Records count what is handed to the network. Of a whole buffer that is handed to torch Gloo makes several messages.
+    """
+    ends = [rank.end for rank in run.ranks if rank.end is not None and rank.end.steps]
+    handed = [end.messages.get("gradients", 0) / end.steps for end in ends]
+    buffers = _buffers(run)
+    if not handed or not min(handed) or not buffers:
+        return 0.0
+    if statistics.fmean(handed) > WHOLE * len(buffers):
+        return statistics.fmean(handed)
+    return float(sum(messages_of(loads_of_run(run), run.spec.mode.segments, size) for size in buffers.values()))
 
 
 def _cpu_per_step(run: LoadedRun) -> float | None:
@@ -583,35 +752,34 @@ def _cpu_per_step(run: LoadedRun) -> float | None:
     return statistics.fmean(values)
 
 
-def _copies(runs: Sequence[LoadedRun], name: str, found: list[Parameter]) -> float:
+def _copies(evidence: Evidence, name: str) -> float:
     """Seconds of copying for each byte of gradient, in the modes of a family."""
     costs = [
-        float(np.median(np.concatenate([steps.copies for steps in run.kept]))) / run.gradient
-        for run in runs
-        if not run.spec.mode.silent and not run.spec.mode.is_script and family(run.spec.mode) == name and run.gradient
+        slower(run) * float(np.median(np.concatenate([steps.copies for steps in run.kept]))) / run.gradient
+        for run in evidence.sending
+        if family(run.spec.mode) == name and run.gradient
     ]
     if not costs:
-        found.append(Parameter(f"copy ({name})", 1e9 * COPY_S, "s per GB", "assumed", 0.5, assumed=True))
+        evidence.found(f"copy ({name})", 1e9 * COPY_S, "s per GB", "assumed", 0.5, assumed=True)
         return COPY_S
     value = statistics.median(costs)
-    found.append(Parameter(f"copy ({name})", 1e9 * value, "s per GB", f"copies of {len(costs)} runs", 0.1))
+    evidence.found(f"copy ({name})", 1e9 * value, "s per GB", f"copies of {len(costs)} runs", 0.1)
     return value
 
 
-def _code(runs: Sequence[LoadedRun], wire: Wire, efficiency: float, found: list[Parameter]) -> float:
+def _code(evidence: Evidence, wire: Wire, efficiency: float) -> float:
     """Seconds of a codec for each byte of gradient: what averaging took beyond what was sent."""
     costs = []
-    for run in runs:
-        mode = run.spec.mode
-        if mode.codec and mode.schedule == "after" and not mode.is_reference and run.gradient:
-            loads, own = loads_of(mode, run.spec.world), replace(_wire_of(run, wire, efficiency), wakeup=wire.wakeup)
-            sizes = {c.name: c.size for step in run.kept[0].comm for c in step if c.first_half}
-            sent = sum(duration(loads, mode.segments, size, own).seconds for size in sizes.values())
+    for run in evidence.in_turn:
+        if run.spec.mode.codec and run.gradient:
+            own = replace(_wire_of(run, wire, efficiency), wakeup=wire.wakeup / slower(run))
+            loads, segments = loads_of_run(run), run.spec.mode.segments
+            sent = sum(duration(loads, segments, size, own).seconds for size in _buffers(run).values())
             took = float(np.median(np.min([steps.blocked for steps in run.kept], axis=0)))
-            costs.append(max(0.0, took - sent) / run.gradient)
+            costs.append(slower(run) * max(0.0, took - sent) / run.gradient)
     if not costs:
-        found.append(Parameter("codec", 1e9 * CODE_S, "s per GB", "assumed", 1.0, assumed=True))
+        evidence.found("codec", 1e9 * CODE_S, "s per GB", "assumed", 1.0, assumed=True)
         return CODE_S
     value = statistics.median(costs)
-    found.append(Parameter("codec", 1e9 * value, "s per GB", f"{len(costs)} runs with a codec", 0.3))
+    evidence.found("codec", 1e9 * value, "s per GB", f"{len(costs)} runs with a codec", 0.3)
     return value

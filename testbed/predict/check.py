@@ -3,7 +3,8 @@
 predictions.json is written before anything is measured, with the commit of the code. A point in it is never changed:
 a check that is continued measures what is missing. Points are measured with `testbed.run`: real ranks, real messages on
 shaped links; each rank sleeps for what the profile says (rank/emulated.py). So the prediction is for such nodes: moving
-bytes does not slow their compute, and all are equally fast.
+bytes does not slow their compute, all are equally fast, and with time dilation what the processor really does seems to
+take less time.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import testbed
-from testbed.predict.calibrate import Calibration, Measured
+from testbed.predict.calibrate import WAKEUP_S, Calibration, Measured
 from testbed.predict.scale import Point, Prediction, Predictor, racks_for
 from testbed.results.folder import RunFolder, read_json, write_whole
+from testbed.results.profile import Profile
 from testbed.spec.errors import SpecError, TestbedError, UsageError, one_line, refuse
 from testbed.spec.experiment import run_name
 from testbed.spec.mode import SyncMode
@@ -30,10 +32,11 @@ from testbed.spec.units import format_duration, format_rate
 
 PREDICTIONS = "predictions.json"
 PROFILE = "profile.json"
-VERSION = 2  # of predictions.json
+VERSION = 3  # of predictions.json
 STEPS, WARMUP = 8, 2  # of each measured run
 MAX_STEP_S = 60.0  # a point whose step would take longer is predicted and not measured
 MAX_NODES = 128  # that are emulated on one machine
+MAX_FROM = 200  # M of every:K@M: its first M steps are warm-up, and each of them synchronises
 APART = 0.05  # modes whose measured steps differ by more must be ranked right
 
 
@@ -60,21 +63,29 @@ class Checked:
         """The name of its run folder."""
         words = [run_name(str(self.mode), self.point.nodes)]
         words += [format_rate(round(self.point.rate))] if self.point.rate else []
-        words += [format_duration(self.point.delay)] if self.point.delay else []
+        delay = self.point.delay
+        words += [] if delay is None else [format_duration(delay) if delay else "0ms"]
         words += [f"x{self.point.speed:g}"] if self.point.speed != 1 else []
         return "-".join(words)
 
 
 def emulated(calibration: Calibration) -> Calibration:
-    """The calibration for nodes whose compute sleeps: nothing slows it, nothing varies, no quota slows messages."""
-    quota = min(1.0, calibration.base.node.cpus or 1.0)
+    """The calibration for nodes whose compute sleeps: nothing slows it, nothing varies, and there is no quota.
+
+    A quota of q cores makes copies and codecs, which are processor time, take 1/q as long. A wake-up that was measured
+    under one is mostly the wait for the next period of the quota, so no longer one than without it is expected.
+    """
+    quota, wire, node = min(1.0, calibration.base.node.cpus or 1.0), calibration.wire, calibration.node
     return replace(
         calibration,
-        node=replace(calibration.node, sleeps=True, jitter=(1.0,)),
-        wire=replace(calibration.wire, wakeup=calibration.wire.wakeup * quota),
+        node=replace(node, sleeps=True, jitter=(1.0,), code=node.code * quota),
+        wire=replace(wire, wakeup=min(wire.wakeup, WAKEUP_S) if quota < 1 else wire.wakeup),
         copies={name: seconds * quota for name, seconds in calibration.copies.items()},
         measured=[each for each in calibration.measured if each.emulated],
     )
+
+
+Slower = Callable[[dict[str, Any], Profile], float]  # the time dilation that a run with these keys needs
 
 
 def check(
@@ -84,6 +95,7 @@ def check(
     out: Path,
     announce: Callable[[Checked], None] = lambda each: None,
     run: Callable[..., Any] | None = None,
+    slower: Slower = lambda keys, profile: 1.0,
 ) -> list[Checked]:
     """Predict all points, write them, measure them by `run` (testbed.run), and return them in order.
 
@@ -92,19 +104,20 @@ def check(
     Raises UsageError if `out` has predictions of something else, or if no point can be measured.
     """
     predictor = Predictor(emulated(calibration))
-    wanted = [_begin(predictor.at(mode, point)) for point in points for mode in modes if _exists(mode, point)]
+    wanted = [
+        _begin(predictor.at(mode, replace(point, dilation=_dilation(mode, point, calibration, slower))))
+        for point in points
+        for mode in modes
+        if _exists(mode, point)
+    ]
     if not wanted:
         raise refuse("--check", "", "there is no mode to measure", "Name modes that synchronise, e.g. ring,ddp.")
     out.mkdir(parents=True, exist_ok=True)
-    written = _write(out, calibration, wanted)
-    profile = out / PROFILE
-    if not profile.exists():
-        calibration.profile.write(profile)
     found = []
-    for each in written:
+    for each in _write(out, calibration, wanted):
         if not each.missing:
             announce(each)
-            each = _measured(each, calibration, out, profile, run or testbed.run)
+            each = _measured(each, calibration, out, run or testbed.run)
         found.append(each)
     return found
 
@@ -113,9 +126,20 @@ def _exists(mode: SyncMode, point: Point) -> bool:
     return mode.distributed and not mode.is_control and point.nodes > 1
 
 
+def _dilation(mode: SyncMode, point: Point, calibration: Calibration, slower: Slower) -> float:
+    """The time dilation of a point; 1 if it will not be measured."""
+    if point.nodes > MAX_NODES:
+        return 1.0
+    try:
+        return slower(keys(mode, point, calibration, PROFILE), faster(calibration, point.speed).profile)
+    except TestbedError:  # the run is refused for the same reason, and that is what the table says
+        return 1.0
+
+
 def _begin(found: Prediction) -> Checked:
-    seconds = found.step.seconds
+    seconds, first = found.step.seconds, found.mode.every_from
     missing = f"a step would take {seconds:.0f} s" if seconds > MAX_STEP_S else ""
+    missing = f"the first {first} steps synchronise each time: too long to wait for" if first > MAX_FROM else missing
     missing = f"more than {MAX_NODES} nodes" if found.point.nodes > MAX_NODES else missing
     return Checked(found.mode, found.point, seconds, found.low, found.high, missing=missing)
 
@@ -129,10 +153,12 @@ def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> li
     # what a point leaves open is that of the calibrating runs
     of = {
         "model": calibration.profile.model,
-        "batch_per_rank": calibration.profile.batch_per_rank,
+        "batch_per_rank": calibration.batch_per_rank,
+        "accumulate": calibration.passes,
         "profile": hashlib.sha256(calibration.profile.model_dump_json().encode()).hexdigest(),  # what is replayed
         "link": base.link.model_dump(mode="json", exclude_defaults=True),
         "topology": base.topology.model_dump(mode="json", exclude_defaults=True),
+        "congestion": base.node.congestion,
     }
     content: dict[str, Any] = {"schema": VERSION, **of, "points": []}
     if path.exists():
@@ -163,7 +189,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _as_json(each: Checked) -> dict[str, Any]:
     place = {"nodes": each.point.nodes, "rate": each.point.rate, "delay": each.point.delay, "speed": each.point.speed}
-    return {"mode": str(each.mode), **place, "seconds": each.predicted, "low": each.low, "high": each.high}
+    found = {"seconds": each.predicted, "low": each.low, "high": each.high, "dilation": each.point.dilation}
+    return {"mode": str(each.mode), **place, **found}
 
 
 def _place(each: dict[str, Any]) -> tuple[Any, ...]:
@@ -171,7 +198,8 @@ def _place(each: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _from_file(each: Checked, own: dict[str, Any]) -> Checked:
-    return replace(each, predicted=float(own["seconds"]), low=float(own["low"]), high=float(own["high"]))
+    point = replace(each.point, dilation=float(own["dilation"]))
+    return replace(each, point=point, predicted=float(own["seconds"]), low=float(own["low"]), high=float(own["high"]))
 
 
 def commit() -> str:
@@ -192,13 +220,16 @@ def commit() -> str:
 # --- measuring ---------------------------------------------------------------------------------------------------
 
 
-def _measured(each: Checked, calibration: Calibration, out: Path, profile: Path, run: Callable[..., Any]) -> Checked:
+def _measured(each: Checked, calibration: Calibration, out: Path, run: Callable[..., Any]) -> Checked:
     """Measure a point, unless an earlier check has; what refuses or fails it is kept as the reason."""
-    folder = out / each.name
+    folder, speed = out / each.name, each.point.speed
     summary = _finished(folder)
     if summary is None:
+        profile = out / (PROFILE if speed == 1 else f"profile-x{speed:g}.json")
+        if not profile.exists():
+            faster(calibration, speed).profile.write(profile)
         try:
-            summary = run(out=_free(folder), quiet=True, **keys(each, calibration, profile)).summary
+            summary = run(out=_free(folder), quiet=True, **keys(each.mode, each.point, calibration, profile)).summary
         except TestbedError as error:
             if error.exit_code == 130:
                 raise
@@ -224,41 +255,41 @@ def _free(folder: Path) -> Path:
     return folder
 
 
-def keys(each: Checked, calibration: Calibration, profile: Path) -> dict[str, Any]:
-    """What is requested of the run that measures a point."""
-    base, point = calibration.base, each.point
+def keys(mode: SyncMode, point: Point, calibration: Calibration, profile: Path | str) -> dict[str, Any]:
+    """What is requested of the run that measures a point by replaying this profile."""
+    base, recorded = calibration.base, calibration.profile
     link = base.link.model_dump(mode="json")
     if point.rate is not None:
         link["rate"] = format_rate(round(point.rate))
     if point.delay is not None:
         link["delay"] = format_duration(point.delay) if point.delay else None
-    replayed = profile
-    if point.speed != 1:
-        replayed = profile.with_name(f"profile-x{point.speed:g}.json")
-        if not replayed.exists():
-            faster(calibration, point.speed).profile.write(replayed)
-    recorded = calibration.profile
-    measured_steps = -(-(STEPS - WARMUP) // each.mode.every) * each.mode.every  # whole rounds of every:K
+        link["jitter"] = link["jitter"] if point.delay else None  # which varies a delay
+    warmup = WARMUP + mode.every_from  # before step M of every:K@M each step synchronises
     made = {
-        "mode": str(each.mode),
+        "mode": str(mode),
         "nodes": point.nodes,
         "model": recorded.model,
         "dtype": recorded.dtype,
         "threads": recorded.threads,
-        "batch_per_rank": recorded.batch_per_rank,
-        "steps": WARMUP + measured_steps,
-        "warmup": WARMUP,
+        "batch_per_rank": calibration.batch_per_rank,
+        "accumulate": calibration.passes,
+        "steps": warmup + -(-(STEPS - WARMUP) // mode.every) * mode.every,  # whole rounds of every:K
+        "warmup": warmup,
         "optimizer": {"name": recorded.optimizer},
         "link": {key: value for key, value in link.items() if value is not None},
-        "compute": f"emulated:{replayed}",
+        "node": {"congestion": base.node.congestion},
+        "compute": f"emulated:{profile}",
+        "dilation": point.dilation,
     }
-    if racks := racks_for(each.mode, point.nodes, calibration.racks):
-        made["topology"] = calibration.base.topology.model_dump(mode="json") | {"racks": as_lists(racks)}
+    if racks := racks_for(mode, point.nodes, calibration.racks):
+        made["topology"] = base.topology.model_dump(mode="json") | {"racks": as_lists(racks)}
     return made
 
 
 def faster(calibration: Calibration, speed: float) -> Calibration:
     """The calibration with a profile whose compute is so many times faster."""
+    if speed == 1:
+        return calibration
     profile = calibration.profile
     times = ("data_s", "zero_s", "loss_s", "optimizer_s")
     layers = tuple(
@@ -283,6 +314,7 @@ def with_measured(calibration: Calibration, found: Sequence[Checked]) -> Predict
             each.measured,
             Path(each.name),
             emulated=True,
+            dilation=each.point.dilation,
         )
         for each in found
         if each.measured and each.point.speed == 1
@@ -298,34 +330,41 @@ def with_measured(calibration: Calibration, found: Sequence[Checked]) -> Predict
 class Verdict:
     """How good the predictions were."""
 
-    points: int
+    points: int  # that nothing disturbed; the next three are of them
     median: float  # of the absolute errors
     worst: float
+    inside: int  # measured inside the band
     pairs: int  # of modes that were measured at one point and differ by more than APART
     right: int  # of them ranked as predicted
+    disturbed: int = 0  # points more, during which other work took the processor
 
     @property
     def sentence(self) -> str:
-        ranked = (
-            f"; {self.right} of {self.pairs} pairs of modes that differ by more than {100 * APART:g} % ranked right"
-        )
-        return (
-            f"{self.points} points: median error {100 * self.median:.1f} %, worst {100 * self.worst:.1f} %"
-            f"{ranked if self.pairs else ''}"
-        )
+        words = [f"{self.points} points: median error {100 * self.median:.1f} %, worst {100 * self.worst:.1f} %"]
+        words += [f"{self.inside} of {self.points} inside their band"]
+        if self.pairs:
+            apart = f"pairs of modes that differ by more than {100 * APART:g} %"
+            words += [f"{self.right} of {self.pairs} {apart} ranked right"]
+        if self.disturbed:
+            words += [f"{self.disturbed} more were measured beside other work and do not count"]
+        return "; ".join(words if self.points else words[-1:])
 
 
 def verdict(found: Sequence[Checked]) -> Verdict | None:
     """The verdict on all measured points; None if nothing was measured."""
-    errors = [abs(each.error) for each in found if each.error is not None]
-    if not errors:
+    everything = [each for each in found if each.measured]
+    measured = [each for each in everything if not each.busy]
+    if not everything:
         return None
+    errors = [abs(each.error) for each in measured if each.error is not None] or [0.0]
+    inside = sum(each.low <= (each.measured or 0.0) <= each.high for each in measured)
     pairs = right = 0
-    measured = [each for each in found if each.measured]
     for number, one in enumerate(measured):
         for other in measured[number + 1 :]:
             ours, theirs = float(one.measured or 0), float(other.measured or 0)
-            if one.point == other.point and max(ours, theirs) > (1 + APART) * min(ours, theirs):
+            same = replace(one.point, dilation=1.0) == replace(other.point, dilation=1.0)
+            if same and max(ours, theirs) > (1 + APART) * min(ours, theirs):
                 pairs += 1
                 right += (ours < theirs) == (one.predicted < other.predicted)
-    return Verdict(len(errors), statistics.median(errors), max(errors), pairs, right)
+    disturbed = len(everything) - len(measured)
+    return Verdict(len(measured), statistics.median(errors), max(errors), inside, pairs, right, disturbed)

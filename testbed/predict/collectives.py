@@ -3,6 +3,7 @@
 No algorithm is named here: what a round loads is `results.theory.round_loads`. For equal nodes that start together
 
     a round            t = max((link share + c x share the other way) S/B, uplink share x S/U) + o x messages
+    in a pipeline      each segment takes at least what the thread of its transport needs for it, beside the wire
     a message          is one segment, or is cut into p of them with w in flight at the same time
     rounds of a kind   n = count x p segments of s = t/p each:  n s + a                             if w s >= s + a
                                                                 floor((n-1)/w)(s + a) + ((n-1) mod w + 1) s + a   else
@@ -11,7 +12,8 @@ with S bytes of the buffer, B and U byte/s of a link and an uplink, a the latenc
 receiver, o what a message costs the thread that sends it, c the bytes of acknowledgements for each byte that arrives.
 The two cases are the solution of the recurrence `end[k] = max(end[k-1], end[k-w] + a) + s`.
 
-`ends` solves the same recurrence for any rank's own start and rate (max-plus algebra), one round after the other.
+Two oracles solve the same message by message (tests/unit/predict/test_collectives.py): the recurrence for ranks that
+start when they like on links of any rate, and SimGrid.
 A duration has two parts: `wire`, in which the busiest link cannot carry anything else, and the rest, in which it could.
 """
 
@@ -21,12 +23,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from testbed.results.theory import RoundLoad, round_loads
 from testbed.spec.fabric import Racks
-from testbed.spec.mode import Rotated, Round, Segments, SyncMode
+from testbed.spec.mode import Segments, SyncMode
 
 SEGMENT_BYTES = 1448  # payload of a TCP segment at an MTU of 1500
 GOODPUT = 1448 / 1514  # payload of what is on the wire
@@ -40,7 +39,8 @@ class Wire:
     rate: float  # payload byte/s of a link, each way
     latency: float = 0.0  # seconds of the way, one way, delay included
     wakeup: float = 0.0  # seconds from a message's arrival until its receiver uses it
-    message: float = 0.0  # seconds of the sending thread for each message
+    message: float = 0.0  # seconds of the sending thread for each message, in which its link carries nothing
+    segment: float = 0.0  # seconds of the thread that serves a pipeline for each segment, while its link carries others
     acks: float = 0.0  # bytes that a link sends to acknowledge each byte that it receives
     uplink: float | None = None  # payload byte/s that all nodes of a rack share, each way
     uplink_latency: float = 0.0  # seconds more from rack to rack
@@ -73,24 +73,32 @@ class Duration:
 
 
 def duration(
-    loads: Sequence[RoundLoad], segments: Segments | None, size: float, wire: Wire, once: bool = False
+    loads: Sequence[RoundLoad], segments: Segments | None, size: float, wire: Wire, pipelined: bool = False
 ) -> Duration:
-    """The duration of these rounds with a buffer of `size` bytes on equal nodes; `once`: each round only one time."""
+    """The duration of these rounds with a buffer of `size` bytes on equal nodes, alone or as part of a pipeline."""
     total = busy = 0.0
     for load in loads:
-        count = 1 if once else load.count
         link = (float(load.link) + wire.acks * float(load.back)) * size / wire.payload
         answered = 1.0 + wire.acks * float(load.back / load.link) if load.link else 1.0
         uplink = float(load.uplink) * answered * size / wire.uplink if wire.uplink else 0.0
-        parts, window = 1, 1
-        if segments is not None and load.messages == 1:
-            parts = segments.count(float(load.link) * size)
-            window = min(parts, segments.in_flight or parts)
-        own = max(link, uplink) / parts + wire.message * load.messages
+        parts = parts_of(load, segments, size)
+        window = min(parts, (segments.in_flight if segments else None) or parts)
+        own = max(link, uplink) / parts
+        own = max(own, wire.segment) if pipelined else own + wire.message * load.messages
         latency = wire.latency + wire.wakeup + (wire.uplink_latency if load.uplink else 0.0)
-        total += chain(count * parts, own, window, latency)
-        busy += count * parts * own
+        total += chain(load.count * parts, own, window, latency)
+        busy += load.count * parts * own
     return Duration(total, busy)
+
+
+def parts_of(load: RoundLoad, segments: Segments | None, size: float) -> int:
+    """Into how many segments a message of this round is cut."""
+    return segments.count(float(load.link) * size) if segments is not None and load.messages == 1 else 1
+
+
+def messages_of(loads: Sequence[RoundLoad], segments: Segments | None, size: float) -> int:
+    """Messages that the busiest rank sends or receives in these rounds."""
+    return sum(load.count * load.messages * parts_of(load, segments, size) for load in loads)
 
 
 def chain(count: int, own: float, window: int, latency: float) -> float:
@@ -122,76 +130,3 @@ def halves(mode: SyncMode, ranks: int, racks: Racks = ()) -> tuple[tuple[RoundLo
         reduce += [replace(load, count=before)] if before else []
         gather += [replace(load, count=load.count - before)] if load.count > before else []
     return tuple(reduce), tuple(gather)
-
-
-Column = NDArray[np.float64]
-
-
-def ends(mode: SyncMode, size: float, starts: Column, rates: Column, wire: Wire, racks: Racks = ()) -> Column:
-    """When each rank has the mean of a buffer of `size` bytes, if rank k starts at starts[k] and sends at rates[k].
-
-    A message leaves when its sender has what it sends and both links are free. Segments in flight are those of
-    `duration`. Uplinks are left out: racks decide who sends to whom.
-    """
-    n = len(starts)
-    rounds = mode.rounds(n, racks)
-    ready = np.array(starts, dtype=np.float64)
-    if rounds is None or mode.silent or n < 2:
-        return ready
-    out, into = ready.copy(), np.full(n, -np.inf)
-    segments = mode.segments
-    known: dict[object, Columns] = {}
-    for number, round_ in enumerate((*rounds.reduce, *rounds.gather)):
-        alike = tuple((t.receiver, t.share) for t in round_.first) if isinstance(round_, Rotated) else number
-        columns = known.setdefault(alike, known.get(alike) or Columns.of(round_, n, size, rates, segments, wire))
-        columns.carry_out(ready, out, into, wire.latency + wire.wakeup)
-    return np.maximum(ready, out)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The messages of a round: who sends, who receives, seconds on the wire, and how much earlier one may begin.
-
-    With several segments in flight the first of a round needs only what came before the rest of the round before.
-    """
-
-    senders: NDArray[np.int64]
-    receivers: NDArray[np.int64]
-    seconds: Column
-    lead: Column
-    single: bool  # no rank sends or receives two of them
-
-    @classmethod
-    def of(cls, round_: Round, n: int, size: float, rates: Column, segments: Segments | None, wire: Wire) -> Columns:
-        if isinstance(round_, Rotated):
-            steps, ranks = np.array([t.receiver for t in round_.first]), np.arange(n)
-            senders, receivers = np.repeat(ranks, len(steps)), (ranks[:, None] + steps[None, :]).ravel() % n
-            shares = np.tile([float(t.share) for t in round_.first], n)
-        else:
-            rows = np.array([(t.sender, t.receiver, float(t.share)) for t in round_])
-            senders, receivers, shares = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64), rows[:, 2]
-        single = len({*senders.tolist()}) == len({*receivers.tolist()}) == len(senders)
-        parts = segments.count(float(shares.max()) * size) if segments and single else 1
-        window = min(parts, (segments.in_flight or parts) if segments else 1)
-        back = np.bincount(receivers, weights=shares, minlength=n)[senders] if single else 0.0  # acknowledged meanwhile
-        rate = np.minimum(rates[senders], rates[receivers])
-        own = (shares + wire.acks * back) * size / rate / parts + wire.message
-        return cls(senders, receivers, own * parts, (window - 1) * own, single)
-
-    def carry_out(self, ready: Column, out: Column, into: Column, latency: float) -> None:
-        """Update when each rank is ready, and when its link is free each way."""
-        senders, receivers = self.senders, self.receivers
-        begun = np.maximum(np.maximum(ready[senders] - self.lead, out[senders]), into[receivers])
-        if self.single:
-            out[senders] = into[receivers] = end = begun + self.seconds
-            ready[receivers] = np.maximum(ready[receivers], end + latency)
-            return
-        first, leaving = np.full(len(ready), np.inf), np.full(len(ready), -np.inf)
-        np.minimum.at(first, receivers, begun)
-        np.maximum.at(leaving, senders, begun)
-        np.maximum.at(into, receivers, begun + self.seconds)
-        busy = np.bincount(receivers, weights=self.seconds, minlength=len(ready))
-        np.maximum(into, first + busy, out=into, where=busy > 0)
-        busy = np.bincount(senders, weights=self.seconds, minlength=len(ready))
-        np.copyto(out, leaving + busy, where=busy > 0)
-        np.maximum.at(ready, receivers, np.maximum(into[receivers], out[senders]) + latency)

@@ -1,10 +1,14 @@
-// The model of a step, as in collectives.py and step.py; tests/browser/test_what_if_page.py compares both at random points.
-// A mode is a row of page.py: rounds by number of nodes, segments, buckets, schedule. All times are in seconds.
+// The model of a step, as in collectives.py, step.py and scale.py; tests/browser/test_what_if_page.py compares them at
+// random points. A mode is a row of page.py: rounds by number of nodes, segments, buckets, schedule. Seconds and bytes.
 "use strict";
-const model = (() => {
-  const EPSILON = 1e-12, SEGMENT_BYTES = 1448, GOODPUT = 1448 / 1514, LOSS_FACTOR = 1.22, ELEMENT = 4;
-  const DDP_BUCKETS = [1 << 20, 25 << 20], DDP_IN_FLIGHT = 2, PERIODS = 4, MAX_SLOWED = 0.9, LAST_BUCKETS = [8, 4, 2];
+function makeModel(data) {
+  const {
+    segment_bytes: SEGMENT_BYTES, goodput: GOODPUT, loss_factor: LOSS_FACTOR, element: ELEMENT, epsilon: EPSILON,
+    ddp_buckets: DDP_BUCKETS, last_buckets: LAST_BUCKETS, open: OPEN, periods: PERIODS, max_slowed: MAX_SLOWED,
+    band: BAND,
+  } = data.constants;
   const sum = (values) => values.reduce((a, b) => a + b, 0);
+  for (const mode of data.modes) mode.rounds = mode.key === null ? null : data.rounds[mode.key] || {};
 
   // --- one synchronisation ---
 
@@ -29,19 +33,22 @@ const model = (() => {
   }
 
   // loads: [link share, share the other way, uplink share, messages, count] of each kind of round
-  function duration(loads, segments, size, wire) {
+  function duration(loads, segments, size, wire, inPipeline = false) {
     let seconds = 0, busy = 0;
     const rate = payload(wire);
     for (const [linkShare, back, uplinkShare, messages, count] of loads) {
-      const link = (linkShare + wire.acks * back) * size / rate, answered = linkShare ? 1 + wire.acks * back / linkShare : 1;
+      const link = (linkShare + wire.acks * back) * size / rate;
+      const answered = linkShare ? 1 + wire.acks * back / linkShare : 1;
       const uplink = wire.uplink ? uplinkShare * answered * size / wire.uplink : 0;
       let parts = 1, window = 1;
       if (segments && messages === 1) {
         parts = partsOf(segments, linkShare * size);
         window = Math.min(parts, segments.in_flight || parts);
       }
-      const own = Math.max(link, uplink) / parts + wire.message * messages;
-      seconds += chain(count * parts, own, window, wire.latency + wire.wakeup + (uplinkShare ? wire.uplink_latency : 0));
+      let own = Math.max(link, uplink) / parts;
+      own = inPipeline ? Math.max(own, wire.segment) : own + wire.message * messages;
+      const latency = wire.latency + wire.wakeup + (uplinkShare ? wire.uplink_latency : 0);
+      seconds += chain(count * parts, own, window, latency);
       busy += count * parts * own;
     }
     return { seconds, wire: busy, use: seconds > 0 ? busy / seconds : 1 };
@@ -51,10 +58,9 @@ const model = (() => {
 
   function pipelineBucket(mode, size, ranks, rate) {
     if (mode.bucket !== null) return mode.bucket;
-    const rule = mode.open;
-    const best = Math.sqrt(rule.segment * size * ranks * rate / GOODPUT);
-    const most = Math.max(rule.least, Math.min(rule.most, size / rule.buckets));
-    return 2 ** roundHalfEven(Math.log2(Math.min(Math.max(best, rule.least), most)));
+    const best = Math.sqrt(OPEN.segment * size * ranks * rate / GOODPUT);
+    const most = Math.max(OPEN.least, Math.min(OPEN.most, size / OPEN.buckets));
+    return 2 ** roundHalfEven(Math.log2(Math.min(Math.max(best, OPEN.least), most)));
   }
 
   function roundHalfEven(value) {
@@ -141,7 +147,8 @@ const model = (() => {
 
   function slowed(node, wire) {
     if (node.sleeps) return 0;
-    const wanted = Math.min(node.threads, node.cpus), left = node.cpus - node.byte_cpu / node.speed * payload(wire);
+    const wanted = Math.min(node.threads, node.cpus);
+    const left = node.cpus - node.byte_cpu / node.speed * payload(wire);
     return Math.min(MAX_SLOWED, Math.max(0, 1 - left / wanted));
   }
 
@@ -165,7 +172,7 @@ const model = (() => {
       const alone = computeOf(work) / node.speed;
       return { seconds: alone, compute: alone, busy: 0 };
     }
-    const slow = slowest(node, ranks, mode.every) / node.speed, copies = mode.copy * work.size;
+    const slow = slowest(node, ranks, mode.every) / node.speed, copies = node.copy * work.size;
     const forward = (work.before + sum(work.forward) + work.after) * slow;
     const backward = (sum(work.backward) + copies) * slow, update = work.update * slow;
     const coded = mode.coded ? node.code * work.size / node.speed : 0;
@@ -178,8 +185,8 @@ const model = (() => {
       const sent = (sum(timed.map((each) => each.seconds)) - credit) / mode.every;
       return { seconds: compute + sent, compute, busy: sent };
     }
-    const ready = readyOf(work, buckets, slow, copies).map((each) => Math.min(each, backward)), inFlight = mode.reference ? DDP_IN_FLIGHT : 1;
-    const [ended, busy] = overlapped(backward, ready, timed, inFlight, slowed(node, wire), credit);
+    const ready = readyOf(work, buckets, slow, copies).map((each) => Math.min(each, backward));
+    const [ended, busy] = overlapped(backward, ready, timed, mode.in_flight, slowed(node, wire), credit);
     return { seconds: forward + ended + update + coded, compute, busy };
   }
 
@@ -219,9 +226,9 @@ const model = (() => {
   }
 
   function pipelined(work, node, wire, mode, ranks, buckets, slow, copies, rounds) {
-    const reduce = buckets.map((bucket) => duration(rounds.reduce, mode.segments, bucket.size, wire));
+    const reduce = buckets.map((bucket) => duration(rounds.reduce, null, bucket.size, wire, true));
     const gather = buckets.map((bucket) => {
-      const own = duration(rounds.gather, mode.segments, bucket.size, wire);
+      const own = duration(rounds.gather, null, bucket.size, wire, true);
       const seconds = own.seconds + work.update * slow * bucket.size / work.size / ranks;
       return { seconds, wire: own.wire, use: seconds > 0 ? own.wire / seconds : 1 };
     });
@@ -235,9 +242,9 @@ const model = (() => {
     let now = 0, busy = 0, jobs = [];  // jobs: the most urgent first
     const begin = (number, kind, own) => {
       const job = { number, kind, left: own.seconds, use: own.use };
+      const after = (other) => other.number < number || (other.number === number && other.kind > kind);
       let place = jobs.length;
-      while (place && (jobs[place - 1].number < number || (jobs[place - 1].number === number && jobs[place - 1].kind > kind)))
-        place--;
+      while (place && after(jobs[place - 1])) place--;
       jobs.splice(place, 0, job);
     };
     const ratesOf = () => {
@@ -299,7 +306,7 @@ const model = (() => {
 
   // --- what the page changes: a wire with another rate and delay, a gradient of another size ---
 
-  function wireAt(data, own, rate, delay) {
+  function wireAt(own, rate, delay) {
     const made = { ...own };
     if (rate !== null) {
       const was = data.base.rate ? data.base.rate / 8 * data.efficiency : own.rate;
@@ -311,9 +318,41 @@ const model = (() => {
   }
 
   function resized(work, factor) {
+    if (factor === 1) return work;
     const size = (each) => Math.max(ELEMENT, Math.floor(each * factor / ELEMENT + 0.5) * ELEMENT);
     const tensors = work.tensors.map(([each, layer]) => [size(each), layer]);
     return { ...work, tensors, size: sum(tensors.map(([each]) => each)) };
+  }
+
+  // The work with the compute of a draw: its times, and when in backward gradients are made.
+  function drawn(work, draw) {
+    const factor = draw.compute, power = draw.ready, whole = sum(work.backward) || 1;
+    if (factor === 1 && power === 1) return work;
+    const backward = [];
+    let done = 0;
+    for (let layer = work.backward.length - 1; layer >= 0; layer--) {
+      const before = done;
+      done += work.backward[layer];
+      backward[layer] = whole * factor * ((done / whole) ** power - (before / whole) ** power);
+    }
+    const times = (seconds) => seconds * factor;
+    return {
+      ...work, backward, forward: work.forward.map(times),
+      before: times(work.before), after: times(work.after), update: times(work.update),
+    };
+  }
+
+  const takesBucket = (mode) => mode.granularity === "bucket" || mode.reference;
+  const withBucket = (mode, bucket) => bucket !== null && takesBucket(mode) ? { ...mode, bucket } : mode;
+  const LIKELY = { compute: 1, ready: 1, node: data.node, wire: data.wire, copies: data.copies };
+
+  // The step of one mode with the parameters of a draw, or the most likely ones; null where the mode cannot exist.
+  // place: work, rate, delay and bucket (null: as in the runs), and speed
+  function at(mode, nodes, place, draw = LIKELY) {
+    if (mode.rounds && nodes > 1 && !mode.rounds[nodes]) return null;
+    const node = { ...draw.node, speed: place.speed, copy: draw.copies[mode.family] };
+    const wire = wireAt(draw.wire, place.rate, place.delay);
+    return predict(drawn(place.work, draw), node, wire, withBucket(mode, place.bucket), nodes);
   }
 
   function quantile(sorted, share) {
@@ -321,6 +360,31 @@ const model = (() => {
     return sorted[whole] + (place - whole) * ((sorted[whole + 1] ?? sorted[whole]) - sorted[whole]);
   }
 
-  return { predict, duration, wireAt, resized, computeOf, quantile, payload };
-})();
-if (typeof module !== "undefined") module.exports = model;
+  function bandOf(mode, nodes, place, seconds) {
+    const steps = data.draws.map((draw) => at(mode, nodes, place, draw).seconds).sort((a, b) => a - b);
+    const [low, high] = BAND.map((share) => quantile(steps, share)), off = mode.misfit * seconds;
+    const below = Math.hypot(seconds - Math.min(low, seconds), off);
+    return [seconds - below, seconds + Math.hypot(Math.max(high, seconds) - seconds, off)];
+  }
+
+  // --- where something changes ---
+
+  // The value between `low` and `high`, on a logarithmic scale, at which `holds` changes; both ends must differ.
+  function bisect(holds, low, high) {
+    const first = holds(low);
+    for (let turn = 0; turn < 20; turn++) {
+      const middle = Math.sqrt(low * high);
+      if (holds(middle) === first) low = middle;
+      else high = middle;
+    }
+    return Math.sqrt(low * high);
+  }
+
+  // Where between two numbers of nodes a value that is known at both passes 0.
+  function between(low, high, atLow, atHigh) {
+    return atLow === atHigh ? low : low * (high / low) ** (atLow / (atLow - atHigh));
+  }
+
+  return { at, bandOf, predict, resized, computeOf, takesBucket, bisect, between };
+}
+const model = makeModel(data);

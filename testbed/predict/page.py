@@ -16,9 +16,10 @@ from typing import Any
 import jinja2
 
 from testbed import __version__
-from testbed.predict.calibrate import Calibration
+from testbed.predict import collectives, step
+from testbed.predict.calibrate import Calibration, family
 from testbed.predict.collectives import Wire, halves, loads_of
-from testbed.predict.scale import MAX_NODES, Predictor, racks_for
+from testbed.predict.scale import BAND, MAX_NODES, Predictor, racks_for
 from testbed.predict.step import Node, Work, share_of
 from testbed.report.figures.style import css
 from testbed.results import theory
@@ -27,10 +28,28 @@ from testbed.results.theory import RoundLoad
 from testbed.spec.datasets import dataset_info
 from testbed.spec.errors import SpecError
 from testbed.spec.fabric import Racks
-from testbed.spec.mode import SyncMode
+from testbed.spec.mode import LAST_BUCKETS, SyncMode
 
 PAGE = "what-if.html"
 NODES = (*range(1, 17), *(part << k for k in range(2, 8) for part in (5, 6, 7, 8)))
+CONSTANTS = {  # of model.js
+    "segment_bytes": collectives.SEGMENT_BYTES,
+    "goodput": collectives.GOODPUT,
+    "loss_factor": collectives.LOSS_FACTOR,
+    "element": step.ELEMENT_BYTES,
+    "epsilon": step.EPSILON_S,
+    "ddp_buckets": step.DDP_BUCKETS,
+    "periods": step.PERIODS,
+    "max_slowed": step.MAX_SLOWED,
+    "last_buckets": LAST_BUCKETS,
+    "band": BAND,
+    "open": {  # of buckets whose size is left open
+        "segment": theory.SEGMENT_S,
+        "least": theory.MIN_PIPELINE_BYTES,
+        "most": theory.MAX_PIPELINE_BYTES,
+        "buckets": theory.LEAST_BUCKETS,
+    },
+}
 MAX_RACKED = 64  # nodes in racks: beyond, making all their messages would take longer than the page may
 
 
@@ -72,7 +91,7 @@ def document(predictor: Predictor, modes: Sequence[SyncMode]) -> dict[str, Any]:
     base = calibration.base
     return {
         "model": calibration.profile.model,
-        "batch": calibration.profile.batch_per_rank,
+        "batch": calibration.batch_per_rank,
         "samples": None if base.script else dataset_info(base.data.name).train,
         "nodes": [n for n in sorted({*NODES, *(each.nodes for each in calibration.measured)}) if n <= MAX_NODES],
         "base": {"nodes": base.nodes, "rate": base.link.rate, "delay": base.link.delay or 0.0},
@@ -80,7 +99,18 @@ def document(predictor: Predictor, modes: Sequence[SyncMode]) -> dict[str, Any]:
         "work": _work(calibration.work),
         "node": _node(calibration.node),
         "wire": _wire(calibration.wire),
-        "draws": [{"compute": d.compute, "node": _node(d.node), "wire": _wire(d.wire)} for d in predictor.draws],
+        "copies": calibration.copies,
+        "draws": [
+            {
+                "compute": each.compute,
+                "ready": each.ready,
+                "node": _node(each.node),
+                "wire": _wire(each.wire),
+                "copies": each.copies,
+            }
+            for each in predictor.draws
+        ],
+        "constants": CONSTANTS,
         "rounds": _rounds(modes, calibration),
         "modes": [_mode(mode, predictor) for mode in modes],
         "measured": [
@@ -154,18 +184,13 @@ def _mode(mode: SyncMode, predictor: Predictor) -> dict[str, Any]:
         "key": None if mode.silent else _key(mode),
         "granularity": mode.granularity,
         "bucket": mode.bucket,
-        "open": {
-            "segment": theory.SEGMENT_S,
-            "least": theory.MIN_PIPELINE_BYTES,
-            "most": theory.MAX_PIPELINE_BYTES,
-            "buckets": theory.LEAST_BUCKETS,
-        },
         "schedule": mode.schedule,
         "reference": mode.is_reference,
+        "in_flight": step.in_flight(mode),
         "every": mode.every,
         "coded": mode.codec is not None,
         "share": share_of(mode),
-        "copy": predictor.calibration.copies_of(mode),
+        "family": family(mode),
         "segments": asdict(cut) if cut else None,
         "misfit": predictor.typical_misfit(mode),
         "exact": mode.synchronous and mode.codec is None,

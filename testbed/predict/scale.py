@@ -11,10 +11,11 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from testbed.predict.calibrate import Calibration, Measured
+from testbed.predict.calibrate import Calibration, Measured, family
 from testbed.predict.collectives import Wire
 from testbed.predict.step import Node, Step, Work, predict
 from testbed.spec.errors import SpecError, refuse
@@ -25,9 +26,12 @@ from testbed.spec.units import format_duration, format_rate, parse_duration, par
 MAX_NODES = 1024
 MAX_SPEED = 10_000.0
 DRAWS = 16
+DRAWN = ("rate", "latency", "wakeup", "message", "segment", "acks", "uplink", "window")  # of Wire, by their parameters
+BAND = (0.05, 0.95)  # of the draws
 SEED = 20261118  # of the draws, so that the same folders always give the same bands
 USUAL = ("ring", "ddp", "ring/pipeline", "ring/every:8")  # predicted if the user names no modes
 MAX_MODES = 10
+FASTER, FAR_S = 10, 0.025  # other networks that are predicted by default: times the rate, and a delay
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})", re.ASCII)
 _EVERY = re.compile(r"every:\d+(@\d+)?", re.ASCII)
 
@@ -40,6 +44,7 @@ class Point:
     rate: float | None = None  # bit/s that is requested of a link
     delay: float | None = None  # seconds, one way, that is requested of a link
     speed: float = 1.0
+    dilation: float = 1.0  # of emulated nodes: how many times slower than this their network and their compute are
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of one draw; compute takes `compute` times as long."""
+    """The parameters of one draw."""
 
-    compute: float
     node: Node
     wire: Wire
+    copies: dict[str, float]  # as in Calibration
+    compute: float = 1.0  # compute takes so many times as long
+    ready: float = 1.0  # what is done after a share x of backward is done after x to this power instead
 
 
 class Predictor:
@@ -86,7 +93,7 @@ class Predictor:
         found = self.step(mode, point)
         alone = self.work.compute / point.speed
         steps = sorted(self.step(mode, point, draw).seconds for draw in self.draws)
-        low, high = (float(np.quantile(steps, q)) for q in (0.05, 0.95))
+        low, high = (float(np.quantile(steps, share)) for share in BAND)
         off = self.typical_misfit(mode)
         return Prediction(
             mode,
@@ -99,12 +106,14 @@ class Predictor:
 
     def step(self, mode: SyncMode, point: Point, draw: Draw | None = None) -> Step:
         """The step without its band."""
-        given = draw or Draw(1.0, self.calibration.node, self.calibration.wire)
-        node = replace(given.node, speed=point.speed, copy=self.calibration.copies_of(mode))
-        racks = racks_for(mode, point.nodes, self.calibration.racks)
+        calibration = self.calibration
+        given = draw or Draw(calibration.node, calibration.wire, calibration.copies)
+        node = replace(given.node, speed=point.speed, copy=given.copies[family(mode)])
+        delay = calibration.base.link.delay or 0.0 if point.delay is None else point.delay
+        node, wire = dilated(node, self.wire(point, given.wire), delay, point.dilation)
+        racks = racks_for(mode, point.nodes, calibration.racks)
         try:
-            work = self.work if draw is None else scaled(self.work, given.compute)
-            return predict(work, node, self.wire(point, given.wire), mode, point.nodes, racks)
+            return predict(drawn(self.work, given), node, wire, mode, point.nodes, racks)
         except ValueError as error:
             raise refuse("mode", str(mode), one_sentence(error), "Leave it out.") from None
 
@@ -140,7 +149,19 @@ def one_sentence(error: Exception) -> str:
 
 
 def point_of(measured: Measured) -> Point:
-    return Point(measured.nodes, measured.rate, measured.delay)
+    return Point(measured.nodes, measured.rate, measured.delay, dilation=measured.dilation)
+
+
+def dilated(node: Node, wire: Wire, delay: float, factor: float) -> tuple[Node, Wire]:
+    """What emulated nodes show whose network and compute are `factor` times slower, after all times are divided by it.
+
+    What the processor really does was not made slower: it seems to take less time. `delay` is the requested one.
+    """
+    if factor == 1.0:
+        return node, wire
+    own = {name: getattr(wire, name) / factor for name in ("wakeup", "message", "segment", "credit")}
+    latency = delay + max(0.0, wire.latency - delay) / factor
+    return replace(node, copy=node.copy / factor, code=node.code / factor), replace(wire, latency=latency, **own)
 
 
 def racks_for(mode: SyncMode, nodes: int, racks: Racks) -> Racks:
@@ -159,41 +180,44 @@ def racks_for(mode: SyncMode, nodes: int, racks: Racks) -> Racks:
 def _draws(calibration: Calibration) -> list[Draw]:
     """Parameters drawn from their uncertainties; a factor is never below a tenth."""
     random = np.random.default_rng(SEED)
+    return [_draw(calibration, random) for _ in range(DRAWS)]
+
+
+def _draw(calibration: Calibration, random: np.random.Generator) -> Draw:
+    def factor(name: str) -> float:
+        return max(0.1, 1.0 + calibration.spread(name) * float(random.standard_normal()))
+
     node, wire = calibration.node, calibration.wire
-    found = []
-    for _ in range(DRAWS):
-
-        def factor(name: str) -> float:
-            return max(0.1, 1.0 + calibration.spread(name) * float(random.standard_normal()))
-
-        compute = factor("compute")
-        jitter = np.sort(random.choice(np.array(node.jitter), len(node.jitter)))
-        jitter = jitter / max(1e-9, float(np.median(jitter)))
-        found.append(
-            Draw(
-                compute,
-                replace(node, byte_cpu=node.byte_cpu * factor("byte_cpu"), jitter=tuple(jitter.tolist())),
-                replace(
-                    wire,
-                    rate=wire.rate * factor("rate"),
-                    latency=wire.latency * factor("latency"),
-                    wakeup=wire.wakeup * factor("wakeup"),
-                    message=wire.message * factor("message"),
-                    window=wire.window * factor("window"),
-                ),
-            )
-        )
-    return found
+    jitter = np.sort(random.choice(np.array(node.jitter), len(node.jitter)))
+    jitter = jitter / max(1e-9, float(np.median(jitter)))
+    of_wire = {name: getattr(wire, name) * factor(name) for name in DRAWN if getattr(wire, name) is not None}
+    return Draw(
+        replace(
+            node,
+            byte_cpu=node.byte_cpu * factor("byte_cpu"),
+            code=node.code * factor("codec"),
+            jitter=tuple(jitter.tolist()),
+        ),
+        replace(wire, **of_wire),
+        {name: seconds * factor(f"copy ({name})") for name, seconds in calibration.copies.items()},
+        compute=factor("compute"),
+        ready=factor("ready"),
+    )
 
 
-def scaled(work: Work, factor: float) -> Work:
-    """The work with all times longer by a factor."""
+def drawn(work: Work, draw: Draw) -> Work:
+    """The work with the compute of a draw: its times, and when in backward gradients are made."""
+    factor, power, whole = draw.compute, draw.ready, sum(work.backward) or 1.0
+    if factor == power == 1.0:
+        return work
+    done = [0.0, *(seconds / whole for seconds in accumulate(reversed(work.backward)))]
+    backward = [whole * factor * (later**power - sooner**power) for sooner, later in pairwise(done)]
     return replace(
         work,
         before=work.before * factor,
         forward=tuple(each * factor for each in work.forward),
         after=work.after * factor,
-        backward=tuple(each * factor for each in work.backward),
+        backward=tuple(reversed(backward)),
         update=work.update * factor,
     )
 
@@ -282,6 +306,13 @@ def known(mode: SyncMode, racks: Racks) -> bool:
     return bool(mode.row.rounds or (mode.row.rack_rounds and racks))
 
 
+def other_networks(point: Point, calibration: Calibration) -> list[Point]:
+    """The same point with faster links, and far away: what is predicted besides if the user asks for no network."""
+    own = calibration.base.link.rate or 8 * calibration.wire.rate
+    found = [replace(point, rate=float(round(FASTER * own, -3)))]
+    return found + ([] if calibration.base.link.delay else [replace(point, delay=FAR_S)])
+
+
 def check_modes(modes: Iterable[SyncMode], nodes: Sequence[int]) -> None:
     """Raise SpecError if one of the modes cannot exist with one of these numbers of nodes."""
     for mode in modes:
@@ -290,6 +321,8 @@ def check_modes(modes: Iterable[SyncMode], nodes: Sequence[int]) -> None:
             raise refuse("mode", str(mode), rule, "Name the mode that could replace it, e.g. ring.")
         if min(nodes) < 2 and mode.distributed:
             raise refuse("--nodes", min(nodes), f"mode {mode} needs at least 2", "Begin with 2, or use mode single.")
+        if max(nodes) > 1 and not mode.distributed:
+            raise refuse("--nodes", max(nodes), f"mode {mode} is for one node", "Use --nodes 1, or name another mode.")
 
 
 def in_words(point: Point, calibration: Calibration) -> str:

@@ -6,7 +6,9 @@
     sharing   while the wire is full, moving bytes takes its share of the node's processor, and compute is slower;
               a node carries no more bytes than its processor can move
     in flight one collective (overlap), two that share the wire (DDP), or all of a pipeline, the most urgent first
-    every:K   K steps of compute, then one synchronisation
+    every:K   K steps of compute, then one synchronisation; of every:K@M the steps after M
+    passes    with several micro-batches a step only the last backward makes gradients that can be sent, and only the
+              first forward waits for parameters: what is between them is part of `after`
 
 model.js computes the same (tests/browser/test_what_if_page.py compares them at random points).
 """
@@ -28,8 +30,8 @@ from testbed.spec.mode import CODECS, SyncMode, bucket_bounds, fill_buckets
 ELEMENT_BYTES = 4
 # torch's DDP: the first bucket and the others, if the mode has no size of its own
 DDP_BUCKETS = (1 << 20, 25 << 20)
-IN_FLIGHT = {"overlap": 1}  # collectives at the same time, by schedule
-DDP_IN_FLIGHT = 2  # Gloo has two threads
+# collectives at the same time; of DDP as many as Gloo has threads
+OVERLAP_IN_FLIGHT, DDP_IN_FLIGHT = 1, 2
 PERIODS = 4  # steps of a pipeline that are computed; the last one counts
 MAX_SLOWED = 0.9  # the largest share of a processor that moving bytes can take from compute
 EPSILON_S = 1e-12
@@ -78,7 +80,7 @@ class Work:
 
     before: float  # zero and data
     forward: tuple[float, ...]
-    after: float  # loss
+    after: float  # loss, and the passes between the first forward and the last backward
     backward: tuple[float, ...]
     update: float
     tensors: tuple[tuple[int, int], ...]  # bytes and layer of each, the last first, as backward makes them
@@ -92,7 +94,8 @@ class Work:
         return self.before + sum(self.forward) + self.after + sum(self.backward) + self.update
 
     @classmethod
-    def of(cls, profile: Profile) -> Work:
+    def of(cls, profile: Profile, passes: int = 1) -> Work:
+        """The work of a step with so many passes, of which the profile has one."""
         forward, backward = [0.0], [0.0]
         sizes: list[tuple[int, ...]] = [()]
         for layer in profile.layers:
@@ -102,7 +105,8 @@ class Work:
             backward[-1] += layer.backward_s
             sizes[-1] = sizes[-1] or layer.sizes
         tensors = [(size, number) for number, own in enumerate(sizes) for size in own]
-        before, after = profile.zero_s + profile.data_s, profile.loss_s
+        before = profile.zero_s + profile.data_s
+        after = profile.loss_s + (passes - 1) * (sum(forward) + profile.loss_s + sum(backward))
         return cls(before, tuple(forward), after, tuple(backward), profile.optimizer_s, tuple(reversed(tensors)))
 
 
@@ -204,8 +208,7 @@ def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, rack
         return Step(compute + sent, compute, sent)
     ready = [min(each, backward) for each in _ready(work, buckets, slow, copies)]  # sums may differ in the last digit
     slowed = _slowed(node, wire)
-    in_flight = DDP_IN_FLIGHT if mode.is_reference else IN_FLIGHT[mode.schedule]
-    ended, busy = overlapped(backward, ready, timed, in_flight, slowed, credit)
+    ended, busy = overlapped(backward, ready, timed, in_flight(mode), slowed, credit)
     return Step(forward + ended + update + coded, compute, busy)
 
 
@@ -240,18 +243,23 @@ def _slowed(node: Node, wire: Wire) -> float:
     return min(MAX_SLOWED, max(0.0, 1.0 - left / wanted))
 
 
+def in_flight(mode: SyncMode) -> int:
+    """Collectives at the same time, of a mode that begins them during backward."""
+    return DDP_IN_FLIGHT if mode.is_reference else OVERLAP_IN_FLIGHT
+
+
 def overlapped(
-    compute: float, ready: Sequence[float], timed: Sequence[Duration], in_flight: int, slowed: float, credit: float
+    compute: float, ready: Sequence[float], timed: Sequence[Duration], together: int, slowed: float, credit: float
 ) -> tuple[float, float]:
     """When compute and all collectives have ended, and how long one was in flight.
 
-    A collective begins in its turn, once `compute` has come to `ready`. At most `in_flight` share the wire.
+    A collective begins in its turn, once `compute` has come to `ready`. At most `together` share the wire.
     """
     now = at = busy = 0.0
     following = 0
     active: list[list[float]] = []  # seconds that are left, and the share of the wire that it takes
     while at < compute - EPSILON_S or following < len(timed) or active:
-        while following < len(timed) and len(active) < in_flight and ready[following] <= at + EPSILON_S:
+        while following < len(timed) and len(active) < together and ready[following] <= at + EPSILON_S:
             own = timed[following]
             active.append([max(0.0, own.seconds - (credit if following == 0 else 0.0)), own.use])
             following += 1
@@ -260,7 +268,7 @@ def overlapped(
         pace = 1.0 - slowed * min(1.0, wanted)
         until = [left / rate for left, _ in active]
         if at < compute - EPSILON_S:
-            waits = following < len(timed) and len(active) < in_flight
+            waits = following < len(timed) and len(active) < together
             goal = min(compute, ready[following]) if waits and ready[following] > at else compute
             until.append((goal - at) / pace)
         passed = min(until)
@@ -363,8 +371,9 @@ def _pipelined(
 ) -> Step:
     """Reduce under backward, update 1/N, gather under the next forward; the period of the steady state."""
     reduce, gather = loads
-    first = [duration(reduce, mode.segments, bucket.size, wire) for bucket in buckets]
-    second = [_updated(duration(gather, mode.segments, b.size, wire), work, slow, b.size, ranks) for b in buckets]
+    # a shard of a bucket is one segment, whatever its size
+    first = [duration(reduce, None, bucket.size, wire, pipelined=True) for bucket in buckets]
+    second = [_updated(duration(gather, None, b.size, wire, True), work, slow, b.size, ranks) for b in buckets]
     pipe = Pipe(first, second, _slowed(node, wire))
     needs: list[list[int]] = [[] for _ in work.forward]
     launches: list[list[int]] = [[] for _ in work.forward]

@@ -26,7 +26,7 @@ from functools import cache
 
 from testbed.results.timeline import CONTINUED, Observed
 from testbed.spec.fabric import Racks, rack_numbers
-from testbed.spec.mode import Rotated, Round, SyncMode
+from testbed.spec.mode import Rotated, Round, SyncMode, bucket_bounds
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def round_loads(mode: SyncMode, ranks: int, racks: Racks = ()) -> tuple[RoundLoa
     found: list[RoundLoad] = []
     for number, round_ in enumerate((*rounds.reduce, *rounds.gather)):
         alike = tuple((t.receiver, t.share) for t in round_.first) if isinstance(round_, Rotated) else number
-        load = known.setdefault(alike, known.get(alike) or _load(round_, rack_of))
+        if alike not in known:
+            known[alike] = _load(round_, rack_of)
+        load = known[alike]
         if found and replace(found[-1], count=1) == load:
             load = replace(load, count=found.pop().count + 1)
         found.append(load)
@@ -196,8 +198,12 @@ def bound(
     return None if known is None else known.load * size / rate + known.hops * turns * delay
 
 
+# What the transport of a pipeline needs (rank/sync/transport.py)
+SEGMENT_S = 4e-4  # processor time of a rank for a segment, whatever its size: to receive, add or copy, and send it
+# Bytes that the kernel accepts and has not sent yet; there is room again when half of them are sent. More would delay
+# what is urgent, on every hop.
+UNSENT_BYTES = 128 << 10
 # The bucket size of a pipeline that is given none
-SEGMENT_S = 4e-4  # seconds that a rank needs for a segment, whatever its size
 MIN_PIPELINE_BYTES, MAX_PIPELINE_BYTES = 256 << 10, 8 << 20
 LEAST_BUCKETS = 8  # of a gradient: what is in flight in one bucket does not overlap
 UNKNOWN_RATE = 125e6  # byte/s (1 Gbit/s), where no rate was requested or measured
@@ -212,6 +218,16 @@ def pipeline_bucket(size: int, ranks: int, rate: float | None) -> int:
     best = math.sqrt(SEGMENT_S * size * ranks * (rate or UNKNOWN_RATE))
     most = max(MIN_PIPELINE_BYTES, min(MAX_PIPELINE_BYTES, size / LEAST_BUCKETS))
     return 1 << round(math.log2(min(max(best, MIN_PIPELINE_BYTES), most)))
+
+
+def pipeline_segments(mode: SyncMode, size: int, ranks: int, rate: float | None) -> int:
+    """Segments that a rank sends in a step of a pipeline: one in each round of a bucket.
+
+    `rate` decides the size of the buckets if the mode leaves that open.
+    """
+    known = cost(mode, ranks)
+    buckets = len(bucket_bounds(size, mode.bucket or pipeline_bucket(size, ranks, rate))) - 1
+    return buckets * (known.hops if known else 0)
 
 
 def sent_share(mode: SyncMode, ranks: int, rank: int, racks: Racks = ()) -> float | None:

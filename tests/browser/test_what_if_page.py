@@ -106,15 +106,8 @@ def in_python(predictor: Predictor, point: dict[str, Any]) -> float:
 
 IN_THE_PAGE = """(points) => points.map((point) => {
   const mode = data.modes.find((each) => each.name === point.mode);
-  const draw = point.draw === null ? { compute: 1, node: data.node, wire: data.wire } : data.draws[point.draw];
-  let work = point.size === 1 ? data.work : model.resized(data.work, point.size);
-  const times = (seconds) => seconds * draw.compute;
-  work = { ...work, before: times(work.before), after: times(work.after), update: times(work.update),
-    forward: work.forward.map(times), backward: work.backward.map(times) };
-  const sized = point.bucket && (mode.granularity === "bucket" || mode.reference);
-  const wire = model.wireAt(data, draw.wire, point.rate, point.delay);
-  const chosen = sized ? { ...mode, bucket: point.bucket } : mode;
-  return model.predict(work, { ...draw.node, speed: point.speed }, wire, chosen, point.nodes).seconds; })"""
+  const place = { ...point, work: model.resized(data.work, point.size) };
+  return model.at(mode, point.nodes, place, point.draw === null ? undefined : data.draws[point.draw]).seconds; })"""
 
 
 def test_the_page_computes_what_python_computes_at_random_points(
@@ -183,6 +176,7 @@ def test_a_price_and_words(page: Any) -> None:
     page.fill("#cost", "2")
     prices = [float(text) for text in page.locator("#modes tbody tr td:last-child").all_inner_texts()]
     assert len(prices) == len(MODES) and min(prices) > 0
+    page.locator("#sentences li").first.wait_for()  # words come when the sliders rest
     said = page.locator("#sentences").inner_text()
     assert "gather" in said and ("stops gaining at" in said or "never faster" in said)
 

@@ -12,9 +12,11 @@ import typer
 from testbed.control.cli.documents import print_document
 from testbed.control.cli.options import Json
 from testbed.control.cli.report import Folders, report_folder
+from testbed.control.runs.emulation import dilation_for
 from testbed.control.runs.progress import console
 from testbed.results.table import BUSY_MARK, format_table
-from testbed.spec.errors import UsageError, require_extra
+from testbed.spec.errors import UsageError, refuse, require_extra
+from testbed.spec.run import MAX_DILATION
 
 if TYPE_CHECKING:
     from testbed.predict.calibrate import Calibration
@@ -22,28 +24,41 @@ if TYPE_CHECKING:
     from testbed.predict.scale import Point, Prediction, Predictor
 
 app = typer.Typer()
-DEFAULT_NODES = "2..1024"
+DEFAULT_NODES = "1..1024"
+
+Nodes = Annotated[str | None, typer.Option(help=f"e.g. 8..1024, which doubles, or 8,16,32 [default: {DEFAULT_NODES}]")]
+Rates = Annotated[
+    str | None, typer.Option(help="of every link, e.g. 1gbit,10gbit [default: as in the runs, and others]")
+]
+Delays = Annotated[str | None, typer.Option(help="one way, e.g. 0ms,25ms [default: as in the runs, and others]")]
+Speeds = Annotated[str, typer.Option(help="compute is so many times faster, e.g. 1,10")]
+Modes = Annotated[
+    str | None, typer.Option(help="e.g. ring,ddp,pipeline,every:8 [default: those of the runs and the usual ones]")
+]
+OfModel = Annotated[
+    Path | None, typer.Option(help="compute of another model, by `testbed profile` [default: as in the runs]")
+]
+Checks = Annotated[
+    str | None, typer.Option(metavar="NODES", help="measure there on emulated nodes, e.g. 8,16,32, and compare")
+]
+Dilation = Annotated[
+    float | None, typer.Option(metavar="K", help="of --check: measure at least K times slower [default: as needed]")
+]
+Out = Annotated[Path | None, typer.Option(help="folder for what-if.html [default: the folder of the runs]")]
 
 
 @app.command()
 def predict(
     runs: Folders,
-    nodes: Annotated[str, typer.Option(help="e.g. 8..1024, which doubles, or 8,16,32")] = DEFAULT_NODES,
-    rate: Annotated[str | None, typer.Option(help="of every link, e.g. 1gbit,10gbit [default: as in the runs]")] = None,
-    delay: Annotated[str | None, typer.Option(help="one way, e.g. 0ms,25ms [default: as in the runs]")] = None,
-    speed: Annotated[str, typer.Option(help="compute is so many times faster, e.g. 1,10")] = "1",
-    modes: Annotated[
-        str | None,
-        typer.Option(help="e.g. ring,ddp,pipeline,every:8 [default: those of the runs and the usual ones]"),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="compute of another model, by `testbed profile` [default: as in the runs]")
-    ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(metavar="NODES", help="measure there on emulated nodes, e.g. 8,16,32, and compare"),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder for what-if.html [default: the folder of the runs]")] = None,
+    nodes: Nodes = None,
+    rate: Rates = None,
+    delay: Delays = None,
+    speed: Speeds = "1",
+    modes: Modes = None,
+    profile: OfModel = None,
+    check: Checks = None,
+    dilation: Dilation = None,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Predict a step on more nodes, or on another network, from what was measured.
@@ -53,20 +68,27 @@ def predict(
     from testbed.predict import scale
     from testbed.predict.calibrate import calibrate
 
-    counts = scale.parse_nodes(check or nodes)
+    _refuse_together(check, nodes, dilation)
+    asked = check or nodes
+    counts = scale.parse_nodes(asked or DEFAULT_NODES)
     rates = scale.parse_rates(rate) if rate else [None]
     delays = scale.parse_delays(delay) if delay else [None]
     speeds = scale.parse_speeds(speed)
-    wanted = scale.parse_modes(modes) if modes else None
-    scale.check_modes(wanted or [], counts)
+    wanted = scale.parse_modes(modes) if modes else []
+    if wanted and not asked:
+        several = any(mode.distributed for mode in wanted)
+        counts = [n for n in counts if (n > 1) == several]
+    scale.check_modes(wanted, counts)
     calibration = calibrate(runs, profile)
     predictor = scale.Predictor(calibration)
     chosen = wanted or scale.default_modes(calibration)
-    scale.check_modes(chosen, counts)
     places = [scale.Point(counts[0], *place) for place in product(rates, delays, speeds)]
     if check:
-        _check(calibration, chosen, [replace(each, nodes=n) for each in places for n in counts], out, runs, as_json)
+        points = [replace(each, nodes=n) for each in places for n in counts]
+        _check(calibration, chosen, points, out or _beside(runs), dilation or 1.0, as_json)
         return
+    if rate is None and delay is None:
+        places += [other for place in places for other in scale.other_networks(place, calibration)]
     found = {place: _along(predictor, chosen, counts, place) for place in places}
     if as_json:
         print_document(_document(predictor, [each for rows in found.values() for each in rows]))
@@ -77,31 +99,54 @@ def predict(
     console.print(f"\n{_page(predictor, chosen, out or report_folder(runs))}")
 
 
+def _refuse_together(check: str | None, nodes: str | None, dilation: float | None) -> None:
+    if check and nodes:
+        raise refuse("--nodes", nodes, f"--check {check} names the nodes that are measured", "Give one of them.")
+    if dilation is not None and not check:
+        raise refuse("--dilation", dilation, "only what --check measures is made slower", "Add e.g. --check 8.")
+    if dilation is not None and not 1 <= dilation <= MAX_DILATION:
+        rule = f"measured points are so many times slower, from 1 to {MAX_DILATION:g}"
+        raise refuse("--dilation", dilation, rule, "Write e.g. 2, or leave it out.")
+
+
+def _beside(runs: list[Path]) -> Path:
+    """The folder of a check of these runs."""
+    return report_folder(runs).with_name(f"{report_folder(runs).name}-check")
+
+
 def _check(
-    calibration: Calibration, modes: list[Any], points: list[Point], out: Path | None, runs: list[Path], as_json: bool
+    calibration: Calibration, modes: list[Any], points: list[Point], folder: Path, least: float, as_json: bool
 ) -> None:
     """Predict, measure on emulated nodes, and print the error of each point; resume what is in the folder."""
     from testbed.predict import check
 
-    folder = out or report_folder(runs).with_name(f"{report_folder(runs).name}-check")
-
     def announce(each: check.Checked) -> None:
         if not as_json:
-            console.print(f"  {each.name}: predicted {each.predicted:.3g} s a step")
+            slower = f", {each.point.dilation:g} times slower" if each.point.dilation != 1 else ""
+            console.print(f"  {each.name}: predicted {each.predicted:.3g} s a step{slower}")
 
     if not as_json:
         console.print(f"predictions are in {folder / check.PREDICTIONS}, and are measured now")
-    found = check.check(calibration, modes, points, folder, announce)
+    found = check.check(
+        calibration, modes, points, folder, announce, slower=lambda keys, profile: dilation_for(keys, profile, least)
+    )
     judged = check.verdict(found)
     if as_json:
         rows = [_figures_of_check(each) for each in found]
         print_document({"folder": str(folder), "points": rows, "verdict": vars(judged) if judged else None})
         return
     rows_of_table = [
-        (str(each.mode), str(each.point.nodes), _network(each, calibration), f"{each.predicted:.3f}", *_outcome(each))
+        (
+            str(each.mode),
+            str(each.point.nodes),
+            _network(each, calibration),
+            f"{each.point.dilation:g}",
+            f"{each.predicted:.3f}",
+            *_outcome(each),
+        )
         for each in found
     ]
-    header = ("mode", "nodes", "network", "predicted s", "measured s", "error")
+    header = ("mode", "nodes", "network", "dilation", "predicted s", "measured s", "error")
     console.print(f"\n{format_table(header, rows_of_table)}\n")
     if any(each.busy for each in found):
         console.print(
@@ -161,7 +206,7 @@ def _print_calibration(predictor: Predictor) -> None:
     calibration = predictor.calibration
     base = calibration.base
     console.print(
-        f"{calibration.profile.model}, {calibration.profile.batch_per_rank} a rank; calibrated on {base.nodes} nodes\n"
+        f"{calibration.profile.model}, {calibration.batch_per_rank} a rank; calibrated on {base.nodes} nodes\n"
     )
     rows = [
         (each.name, f"{each.value:.4g} {each.unit}", f"{100 * each.spread:.1f} %" if each.spread else "-", each.source)
@@ -187,10 +232,17 @@ def _print_table(calibration: Calibration, place: Point, predictions: list[Predi
     cells = {(each.mode, each.point.nodes): each for each in predictions}
     rows = [(str(mode), *(_cell(cells[mode, count]) for count in counts)) for mode in modes]
     console.print(f"\npredicted s/iter: {in_words(place, calibration)}\n")
-    console.print(format_table(("mode", *(f"{count} nodes" for count in counts)), rows))
+    console.print(format_table(("mode", *(_nodes(count) for count in counts)), rows))
+    several = [count for count in counts if count > 1]
+    if not several:
+        return
     console.print()
-    fastest = [min((cells[mode, count] for mode in modes), key=lambda each: each.step.seconds) for count in counts]
-    console.print(format_table(("fastest", *(f"{count} nodes" for count in counts)), _winners(fastest)))
+    fastest = [min((cells[mode, count] for mode in modes), key=lambda each: each.step.seconds) for count in several]
+    console.print(format_table(("fastest", *(_nodes(count) for count in several)), _winners(fastest)))
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"
 
 
 def _winners(fastest: list[Prediction]) -> list[tuple[str, ...]]:

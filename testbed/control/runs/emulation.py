@@ -3,7 +3,8 @@
 Many ranks on few cores are only measured rightly while the cores are mostly idle: moving bytes costs processor time,
 and a sleeping rank must be woken in time. So the network and the sleeps of a run are made K times slower (time
 dilation), and all results are divided by K when they are read (results/records.py, results/receipt.py). K is chosen
-so that all ranks together need at most half of the cores.
+so that all ranks together need at most half of the cores, and so that the thread of a pipeline's transport is woken
+before its socket has nothing left to send.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ CPU_S_PER_STEP = 0.004  # of a rank besides, plus the next for each byte of grad
 CPU_S_PER_GRADIENT_BYTE = 0.6e-9
 START_S_PER_RANK = 8.0  # of one core, to start a rank: 3 s where nothing else runs
 MAX_SHARE = 0.5  # of the cores that all ranks together may need
+# What a pipeline's socket has left when its thread is woken must last so many times as long as the thread waits for a
+# core on average. If waits are exponential, the wire is then idle for e^-4 = 2 % of a wait at each wake-up.
+LOOK_AHEAD = 4.0
 MIN_STEP_S = 1e-6  # instead of no time at all: a profile may be all zeros, to see the communication alone
 MAX_CHOSEN = 64.0  # a larger K is not chosen: the run would take too long to be meant
 RANK_BYTES = 165 << 20  # memory of a rank that has imported torch, without what ranks share
@@ -147,7 +151,9 @@ def with_dilation(spec: RunSpec, choice: SubstrateChoice) -> RunSpec:
     if chosen > 1.0 and not can_dilate:
         raise _no_dilation(spec, choice, needed)
     if chosen < needed:
-        rule = f"the ranks would need more than half of this machine's cores: it takes {needed:g} or more"
+        late = for_wake_ups(applied, len(usable_cores())) > for_cores(applied, profile, len(usable_cores()))
+        why = "ranks would be woken too late" if late else "the ranks would need more than half of this machine's cores"
+        rule = f"{why}: it takes {needed:g} or more"
         raise refuse_setting("dilation", chosen, rule, "Leave it out, and it is chosen.")
     if chosen > MAX_CHOSEN and spec.dilation is None:
         seconds = needed * max(compute_s(applied, profile), wire_s(applied, profile))
@@ -168,20 +174,45 @@ def _no_dilation(spec: RunSpec, choice: SubstrateChoice, needed: float = 0.0) ->
 
 
 def needed_dilation(spec: RunSpec, profile: Profile, cores: int) -> float:
-    """The smallest K, at least 1, at which all ranks together need at most MAX_SHARE of the cores.
+    """The smallest K, at least 1, at which this run can be measured on so many cores."""
+    needed = max(for_cores(spec, profile, cores), for_wake_ups(spec, cores))
+    return max(1.0, math.ceil(10 * needed) / 10)
 
-    While they communicate each byte costs processor time, and so does each step. Without a rate nothing is known of
-    the first: communication then takes the time that the processor needs.
+
+def dilation_for(keys: Mapping[str, Any], profile: Profile, least: float) -> float:
+    """The K of a run with these keys on this machine: what it needs, and not less than `least`. Raises SpecError."""
+    return max(least, needed_dilation(RunSpec.load(dict(keys), ""), profile, len(usable_cores())))
+
+
+def for_cores(spec: RunSpec, profile: Profile, cores: int) -> float:
+    """The K at which all ranks together need MAX_SHARE of the cores.
+
+    While they communicate each byte costs processor time, and so do each step and each segment of a pipeline. Without a
+    rate nothing is known of the first: communication then takes the time that the processor needs.
     """
-    compute, wire = compute_s(spec, profile), wire_s(spec, profile)
-    used = (
-        spec.world
-        * (CPU_S_PER_STEP + CPU_S_PER_GRADIENT_BYTE * profile.gradient_bytes)
-        / max(compute, wire, MIN_STEP_S)
-    )
+    wire = wire_s(spec, profile)
+    a_rank = CPU_S_PER_STEP + CPU_S_PER_GRADIENT_BYTE * profile.gradient_bytes
+    if spec.mode.schedule == "pipeline":
+        rate = min(spec.limiting_rates) / 8 if spec.limiting_rates else None
+        segments = theory.pipeline_segments(spec.mode, profile.gradient_bytes, spec.world, rate)
+        a_rank += segments * theory.SEGMENT_S
+    used = spec.world * a_rank / max(compute_s(spec, profile), wire, MIN_STEP_S)
     if wire:
         used += CPU_S_PER_BYTE * bytes_per_sync(spec, profile) / wire
-    return max(1.0, math.ceil(10 * used / cores / MAX_SHARE) / 10)
+    return used / cores / MAX_SHARE
+
+
+def for_wake_ups(spec: RunSpec, cores: int) -> float:
+    """The K at which the thread of a pipeline's transport is woken in time; 0 where there is none.
+
+    It is woken when half of UNSENT_BYTES are left: 5.2 ms at 100 Mbit/s. The threads of all ranks on its core may be
+    before it, each with a segment. Gloo's sockets hold megabytes, so this does not limit other modes.
+    """
+    rates = [rate for rate in spec.rates if rate]
+    if spec.mode.schedule != "pipeline" or not rates:
+        return 0.0
+    left = theory.UNSENT_BYTES / 2 * 8 / min(rates)
+    return LOOK_AHEAD * spec.world / cores * theory.SEGMENT_S / left
 
 
 def compute_s(spec: RunSpec, profile: Profile) -> float:

@@ -497,8 +497,8 @@ def _signals_deferred() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for signum in dict.fromkeys(received):
-            signal.raise_signal(signum)
+        for number in dict.fromkeys(received):
+            signal.raise_signal(number)
 
 
 # Processes

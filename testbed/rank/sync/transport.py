@@ -34,10 +34,10 @@ from typing import NamedTuple
 from testbed.net.channel import listen, new_token
 from testbed.rank.counters import keep_counts
 from testbed.rank.group import Group
+from testbed.results.theory import UNSENT_BYTES
 
-# Sizes that were measured to be fast. More unsent bytes would delay what is urgent, on every hop; with smaller receive
-# buffers a rank whose thread waits for a core stops its neighbour.
-UNSENT_BYTES = 128 << 10  # accepted by the kernel and not yet sent
+# Sizes that were measured to be fast, as UNSENT_BYTES is. With smaller receive buffers a rank whose thread waits for a
+# core stops its neighbour.
 RECEIVE_BYTES = 4 << 20  # the kernel's receive buffer; on paths with a delay the kernel chooses it, which may need more
 WAKE_BYTES = 128 << 10  # the thread is woken when so much, or the rest of a segment, has arrived
 TCP_NOTSENT_LOWAT = 25  # Linux's socket option; Python has no name for it

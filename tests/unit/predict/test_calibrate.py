@@ -10,8 +10,10 @@ import pytest
 
 from testbed.predict.calibrate import Calibration, calibrate
 from testbed.predict.scale import Point, Predictor
+from testbed.results.profile import Profile, ProfiledLayer
 from testbed.spec.errors import SchemaError, SpecError, UsageError
 from testbed.spec.mode import SyncMode
+from testbed.spec.own_files import digest_of
 from tests.support.scripted_runs import GRADIENT_BYTES as SCRIPT_BYTES
 from tests.support.scripted_runs import Script, make_script_run
 from tests.support.synthetic import GRADIENT_BYTES, UPDATE_S, Conditions, make_run
@@ -140,3 +142,122 @@ def test_racks_and_their_uplink_are_part_of_the_network(tmp_path: Path) -> None:
     assert across < pipelined < 1.1 * across
     hierarchical = [predictor.at(SyncMode.parse("hierarchical"), Point(n)).step.seconds for n in (4, 8, 16)]
     assert hierarchical == sorted(hierarchical)
+
+
+def test_the_window_is_a_parameter_whatever_the_delay_of_the_runs(folder: Path) -> None:
+    found = calibrate([folder])
+    (window,) = (each for each in found.parameters if each.name == "window")
+    assert window.value == found.wire.window and window.spread > 0 and window.assumed
+    far = Predictor(found).at(SyncMode.parse("ring"), Point(8, rate=1e10, delay=0.025))
+    assert far.high - far.low > 0.05 * far.step.seconds  # its uncertainty is in the band
+
+
+@pytest.fixture
+def replayed(tmp_path: Path) -> Path:
+    """A profile of VGG-11 in one layer."""
+    layer = ProfiledLayer(name="0", sizes=(GRADIENT_BYTES,), forward_s=0.1, backward_s=0.2)
+    times = {"data_s": 0.0, "zero_s": 0.0, "loss_s": 0.0, "optimizer_s": UPDATE_S}
+    Profile(model="vgg11", batch_per_rank=16, layers=(layer,), **times).write(tmp_path / "p.json")
+    return tmp_path / "p.json"
+
+
+def replays(profile: Path) -> dict[str, Any]:
+    """Keys of a run with emulated compute."""
+    files = {str(profile): digest_of(profile.read_bytes())}
+    return {"compute": f"emulated:{profile}", "evaluate": "never", "files": files}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": {"name": "adam"}},
+        {"optimizer": {"clip": 1.0}},
+        {"batchnorm": "local"},
+        {"overrides": {"node2": {"cpus": 0.1}}},
+        {"compute": "emulated"},
+        {"accumulate": 2},
+    ],
+)
+def test_runs_that_compute_something_else_are_not_pooled(folder: Path, replayed: Path, changes: dict[str, Any]) -> None:
+    if "compute" in changes:
+        changes = replays(replayed)
+    make_run(folder / "other", mode="tree", **LINK, **changes)
+    found = calibrate([folder])
+    assert {str(mode) for mode in found.modes} == set(MODES)
+    assert any("1 runs train something else" in note for note in found.notes)
+
+
+def test_a_learning_rate_changes_nothing_that_is_timed(folder: Path) -> None:
+    make_run(folder / "other", mode="tree", **LINK, optimizer={"lr": 0.1})
+    assert "tree" in {str(mode) for mode in calibrate([folder]).modes}
+
+
+def test_a_run_with_unequal_links_is_left_out_or_refused(folder: Path) -> None:
+    slow = {"overrides": {"node2": {"link": {"rate": "50mbit"}}}}
+    make_run(folder / "tree", Conditions(slow_link={2: 0.1}), mode="tree", **LINK, **slow)
+    found = calibrate([folder])
+    assert any("tree is left out: it gives node2 another link" in note for note in found.notes)
+    with pytest.raises(SpecError, match=r"gives node2 another link.*Add a run without overrides"):
+        calibrate([folder / "tree"])
+
+
+def test_passes_of_a_step_are_those_of_the_runs(tmp_path: Path) -> None:
+    for mode in ("none", "ring"):
+        make_run(tmp_path / mode, Conditions(compute=1.6), mode=mode, accumulate=4, **LINK)
+    found = calibrate([tmp_path])
+    assert found.passes == 4 and found.profile.batch_per_rank == 4 and found.batch_per_rank == 16
+    a_rank = 1.6 / 4 + UPDATE_S
+    assert found.work.compute == pytest.approx(a_rank, rel=0.02)
+    assert sum(found.work.backward) == pytest.approx(0.67 * 1.6 / 4 / 4, rel=0.02)  # of the last pass
+
+
+def with_cpu(folder: Path, cpu_s: float, messages: int) -> None:
+    """Write the processor time and the messages of a step into the last record of each rank."""
+    for path in folder.glob("rank*.jsonl"):
+        *lines, end = path.read_text().splitlines()
+        record = json.loads(end)
+        measured = record["steps"] - 2  # without the warm-up
+        more = {"own_cpu": cpu_s * measured, "messages": {"gradients": messages * record["steps"], "metrics": 5}}
+        path.write_text("".join(f"{line}\n" for line in [*lines, json.dumps(record | more)]))
+
+
+BYTE_S, EACH_S = 3e-9, 120e-6
+
+
+@pytest.fixture
+def counted(folder: Path) -> Path:
+    """Runs with 0.2 s of processor time a step, and the same for each byte and each message."""
+    sent = 2 * 3 / 4 * GRADIENT_BYTES * 1514 / 1448
+    with_cpu(folder / "none", 0.2, 0)
+    with_cpu(folder / "ring", 0.2 + BYTE_S * sent + EACH_S * 120, 120)
+    with_cpu(folder / "allreduce", 0.2 + BYTE_S * sent + EACH_S * 816, 816)
+    return folder
+
+
+def test_a_message_costs_what_modes_with_many_of_them_take_more(counted: Path) -> None:
+    found = calibrate([counted])
+    assert found.wire.message == pytest.approx(EACH_S, rel=0.02)
+    assert found.node.byte_cpu == pytest.approx(BYTE_S, rel=0.02)
+    named = {each.name: each for each in found.parameters}
+    assert not named["message"].assumed and 0 < named["message"].spread < 0.2
+    assert "allreduce, ring" in named["byte_cpu"].source
+
+
+def test_a_message_that_noise_hides_is_assumed(counted: Path) -> None:
+    sent = 2 * 3 / 4 * GRADIENT_BYTES * 1514 / 1448
+    with_cpu(counted / "allreduce", 0.2 + BYTE_S * sent + EACH_S * 121, 816)  # as much as with 120 messages
+    found = calibrate([counted])
+    named = {each.name: each for each in found.parameters}
+    assert named["message"].assumed and found.wire.message == named["message"].value
+
+
+def test_seconds_of_the_processor_are_those_of_the_machine_whatever_the_dilation(
+    tmp_path: Path, replayed: Path
+) -> None:
+    def copies(name: str, **changes: Any) -> float:
+        for mode in ("none", "ring"):
+            keys = LINK | replays(replayed) | changes
+            make_run(tmp_path / name / mode, Conditions(copies=0.01), mode=mode, **keys)
+        return calibrate([tmp_path / name]).copies["buffers"]
+
+    assert copies("slower", dilation=4.0) == pytest.approx(4 * copies("usual"))

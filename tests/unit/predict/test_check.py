@@ -12,13 +12,15 @@ import pytest
 from testbed.control.api import Run
 from testbed.control.runs.emulation import check_profile
 from testbed.predict import check
-from testbed.predict.calibrate import Calibration, calibrate
+from testbed.predict.calibrate import WAKEUP_S, Calibration, calibrate
 from testbed.predict.check import Checked, Verdict
 from testbed.predict.scale import Point
+from testbed.results.profile import Profile
 from testbed.spec.errors import RankFailed, SpecError, UsageError
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.topology import Topology
+from tests.support.scripted_runs import Script, make_script_run
 from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "experiment": "quick"}
@@ -45,7 +47,7 @@ class Bench:
     def __call__(self, *, out: Path, quiet: bool, **keys: Any) -> Run:
         points = json.loads((self.out / check.PREDICTIONS).read_text())["points"]
         assert keys["mode"] in [each["mode"] for each in points]  # written before it is measured
-        RunSpec.load({key: value for key, value in keys.items() if key != "compute"}, "")  # legal keys of a run
+        RunSpec.load(keys, "")  # legal keys of a run
         self.requested.append(keys)
         if keys["mode"] == self.failing:
             raise RankFailed("rank 3 was killed")
@@ -131,14 +133,106 @@ def test_what_is_measured_has_the_racks_of_the_prediction(calibration: Calibrati
     racked = replace(calibration, base=calibration.base.model_copy(update={"topology": topology}))
     (ring,) = checked(calibration, bench)[:1]
     for nodes, wanted in ((4, [[0, 2], [1, 3]]), (8, [[0, 1], [2, 3], [4, 5], [6, 7]])):
-        point = replace(ring, point=Point(nodes))
-        found = check.keys(point, racked, bench.out / check.PROFILE)
+        found = check.keys(ring.mode, Point(nodes), racked, bench.out / check.PROFILE)
         assert found["topology"]["racks"] == wanted
 
 
 def test_nodes_that_sleep_are_not_slowed(calibration: Calibration) -> None:
     found = check.emulated(calibration)
     assert found.node.sleeps and found.node.jitter == (1.0,)
+
+
+def test_a_point_is_predicted_with_the_dilation_that_it_is_measured_with(
+    calibration: Calibration, bench: Bench
+) -> None:
+    def slower(keys: dict[str, Any], profile: Profile) -> float:
+        assert profile.step_s == pytest.approx(calibration.profile.step_s / (1 if keys["nodes"] == 8 else 10))
+        return 3.0
+
+    points = [Point(8), Point(16, speed=10.0)]
+    found = check.check(calibration, MODES[:2], points, bench.out, run=bench, slower=slower)
+    assert [each["dilation"] for each in bench.requested] == [3.0] * 4
+    written = json.loads((bench.out / check.PREDICTIONS).read_text())["points"]
+    assert [each["dilation"] for each in written] == [3.0] * 4
+    again = check.check(calibration, MODES[:2], points, bench.out, run=bench)  # would be measured at 1 now
+    assert [each.point for each in again] == [each.point for each in found]
+    assert check.verdict(found).pairs > 0  # type: ignore[union-attr]
+
+
+def test_a_point_whose_run_would_be_refused_is_predicted_and_the_refusal_is_its_reason(
+    calibration: Calibration, bench: Bench
+) -> None:
+    def refuses(keys: dict[str, Any], profile: Profile) -> float:
+        raise SpecError("too many nodes")
+
+    (found,) = check.check(calibration, MODES[:1], POINTS[:1], bench.out, run=bench, slower=refuses)
+    assert found.predicted > 0 and found.point.dilation == 1.0
+
+
+def test_the_first_steps_of_every_k_at_m_are_not_measured(calibration: Calibration, bench: Bench) -> None:
+    late, never = SyncMode.parse("ring/every:8@100"), SyncMode.parse("ring/every:8@1000")
+    found = check.check(calibration, [late, never], POINTS[:1], bench.out, run=bench)
+    (requested,) = bench.requested
+    assert requested["warmup"] == check.WARMUP + 100 and requested["steps"] - requested["warmup"] == 8
+    assert "the first 1000 steps synchronise" in found[1].missing
+    exact = check.keys(SyncMode.parse("ring/every:8"), POINTS[0], calibration, "p.json")
+    assert exact["warmup"] == check.WARMUP
+
+
+def test_congestion_control_is_that_of_the_calibrating_runs(calibration: Calibration, bench: Bench) -> None:
+    node = calibration.base.node.model_copy(update={"congestion": "bbr"})
+    other = replace(calibration, base=calibration.base.model_copy(update={"node": node}))
+    checked(other, bench)
+    assert all(each["node"] == {"congestion": "bbr"} for each in bench.requested)
+    with pytest.raises(UsageError, match="congestion = bbr, and the runs have cubic"):
+        checked(calibration, bench)
+
+
+def test_a_user_s_script_is_checked_by_a_run_that_replays_its_profile(tmp_path: Path) -> None:
+    make_script_run(tmp_path / "own" / "script", Script(compute=0.2), experiment="own")
+    own = calibrate([tmp_path / "own"])
+    assert own.profile.model == "main.py:script"
+    assert any("`python main.py --rank {rank} --world {world}`" in note for note in own.notes)
+    bench = Bench(tmp_path / "check")
+    (found,) = check.check(own, MODES[:1], POINTS[:1], bench.out, run=bench)
+    assert found.error is not None
+    check_profile(RunSpec.load(bench.requested[0], ""), own.profile, bench.out)
+
+
+def test_accumulated_passes_are_replayed(tmp_path: Path) -> None:
+    for mode in ("none", "ring"):
+        make_run(tmp_path / "quick" / mode, Conditions(compute=1.6), mode=mode, accumulate=4, **LINK)
+    own = calibrate([tmp_path / "quick"])
+    assert own.passes == 4 and own.profile.batch_per_rank == 4  # of 64 images on 4 ranks
+    keys = check.keys(MODES[0], POINTS[0], own, "p.json")
+    assert keys["batch_per_rank"] == 16 and keys["accumulate"] == 4
+    check_profile(RunSpec.load(keys, ""), own.profile, tmp_path)
+    whole = calibrate_without_passes(tmp_path)
+    assert own.work.compute == pytest.approx(whole.work.compute, rel=0.01)
+
+
+def calibrate_without_passes(folder: Path) -> Calibration:
+    for mode in ("none", "ring"):
+        make_run(folder / "whole" / mode, Conditions(compute=1.6), mode=mode, **LINK)
+    return calibrate([folder / "whole"])
+
+
+def test_a_quota_lengthens_copies_and_hides_what_a_wake_up_takes(calibration: Calibration) -> None:
+    node = calibration.base.node.model_copy(update={"cpus": 0.4})
+    limited = replace(
+        calibration,
+        base=calibration.base.model_copy(update={"node": node}),
+        wire=replace(calibration.wire, wakeup=0.009),
+    )
+    free = check.emulated(limited)
+    assert free.wire.wakeup == WAKEUP_S and free.node.code == pytest.approx(0.4 * calibration.node.code)
+    assert free.copies["buffers"] == pytest.approx(0.4 * calibration.copies["buffers"])
+    assert check.emulated(calibration).copies == calibration.copies
+
+
+def test_a_point_without_delay_has_another_folder_than_one_as_in_the_runs() -> None:
+    names = {Checked(MODES[0], Point(8, delay=delay), 1.0, 1.0, 1.0).name for delay in (None, 0.0, 0.005)}
+    assert len(names) == 3
 
 
 def test_the_verdict_counts_errors_and_ranks() -> None:
@@ -148,11 +242,29 @@ def test_the_verdict_counts_errors_and_ranks() -> None:
         Checked(gather, POINTS[0], 3.0, 2.0, 4.0, measured=3.0),
         Checked(gather, POINTS[1], 3.0, 2.0, 4.0, missing="too long"),
     ]
-    assert check.verdict(found) == Verdict(2, pytest.approx(0.05), pytest.approx(0.1), 1, 1)
+    assert check.verdict(found) == Verdict(2, pytest.approx(0.05), pytest.approx(0.1), inside=2, pairs=1, right=1)
     assert check.verdict(found[2:]) is None
     wrong = replace(found[0], predicted=3.5)
     assert check.verdict([wrong, found[1]]).right == 0  # type: ignore[union-attr]
-    assert "2 points: median error 5.0 %, worst 10.0 %; 1 of 1" in check.verdict(found).sentence  # type: ignore[union-attr]
+    outside = replace(found[0], low=1.05)
+    assert check.verdict([outside, found[1]]).inside == 1  # type: ignore[union-attr]
+    assert (
+        "2 points: median error 5.0 %, worst 10.0 %; 2 of 2 inside their band; 1 of 1" in check.verdict(found).sentence
+    )  # type: ignore[union-attr]
+
+
+def test_points_that_other_work_disturbed_are_counted_apart() -> None:
+    ring, gather = MODES[:2]
+    found = [
+        Checked(ring, POINTS[0], 1.01, 1.0, 1.2, measured=1.0),
+        Checked(gather, POINTS[0], 3.0, 2.0, 4.0, measured=9.0, busy=True),
+    ]
+    judged = check.verdict(found)
+    assert judged is not None and (judged.points, judged.disturbed, judged.pairs) == (1, 1, 0)
+    assert judged.worst == pytest.approx(0.01)
+    assert judged.sentence.endswith("; 1 more were measured beside other work and do not count")
+    alone = check.verdict(found[1:])
+    assert alone is not None and alone.sentence == "1 more were measured beside other work and do not count"
 
 
 def test_what_is_measured_is_of_the_kind_of_its_profile(calibration: Calibration, bench: Bench) -> None:
@@ -160,4 +272,6 @@ def test_what_is_measured_is_of_the_kind_of_its_profile(calibration: Calibration
     kind = {"model": "gpt", "dtype": "float64", "threads": 2, "optimizer": "adam"}
     adam = replace(calibration, profile=calibration.profile.model_copy(update=kind))
     (ring,) = checked(adam, bench)[:1]
-    check_profile(RunSpec.load(check.keys(ring, adam, bench.out / check.PROFILE), ""), adam.profile, bench.out)
+    check_profile(
+        RunSpec.load(check.keys(ring.mode, ring.point, adam, bench.out / check.PROFILE), ""), adam.profile, bench.out
+    )

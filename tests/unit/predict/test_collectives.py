@@ -1,18 +1,26 @@
-"""Durations of collectives: against the recurrence they solve, the formulas of the rows, and SimGrid where it is."""
+"""Durations of collectives: against the recurrence they solve, the formulas of the rows, and SimGrid."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from testbed.predict.collectives import Wire, chain, duration, ends, halves, loads_of
+from testbed.predict.collectives import Wire, chain, duration, halves, loads_of, messages_of, parts_of
 from testbed.results import theory
+from testbed.spec.fabric import Racks
 from testbed.spec.mode import ALGORITHMS, SyncMode
+from tests.support.max_plus import ends
 
 SIZE = 36_924_456.0
 WIRE = Wire(rate=1e7, latency=0.0005, message=0.0001)
@@ -110,7 +118,7 @@ def test_a_thousand_ranks_are_fast() -> None:
 
     closed, whole = least(closed_form), least(lambda: ends(mode, SIZE, np.zeros(n), np.full(n, WIRE.rate), WIRE))
     assert closed < 0.05, f"{1000 * closed:.0f} ms"
-    assert whole < 0.25, f"{1000 * whole:.0f} ms"
+    assert whole < 0.05, f"{1000 * whole:.0f} ms"
 
 
 def least(call: Callable[[], object]) -> float:
@@ -134,3 +142,68 @@ def test_acknowledgements_take_a_part_of_a_link_that_sends_and_receives() -> Non
 def test_a_mode_whose_messages_are_unknown_is_refused() -> None:
     assert loads_of(SyncMode.parse("none"), 4) == ()
     assert math.isclose(duration((), None, SIZE, WIRE).use, 1.0)
+
+
+def test_messages_are_the_segments_of_all_rounds() -> None:
+    ring, gather = SyncMode.parse("ring"), SyncMode.parse("gather")
+    assert messages_of(loads_of(ring, 4), ring.segments, SIZE) == 6 * 5  # shards of 9.2 MB in segments of 2 MiB
+    assert messages_of(loads_of(gather, 4), gather.segments, SIZE) == 2 * 3
+
+
+# --- SimGrid ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def simgrid() -> str:
+    """The interpreter that has SimGrid: Debian's package belongs to that of the system."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        if subprocess.run([python, "-c", "import simgrid"], capture_output=True, timeout=60).returncode == 0:
+            return python
+    reason = "needs SimGrid: apt-get install python3-simgrid"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def simulated(python: str, mode: SyncMode, n: int, wire: Wire, racks: Racks = ()) -> float:
+    """Seconds of one synchronisation as SimGrid simulates its messages, in a process of its own."""
+    rounds = mode.rounds(n, racks)
+    assert rounds is not None
+    messages = [[(t.sender, t.receiver, float(t.share) * SIZE) for t in each] for each in rounds.reduce + rounds.gather]
+    case: dict[str, Any] = {"nodes": n, "racks": racks, "rounds": messages}
+    case |= {"rate": wire.rate, "uplink": wire.uplink, "latency": wire.latency}
+    case |= {"parts": parts_of(loads_of(mode, n, racks)[0], mode.segments, SIZE)}
+    script = Path(__file__).parents[2] / "support" / "simgrid_rounds.py"
+    done = subprocess.run([python, str(script)], input=json.dumps(case), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return float(done.stdout)
+
+
+@pytest.mark.parametrize("latency", [0.0005, 0.02])
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_a_ring_takes_as_long_as_in_simgrid(simgrid: str, n: int, latency: float) -> None:
+    wire = Wire(rate=1e7, latency=latency)
+    assert seconds("ring", n, wire) == pytest.approx(simulated(simgrid, SyncMode.parse("ring"), n, wire), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [(name, n) for name in ("gather", "tree", "direct") for n in (4, 6, 8)] + [("halving", 4), ("halving", 8)],
+)
+def test_other_algorithms_take_as_long_as_in_simgrid(simgrid: str, name: str, n: int) -> None:
+    wire = Wire(rate=1e7, latency=0.005)
+    assert seconds(name, n, wire) == pytest.approx(simulated(simgrid, SyncMode.parse(name), n, wire), rel=1e-3)
+
+
+def test_halving_among_other_than_powers_of_two_takes_longer_than_its_rounds(simgrid: str) -> None:
+    """As docs/predict.md says: ranks without a part in the first round send at once, and share links with those in it."""
+    wire = Wire(rate=1e7, latency=0.005)
+    longer = simulated(simgrid, SyncMode.parse("halving"), 6, wire) / seconds("halving", 6, wire)
+    assert 1.1 < longer < 1.2
+
+
+@pytest.mark.parametrize("name", ["ring", "hierarchical"])
+def test_a_slow_uplink_takes_as_long_as_in_simgrid(simgrid: str, name: str) -> None:
+    mode, wire = SyncMode.parse(name), Wire(rate=1e7, latency=0.0005, uplink=3e6)
+    ours = duration(loads_of(mode, 8, RACKS), mode.segments, SIZE, wire).seconds
+    assert ours == pytest.approx(simulated(simgrid, mode, 8, wire, RACKS), rel=1e-3)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from testbed.predict import scale
-from testbed.predict.calibrate import calibrate
-from testbed.predict.scale import Point, Predictor
+from testbed.predict.calibrate import Parameter, calibrate
+from testbed.predict.scale import Draw, Point, Predictor
 from testbed.spec.errors import SpecError, TestbedError
 from testbed.spec.mode import SyncMode
 from tests.support.synthetic import Conditions, make_run
@@ -71,6 +71,8 @@ def test_a_mode_that_cannot_exist_at_a_number_of_nodes_is_refused(predictor: Pre
     with pytest.raises(SpecError, match="mode ring needs at least 2"):
         scale.check_modes([SyncMode.parse("ring")], [1, 2])
     scale.check_modes([SyncMode.parse("single")], [1])
+    with pytest.raises(SpecError, match="mode single is for one node"):
+        scale.check_modes([SyncMode.parse("single")], [8])
     with pytest.raises(SpecError, match="racks"):
         at(predictor, "hierarchical", 8)
     with pytest.raises(SpecError, match="observed"):
@@ -123,3 +125,46 @@ def test_a_misfit_widens_the_band(predictor: Predictor) -> None:
     assert at(off, "ring", 8).high > 1.15 * at(off, "ring", 8).step.seconds
     exact = Predictor(replace(predictor.calibration, measured=[]))
     assert exact.typical_misfit(SyncMode.parse("ring")) == 0.0
+
+
+def test_every_parameter_that_has_an_uncertainty_is_drawn(predictor: Predictor) -> None:
+    own = predictor.calibration
+    wire, copies = replace(own.wire, uplink=1e6, acks=0.01), dict.fromkeys(own.copies, 1e-9)
+    calibration = replace(own, wire=wire, copies=copies)
+    names = ["acks", "codec", "uplink", "ready", "segment", "copy (buffers)", "copy (reference)", "copy (pipeline)"]
+    others = [each for each in calibration.parameters if each.name not in names]
+    made = [Parameter(name, 1.0, "", "made", 0.3) for name in names]
+    draws = Predictor(replace(calibration, parameters=[*others, *made])).draws
+    values: list[set[float]] = [
+        {each.wire.acks for each in draws},
+        {each.node.code for each in draws},
+        {each.wire.uplink or 0.0 for each in draws},
+        {each.ready for each in draws},
+        {each.wire.segment for each in draws},
+        *({each.copies[name] for each in draws} for name in ("buffers", "reference", "pipeline")),
+    ]
+    assert [len(each) for each in values] == [scale.DRAWS] * len(values)
+
+
+def test_a_draw_makes_gradients_earlier_or_later_in_the_same_backward(predictor: Predictor) -> None:
+    own = predictor.calibration
+    late = scale.drawn(own.work, Draw(own.node, own.wire, own.copies, ready=2.0))
+    assert sum(late.backward) == pytest.approx(sum(own.work.backward))
+    assert late.backward[-1] == pytest.approx(own.work.backward[-1] ** 2 / sum(own.work.backward))
+    longer = scale.drawn(own.work, Draw(own.node, own.wire, own.copies, compute=1.5))
+    assert longer.compute == pytest.approx(1.5 * own.work.compute)
+
+
+def test_dilation_makes_what_the_processor_does_shorter_and_nothing_else(predictor: Predictor) -> None:
+    """With times c that were dilated and o that were not, a step shows c + o / K."""
+    own = replace(predictor.calibration, wire=replace(predictor.calibration.wire, message=0.005, wakeup=0.01))
+    for mode in ("halving", "direct/int8", "gather"):
+        shown = [at(Predictor(own), mode, 8, dilation=factor).step.seconds for factor in (1.0, 2.0, 4.0)]
+        assert shown[0] - shown[1] == pytest.approx(2 * (shown[1] - shown[2])) and shown[0] > 1.01 * shown[1]
+    usual, slower = (at(predictor, "ring", 8, delay=0.05, dilation=factor).step.seconds for factor in (1.0, 8.0))
+    assert slower == pytest.approx(usual, rel=0.02)  # a delay is dilated as well
+
+
+def test_without_a_network_in_the_question_others_are_predicted_too(predictor: Predictor) -> None:
+    others = scale.other_networks(Point(8), predictor.calibration)
+    assert others == [Point(8, rate=5e9), Point(8, delay=0.025)]

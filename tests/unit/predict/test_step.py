@@ -173,3 +173,24 @@ def test_a_pipeline_that_leaves_its_size_open_gets_the_size_of_the_slowest_link_
 @pytest.mark.parametrize("mode", ["ddp", "ring/bucket:2MiB/overlap"])
 def test_a_very_slow_processor_is_predicted(mode: str) -> None:
     assert step(mode, node=Node(speed=1e-4)).seconds > WORK.compute * 1e4 * 0.99
+
+
+def test_only_the_last_of_several_passes_sends_and_only_the_first_waits() -> None:
+    single, several = WORK, Work.of(profile(), passes=4)
+    a_pass = sum(WORK.forward) + WORK.after + sum(WORK.backward)
+    assert several.compute == pytest.approx(single.compute + 3 * a_pass)
+    assert step("ring", work=several).seconds == pytest.approx(step("ring").seconds + 3 * a_pass)
+    slow = Wire(rate=5e6)
+    for mode in ("ddp/bucket:1MiB", "ring/bucket:2MiB/overlap"):  # nothing more is hidden
+        assert step(mode, work=several, wire=slow).seconds == pytest.approx(step(mode, wire=slow).seconds + 3 * a_pass)
+    hidden = step("ring/bucket:2MiB/pipeline", work=several, wire=slow).seconds
+    assert hidden < step("ring/bucket:2MiB/pipeline", wire=slow).seconds + 3 * a_pass
+
+
+def test_a_segment_of_a_pipeline_takes_at_least_the_time_of_its_thread() -> None:
+    mode, n = "ring/bucket:1MiB/pipeline", 64
+    segments = 2 * (n - 1) * len(buckets_of(SyncMode.parse(mode), WORK))
+    usual = step(mode, n, wire=Wire(rate=1e9)).seconds
+    slow = step(mode, n, wire=Wire(rate=1e9, segment=0.001)).seconds
+    assert usual < 1.0 < segments * 0.001 <= slow < 1.2 * segments * 0.001
+    assert step(mode, n, wire=Wire(rate=1e6, segment=0.001)).seconds == step(mode, n, wire=Wire(rate=1e6)).seconds

@@ -46,6 +46,15 @@ def test_the_bucket_of_a_pipeline_that_is_given_none(size: int, ranks: int, rate
     assert theory.pipeline_bucket(size, ranks, rate) == bucket
 
 
+@pytest.mark.parametrize(
+    ("mode", "ranks", "buckets"),
+    # 36.9 MB in buckets of 2 MiB (N = 32, chosen) and of 8 MiB, and the smaller ones at the end of the gradient
+    [("ring/pipeline", 32, 20), ("ring/bucket:8MiB/pipeline", 32, 7), ("ring/bucket:8MiB/pipeline", 4, 7)],
+)
+def test_a_pipeline_sends_a_segment_in_each_round_of_each_bucket(mode: str, ranks: int, buckets: int) -> None:
+    assert theory.pipeline_segments(SyncMode.parse(mode), 36_924_456, ranks, 12.5e6) == 2 * (ranks - 1) * buckets
+
+
 def test_the_bound_of_vgg11_at_one_gigabit() -> None:
     assert theory.bound(SyncMode.parse("ring"), 4, S, B, 0.0, 1) == pytest.approx(0.443, abs=0.001)
 

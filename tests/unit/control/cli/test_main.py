@@ -104,7 +104,7 @@ def test_the_flags_of_the_commands_that_read_runs_are_these_and_no_more():
     assert flags_of("compare") == {"--threshold", "--allow-missing", "--json"}
     assert flags_of("trace") == {"--out", "--json"}
     of_a_point = {"--nodes", "--rate", "--delay", "--speed", "--modes"}
-    assert flags_of("predict") == of_a_point | {"--profile", "--check", "--out", "--json"}
+    assert flags_of("predict") == of_a_point | {"--profile", "--check", "--dilation", "--out", "--json"}
 
 
 REFUSALS = {

@@ -49,6 +49,10 @@ def test_json_has_every_point_of_every_axis(quick: Path, capsys: pytest.CaptureF
         (["--modes", "rong"], "unknown algorithm"),
         (["--speed", "0"], "so many times faster"),
         (["--profile", "missing.json"], "missing.json"),
+        (["--nodes", "8", "--modes", "single"], "mode single is for one node"),
+        (["--nodes", "8", "--check", "8"], "names the nodes that are measured"),
+        (["--dilation", "2"], "only what --check measures"),
+        (["--check", "8", "--dilation", "0.5"], "from 1 to 1000"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(
@@ -57,3 +61,46 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert call("testbed", ["predict", str(quick), *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and said in printed.err and len(printed.err.splitlines()) == 1
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert call("testbed", ["predict", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    return printed.err
+
+
+def test_a_run_without_a_receipt_is_refused(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (quick / "ring" / "receipt.json").unlink()
+    said = refused([str(quick / "ring")], capsys)
+    assert "has no receipt" in said and "--set probe=true" in said
+
+
+def test_an_invalid_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "bad", mode="ring", status="invalid", reason="node2 is too slow", **LINK)
+    assert "node2 is too slow" in refused([str(tmp_path / "bad")], capsys)
+
+
+def test_a_profile_or_run_of_another_schema_is_refused(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = quick.with_name("profile.json")
+    foreign.write_text(json.dumps({"schema": 99, "layers": []}))
+    assert "schema 99" in refused([str(quick), "--profile", str(foreign)], capsys)
+    summary = quick / "ring" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"schema": 99}))
+    assert "99" in refused([str(quick / "ring")], capsys)
+
+
+def test_by_default_one_node_to_a_thousand_on_this_network_and_others(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("testbed", ["predict", str(quick), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["predictions"]
+    assert {each["nodes"] for each in found} == {1 << k for k in range(11)}
+    assert {(each["rate"], each["delay"]) for each in found} == {(None, None), (5e9, None), (None, 0.025)}
+    alone = {each["seconds"] for each in found if each["nodes"] == 1}
+    assert len(alone) == 1 and all(each["speed_up"] == 1 for each in found if each["nodes"] == 1)
+
+
+def test_one_node_alone_is_predicted(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("testbed", ["predict", str(quick), "--modes", "single"]) == 0
+    assert "| single |" in capsys.readouterr().out

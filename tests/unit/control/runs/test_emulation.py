@@ -206,3 +206,37 @@ def test_a_recording_that_failed_is_set_aside(file: Path, monkeypatch: pytest.Mo
 
     with_profile(wanted, record)
     assert [path.name for path in Path("runs/profiles/.superseded").iterdir()] == [f"{folder.name}~0"]
+
+
+def test_the_segments_of_a_pipeline_take_processor_time() -> None:
+    """32 ranks with 1,240 segments of 0.4 ms each: 15.9 core-seconds in a step of 5.7 s, and one core may be used."""
+
+    def needed(mode: str) -> float:
+        return emulation.for_cores(spec(nodes=32, mode=mode), PROFILE, cores=2)
+
+    assert needed("ring/pipeline") - needed("ring") == pytest.approx(32 * 62 * 20 * 0.0004 / 5.72, abs=0.1)
+    assert needed("ring") < needed("ring/bucket:8MiB/pipeline") < needed("ring/pipeline")
+    assert needed_dilation(spec(nodes=32, mode="ring/pipeline"), PROFILE, cores=2) > 4
+
+
+def test_a_pipeline_looks_further_ahead_than_the_threads_of_its_core_let_it_wait() -> None:
+    """At 100 Mbit/s 64 KiB last 5.2 ms; four threads a core may need 0.4 ms each."""
+    at_8 = emulation.for_wake_ups(spec(mode="ring/pipeline"), cores=2)
+    assert at_8 == pytest.approx(4 * 8 / 2 * 0.0004 / 0.00524, rel=0.01)
+    assert needed_dilation(spec(mode="ring/pipeline"), PROFILE, cores=2) == pytest.approx(at_8, abs=0.1)
+    faster = spec(mode="ring/pipeline", link={"rate": "1gbit"})
+    assert emulation.for_wake_ups(faster, cores=2) == pytest.approx(10 * at_8)
+    assert needed_dilation(spec(mode="ring/pipeline"), PROFILE, cores=64) == 1.0
+    assert emulation.for_wake_ups(spec(mode="ddp"), cores=2) == 0.0
+
+
+def test_a_dilation_that_wakes_ranks_too_late_is_refused(file: Path) -> None:
+    with pytest.raises(SpecError, match=r"dilation.*woken too late: it takes 1\.3 or more"):
+        with_dilation(spec(mode="ring/pipeline", dilation=1.1), NETNS)
+
+
+def test_a_check_is_dilated_as_its_runs_need_it_and_not_less_than_requested(file: Path) -> None:
+    keys = {"compute": "emulated:p.json", "nodes": 32, "batch_per_rank": 24, "link": {"rate": "100mbit"}}
+    needed = needed_dilation(spec(nodes=32), PROFILE, cores=2)
+    assert emulation.dilation_for(keys | {"mode": "ring"}, PROFILE, least=1.0) == needed
+    assert emulation.dilation_for(keys | {"mode": "ring"}, PROFILE, least=7.0) == 7.0
