@@ -197,7 +197,9 @@ def bound(
 
 
 # The bucket size of a pipeline that is given none
-SEGMENT_S = 4e-4  # seconds that a rank needs for a segment, whatever its size
+# Seconds that a rank needs for a segment, whatever its size: an estimate. `python -m tests.bench.models` fits it to the
+# steps that `make bench ARGS=sizes` has measured.
+SEGMENT_S = 4e-4
 MIN_PIPELINE_BYTES, MAX_PIPELINE_BYTES = 256 << 10, 8 << 20
 LEAST_BUCKETS = 8  # of a gradient: what is in flight in one bucket does not overlap
 UNKNOWN_RATE = 125e6  # byte/s (1 Gbit/s), where no rate was requested or measured
