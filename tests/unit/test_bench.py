@@ -31,7 +31,7 @@ from testbed.results.records import Step
 from testbed.spec.run import RunSpec
 from testbed.spec.units import parse_size
 from tests.bench import __main__ as bench
-from tests.bench import attach, codecs, instrument, models, openmpi, step, worker
+from tests.bench import attach, codecs, identity, instrument, models, openmpi, step, worker
 from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
 from tests.bench.openmpi import Timing
@@ -519,6 +519,22 @@ def test_every_model_has_a_part_at_every_ratio() -> None:
     assert {"models-resnet18-1.0", "models-gpt-0.5"} <= models.parts().keys() <= bench.PARTS.keys()
     for model in models.MODELS_TIMED.values():
         assert model.best.keys() == set(models.RATIOS)
+
+
+# --- identity -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "last"), [(identity.STEPS, "a"), (identity.STEPS, "b"), (identity.STEPS - 1, "a")])
+def test_the_hash_of_a_run_is_that_of_all_ranks_after_the_last_step(tmp_path: Path, step: int, last: str) -> None:
+    for rank in range(identity.NODES):
+        end = {"kind": "hash", "step": step, "parameters": last if rank == identity.NODES - 1 else "a"}
+        lines = [{"kind": "hash", "step": 0, "parameters": "begin"}, {"kind": "step"}, end, {"kind": "end"}]
+        (tmp_path / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    if (step, last) == (identity.STEPS, "a"):
+        assert identity.last_hash(tmp_path) == "a"
+    else:
+        with pytest.raises(SystemExit, match="no common hash after step 5"):
+            identity.last_hash(tmp_path)
 
 
 # --- codecs -------------------------------------------------------------------------------------------------------
