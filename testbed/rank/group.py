@@ -21,7 +21,7 @@ from testbed.spec.errors import PeerLost, TestbedError, Unavailable, refuse
 from testbed.spec.fabric import Racks
 from testbed.spec.words import setting
 
-LATE_DEADLINES = 10  # deadlines by which one rank may be later than another at a test or a comparison
+LATE_DEADLINES = 10  # a rank may be later than another by this number of deadlines at a test or a comparison
 BACKLOG = 128
 LOOPBACK = "127.0.0.1"
 

@@ -182,7 +182,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
             raise refuse_setting(key, name, rule, "Use `testbed run`.")
     spec = spec.with_files()  # adds the checksum of the mode's file, so that ranks detect a node with another file
     if spec.topology.trunk is not None and shaping not in ("off", UNSHAPED):
-        rule = "only a controller can make racks with an uplink; racks alone tell `hierarchical` who is near"
+        rule = "only a controller can make racks with an uplink; without it, racks only group nodes for `hierarchical`"
         raise refuse("SET", "topology.uplink, topology.delay", rule, "Leave it out, or use `testbed run`.")
     if spec.faults or spec.retries:
         rule = "only a controller can inject faults and restart ranks"

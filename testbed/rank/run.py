@@ -71,7 +71,7 @@ TC_TIMEOUT_S = 20.0  # tc takes milliseconds
 
 @dataclass
 class JoinedRun:
-    """What one rank knows of the run. Without a controller, rank 0 writes these values to summary.json."""
+    """A rank's values about the run. Without a controller, rank 0 writes them to summary.json."""
 
     spec: RunSpec
     folder: RunFolder

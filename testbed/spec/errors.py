@@ -11,7 +11,7 @@ TestbedError                  1   any failure that has no class of its own
 ├── ReplicasDiffer            4   parameters are not equal on all ranks
 ├── NetworkInvalid            5   shaping failed, or the receipt is off by more than the tolerance
 │   └── ProbeError                the probe of the network could not finish
-├── DiskFull                  7   a rank cannot write any more; the controller knows the reason from the exit code
+├── DiskFull                  7   a rank cannot write any more; the exit code gives the controller the reason
 ├── ChannelClosed             1   a control connection ended, or received something that is not a message
 ├── CommandFailed             1   a command failed; the exception has its exit code and output
 ├── HostFailed                2   an operation on a host failed; the message begins with its name
@@ -104,7 +104,7 @@ class ProbeError(NetworkInvalid):
 
 
 class DiskFull(TestbedError):
-    """A rank cannot write any more, not even its error record; the controller knows the reason from the exit code."""
+    """A rank cannot write any more, not even its error record; the exit code gives the controller the reason."""
 
     exit_code = 7
 

@@ -150,7 +150,7 @@ class Assignment(Spec):
     steps: int = Field(default=10, ge=3)
     rate: Rate | None = Field(default=None, examples=["200mbit"])
     parameters: int | None = Field(default=None, gt=0, examples=[101770])  # numbers (float32) in the model
-    # a folder beside the assignment's file; its files replace files of the same name in every submission
+    # a folder beside the assignment's file; its files are copied into every submission and replace files there
     given: str = Field(
         default="", pattern=r"^[A-Za-z0-9_-]{0,64}$", description="the name of a folder", examples=["given"]
     )

@@ -473,7 +473,7 @@ def _check_overrides(spec: RunSpec) -> None:
     names = [f"node{k}" for k in range(spec.nodes)]
     for name in spec.overrides:
         if name not in names:
-            rule = f"the run has {len(names)} nodes. Use {', '.join(names)}."
+            rule = f"the run has {len(names)} node{'s' * (len(names) > 1)}. Use {' or '.join(names)}."
             raise SpecError(f"{name_of(f'overrides.{one_line(name)}')}: {rule}")
 
 

@@ -1,4 +1,4 @@
-"""The JSON document of a command with --json: one per command line, also if the command fails or is refused."""
+"""The JSON document of a command with --json: exactly one per command line, also if the command fails."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from testbed.results.conclude import Summary
 from testbed.results.folder import RunFolder, finite
 from testbed.spec.errors import Interrupted, TestbedError, UsageError
 
-_printed: list[object] = []  # the document of this command line, once it is printed
+_printed: list[object] = []  # the document of this command line after it was printed; else empty
 
 
 def reset() -> None:
-    """Begin a command line: nothing is printed yet."""
+    """Begin a new command line, which has not printed a document."""
     _printed.clear()
 
 
 def print_document(value: object) -> None:
-    """Print the document, with null for nan and infinity; `print_failure` then prints no other."""
+    """Print the document, with null for nan and infinity. After this, `print_failure` prints nothing."""
     _printed.append(value)
     print(json.dumps(finite(value), indent=1, default=str, allow_nan=False))
 
@@ -35,7 +35,7 @@ def print_failure(error: TestbedError) -> None:
 
 
 def outcome(error: TestbedError | None, status: str = "ok", reason: str = "", exit_code: int = 0) -> dict[str, Any]:
-    """Return how a command ended: status, reason and exit code, those of the error if there is one."""
+    """Return how a command ended: status, reason and exit code. An error replaces the three arguments."""
     if error is None:
         return {"status": status, "reason": reason, "exit_code": exit_code}
     refused = isinstance(error, UsageError) and error.folder is None
@@ -44,7 +44,7 @@ def outcome(error: TestbedError | None, status: str = "ok", reason: str = "", ex
 
 
 def results(summaries: Sequence[Summary], folder: Path | None, ended: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of `run` and `sweep`: how it ended, the folder, and every run's summary."""
+    """Return the document of `run` and `sweep`: how the command ended, the folder, and every run's summary."""
     runs = [json.loads(summary.model_dump_json(by_alias=True)) for summary in summaries]
     return {**ended, "folder": None if folder is None else str(folder), "runs": runs}
 

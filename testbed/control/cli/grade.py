@@ -1,4 +1,4 @@
-"""`testbed grade`: run submissions of an assignment, and print what each demand of the instructor gives."""
+"""`testbed grade`: run submissions of an assignment, and print the verdict and the points of each demand."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Exit code: 0 every submission was graded, whatever its points; 1 one could not be graded for a reason of"
-    " this machine; 2 the request cannot be met; 130 interrupted, what was graded is kept."
+    epilog="Exit code: 0 every submission was graded, whatever its points; 1 a submission could not be graded because"
+    " of this machine; 2 the request cannot be met; 130 interrupted, the results so far are kept."
 )
 def grade(
     context: typer.Context,
@@ -44,7 +44,8 @@ def grade(
     out: Annotated[Path | None, typer.Option(help="folder of the results [default: runs/grade-TIME]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Grade submissions by an instructor's file of demands. Each gets a table; results.md, .json and .html have all."""
+    """Grade submissions by an instructor's file of demands. Print a table for each submission; results.md, .json and
+    .html contain all tables."""
     assignment = Assignment.read(file)
     found = _selected(find_submissions(submissions), only or [])
     where = check_trust(on, trusted)

@@ -1,7 +1,7 @@
 """`testbed hosts ...`: real hosts by SSH. Every command contacts all hosts of the inventory in parallel, prints one
 table and one line per problem, and exits with code 2 if there was a problem. fabfile.py makes a task of each command.
 
-Modules of substrates/hosts are imported inside functions: they need Fabric, which is slow to import.
+Modules of substrates/hosts are imported inside functions, because they import Fabric, which is slow.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ InventoryFile = Annotated[
     Path | None, typer.Option("--inventory", help=f"the hosts [default: ${VARIABLE}, else {DEFAULT}]")
 ]
 AcceptNew = Annotated[
-    bool, typer.Option("--accept-new", help="trust unknown host keys; changed ones are always refused")
+    bool, typer.Option("--accept-new", help="trust unknown host keys; changed keys are always refused")
 ]
 FirstNodes = Annotated[str | None, typer.Option("--nodes", help="use only the first N hosts of the inventory")]
-OneRun = Annotated[str | None, typer.Option("--run", help="one run, as `status` names it [default: all]")]
+OneRun = Annotated[str | None, typer.Option("--run", help="the name of one run, from `status` [default: all runs]")]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class HostsOptions:
 
     @classmethod
     def read(cls, inventory: Path | None, accept_new: bool, nodes: str | None = None) -> Self:
-        """Read the inventory; with `nodes`, only that many hosts. Raises SpecError or Unavailable."""
+        """Read the inventory; with `nodes`, only its first N hosts. Raises SpecError or Unavailable."""
         require_extra("real hosts", "hosts", "fabric", "paramiko")
         found = read_inventory(inventory)
         if nodes is not None:
@@ -68,7 +68,7 @@ class HostsOptions:
 
 @app.command()
 def doctor(inventory: InventoryFile = None, nodes: FirstNodes = None, accept_new: AcceptNew = False) -> None:
-    """Check every host. A row each has key, engine, disk, clock, interface, ports, image."""
+    """Check every host. Print a row per host: key, engine, disk, clock, interface, ports, image."""
     hosts = HostsOptions.read(inventory, accept_new, nodes)
     from testbed.control.substrates.hosts.doctor import HEADER, examine
     from testbed.control.substrates.hosts.ssh import connected
@@ -142,7 +142,8 @@ def run(
         out=out,
         quiet=as_json,
         settings=settings or [],
-        **{name: value for name, value in opt.spec_options(context).items() if name != "nodes"},  # it is in `hosts`
+        # `nodes` has selected the hosts of the inventory already
+        **{name: value for name, value in opt.spec_options(context).items() if name != "nodes"},
     )
     print_run(made, as_json)
     raise typer.Exit(exit_code([made.summary]))
@@ -208,7 +209,7 @@ def logs(
 
 @app.command()
 def collect(run: OneRun = None, inventory: InventoryFile = None, accept_new: AcceptNew = False) -> None:
-    """Copy results from the hosts to this machine. It is for runs whose connection was lost."""
+    """Copy results from the hosts to this machine. Use it for runs whose connection was lost."""
     summaries = []
     with _runs(HostsOptions.read(inventory, accept_new), run) as (runs, problems):
         from testbed.control.substrates.hosts.runs import collect as collect_run
@@ -233,14 +234,14 @@ def stop(run: OneRun = None, inventory: InventoryFile = None, accept_new: Accept
         for found in (found for found in runs if found.running):
             with _keep_errors(problems):
                 stop_run(found)
-                console.print(f"stopped {found.id}; `fab collect` copies what it has measured")
+                console.print(f"stopped {found.id}; `fab collect` copies its results")
     raise typer.Exit(_print_problems(problems))
 
 
 @app.command()
 def clean(
     everything: Annotated[
-        bool, typer.Option("--all", help="also running ranks, and results that were not collected")
+        bool, typer.Option("--all", help="also remove running ranks, and results that were not collected")
     ] = False,
     inventory: InventoryFile = None,
     accept_new: AcceptNew = False,
@@ -264,7 +265,7 @@ def clean(
 
 @contextmanager
 def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[RunOnHosts], list[TestbedError]]]:
-    """Yield our runs on the hosts that answer, and the problems of the others, a list to which the caller may add."""
+    """Yield our runs on the hosts that answer, and the problems of the other hosts. The caller may add problems."""
     from testbed.control.substrates.hosts.runs import check_name, find
     from testbed.control.substrates.hosts.ssh import connected
 
@@ -276,7 +277,7 @@ def _runs(hosts: HostsOptions, only: str | None = None) -> Iterator[tuple[list[R
 
 @contextmanager
 def _keep_errors(problems: list[TestbedError]) -> Iterator[None]:
-    """Add an error to the list instead of raising it, so that the other runs are still handled."""
+    """Add an error of the `with` block to the list instead of raising it, so that the next runs are handled."""
     try:
         yield
     except TestbedError as error:
@@ -291,14 +292,15 @@ def _print_problems(sentences: Iterable[object]) -> int:
     return UsageError.exit_code if found else 0
 
 
-# One command line of `fab` with several tasks
+# A command line of `fab` with several tasks
 
 
 def line_options(argv: Sequence[str], task: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a task takes from other tasks of a `fab` command line.
 
-    Invoke passes an option only to the task before it. --inventory, --nodes and --accept-new apply to all tasks;
-    SpecError is raised if one has two values. Without --data of its own, `deploy` sends the data of the other tasks.
+    Invoke passes an option only to the task before it. --inventory, --nodes and --accept-new apply to all tasks.
+    Raises SpecError if one of these options has two values. Without its own --data, `deploy` sends the data of the
+    other tasks.
     """
     found: dict[str, Any] = {"accept_new": "--accept-new" in argv}
     for name in ("inventory", "nodes"):
@@ -336,13 +338,13 @@ class TransferLines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing to do."""
+        """Do nothing: lines need no end."""
 
     def message(self, text: str) -> None:
         self._console.print(f"  {text}")
 
     def begin(self, host: str, what: str, size: int) -> Callable[[int], None]:
-        """Show that a transfer begins. Return a function to call with the size in bytes of each chunk that was sent."""
+        """Show that a transfer begins. Return a function; call it with the bytes of each chunk that was sent."""
         self._begun[host, what] = time.monotonic()
         self.message(f"{host}: sending {what}, {size / 1e6:.0f} MB")
         return lambda count: None

@@ -32,7 +32,7 @@ def status(folder: Below = None) -> None:
 
 @app.command()
 def collect(folder: Below = None) -> None:
-    """Conclude runs on Slurm whose controller has gone. What their ranks have written becomes summary and table."""
+    """Conclude runs on Slurm whose controller has gone. Write the summary and print the table from the ranks' files."""
     check_programs()
     summaries, problems = [], []
     for run in jobs.find(folder or runs_dir()):

@@ -50,9 +50,9 @@ app.add_typer(grade.app)
 app.add_typer(jobs.app)
 app.add_typer(profile_command.app)
 
-Profile = Annotated[bool, typer.Option("--profile", help="torch.profiler over the first steps that count")]
-WrongCommandLine: Any = typer.BadParameter.__base__  # UsageError of click, which newer versions of typer contain
-WITH_EXEC = ("nodes", "rate", "on", "inventory", "settings")  # options of tune that exec has, too
+Profile = Annotated[bool, typer.Option("--profile", help="run torch.profiler over the first steps after warm-up")]
+WrongCommandLine: Any = typer.BadParameter.__base__  # click's UsageError; newer versions of typer contain click
+WITH_EXEC = ("nodes", "rate", "on", "inventory", "settings")  # options that tune and exec have in common
 WITH_RESUME = {
     "resume",
     "on",
@@ -62,7 +62,7 @@ WITH_RESUME = {
     *opt.OF_SLURM,
     "retries",
     "as_json",
-}  # other options change the spec
+}  # every other option would change the spec
 
 
 @app.command()
@@ -93,7 +93,7 @@ def run(
     fault: opt.Faults = None,
     retries: opt.Retries = "0",
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="continue the unfinished run in this folder, by its own spec")
+        Path | None, typer.Option(metavar="RUN", help="continue the unfinished run in this folder, with its own spec")
     ] = None,
     out: opt.Out = None,
     as_json: Json = False,
@@ -161,10 +161,10 @@ def tune(
     batch_per_rank: opt.BatchPerRank = None,
     steps: Annotated[
         str | None,
-        typer.Option(help="training steps of each run, the first 2 left out; of a script 6 [default: 10, 16]"),
+        typer.Option(help="steps of each run; the first 2 (of a script 6) are left out [default: 10; of a script 16]"),
     ] = None,
     seed: opt.Seed = "0",
-    minutes: Annotated[float, typer.Option(help="start no run after so many minutes")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="start no more runs after this time in minutes")] = 20.0,
     on: opt.On = "auto",
     inventory: opt.InventoryFile = None,
     accept_new: opt.AcceptNew = False,
@@ -175,15 +175,15 @@ def tune(
     slurm_option: opt.SlurmOption = None,
     python: opt.Python = "",
     settings: opt.Set = None,
-    out: Annotated[Path, typer.Option(help="experiment file to write, with the winner")] = Path(
+    out: Annotated[Path, typer.Option(help="experiment file to write, with the fastest mode")] = Path(
         "experiments/tuned.toml"
     ),
     as_json: Json = False,
 ) -> None:
     """Find the fastest bucket size and schedule by short runs.
 
-    They train this model on this network or, with a command after -- (testbed tune -- python main.py), that script.
-    What `testbed exec` has options for is a key then: --set script.as_cpu=true, --set script.environment.DEBUG=1.
+    The runs train --model. With a command after -- (testbed tune -- python main.py) they run that script instead.
+    Then options of `testbed exec` are set as keys: --set script.as_cpu=true, --set script.environment.DEBUG=1.
     """
     keys = {"steps": "16" if context.args else "10"} | opt.spec_options(context)
     if context.args:
@@ -200,7 +200,7 @@ def tune(
     except TestbedError as error:
         failure = error
         raise
-    finally:  # also when it was interrupted: print what was found
+    finally:  # if the search was interrupted, its results so far are printed
         progress.end()
         if search.race.times and as_json:
             print_document(outcome(failure) | document(search))
@@ -211,14 +211,14 @@ def tune(
 
 
 def _print_commands(choice: SubstrateChoice) -> None:
-    """Print what --dry-run shows. Raises UsageError where there is nothing to submit."""
+    """Print the text of --dry-run. Raises UsageError if the substrate submits no job."""
     if not choice.type.dry_run:
         raise refuse("--dry-run with --on", choice.name, "submits no job", "Use it with --on slurm.")
     console.print(choice.type.dry_run)
 
 
 def _check_with_resume(context: typer.Context) -> None:
-    """Raise SpecError for options that would change the spec: a run is resumed with the spec it began with."""
+    """Raise SpecError for options that would change the spec, because a run is resumed with its own spec."""
 
     def typed(name: str) -> bool:
         source = context.get_parameter_source(name)
@@ -233,7 +233,7 @@ def _check_with_resume(context: typer.Context) -> None:
 
 @app.command()
 def modes(as_json: Json = False) -> None:
-    """List every legal mode. It is algorithm x granularity x schedule; codecs and every:K can follow."""
+    """List every legal mode. A mode is algorithm x granularity x schedule; a codec or every:K can follow."""
     for path, problem in unusable_methods().items():
         print(f"{path} cannot be used: {problem}.", file=sys.stderr)
     rows: list[dict[str, Any]] = [
@@ -264,7 +264,7 @@ def modes(as_json: Json = False) -> None:
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Print what this machine can do. Each line names a fix if something is missing."""
+    """Print what this machine can do. If something is missing, the line names the fix."""
     findings = examine()
     if as_json:
         print_document([vars(finding) for finding in findings])
@@ -276,18 +276,18 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def clean(
-    everything: Annotated[bool, typer.Option("--all", help="also what this clone has in use")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="also remove what this clone uses now")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be removed and why; remove nothing")] = (
         False
     ),
     as_json: Json = False,
 ) -> None:
-    """Remove what killed controllers left. That is processes, namespaces, cgroups and containers, and this clone's
-    stopped containers. What another clone or machine made and may use stays. Images of --requirements stay until a
-    newer one replaces them; --all removes them. runs/ and data/ stay."""
+    """Remove what killed controllers left. These are processes, namespaces, cgroups and containers, and this clone's
+    stopped containers. Nothing is removed that another clone or machine made and may use. Images of --requirements
+    stay until newer ones replace them; --all removes them. runs/ and data/ stay."""
     found = ownership.find(everything=True)
     stays = [each for each in found if not each.removable(everything)]
-    kept = [each for each in stays if everything or each.other_host or not each.in_use]  # the rest is simply in use
+    kept = [each for each in stays if everything or each.other_host or not each.in_use]  # all others are in use now
     if dry_run:
         lines = [f"{each}: {each.why()}" for each in found if each.removable(everything)]
         lines += [f"{each}: {each.why()}" for each in kept_layers(everything)]
@@ -325,7 +325,7 @@ def data_list(as_json: Json = False) -> None:
 
 @data_app.command("verify")
 def data_verify(name: opt.FetchedData) -> None:
-    """Compute the checksums again and compare."""
+    """Compute the checksums of a data set again, and compare them with the known ones."""
     verify(name, data_dir())
     console.print(f"{name}: all checksums match")
 
@@ -340,7 +340,7 @@ def version(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """The console script `testbed`."""
+    """Run the console script `testbed`, and exit with its code."""
     sys.exit(call("testbed", sys.argv[1:]))
 
 
@@ -368,7 +368,7 @@ def call(name: str, argv: Sequence[str]) -> int:
     except TestbedError as failure:
         code, error = failure.exit_code, failure
         print(f"{name}: {error}", file=sys.stderr)
-    except OSError as failure:  # of the machine, outside of any run
+    except OSError as failure:  # an error of the machine outside of any run
         error = os_failure(failure, "this machine")
         code = error.exit_code
         print(f"{name}: {error}", file=sys.stderr)
@@ -379,7 +379,7 @@ def call(name: str, argv: Sequence[str]) -> int:
         if isinstance(end.code, str):
             code, error = TestbedError.exit_code, TestbedError(end.code)
             print(error, file=sys.stderr)
-    except Exception as failure:  # a mistake of ours; Python prints the traceback
+    except Exception as failure:  # a bug of the testbed; Python prints the traceback
         if "--json" in argv:
             print_failure(TestbedError(f"unexpected error: {type(failure).__name__}: {failure}"))
         raise

@@ -31,7 +31,7 @@ Rate = Annotated[str | None, typer.Option(help="rate of every node's link, each 
 Model = Annotated[str, typer.Option(help=f"{', '.join(BUILT_IN_MODELS)}, or a torchvision name")]
 Data = Annotated[
     str | None,
-    typer.Option(help=f"{', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]} [default: cifar10; for gpt text]"),
+    typer.Option(help=f"{', '.join([*DATASETS][:-1])} or {[*DATASETS][-1]} [default: cifar10; text for gpt]"),
 ]
 FetchedData = Annotated[str, typer.Argument(help=" or ".join(k for k, info in DATASETS.items() if not info.generated))]
 Batch = Annotated[str | None, typer.Option(help="images, or sequences of text, per step over all ranks [default: 256]")]
@@ -54,7 +54,7 @@ InventoryFile = Annotated[
     typer.Option("--inventory", help=f"the hosts, for --on hosts [default: ${VARIABLE}, else {DEFAULT}]"),
 ]
 AcceptNew = Annotated[
-    bool, typer.Option("--accept-new", help="hosts: trust unknown host keys; changed ones are always refused")
+    bool, typer.Option("--accept-new", help="hosts: trust unknown host keys; changed keys are always refused")
 ]
 Partition = Annotated[str, typer.Option(help="slurm: the partition of the job [default: the cluster's]")]
 Account = Annotated[str, typer.Option(help="slurm: the account that the job is charged to")]
@@ -62,12 +62,12 @@ Time = Annotated[str, typer.Option("--time", help="slurm: time limit of the job,
 SlurmOption = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="slurm: another option of sbatch, e.g. constraint=ib")
 ]
-Python = Annotated[str, typer.Option(help="slurm: the Python of the nodes [default: this one, on a shared disk]")]
+Python = Annotated[str, typer.Option(help="slurm: Python of the nodes [default: this command's, on a shared disk]")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="slurm: print the job and its commands; submit nothing")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="run finished cells again; old folders are set aside")]
 ExperimentFile = Annotated[Path, typer.Argument(help="an experiment, e.g. experiments/quick.toml")]
 
-# Options of a run that are no keys of its spec.
+# options of a run that are not keys of its spec
 OF_SLURM = ("partition", "account", "time", "slurm_option", "python")
 OUTSIDE_SPEC = {
     *OF_SLURM,
@@ -87,29 +87,29 @@ OUTSIDE_SPEC = {
     "requirements",
     "data_at",
 }
-OUTSIDE_SPEC |= {"env", "exclude", "address", "interface", "as_cpu"}  # of `testbed exec`: keys of the spec's script
+OUTSIDE_SPEC |= {"env", "exclude", "address", "interface", "as_cpu"}  # `testbed exec` sets them as keys of `script`
 
 
 def spec_options(context: typer.Context) -> dict[str, Any]:
-    """Return the options of this command that are keys of a spec, without those that were not given."""
+    """Return the given options of this command that are keys of a spec."""
     chosen = {name: value for name, value in context.params.items() if name not in OUTSIDE_SPEC}
     return {name: value for name, value in chosen.items() if value not in (None, False, ())}
 
 
 def slurm(context: typer.Context) -> SlurmOptions:
-    """What this command line requests of Slurm. Raises SpecError for an option that is not allowed."""
+    """Return what this command line requests of Slurm. Raises SpecError for an option that is not allowed."""
     given = {name: context.params[name] or "" for name in OF_SLURM}
     return SlurmOptions(options=tuple(given.pop("slurm_option") or ()), **given)
 
 
 def substrate(context: typer.Context, on: str) -> str | SubstrateType:
-    """The substrate of that name among those that the caller of `app` passes as `obj`, else the name itself."""
+    """Return the substrate `on` of those that the caller of `app` passes as `obj`; else the name itself."""
     known: dict[str, SubstrateType] = context.obj or {}
     return known.get(on, on)
 
 
 def typed(context: typer.Context, names: Collection[str]) -> list[str]:
-    """The options of these names that the user has typed, as words of a command line."""
+    """Return the options of these names that the user has typed, as words of a command line."""
     words: list[str] = []
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")

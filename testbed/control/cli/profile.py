@@ -57,7 +57,7 @@ def profile(
 
 
 def caption(found: Profile) -> str:
-    """What the profile is of, and how steady its steps were."""
+    """Return what the profile was recorded of, and by how much its steps differed."""
     share = f"{found.cpus:g} cores" if found.cpus else "no CPU limit"
     spread = f", {100 * (min(found.jitter) - 1):+.1f} to {100 * (max(found.jitter) - 1):+.1f} %" if found.jitter else ""
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
@@ -66,7 +66,7 @@ def caption(found: Profile) -> str:
 
 
 def rows(found: Profile) -> list[tuple[str, ...]]:
-    """One row for each layer, and the rest of a step."""
+    """Return one row for each layer, and rows for the rest of a step."""
     layers = [
         (
             layer.name or "(model)",
@@ -86,7 +86,7 @@ def rows(found: Profile) -> list[tuple[str, ...]]:
 
 
 def options(found: Profile) -> str:
-    """The options of a run that fit the profile."""
+    """Return the options of a run that fit the profile, as words of a command line."""
     dtype = f" --set dtype={found.dtype}" if found.dtype != "float32" else ""
     threads = f" --set threads={found.threads}" if found.threads > 1 else ""
     return f"--model {shlex.quote(found.model)} --batch-per-rank {found.batch_per_rank}{dtype}{threads}"

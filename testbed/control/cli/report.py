@@ -55,13 +55,13 @@ def report(
 @app.command()
 def compare(
     a: Annotated[Path, typer.Argument(help="a run folder, or a folder of runs")],
-    b: Annotated[Path, typer.Argument(help="another; runs of equal spec are compared")],
+    b: Annotated[Path, typer.Argument(help="another such folder; runs with equal specs are compared")],
     threshold: Annotated[float, typer.Option(help="fraction by which a step of B may be slower")] = 0.05,
     allow_missing: Annotated[bool, typer.Option("--allow-missing", help="B may lack runs that A has")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare the runs of two folders. Ratios have confidence intervals; the exit code is 1 if B is slower than the
-    threshold or lacks a run."""
+    """Compare the runs of two folders. Ratios have confidence intervals. The exit code is 1 if B is slower than the
+    threshold allows, or lacks a run."""
     from testbed.report.compare import compare as find
 
     found = find(a, b, threshold)
@@ -109,7 +109,7 @@ def trace(
 
 
 def report_folder(runs: list[Path]) -> Path:
-    """Return where the report goes: the given folder, its parent if it is a single run, runs/ for several folders."""
+    """Return the folder of the report: the given one, its parent if it is a single run, runs/ for several folders."""
     if len(runs) > 1:
         return runs_dir()
     return runs[0].parent if RunFolder(runs[0]).spec.exists() else runs[0]
@@ -118,7 +118,8 @@ def report_folder(runs: list[Path]) -> Path:
 def print_results(summaries: list[Summary], where: Path, as_json: bool, error: TestbedError | None = None) -> None:
     """Print the table, notes, runs left out of the table and why, the measured network, and the folder.
 
-    `error`: of the first run that failed; only the JSON document has it, because it is printed as a sentence anyway.
+    `error` is that of the first run that failed. Only the JSON document contains it, because the caller prints it as a
+    sentence too.
     """
     if as_json:
         worst = next((each for status in ("failed", "invalid") for each in summaries if each.status == status), None)
@@ -129,7 +130,7 @@ def print_results(summaries: list[Summary], where: Path, as_json: bool, error: T
 
 
 def print_run(run: Run, as_json: bool) -> None:
-    """Print the results of one run, what its script does wrong, and the command that makes its page."""
+    """Print the results of one run, the findings about its script, and the command that makes its page."""
     print_results([run.summary], run.folder, as_json)
     if as_json:
         return
@@ -140,7 +141,7 @@ def print_run(run: Run, as_json: bool) -> None:
 
 
 def print_findings(summaries: Sequence[Summary]) -> None:
-    """Print what a user's script does wrong and what costs it time, one line each; nothing if there is none."""
+    """Print one line for each mistake of a user's script and each loss of time; nothing if there are none."""
     from testbed.report.script_findings import as_line
 
     for finding in dict.fromkeys(each for summary in summaries for each in summary.findings):
@@ -149,7 +150,7 @@ def print_findings(summaries: Sequence[Summary]) -> None:
 
 
 def exit_code(summaries: list[Summary]) -> int:
-    """Return 0 if all runs are ok; else the code of a failed run if there is one, else that of an invalid network."""
+    """Return 0 if all runs are ok; else the code of a failed run; without a failed run, that of an invalid network."""
     found = {summary.status for summary in summaries}
     if "failed" in found:
         return RankFailed.exit_code
@@ -157,7 +158,7 @@ def exit_code(summaries: list[Summary]) -> int:
 
 
 def finish_sweep(runs: Runs, as_json: bool) -> int:
-    """Print the table, the faults and the report's path, raise the first error of a run, return the exit code."""
+    """Print the table, the faults and the report's path, and return the exit code. Raises the first error of a run."""
     print_results(runs.summaries, runs.folder, as_json, next(iter(runs.errors), None))
     if not as_json:
         _print_faults(runs)
@@ -178,9 +179,9 @@ def _print_faults(runs: Runs) -> None:
 
 
 def _write_report(runs: Runs) -> str:
-    """Return a line with the page's path, or with the error of the report, which does not fail the sweep."""
+    """Write the report and return a line with its path. If that fails, the line has the error; the sweep goes on."""
     try:
         return f"report: {runs.report()}"
-    except Exception as error:  # also an unexpected one; `testbed report` shows its traceback
+    except Exception as error:  # also an unexpected error; `testbed report` shows its traceback
         kind = "" if isinstance(error, TestbedError | OSError) else f"{type(error).__name__}: "
         return f"no report: {kind}{error}"

@@ -23,7 +23,7 @@ from testbed.spec.script import PLACEHOLDERS, Mount, fill
 
 app = typer.Typer()
 EXAMPLE = "testbed exec --nodes 4 -- python main.py --rank {rank}"
-EPILOG = "\n".join(  # after \b the lines stay as they are
+EPILOG = "\n".join(  # click does not wrap the lines after \b
     [
         "\b\nPlaceholders:",
         *(f"  {{{name}}}  {does}" for name, does in PLACEHOLDERS.items()),
@@ -42,20 +42,22 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="any key of testbed/spec/run.py or link.py, e.g. node.cpus=0.4"),
 ]
-Steps = Annotated[str | None, typer.Option(help="end the script after so many steps [default: its own end]")]
-Deadline = Annotated[str | None, typer.Option(help="seconds without a step until it is ended [default: 300]")]
+Steps = Annotated[str | None, typer.Option(help="end the script after this number of steps [default: its own end]")]
+Deadline = Annotated[str | None, typer.Option(help="end the script after these seconds without a step [default: 300]")]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", metavar="NAME[=VALUE]", help="hand a variable to the script; a VALUE is recorded"),
+    typer.Option("--env", metavar="NAME[=VALUE]", help="pass a variable to the script; a VALUE is recorded"),
 ]
 Exclude = Annotated[
     list[str] | None,
     typer.Option("--exclude", metavar="NAME", help="do not copy files and folders of this name or pattern"),
 ]
 Address = Annotated[
-    str, typer.Option(help="the master address in your script: node 0 gets it, or init_process_group is rewritten")
+    str, typer.Option(help="the master address in your script: node 0 gets it, else the script gets that of node 0")
 ]
-Interface = Annotated[str, typer.Option(help="the network interface in your script: every node gets it, or likewise")]
+Interface = Annotated[
+    str, typer.Option(help="the network interface in your script: nodes get it, else the script gets that of its node")
+]
 Mounts = Annotated[
     list[str] | None,
     typer.Option(metavar="HOST[:TARGET[:ro|rw]]", help="containers: a folder or file that the script needs"),
@@ -63,7 +65,7 @@ Mounts = Annotated[
 Image = Annotated[str, typer.Option(help="containers: an image built FROM testbed, with the script's packages")]
 Requirements = Annotated[
     Path | None,
-    typer.Option(help="containers: a pip file of the script's packages, which become a layer on our image"),
+    typer.Option(help="containers: a pip file of the script's packages, which become a layer on the testbed's image"),
 ]
 AsCpu = Annotated[
     bool, typer.Option("--as-cpu", help="run a script that was written for CUDA on the CPU, and NCCL as Gloo")
@@ -75,7 +77,7 @@ DataAt = Annotated[
 
 
 Instead = Annotated[
-    str | None, typer.Option(metavar="MODE", help="synchronise its gradients by this mode, not by its own code")
+    str | None, typer.Option(metavar="MODE", help="synchronise the script's gradients by this mode, not by its code")
 ]
 
 
@@ -136,13 +138,13 @@ def exec_(
 
 
 def script_keys(argv: Sequence[str]) -> dict[str, Any]:
-    """The keys of a script that is started by this command line here. Raises UsageError for a wrong placeholder."""
-    fill(argv, dict.fromkeys(PLACEHOLDERS, ""))  # here, so that the message names the placeholder alone
+    """Return the keys of a script with this command line in this folder. Raises UsageError for a wrong placeholder."""
+    fill(argv, dict.fromkeys(PLACEHOLDERS, ""))  # checked before RunSpec does, whose message would name the whole key
     return {"argv": list(argv), "folder": str(Path.cwd()), "path": script_path()}
 
 
 def mounts(given: Sequence[str], on: str) -> list[Mount]:
-    """The mounts of `--mount`. Raises UsageError if a path does not exist."""
+    """Return the mounts of `--mount`. Raises UsageError if a path does not exist."""
     found = [Mount.parse(text) for text in given]
     missing = [each.source for each in found if on != HOSTS and not Path(each.source).exists()]
     if missing:
@@ -151,7 +153,7 @@ def mounts(given: Sequence[str], on: str) -> list[Mount]:
 
 
 def image_of(image: str, requirements: Path | None, quiet: bool) -> str:
-    """The image of the containers; with requirements it is made now, unless it is up to date. Raises UsageError."""
+    """Return the image of the containers. With requirements, build it unless it is up to date. Raises UsageError."""
     if requirements is None:
         return image
     if image:
@@ -160,23 +162,26 @@ def image_of(image: str, requirements: Path | None, quiet: bool) -> str:
 
 
 def in_containers(on: str) -> str:
-    """The substrate of a script that needs an image or a mount: `auto` becomes compose. Raises UsageError."""
+    """Return the substrate of a script that needs an image or a mount: compose for `auto`.
+
+    Raises UsageError for a substrate without containers.
+    """
     if on not in ("auto", "compose", HOSTS):
         rule = "has no containers, and --mount, --image and --requirements are for containers"
-        way_out = "Leave them out: the script sees the files of this machine. Or use --on compose."
+        way_out = "Leave them out, because the script can read the files of this machine, or use --on compose."
         raise refuse("--on", on, rule, way_out)
     return "compose" if on == "auto" else on
 
 
 def variables(given: Sequence[str]) -> dict[str, Any]:
-    """`NAME=VALUE` becomes a variable of the script, `NAME` one that it gets from the caller."""
+    """Return the keys for `--env`: NAME=VALUE sets a variable of the script, NAME passes the caller's variable on."""
     pairs = [each.partition("=") for each in given]
     set_here = {name: value for name, equals, value in pairs if equals}
     return {"environment": set_here, "handed": [name for name, equals, _ in pairs if not equals]}
 
 
 def script_path() -> str:
-    """PATH of the script: the caller's if an environment is active, else with the testbed's own Python first."""
+    """Return PATH for the script: the caller's. If no virtual environment is active, the testbed's Python is first."""
     path = os.environ.get("PATH", os.defpath)
     if os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX"):
         return path

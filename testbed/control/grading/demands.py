@@ -1,7 +1,7 @@
 """Judge the demands of an assignment on the evidence of one submission. One function for each kind of demand.
 
-met          the evidence shows it
-not met      the evidence shows the opposite
+met          the evidence shows that the demand is met
+not met      the evidence shows that it is not met
 not proven   the evidence contradicts itself or shows neither: no points, and a person has to look at it
 """
 
@@ -17,7 +17,7 @@ from testbed.results.gradients import gradient_fit
 from testbed.results.observations import Batch, Parameters
 from testbed.spec.grading import DEMANDS, OUTSIDE, Assignment, Demand, Part
 
-SHARED_IMAGES = 2  # so many images on two ranks are no accident; a data set may hold an image twice
+SHARED_IMAGES = 2  # two ranks that share this number of images fail; one is allowed: a data set may have duplicates
 MET, NOT_MET, NOT_PROVEN = "met", "not met", "not proven"
 
 
@@ -28,16 +28,16 @@ class Verdict:
     part: str
     kind: str
     demand: str  # in words
-    points: float  # that it gives
-    of: float  # that it can give
+    points: float  # given
+    of: float  # the points of the demand
     verdict: str
     reason: str
-    evidence: str  # what the verdict rests on
+    evidence: str  # OUTSIDE, RECORDS or BOTH
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of a demand's function."""
+    """What the function of a demand returns."""
 
     verdict: str
     reason: str
@@ -45,16 +45,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """What the function of a demand may look at."""
+    """What the function of a demand gets."""
 
     assignment: Assignment
     demand: Demand
     own: PartEvidence
-    parts: Mapping[str, PartEvidence]  # by name, of the same submission
+    parts: Mapping[str, PartEvidence]  # all parts of the same submission, by name
 
 
 def judge(assignment: Assignment, parts: Mapping[str, PartEvidence]) -> list[Verdict]:
-    """The verdicts on all demands, in the order of the file. A part without evidence was not submitted."""
+    """Return the verdicts on all demands, in the order of the file. A part without evidence was not submitted."""
     return [
         _verdict(assignment, assignment.complete(part), demand, parts)
         for part in assignment.parts
@@ -80,7 +80,7 @@ def _verdict(assignment: Assignment, part: Part, demand: Demand, parts: Mapping[
         case = Case(assignment, demand, own, parts)
         found = Finding(NOT_PROVEN, "; ".join(refuted)) if refuted else JUDGES[demand.kind](case)
     if demand.kind == "bytes" and own and own.trusted and not own.outside.counted:
-        rests_on = "records"  # of a trusted submission
+        rests_on = "records"  # for a trusted submission without counted bytes, those in its records are used
     return Verdict(
         part=part.name,
         kind=demand.kind,
@@ -94,7 +94,7 @@ def _verdict(assignment: Assignment, part: Part, demand: Demand, parts: Mapping[
 
 
 def in_words(demand: Demand) -> str:
-    """A demand as the table shows it."""
+    """Return a demand as the table shows it."""
     details = {
         "collectives": "; ".join(
             f"{word} {', '.join(names)}"
@@ -255,7 +255,7 @@ def _loss(case: Case) -> Finding:
 
 
 def _first_loss(found: PartEvidence) -> float | None:
-    """The loss of the first step, its mean over ranks."""
+    """Return the loss of the first step, the mean over ranks; None if a rank has no step."""
     steps = [found.steps(rank)[:1] for rank in range(len(found.records))]
     return statistics.fmean(each[0].loss for each in steps) if steps and all(steps) else None
 

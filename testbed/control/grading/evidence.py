@@ -1,4 +1,4 @@
-"""The evidence on one part of a submission: what the controller saw from outside, and what the script's records claim.
+"""The evidence on one part of a submission: what the controller counted from outside, and the script's records.
 
 Records come from the observer, which runs inside the script's process, so a script can forge them. `contradictions`
 compares them with what the controller counted itself.
@@ -13,20 +13,20 @@ from testbed.results.observations import Call, Calls, Setup
 from testbed.results.records import Record, Step
 from testbed.spec.grading import Part
 
-SLACK_BYTES = 1 << 20  # rendezvous, connections, object collectives
-FEWER, MORE = 0.9, 1.25  # counted bytes over claimed ones, at least and at most
-SLACK_S = 1.0
+SLACK_BYTES = 1 << 20  # for traffic that no record has: rendezvous, connections, object collectives
+FEWER, MORE = 0.9, 1.25  # smallest and largest ratio of counted to claimed bytes
+SLACK_S = 1.0  # by which claimed times may exceed measured ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What was counted for one node while its rank ran; None where nothing of the node's own counts it."""
+    """What was counted for one node while its rank ran. None: the node has no counter of its own for this."""
 
     code: int | None = None  # exit code of the rank
     sent: int | None = None  # bytes of the node's interface
     received: int | None = None
-    unreachable: int | None = None  # packets to addresses beyond the nodes, which the kernel refused
-    refused: int | None = None  # processes beyond the limit
+    unreachable: int | None = None  # packets to addresses outside the nodes' network, which the kernel refused
+    refused: int | None = None  # processes that were not started because of the limit
 
     @property
     def is_counted(self) -> bool:
@@ -35,7 +35,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """What the controller saw; none of it comes from the script's process."""
+    """What the controller measured. None of it comes from the script's process."""
 
     seconds: float = 0.0  # from the start of the ranks to their end
     nodes: Sequence[Node] = ()
@@ -46,7 +46,7 @@ class Outside:
         return bool(self.nodes) and all(node.is_counted for node in self.nodes)
 
     def incidents(self) -> list[str]:
-        """Attempts to leave the sandbox, one sentence each."""
+        """Return one sentence for each attempt to leave the sandbox."""
         found = []
         for number, node in enumerate(self.nodes):
             if node.unreachable:
@@ -58,15 +58,15 @@ class Outside:
 
 @dataclass(frozen=True, kw_only=True)
 class PartEvidence:
-    """Everything that is known about one part of one submission."""
+    """All evidence on one part of one submission."""
 
-    part: Part  # complete: nodes, steps, rate
-    failure: str = ""  # why it did not end well
+    part: Part  # with nodes, steps and rate
+    failure: str = ""  # why the part failed; empty: it ended well
     outside: Outside = field(default_factory=Outside)
     records: Sequence[Sequence[Record]] = ()  # by rank
     unreadable: str = ""  # why the records cannot be used: they are damaged, or the run is invalid
-    trusted: bool = True  # False: without what is counted outside nothing is proven
-    busy: str = ""  # that other processes used the machine, so that its times prove nothing
+    trusted: bool = True  # False: no demand is met unless the bytes of every node were counted from outside
+    busy: str = ""  # a sentence if other processes used the machine, so that times prove nothing
 
     @property
     def world(self) -> int:
@@ -74,7 +74,7 @@ class PartEvidence:
 
     @property
     def uncounted(self) -> str:
-        """Why the evidence from outside is not complete; empty if it is, or if nothing needs it."""
+        """Why the evidence from outside is not complete; empty if it is complete or not needed."""
         missing = [number for number, node in enumerate(self.outside.nodes) if not node.is_counted]
         if self.trusted or not missing:
             return ""
@@ -84,7 +84,7 @@ class PartEvidence:
         return [record for record in self.records[rank] if isinstance(record, Step)]
 
     def calls(self, rank: int) -> list[Call]:
-        """All collectives of a rank. A later record replaces an earlier one that began at the same step."""
+        """Return all collectives of a rank. A record replaces an earlier record that began at the same step."""
         latest = {record.first: record for record in self.records[rank] if isinstance(record, Calls)}
         return [row for record in latest.values() for row in record.rows]
 
@@ -92,13 +92,13 @@ class PartEvidence:
         return {name for record in self.records[rank] if isinstance(record, Setup) for name in record.wrappers}
 
     def seconds(self) -> list[float]:
-        """Seconds of every step that counts: the mean over ranks; the first two are left out."""
+        """Return the seconds of every step, the mean over ranks. The first two steps are left out."""
         by_rank = [[step.total for step in self.steps(rank)][2:] for rank in range(len(self.records))]
         return [sum(each) / len(each) for each in zip(*by_rank, strict=False)]
 
 
 def contradictions(found: PartEvidence) -> list[str]:
-    """Return what the records claim and the evidence from outside refutes, one sentence each."""
+    """Return one sentence for each claim of the records that the evidence from outside refutes."""
     if not found.records:
         return []
     return [*_time(found), *(_bytes(found) if found.outside.counted and found.world > 1 else ())]
@@ -136,8 +136,11 @@ def _mb(size: float) -> str:
 
 
 def sent_by_collectives(calls: Sequence[Sequence[Call]]) -> float:
-    """The bytes that all ranks together send for these calls, by rank. The size of a call is that of one rank's tensor,
-    or of all parts (attach/events.py), so that each of N ranks keeps 1/N of all, or gets it from itself."""
+    """Return the bytes that all ranks together send for these calls, which are given by rank.
+
+    The size of a call is that of one rank's tensor, or of all parts (attach/events.py). Of N ranks each one keeps 1/N
+    of it, or receives this part from itself, so only (N-1)/N is sent.
+    """
     world, total = len(calls), 0.0
     for row in (row for rows in calls for row in rows):
         if row.operation == "send":

@@ -1,7 +1,7 @@
-"""Grade submissions: run every part of each as a script on the nodes, take evidence from outside, judge the demands.
+"""Grade submissions: run every part of a submission as a script on the nodes, collect evidence, judge the demands.
 
 A submission is foreign code that may be hostile. It runs in containers, in a copy of its regular files, with limits.
-A submission that fails loses points and the next one follows. After Ctrl-C the results so far stay.
+A submission that fails loses points, and the next submission is graded. After Ctrl-C the results so far stay.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ from testbed.spec.experiment import spec_from_flags
 from testbed.spec.grading import Assignment, Part
 from testbed.spec.run import RunSpec
 
-SANDBOXED = "compose"  # the substrate for submissions that nobody has read
+SANDBOXED = "compose"  # the substrate for submissions that are not trusted
 MAX_FILES = 1000  # of a submission
 MAX_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 1 << 20  # of a rank's log
-BUSY_LOAD_PER_CORE = 4.0  # more than the ranks of a part make
-OTHER_LOAD_PER_CORE = 1.0  # of processes that are not the part's: beside more of it an order of speed proves nothing
+BUSY_LOAD_PER_CORE = 4.0  # a load that the ranks of a part alone do not reach
+OTHER_LOAD_PER_CORE = 1.0  # with a larger load of other processes, a comparison of speed proves nothing
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all submissions share."""
+    """What is the same for all submissions."""
 
     assignment: Assignment
     given: Path | None  # folder with files that replace a submission's own
     out: Path
     on: str
-    path: str  # PATH of the scripts; empty: that of the nodes
+    path: str  # PATH of the scripts; empty: PATH of the nodes
     allow_concurrent: bool
     progress: Progress
-    choices: dict[str, SubstrateChoice] = field(default_factory=dict)  # by part, checked once
+    choices: dict[str, SubstrateChoice] = field(default_factory=dict)  # by part; each is checked once
 
 
 def find_submissions(folder: Path) -> list[Path]:
-    """The folders in `folder`, sorted by name; links and hidden ones are left out. Raises UsageError."""
+    """Return the folders in `folder`, sorted by name, without symlinks and hidden folders. Raises UsageError."""
     if not folder.is_dir():
         raise refuse("submissions", str(folder), "is no folder", "Give a folder with one folder per submission.")
     found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     found = [path for path in found if not path.name.startswith(".")]
     if not found:
-        rule = "contains no folder, and every submission is one"
+        rule = "contains no folder, and every submission must be a folder"
         raise refuse("submissions", str(folder), rule, "Give a folder with one folder per submission.")
     return found
 
 
 def check_trust(on: str, trusted: bool) -> str:
-    """The substrate to use. Raises UsageError for one that does not contain hostile code, unless it is trusted."""
+    """Return the substrate to use. Raises UsageError for a substrate without a sandbox, unless `trusted` is true."""
     on = SANDBOXED if on == "auto" else on
     if on not in (SANDBOXED, "netns", "process"):
         raise refuse("--on", on, "cannot grade", "Use compose, or netns or process with --trusted.")
@@ -85,9 +85,10 @@ def check_trust(on: str, trusted: bool) -> str:
 
 
 def grade_all(setting: Setting, submissions: Sequence[Path]) -> Gradebook:
-    """Grade every submission; results are written after each. Raises Interrupted and ConnectionLost, and keeps them.
+    """Grade every submission. The results are written after each one, so that they are kept if an error is raised.
 
-    Raises UsageError before the first submission if this machine cannot run a part, e.g. for lack of an image.
+    Raises Interrupted and ConnectionLost, and before the first submission UsageError if this machine cannot run a part,
+    e.g. because the image is missing.
     """
     for part in map(setting.assignment.complete, setting.assignment.parts):
         _choice(setting, part, _spec(setting, part, setting.out))
@@ -101,7 +102,7 @@ def grade_all(setting: Setting, submissions: Sequence[Path]) -> Gradebook:
         except (Interrupted, ConnectionLost) as error:
             error.folder = setting.out
             raise
-        except (TestbedError, OSError) as error:  # of this machine: the submission is not to blame
+        except (TestbedError, OSError) as error:  # an error of this machine, not of the submission
             graded = Graded(name=submission.name, problem=one_line(str(error)))
         graded = replace(graded, seconds=time.monotonic() - began)
         book.add(graded)
@@ -110,7 +111,7 @@ def grade_all(setting: Setting, submissions: Sequence[Path]) -> Gradebook:
 
 
 def _slug(name: str, number: int) -> str:
-    """A folder's name for a submission; a student may have chosen any name."""
+    """Return a folder name for a submission with safe characters only; its own name may have any characters."""
     return f"{number:03d}-" + (re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:64].strip("_") or "submission")
 
 
@@ -134,12 +135,12 @@ def _grade(setting: Setting, submission: Path, folder: Path) -> Graded:
 
 
 def _stage(submission: Path, given: Path | None, target: Path) -> str:
-    """Copy the regular files, then the given ones over them; return why a submission is refused, empty if it is not."""
+    """Copy the regular files, then the given files over them. Return why the submission is refused; else ""."""
     size = number = 0
     for source, name in _regular_files(submission):
         number, size = number + 1, size + source.stat().st_size
         if number > MAX_FILES or size > MAX_BYTES:
-            return f"it has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, which is the limit"
+            return f"the submission has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, which is the limit"
         _copy(source, target / name)
     for source, name in _regular_files(given) if given else ():
         _remove_in_the_way(target, name)
@@ -148,7 +149,7 @@ def _stage(submission: Path, given: Path | None, target: Path) -> str:
 
 
 def _remove_in_the_way(target: Path, name: Path) -> None:
-    """Remove a folder of the submission where a given file goes, and a file where a given folder goes."""
+    """Remove a folder of the submission that has the path of a given file, and a file with that of a given folder."""
     if (target / name).is_dir():
         shutil.rmtree(target / name)
     for folder in name.parents:
@@ -157,7 +158,7 @@ def _remove_in_the_way(target: Path, name: Path) -> None:
 
 
 def _regular_files(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Regular files below a folder, and their names in it. No link is followed."""
+    """Yield the regular files below a folder, and their paths relative to it. Symlinks are not followed."""
     for place, folders, files in os.walk(folder, followlinks=False):
         folders[:] = sorted(name for name in folders if not (Path(place) / name).is_symlink() and name != ".git")
         for path in (Path(place) / name for name in sorted(files)):
@@ -175,7 +176,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @dataclass
 class CounterReader:
-    """Reads the counters of every node before and after its rank runs, and its exit code."""
+    """Reads the counters of every node before and after its rank runs, and the exit codes of the ranks."""
 
     before: list[NodeCounts] = field(default_factory=list)
     began: float = 0.0
@@ -235,7 +236,7 @@ def _run_part(setting: Setting, part: Part, files: Path, folder: Path) -> PartEv
 
 
 def busy_words(load: float, per_core: float = BUSY_LOAD_PER_CORE) -> str:
-    """Why a part that was slow is not to blame: other processes used the machine. Empty if they did not."""
+    """Return a sentence if other processes used the machine, so that a part may have been slow because of them."""
     cores = len(os.sched_getaffinity(0))
     if load < per_core * cores:
         return ""
@@ -243,7 +244,7 @@ def busy_words(load: float, per_core: float = BUSY_LOAD_PER_CORE) -> str:
 
 
 def _read_records(folder: Path, world: int) -> list[list[Record]]:
-    """The records of all ranks. A rank's user can write to the folder, so links and large files are refused."""
+    """Return the records of all ranks. Raises UsageError for symlinks and large files, which a script may make."""
     run = RunFolder(folder)
     run.check_no_links()
     for rank in range(world):
@@ -269,7 +270,7 @@ def _spec(setting: Setting, part: Part, files: Path) -> RunSpec:
 
 
 def _choice(setting: Setting, part: Part, spec: RunSpec) -> SubstrateChoice:
-    """The substrate of a part; what it needs of this machine is checked once."""
+    """Return the substrate of a part. The first call for a part checks that this machine can run it."""
     if part.name not in setting.choices:
         chosen = replace(choose(setting.on, spec), allow_concurrent=setting.allow_concurrent)
         chosen.type.check(node_plans(spec))

@@ -1,4 +1,4 @@
-"""The results of `testbed grade`: results.json, results.md and results.html, written anew after every submission."""
+"""The results of `testbed grade`: results.json, results.md and results.html. They are rewritten after a submission."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from testbed.spec.errors import one_line
 
 HEADER = ("part", "demand", "points", "verdict", "evidence", "reason")
 LEGEND = (
-    "Evidence: 'outside' was taken by the controller (exit codes, time, the byte counters of interfaces); 'records'"
-    " come from the observer inside the script's own process, which a script can forge. Records that contradict the"
-    " evidence from outside make a demand 'not proven': it gives no points, and a person has to look at it."
+    "Evidence: the controller measured 'outside' (exit codes, time, the byte counters of interfaces); 'records'"
+    " come from the observer inside the script's own process, so a script can forge them. If records contradict the"
+    " evidence from outside, a demand is 'not proven': it gives no points, and a person has to look at it."
 )
 
 
@@ -28,7 +28,7 @@ class Graded:
 
     name: str
     verdicts: Sequence[Verdict] = ()
-    problem: str = ""  # of this machine, not of the submission
+    problem: str = ""  # an error of this machine, not of the submission
     seconds: float = 0.0
 
     @property
@@ -50,7 +50,7 @@ class Graded:
         return f"{self.name}: {self.points:g} of {self.of:g} points{look}"
 
     def rows(self) -> list[list[str]]:
-        """The cells of its table; text of a submission is on one line and without control characters."""
+        """Return the rows of its table. Text from a submission is on one line and without control characters."""
         return [
             [
                 each.part,
@@ -66,7 +66,7 @@ class Graded:
 
 @dataclass
 class Gradebook:
-    """All submissions of one call."""
+    """The results of all submissions of one call."""
 
     title: str
     folder: Path
@@ -150,7 +150,7 @@ def _summary(graded: Graded) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """A text for a cell of a Markdown table: nothing in it is markup, a link or an image."""
+    """Return a text escaped for a cell of a Markdown table, so that it contains no markup, link or image."""
     escaped = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
     return re.sub(r"[\\|*\[\]]", r"\\\g<0>", escaped)
 

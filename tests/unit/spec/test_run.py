@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "override of no node": (
         {"nodes": 2, "overrides": {"node2": {"cpus": 0.1}}},
-        "overrides.node2: the run has 2 nodes. Use node0, node1.",
+        "overrides.node2: the run has 2 nodes. Use node0 or node1.",
     ),
     "after-step of ddp": (
         {"mode": "ddp", "placement": "after-step"},

@@ -1,7 +1,7 @@
 """`fab deploy`: send the image and the data to every host that lacks them, in parallel.
 
-Each archive is made once, when the first host needs it, compressed, and kept in the user's cache. A host that fails
-does not stop the others.
+Each archive is made once, when the first host needs it. It is compressed and kept in the user's cache. An error of one
+host does not stop the transfer to other hosts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import CommandFailed, HostFailed, TestbedError, Unavailable
 
 BLOCK_BYTES = 8 << 20  # compressed as one gzip member
-GZIP_LEVEL = 1  # fast enough for a link of 1 Gbit; every engine unpacks it
-GZIP_WBITS = 16 + zlib.MAX_WBITS  # zlib writes a gzip header with this value
+GZIP_LEVEL = 1  # fast enough for a link of 1 Gbit/s
+GZIP_WBITS = 16 + zlib.MAX_WBITS  # with this value zlib writes a gzip header
 TRANSFER_TIMEOUT_S = 3600.0  # for one host to receive and unpack an archive
-SPACE_FACTOR = 1.3  # free space needed per unpacked byte: an engine unpacks before it renames
+SPACE_FACTOR = 1.3  # free bytes needed per unpacked byte: an engine unpacks before it renames
 
 
 class TransferProgress(Protocol):
@@ -57,7 +57,7 @@ class TransferProgress(Protocol):
 
 @dataclass
 class Delivery:
-    """What one host received; `image` and each of `data` is "sent" or "there already"."""
+    """What one host received. `image` and the values of `data` are "sent" or "there already"."""
 
     host: str
     image: str = ""
@@ -67,7 +67,7 @@ class Delivery:
 
 
 def deploy(outcomes: Sequence[Outcome[Host]], data: Sequence[str], progress: TransferProgress) -> list[Delivery]:
-    """Send image and data to all connected hosts. Return a row per host, with its error if it failed."""
+    """Send image and data to all connected hosts. Return a row per host, with its error if the host failed."""
     check_data(data)
     archives = Archives(progress)
     rows = {outcome.host.name: Delivery(outcome.host.name, error=outcome.error) for outcome in outcomes}
@@ -94,7 +94,7 @@ def check_data(names: Sequence[str]) -> None:
 
 
 def sendable(name: str) -> list[str]:
-    """Return the data sets to send for a data set's name: none if its images are generated."""
+    """Return the data sets that have to be sent for a name: none if its samples are generated."""
     return [] if name in DATASETS and dataset_info(name).generated else [name]
 
 
@@ -106,7 +106,7 @@ def _send_image(host: Host, archives: Archives, progress: TransferProgress) -> s
     archive = archives.image()
     _check_space(host, free_engine_bytes(host), archive, "the image")
     _send(host, "image", archive, ["docker", "load", "--quiet"], progress)
-    if engine.image_name() != IMAGE:  # hosts know the image by one name, whatever IMAGE is here
+    if engine.image_name() != IMAGE:  # hosts use one name for the image, and IMAGE may set another name here
         host.run(["docker", "tag", engine.image_name(), IMAGE], QUERY_TIMEOUT_S)
         host.run(["docker", "rmi", engine.image_name()], QUERY_TIMEOUT_S)
     if image_content(host) != wanted:
@@ -116,7 +116,10 @@ def _send_image(host: Host, archives: Archives, progress: TransferProgress) -> s
 
 
 def _send_data(host: Host, name: str, archives: Archives, progress: TransferProgress) -> str:
-    """Unpack into a second folder, verify there, then rename: a data set on a host is complete or missing."""
+    """Send a data set unless the host has it; return "sent" or "there already". Raises HostFailed.
+
+    It is unpacked into a second folder, verified there and then renamed, so that a data set on a host is never partial.
+    """
     user = account(host)
     target, staged = user.data / name, user.data / f".{name}.partial"
     wanted = archives.digests(name)
@@ -136,7 +139,7 @@ def _send_data(host: Host, name: str, archives: Archives, progress: TransferProg
 
 
 def _remote_digests(host: Host, user: Account, folder: str, wanted: dict[str, str]) -> dict[str, str]:
-    """Return the SHA-256 of the files on the host, by name; empty if one is missing."""
+    """Return the SHA-256 of the files on the host, by name; empty if a file is missing."""
     paths = [str(user.data / folder / name) for name in sorted(wanted)]
     try:
         text = host.run(["sha256sum", "--", *paths], TRANSFER_TIMEOUT_S)
@@ -171,7 +174,7 @@ def _send(host: Host, what: str, archive: Archive, argv: Sequence[str], progress
 
 @dataclass(frozen=True)
 class Archive:
-    """A compressed file, and the size of its content."""
+    """The path of a compressed file, and the size of its content."""
 
     path: Path
     unpacked_bytes: int
@@ -214,9 +217,10 @@ def remove_archives() -> None:
 
 
 def pack_image() -> Archive:
-    """Pack the image; raise Unavailable if it was not made from the code as it is now."""
+    """Pack the image and return the archive. Raises Unavailable if the image was made from other code than this."""
     size = int(engine.inspect_image()["Size"])
-    name = hashlib.sha256(engine.image_name().encode()).hexdigest()[:8]  # in the archive, and may change here
+    # The archive contains the image's name, so an archive for another name is another file.
+    name = hashlib.sha256(engine.image_name().encode()).hexdigest()[:8]
     path = cache_dir() / f"image-{content_hash()}-{name}.tar.gz"
     if not path.exists():
         with _open_archive(path, "image-*.gz") as out:
@@ -239,7 +243,7 @@ def _save_image(out: BinaryIO) -> None:
 
 
 def pack_data(name: str, digests: dict[str, str]) -> Archive:
-    """Pack a data set as a tar file without folders; `digests` names its files."""
+    """Pack a data set as a tar file without folders, and return the archive. The keys of `digests` are its files."""
     key = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
     path, folder = cache_dir() / f"data-{name}-{key}.tar.gz", data_dir() / name
     if not path.exists():
@@ -249,7 +253,7 @@ def pack_data(name: str, digests: dict[str, str]) -> Archive:
 
 
 def _tar(folder: Path, names: list[str], out: BinaryIO) -> None:
-    """Write the files to `out`; TestbedError if one cannot be read, so that no incomplete archive is kept."""
+    """Write the files to `out`. Raises TestbedError if a file cannot be read, so that no partial archive is kept."""
     reading, writing = os.pipe()
 
     def write() -> None:
@@ -264,12 +268,12 @@ def _tar(folder: Path, names: list[str], out: BinaryIO) -> None:
         try:
             written.result()
         except (OSError, tarfile.TarError) as error:
-            fix = f"Is it complete? `testbed data verify {folder.name}`"
+            fix = f"Check the data set: `testbed data verify {folder.name}`"
             raise TestbedError(f"{folder}: cannot be packed ({error}). {fix}") from None
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Remove the owner and make the file readable for all, because the user on the host has another uid."""
+    """Return the entry without an owner and readable for all, because the user on the host has another uid."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     info.mode = 0o644
@@ -277,7 +281,10 @@ def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def compress(source: IO[bytes], out: BinaryIO) -> None:
-    """gzip on all cores: blocks are compressed in parallel and written in order; several members are one gzip file."""
+    """Write `source` to `out` as gzip, on all cores. Blocks are compressed in parallel and written in order.
+
+    Each block is a gzip member; a gzip file may have several.
+    """
     cores = os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as pool:
         waiting: deque[Future[bytes]] = deque()
@@ -301,7 +308,10 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _open_archive(path: Path, older: str) -> Iterator[BinaryIO]:
-    """Open an archive of the cache for writing; it appears whole, and then others that match `older` are removed."""
+    """Open an archive of the cache for writing. It gets its name when it is complete.
+
+    Then other archives that match `older` are removed. Raises Unavailable if it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_whole(path) as out:

@@ -1,4 +1,4 @@
-"""`fab doctor`: one row per host, checked in parallel; each problem is one line with its fix."""
+"""`fab doctor`: check all hosts in parallel. There is one row per host, and one line with the fix per problem."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from testbed.spec.errors import AuthenticationFailed, KeyUnknown, TestbedError
 from testbed.spec.run import DEFAULT_PORT
 
 HEADER = ("host", "reachable", "key", "engine", "free disk", "clock offset", "interface", "ports", "image")
-MIN_FREE_BYTES = 3e9  # the unpacked image, with room for a run
-MAX_CLOCK_OFFSET_S = 1.0  # beyond that, logs of several hosts are hard to compare
+MIN_FREE_BYTES = 3e9  # for the unpacked image and a run
+MAX_CLOCK_OFFSET_S = 1.0  # with a larger offset, logs of several hosts are hard to compare
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Row:
         return (self.host.name, *(self.cells.get(column, "-") for column in HEADER[1:]))
 
     def fill(self, column: str, check: Callable[[], str]) -> None:
-        """Set a cell to what `check` returns; if it fails, to "no", and note the problem."""
+        """Set a cell to the result of `check`. If that raises TestbedError, set it to "no" and add the problem."""
         try:
             self.cells[column] = check()
         except TestbedError as error:
@@ -50,7 +50,7 @@ class Row:
 
 
 def examine(outcomes: Sequence[Outcome[Host]]) -> list[Row]:
-    """Check all hosts; the rows are in rank order."""
+    """Check all hosts and return their rows in rank order."""
     rows = [connection_row(outcome) for outcome in outcomes]
     by_host = {row.host: row for row in rows if row.cells["reachable"] == "yes"}
     run_on_all(list(by_host), lambda host: _check_host(by_host[host]))
@@ -61,7 +61,7 @@ def examine(outcomes: Sequence[Outcome[Host]]) -> list[Row]:
 
 
 def connection_row(outcome: Outcome[Host]) -> Row:
-    """A row with the columns `reachable` and `key`."""
+    """Return a row with the columns `reachable` and `key`."""
     row, error = Row(outcome.host), outcome.error
     if error is not None:
         row.problems.append(str(error))
@@ -82,13 +82,13 @@ def _check_host(row: Row) -> None:
 def _clock(row: Row) -> str:
     found = row.host.clock()
     if abs(found.offset) - found.error > MAX_CLOCK_OFFSET_S:
-        problem = f"{row.host}: its clock is {found.offset:+.1f} s off this machine's"
+        problem = f"{row.host}: its clock differs from this machine's by {found.offset:+.1f} s"
         row.problems.append(f"{problem}. Set it there, e.g. timedatectl set-ntp 1")
     return f"{1000 * found.offset:+.0f} ms (±{1000 * found.error:.0f})"
 
 
 def _image(row: Row) -> str:
-    account(row.host)  # fails if the home folder is missing
+    account(row.host)  # raises an error if the home folder is missing
     row.image = image_content(row.host)
     if row.image is None:
         return "none (fab deploy)"
@@ -103,7 +103,7 @@ def _disk(row: Row) -> str:
 
 
 def _check_master(rows: Sequence[Row]) -> str:
-    """Fill rank 0's interface and return its address; if that fails, the address in the inventory."""
+    """Fill the cell of rank 0's interface and return rank 0's address; if that fails, the one in the inventory."""
     first = rows[0]
     if first.cells["reachable"] == "yes":
         first.fill("interface", lambda: _interface(first, lambda: first_endpoint(first.host, _second_address(rows))))
@@ -127,7 +127,7 @@ def _interface(row: Row, find: Callable[[], Endpoint]) -> str:
 
 
 def _check_ports(rows: Sequence[Row]) -> None:
-    """Test ports between all pairs with a program of the image; hosts without the image get "after deploy"."""
+    """Test ports between all pairs of hosts with a program of the image. A host without it gets "after deploy"."""
     able = [row for row in rows if row.end is not None and row.image is not None]
     for row in rows:
         if row.cells["reachable"] == "yes" and row not in able:
@@ -152,7 +152,7 @@ def _fill_ports(row: Row, outcome: Outcome[Reachability], able: Sequence[Row]) -
         row.cells["ports"] = "no"
         row.problems.append(str(outcome.error))
     elif answer.busy:
-        row.cells["ports"] = f"{DEFAULT_PORT} taken"  # not a problem: a run uses another
+        row.cells["ports"] = f"{DEFAULT_PORT} taken"  # not a problem: a run uses another port
     elif answer.missing:
         names = ", ".join(able[other].host.name for other in answer.missing)
         row.cells["ports"] = f"not with {names}"

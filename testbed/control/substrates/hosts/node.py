@@ -1,6 +1,6 @@
-"""Facts about one host and about the hosts together: account, engine, image, disk, interface, reachability.
+"""Queries of one host and of all hosts: account, engine, image, disk, interface, reachability.
 
-Each function runs commands on the hosts and returns what they print, or raises HostFailed with the fix.
+Each function runs commands on the hosts and returns the result, or raises HostFailed with the fix.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from testbed.net import reachability
 from testbed.spec.errors import CommandFailed, HostFailed, NetworkInvalid, Unavailable
 from testbed.spec.run import DEFAULT_PORT
 
-HOME = ".testbed"  # in the home folder of the user on the host: all our files
-QUERY_TIMEOUT_S = 30.0  # each of these commands takes a moment
+HOME = ".testbed"  # folder with all our files, in the home folder of the user on the host
+QUERY_TIMEOUT_S = 30.0  # for one command, which usually takes less than a second
 NOT_FOUND = (126, 127)  # a shell's exit codes for a missing program
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,150}")
 PORTS = (20_000, 32_000)  # below the ephemeral ports
@@ -48,7 +48,7 @@ def run_id(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Account:
-    """The user on a host, and the folder of our files there."""
+    """The user on a host, with the folders of our files."""
 
     uid: int
     gid: int
@@ -69,13 +69,13 @@ class Account:
 
 
 def account(host: Host) -> Account:
-    """Return uid, gid and home folder of the user that we log in as."""
+    """Return uid, gid and home folder of the user of the SSH connection."""
     uid, gid, home = host.run(["sh", "-c", "id -u; id -g; cd && pwd -P"], QUERY_TIMEOUT_S).splitlines()
     return Account(int(uid), int(gid), PurePosixPath(home))
 
 
 def engine_version(host: Host) -> str:
-    """Return the version of the engine. Raises HostFailed if none answers."""
+    """Return the version of the Docker engine. Raises HostFailed if no engine answers."""
     try:
         return host.run(server_version_argv(), QUERY_TIMEOUT_S).strip()
     except CommandFailed as error:
@@ -91,7 +91,7 @@ def _no_engine(error: CommandFailed) -> str:
 
 
 def image_content(host: Host, image: str = IMAGE) -> str | None:
-    """Return the content hash of the image on the host; None if it has no image. Raises HostFailed."""
+    """Return the content hash of the image on the host; None if there is no image. Raises HostFailed."""
     try:
         return host.run(image_content_argv(image), QUERY_TIMEOUT_S).strip() or None
     except CommandFailed as error:
@@ -101,7 +101,7 @@ def image_content(host: Host, image: str = IMAGE) -> str | None:
 
 
 def remove_containers(host: Host, label: str) -> int:
-    """Remove all containers with a label, running or not; return how many."""
+    """Remove all containers with a label, also running ones; return their number."""
     found = host.run(list_argv(label), QUERY_TIMEOUT_S).split()
     if found:
         host.run(remove_argv(found), QUERY_TIMEOUT_S)
@@ -109,12 +109,12 @@ def remove_containers(host: Host, label: str) -> int:
 
 
 def free_engine_bytes(host: Host) -> int:
-    """Return the free space where the engine stores images."""
+    """Return the free bytes of the file system in which the engine stores images."""
     return free_bytes(host, host.run(info_argv("DockerRootDir"), QUERY_TIMEOUT_S).strip())
 
 
 def free_bytes(host: Host, path: str) -> int:
-    """Return the free space of the file system of `path`, which need not be readable."""
+    """Return the free bytes of the file system of `path`. The path need not be readable."""
     return int(host.run(["df", "--block-size=1", "--output=avail", path], QUERY_TIMEOUT_S).split()[-1])
 
 
@@ -123,14 +123,14 @@ def free_bytes(host: Host, path: str) -> int:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The interface of a rank, and the address at which others reach it."""
+    """The interface of a rank, and the address at which other ranks reach it."""
 
     interface: str
     address: str
 
 
 def find_endpoints(hosts: Sequence[Host]) -> list[Endpoint]:
-    """Return interface and address of every rank: rank 0 first, because the others use the route to it."""
+    """Return interface and address of every rank. Rank 0 is asked first: the others use the route to its address."""
     first = first_endpoint(hosts[0], hosts[1].node.address if len(hosts) > 1 else None)
     found = [first, *results_or_raise(run_on_all(hosts[1:], lambda host: endpoint(host, first.address)))]
     check_distinct(hosts, found)
@@ -138,14 +138,14 @@ def find_endpoints(hosts: Sequence[Host]) -> list[Endpoint]:
 
 
 def first_endpoint(host: Host, towards: str | None) -> Endpoint:
-    """Return rank 0's endpoint: the inventory's interface, else the route to rank 1, else (one host) the loopback."""
+    """Return rank 0's endpoint: the inventory's interface, else that of the route to rank 1; loopback for one host."""
     if host.node.interface:
         return _endpoint_of(host, host.node.interface)
     return _endpoint_towards(host, towards) if towards else Endpoint("lo", "127.0.0.1")
 
 
 def endpoint(host: Host, master: str) -> Endpoint:
-    """Return another rank's endpoint: the inventory's interface, else the route to rank 0."""
+    """Return another rank's endpoint: the inventory's interface, else that of the route to rank 0."""
     return _endpoint_of(host, host.node.interface) if host.node.interface else _endpoint_towards(host, master)
 
 
@@ -163,7 +163,7 @@ def _endpoint_of(host: Host, interface: str) -> Endpoint:
 
 
 def _endpoint_towards(host: Host, target: str) -> Endpoint:
-    """Return the interface and source address of the route to `target`, an address or a name that the host resolves."""
+    """Return interface and source address of the route to `target`: an address, or a name that the host resolves."""
     address = target if re.fullmatch(r"[0-9.]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*", target) else _resolve(host, target)
     try:
         route = _ip(host, "route", "get", address)[0]
@@ -193,13 +193,13 @@ def _ip(host: Host, *argv: str) -> Any:
 
 
 def check_distinct(hosts: Sequence[Host], ends: Sequence[Endpoint]) -> None:
-    """Raise NetworkInvalid if two hosts have the same address: they are the same machine, or cannot be addressed."""
+    """Raise NetworkInvalid if two hosts have the same address, e.g. because both are the same machine."""
     by_address: dict[str, list[str]] = {}
     for host, end in zip(hosts, ends, strict=True):
         by_address.setdefault(end.address, []).append(host.name)
     for address, names in by_address.items():
         if len(names) > 1:
-            problem = f"hosts {', '.join(names)}: all have the address {address}, and each needs its own"
+            problem = f"hosts {', '.join(names)}: all have the address {address}, and every host needs its own"
             fix = "Leave all but one out of the inventory, or name another interface there"
             raise NetworkInvalid(f"{problem}. {fix}")
 
@@ -209,14 +209,14 @@ def check_distinct(hosts: Sequence[Host], ends: Sequence[Endpoint]) -> None:
 
 @dataclass(frozen=True)
 class Reachability:
-    """One host's result: why it cannot listen at the port, and the ranks without a connection both ways."""
+    """One host's result: why it cannot listen at the port, and the ranks to or from which there is no connection."""
 
     busy: str
     missing: Sequence[int]
 
 
 def try_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int) -> list[Outcome[Reachability]]:
-    """Run net/reachability.py on all hosts at once, by the image's Python."""
+    """Run net/reachability.py on all hosts at once with the image's Python, and return the outcomes."""
     source = Path(reachability.__file__).read_text(encoding="utf-8")
     addresses = ",".join(end.address for end in ends)
 
@@ -228,11 +228,11 @@ def try_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int)
 
 
 def check_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: int) -> None:
-    """Raise Unavailable if the port is in use on a host, NetworkInvalid if hosts do not reach each other."""
+    """Raise Unavailable if the port cannot be used on a host, NetworkInvalid if hosts do not reach each other."""
     answers = results_or_raise(try_reachability(hosts, ends, port))
     busy = [f"{host} ({answer.busy})" for host, answer in zip(hosts, answers, strict=True) if answer.busy]
     if busy:
-        way_out = "Use another with --set port=N, or 0 for any"
+        way_out = "Use another port with --set port=N, or any free port with N = 0"
         raise Unavailable(f"port {port} cannot be used on {', '.join(busy)}. {way_out}")
     pairs = {frozenset((rank, other)) for rank, answer in enumerate(answers) for other in answer.missing}
     if pairs:
@@ -242,7 +242,10 @@ def check_reachability(hosts: Sequence[Host], ends: Sequence[Endpoint], port: in
 
 
 def find_port(hosts: Sequence[Host], ends: Sequence[Endpoint], wanted: int) -> int:
-    """Return a port at which every host has just reached every other: `wanted`, or a random one for 0."""
+    """Return a port at which all hosts have just reached each other: `wanted`, or a random port for 0.
+
+    Raises Unavailable or NetworkInvalid if there is no such port.
+    """
     if len(hosts) == 1:
         return wanted or DEFAULT_PORT
     for attempt in range(1, PORT_ATTEMPTS + 1):

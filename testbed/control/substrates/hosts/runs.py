@@ -1,4 +1,4 @@
-"""Runs on hosts whose controller has ended: find, stop, collect and remove them."""
+"""Find, stop, collect and remove runs on hosts whose controller has ended."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ RECORDS = re.compile(r"rank(\d{1,4})\.jsonl", re.ASCII)
 
 @dataclass
 class RankOnHost:
-    """What one host has of a run: a folder, a rank, and the state of its container."""
+    """What one host has of a run: a folder, a rank, and the state of the rank's container."""
 
     host: Host
     run_dir: PurePosixPath
     rank: int | None = None
     state: str = "no container"  # running, paused, exited, ...
-    code: int | None = None  # of a container that has ended
-    step: int = -1
+    code: int | None = None  # exit code of a container that has ended
+    step: int = -1  # the last step in the records; -1: none
     purpose: str = ""  # of the container: rank or probe
 
     @property
@@ -93,12 +93,12 @@ def find(hosts: Sequence[Host], only: str | None = None) -> tuple[list[RunOnHost
                 found.setdefault(run, RunOnHosts(run)).ranks.append(on_host)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if only is not None and not found:
-        errors.append(UsageError(f"--run {only}: not on these hosts. `fab status` lists what is."))
+        errors.append(UsageError(f"--run {only}: not on these hosts. `fab status` lists the runs."))
     return [found[run] for run in sorted(found)], errors
 
 
 def _ranks_on(host: Host) -> dict[str, RankOnHost]:
-    """Return our runs on one host, by folder and by container: either may exist without the other."""
+    """Return our runs on one host. They are found by folder and by container, because either may be missing."""
     engine_version(host)
     user = account(host)
     list_folders = ["find", str(user.runs), "-mindepth", "1", "-maxdepth", "1", "-type", "d", "-printf", "%f\\n"]
@@ -112,7 +112,8 @@ def _ranks_on(host: Host) -> dict[str, RankOnHost]:
             continue
         if labels.get(USER_LABEL) != local_user():
             ranks.pop(run, None)
-        elif run not in ranks or ranks[run].purpose != "rank":  # the newest comes first; a rank replaces a probe
+        # Newer containers come first, so the first one is kept; only a rank replaces a probe.
+        elif run not in ranks or ranks[run].purpose != "rank":
             on_host = ranks.setdefault(run, RankOnHost(host, user.runs / run))
             _read_container(on_host, container, int(labels[RANK_LABEL]), labels.get(PURPOSE_LABEL, ""))
     for on_host in ranks.values():
@@ -121,7 +122,7 @@ def _ranks_on(host: Host) -> dict[str, RankOnHost]:
 
 
 def _containers(host: Host) -> list[tuple[str, dict[str, str]]]:
-    """Id and labels of all testbed containers of all users, newest first."""
+    """Return id and labels of all testbed containers of all users, newest first."""
     lines = host.run(list_argv(HOSTS_LABEL, columns="{{json .}}"), QUERY_TIMEOUT_S).splitlines()
     listed = [json.loads(line) for line in lines]
     return [(row["ID"], dict(pair.partition("=")[::2] for pair in row["Labels"].split(","))) for row in listed]
@@ -138,7 +139,7 @@ def _read_container(on_host: RankOnHost, container: str, rank: int, purpose: str
 
 
 def _read_files(on_host: RankOnHost) -> None:
-    """Take the rank from the names of files if there is no container, and the last step from the records."""
+    """Set the last step from the records and, if there is no container, the rank from the names of files."""
     with contextlib.suppress(CommandFailed, ValueError, KeyError):
         if on_host.rank is None:
             listed = on_host.host.run(["ls", str(on_host.run_dir)], QUERY_TIMEOUT_S).splitlines()
@@ -151,7 +152,7 @@ def _read_files(on_host: RankOnHost) -> None:
 
 
 def last_lines(on_host: RankOnHost, lines: int) -> str:
-    """Return the last lines of a rank's log; "" if it has none."""
+    """Return the last lines of a rank's log; "" if it has no log."""
     try:
         log = str(on_host.run_dir / f"rank{on_host.rank}.log")
         return on_host.host.run(["tail", "-n", str(lines), log], QUERY_TIMEOUT_S)
@@ -163,7 +164,7 @@ def last_lines(on_host: RankOnHost, lines: int) -> str:
 
 
 def stop(found: RunOnHosts) -> None:
-    """Stop its containers: SIGTERM first, then SIGKILL. Files stay."""
+    """Stop the containers of a run: SIGTERM first, then SIGKILL. Files stay."""
 
     def end(host: Host) -> None:
         names = host.run(list_argv(f"{RUN_LABEL}={found.id}", running=True), QUERY_TIMEOUT_S).split()
@@ -177,10 +178,10 @@ def stop(found: RunOnHosts) -> None:
 
 
 def collect(found: RunOnHosts) -> tuple[Summary, Path, list[TestbedError]]:
-    """Copy a run's files here, write its summary, and remove it from the hosts whose files were copied.
+    """Copy a run's files here, write its summary, and remove the run from hosts whose files were copied.
 
-    A run that still runs is refused with UsageError. If files are missing the run counts as failed, until another
-    `collect` copies them.
+    Return the summary, the run folder and the errors of hosts. Raises UsageError if the run still runs. If files are
+    missing, the run counts as failed until another `collect` copies these files.
     """
     if found.running:
         steps = ", ".join(f"rank {on_host.rank} at step {on_host.step + 1}" for on_host in found.ranks)
@@ -196,7 +197,7 @@ def collect(found: RunOnHosts) -> tuple[Summary, Path, list[TestbedError]]:
 
 
 def _read_spec(found: RunOnHosts) -> RunSpec:
-    """Return the spec from the first host that has it; all hosts have the same. Raises UsageError if none has."""
+    """Return the spec from the first host that has the file; it is equal on all hosts. Raises UsageError."""
     for on_host in found.ranks:
         path = on_host.run_dir / "spec.json"
         with contextlib.suppress(CommandFailed):
@@ -206,19 +207,19 @@ def _read_spec(found: RunOnHosts) -> RunSpec:
 
 
 def _find_folder(found: RunOnHosts, spec: RunSpec) -> RunFolder:
-    """Return the run's folder if it began on this machine, else a new one. Paths that hosts send are not trusted."""
+    """Return the run's folder if the run began on this machine, else a new one. Paths from hosts are not trusted."""
     for file in runs_dir().glob(f"*/*/{HOSTS_FILE}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             if json.loads(file.read_text())["id"] == found.id:
                 return RunFolder(file.parent)
     folder = RunFolder(runs_dir() / spec.experiment / found.id)
     folder.create(spec)
-    write_hosts_file(folder.path, found.id, [on_host.host for on_host in found.ranks])  # for another `collect`
+    write_hosts_file(folder.path, found.id, [on_host.host for on_host in found.ranks])  # another `collect` reads it
     return folder
 
 
 def _copy_files(on_host: RankOnHost, folder: RunFolder) -> None:
-    """Copy records and log; each file is renamed to its name when it is complete."""
+    """Copy records and log of a rank. A file gets its name when it is complete."""
     if on_host.rank is None:
         return
     with contextlib.closing(on_host.host.files()) as session, tempfile.TemporaryDirectory(dir=folder.path) as scratch:
@@ -244,9 +245,9 @@ def _conclude(found: RunOnHosts, spec: RunSpec, folder: RunFolder) -> Summary:
 
 
 def clean(host: Host, everything: bool) -> list[str]:
-    """Remove everything of the testbed from a host and return what was removed.
+    """Remove the user's containers, images and files of the testbed from a host; return what was removed.
 
-    Raise HostFailed if a run was not collected yet, unless `everything`. The image stays if others use it.
+    The images stay if another user has containers. Raises HostFailed if a run is not collected, unless `everything`.
     """
     engine_version(host)
     user = account(host)
@@ -259,12 +260,12 @@ def clean(host: Host, everything: bool) -> list[str]:
     count = remove_containers(host, f"{USER_LABEL}={local_user()}")
     if count:
         removed.append(f"{count} containers")
-    shared = bool(_containers(host))  # of other users, who need the image
+    shared = bool(_containers(host))  # those that are left belong to other users, who need the image
     if not shared:
         removed += _remove_images(host)
     removed += _remove_files(host, user, ranks)
     if shared:
-        removed.append("not the image, which others use")
+        removed.append("not the image, which other users need")
     return removed
 
 
@@ -278,7 +279,7 @@ def _remove_images(host: Host) -> list[str]:
 
 
 def _remove_files(host: Host, user: Account, ranks: Mapping[str, RankOnHost]) -> list[str]:
-    """Remove our folder; only our own runs if another person with the same account has runs there."""
+    """Remove our folder. If another person with the same account has runs in it, remove only our own runs."""
     home = user.home / HOME
     list_runs = ["find", str(home), "-path", f"{user.runs}/*", "-prune", "-printf", "%f\\n"]
     try:

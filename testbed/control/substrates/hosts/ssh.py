@@ -1,8 +1,8 @@
 """One host over SSH: connections by the user's OpenSSH configuration, checked host keys, commands with timeouts.
 
-A command is a list of arguments; only `command_line` quotes it. The command `timeout` ends it on the host as well.
-`run_on_all` calls a function for all hosts at the same time and keeps every outcome; `results_or_raise` raises once
-with all names.
+A command is a list of arguments; only `command_line` quotes it. The program `timeout` on the host ends a command that
+takes too long. `run_on_all` calls a function for all hosts at the same time and keeps every outcome; `results_or_raise`
+raises one error with the names of all failed hosts.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from testbed.spec.inventory import HostNode
 
 CONNECT_TIMEOUT_S = 10  # for each stage of a connection
 KEEPALIVE_S = 15
-STALL_TIMEOUT_S = 60.0  # a transfer without a byte for so long has failed
+STALL_TIMEOUT_S = 60.0  # a transfer that sends no byte for so long has failed
 KILL_AFTER_S = 5  # between SIGTERM and SIGKILL of `timeout` on the host
 CHUNK_BYTES = 1 << 18
-CONNECTION_ERRORS = (EOFError, OSError, paramiko.SSHException, ThreadException)  # what a broken connection raises
+CONNECTION_ERRORS = (EOFError, OSError, paramiko.SSHException, ThreadException)  # errors of a broken connection
 
 
 # Host keys: known keys are checked, unknown keys are refused without --accept-new, changed keys are always refused
 
 GLOBAL_KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
-_known_hosts_lock = threading.Lock()  # hosts connect in parallel, and each writes one line
+_known_hosts_lock = threading.Lock()  # connections are opened in parallel, and each one may write a line
 
 
 class KeyRefused(paramiko.SSHException):
@@ -61,9 +61,9 @@ def known_hosts(ssh_config: dict[str, object]) -> list[Path]:
 
 
 def check_host_keys(connection: Connection, accept_new: bool) -> None:
-    """Make a connection and its jump host accept only known host keys, or with `accept_new` also unknown ones.
+    """Configure a connection and its jump host to accept only known host keys, with `accept_new` also unknown keys.
 
-    Fabric's default accepts every key.
+    This is needed because Fabric accepts every key by default.
     """
     own = known_hosts(connection.ssh_config)
     for path in [*own, *map(Path, GLOBAL_KNOWN_HOSTS)]:
@@ -76,7 +76,7 @@ def check_host_keys(connection: Connection, accept_new: bool) -> None:
 
 
 class _Policy(paramiko.MissingHostKeyPolicy):
-    """With `target`, add an unknown key to that file; without, refuse it with the command that would add it."""
+    """Adds an unknown key to the file `target`. Without `target` it raises KeyRefused with the command that adds it."""
 
     def __init__(self, connection: Connection, target: Path | None) -> None:
         self._connection = connection
@@ -94,27 +94,27 @@ class _Policy(paramiko.MissingHostKeyPolicy):
 
 def _refusal(connection: Connection, key: paramiko.PKey) -> str:
     if connection.gateway:
-        add = f"ssh {connection.original_host} true"  # ssh-keyscan would not use the jump host
+        add = f"ssh {connection.original_host} true"  # because ssh-keyscan does not use the jump host
     else:
         add = f"ssh-keyscan -p {connection.port} {connection.host} >> ~/.ssh/known_hosts"
     problem = f"the host key of {connection.host} is not known ({key.fingerprint})"
-    return f"{problem}. Compare it, then add it: {add}, or accept all unknown ones with --accept-new"
+    return f"{problem}. Compare it, then add it: {add}, or accept all unknown keys with --accept-new"
 
 
 def _key_changed(error: paramiko.BadHostKeyException) -> str:
     seen, known = error.key.fingerprint, error.expected_key.fingerprint
     problem = f"the host key has changed: known_hosts has {known}, the host presents {seen}"
-    fix = f"Another machine may answer at this address; if the host is new: ssh-keygen -R {shlex.quote(error.hostname)}"
+    fix = f"Another machine may answer there. If the host was replaced: ssh-keygen -R {shlex.quote(error.hostname)}"
     return f"{problem}. {fix}"
 
 
 def host_and_port(address: str, port: int) -> str:
-    """Return "address:port"; an IPv6 address is in brackets."""
+    """Return "address:port", with an IPv6 address in brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a connection failed. Paramiko collects the errors of all addresses in one without a number."""
+    """Return why a connection failed. Paramiko collects the errors of all addresses in a NoValidConnectionsError."""
     if isinstance(error, NoValidConnectionsError):
         found = dict.fromkeys(_reason(each) for each in error.errors.values())
         return ", ".join(found) or "no address answers"
@@ -124,7 +124,7 @@ def _reason(error: BaseException) -> str:
 
 
 class Host:
-    """A node of the inventory; call `open` before anything else."""
+    """A node of the inventory. Call `open` before the other methods."""
 
     def __init__(self, node: HostNode, accept_new: bool = False) -> None:
         self.node = node
@@ -136,11 +136,11 @@ class Host:
         return self.name
 
     def open(self) -> None:
-        """Connect, if there is no open connection; raise HostFailed with the reason and the fix."""
+        """Connect unless the connection is open. Raises HostFailed with the reason and the fix."""
         if self._connection is not None and self._connection.is_connected:
             return
         if self.node.key and not Path(self.node.key).expanduser().is_file():
-            fix = "Name another in the inventory, or leave it out for those of the SSH configuration"
+            fix = "Correct it in the inventory, or leave it out to use the keys of the SSH configuration"
             raise HostFailed(f"{self.name}: key {self.node.key}: no such file here. {fix}")
         connection: Connection | None = None
         try:
@@ -161,7 +161,7 @@ class Host:
             raise HostFailed(f"{self.name}: no SSH connection to {where} ({_reason(error)}). {fix}.") from None
 
     def describe_connection(self) -> Connection:
-        """Return a connection that is not open yet: the SSH configuration, overridden by the inventory."""
+        """Return a connection that is not open yet. The inventory overrides the SSH configuration."""
         config, node, limit = Config(), self.node, CONNECT_TIMEOUT_S
         options: dict[str, Any] = {"banner_timeout": limit, "auth_timeout": limit, "channel_timeout": limit}
         if node.key:
@@ -186,7 +186,7 @@ class Host:
         return f"user {user} is not accepted{f' with key {key}' if key else ''}. {fix}"
 
     def close(self) -> None:
-        """Close the connection and that of the jump host; errors of a broken connection are ignored."""
+        """Close the connection and the jump host's. Errors of a broken connection are ignored."""
         if self._connection is not None:
             with contextlib.suppress(*CONNECTION_ERRORS):
                 self._connection.close()
@@ -202,7 +202,7 @@ class Host:
         return self._connection
 
     def run(self, argv: Sequence[str], timeout_s: float) -> str:
-        """Run a command to its end and return its stdout; raise HostCommandFailed or ConnectionLost."""
+        """Run a command to its end and return its stdout. Raises HostCommandFailed or ConnectionLost."""
         line, limit = command_line(argv, timeout_s), timeout_s + 2 * KILL_AFTER_S
         try:
             result = self.connection.run(line, hide=True, warn=True, in_stream=False, pty=False, timeout=limit)
@@ -225,11 +225,14 @@ class Host:
         return out
 
     def connection_lost(self, error: BaseException) -> ConnectionLost:
-        """Return the ConnectionLost for what a broken connection raised."""
+        """Return the ConnectionLost for an error that a broken connection raised."""
         return ConnectionLost(f"{self.name}: the connection broke ({error or type(error).__name__})")
 
     def send(self, argv: Sequence[str], source: BinaryIO, timeout_s: float, progress: Callable[[int], None]) -> str:
-        """Run a command with `source` as its stdin; `progress` is called with the number of bytes of each chunk."""
+        """Run a command with `source` as its stdin and return its stdout. `progress` gets the bytes of each chunk.
+
+        Raises HostCommandFailed or ConnectionLost.
+        """
         try:
             with contextlib.closing(self.start(argv, timeout_s)) as channel:
                 channel.settimeout(STALL_TIMEOUT_S)
@@ -242,7 +245,7 @@ class Host:
                     problem = f"it accepted no data for {STALL_TIMEOUT_S:g} s during {_short(argv)}"
                     fix = "Check its link and its disk, and run the command again"
                     raise ConnectionLost(f"{self.name}: {problem}. {fix}") from None
-                except OSError:  # the command has ended early; its exit code and stderr say why
+                except OSError:  # the command has ended early; its exit code and stderr give the reason
                     pass
                 channel.settimeout(timeout_s)
                 out = channel.makefile("rb").read().decode(errors="replace")
@@ -252,7 +255,7 @@ class Host:
             raise self.connection_lost(error) from None
 
     def start(self, argv: Sequence[str], timeout_s: float) -> paramiko.Channel:
-        """Start a command and return its channel without waiting for its end."""
+        """Start a command and return its channel at once. Raises ConnectionLost."""
         try:
             transport = self.connection.transport
             assert transport is not None
@@ -263,7 +266,7 @@ class Host:
             raise self.connection_lost(error) from None
 
     def files(self) -> paramiko.SFTPClient:
-        """Open an SFTP session; every answer has a timeout."""
+        """Open and return an SFTP session, with a timeout for every answer. Raises ConnectionLost."""
         try:
             session = self.connection.client.open_sftp()
             channel: Any = session.get_channel()
@@ -273,7 +276,7 @@ class Host:
             raise self.connection_lost(error) from None
 
     def clock(self) -> Clock:
-        """Return how far the host's clock is ahead of this machine's."""
+        """Return the offset of the host's clock from this machine's, positive if the host is ahead."""
         return read_clock(lambda number: float(self.run(["date", "+%s.%N"], CONNECT_TIMEOUT_S)))
 
 
@@ -301,7 +304,10 @@ class Outcome(Generic[T]):
 
 
 def run_on_all(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome[T]]:
-    """Call a function for all hosts in parallel; in daemon threads, so that Ctrl-C does not wait for a slow host."""
+    """Call a function for all hosts in parallel and return the outcomes in order. No TestbedError is raised.
+
+    The threads are daemons, so that Ctrl-C does not wait for a slow host.
+    """
     outcomes: list[Outcome[T]] = [Outcome(host) for host in hosts]
 
     def work(outcome: Outcome[T]) -> None:
@@ -309,7 +315,7 @@ def run_on_all(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome
             outcome.value = call(outcome.host)
         except TestbedError as error:
             outcome.error = error
-        except Exception as error:  # unexpected, so a bug; the outcomes of the other hosts are kept
+        except Exception as error:  # a bug of the testbed; the outcomes of the other hosts are kept
             outcome.error = TestbedError(f"{outcome.host}: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(outcome,), daemon=True) for outcome in outcomes]
@@ -321,7 +327,7 @@ def run_on_all(hosts: Sequence[Host], call: Callable[[Host], T]) -> list[Outcome
 
 
 def results_or_raise(outcomes: Sequence[Outcome[T]]) -> list[T]:
-    """Return the values of all hosts, or raise one error with all failures. A single error is raised unchanged."""
+    """Return the values of all hosts. Raises one error with all failures; a single error is raised unchanged."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(errors) == 1:
         raise errors[0]
@@ -333,7 +339,7 @@ def results_or_raise(outcomes: Sequence[Outcome[T]]) -> list[T]:
 
 @contextmanager
 def connected(nodes: Sequence[HostNode], accept_new: bool) -> Iterator[list[Outcome[Host]]]:
-    """Connect to all hosts and close the connections at the end; a host that cannot be reached is an error outcome."""
+    """Connect to all hosts, yield the outcomes, and close the connections. A host that is not reached has an error."""
     hosts = [Host(node, accept_new) for node in nodes]
 
     def connect(host: Host) -> Host:

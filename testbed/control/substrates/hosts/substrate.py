@@ -1,8 +1,8 @@
-"""Real hosts: one rank each, in a container of the same image, on the network that they have.
+"""Real hosts: one rank per host, in a container of the same image, on the network of the hosts.
 
-The network is measured and never shaped; no interface is changed. Containers get the host's network and no privilege.
-Leaving the context removes every container and file of the run from the hosts, with one exception: after a lost
-connection the ranks continue there, and `fab collect` finds them.
+The network is measured and never shaped; no interface is changed. Containers have the host's network and no privilege.
+At the end of the context every container and file of the run is removed from the hosts, with one exception: after a
+lost connection the ranks continue on the hosts, and `fab collect` finds them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Version = tuple[int | None, int | None]  # size and modification time of a file
 
 
 def file_version(stat: paramiko.SFTPAttributes) -> Version:
-    """Return size and modification time, which differ between a file and a new one of the same name."""
+    """Return size and modification time, by which a file differs from a new file of the same name."""
     return stat.st_size, stat.st_mtime
 
 
@@ -100,7 +100,7 @@ def remote_version(host: Host, path: PurePosixPath) -> Version | None:
 
 
 def retry_until_connected(call: Callable[[], object], pace: Pace) -> None:
-    """Repeat a call until the connection, which another thread reopens, holds.
+    """Repeat a call until it does not raise ConnectionLost. Another thread reopens the connection meanwhile.
 
     Raises ConnectionLost after `pace.reconnect_s`.
     """
@@ -116,9 +116,9 @@ def retry_until_connected(call: Callable[[], object], pace: Pace) -> None:
 
 
 class Mirror:
-    """A file on a host and its copy here, which grows as the original does; an existing copy is continued.
+    """A file on a host and its copy here. `copy` appends what the original has gained; an existing copy is continued.
 
-    `old` is the version of a file of an earlier attempt, which its rank will rename: nothing of it is copied.
+    `old` is the version of the file of an earlier attempt. It is not copied, because the rank renames it.
     """
 
     def __init__(self, remote: PurePosixPath, local: Path, old: Version | None = None) -> None:
@@ -128,7 +128,7 @@ class Mirror:
         self._session: paramiko.SFTPClient | None = None
 
     def copy(self, session: paramiko.SFTPClient) -> None:
-        """Append what is new; a remote file that does not exist yet is ignored."""
+        """Append what is new. Do nothing if the remote file does not exist yet."""
         if session is not self._session:  # the connection was reopened, so the old file handle is invalid
             self._file, self._session = None, session
         if self._file is None:
@@ -148,9 +148,9 @@ class Mirror:
             self._offset += len(data)
 
     def _write(self, data: bytes) -> None:
-        """Write at the offset, because an earlier write of the same data may have been incomplete (full disk).
+        """Write at the offset. Raises TestbedError, because the caller takes an OSError for a broken connection.
 
-        An OSError becomes a TestbedError, because the caller treats an OSError as a broken connection.
+        Appending would be wrong: an earlier write of the same data may have been incomplete (full disk).
         """
         try:
             handle = os.open(self.local, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -160,20 +160,21 @@ class Mirror:
         except OSError as error:
             if is_full(error):
                 raise os_failure(error, self.local) from None
-            raise TestbedError(f"{self.local}: cannot be written ({error.strerror}). Fix it, then run again.") from None
+            way_out = "Change its mode, then run again."
+            raise TestbedError(f"{self.local}: cannot be written ({error.strerror}). {way_out}") from None
 
 
 class RemoteProcess:
-    """A container on a host, whose files are copied here while it runs.
+    """A container on a host. Its files are copied here while it runs.
 
-    The container does not need the connection. A thread starts it, copies what its files have gained, and waits for
-    its end; after a lost connection it reconnects and continues. `poll` and `wait` raise RankFailed if the container
-    did not start, and ConnectionLost if the host cannot be reached any more.
+    The container does not need the connection. A thread starts the container, copies what its files have gained, and
+    waits for its end. After a lost connection the thread reconnects and continues. `poll` and `wait` raise RankFailed
+    if the container did not start, and ConnectionLost if the host is no longer reached.
     """
 
     def __init__(self, host: Host, container: Container, mirrors: Sequence[Mirror], pace: Pace) -> None:
         self.host = host
-        self.pid = 0  # pids of another machine mean nothing here
+        self.pid = 0  # a pid of another machine has no meaning here
         self.name = container.name
         self._container = container
         self._mirrors = mirrors
@@ -195,7 +196,7 @@ class RemoteProcess:
         return self._code if self._ended.is_set() else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code; raise TimeoutError."""
+        """Wait for the end and return the exit code. Raises TimeoutError."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.name} on {self.host} still runs after {timeout} s")
         code = self.poll()
@@ -203,7 +204,7 @@ class RemoteProcess:
         return code
 
     def signal(self, signum: int) -> None:
-        """Send a signal by the engine; a container that has ended is ignored."""
+        """Send a signal by the engine. Do nothing if the container has ended."""
         if not self._ended.is_set() and self._started.wait(START_TIMEOUT_S):
             with contextlib.suppress(CommandFailed):
                 self.host.run(["docker", "kill", "--signal", str(int(signum)), self.name], SIGNAL_TIMEOUT_S)
@@ -229,7 +230,7 @@ class RemoteProcess:
             raise RankFailed(f"{self.host}: {problem}. `fab doctor` checks the host") from None
 
     def _follow(self) -> int:
-        """Copy files until the container ends and return its exit code; reconnect when the connection breaks."""
+        """Copy files until the container ends, and return its exit code. Reconnect if the connection breaks."""
         while True:
             try:
                 return self._copy_until_end()
@@ -250,7 +251,7 @@ class RemoteProcess:
                 time.sleep(min(1.0, self._pace.reconnect_s))
 
     def _copy_until_end(self) -> int:
-        """Return the exit code when the container has ended and its files are copied completely."""
+        """Wait until the container has ended and its files are copied completely, and return the exit code."""
         with contextlib.closing(self.host.files()) as session:
             with contextlib.closing(self.host.start(["docker", "wait", self.name], MAX_RUN_S)) as waiting:
                 while not waiting.exit_status_ready():
@@ -271,14 +272,14 @@ class RemoteProcess:
 
 
 class AggregatingProcess:
-    """One rank's process; if it fails, its error contains the errors of all hosts, those of failed ranks first."""
+    """One rank's process. If it fails, its error contains the errors of all hosts, those of failed ranks first."""
 
     def __init__(self, process: RemoteProcess, all_processes: Sequence[RemoteProcess]) -> None:
         self._process, self._all = process, all_processes
         self.pid = process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code; raise one error for all hosts."""
+        """Return the exit code; None while it runs. Raises one error for all hosts."""
         try:
             return self._process.poll()
         except TestbedError as error:
@@ -325,7 +326,7 @@ class HostsSubstrate:
         self._plans = tuple(plans)
         self._folder = folder.resolve()
         self._spec, self._script = spec, spec.script
-        self._with_data: set[Host] = set()  # hosts with a folder of data sets, for a script
+        self._with_data: set[Host] = set()  # hosts that have a folder of data sets, which a script may read
         self._inventory = inventory.first(len(plans))
         self._accept_new = accept_new
         self._pace = pace or Pace()
@@ -365,7 +366,7 @@ class HostsSubstrate:
         self._cleanup.close()
 
     def _collect_files(self) -> None:
-        """Copy what the script wrote on each host into the run's folder here."""
+        """Copy the files that the script wrote on each host to the run folder. An error of a host is only logged."""
         folder = RunFolder(self._folder)
         if self._ranks_continue() or not folder.path.is_dir():
             return
@@ -376,7 +377,7 @@ class HostsSubstrate:
 
         for outcome in run_on_all([host for host in self._hosts if host not in self._unreachable], collect):
             if outcome.error is not None:
-                LOG.warning("%s. What the script wrote there was not copied", outcome.error)
+                LOG.warning("%s. The files that the script wrote there were not copied", outcome.error)
 
     def _check(self, host: Host) -> Account:
         """Return the account on a host. Raises HostFailed if engine, image or data are missing."""
@@ -384,7 +385,7 @@ class HostsSubstrate:
         own = self._script.image if self._script else ""
         found, wanted = image_content(host, own or IMAGE), content_hash()
         if found != wanted:
-            problem = "is missing" if found is None else f"has content {found}, the code here {wanted}"
+            problem = "is missing" if found is None else f"has content {found}, and the code here has {wanted}"
             way_out = f"docker save {own} | ssh {host.node.address} docker load" if own else "fab deploy"
             raise HostFailed(f"{host}: the image {f'{own} ' if own else ''}{problem}. Send it: {way_out}")
         user, name = account(host), self._spec.data.name
@@ -399,11 +400,11 @@ class HostsSubstrate:
             except CommandFailed:
                 there = ""
             if there.strip() != (data_dir() / name / MARKER).read_text().strip():
-                raise HostFailed(f"{host}: data {name} is not there. Send it: fab deploy --data {name}")
+                raise HostFailed(f"{host}: data {name} is missing or differs. Send it: fab deploy --data {name}")
         return user
 
     def _run_dir(self, host: Host) -> PurePosixPath:
-        """This run's folder on a host."""
+        """Return this run's folder on a host."""
         return self._accounts[self._hosts.index(host)].runs / self._id
 
     def _remove(self) -> None:
@@ -416,12 +417,12 @@ class HostsSubstrate:
                 LOG.warning("%s. `fab clean` removes what was left there", outcome.error)
 
     def _ranks_continue(self) -> bool:
-        """Return True if a connection is lost and the run was not stopped: then nothing is stopped or removed."""
+        """Return True if a connection is lost and the run was not stopped. Then nothing may be stopped or removed."""
         lost = (process for process in self._started if isinstance(process.error, ConnectionLost))
         return any(process.host not in self._unreachable for process in lost)
 
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
-        """Start a container and return at once; its log and records are copied here as they grow."""
+        """Start a container and return its process at once. Its log and records are copied here as they grow."""
         host, number = self._hosts[node], next(self._count)
         run_dir, is_rank = self._run_dir(host), log.parent.resolve() == self._folder
         output = log.name if is_rank else f"probe{number}.log"
@@ -446,7 +447,10 @@ class HostsSubstrate:
         return AggregatingProcess(process, self._started)
 
     def _mirror_records(self, node: int) -> Mirror:
-        """Records of an earlier attempt are renamed: here now, on the host by the rank when it starts."""
+        """Return the mirror of a rank's records. Records of an earlier attempt are renamed here now.
+
+        On the host the rank renames them when it starts.
+        """
         folder = RunFolder(self._folder)
         there = self._run_dir(self._hosts[node]) / folder.records(node).name
         earlier = folder.set_records_aside(node)
@@ -468,14 +472,14 @@ class HostsSubstrate:
         return mounts
 
     def port(self, wanted: int = 0) -> int:
-        """The port at which all hosts reached each other."""
+        """Return the port at which all hosts have reached each other."""
         return self._port
 
     def limit_cpus(self, limited: bool) -> None:
-        """No-op: the quota of a container lasts as long as the container."""
+        """Do nothing: the quota of a container lasts as long as the container."""
 
     def prepare_folder(self, folder: Path) -> None:
-        """Send spec.json and the user's own files to every host."""
+        """Send spec.json, the user's own files and the script's folder to every host."""
         write_hosts_file(folder, self._id, self._hosts)
         with tempfile.NamedTemporaryFile(prefix="testbed-script-", suffix=".tar") as archive:
             if self._script:
@@ -494,13 +498,14 @@ class HostsSubstrate:
             host.run(["mkdir", "-p", place], QUERY_TIMEOUT_S)
             with archive.open("rb") as content:
                 host.send(["tar", "-xf", "-", "-C", place], content, TRANSFER_TIMEOUT_S, lambda size: None)
-        if user.uid == 0:  # the rank runs as nobody then
+        if user.uid == 0:  # then the rank runs as nobody
             host.run(["chown", "-R", user.rank_user, str(run_dir)], QUERY_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after STOP_GRACE_S; no-op if ranks continue after a lost connection.
+        """Send SIGTERM, and SIGKILL after STOP_GRACE_S. Do nothing if ranks continue after a lost connection.
 
-        All hosts that can be reached are stopped. Then ConnectionLost is raised with the names of the others.
+        The ranks on all hosts that can be reached are stopped. Then ConnectionLost is raised with the names of the
+        other hosts, if there are any.
         """
         running = [p for p in self._started if not p.ended and p.host not in self._unreachable]
         if self._ranks_continue() or not running:
@@ -519,7 +524,7 @@ class HostsSubstrate:
             with contextlib.suppress(TestbedError, TimeoutError):
                 process.wait(max(0.0, deadline - time.monotonic()))
         if lost:
-            fix = "they continue until `fab stop` stops them"
+            fix = "the ranks continue until `fab stop` stops them"
             raise ConnectionLost(f"{', '.join(map(str, lost))}: could not be reached to stop the ranks; {fix}")
 
     def kill(self, node: int) -> None:
@@ -541,7 +546,7 @@ class HostsSubstrate:
                 self._hosts[node].run(["docker", verb, *names], QUERY_TIMEOUT_S)
 
     def _running_on(self, node: int) -> list[str]:
-        """The names of this run's containers on a host that have not ended."""
+        """Return the names of this run's containers on a host that have not ended."""
         return [process.name for process in self._started if process.host is self._hosts[node] and not process.ended]
 
     def limit_memory(self, node: int) -> None:
@@ -552,7 +557,7 @@ class HostsSubstrate:
             host.run(set_memory_argv(name, used + MEMORY_HEADROOM_BYTES), QUERY_TIMEOUT_S)
 
     def unlimit_memory(self, node: int) -> None:
-        """No-op: a rank that starts again gets a new container."""
+        """Do nothing: a rank that starts again gets a new container."""
 
     def cut(self, node: int) -> None:
         """Raise Unavailable, as for every fault that would affect other users of the host."""
@@ -562,15 +567,15 @@ class HostsSubstrate:
         self.cut(node)
 
     def uplinks(self) -> Mapping[int, Shaping]:
-        """None: one network connects all nodes."""
+        """Return no uplinks: one network connects all nodes."""
         return {}
 
     def shaping(self, node: int) -> Shaping:
-        """Nothing is shaped."""
+        """Return an empty Shaping: nothing is shaped."""
         return Shaping()
 
     def counts(self, node: int) -> NodeCounts:
-        """The interface of a host has other traffic too."""
+        """Return no counts, because the interface of a host has other traffic too."""
         return NodeCounts()
 
     def set_rate(self, node: int, rate: int | None) -> None:
@@ -581,7 +586,7 @@ class HostsSubstrate:
 
 
 def pack_folder(script: ScriptSpec, path: str) -> None:
-    """Write a script's folder to a tar file, without what is not copied for a rank."""
+    """Write a script's folder to a tar file, without the files that `walk` leaves out."""
     with tarfile.open(path, "w") as archive:
         for entry, relative in walk(Path(script.folder), script.exclude):
             if entry.is_symlink() or entry.is_dir() or entry.is_file():  # no pipes, sockets or devices
@@ -595,7 +600,7 @@ def _without_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def copy_files(host: Host, remote: PurePosixPath, local: Path) -> None:
-    """Copy the regular files below a folder of a host, at most as many and as large as a launcher collects."""
+    """Copy the regular files below a folder of a host, up to the limits that a launcher has for collected files."""
     left_files, left_bytes = MAX_COLLECTED_FILES, MAX_COLLECTED_BYTES
     with contextlib.closing(host.files()) as session:
         queue = [(remote, local)]
@@ -621,7 +626,7 @@ def _put(host: Host, local: Path, remote: PurePosixPath) -> None:
 
 
 def write_hosts_file(folder: Path, run: str, hosts: Sequence[Host]) -> None:
-    """Write the id of a run and the names of its hosts into its folder."""
+    """Write the id of a run and the names of its hosts to hosts.json in the run folder."""
     write_whole(folder / HOSTS_FILE, json.dumps({"id": run, "nodes": [host.name for host in hosts]}, indent=1))
 
 

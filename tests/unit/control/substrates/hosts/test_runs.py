@@ -112,7 +112,7 @@ def test_runs_of_another_user_of_the_engine_are_neither_listed_nor_removed(tmp_p
     theirs = machine(tmp_path, 0, state="running", user="somebody@else")
     assert hosts_runs.find([theirs]) == ([], [])
     removed = hosts_runs.clean(theirs, everything=True)
-    assert theirs.containers and theirs.run_dir.exists() and removed == ["not the image, which others use"]
+    assert theirs.containers and theirs.run_dir.exists() and removed == ["not the image, which other users need"]
     ours = machine(tmp_path, 1, state="running")
     hosts_runs.clean(ours, everything=True)
     assert not ours.containers and not ours.run_dir.exists()
