@@ -36,6 +36,7 @@ from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import parse_rate
 from tests.bench.__main__ import PARTS
+from tests.bench.models import sizes_table
 from tests.bench.models import table as models_table
 
 ROOT = Path(__file__).parents[1]
@@ -206,6 +207,12 @@ def models() -> Lines:
     return [*models_table(parts), "", _measured_at(parts)] if parts else UNMEASURED
 
 
+def sizes() -> Lines:
+    """A row for each model and ratio at which bucket sizes were compared."""
+    parts = parts_named("sizes")
+    return [*sizes_table(parts), "", _measured_at(parts)] if parts else UNMEASURED
+
+
 def profile() -> Lines:
     """A row for each mode whose use of the cores was sampled."""
     lines = ["| | step, s | user | system | softirq | idle | context switches |", f"| --- |{' ---: |' * 6}"]
@@ -355,7 +362,7 @@ MADE: dict[str, Callable[..., Lines]] = {
     each.__name__: each
     for each in (
         *(algorithms, schedules, codecs, faults),
-        *(bench, steps, models, profile),
+        *(bench, steps, models, sizes, profile),
         *(sweeps, earlier, quick, mistakes),
     )
 }

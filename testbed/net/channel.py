@@ -17,6 +17,10 @@ from testbed.spec.errors import ChannelClosed
 
 MAX_LINE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
+# Whoever listens for other ranks (rank/watchdog.py, rank/sync/transport.py) closes a connection that does not identify
+# itself in time, and the oldest of them if there are too many: the newest may be a rank.
+HELLO_TIMEOUT_S = 5.0
+MAX_UNIDENTIFIED = 64
 
 
 def listen(address: str, port: int, backlog: int) -> socket.socket:

@@ -26,7 +26,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from testbed.net.channel import Channel, listen, new_token, token_matches
+from testbed.net.channel import HELLO_TIMEOUT_S, MAX_UNIDENTIFIED, Channel, listen, new_token, token_matches
 from testbed.results.folder import runs_dir
 from testbed.results.records import Error
 from testbed.spec.disk import is_full, os_failure
@@ -114,13 +114,11 @@ def start_signal_watchdog(guard: Watchdog) -> None:
 
 PERIOD_S = 0.25  # between two heartbeats
 QUIET_S = 1.5  # after a wait has failed, a rank that is silent for longer than this counts as failed
-HELLO_TIMEOUT_S = 5.0  # for a new connection to identify itself
 VERDICT_TIMEOUT_S = 3.0  # for rank 0 to name the failed rank, after a wait of this rank has failed
 KEEPALIVE_S = 60  # without a packet, after which the kernel sends keepalive probes to rank 0's machine
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARS = 1000
 MAX_REFUSAL_BYTES = 3000  # the reason of a refusal must fit into a line of MAX_LINE_BYTES
-MAX_UNIDENTIFIED = 64  # connections that have not sent a hello
 BACKLOG = 1024  # a connection that the kernel refuses is retried only after a second
 STORE_KEY = "heartbeat"
 DONE, STOPPED = "done", "stopped"  # reasons why a rank ends without a failure of its own

@@ -199,7 +199,9 @@ def bound(
 
 
 # What the transport of a pipeline needs (rank/sync/transport.py)
-SEGMENT_S = 4e-4  # processor time of a rank for a segment, whatever its size: to receive, add or copy, and send it
+# Processor time of a rank for a segment, whatever its size: to receive, add or copy, and send it. An estimate:
+# `python -m tests.bench.models` fits it to the steps that `make bench ARGS=sizes` has measured.
+SEGMENT_S = 4e-4
 # Bytes that the kernel accepts and has not sent yet; there is room again when half of them are sent. More would delay
 # what is urgent, on every hop.
 UNSENT_BYTES = 128 << 10

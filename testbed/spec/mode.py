@@ -689,7 +689,11 @@ def _read_every(mode: SyncMode, word: str, text: str) -> dict[str, Any] | None:
 
 # --- how a gradient is cut into buckets ---------------------------------------------------------------------------
 
-LAST_BUCKETS = (8, 4, 2)  # in a pipeline the last buckets have 1/8, 1/4 and 1/2 of the usual size
+# In a pipeline the last buckets have 1/8, 1/4 and 1/2 of the usual size. `make bench ARGS=first-layers` tries others.
+# A direct exchange of the very last one would send the same bytes, 2(N-1)/N of it a rank, in 2 hops instead of 2(N-1).
+# That would save 2(N-1) - 2 wake-ups once a step, 4 at N = 4, each shorter than SEGMENT_S (results/theory.py): at most
+# 1.6 ms. It would need N-1 connections a rank and another order of sums.
+LAST_BUCKETS = (8, 4, 2)
 
 
 def fill_buckets(sizes: Iterable[int], limit: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """`make bench`: measure speeds as ratios inside one run, and compare each with its limit.
 
-    make bench                     all parts
+    make bench                     all parts but first-layers and thread-class
     make bench ARGS="loop start"   some parts; `attach` means all parts whose names begin with `attach-`
     make bench ARGS=--resume       skip the parts that are already measured at this commit
 Results are written to results/bench.json after each part, with the commit and the machine's load before it; results of
@@ -41,25 +41,30 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "codecs": codecs.measure,
     "transport": models.transport,
     **models.parts(),
-    **{f"sizes-{model}": partial(models.sizes, model) for model in models.MODELS_TIMED},
+    **models.size_parts(),
+    "first-layers": models.first_layers,
+    "thread-class": models.thread_class,
     "attach-cost": attach.cost,
     "attach-ddp": attach.ddp,
     "attach-instead": attach.instead,
 }
+ONLY_BY_NAME = ("first-layers", "thread-class")  # they have no limits: they are for a change of what they compare
 
 
 def main() -> int:
     """Measure, print and write the parts. Return exit code 1 if a limit is missed."""
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__, formatter_class=form)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; none means all")
+    none = f"none means all but {' and '.join(ONLY_BY_NAME)}"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; {none}")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench.json")
     parser.add_argument("--resume", action="store_true", help="skip the parts that the file has at the present commit")
     options = parser.parse_args()
     unknown = [part for part in options.parts if not _named(part)]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    chosen = [part for name in options.parts for part in _named(name)] or list(PARTS)
+    chosen = [part for name in options.parts for part in _named(name)]
+    chosen = chosen or [part for part in PARTS if part not in ONLY_BY_NAME]
     kept, commit = _load(options.out), _commit()
     for part in chosen:
         if options.resume and part in kept and current(kept[part]["commit"], commit):

@@ -30,7 +30,7 @@ from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-from tests.bench.__main__ import PARTS
+from tests.bench.__main__ import ONLY_BY_NAME, PARTS
 from tests.bench.figures import MEASURED
 from tests.support.provenance import ROOT, code_commit, commit_of_all, current
 
@@ -95,7 +95,7 @@ def items() -> list[Item]:
     paths = [path for path in sorted((ROOT / "experiments").glob("*.toml")) if path.name != "tuned.toml"]
     stored = json.loads(BENCH.read_text()) if BENCH.is_file() else {}
     bench_commit = code_commit(*MEASURED)
-    parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS]
+    parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS if name not in ONLY_BY_NAME]
     return [*map(_experiment, paths), *parts]
 
 

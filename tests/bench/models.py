@@ -5,20 +5,25 @@ models-MODEL-RATIO    one model at one ratio of wire time to compute time, C/(F+
                       gradient_as_bucket_view. Then the control, DDP's default, DDP's two best and the pipeline run in
                       turn. At ratio 1.0 DDP's best and the pipeline run once more beside one niced busy process a
                       core. If the search finds another F+B, it is repeated at another rate
-sizes-MODEL           the bucket size that the ranks choose against 0.5 to 8 MiB
-transport             the pipeline's transport alone against Gloo's all_reduce
+sizes-MODEL-RATIO     the bucket size that the ranks choose against 0.5 to 8 MiB
+transport             the pipeline's transport alone against Gloo's all_reduce, and against `ring`, which sends by Gloo
+first-layers          the pipeline with equal buckets, and with two choices of smaller last ones, on 4 and on 8 nodes
+thread-class          the pipeline with other scheduling classes of its thread, quiet and beside niced load
 
 A step is left out if other processes, or the machine below a virtual one, took more than DISTURBED_SHARE of the cores'
 time during it; the figures say how many. Four ranks, one thread each, each pinned to a core, no CPU quota.
 
-    python -m tests.bench.models    print the table for docs/performance.md and draw its plot, from results/bench.json
+    python -m tests.bench.models    from results/bench.json: print the tables for docs/performance.md, draw the plot,
+                                    and fit the time of a segment (SEGMENT_S in testbed/results/theory.py)
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
+import operator
 import statistics
 import subprocess
 import sys
@@ -30,13 +35,16 @@ from testbed.control.machine.affinity import usable_cores
 from testbed.control.substrates.base import Substrate
 from testbed.net.tcp import efficiency
 from testbed.spec.models import MODELS
-from testbed.spec.units import parse_rate
+from testbed.spec.units import parse_rate, parse_size
 from tests.bench.figures import Figure, spread
 from tests.bench.shaped_network import (
     BUCKET_VIEW,
     CONTROL,
     DDP,
+    LAST_BUCKETS,
+    LONG_SLICES,
     NODES,
+    SCHED_OTHER,
     TrainedCase,
     case,
     run_worker,
@@ -111,7 +119,7 @@ def parts() -> dict[str, functools.partial[Iterator[Figure]]]:
 
 def measure(model: str, ratio: float) -> Iterator[Figure]:
     """Yield the figures of one point."""
-    batch = MODELS_TIMED[model].batch * (2 if ratio < 1 else 1)
+    batch = batch_at(model, ratio)
     point = _time_point(model, batch, ratio, _control_seconds(model, batch))
     for mode, times in point.search.items():
         yield Figure(name=f"step of {mode} in the short search", value=times.median, detail=spread(times.seconds))
@@ -155,21 +163,31 @@ def _time_point(model: str, batch: int, ratio: float, compute: float, again: boo
     return _time_point(model, batch, ratio, found, again=False)
 
 
-def _least_bits(model: str) -> float:
+def batch_at(model: str, ratio: float) -> int:
+    """Samples a rank."""
+    return MODELS_TIMED[model].batch * (2 if ratio < 1 else 1)
+
+
+def gradient_bytes(model: str) -> int:
+    """The size of a gradient in float32."""
+    return 4 * MODELS[model].parameters
+
+
+def _least_bits(model: str, nodes: int = NODES) -> float:
     """What a rank must send on the wire in a step of an exact mode, headers included."""
-    return 2 * (NODES - 1) / NODES * 4 * MODELS[model].parameters * 8 / efficiency()
+    return 2 * (nodes - 1) / nodes * gradient_bytes(model) * 8 / efficiency()
 
 
-def _values(model: str, batch: int) -> dict[str, Any]:
+def _values(model: str, batch: int, nodes: int = NODES) -> dict[str, Any]:
     of_model = {"model": model, "data": {"name": MODELS_TIMED[model].data}, "batch_per_rank": batch}
-    return of_model | {"spans": False}
+    return of_model | {"spans": False, "nodes": nodes}
 
 
 @functools.cache
-def _control_seconds(model: str, batch: int) -> float:
+def _control_seconds(model: str, batch: int, nodes: int = NODES) -> float:
     """Return F+B for the choice of the rate. Each point times it again beside its modes."""
-    with shaped_network("1gbit") as (substrate, _, folder):
-        return time_modes(substrate, folder, [CONTROL], STEPS, **_values(model, batch))[CONTROL].median
+    with shaped_network("1gbit", nodes) as (substrate, _, folder):
+        return time_modes(substrate, folder, [CONTROL], STEPS, **_values(model, batch, nodes))[CONTROL].median
 
 
 def time_modes(
@@ -287,26 +305,63 @@ def point_figures(
     )
 
 
-# --- sizes: the chosen bucket size against others --------------------------------------------------------------------
+# --- the pipeline alone: sizes of buckets, last buckets, scheduling classes -------------------------------------------
 
 SIZES = ("512KiB", "1MiB", "2MiB", "4MiB", "8MiB")
-SIZE_STEPS, SIZE_REPEATS = 7, 2
+ALL_RATIOS = ("vgg11", "gpt")  # models whose sizes are compared at all ratios; others at 1.0
+PIPELINE_STEPS, PIPELINE_REPEATS = 7, 2
 MAX_SIZE_RATIO = 1.03
 
 
-def sizes(model: str) -> Iterator[Figure]:
-    """`ring/pipeline` against the pipeline with sizes from 0.5 to 8 MiB, in turn, at C/(F+B) of about 1."""
-    batch = MODELS_TIMED[model].batch
-    rate = rate_for(1.0, _control_seconds(model, batch), _least_bits(model))
+def time_in_turn(
+    model: str, ratio: float, modes: Sequence[str], nodes: int = NODES, beside_load: bool = False
+) -> tuple[str, dict[str, Times]]:
+    """Time these modes in turn where C/(F+B) is about `ratio`; return the rate, too."""
+    batch = batch_at(model, ratio)
+    rate = rate_for(ratio, _control_seconds(model, batch, nodes), _least_bits(model, nodes))
+    values, load = _values(model, batch, nodes) | {"link": {"rate": rate}}, contextlib.nullcontext(list[int]())
+    with shaped_network(rate, nodes) as (substrate, _, folder), niced_load() if beside_load else load as own:
+        return rate, time_modes(substrate, folder, modes * PIPELINE_REPEATS, PIPELINE_STEPS, own, **values)
+
+
+def size_parts() -> dict[str, functools.partial[Iterator[Figure]]]:
+    """The points at which sizes are compared, by the name of their part."""
+    points = [(model, ratio) for model in MODELS_TIMED for ratio in (RATIOS if model in ALL_RATIOS else (1.0,))]
+    return {f"sizes-{model}-{ratio}": functools.partial(sizes, model, ratio) for model, ratio in points}
+
+
+def sizes(model: str, ratio: float) -> Iterator[Figure]:
+    """`ring/pipeline` against the pipeline with sizes from 0.5 to 8 MiB, in turn."""
     given = [f"ring/bucket:{size}/pipeline" for size in SIZES]
-    with shaped_network(rate) as (substrate, _, folder):
-        modes = [OURS, *given] * SIZE_REPEATS
-        found = time_modes(substrate, folder, modes, SIZE_STEPS, **_values(model, batch), link={"rate": rate})
+    rate, found = time_in_turn(model, ratio, [OURS, *given])
     for mode in given:
         yield Figure(name=f"step of {mode}, s", value=found[mode].median, detail=spread(found[mode].seconds))
     ours, best = found[OURS], min(found[mode].median for mode in given)
-    detail = f"{ours.chosen}: {spread(ours.seconds)}, {rate}"
-    yield Figure(name=f"{OURS} / the best size", value=ours.median / best, high=MAX_SIZE_RATIO, detail=detail)
+    yield Figure(name=f"step of {OURS}, s", value=ours.median, detail=f"{ours.chosen}: {spread(ours.seconds)}, {rate}")
+    yield Figure(name=f"{OURS} / the best size", value=ours.median / best, high=MAX_SIZE_RATIO)
+
+
+def first_layers() -> Iterator[Figure]:
+    """The last buckets, which hold the first layers, in several sizes; at C/(F+B) of about 1."""
+    for model, nodes in itertools.product(("vgg11", "gpt"), (NODES, 2 * NODES)):
+        rate, found = time_in_turn(model, 1.0, [OURS + suffix for suffix in LAST_BUCKETS], nodes)
+        for mode, times in found.items():
+            yield Figure(
+                name=f"step of {mode}, {model}, N = {nodes}, s",
+                value=times.median,
+                detail=f"{times.chosen}: {spread(times.seconds)}, {rate}",
+            )
+
+
+def thread_class() -> Iterator[Figure]:
+    """The pipeline's thread as SCHED_BATCH and as SCHED_OTHER with two lengths of its slices; at C/(F+B) of about 1."""
+    for model, beside_load in itertools.product(("resnet18", "vgg11"), (False, True)):
+        modes = [OURS, OURS + SCHED_OTHER, OURS + LONG_SLICES]
+        rate, found = time_in_turn(model, 1.0, modes, beside_load=beside_load)
+        where = f"{model}, {'beside niced load' if beside_load else 'quiet'}"
+        for mode, times in found.items():
+            detail = f"{spread(times.seconds)}, {rate}"
+            yield Figure(name=f"step of {mode}, {where}, s", value=times.median, detail=detail)
 
 
 # --- transport: without training -------------------------------------------------------------------------------------
@@ -318,7 +373,7 @@ MAX_WIRE_RATIO, MAX_CORE_S_PER_GB = 1.03, 1.0
 
 
 def transport() -> Iterator[Figure]:
-    """At 1 Gbit and unshaped, in turn with Gloo's all_reduce."""
+    """At 1 Gbit and unshaped, in turn with Gloo's all_reduce, and with `ring`: would it be faster on our transport?"""
     sent = 2 * (NODES - 1) / NODES * 4 * TRANSPORT_ELEMENTS  # bytes per rank
     for rate in ("1gbit", None):
         where = rate or "unshaped"
@@ -327,23 +382,28 @@ def transport() -> Iterator[Figure]:
             run_worker(substrate, folder, *arguments)
             ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NODES)]
         seconds, used = {}, {}
-        for name in ("pipeline", "gloo"):
+        for name in ranks[0]:
             repeats = list(zip(*(rank[name] for rank in ranks), strict=True))
             seconds[name] = [max(time for time, _ in repeat) for repeat in repeats]
             used[name] = [statistics.fmean(cpu for _, cpu in repeat) / (sent / 1e9) for repeat in repeats]
-        ours, gloo = (statistics.median(seconds[name]) for name in ("pipeline", "gloo"))
+        ours, gloo, ring = (statistics.median(seconds[name]) for name in ("pipeline", "gloo", "ring"))
         detail = f"{spread(seconds['pipeline'])} against {spread(seconds['gloo'])}"
         high = None if rate else 1.0
         yield Figure(
             name=f"transport / Gloo's all_reduce, 44.7 MB, {where}", value=ours / gloo, high=high, detail=detail
         )
+        yield Figure(name=f"transport / ring, 44.7 MB, {where}", value=ours / ring, detail=spread(seconds["ring"]))
         if rate:
             wire = sent * 8 / efficiency() / parse_rate(rate)
             name = f"transport / wire time, 44.7 MB, {where}"
             yield Figure(name=name, value=ours / wire, high=MAX_WIRE_RATIO, detail=f"wire {wire:.3f} s")
-        for name, high in (("pipeline", MAX_CORE_S_PER_GB), ("gloo", None)):
+        for name, whose, high in (
+            ("pipeline", "pipeline's threads", MAX_CORE_S_PER_GB),
+            ("gloo", "gloo's threads", None),
+            ("ring", "ring, of all threads", None),
+        ):
             yield Figure(
-                name=f"core-seconds per GB sent of {name}'s threads, {where}",
+                name=f"core-seconds per GB sent of {whose}, {where}",
                 value=statistics.median(used[name]),
                 high=high,
                 detail=spread(used[name]),
@@ -428,7 +488,51 @@ def plot(kept: dict[str, Any]) -> None:
     figure.savefig(PLOT, bbox_inches="tight")
 
 
+SIZES_HEADER = ("model, samples a rank, rate", "C/(F+B)", *SIZES, "chosen", "chosen / best")
+
+
+def sizes_table(kept: dict[str, Any]) -> list[str]:
+    """The seconds of a step with each size in Markdown, a row for each part `sizes-...` that is measured."""
+    rows = [SIZES_HEADER, ("---", *["---:"] * (len(SIZES_HEADER) - 1))]
+    for name in (name for name in size_parts() if name in kept):
+        _, model, ratio = name.split("-")
+        figures = {figure["name"]: figure for figure in kept[name]["figures"]}
+        times = [f"{figures[f'step of ring/bucket:{size}/pipeline, s']['value']:.3f}" for size in SIZES]
+        ours, verdict = figures[f"step of {OURS}, s"], figures[f"{OURS} / the best size"]
+        chosen = f"{ours['value']:.3f} ({_size_of(ours['detail'].partition(': ')[0])})"
+        missed = "" if verdict["met"] else ", missed"
+        against = f"{verdict['value']:.2f} (limit {verdict['high']:.2f}{missed})"
+        where = f"{model}, {batch_at(model, float(ratio))}, {ours['detail'].rpartition(', ')[2]}"
+        rows.append((where, f"about {ratio}", *times, chosen, against))
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _size_of(mode: str) -> str:
+    return mode.removeprefix("ring/bucket:").removesuffix("/pipeline")
+
+
+def fitted_segment_s(kept: dict[str, Any]) -> dict[str, float]:
+    """SEGMENT_S (testbed/results/theory.py) of each part `sizes-...`, and of all, by least squares over the sizes.
+
+    With buckets of b bytes a step takes a + SEGMENT_S 2(N-1) S/b + 2(N-1)/N b/B; a differs from part to part.
+    """
+    found, products, squares = {}, 0.0, 0.0
+    for part in (part for part in size_parts() if part in kept):
+        figures = {figure["name"]: figure for figure in kept[part]["figures"]}
+        rate = parse_rate(figures[f"step of {OURS}, s"]["detail"].rpartition(", ")[2]) / 8
+        buckets = [parse_size(size) for size in SIZES]
+        segments = [2 * (NODES - 1) * gradient_bytes(part.split("-")[1]) / size for size in buckets]
+        steps = [figures[f"step of ring/bucket:{size}/pipeline, s"]["value"] for size in SIZES]
+        rest = [step - 2 * (NODES - 1) / NODES * size / rate for step, size in zip(steps, buckets, strict=True)]
+        apart = [each - statistics.fmean(segments) for each in segments]
+        product, square = sum(map(operator.mul, apart, rest)), sum(each * each for each in apart)
+        found[part], products, squares = product / square, products + product, squares + square
+    return found | ({"all": products / squares} if found else {})
+
+
 if __name__ == "__main__":
     measured = json.loads((ROOT / "results" / "bench.json").read_text())
-    print("\n".join(table(measured)))
+    print("\n".join([*table(measured), "", *sizes_table(measured), ""]))
+    for name, value in fitted_segment_s(measured).items():
+        print(f"SEGMENT_S, {name}: {1e3 * value:.2f} ms")
     plot(measured)

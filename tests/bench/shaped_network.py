@@ -29,8 +29,24 @@ NODES = 4
 BATCH_PER_RANK = 64
 WARMUP = 2  # steps at the beginning of each case that are not counted
 CONTROL, DDP, PIPELINE = "none", "ddp", "ring/bucket:2MiB/pipeline"
-SCHED_BATCH = " with SCHED_BATCH"  # suffix of a mode: Gloo's thread gets the scheduling class of the pipeline's threads
-BUCKET_VIEW = " with bucket views"  # suffix of DDP's modes: gradient_as_bucket_view=True
+# Suffixes of a mode
+SCHED_BATCH = " with SCHED_BATCH"  # Gloo's thread gets the scheduling class of the pipeline's thread
+BUCKET_VIEW = " with bucket views"  # DDP's gradient_as_bucket_view=True
+SCHED_OTHER = " with SCHED_OTHER"  # the pipeline's thread has the default scheduling class instead of SCHED_BATCH
+LONG_SLICES = " with SCHED_OTHER and slices of 20 ms"
+LAST_BUCKETS = {  # the last buckets of the pipeline, smaller than the usual size; the second is spec/mode.py's
+    " with equal buckets": (),
+    " with last buckets 1/8, 1/4, 1/2": (8, 4, 2),
+    " with last buckets 1/32, 1/16, 1/8, 1/4, 1/2": (32, 16, 8, 4, 2),
+}
+OPTIONS: dict[str, dict[str, Any]] = {  # by suffix: what worker.py changes in such a case
+    "": {},
+    SCHED_BATCH: {"sched_batch": True},
+    BUCKET_VIEW: {"bucket_view": True},
+    SCHED_OTHER: {"slice_s": 0.0},
+    LONG_SLICES: {"slice_s": 0.02},
+    **{suffix: {"last_buckets": divisors} for suffix, divisors in LAST_BUCKETS.items()},
+}
 DEADLINE_S = 300.0  # the deadline of each communication
 PROBES = 2  # the second one if the first is invalid, as in a run
 
@@ -101,9 +117,9 @@ class TrainedCase(NamedTuple):
 
 def case(mode: str, steps: int, **values: Any) -> dict[str, Any]:
     """Return the request of a short training: VGG-11 on synthetic images, `values` laid over the defaults."""
-    few = {"model": "vgg11", "nodes": NODES, "batch_per_rank": BATCH_PER_RANK, "steps": steps}
-    how = {"sched_batch": mode.endswith(SCHED_BATCH), "bucket_view": mode.endswith(BUCKET_VIEW), "deadline": DEADLINE_S}
-    how |= {"mode": mode.removesuffix(SCHED_BATCH).removesuffix(BUCKET_VIEW)}
+    few = {"model": "vgg11", "nodes": NODES, "batch_per_rank": BATCH_PER_RANK, "steps": steps, "deadline": DEADLINE_S}
+    mode, with_, option = mode.partition(" with ")
+    how = {"mode": mode, "options": OPTIONS[with_ + option]}
     return few | how | {"data": {"name": "synthetic"}, "evaluate": "never"} | values
 
 
@@ -111,12 +127,12 @@ def train(substrate: Substrate, folder: Path, cases: Sequence[dict[str, Any]]) -
     """Train the cases one after the other in one process group, with the real loop."""
     (folder / "cases.json").write_text(json.dumps(cases))
     run_worker(substrate, folder, "train", timeout_s=1800)
-    return [_read_case(folder, number) for number in range(len(cases))]
+    return [_read_case(folder, number, len(substrate.nodes)) for number in range(len(cases))]
 
 
-def _read_case(folder: Path, number: int) -> TrainedCase:
+def _read_case(folder: Path, number: int, nodes: int) -> TrainedCase:
     steps, sent, used, mode = [], [], [], ""
-    for path in (folder / f"{number}.rank{rank}.jsonl" for rank in range(NODES)):
+    for path in (folder / f"{number}.rank{rank}.jsonl" for rank in range(nodes)):
         lines = list(read(path))
         rows, end = [line for line in lines if isinstance(line, Step)], lines[-1]
         assert isinstance(end, End)

@@ -2,16 +2,20 @@
 
 worker.py FOLDER train                                    FOLDER/cases.json lists runs; each is trained for a few steps
                                                           with the real loop, records go to FOLDER/<case>.rank<N>.jsonl
-worker.py FOLDER transport REPEATS ELEMENTS MODE          the pipeline's transport against Gloo's all_reduce, the same
+worker.py FOLDER transport REPEATS ELEMENTS MODE          the pipeline's transport against Gloo's all_reduce and our
+                                                          ring over Gloo, the same
 worker.py FOLDER collectives REPEATS ELEMENTS ring,...    algorithms are timed, seconds go to FOLDER/<rank>.json
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,16 +27,17 @@ from torch import Tensor, nn
 from testbed.rank.counters import open_counter
 from testbed.rank.group import Group, join, leave
 from testbed.rank.recorder import Recorder
-from testbed.rank.sync import ddp
+from testbed.rank.sync import ddp, transport
 from testbed.rank.sync.algorithms import MEANS
 from testbed.rank.sync.pipeline import Pipeline
 from testbed.rank.train import Trainer
 from testbed.results.records import Record, Step
 from testbed.results.timeline import Timeline
+from testbed.spec import mode as modes
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 
-WRAPPED = ddp.Wrapped
+WRAPPED, LAST_BUCKETS, USE_SCHED_BATCH = ddp.Wrapped, modes.LAST_BUCKETS, transport.use_sched_batch
 GLOO_THREAD = "gloo_tcp_loop"  # the name of Gloo's thread that reads and writes its sockets
 
 
@@ -41,8 +46,11 @@ def train(folder: Path) -> None:
     group = _join(cases[0]["deadline"])
     for number, case in enumerate(cases):
         own = Group(group.rank, group.size, dist.PrefixStore(f"case{number}", group.store), case["deadline"])
-        use_sched_batch_in_gloo(case.pop("sched_batch"))
-        ddp.Wrapped = partial(WRAPPED, gradient_as_bucket_view=case.pop("bucket_view"))  # type: ignore[misc,assignment]
+        options = case.pop("options")  # see OPTIONS in shaped_network.py
+        use_sched_batch_in_gloo("sched_batch" in options)
+        ddp.Wrapped = partial(WRAPPED, gradient_as_bucket_view="bucket_view" in options)  # type: ignore[misc,assignment]
+        transport.use_sched_batch = class_of_thread(options.get("slice_s"))
+        modes.LAST_BUCKETS = tuple(options.get("last_buckets", LAST_BUCKETS))
         with ProcessorTimes(folder / f"{number}.rank{group.rank}.jsonl") as recorder:
             dist.barrier()
             spec = RunSpec.load(case, f"case {number}")
@@ -63,6 +71,39 @@ def use_sched_batch_in_gloo(enabled: bool) -> None:
         if (task / "comm").read_text().strip() == GLOO_THREAD:
             kind = os.SCHED_BATCH if enabled else os.SCHED_OTHER
             os.sched_setscheduler(int(task.name), kind, os.sched_param(0))
+
+
+# sched_setattr and sched_getattr, for which Python has no functions: their numbers, and struct sched_attr
+SYSTEM_CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
+SCHED_ATTR = struct.Struct("IIQiIQQQ")  # size, policy, flags, nice, priority, runtime (the slice), deadline, period
+
+
+def class_of_thread(slice_s: float | None) -> Callable[[], None]:
+    """What the pipeline's thread calls when it begins; None: what it always calls, for SCHED_BATCH.
+
+    With a number it stays SCHED_OTHER, as the thread that starts it, and runs in slices of this length; 0: the usual.
+    """
+    if slice_s is None:
+        return USE_SCHED_BATCH
+    if slice_s:
+        use_slices(slice_s)  # here, because the pipeline's thread cannot report that this kernel has none
+        use_slices(0.0)
+    return partial(use_slices, slice_s)
+
+
+def use_slices(seconds: float) -> None:
+    """Have the calling thread run for so long before others of its class get the core; 0: the kernel's usual time.
+
+    Raises RuntimeError if the kernel does not do that.
+    """
+    libc, (set_attr, get_attr) = ctypes.CDLL(None, use_errno=True), SYSTEM_CALLS[os.uname().machine]
+    wanted = round(seconds * 1e9)
+    attributes = SCHED_ATTR.pack(SCHED_ATTR.size, os.SCHED_OTHER, 0, 0, 0, wanted, 0, 0)
+    found = ctypes.create_string_buffer(SCHED_ATTR.size)
+    failed = libc.syscall(set_attr, 0, ctypes.c_char_p(attributes), 0)
+    failed = failed or libc.syscall(get_attr, 0, found, SCHED_ATTR.size, 0)
+    if failed or (wanted and SCHED_ATTR.unpack(found.raw)[5] != wanted):
+        raise RuntimeError(f"slices of {seconds:g} s: this kernel does not set them. Linux 6.12 or later does")
 
 
 def time_collectives(folder: Path, repeats: int, elements: int, names: list[str]) -> None:
@@ -94,9 +135,11 @@ class NoUpdate:
 
 
 def time_transport(folder: Path, repeats: int, elements: int, mode: str) -> None:
-    """Time the pipeline's transport and Gloo's all_reduce in turn, with the processor time of all threads but this one.
+    """Time the pipeline's transport, Gloo's all_reduce and our ring over Gloo in turn.
 
-    The pipeline gets all gradients at once and copies its shard of the mean in place of an update.
+    With the processor time: of the first two that of all threads but this one, which waits; of the ring, which adds in
+    this thread, that of all. The pipeline gets all gradients at once and copies its shard of the mean in place of an
+    update.
     """
     group = _join(120)
     model = nn.ParameterList([nn.Parameter(torch.randn(elements))])
@@ -109,15 +152,20 @@ def time_transport(folder: Path, repeats: int, elements: int, mode: str) -> None
         pipeline.readiness.finish()  # launches all buckets
         pipeline.flush()
 
-    found: dict[str, list[tuple[float, float]]] = {"pipeline": [], "gloo": []}
+    def used(name: str) -> float:
+        return time.process_time() - (0.0 if name == "ring" else time.thread_time())
+
+    averages = {"pipeline": by_pipeline, "gloo": partial(dist.all_reduce, buffer)}
+    averages["ring"] = partial(MEANS["ring"], buffer, group)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in averages}
     for repeat in range(repeats + 1):
-        for name, average in (("pipeline", by_pipeline), ("gloo", partial(dist.all_reduce, buffer))):
+        for name, average in averages.items():
             dist.barrier()
-            begun, used = time.monotonic(), time.process_time() - time.thread_time()
+            begun, before = time.monotonic(), used(name)
             average()
             seconds = time.monotonic() - begun
             if repeat:
-                found[name].append((seconds, time.process_time() - time.thread_time() - used))
+                found[name].append((seconds, used(name) - before))
     pipeline.close()
     (folder / f"{group.rank}.json").write_text(json.dumps(found))
     leave(group)

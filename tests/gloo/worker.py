@@ -22,9 +22,10 @@ from testbed.rank.group import Group, join, single_rank_group
 from testbed.rank.optim import Optimizer
 from testbed.rank.recorder import Recorder
 from testbed.rank.replicas import parameter_hash
+from testbed.rank.sync.buckets import choose_bucket
 from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.schedules import build
-from testbed.rank.train import Trainer
+from testbed.rank.train import Trainer, gradient_bytes
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import UsageError
 from testbed.spec.mode import SyncMode
@@ -108,7 +109,8 @@ def _attach(model: Known, case: Case, group: Group, timeline: Timeline) -> tuple
         value._post_accumulate_grad_hooks = None  # hooks that the mode of the original model has set
     rule = OptimizerSpec(lr=1.0, momentum=0.0, weight_decay=0.0, clip=case.get("clip"))
     optimizer = Optimizer(rule, model, batch=1, total=case["steps"])
-    sync = build(SyncMode.parse(case["mode"]), "before-step", group, timeline, seed=case.get("seed", 0))
+    mode = choose_bucket(SyncMode.parse(case["mode"]), gradient_bytes(model), group).mode
+    sync = build(mode, "before-step", group, timeline, seed=case.get("seed", 0))
     return sync, sync.attach(model, optimizer)
 
 

@@ -9,9 +9,11 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +23,15 @@ import numpy as np
 import pytest
 
 from testbed.control.machine.affinity import usable_cores
+from testbed.rank.sync import transport
 from testbed.rank.train import deadline
 from testbed.results.conclude import Summary
 from testbed.results.observations import Calls
 from testbed.results.records import Step
 from testbed.spec.run import RunSpec
+from testbed.spec.units import parse_size
 from tests.bench import __main__ as bench
-from tests.bench import attach, codecs, instrument, models, openmpi, step
+from tests.bench import attach, codecs, identity, instrument, models, openmpi, step, worker
 from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
 from tests.bench.openmpi import Timing
@@ -37,6 +41,13 @@ from tests.support.provenance import DIRTY, ROOT, current
 UNLIMITED = Figure(name="unlimited", value=7.0)
 GOOD, POOR = Figure(name="good", value=1.0, high=2.0), Figure(name="poor", value=3.0, high=2.0)
 Bench = Callable[..., tuple[int, list[str]]]
+
+
+def test_make_bench_measures_no_part_that_is_only_for_a_change(run_bench: Bench) -> None:
+    assert set(bench.ONLY_BY_NAME) < bench.PARTS.keys()
+    both = {"a": [GOOD], "first-layers": [UNLIMITED]}
+    assert run_bench("abc", **both) == (0, ["a"])
+    assert run_bench("abc", "first-layers", **both) == (0, ["first-layers"])
 
 
 @pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "tests" / "bench").glob("*.py")))
@@ -223,8 +234,8 @@ def test_a_byte_counter_that_does_not_count_meets_no_limit(
 
 def test_a_case_carries_its_deadline_and_scheduling_class() -> None:
     plain, batch, view = (case(DDP + suffix, 3) for suffix in ("", SCHED_BATCH, BUCKET_VIEW))
-    assert [each.pop("sched_batch") for each in (plain, batch, view)] == [False, True, False]
-    assert [each.pop("bucket_view") for each in (plain, batch, view)] == [False, False, True]
+    options = [each.pop("options") for each in (plain, batch, view)]
+    assert options == [{}, {"sched_batch": True}, {"bucket_view": True}]
     assert plain == batch == view
     assert deadline(RunSpec.load(plain, "case"), step.GRADIENT_BYTES) == DEADLINE_S
 
@@ -396,7 +407,7 @@ def test_a_point_is_measured_from_its_rate_to_its_figures(monkeypatch: pytest.Mo
     receipt = SimpleNamespace(sentence=lambda: "network")
     rates: list[str | None] = []
 
-    def network(rate: str | None) -> Any:
+    def network(rate: str | None, nodes: int = models.NODES) -> Any:
         rates.append(rate)
         return nullcontext((None, receipt, None))
 
@@ -409,6 +420,88 @@ def test_a_point_is_measured_from_its_rate_to_its_figures(monkeypatch: pytest.Mo
     assert (BEST, 64, True) in asked and (DDP, 64, True) not in asked
     assert asked.count((DDP, 64, False)) == models.REPEATS, "the search alone is repeated at another rate"
     assert len([name for name in found if "short search" in name]) == len(models.SETTINGS)
+
+
+SIZE_STEPS_S = (1.31, 1.18, 1.12, 1.25, 1.4)  # of a step, by size
+
+
+def sizes_measured(monkeypatch: pytest.MonkeyPatch, segment_s: float | None = None) -> dict[str, Any]:
+    """results/bench.json with all parts of `sizes`; with `segment_s` steps as the formula in theory.py says."""
+
+    def time_in_turn(model: str, ratio: float, modes: list[str], **_: Any) -> tuple[str, dict[str, models.Times]]:
+        found = dict(zip(modes[1:], map(times, SIZE_STEPS_S), strict=True))
+        for mode, size in zip(modes[1:], models.SIZES, strict=True):
+            b, n = parse_size(size), models.NODES
+            if segment_s is not None:
+                segments = 2 * (n - 1) * models.gradient_bytes(model) / b
+                found[mode] = times(ratio + segment_s * segments + 2 * (n - 1) / n * b / 75e6)
+        return "600mbit", found | {models.OURS: times(1.15, "ring/bucket:2MiB/pipeline")}
+
+    monkeypatch.setattr(models, "time_in_turn", time_in_turn)
+    return {name: {"figures": [each.as_dict() for each in part()]} for name, part in models.size_parts().items()}
+
+
+def test_sizes_are_compared_at_all_ratios_for_two_models_and_the_table_has_a_row_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = sizes_measured(monkeypatch)
+    assert {"sizes-vgg11-0.5", "sizes-vgg11-2.0", "sizes-gpt-0.5", "sizes-resnet18-1.0"} < kept.keys() and len(
+        kept
+    ) == 9
+    header, rule, *rows = models.sizes_table(kept)
+    assert header.count("|") == rule.count("|") == rows[0].count("|") and len(rows) == 9
+    cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    assert cells[:3] == ["vgg11, 128, 600mbit", "about 0.5", "1.310"]
+    assert cells[-2:] == ["1.150 (2MiB)", "1.03 (limit 1.03)"]
+
+
+def test_the_time_of_a_segment_is_fitted_to_the_steps_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = models.fitted_segment_s(sizes_measured(monkeypatch, segment_s=3e-4))
+    assert len(found) == 10 and all(value == pytest.approx(3e-4) for value in found.values())
+    assert models.fitted_segment_s({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("part", "nodes", "cases"), [(models.first_layers, [4, 8, 4, 8], 4 * 3), (models.thread_class, [4] * 4, 4 * 3)]
+)
+def test_a_comparison_of_pipelines_trains_them_in_turn(
+    monkeypatch: pytest.MonkeyPatch, part: Callable[[], Iterator[Figure]], nodes: list[int], cases: int
+) -> None:
+    networks: list[int] = []
+    asked: list[tuple[str, bool]] = []
+
+    def network(rate: str, nodes: int) -> Any:
+        networks.append(nodes)
+        return nullcontext((None, None, None))
+
+    def time_modes(substrate: object, folder: object, modes: list[str], steps: int, own: list[int], **_: Any) -> Any:
+        asked.extend((mode, bool(own)) for mode in modes)
+        assert modes == modes[: len(modes) // models.PIPELINE_REPEATS] * models.PIPELINE_REPEATS
+        return {mode: times(1.0, mode) for mode in modes}
+
+    monkeypatch.setattr(models, "shaped_network", network)
+    monkeypatch.setattr(models, "time_modes", time_modes)
+    monkeypatch.setattr(models, "_control_seconds", lambda *_: 1.0)
+    figures = list(part())
+    assert networks == nodes and len(figures) == cases and len({figure.name for figure in figures}) == cases
+    loaded = [mode for mode, beside_load in asked if beside_load]
+    assert len(loaded) == (len(asked) / 2 if part is models.thread_class else 0)
+    assert all(case(mode, 3)["mode"] == models.OURS for mode, _ in asked)
+    assert len({str(case(mode, 3)["options"]) for mode, _ in asked}) == 3
+
+
+def test_a_thread_gets_slices_of_the_length_that_is_asked_for_or_an_error() -> None:
+    """Linux 6.12 and later can do it."""
+    release = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+
+    def work() -> None:
+        worker.class_of_thread(0.02)()
+        worker.use_slices(0.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(work).exception(30)
+    assert error is None if release >= (6, 12) else "Linux 6.12 or later" in str(error)
+    assert worker.class_of_thread(None) is transport.use_sched_batch
 
 
 def test_niced_load_has_the_lowest_priority_and_ends() -> None:
@@ -426,6 +519,22 @@ def test_every_model_has_a_part_at_every_ratio() -> None:
     assert {"models-resnet18-1.0", "models-gpt-0.5"} <= models.parts().keys() <= bench.PARTS.keys()
     for model in models.MODELS_TIMED.values():
         assert model.best.keys() == set(models.RATIOS)
+
+
+# --- identity -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "last"), [(identity.STEPS, "a"), (identity.STEPS, "b"), (identity.STEPS - 1, "a")])
+def test_the_hash_of_a_run_is_that_of_all_ranks_after_the_last_step(tmp_path: Path, step: int, last: str) -> None:
+    for rank in range(identity.NODES):
+        end = {"kind": "hash", "step": step, "parameters": last if rank == identity.NODES - 1 else "a"}
+        lines = [{"kind": "hash", "step": 0, "parameters": "begin"}, {"kind": "step"}, end, {"kind": "end"}]
+        (tmp_path / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    if (step, last) == (identity.STEPS, "a"):
+        assert identity.last_hash(tmp_path) == "a"
+    else:
+        with pytest.raises(SystemExit, match="no common hash after step 5"):
+            identity.last_hash(tmp_path)
 
 
 # --- codecs -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from testbed.net.channel import listen, new_token
+from testbed.net.channel import HELLO_TIMEOUT_S, MAX_UNIDENTIFIED, listen, new_token
 from testbed.rank.counters import keep_counts
 from testbed.rank.group import Group
 from testbed.results.theory import UNSENT_BYTES
@@ -46,9 +46,7 @@ HELLO = struct.Struct("!4sI32s")  # magic, rank, token
 HELLO_MAGIC = b"TBR1"
 HEADER = struct.Struct("!HBxHHQ")  # magic, kind, shard, bucket, bytes of the body
 HEADER_MAGIC = 0x5E60
-HELLO_TIMEOUT_S = 5.0  # for a new connection to identify itself
 LINGER_S = 5.0  # how long `close` waits for the neighbours to close, too
-MAX_PENDING = 64  # connections that have not identified themselves
 BACKLOG = 128
 TICK_S = 0.1  # between two looks at the clock while ranks connect
 
@@ -381,7 +379,7 @@ class Meeting:
             with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has ended meanwhile
                 connection, _ = self.listener.accept()
                 connection.setblocking(False)
-                if len(self.pending) >= MAX_PENDING:
+                if len(self.pending) >= MAX_UNIDENTIFIED:
                     self._drop(next(iter(self.pending)))  # the oldest: the newest may be the neighbour
                 self.pending[connection] = (time.monotonic(), b"")
                 self.selector.register(connection, selectors.EVENT_READ)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from testbed.net.channel import MAX_UNIDENTIFIED
 from testbed.rank.counters import SocketCounter
 from testbed.rank.group import Group
 from testbed.rank.sync import transport
@@ -23,7 +24,6 @@ from testbed.rank.sync.transport import (
     HEADER_MAGIC,
     HELLO,
     HELLO_MAGIC,
-    MAX_PENDING,
     Segment,
     Transport,
     Urgency,
@@ -264,7 +264,7 @@ def test_garbage_at_the_listener_does_not_keep_a_neighbour_out(pool: ThreadPoolE
     token = where["token"].encode()
     said = [HELLO.pack(HELLO_MAGIC, 1, b"0" * 32), HELLO.pack(HELLO_MAGIC, 0, token), HELLO.pack(b"ABCD", 1, token)]
     with contextlib.ExitStack() as strangers:
-        for number in range(2 * MAX_PENDING):
+        for number in range(2 * MAX_UNIDENTIFIED):
             stranger = strangers.enter_context(socket.create_connection((where["address"], where["port"])))
             with contextlib.suppress(OSError):  # it was closed to make room
                 stranger.sendall([b"", *said, b"GET / HTTP/1.0\r\n\r\n", os.urandom(5000), said[0][:7]][number % 7])
