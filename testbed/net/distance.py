@@ -9,11 +9,14 @@
     sender:   datagrams, faster than the link -> until the receiver has counted enough and sends "enough"
               <- "go": the flow of the probe begins, unless datagrams were counted
 
-A TCP flow slows down when packets are lost, so it does not measure the rate of such a link. The datagrams do.
+A TCP flow slows down when packets are lost, so it does not show the rate of such a link; the datagrams do. At both
+ends the kernel has the work of each packet: it cuts them from larger ones (UDP_SEGMENT), and a filter of the receiving
+socket drops them, which the socket counts. So a processor that needs long for a system call can fill a link.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import select
@@ -36,14 +39,17 @@ BATCH_S = 0.02  # time in which the link sends a batch: less than its queue hold
 SETTLE_S = 0.03  # wait after the last datagram of a batch for those that the kernel still delivers
 NUMBER = struct.Struct("!16sI")  # content of a numbered datagram: begin of the token, number
 PORT = struct.Struct("!H")
-HEADERS_BYTES = 28 + ETHERNET_HEADER_BYTES  # of a datagram, as a token bucket counts them
+UDP_HEADER_BYTES = 8
+HEADERS_BYTES = 20 + UDP_HEADER_BYTES + ETHERNET_HEADER_BYTES  # of a datagram, as a token bucket counts them
 PAYLOAD_BYTES = 1472  # of the datagrams that fill a link
 WIRE_BYTES = PAYLOAD_BYTES + HEADERS_BYTES
-OVERLOAD, OVERLOAD_TOGETHER = 1.15, 1.5  # rate of one sender, or of several together, divided by that of the link
-BUFFER_BYTES = 4 << 20  # receive buffer; the receiver may have to wait for a processor
-SO_RCVBUFFORCE = 33  # socket(7); Python's module socket has no such constant
-SOCKET_PACKETS = 80  # packets in flight that a socket's usual buffer holds
-QUEUE_S = 0.05  # longest time of a packet in the queue of its link
+OVERLOAD, OVERLOAD_TOGETHER = 1.15, 1.5  # one sender, or several, send so many times what the link passes
+BUFFER_BYTES = 4 << 20  # of the receiver, which may wait for a processor
+SO_RCVBUFFORCE = 33  # socket(7); the module socket does not have it
+SO_ATTACH_FILTER, SO_MEMINFO = 26, 55  # socket(7), and asm-generic/socket.h of the kernel
+UDP_SEGMENT, MAX_SEGMENTS = 103, 16  # udp(7), and packets of one system call
+SOCKET_PACKETS = 80  # that a socket's usual buffer holds on their way
+QUEUE_S = 0.05  # that packets may wait in the queue of their link
 START_TIMEOUT_S = 10.0  # for the first datagram of every sender
 TICK_S = 0.002  # between two writes of a sender
 MAX_BEHIND_S = 0.1  # a late sender catches up at most this; the queue of a link holds as much
@@ -57,8 +63,9 @@ class Plan:
     exchanges: int = 0
     packets: int = 0  # numbered datagrams, to count those that are lost
     batch: int = MAX_BATCH
-    fill: float | None = None  # bit/s of datagrams that fill the link; None: no such datagrams
-    sockets: int = 1  # of the sender of these: the data in flight of one socket is limited
+    fill: float | None = None  # bit/s of datagrams that fill the link; None: none are sent
+    sockets: int = 1  # of the sender of these: what one may have on its way is limited
+    segments: int = 1  # of these that the sender hands to the kernel at once: no more than a token bucket holds
 
     @classmethod
     def of(cls, fabric: Fabric, pairs: Pairs, pair: tuple[int, int], single: bool) -> Plan:
@@ -76,7 +83,9 @@ class Plan:
         packets = packets_for(loss) if loss else 0
         way_s = fabric.distance(*pair).delay + fabric.distance(*pair).jitter + QUEUE_S
         sockets = math.ceil((fill or 0.0) * way_s / 8 / WIRE_BYTES / SOCKET_PACKETS)
-        return cls(EXCHANGES if single else 0, packets, batch_for(rate), fill, max(1, sockets))
+        at_once = int((fill or 0.0) * TICK_S / 8 / WIRE_BYTES)
+        segments = max(1, min(MAX_SEGMENTS, at_once))
+        return cls(EXCHANGES if single else 0, packets, batch_for(rate), fill, max(1, sockets), segments)
 
     def seconds(self, round_trip: float, jitter: float) -> float:
         """Return about how many seconds the plan takes, without the datagrams of `fill`."""
@@ -115,7 +124,7 @@ def answer(sock: socket.socket, token: bytes, plan: Plan, timeout_s: float) -> N
         if plan.packets:
             _send_numbered(sock, opened[0], token, plan)
         if plan.fill is not None:
-            _fill(sock, opened, token, plan.fill, timeout_s)
+            _fill(sock, opened, token, plan.fill, plan.segments, timeout_s)
     _expect(sock, GO)
 
 
@@ -127,9 +136,13 @@ def _send_numbered(sock: socket.socket, udp: socket.socket, token: bytes, plan: 
         _expect(sock, COUNTED)
 
 
-def _fill(sock: socket.socket, opened: Sequence[socket.socket], token: bytes, rate: float, timeout_s: float) -> None:
-    data, in_turn = token[:16].ljust(PAYLOAD_BYTES, b"\0"), itertools.cycle(opened)
-    interval = WIRE_BYTES * 8 / rate
+def _fill(
+    sock: socket.socket, opened: Sequence[socket.socket], token: bytes, rate: float, segments: int, timeout_s: float
+) -> None:
+    for udp in opened:
+        udp.setsockopt(socket.IPPROTO_UDP, UDP_SEGMENT, PAYLOAD_BYTES)
+    data, in_turn = token[:16].ljust(PAYLOAD_BYTES, b"\0") * segments, itertools.cycle(opened)
+    interval = segments * WIRE_BYTES * 8 / rate
     end = time.monotonic() + timeout_s
     due = time.monotonic()
     while (now := time.monotonic()) < end:
@@ -217,19 +230,23 @@ class Receiver:
         Return their number and the seconds of the slices. Raise ProbeError if a sender sends none.
         """
         self._wait_for_all()
-        self._count_until(time.monotonic() + discard_s)
+        _drop_and_count(self._udp, self._token)
+        time.sleep(discard_s)
         rates: list[float] = []
-        begun = time.monotonic()
-        packets = 0
+        first = last = self._dropped(), time.monotonic()
         while not enough(rates):
-            before = time.monotonic()
-            arrived = self._count_until(before + slice_s)
-            packets += arrived
-            rates.append(max(1, arrived) / (time.monotonic() - before))
-        seconds = time.monotonic() - begun
+            time.sleep(slice_s)
+            now = self._dropped(), time.monotonic()
+            rates.append(max(1, now[0] - last[0]) / (now[1] - last[1]))
+            last = now
         for sock in self._socks:
             sock.sendall(ENOUGH)
-        return packets, seconds
+        return last[0] - first[0], last[1] - first[1]
+
+    def _dropped(self) -> int:
+        """How many datagrams the kernel has dropped of the socket's so far: the last value of SO_MEMINFO."""
+        values = struct.Struct("=9I")
+        return int(values.unpack(self._udp.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, values.size))[-1])
 
     def _wait_for_all(self) -> None:
         """Wait for a datagram of each sender. Senders begin at different times. Raise ProbeError if one sends none."""
@@ -247,13 +264,21 @@ class Receiver:
         for sock in self._socks:
             sock.sendall(GO)
 
-    def _count_until(self, end: float) -> int:
-        packets, buffer = 0, bytearray(2048)
-        while (left := end - time.monotonic()) > 0:
-            if select.select([self._udp], [], [], left)[0]:
-                size = self._udp.recv_into(buffer)
-                packets += size == PAYLOAD_BYTES and buffer.startswith(self._token)
-        return packets
+
+def _drop_and_count(udp: socket.socket, token: bytes) -> None:
+    """Let the kernel drop each datagram that fills a link: its size and its beginning are right. Others wait unread."""
+    load_length, load, is_equal, end = 0x80, 0x20, 0x15, 0x06  # of classic BPF, linux/bpf_common.h
+    wanted = [(load_length, 0, UDP_HEADER_BYTES + PAYLOAD_BYTES)]
+    words = struct.unpack(f">{len(token) // 4}I", token)
+    wanted += [(load, UDP_HEADER_BYTES + 4 * number, word) for number, word in enumerate(words)]
+    program = []
+    for number, (code, place, value) in enumerate(wanted):
+        to_the_last = 2 * (len(wanted) - number) - 1
+        program += [(code, 0, 0, place), (is_equal, 0, to_the_last, value)]
+    program += [(end, 0, 0, 0), (end, 0, 0, 0xFFFFFFFF)]  # bytes that are kept
+    content = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    filter_ = struct.pack("HP", len(program), ctypes.addressof(content))
+    udp.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_)
 
 
 def _expect(sock: socket.socket, wanted: bytes) -> None:

@@ -833,32 +833,24 @@ class _Node:
     ) -> dict[str, Any]:
         """Measure round trip, loss and rate before the flows begin. Return them as values of a Flow.
 
-        All nodes of the step wait for each other after the round trips, so that no other traffic delays these.
+        All nodes of the step end each phase together: the round trips are those of an idle machine, and no flow begins
+        while datagrams are counted.
         """
-        found: dict[str, Any] = {}
+        timeout_s = self._meeting.timeout_s + extra_s
         if not incoming:
-            for _ in range(2):
-                self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
-            return found
+            for _ in ("round trips", "losses and rates"):
+                self._meeting.wait_for_all(number, timeout_s)
+            return {}
         pair = (sources[0], self._rank)
         wanted, jitter = self._distance_plan(number, pair), self._fabric.round_trip(*pair).jitter
         try:
             with distance.Receiver(incoming, self._token, extra_s) as receiver:
-                if wanted.exchanges:
-                    trips = receiver.round_trips(wanted.exchanges)
-                    found["round_trip"] = statistics.median(trips) if jitter else min(trips)
-                self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
-                if wanted.packets:
-                    found |= {"packets": wanted.packets, "lost": receiver.lost(wanted, jitter)}
+                found = _round_trip(receiver, wanted, jitter)
+                self._meeting.wait_for_all(number, timeout_s)
+                found |= _loss(receiver, wanted, jitter)
                 if wanted.fill is not None:
-                    enough = partial(steady, max_slices=plan.max_slices, min_slices=plan.min_slices)
-                    # datagrams start at full rate, so a delay needs no time for a slow start
-                    near = pace(replace(self._fabric, distances=()), self._steps[number])
-                    discard_s = near.slow_start_s + longest_round_trip(self._fabric, self._steps[number])
-                    packets, seconds = receiver.count(discard_s, near.slice_s, enough)
-                    # as the payload of TCP in the same number of bytes on the wire
-                    found |= {"bytes": round(packets * distance.WIRE_BYTES * efficiency()), "seconds": seconds}
-                self._meeting.wait_for_all(number, self._meeting.timeout_s + extra_s)
+                    found |= _rate_of_datagrams(receiver, plan, self._fabric, self._steps[number])
+                self._meeting.wait_for_all(number, timeout_s)
                 receiver.go()
         except OSError as error:
             names = ", ".join(f"node{src}" for src in sources)
@@ -925,6 +917,27 @@ class _Node:
         self._flows.append(flow)
         event = {"event": "flow", "step": number + 1, "of": len(self._steps), "src": flow.src, "dst": flow.dst}
         self._on_event({**event, "goodput": round(flow.goodput)})
+
+
+def _round_trip(receiver: distance.Receiver, wanted: distance.Plan, jitter: float) -> dict[str, Any]:
+    if not wanted.exchanges:
+        return {}
+    trips = receiver.round_trips(wanted.exchanges)
+    return {"round_trip": statistics.median(trips) if jitter else min(trips)}
+
+
+def _loss(receiver: distance.Receiver, wanted: distance.Plan, jitter: float) -> dict[str, Any]:
+    return {"packets": wanted.packets, "lost": receiver.lost(wanted, jitter)} if wanted.packets else {}
+
+
+def _rate_of_datagrams(receiver: distance.Receiver, plan: Pace, fabric: Fabric, pairs: Pairs) -> dict[str, Any]:
+    """The datagrams start at full rate, so a delay needs no time for a slow start."""
+    near = pace(replace(fabric, distances=()), pairs)
+    enough = partial(steady, max_slices=plan.max_slices, min_slices=plan.min_slices)
+    discard_s = near.slow_start_s + longest_round_trip(fabric, pairs)
+    packets, seconds = receiver.count(discard_s, near.slice_s, enough)
+    # the payload that TCP would have in as many bytes on the wire
+    return {"bytes": round(packets * distance.WIRE_BYTES * efficiency()), "seconds": seconds}
 
 
 def _send(sock: socket.socket, timeout_s: float, extra_s: float, token: bytes, first: distance.Plan | None) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from testbed.results.conclude import Summary, faulted_steps, has_one_clock, sampled_steps
+from testbed.results.conclude import Summary, faulted_steps, sampled_steps
 from testbed.results.faults import Event, FaultHistory, TimedStep, fault_table, read_history
 from testbed.results.folder import (
     EXPERIMENT,
@@ -351,7 +351,7 @@ def read_run(folder: RunFolder, whole: bool = True) -> LoadedRun:
         raise SpecError("spec.json and summary.json are of different runs")
     folder.check_no_links(allow_top=True)
     ranks = [_read_rank(folder, rank, whole, spec) for rank in range(spec.world)]
-    faults = faulted_steps(folder, spec, [_timed(rank.steps) for rank in ranks], summary.substrate)
+    faults = faulted_steps(folder, spec, [_timed(rank.steps) for rank in ranks], summary.one_clock)
     run = LoadedRun(folder, summary, ranks, read_network(folder.receipt, spec), faults)
     if whole and not run.measured and not faults:
         raise SpecError("no step is left after warm-up")
@@ -452,7 +452,7 @@ def read_faulted(folder: RunFolder) -> FaultedRun | None:
         noticed=[(int(event["rank"]), float(event["at"])) for event in saw],
         ended=[(int(event["rank"]), float(event["at"]), int(event["code"])) for event in ended],
         steps=[_steps(folder, rank) for rank in range(summary.spec.world)],
-        one_clock=has_one_clock(summary.substrate),
+        one_clock=summary.one_clock,
     )
 
 

@@ -40,6 +40,7 @@ from testbed.spec.run import SCHEMA, RunSpec, check_schema
 
 SAMPLED_SHARE = 0.01  # of a step's time; a step in which the observer's samples took more is counted separately
 TOO_FAST = "This is faster than the requested links allow: run it again"
+OF_OTHER_CLOCKS = ("hosts", "slurm", "uml")  # substrates of summaries that do not say whether there is one clock
 MAX_SUMMARY_BYTES = 64 << 20  # the losses of a million steps take 20 million bytes
 Status = Literal["ok", "invalid", "failed", "interrupted"]
 
@@ -54,6 +55,7 @@ class Summary(Spec):
     status: Status
     reason: str = ""
     substrate: str = ""
+    one_clock: bool = True  # all nodes have the controller's monotonic clock: they use its kernel
     notes: list[str] = []
     network: str = "not measured"
     steps: int = 0  # measured steps, without warm-up and without those under a fault
@@ -93,17 +95,14 @@ class Summary(Spec):
         if not isinstance(values, dict) or "schema" not in values:
             raise SpecError(f"{folder.summary}: damaged, it holds no summary. Run it again.")
         check_schema(values["schema"], str(folder.summary))
+        if "one_clock" not in values:  # an earlier version wrote this file
+            values["one_clock"] = values.get("substrate") not in OF_OTHER_CLOCKS
         summary = cls.load_written(values, folder.summary)
         if "left_out_steps" in values or summary.status != "ok" or not summary.spec.faults:
             return summary
         # The file is from an earlier version, which counted steps under a fault in the times.
         steps = [[r for r in read(folder.records(rank)) if isinstance(r, Step)] for rank in range(summary.spec.world)]
-        return summary.model_copy(update=_timing(folder, summary.spec, steps, summary.substrate))
-
-
-def has_one_clock(substrate: str) -> bool:
-    """Return True if all nodes use the controller's kernel, and so have its monotonic clock."""
-    return substrate not in ("hosts", "slurm", "uml")
+        return summary.model_copy(update=_timing(folder, summary.spec, steps, summary.one_clock))
 
 
 def conclude(
@@ -113,6 +112,7 @@ def conclude(
     status: Status,
     reason: str = "",
     substrate: str,
+    one_clock: bool = True,
     notes: Sequence[str] = (),
     network: str = "not measured",
     findings: Sequence[Finding] = (),
@@ -123,7 +123,7 @@ def conclude(
     """
     try:
         folder.tidy()
-        facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": substrate}
+        facts: dict[str, Any] = {"status": status, "reason": reason, "substrate": substrate, "one_clock": one_clock}
         facts |= {"notes": list(notes), "network": network, "findings": list(findings)}
         summary = summarise(folder, spec, **facts)
         write_whole(folder.summary, summary.model_dump_json(by_alias=True, indent=1))
@@ -165,16 +165,16 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         copies=sum(map(_ended, copies)),
         threads=[r.threads for records in ranks for r in records if isinstance(r, Setup) and r.threads],
         **_accuracy(ranks),
-        **_timing(folder, spec, steps, facts.get("substrate", "")),
+        **_timing(folder, spec, steps, facts.get("one_clock", True)),
         **facts
         | (_verdict(spec, ranks, steps, facts["status"]) or _uneven(copies, facts["status"]))
         | {"notes": notes},
     )
 
 
-def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], substrate: str) -> dict[str, Any]:
-    """Return seconds and bytes per step as fields of Summary, of the steps after warm-up without an injected fault."""
-    faults = faulted_steps(folder, spec, [[timed(r) for r in rows] for rows in steps], substrate)
+def _timing(folder: RunFolder, spec: RunSpec, steps: list[list[Step]], one_clock: bool) -> dict[str, Any]:
+    """Seconds and bytes per step, of the steps after warm-up that no injected fault overlapped."""
+    faults = faulted_steps(folder, spec, [[timed(r) for r in rows] for rows in steps], one_clock)
     counted = [[r for r in rows if r.step >= spec.warmup] for rows in steps]
     calm = [[r for r in rows if r.step not in faults] for rows in counted]
     sampled = sampled_steps([[(r.step, r.observing, r.total) for r in rows] for rows in calm])
@@ -237,10 +237,10 @@ def timed(step: Step) -> TimedStep:
 
 
 def faulted_steps(
-    folder: RunFolder, spec: RunSpec, ranks: Sequence[Sequence[TimedStep]], substrate: str
+    folder: RunFolder, spec: RunSpec, ranks: Sequence[Sequence[TimedStep]], one_clock: bool
 ) -> dict[int, list[str]]:
-    """Return the steps of a run that were under an injected fault, by number, with the kinds of these faults."""
-    return steps_under_fault(read_history(folder), ranks, has_one_clock(substrate)) if spec.faults else {}
+    """The steps of a run that were under an injected fault, by number, with the kinds of these faults."""
+    return steps_under_fault(read_history(folder), ranks, one_clock) if spec.faults else {}
 
 
 def fault_names(kinds: Iterable[str]) -> str:
@@ -489,6 +489,7 @@ def conclude_without_controller(
         status="failed" if reasons else "ok",
         reason="; ".join(reasons),
         substrate=substrate,
+        one_clock=False,  # only the nodes of a cluster train on without their controller
         notes=[note],
         network=Receipt.read(folder.receipt).sentence() if folder.receipt.exists() else "not measured",
     )

@@ -297,8 +297,8 @@ def short_key(key: str, among: Sequence[str]) -> str:
 def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
     """Return for each run the single-node run with the same conditions, except network and number of nodes.
 
-    None for a control run, which does not synchronise and so has no speed-up. None for a run on uml without CPU quotas:
-    all its nodes share the one processor, which a single node has for itself.
+    None for a control run, which does not synchronise and so has no speed-up, and for nodes without CPU quotas that
+    share a machine with one processor: a single node has it for itself.
     """
 
     def conditions(s: Summary) -> str:
@@ -314,7 +314,8 @@ def baselines(summaries: Sequence[Summary]) -> list[Summary | None]:
             singles.setdefault(conditions(s), s)
 
     def comparable(s: Summary) -> bool:
-        return not s.spec.mode.is_control and (s.substrate != "uml" or s.spec.node.cpus is not None)
+        shared = any(len(machine.ranks) > 1 and machine.cores == 1 for machine in s.machines)
+        return not s.spec.mode.is_control and (not shared or s.spec.node.cpus is not None)
 
     return [singles.get(conditions(s)) if comparable(s) else None for s in summaries]
 

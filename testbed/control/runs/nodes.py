@@ -72,14 +72,14 @@ class NodesOfRuns:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._remove()
+        self.discard()
 
     @contextmanager
     def of(self, choice: SubstrateChoice, spec: RunSpec, folder: Path) -> Iterator[Nodes]:
         """Yield nodes as the spec requests them: those of the last run if they are equal, else new ones."""
         key: Key = (node_plans(spec), spec.nodes - spec.world, folder.resolve().parent)
         if self._nodes is None or self._key != key:
-            self._remove()
+            self.discard()
             substrate = choice.make(spec, folder)
             self._nodes, self._key = Nodes(substrate.__enter__()), key
         kept = not spec.faults and choice.type.keeps_nodes(spec)
@@ -88,16 +88,13 @@ class NodesOfRuns:
             if kept and self._nodes is not None:
                 self._nodes.substrate.stop()  # if a process cannot be ended, its node is not kept
         except BaseException:
-            self._remove()  # not by an ExitStack, which would hide the exception that an error in here replaces
+            self.discard()  # not by an ExitStack, which would hide the exception that an error in here replaces
             raise
         if not kept:
-            self._remove()
+            self.discard()
 
     def discard(self) -> None:
-        """Do not keep the nodes of the run that ends."""
-        self._remove()
-
-    def _remove(self) -> None:
+        """Remove the nodes, if there are any."""
         nodes, self._nodes, self._key = self._nodes, None, None
         if nodes is not None:
             nodes.substrate.__exit__(None, None, None)

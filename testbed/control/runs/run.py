@@ -332,6 +332,7 @@ def _conclude(run: RunContext, notes: RunNotes, status: Status, reason: str) -> 
         status=status,
         reason=reason,
         substrate=notes.substrate,
+        one_clock=run.substrate.one_clock,
         notes=[*notes.notes, *(f"fault {fault} was never due" for fault in run.injector.waiting)],
         network=notes.network,
         findings=scripts.findings(run.spec, run.folder),

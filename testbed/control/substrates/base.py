@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from testbed.net.shaping import Shaping
+from testbed.spec.errors import Unavailable
 from testbed.spec.link import Link
 
 MEMORY_HEADROOM_BYTES = 64 << 20  # `limit_memory` sets the limit to the memory in use plus this
@@ -175,6 +176,50 @@ class Substrate(FaultTarget, Protocol):
     def stop(self) -> None:
         """End every process that was started: SIGTERM first, then SIGKILL. The nodes stay."""
         ...
+
+
+class UnchangedNodes:
+    """What all nodes have in common whose network, CPU, memory and disk are never changed. A base of substrates."""
+
+    name: str
+    unchanged: str  # why a fault that would change them is refused, and where it is not
+    shaped = False
+    not_shaped = ""
+    late_quotas = False
+
+    def cut(self, node: int) -> None:
+        """Raise Unavailable, as each of these faults does."""
+        raise Unavailable(self.unchanged)
+
+    def reconnect(self, node: int) -> None:
+        self.cut(node)
+
+    def set_rate(self, node: int, rate: int | None) -> None:
+        self.cut(node)
+
+    def set_cpus(self, node: int, cpus: float | None) -> None:
+        self.cut(node)
+
+    def limit_memory(self, node: int) -> None:
+        self.cut(node)
+
+    def unlimit_memory(self, node: int) -> None:
+        self.cut(node)
+
+    def shaping(self, node: int) -> Shaping:
+        """Nothing is shaped."""
+        return Shaping()
+
+    def uplinks(self) -> Mapping[int, Shaping]:
+        """None: one network connects all nodes."""
+        return {}
+
+    def counts(self, node: int) -> NodeCounts:
+        """The interface of a node has other traffic too."""
+        return NodeCounts()
+
+    def limit_cpus(self, limited: bool) -> None:
+        """No-op: no quota is changed while processes run."""
 
 
 def rank_argv(python: str, script: bool, folder: str) -> list[str]:

@@ -21,8 +21,7 @@ from typing import Self
 import testbed
 from testbed.control.machine import affinity, ownership
 from testbed.control.machine.processes import kill_until_gone, send
-from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process
-from testbed.net.shaping import Shaping
+from testbed.control.substrates.base import NodeHandle, NodePlan, Process, UnchangedNodes
 from testbed.results.folder import open_append
 from testbed.spec.errors import Unavailable, require_extra
 from testbed.spec.process_tree import descendants
@@ -137,14 +136,12 @@ def check(plans: Sequence[NodePlan]) -> None:
     require_extra("substrate process", "rank", "torch", "torchvision")
 
 
-class ProcessSubstrate:
+class ProcessSubstrate(UnchangedNodes):
     """Every node is this machine. Links and CPU shares are not applied, and `notes` says so."""
 
     name = "process"
-    shaped = False
-    not_shaped = ""
+    unchanged = "plain processes share this machine's loopback, CPU and memory. Use --on netns"
     one_clock = True
-    late_quotas = False
     python = sys.executable
 
     def __init__(self, plans: Sequence[NodePlan], folder: Path | None = None) -> None:
@@ -183,9 +180,6 @@ class ProcessSubstrate:
             way_out = "Use another, or --set port=0 for any free one"
             raise Unavailable(f"port {wanted} on {address}: {error.strerror}. {way_out}") from None
 
-    def limit_cpus(self, limited: bool) -> None:
-        """No-op: there are no quotas."""
-
     def prepare_folder(self, folder: Path) -> None:
         """No-op: ranks run as this user."""
 
@@ -205,42 +199,6 @@ class ProcessSubstrate:
     def resume(self, node: int) -> None:
         """Continue every process of the node."""
         self._signal(node, signal.SIGCONT)
-
-    def cut(self, node: int) -> None:
-        """Raise Unavailable: the loopback has no link per node."""
-        raise Unavailable("cutting a link: plain processes share the loopback. Use --on netns")
-
-    def reconnect(self, node: int) -> None:
-        """Raise Unavailable: the loopback has no link per node."""
-        self.cut(node)
-
-    def uplinks(self) -> Mapping[int, Shaping]:
-        """None: one network connects all nodes."""
-        return {}
-
-    def shaping(self, node: int) -> Shaping:
-        """Nothing is shaped."""
-        return Shaping()
-
-    def counts(self, node: int) -> NodeCounts:
-        """All nodes share the loopback, so nothing counts for one of them."""
-        return NodeCounts()
-
-    def set_rate(self, node: int, rate: int | None) -> None:
-        """Raise Unavailable: the loopback has no link per node."""
-        self.cut(node)
-
-    def set_cpus(self, node: int, cpus: float | None) -> None:
-        """Raise Unavailable: plain processes have no quota."""
-        raise Unavailable("a CPU quota: plain processes have none. Use --on netns")
-
-    def limit_memory(self, node: int) -> None:
-        """Raise Unavailable: plain processes have no memory limit."""
-        raise Unavailable("a memory limit: plain processes have none. Use --on netns")
-
-    def unlimit_memory(self, node: int) -> None:
-        """Raise Unavailable: plain processes have no memory limit."""
-        self.limit_memory(node)
 
     def _signal(self, node: int, signum: int) -> None:
         for index, process in self._started:

@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from testbed.control.machine.processes import TIMEOUT_CODE, run
-from testbed.control.substrates.base import NodeCounts, NodeHandle, NodePlan, Process, rank_argv
+from testbed.control.substrates.base import NodeHandle, NodePlan, Process, UnchangedNodes, rank_argv
 from testbed.control.substrates.process import STOP_GRACE_S, LocalProcess, package_path, spawn
 from testbed.control.substrates.process import stop as stop_local
-from testbed.net.shaping import Shaping
 from testbed.results.folder import write_whole
 from testbed.spec.datasets import MARKER, data_dir, dataset_info
 from testbed.spec.errors import (
@@ -55,7 +54,7 @@ JOB_VARIABLE = "SLURM_JOB_ID"  # set inside an allocation
 JOB_NAME = "testbed"  # a job's own has a random number behind it
 STEP_PREFIX = f"{JOB_NAME}-"  # of the names of steps with a rank or its probe
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
-NEVER_CHANGED = "a fault never changes the network, CPU, memory or disk of a cluster's node"
+NEVER_CHANGED = "a fault never changes the network, CPU, memory or disk of a cluster's node. Use --on compose or netns"
 COMMAND_TIMEOUT_S = 30.0  # each of these commands takes a moment
 PATIENCE_S = 60.0  # for a slurmctld that does not answer, e.g. because it restarts
 SURVEY_TIMEOUT_S = 90.0
@@ -495,10 +494,10 @@ def _signals_deferred() -> Iterator[None]:
                 before[number] = signal.signal(number, lambda signum, frame: received.append(signum))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in dict.fromkeys(received):
-            signal.raise_signal(number)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        for signum in dict.fromkeys(received):
+            signal.raise_signal(signum)
 
 
 # Processes
@@ -530,7 +529,7 @@ class SlurmProcess:
             signal_steps(self._reservation.job, [self], signum)
 
     def forbid_writing(self) -> None:
-        raise Unavailable(f"{NEVER_CHANGED}. Use --on compose or netns.")
+        raise Unavailable(NEVER_CHANGED)
 
 
 def task_code(code: int) -> int:
@@ -555,13 +554,11 @@ def signal_steps(job: str, processes: Sequence[SlurmProcess], signum: int) -> No
             time.sleep(POLL_S / 5)
 
 
-class SlurmSubstrate:
-    """The first nodes of a reservation, which is held, in rank order."""
+class SlurmSubstrate(UnchangedNodes):
+    """The first nodes of a reservation, which is held, in rank order. Other users may use them too."""
 
     name = "slurm"
-    shaped = False
-    not_shaped = ""
-    late_quotas = False
+    unchanged = NEVER_CHANGED
     one_clock = False
 
     def __init__(
@@ -671,40 +668,6 @@ class SlurmSubstrate:
     def _signal(self, node: int, signum: int) -> None:
         own = [process for process in self._started if process.node == node and process.srun.poll() is None]
         signal_steps(self._reservation.job, own, signum)
-
-    def cut(self, node: int) -> None:
-        """Raise Unavailable, as for every fault that would affect other users of the node."""
-        raise Unavailable(f"{NEVER_CHANGED}. Use --on compose or netns.")
-
-    def reconnect(self, node: int) -> None:
-        self.cut(node)
-
-    def set_rate(self, node: int, rate: int | None) -> None:
-        self.cut(node)
-
-    def set_cpus(self, node: int, cpus: float | None) -> None:
-        self.cut(node)
-
-    def limit_memory(self, node: int) -> None:
-        self.cut(node)
-
-    def unlimit_memory(self, node: int) -> None:
-        self.cut(node)
-
-    def shaping(self, node: int) -> Shaping:
-        """Nothing is shaped."""
-        return Shaping()
-
-    def uplinks(self) -> Mapping[int, Shaping]:
-        """None: the cluster's own network connects all nodes."""
-        return {}
-
-    def limit_cpus(self, limited: bool) -> None:
-        """No-op: the CPUs of a task are those that Slurm gives it."""
-
-    def counts(self, node: int) -> NodeCounts:
-        """The interface of a node has other traffic too."""
-        return NodeCounts()
 
 
 def parse_addresses(output: str) -> dict[str, str]:

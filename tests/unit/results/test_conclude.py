@@ -162,6 +162,23 @@ def test_an_older_summary_is_read_without_the_steps_under_a_fault(folder: RunFol
     assert (summary.steps, summary.seconds_per_step, summary.left_out_steps) == (2, 2.5, 2)
 
 
+def test_a_summary_says_whether_its_nodes_had_one_clock(folder: RunFolder) -> None:
+    """Where they had not, the time at which a fault began says nothing of their steps: its step does."""
+    write_under_fault(folder, begun=0.0)
+    own = conclude(folder, spec_of(faults=[RATE]), status="ok", substrate="new", one_clock=False)
+    assert (own.one_clock, own.steps, own.left_out_steps) == (False, 2, 2)
+    assert Summary.read(folder).one_clock is False
+
+
+@pytest.mark.parametrize(("substrate", "one_clock"), [("hosts", False), ("slurm", False), ("netns", True)])
+def test_of_an_older_summary_it_is_known_by_its_substrate(folder: RunFolder, substrate: str, one_clock: bool) -> None:
+    write_under_fault(folder, begun=401.0)
+    conclude(folder, spec_of(faults=[RATE]), status="ok", substrate=substrate)
+    values = json.loads(folder.summary.read_text())
+    folder.summary.write_text(json.dumps({key: value for key, value in values.items() if key != "one_clock"}))
+    assert Summary.read(folder).one_clock is one_clock
+
+
 def test_a_run_that_was_faster_than_its_links_is_invalid_with_the_arithmetic(folder: RunFolder) -> None:
     for rank in range(2):
         steps = [step(k, 0.01, at=0.01 * k, sent=10**6 * k, received=10**6 * k) for k in range(6)]

@@ -239,11 +239,16 @@ def test_without_a_baseline_no_speed_up_is_claimed() -> None:
     assert column([made("single", 2.0, status="failed"), made("ring", 0.8)], "speed-up") == ["-"]
 
 
-def test_nodes_that_share_the_one_processor_of_uml_have_no_speed_up_over_a_node_that_had_it_alone() -> None:
-    own: dict[str, Any] = {"substrate": "uml"}
-    assert column([made("single", 2.0, **own), made("ring", 0.8, **own)], "speed-up") == ["-", "-"]
-    own |= {"node": {"cpus": 0.4}}
-    assert column([made("single", 2.0, **own), made("ring", 0.8, **own)], "speed-up") == ["1.00", "2.50"]
+def test_nodes_that_share_one_processor_have_no_speed_up_over_a_node_that_had_it_alone() -> None:
+    def speed_ups(cores: int, **own: Any) -> list[str]:
+        single = made("single", 2.0, machines=[{"ranks": [0], "cores": cores, "others": None}], **own)
+        ring = made("ring", 0.8, machines=[{"ranks": [0, 1], "cores": cores, "others": None}], **own)
+        return column([single, ring], "speed-up")
+
+    assert speed_ups(1) == ["1.00", "-"]
+    assert speed_ups(1, node={"cpus": 0.4}) == ["1.00", "2.50"] == speed_ups(2)
+    alone = [{"ranks": [rank], "cores": 1, "others": None} for rank in range(2)]
+    assert column([made("single", 2.0), made("ring", 0.8, machines=alone)], "speed-up") == ["1.00", "2.50"]
 
 
 # --- the caption -------------------------------------------------------------------------------------------------

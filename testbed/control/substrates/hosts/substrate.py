@@ -25,7 +25,7 @@ from typing import Self
 
 import paramiko
 
-from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
+from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeHandle, NodePlan, Process, UnchangedNodes
 from testbed.control.substrates.clone import content_hash
 from testbed.control.substrates.docker_cli import (
     DATA_FOLDER,
@@ -53,7 +53,6 @@ from testbed.control.substrates.hosts.node import (
     run_id,
 )
 from testbed.control.substrates.hosts.ssh import CONNECTION_ERRORS, Host, connected, results_or_raise, run_on_all
-from testbed.net.shaping import Shaping
 from testbed.results.folder import RunFolder, write_whole
 from testbed.spec.datasets import MARKER, data_dir, dataset_info
 from testbed.spec.disk import is_full, os_failure
@@ -63,7 +62,7 @@ from testbed.spec.run import DEFAULT_PORT, RunSpec
 from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, ScriptSpec, walk
 
 LOG = logging.getLogger(__name__)
-NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host"
+NEVER_CHANGED = "a fault never changes the interface, CPU or disk of a real host. Use --on compose or netns"
 HOSTS_FILE = "hosts.json"  # in the run's folder; `fab collect` finds the folder by this file
 STOP_GRACE_S = 5  # between SIGTERM and SIGKILL
 START_TIMEOUT_S = 60.0  # for an engine to start a container
@@ -292,7 +291,7 @@ class AggregatingProcess:
         self._process.signal(signum)
 
     def forbid_writing(self) -> None:
-        raise Unavailable(f"{NEVER_CHANGED}. Use --on compose or netns.")
+        raise Unavailable(NEVER_CHANGED)
 
     def _aggregate(self, first: TestbedError) -> TestbedError:
         errors = [first, *(p.error for p in self._all if p.error is not None and p.error is not first)]
@@ -302,14 +301,12 @@ class AggregatingProcess:
         return kind("; ".join(dict.fromkeys(str(error).rstrip(".") for error in errors)) + ".")
 
 
-class HostsSubstrate:
-    """The hosts of an inventory, in rank order."""
+class HostsSubstrate(UnchangedNodes):
+    """The hosts of an inventory, in rank order. Only the memory of a rank's container is ever limited."""
 
     name = "hosts"
-    shaped = False
-    not_shaped = ""
+    unchanged = NEVER_CHANGED
     one_clock = False
-    late_quotas = False
     python = "python3"  # of the image
 
     def __init__(
@@ -475,9 +472,6 @@ class HostsSubstrate:
         """Return the port at which all hosts have reached each other."""
         return self._port
 
-    def limit_cpus(self, limited: bool) -> None:
-        """Do nothing: the quota of a container lasts as long as the container."""
-
     def prepare_folder(self, folder: Path) -> None:
         """Send spec.json, the user's own files and the script's folder to every host."""
         write_hosts_file(folder, self._id, self._hosts)
@@ -558,31 +552,6 @@ class HostsSubstrate:
 
     def unlimit_memory(self, node: int) -> None:
         """Do nothing: a rank that starts again gets a new container."""
-
-    def cut(self, node: int) -> None:
-        """Raise Unavailable, as for every fault that would affect other users of the host."""
-        raise Unavailable(f"{NEVER_CHANGED}. Use --on compose or netns.")
-
-    def reconnect(self, node: int) -> None:
-        self.cut(node)
-
-    def uplinks(self) -> Mapping[int, Shaping]:
-        """Return no uplinks: one network connects all nodes."""
-        return {}
-
-    def shaping(self, node: int) -> Shaping:
-        """Return an empty Shaping: nothing is shaped."""
-        return Shaping()
-
-    def counts(self, node: int) -> NodeCounts:
-        """Return no counts, because the interface of a host has other traffic too."""
-        return NodeCounts()
-
-    def set_rate(self, node: int, rate: int | None) -> None:
-        self.cut(node)
-
-    def set_cpus(self, node: int, cpus: float | None) -> None:
-        self.cut(node)
 
 
 def pack_folder(script: ScriptSpec, path: str) -> None:
