@@ -196,7 +196,7 @@ def test_other_algorithms_take_as_long_as_in_simgrid(simgrid: str, name: str, n:
 
 
 def test_halving_among_other_than_powers_of_two_takes_longer_than_its_rounds(simgrid: str) -> None:
-    """As docs/predict.md says: ranks without a part in the first round send at once, and share links with those in it."""
+    """As docs/predict.md says: ranks without a part in the first round send at once, on the links of those in it."""
     wire = Wire(rate=1e7, latency=0.005)
     longer = simulated(simgrid, SyncMode.parse("halving"), 6, wire) / seconds("halving", 6, wire)
     assert 1.1 < longer < 1.2
