@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -42,6 +44,19 @@ def test_the_kernel_counts_bytes_round_trip_and_mtu_of_a_connection(pair: tuple[
     assert byte_counts(near) == (10_000, 0) and byte_counts(far) == (0, 10_000)
     assert 0 < min_round_trip(near) < 1.0
     assert path_mtu(near) > 1500  # loopback's, not an assumption
+
+
+def test_bytes_that_tcp_sent_again_count_once() -> None:
+    """Both halves of tcp_info that count bytes, as in include/uapi/linux/tcp.h."""
+
+    class Connection:
+        def getsockopt(self, level: int, option: int, size: int) -> bytes:
+            info = bytearray(240)
+            struct.pack_into("=Q", info, 128, 500)  # tcpi_bytes_received
+            struct.pack_into("=QQ", info, 200, 10_300, 300)  # tcpi_bytes_sent, tcpi_bytes_retrans
+            return bytes(info[:size])
+
+    assert byte_counts(cast(socket.socket, Connection())) == (10_000, 500)
 
 
 def test_the_congestion_control_of_a_connection_is_read_back(pair: tuple[socket.socket, socket.socket]) -> None:
