@@ -12,7 +12,9 @@ Folders. tests/unit/test_imports.py checks which of them may import which:
   data/     fetches a data set and verifies it
   rank/     runs on every node: the training loop and the synchronisation modes
   control/  runs on the user's machine, without torch: command line, sweeps, substrates
+  attach/   runs a user's own script on every node, and observes it
   report/   turns run folders into tables, figures and a page
+  predict/  calculates from runs what other networks and numbers of nodes would cost
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils import _device
 
-from testbed.attach.events import is_library
+from testbed.attach.events import is_library, note_once
 
 CHANGED = "--as-cpu: CUDA devices, autocast and GradScaler became those of the CPU"
 GLOO = "--as-cpu: NCCL became Gloo, which has no ReduceOp.AVG: an all_reduce with it became a sum and a division"
@@ -233,8 +233,7 @@ def _with_gloo(original: Callable[..., Any], changed: list[str]) -> Callable[...
     def wrapper(*arguments: Any, **named: Any) -> Any:
         given = named.get("backend", arguments[place] if len(arguments) > place else None)
         if given is not None and "nccl" in str(given).lower():
-            if GLOO not in changed:
-                changed.append(GLOO)
+            note_once(changed, GLOO)
             if "backend" in named:
                 named["backend"] = "gloo"
             else:
@@ -261,8 +260,7 @@ def _replace_batchnorm(changed: list[str]) -> None:
     forward = torch.nn.modules.batchnorm._BatchNorm.forward
 
     def plain(self: Any, batch: torch.Tensor) -> torch.Tensor:
-        if BATCHNORM not in changed:
-            changed.append(BATCHNORM)
+        note_once(changed, BATCHNORM)
         return forward(self, batch)
 
     torch.nn.SyncBatchNorm.forward = plain  # type: ignore[method-assign, assignment]

@@ -190,6 +190,12 @@ class Hub:
             raise RuntimeError(f"{name} was made to fail ({FAULT})")
 
 
+def note_once(changed: list[str], sentence: str) -> None:
+    """Append to `changed` a sentence on what was changed for the script, unless it is there already."""
+    if sentence not in changed:
+        changed.append(sentence)
+
+
 def call_site() -> str:
     """Return the innermost line of the stack that is not in a library, e.g. `main.py:88`; empty if there is none."""
     return caller()[0]

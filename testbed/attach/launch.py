@@ -39,7 +39,7 @@ from testbed.results.receipt import RATE_VARIABLE
 from testbed.results.records import End, Error
 from testbed.spec.datasets import data_dir
 from testbed.spec.errors import PeerLost, RankFailed, TestbedError, UsageError, one_line
-from testbed.spec.methods import METHODS_VARIABLE
+from testbed.spec.own_files import METHODS_VARIABLE
 from testbed.spec.privileges import NOBODY, alone_as, is_root
 from testbed.spec.process_tree import become_subreaper, end_descendants
 from testbed.spec.run import SCHEMA, RunSpec

@@ -10,6 +10,8 @@ import functools
 import os
 from typing import Any
 
+from testbed.attach.events import note_once
+
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -41,7 +43,7 @@ def rewrite_url(wanted: dict[str, list[str]], url: str, changed: list[str]) -> s
     if not there or f"//{there}:" not in url:
         return url
     found = url.replace(f"//{there}:", f"//{here}:")
-    _note(changed, f"init_process_group used {found} instead of {url}: no node has the address {there} here")
+    note_once(changed, f"init_process_group used {found} instead of {url}: no node has the address {there} here")
     return found
 
 
@@ -52,9 +54,4 @@ def rewrite_variables(wanted: dict[str, list[str]], variables: Any, changed: lis
         for name in names:
             if there and variables.get(name) == there:
                 variables[name] = here
-                _note(changed, f"{name} was {here} instead of {there}: no node has this {key} here")
-
-
-def _note(changed: list[str], sentence: str) -> None:
-    if sentence not in changed:
-        changed.append(sentence)
+                note_once(changed, f"{name} was {here} instead of {there}: no node has this {key} here")

@@ -4,7 +4,7 @@ The launcher provides data sets in torchvision's layout (data/layouts.py). `data
 them at any root: instead of a download, a link to the provided folder is made there. torchvision compares the MD5 of
 the published CIFAR-10 files. Files in a provided folder are verified by the SHA-256 of their images and labels instead.
 
-This module imports the standard library only. A Python that has torchvision also has torch and numpy.
+This module imports the standard library and events.py only. A Python with torchvision also has torch and numpy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from testbed.attach.events import note_once
 
 CIFAR, MNIST, OPERATORS = "torchvision.datasets.cifar", "torchvision.datasets.mnist", "torchvision._meta_registrations"
 CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
@@ -43,8 +45,7 @@ class Vision:
 
     def note(self, sentence: str) -> None:
         """Append to `changed` a sentence on what was changed for the script, once."""
-        if sentence not in self.changed:
-            self.changed.append(sentence)
+        note_once(self.changed, sentence)
 
     def _declare_operators(self, module: Any, load: Callable[[Any], None]) -> None:
         """Load the module. If two operators are missing (a CUDA build beside a CPU build of torch), declare them."""

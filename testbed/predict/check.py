@@ -2,7 +2,7 @@
 
 predictions.json is written before anything is measured, with the commit of the code. A point in it is never changed:
 a check that is continued measures what is missing. Points are measured with `testbed.run`: real ranks, real messages on
-shaped links; each rank sleeps for what the profile says (rank/emulated.py). So the prediction is for such nodes: moving
+shaped links; each rank sleeps for what the profile says (rank/workload.py). So the prediction is for such nodes: moving
 bytes does not slow their compute, all are equally fast, and with time dilation what the processor really does seems to
 take less time.
 """

@@ -8,18 +8,20 @@ import os
 import sys
 from collections.abc import Callable
 
-from testbed.rank import watchdog
-from testbed.rank.request import Request, read_request
 from testbed.spec import quota_signal
-from testbed.spec.errors import TestbedError
-from testbed.spec.words import set_place
+
+quota_signal.block()  # before the imports: numpy starts threads, and the signal would end the process in one of them
+
+from testbed.rank import watchdog  # noqa: E402
+from testbed.rank.request import Request, read_request  # noqa: E402
+from testbed.spec.errors import TestbedError  # noqa: E402
+from testbed.spec.words import set_place  # noqa: E402
 
 log = logging.getLogger("testbed.rank")
 
 
 def main() -> int:
     """Read the request, run it, return the exit code."""
-    quota_signal.block()
     watchdog.raise_interrupted()
     log_to_streams()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # messages of the testbed replace the store's warnings

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from testbed.net.channel import listen
-from testbed.net.interfaces import address_of, route_to
+from testbed.net.endpoint import address_of, route_to
 from testbed.rank.watchdog import LAST_VERDICT_TIMEOUT_S, Heartbeat
 from testbed.spec.errors import PeerLost, TestbedError, Unavailable, refuse
 from testbed.spec.fabric import Racks

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from testbed.net.check import Recheck, measure, why_not_trained
-from testbed.net.interfaces import interface_of
+from testbed.net.endpoint import interface_of
 from testbed.net.probe import probe_node, receipt_of
 from testbed.net.shaping import LIST_QDISCS, Shaping, read_buckets
 from testbed.rank import watchdog

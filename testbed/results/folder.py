@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 
 from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import SpecError, UsageError, refuse
-from testbed.spec.methods import METHODS
-from testbed.spec.own_files import copy_of, digest_of
+from testbed.spec.own_files import METHODS, copy_of, digest_of
 from testbed.spec.run import RunSpec
 from testbed.spec.words import Place, current_place, name_of, shown_path
 

@@ -1,6 +1,6 @@
 """profile.json: how long each layer of a model computes, recorded on one rank that exchanges nothing.
 
-`testbed profile` writes it. Emulated compute replays it (rank/emulated.py), and predictions use it. All times are in
+`testbed profile` writes it. Emulated compute replays it (rank/workload.py), and predictions use it. All times are in
 seconds: medians over the recorded steps, or means under a CPU quota. A step takes
 
     data_s + zero_s + forward_s of all layers + loss_s + backward_s of all layers in reverse + optimizer_s

@@ -29,7 +29,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from testbed.spec.base import validator
 from testbed.spec.errors import SpecError, UsageError, did_you_mean, refuse
 from testbed.spec.fabric import Racks
-from testbed.spec.methods import method_path, mode_name, own_methods
+from testbed.spec.own_files import method_path, mode_name, own_methods
 from testbed.spec.units import format_size, parse_size
 
 # --- rounds: which rank sends which share of a buffer to which rank --------------------------------------------------
@@ -501,7 +501,7 @@ class SyncMode:
 
     @property
     def is_own(self) -> bool:
-        """True if a file of the user defines the algorithm (spec/methods.py)."""
+        """True if a file of the user defines the algorithm (spec/own_files.py)."""
         return self.row is USER_METHOD
 
     @property

@@ -1,7 +1,8 @@
 """The signal by which a controller tells a rank that the CPU quota of its node applies now.
 
 Before the signal a rank has no quota: it imports torch, connects and builds the model. It takes no step before the
-signal. Both the controller and the ranks use this file.
+signal. Both the controller and the ranks use this file. It imports the standard library only, because a rank must call
+`block` before it imports anything that starts threads.
 """
 
 from __future__ import annotations

@@ -24,10 +24,9 @@ from testbed.spec.errors import SchemaError, SpecError, one_line
 from testbed.spec.fabric import Fabric, rack_numbers
 from testbed.spec.fault import ANY, MAX_FAULTS, Fault, FaultText, draw_random
 from testbed.spec.link import Link
-from testbed.spec.methods import own_method
 from testbed.spec.mode import SCRIPT, Mode, SyncMode, check_method
 from testbed.spec.models import BUILT_IN_MODELS, MODELS, model_info
-from testbed.spec.own_files import EMULATED, REAL, OwnFile, digest_of, own_profile, read
+from testbed.spec.own_files import EMULATED, REAL, OwnFile, digest_of, own_method, own_profile, read
 from testbed.spec.script import SWAP_STEP, SWAP_WARMUP_STEPS, ScriptSpec
 from testbed.spec.topology import EXAMPLE, Topology, as_lists, missing_or_unknown
 from testbed.spec.words import can_set, name_of, refuse_setting, setting

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from testbed.results.folder import RunFolder
-from testbed.spec.methods import METHODS_VARIABLE
+from testbed.spec.own_files import METHODS_VARIABLE
 from tests.support.forked import fork
 
 ROOT = Path(__file__).parents[2]

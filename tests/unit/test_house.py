@@ -23,7 +23,6 @@ TESTED_ELSEWHERE = {  # module without a unit test of its own: why
     "control/cli/report.py": "in test_main.py",
     "attach/inject/sitecustomize.py": "in test_observer.py, which starts scripts with it",
     "control/cli/script.py": "in test_main.py and tests/gloo/test_exec_gloo.py",
-    "rank/workload.py": "in test_emulated.py and by every run in tests/gloo",
     "rank/group.py": "needs several processes: tests/gloo",
 }
 

@@ -51,7 +51,7 @@ from testbed.spec.errors import (
     refuse,
 )
 from testbed.spec.fabric import Fabric
-from testbed.spec.methods import METHODS_VARIABLE
+from testbed.spec.own_files import METHODS_VARIABLE
 from testbed.spec.run import RunSpec
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -24,7 +24,6 @@ from typing import Any, Self
 from testbed.control.machine import affinity, ownership
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
 from testbed.control.substrates.clone import ROOT
-from testbed.control.substrates.counts import COMMAND, parse_counts
 from testbed.control.substrates.docker_cli import (
     DATA_FOLDER,
     MAX_PIDS,
@@ -50,7 +49,7 @@ from testbed.control.substrates.engine import (
     variable,
     wrap_docker_errors,
 )
-from testbed.control.substrates.links import INTERFACE, ShapedLinks
+from testbed.control.substrates.links import INTERFACE, READ_COUNTERS, ShapedLinks, parse_counts
 from testbed.control.substrates.process import STOP_GRACE_S, spawn
 from testbed.control.substrates.racks import (
     LIST_ADDRESSES,
@@ -433,7 +432,7 @@ class ComposeSubstrate:
     def counts(self, node: int) -> NodeCounts:
         """What the kernel counts for the container. NodeCounts() if no command can be started in it any more."""
         with contextlib.suppress(CommandFailed):
-            return parse_counts(self.exec(node, COMMAND), INTERFACE)
+            return parse_counts(self.exec(node, READ_COUNTERS), INTERFACE)
         return NodeCounts()
 
     def set_rate(self, node: int, rate: int | None) -> None:

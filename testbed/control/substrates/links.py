@@ -1,4 +1,4 @@
-"""Shape the links of nodes on this machine; used by netns.py and compose.py.
+"""Shape the links of nodes on this machine, and read what the kernel counts there; used by netns.py and compose.py.
 
 net/shaping.py makes the commands; the substrate passes the function that executes a command on a node.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from testbed.control.substrates.base import NodePlan
+from testbed.control.substrates.base import NodeCounts, NodePlan
 from testbed.net.shaping import LIST_QDISCS, Shaping, read_buckets, reshape, shape
 from testbed.spec.errors import CommandFailed, NetworkInvalid, TestbedError, Unavailable
 from testbed.spec.link import Link
@@ -16,6 +16,10 @@ from testbed.spec.link import Link
 INTERFACE = "eth0"  # of a node that requests no other name
 NETEM = "delay and loss (netem)"  # a feature of the kernel, in messages
 NETEM_ELSEWHERE = ", or use --on uml, a kernel with netem that needs no rights (small models only)"
+# What the kernel counts for a node; no process on the node can change it.
+COUNTERS = ("/proc/net/dev", "/proc/net/snmp", "/sys/fs/cgroup/pids.events", "/sys/fs/cgroup/pids/pids.events")
+# Prints those that exist; `cat` alone would fail for the others.
+READ_COUNTERS = ["sh", "-c", 'for file; do test ! -r "$file" || cat "$file"; done', "sh", *COUNTERS]
 Execute = Callable[[int, list[str]], str]  # (node, argv) -> stdout
 
 
@@ -93,3 +97,21 @@ def try_commands(subject: str, commands: list[list[str]], feature: str, execute:
             read_buckets(printed)
         except NetworkInvalid as error:
             raise Unavailable(f"{subject.partition(':')[0]}: {error}") from None
+
+
+def parse_counts(text: str, interface: str) -> NodeCounts:
+    """Read the output of READ_COUNTERS; what is missing in it is None."""
+    sent = received = unreachable = refused = None
+    names: list[str] = []
+    for line in text.splitlines():
+        head, colon, rest = line.partition(":")
+        fields = rest.split()
+        if colon and head.strip() == interface and len(fields) > 8:
+            received, sent = int(fields[0]), int(fields[8])
+        elif head == "Ip" and "OutNoRoutes" in fields:
+            names = fields
+        elif head == "Ip" and names:
+            unreachable = int(fields[names.index("OutNoRoutes")])
+        elif line.startswith("max ") and line.split()[-1].isdecimal():
+            refused = int(line.split()[-1])
+    return NodeCounts(sent=sent, received=received, unreachable=unreachable, refused=refused)

@@ -31,8 +31,7 @@ from testbed.control.machine.cgroups import Cgroup, find_hierarchy, has_controll
 from testbed.control.machine.processes import kill_until_gone, pids_in_namespace, run, send
 from testbed.control.substrates.base import MEMORY_HEADROOM_BYTES, NodeCounts, NodeHandle, NodePlan, Process
 from testbed.control.substrates.copies import Copies, WithCopies
-from testbed.control.substrates.counts import COMMAND, parse_counts
-from testbed.control.substrates.links import INTERFACE, ShapedLinks, trials, try_commands
+from testbed.control.substrates.links import INTERFACE, READ_COUNTERS, ShapedLinks, parse_counts, trials, try_commands
 from testbed.control.substrates.process import LocalProcess, dies_with_parent, spawn, stop
 from testbed.control.substrates.racks import LIST_COUNTERS, bridge_of, make_bridges, read_uplinks
 from testbed.net.shaping import LIST_QDISCS, Shaping, congestion, route_congestion
@@ -297,7 +296,7 @@ class NetnsSubstrate:
 
     def counts(self, node: int) -> NodeCounts:
         """What the kernel counts in the namespace. Processes are not limited."""
-        return replace(parse_counts(self.exec(node, COMMAND), INTERFACE), refused=None)
+        return replace(parse_counts(self.exec(node, READ_COUNTERS), INTERFACE), refused=None)
 
     def set_rate(self, node: int, rate: int | None) -> None:
         """Change the rate both ways while packets flow; None restores the planned rate."""

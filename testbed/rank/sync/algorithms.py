@@ -21,8 +21,8 @@ from testbed.rank.own_code import execute_file
 from testbed.rank.sync.buckets import split
 from testbed.spec.errors import SpecError, refuse
 from testbed.spec.fabric import Racks
-from testbed.spec.methods import SIGNATURE, method_path, own_method
 from testbed.spec.mode import ALGORITHMS, RING_SEGMENTS, Round, Transfer, hierarchical_rounds
+from testbed.spec.own_files import SIGNATURE, method_path, own_method
 
 SEGMENT_BYTES = RING_SEGMENTS.size  # a ring's shard is sent in segments: one is added while the next is sent
 MAX_TOLERANCE = 0.25  # of a user's method; a sum that was not divided is off by more than that

@@ -32,8 +32,8 @@ from testbed.rank.sync.verify import SampledMethod, Verdict, agree_on, differs, 
 from testbed.rank.watchdog import Heartbeat, is_lost_peer
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import SpecError, TestbedError
-from testbed.spec.methods import method_path, own_method
 from testbed.spec.mode import ALGORITHMS, SyncMode
+from testbed.spec.own_files import method_path, own_method
 from testbed.spec.run import OptimizerSpec, RunSpec
 
 WIRE_S = 0.05  # what N buffers may take on the slowest link

@@ -17,8 +17,8 @@ from torch import Tensor
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import OwnMethod
 from testbed.spec.errors import UsageError, refuse
-from testbed.spec.methods import own_method
 from testbed.spec.mode import ALGORITHMS, SyncMode
+from testbed.spec.own_files import own_method
 
 MAX_BUFFERS = 16  # that are sampled
 PLACES = 16  # in each of them, at equal distances; and at the ends of some shards

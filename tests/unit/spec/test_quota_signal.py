@@ -40,3 +40,17 @@ def test_without_a_signal_it_says_so_after_the_time() -> None:
 def test_without_a_quota_it_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(quota_signal.VARIABLE, raising=False)
     assert quota_signal.wait(60)
+
+
+def test_a_rank_blocks_the_signal_in_all_threads() -> None:
+    """numpy starts threads when it is imported. The signal would end the process in one that does not block it."""
+    code = """
+import testbed.rank.__main__
+from pathlib import Path
+for status in Path("/proc/self/task").glob("*/status"):
+    print(next(line for line in status.read_text().splitlines() if line.startswith("SigBlk")).split()[1])
+"""
+    variables = {quota_signal.VARIABLE: "1", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    masks = [int(word, 16) for word in done.stdout.split()]
+    assert masks and all(mask >> (quota_signal.SIGNAL - 1) & 1 for mask in masks)

@@ -1,11 +1,13 @@
-"""Shaping by a substrate: which commands run on which node, and what a failure becomes."""
+"""Shaping by a substrate: which commands run on which node, what a failure becomes, and how counters are read."""
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from testbed.control.substrates.base import NodePlan
-from testbed.control.substrates.links import ShapedLinks, trials, try_commands
+from testbed.control.substrates.base import NodeCounts, NodePlan
+from testbed.control.substrates.links import READ_COUNTERS, ShapedLinks, parse_counts, trials, try_commands
 from testbed.net.shaping import Bucket, Shaping
 from testbed.spec.errors import CommandFailed, NetworkInvalid, Unavailable
 from testbed.spec.link import Link
@@ -105,3 +107,30 @@ def test_a_tc_that_does_not_list_its_buckets_as_json_is_refused_before_anything_
     with pytest.raises(Unavailable, match=r"^substrate netns: the shaping cannot be read: .* iproute2 5\.5 or newer"):
         try_commands("substrate netns: this machine's kernel", commands, feature, lambda script: listed)
     try_commands("substrate netns: this machine's kernel", commands, feature, lambda script: "[]")
+
+
+COUNTERS = """Inter-|   Receive                                                |  Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+    lo:    7 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0
+  eth0: 5000 9 0 0 0 0 0 0 6000 8 0 0 0 0 0 0
+Ip: Forwarding InReceives OutDiscards OutNoRoutes ReasmTimeout
+Ip: 1 1200 0 3 0
+Tcp: RtoAlgorithm
+Tcp: 1
+max 17
+"""
+
+
+def test_bytes_of_the_interface_and_what_the_kernel_refused() -> None:
+    expected = NodeCounts(sent=6000, received=5000, unreachable=3, refused=17)
+    assert parse_counts(COUNTERS, "eth0") == expected
+
+
+def test_what_is_not_there_is_none() -> None:
+    assert parse_counts("", "eth0") == NodeCounts()
+    assert parse_counts(COUNTERS, "eth9").sent is None
+
+
+def test_the_command_works_where_some_files_are_missing() -> None:
+    done = subprocess.run(READ_COUNTERS, capture_output=True, text=True, timeout=60, check=True)
+    assert parse_counts(done.stdout, "lo").sent is not None

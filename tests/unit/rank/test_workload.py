@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from testbed.rank import emulated
-from testbed.rank.emulated import EmulatedOptimizer, Model, Replay, Samples
+from testbed.rank import workload
+from testbed.rank.workload import EmulatedOptimizer, Model, Replay, Samples
 from testbed.results.profile import Profile, ProfiledLayer
 from testbed.spec.errors import SpecError
 from testbed.spec.run import RunSpec
@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock(0.001)
-    monkeypatch.setattr(emulated, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
+    monkeypatch.setattr(workload, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
     return made
 
 
