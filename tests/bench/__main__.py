@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "collective": collectives.collective,
     "compose": containers.compose,
     "growth": collectives.growth,
+    "uplinks": collectives.uplinks,
     **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
     "bytes": step.count_bytes,
     "exact": exact.measure,

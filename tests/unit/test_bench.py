@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from testbed.control.machine.affinity import usable_cores
+from testbed.net.tcp import efficiency
 from testbed.rank.sync import transport
 from testbed.rank.train import deadline
 from testbed.results.conclude import Summary
@@ -31,7 +32,7 @@ from testbed.results.records import Step
 from testbed.spec.run import RunSpec
 from testbed.spec.units import parse_size
 from tests.bench import __main__ as bench
-from tests.bench import attach, codecs, identity, instrument, models, openmpi, step, worker
+from tests.bench import attach, codecs, collectives, identity, instrument, models, openmpi, step, worker
 from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
 from tests.bench.openmpi import Timing
@@ -613,3 +614,25 @@ def test_an_open_mpi_figure_is_the_ratio_of_medians_and_has_no_limit() -> None:
 def test_bytes_that_bypassed_the_shaped_links_are_refused() -> None:
     with pytest.raises(SystemExit, match=r"0\.501 of the least bytes"):
         list(openmpi.figures("200mbit", [2.0], 300.0, {"its ring": TIMING}))
+
+
+def test_collectives_across_uplinks_are_compared_with_theory_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S/B is 0.67 s: a ring needs 3 S/B, or 6 where it leaves a rack at every hop; hierarchical needs 3 in both."""
+    asked: list[Any] = []
+    once = 64e6 / (100e6 * efficiency())
+    monkeypatch.setattr(
+        collectives, "shaped_network", lambda rate, **keys: asked.append(keys) or nullcontext([None] * 3)
+    )
+    monkeypatch.setattr(collectives, "time_collectives", lambda *_: {"ring": [3 * once], "hierarchical": [3.45 * once]})
+    found = {figure.name: (round(figure.value, 3), figure.met) for figure in collectives.uplinks()}
+    assert [keys["racks"] for keys in asked] == list(collectives.ORDERS) and asked[0]["uplink"] == "50mbit"
+    where = [
+        "8 MB, 100mbit, uplinks of 50mbit, racks [[0, 1], [2, 3]]",
+        "8 MB, 100mbit, uplinks of 50mbit, racks [[0, 2], [1, 3]]",
+    ]
+    assert found == {
+        f"ring, {where[0]}: time / theory": (1.0, True),
+        f"hierarchical, {where[0]}: time / theory": (1.15, False),
+        f"ring, {where[1]}: time / theory": (0.5, False),
+        f"hierarchical, {where[1]}: time / theory": (1.15, False),
+    }
