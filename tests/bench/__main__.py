@@ -27,6 +27,7 @@ from tests.support.provenance import ROOT, code_commit, commit_of_all, current
 PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "loop": overhead.loop,
     "start": overhead.start,
+    "waiting": overhead.waiting,
     "collective": collectives.collective,
     "compose": containers.compose,
     "growth": collectives.growth,

@@ -32,12 +32,13 @@ from testbed.results.records import Step
 from testbed.spec.run import RunSpec
 from testbed.spec.units import parse_size
 from tests.bench import __main__ as bench
-from tests.bench import attach, codecs, collectives, identity, instrument, models, openmpi, step, worker
+from tests.bench import attach, codecs, collectives, identity, instrument, models, openmpi, overhead, step, worker
 from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
 from tests.bench.openmpi import Timing
 from tests.bench.shaped_network import BUCKET_VIEW, CONTROL, DDP, DEADLINE_S, PIPELINE, SCHED_BATCH, TrainedCase, case
 from tests.support.provenance import DIRTY, ROOT, current
+from tests.support.synthetic import make_run
 
 UNLIMITED = Figure(name="unlimited", value=7.0)
 GOOD, POOR = Figure(name="good", value=1.0, high=2.0), Figure(name="poor", value=3.0, high=2.0)
@@ -636,3 +637,23 @@ def test_collectives_across_uplinks_are_compared_with_theory_in_both_orders(monk
         f"ring, {where[1]}: time / theory": (0.5, False),
         f"hierarchical, {where[1]}: time / theory": (1.15, False),
     }
+
+
+def test_the_seconds_of_make_run_are_compared_with_those_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are left out of medians are timed, too; those of another rank are the same seconds again."""
+    clock, steps = iter([100.0, 130.0]), 0.0
+
+    def sweep(argv: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        nonlocal steps
+        assert argv[3:5] == ["sweep", "experiments/quick.toml"]
+        for mode in ("ring", "ddp"):
+            folder = Path(env["TESTBED_RUNS"]) / "quick" / mode
+            make_run(folder, mode=mode, experiment="quick")
+            records = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
+            steps += sum(record["total"] for record in records if record["kind"] == "step")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(overhead.subprocess, "run", sweep)
+    monkeypatch.setattr(overhead.time, "monotonic", lambda: next(clock))
+    (figure,) = overhead.waiting()
+    assert figure.value == pytest.approx(30.0 / steps) and figure.high == 1.35
