@@ -97,6 +97,7 @@ Part = dict[str, Any]  # commit, load, figures
 # other names are left out.
 GRIDS = {
     "growth": r"(?P<row>.+), 8 MB, 100mbit, (?P<column>N = \d+): time / theory",
+    "uplinks": r"(?P<row>.+), 8 MB, 100mbit, uplinks of 50mbit, (?P<column>racks .+): time / theory",
     "attach-cost": r"step with the observer / without, (?P<row>.+), (?P<column>steps of \d+ ms)",
     "codecs": r"(?P<column>bytes|accuracy)( a step)?, (?P<row>\S+) (/ 2\(N-1\)/N S|less .*)",
 }

@@ -263,7 +263,8 @@ def keys(mode: SyncMode, point: Point, calibration: Calibration, profile: Path |
         link["rate"] = format_rate(round(point.rate))
     if point.delay is not None:
         link["delay"] = format_duration(point.delay) if point.delay else None
-        link["jitter"] = link["jitter"] if point.delay else None  # which varies a delay
+        jitter = min(base.link.jitter or 0.0, point.delay)  # which varies a delay
+        link["jitter"] = format_duration(jitter) if jitter else None
     warmup = WARMUP + mode.every_from  # before step M of every:K@M each step synchronises
     made = {
         "mode": str(mode),

@@ -58,9 +58,12 @@ class Link(Spec):
     segment: Segment | None = Field(default=None, examples=["16KiB"])
 
     @model_validator(mode="after")
-    def _jitter_needs_delay(self) -> Link:
-        if self.jitter is not None and self.delay is None:
+    def _check_jitter(self) -> Link:
+        if self.jitter is not None and (self.delay is None or self.jitter > self.delay):
             rule, way_out = "varies a delay, and none is set", f"Add e.g. {setting('link.delay', '20ms')}."
+            if self.delay is not None:  # netem sends what is due earlier at once, so the mean would not be the delay
+                rule = f"varies a delay of {format_duration(self.delay)}, which cannot be less than nothing"
+                way_out = "Use a jitter of at most the delay."
             raise ValueError(refuse_setting("link.jitter", format_duration(self.jitter), rule, way_out))
         return self
 

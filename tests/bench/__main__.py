@@ -27,9 +27,11 @@ from tests.support.provenance import ROOT, code_commit, commit_of_all, current
 PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "loop": overhead.loop,
     "start": overhead.start,
+    "waiting": overhead.waiting,
     "collective": collectives.collective,
     "compose": containers.compose,
     "growth": collectives.growth,
+    "uplinks": collectives.uplinks,
     **{f"step-{rate}": partial(step.measure_at, rate) for rate in step.PLANS},
     "bytes": step.count_bytes,
     "exact": exact.measure,

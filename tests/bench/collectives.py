@@ -3,6 +3,8 @@
 collective    36.9 MB (VGG-11's gradient) on four shaped nodes: `ring/flat` against the links' TCP goodput, against
               Gloo's all_reduce and against Open MPI's Allreduce on the same network
 growth        8 MB at 100 Mbit on 2 to 16 nodes, against theory, and a plot of it
+uplinks       8 MB on four nodes in two racks whose uplinks are at 4:1: `ring` and `hierarchical` against theory, in
+              both orders of the ranks
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from pathlib import Path
 
 from testbed.control.substrates.base import Substrate
 from testbed.net.tcp import efficiency
+from testbed.results import theory as least
 from testbed.results.receipt import Receipt
+from testbed.spec.fabric import Racks
+from testbed.spec.mode import SyncMode
 from tests.bench import openmpi
 from tests.bench.figures import Figure, spread
 from tests.bench.shaped_network import NODES, SubstrateFactory, run_worker, shaped_network
@@ -35,12 +40,17 @@ GROWTH_RATE, GROWTH_BITS_PER_S, GROWTH_REPEATS = "100mbit", 100e6, 3
 GROWTH_SEGMENT = "16KiB"
 GROWTH_PLOT = ROOT / "results" / "growth.svg"
 
+UPLINK, SLOWER = "50mbit", 2.0  # than a link; the two nodes of a rack could send four times as much
+ORDERS: tuple[Racks, ...] = (((0, 1), (2, 3)), ((0, 2), (1, 3)))  # a ring leaves a rack once a round, or at every hop
+
 Times = dict[str, list[float]]  # algorithm: seconds of each repeat
 
 
-def time_collectives(substrate: Substrate, folder: Path, repeats: int, elements: int, names: str) -> Times:
+def time_collectives(
+    substrate: Substrate, folder: Path, repeats: int, elements: int, names: str, racks: Racks = ()
+) -> Times:
     """Time the algorithms in turn. The time of a collective is that of its slowest rank."""
-    run_worker(substrate, folder, "collectives", str(repeats), str(elements), names, timeout_s=600)
+    run_worker(substrate, folder, "collectives", str(repeats), str(elements), names, json.dumps(racks), timeout_s=600)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(substrate.nodes))]
     return {name: [max(row) for row in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
 
@@ -139,3 +149,24 @@ def _plot_growth(measured: dict[int, Times], theory: dict[int, dict[str, float]]
     axes.legend()
     figure.savefig(GROWTH_PLOT, bbox_inches="tight")
     print(f"  plot: {GROWTH_PLOT}", flush=True)
+
+
+# --- uplinks: two racks ----------------------------------------------------------------------------------------------
+
+
+def uplinks() -> Iterator[Figure]:
+    once = GROWTH_ELEMENTS * 32 / (GROWTH_BITS_PER_S * efficiency())  # seconds to send the buffer over one link
+    for racks in ORDERS:
+        with shaped_network(GROWTH_RATE, racks=racks, uplink=UPLINK, segment=GROWTH_SEGMENT) as (substrate, _, folder):
+            names = "ring,hierarchical"
+            times = time_collectives(substrate, folder, GROWTH_REPEATS, GROWTH_ELEMENTS, names, racks)
+        for name, measured in times.items():
+            known = least.cost(SyncMode.parse(name), NODES, least.Uplinks(racks, SLOWER))
+            assert known is not None
+            yield Figure(
+                name=f"{name}, 8 MB, {GROWTH_RATE}, uplinks of {UPLINK}, racks {json.dumps(racks)}: time / theory",
+                value=statistics.median(measured) / (known.load * once),
+                low=0.9,
+                high=1.1,
+                detail=f"{spread(measured)}, theory {known.load * once:.3f} s",
+            )

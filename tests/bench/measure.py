@@ -28,6 +28,7 @@ from typing import Any
 from testbed.control import api
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
+from testbed.spec.errors import Unavailable
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
 from tests.bench.__main__ import ONLY_BY_NAME, PARTS
@@ -189,7 +190,11 @@ def sweep(path: Path, archive: Path) -> bool:
     os.environ["TESTBED_RUNS"] = str(ROOT / "runs" / f"measure-{commit}")
     experiment = Experiment.read(path)
     on = "netns" if any(map(_shaped, experiment.runs())) else "process"
-    runs = api.sweep(path, on=on, fresh=not current(commit, commit))
+    try:
+        runs = api.sweep(path, on=on, fresh=not current(commit, commit))
+    except Unavailable as error:  # e.g. delay and loss, which not every kernel has
+        print(f"{path.stem}: cannot be measured here: {error}", flush=True)
+        return False
     if len(runs) < len(experiment.runs()) or not all(_as_wanted(run.summary) for run in runs):
         print(f"{path.stem}: not written, {len(runs.errors)} runs failed", flush=True)
         return False

@@ -1,7 +1,8 @@
-"""What the testbed adds to plain PyTorch, on one machine without a shaped network.
+"""What the testbed adds to plain PyTorch and to the steps that it times.
 
 loop     a step of our loop in mode `single` against a bare PyTorch loop, and the time to fetch a batch; one thread
 start    from the command to the first step: four ranks with `--on process` against torchrun with a minimal script
+waiting  the seconds of `make run` after set-up, in namespaces, against the sum of all steps that it times
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from testbed.results.folder import RunFolder, find_runs
+from testbed.results.records import Step, read
 from tests.bench.figures import Figure, spread
+from tests.support.provenance import ROOT
 
 ROUNDS, STEPS = 4, 3  # rounds of the two loops alternate; the first step of each round is not counted
 STARTS = 4
@@ -159,6 +163,27 @@ def _torchrun_start(script: Path, done: Path) -> float:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([*torchrun, str(script), str(done)], check=True, capture_output=True, env=environment)
     return float(done.read_text()) - begun
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def waiting() -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as runs:
+        begun = time.monotonic()
+        argv = [sys.executable, "-m", "testbed.control", "sweep", "experiments/quick.toml", "--on", "netns"]
+        done = subprocess.run(argv, cwd=ROOT, env=os.environ | {"TESTBED_RUNS": runs}, capture_output=True, text=True)
+        seconds = time.monotonic() - begun
+        if done.returncode != 0:
+            raise SystemExit(done.stdout + done.stderr)
+        records = [record for run in find_runs(Path(runs)) for record in read(RunFolder(run).records(0))]
+    timed = sum(record.total for record in records if isinstance(record, Step))
+    yield Figure(
+        name="make run after set-up / all its timed steps, netns",
+        value=seconds / timed,
+        high=1.35,
+        detail=f"{seconds:.0f} s, steps {timed:.0f} s",
+    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from testbed.control.substrates.netns import NetnsSubstrate
 from testbed.report.load import Steps
 from testbed.results.receipt import Receipt
 from testbed.results.records import End, Start, Step, read
+from testbed.spec.fabric import Racks, rack_numbers
 from testbed.spec.link import Link
 
 NODES = 4
@@ -59,15 +60,19 @@ def shaped_network(
     nodes: int = NODES,
     make: SubstrateFactory = NetnsSubstrate,
     cpus: float | None = None,
+    racks: Racks = (),
+    uplink: str | None = None,
     **link_keys: str,
 ) -> Iterator[tuple[Substrate, Receipt, Path]]:
     """Yield the substrate, the receipt of its probe, and a folder that all nodes can write to; unshaped without a rate.
 
+    `uplink`: the rate of each rack's uplink.
     Exits where the probe measures a wrong rate twice.
     """
     link = Link.load(({"rate": rate} if rate else {}) | link_keys, "bench")
     node = NodePlan(name="", link=link, congestion="cubic", cpus=cpus, threads=1)
-    plans = [replace(node, name=f"node{k}") for k in range(nodes)]
+    trunk = Link.load({"rate": uplink}, "bench") if uplink else None
+    plans = [replace(node, name=f"node{k}", rack=r, uplink=trunk) for k, r in enumerate(rack_numbers(racks, nodes))]
     with tempfile.TemporaryDirectory() as name, make(plans, Path(name) / "run") as substrate:
         folder = Path(name) / "run"
         folder.mkdir()

@@ -4,7 +4,8 @@ worker.py FOLDER train                                    FOLDER/cases.json list
                                                           with the real loop, records go to FOLDER/<case>.rank<N>.jsonl
 worker.py FOLDER transport REPEATS ELEMENTS MODE          the pipeline's transport against Gloo's all_reduce and our
                                                           ring over Gloo, the same
-worker.py FOLDER collectives REPEATS ELEMENTS ring,...    algorithms are timed, seconds go to FOLDER/<rank>.json
+worker.py FOLDER collectives REPEATS ELEMENTS ring,... RACKS
+                                                          algorithms are timed, seconds go to FOLDER/<rank>.json
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from testbed.rank.train import Trainer
 from testbed.results.records import Record, Step
 from testbed.results.timeline import Timeline
 from testbed.spec import mode as modes
+from testbed.spec.fabric import Racks
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import DEFAULT_PORT, RunSpec
 
@@ -106,9 +108,10 @@ def use_slices(seconds: float) -> None:
         raise RuntimeError(f"slices of {seconds:g} s: this kernel does not set them. Linux 6.12 or later does")
 
 
-def time_collectives(folder: Path, repeats: int, elements: int, names: list[str]) -> None:
+def time_collectives(folder: Path, repeats: int, elements: int, names: list[str], racks: Racks) -> None:
     """Time the algorithms in turn, so that a disturbance affects all of them. The first round is not counted."""
     group = _join(120)
+    group.racks = racks
     times: dict[str, list[float]] = {name: [] for name in names}
     buffer = torch.randn(elements)
     for repeat in range(repeats + 1):
@@ -185,8 +188,8 @@ def main(folder: Path, task: str, *arguments: str) -> None:
         repeats, elements, mode = arguments
         time_transport(folder, int(repeats), int(elements), mode)
     else:
-        repeats, elements, names = arguments
-        time_collectives(folder, int(repeats), int(elements), names.split(","))
+        repeats, elements, names, racks = arguments
+        time_collectives(folder, int(repeats), int(elements), names.split(","), tuple(map(tuple, json.loads(racks))))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from testbed.control.machine.affinity import usable_cores
+from testbed.net.tcp import efficiency
 from testbed.rank.sync import transport
 from testbed.rank.train import deadline
 from testbed.results.conclude import Summary
@@ -31,12 +32,13 @@ from testbed.results.records import Step
 from testbed.spec.run import RunSpec
 from testbed.spec.units import parse_size
 from tests.bench import __main__ as bench
-from tests.bench import attach, codecs, identity, instrument, models, openmpi, step, worker
+from tests.bench import attach, codecs, collectives, identity, instrument, models, openmpi, overhead, step, worker
 from tests.bench.codecs import accuracy_differences, allowed_difference, byte_ratio
 from tests.bench.figures import MEASURED, Figure
 from tests.bench.openmpi import Timing
 from tests.bench.shaped_network import BUCKET_VIEW, CONTROL, DDP, DEADLINE_S, PIPELINE, SCHED_BATCH, TrainedCase, case
 from tests.support.provenance import DIRTY, ROOT, current
+from tests.support.synthetic import make_run
 
 UNLIMITED = Figure(name="unlimited", value=7.0)
 GOOD, POOR = Figure(name="good", value=1.0, high=2.0), Figure(name="poor", value=3.0, high=2.0)
@@ -613,3 +615,45 @@ def test_an_open_mpi_figure_is_the_ratio_of_medians_and_has_no_limit() -> None:
 def test_bytes_that_bypassed_the_shaped_links_are_refused() -> None:
     with pytest.raises(SystemExit, match=r"0\.501 of the least bytes"):
         list(openmpi.figures("200mbit", [2.0], 300.0, {"its ring": TIMING}))
+
+
+def test_collectives_across_uplinks_are_compared_with_theory_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S/B is 0.67 s: a ring needs 3 S/B, or 6 where it leaves a rack at every hop; hierarchical needs 3 in both."""
+    asked: list[Any] = []
+    once = 64e6 / (100e6 * efficiency())
+    monkeypatch.setattr(
+        collectives, "shaped_network", lambda rate, **keys: asked.append(keys) or nullcontext([None] * 3)
+    )
+    monkeypatch.setattr(collectives, "time_collectives", lambda *_: {"ring": [3 * once], "hierarchical": [3.45 * once]})
+    found = {figure.name: (round(figure.value, 3), figure.met) for figure in collectives.uplinks()}
+    assert [keys["racks"] for keys in asked] == list(collectives.ORDERS) and asked[0]["uplink"] == "50mbit"
+    where = [
+        "8 MB, 100mbit, uplinks of 50mbit, racks [[0, 1], [2, 3]]",
+        "8 MB, 100mbit, uplinks of 50mbit, racks [[0, 2], [1, 3]]",
+    ]
+    assert found == {
+        f"ring, {where[0]}: time / theory": (1.0, True),
+        f"hierarchical, {where[0]}: time / theory": (1.15, False),
+        f"ring, {where[1]}: time / theory": (0.5, False),
+        f"hierarchical, {where[1]}: time / theory": (1.15, False),
+    }
+
+
+def test_the_seconds_of_make_run_are_compared_with_those_of_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are left out of medians are timed, too; those of another rank are the same seconds again."""
+    clock, steps = iter([100.0, 130.0]), 0.0
+
+    def sweep(argv: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        nonlocal steps
+        assert argv[3:5] == ["sweep", "experiments/quick.toml"]
+        for mode in ("ring", "ddp"):
+            folder = Path(env["TESTBED_RUNS"]) / "quick" / mode
+            make_run(folder, mode=mode, experiment="quick")
+            records = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
+            steps += sum(record["total"] for record in records if record["kind"] == "step")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(overhead.subprocess, "run", sweep)
+    monkeypatch.setattr(overhead.time, "monotonic", lambda: next(clock))
+    (figure,) = overhead.waiting()
+    assert figure.value == pytest.approx(30.0 / steps) and figure.high == 1.35

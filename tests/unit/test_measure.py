@@ -16,6 +16,7 @@ from testbed.report.model import Chapter, chapters
 from testbed.report.tables import modes, ranks
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
+from testbed.spec.errors import Unavailable
 from testbed.spec.run import RunSpec
 from tests.bench import measure
 from tests.support.provenance import DIRTY, ROOT
@@ -117,6 +118,18 @@ def test_one_that_fails_does_not_end_the_others_and_is_named(measured: Any) -> N
     assert measured(SOME, "loop", "r1").done == ["loop"]
     with pytest.raises(SystemExit):
         measured(SOME, "lop")
+
+
+def test_an_experiment_that_this_machine_cannot_run_is_missing_and_does_not_end_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Unavailable("this machine's kernel lacks delay and loss (netem)")
+
+    monkeypatch.setenv("TESTBED_RUNS", "")  # `sweep` sets it
+    monkeypatch.setattr(measure.api, "sweep", refuse)
+    assert measure.sweep(ROOT / "experiments" / "wan.toml", tmp_path / "wan.tar.xz") is False
+    assert "wan: cannot be measured here: this machine's kernel lacks delay and loss" in capsys.readouterr().out
 
 
 def test_a_stored_result_of_another_commit_or_of_a_changed_tree_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

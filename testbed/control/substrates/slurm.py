@@ -206,7 +206,7 @@ class Job:
 GONE = "GONE"
 RUNNING = ("RUNNING", "SUSPENDED")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "RESV_DEL_HOLD", "REQUEUE_HOLD", "SPECIAL_EXIT")
-FORMAT = "%i|%T|%N|%P|%l|%S|%r"
+FORMAT = "%A|%T|%N|%P|%l|%S|%r"  # %A is the number in SLURM_JOB_ID; %i of a task of a job array is 9_1
 
 
 def parse_job(job: str, output: str) -> Job:

@@ -85,7 +85,6 @@ BOOT = """#!/bin/sh
 mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mount -t tmpfs -o mode=755 tmpfs /run && mkdir /run/netns /run/tmp /dev/shm && mount -t tmpfs tmpfs /dev/shm
 ln -s /proc/self/fd /dev/fd
-{variables}
 cd {folder} && {agent}
 """
 
@@ -182,9 +181,7 @@ class Kernel:
         agent = [sys.executable, "-P", "-m", "testbed.control.substrates.uml", "/dev/ttyS0", str(modules)]
         own = {"PYTHONPATH": package_path(), "TMPDIR": "/run/tmp", "HOME": "/run/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
         own["PATH"] = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-        variables = {name: text for name, text in (os.environ | own).items() if name.isidentifier()}
-        lines = "\n".join(f"export {name}={shlex.quote(text)}" for name, text in variables.items())
-        init.write_text(BOOT.format(variables=lines, folder=shlex.quote(str(Path.cwd())), agent=shlex.join(agent)))
+        init.write_text(boot_script(os.environ | own, Path.cwd(), agent))
         init.chmod(0o700)
         theirs, self._requests = os.pipe()
         answers, theirs_too = os.pipe()
@@ -265,6 +262,12 @@ class Kernel:
             if number not in self._codes and self._gone:
                 raise self._failure("keep running")
             return self._codes.get(number)
+
+
+def boot_script(variables: Mapping[str, str], folder: Path, agent: Sequence[str]) -> str:
+    """The program that the kernel starts. `env` takes every name; `export` of a shell would end it for some names."""
+    own = [f"{name}={text}" for name, text in variables.items()]
+    return BOOT.format(folder=shlex.quote(str(folder)), agent=shlex.join(["env", *own, *agent]))
 
 
 def _memory_folder(size: int) -> Path:

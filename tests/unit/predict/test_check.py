@@ -17,6 +17,7 @@ from testbed.predict.check import Checked, Verdict
 from testbed.predict.scale import Point
 from testbed.results.profile import Profile
 from testbed.spec.errors import RankFailed, SpecError, UsageError
+from testbed.spec.link import Link
 from testbed.spec.mode import SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.topology import Topology
@@ -177,6 +178,17 @@ def test_the_first_steps_of_every_k_at_m_are_not_measured(calibration: Calibrati
     assert "the first 1000 steps synchronise" in found[1].missing
     exact = check.keys(SyncMode.parse("ring/every:8"), POINTS[0], calibration, "p.json")
     assert exact["warmup"] == check.WARMUP
+
+
+@pytest.mark.parametrize(("delay", "jitter"), [(None, "5ms"), (0.02, "5ms"), (0.002, "2ms"), (0.0, None)])
+def test_the_jitter_of_the_runs_is_cut_to_the_delay_of_a_point(
+    calibration: Calibration, delay: float | None, jitter: str | None
+) -> None:
+    link = calibration.base.link.model_copy(update={"delay": 0.01, "jitter": 0.005})
+    far = replace(calibration, base=calibration.base.model_copy(update={"link": link}))
+    keys = check.keys(MODES[0], replace(POINTS[0], delay=delay), far, "p.json")
+    assert keys["link"].get("jitter") == jitter
+    assert Link.load(keys["link"], "") is not None
 
 
 def test_congestion_control_is_that_of_the_calibrating_runs(calibration: Calibration, bench: Bench) -> None:

@@ -54,6 +54,7 @@ def test_a_rate_alone_needs_no_netem_but_delay_and_loss_do() -> None:
         ({"delay": 1e-9}, "delay = 1e-09"),
         ({"queue": 0}, "queue = 0"),
         ({"jitter": "1ms"}, "link.jitter = '1ms': varies a delay, and none is set. Add e.g. link.delay = '20ms'."),
+        ({"delay": "5ms", "jitter": "6ms"}, "link.jitter = '6ms': varies a delay of 5ms, which cannot be less than"),
         ({"bandwidth": "1gbit"}, "unknown key 'bandwidth'; known keys: delay, jitter, loss, queue, rate"),
     ],
 )

@@ -104,6 +104,17 @@ def test_the_state_of_a_job_is_parsed() -> None:
     assert slurm.parse_job("12", "").state == slurm.GONE
 
 
+def test_inside_a_task_of_a_job_array_its_nodes_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM_JOB_ID is its number. squeue prints that for %A only; for %i it prints the number of the array."""
+    row = 'case "$*" in *%A*) id=12 ;; *) id=9_1 ;; esac; echo "$id|RUNNING|n[0-1]|p|5:00|N/A|None"'
+    reservation = scripted(tmp_path, monkeypatch, squeue=row)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    with reservation.hold(print):
+        assert (reservation.job, reservation.names) == ("12", ["n0", "n1"])
+    text = "9_1.batch|batch\n9_1.4|testbed-7-0\n"
+    assert slurm.parse_steps(text) == {"testbed-7-0": "9_1.4"}, "scancel takes this form"
+
+
 def test_steps_nodes_and_addresses_are_parsed() -> None:
     steps = "12.batch|batch\n12.extern|extern\n12.4|testbed-7-0\n12.5|bash\n"  # the last one is the user's own
     assert slurm.parse_steps(steps) == {"testbed-7-0": "12.4"}

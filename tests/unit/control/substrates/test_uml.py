@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,17 @@ def test_a_folder_that_the_kernel_would_hide_is_refused_before_it_exists(
     monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "hidden/data"))
     with pytest.raises(Unavailable, match=r"hidden/data is in a folder"):
         uml.check(plans(2))
+
+
+def test_the_agent_gets_every_variable_of_the_user_whatever_its_name(tmp_path: Path) -> None:
+    """A shell's `export` refuses some names and values, and then the kernel would not start."""
+    given = {"été": "1", "OPTIND": "x", "A": "it's\ntwo $lines", "PATH": os.environ["PATH"]}
+    shown = "import json, os; print(json.dumps([os.getcwd(), dict(os.environ)]))"
+    script = uml.boot_script(given, tmp_path, [sys.executable, "-c", shown])
+    begin = script.index("cd ")  # what comes before mounts file systems
+    done = subprocess.run(["sh", "-c", script[begin:]], env={}, capture_output=True, check=True)
+    folder, found = json.loads(done.stdout)
+    assert folder == str(tmp_path) and given.items() <= found.items()
 
 
 def test_ranks_know_how_large_a_users_model_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
