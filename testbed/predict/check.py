@@ -34,7 +34,7 @@ PREDICTIONS = "predictions.json"
 PROFILE = "profile.json"
 VERSION = 3  # of predictions.json
 STEPS, WARMUP = 8, 2  # of each measured run
-MAX_STEP_S = 60.0  # a point whose step would take longer is predicted and not measured
+MAX_STEP_S = 60.0  # a point whose step would take longer here, time dilation included, is predicted and not measured
 MAX_NODES = 128  # that are emulated on one machine
 MAX_FROM = 200  # M of every:K@M: its first M steps are warm-up, and each of them synchronises
 APART = 0.05  # modes whose measured steps differ by more must be ranked right
@@ -97,9 +97,10 @@ def check(
     run: Callable[..., Any] | None = None,
     slower: Slower = lambda keys, profile: 1.0,
 ) -> list[Checked]:
-    """Predict all points, write them, measure them by `run` (testbed.run), and return them in order.
+    """Predict all points, write them, and measure them by `run` (testbed.run).
 
-    `announce` is called with each point before it is measured.
+    Returns the measured points of earlier checks in `out`, then these in order. `announce` is called with each point
+    before it is measured.
 
     Raises UsageError if `out` has predictions of something else, or if no point can be measured.
     """
@@ -113,13 +114,22 @@ def check(
     if not wanted:
         raise refuse("--check", "", "there is no mode to measure", "Name modes that synchronise, e.g. ring,ddp.")
     out.mkdir(parents=True, exist_ok=True)
-    found = []
-    for each in _write(out, calibration, wanted):
-        if not each.missing:
-            announce(each)
-            each = _measured(each, calibration, out, run or testbed.run)
-        found.append(each)
-    return found
+    found, others = _write(out, calibration, wanted)
+    return [*_earlier(others, out), *(_carried_out(each, calibration, out, announce, run) for each in found)]
+
+
+def _carried_out(
+    each: Checked,
+    calibration: Calibration,
+    out: Path,
+    announce: Callable[[Checked], None],
+    run: Callable[..., Any] | None,
+) -> Checked:
+    """The point as it was measured, or with the reason why it was not."""
+    if missing := _too_much(each):
+        return replace(each, missing=missing)
+    announce(each)
+    return _measured(each, calibration, out, run or testbed.run)
 
 
 def _exists(mode: SyncMode, point: Point) -> bool:
@@ -137,18 +147,31 @@ def _dilation(mode: SyncMode, point: Point, calibration: Calibration, slower: Sl
 
 
 def _begin(found: Prediction) -> Checked:
-    seconds, first = found.step.seconds, found.mode.every_from
-    missing = f"a step would take {seconds:.0f} s" if seconds > MAX_STEP_S else ""
-    missing = f"the first {first} steps synchronise each time: too long to wait for" if first > MAX_FROM else missing
-    missing = f"more than {MAX_NODES} nodes" if found.point.nodes > MAX_NODES else missing
-    return Checked(found.mode, found.point, seconds, found.low, found.high, missing=missing)
+    return Checked(found.mode, found.point, found.step.seconds, found.low, found.high)
+
+
+def _too_much(each: Checked) -> str:
+    """Why a point is predicted only; empty if it is measured."""
+    point, first = each.point, each.mode.every_from
+    seconds = each.predicted * point.dilation
+    if point.nodes > MAX_NODES:
+        return f"more than {MAX_NODES} nodes"
+    if first > MAX_FROM:
+        return f"the first {first} steps synchronise each time: too long to wait for"
+    if seconds > MAX_STEP_S:
+        slower = f", {point.dilation:g} times slower as it is measured" if point.dilation > 1 else ""
+        return f"a step would take {seconds:.0f} s{slower}"
+    return ""
 
 
 # --- predictions.json --------------------------------------------------------------------------------------------
 
 
-def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> list[Checked]:
-    """Add the predictions that the file does not have yet; return those of the file for the wanted points."""
+def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> tuple[list[Checked], list[Checked]]:
+    """Add the predictions that the file does not have yet; return those of the file: the wanted ones, and the others.
+
+    Raises UsageError if they are of something else, SpecError if the file cannot be read.
+    """
     path, base = out / PREDICTIONS, calibration.base
     # what a point leaves open is that of the calibrating runs
     of = {
@@ -172,8 +195,14 @@ def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> li
     if fresh:
         content["points"] += [each | {"commit": commit(), "written": time.time()} for each in fresh]
         write_whole(path, json.dumps(content, indent=1), durable=True)
-    of_file = {_place(each): each for each in content["points"]}
-    return [_from_file(each, of_file[_place(_as_json(each))]) for each in wanted]
+    of_file = {_place(each): _from_json(each) for each in content["points"]}
+    found = [of_file.pop(_place(_as_json(each))) for each in wanted]
+    for each, own in zip(wanted, found, strict=True):
+        if each.point.dilation > own.point.dilation:
+            was, now = own.point.dilation, each.point.dilation
+            rule = f"{own.name} is predicted there with a time dilation of {was:g}, and {now:g} is needed or requested"
+            raise UsageError(f"{path}: {rule}. Give another folder with --out.")
+    return found, list(of_file.values())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -181,6 +210,8 @@ def _read(path: Path) -> dict[str, Any]:
         content = read_json(path)
         if content["schema"] != VERSION or not isinstance(content["points"], list):
             raise ValueError(f"schema {content['schema']}")
+        for each in content["points"]:
+            _from_json(each)
         return dict(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"no predictions that this testbed reads ({one_line(str(error))})"
@@ -197,9 +228,9 @@ def _place(each: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(each[key] for key in ("mode", "nodes", "rate", "delay", "speed"))
 
 
-def _from_file(each: Checked, own: dict[str, Any]) -> Checked:
-    point = replace(each.point, dilation=float(own["dilation"]))
-    return replace(each, point=point, predicted=float(own["seconds"]), low=float(own["low"]), high=float(own["high"]))
+def _from_json(own: dict[str, Any]) -> Checked:
+    point = Point(own["nodes"], own["rate"], own["delay"], own["speed"], float(own["dilation"]))
+    return Checked(SyncMode.parse(own["mode"]), point, float(own["seconds"]), float(own["low"]), float(own["high"]))
 
 
 def commit() -> str:
@@ -224,7 +255,7 @@ def _measured(each: Checked, calibration: Calibration, out: Path, run: Callable[
     """Measure a point, unless an earlier check has; what refuses or fails it is kept as the reason."""
     folder, speed = out / each.name, each.point.speed
     summary = _finished(folder)
-    if summary is None:
+    if summary is None or _was_busy(summary):  # continued: what other work disturbed is measured again
         profile = out / (PROFILE if speed == 1 else f"profile-x{speed:g}.json")
         if not profile.exists():
             faster(calibration, speed).profile.write(profile)
@@ -236,8 +267,19 @@ def _measured(each: Checked, calibration: Calibration, out: Path, run: Callable[
             return replace(each, missing=one_line(str(error)))
     if summary.status != "ok" or summary.seconds_per_step is None:
         return replace(each, missing=one_line(f"{summary.status}: {summary.reason}"))
-    busy = any(machine.is_busy for machine in summary.machines)
-    return replace(each, measured=summary.seconds_per_step, busy=busy)
+    return replace(each, measured=summary.seconds_per_step, busy=_was_busy(summary))
+
+
+def _earlier(others: Iterable[Checked], out: Path) -> list[Checked]:
+    """Those of these points that were measured, with what was measured."""
+    found = [(each, _finished(out / each.name)) for each in others]
+    return [
+        replace(each, measured=summary.seconds_per_step, busy=_was_busy(summary)) for each, summary in found if summary
+    ]
+
+
+def _was_busy(summary: Any) -> bool:
+    return any(machine.is_busy for machine in summary.machines)
 
 
 def _finished(folder: Path) -> Any:

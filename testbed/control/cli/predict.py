@@ -157,7 +157,7 @@ def _check(
             console.print(f"{each.name} was not measured: {each.missing}")
     console.print(judged.sentence if judged else "nothing was measured")
     drawn = check.with_measured(calibration, found)
-    console.print(_page(drawn, modes, folder))
+    console.print(_page(drawn, list(dict.fromkeys([*modes, *(each.mode for each in found)])), folder))
 
 
 def _outcome(each: Checked) -> tuple[str, str]:

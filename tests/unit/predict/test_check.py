@@ -15,7 +15,9 @@ from testbed.predict import check
 from testbed.predict.calibrate import WAKEUP_S, Calibration, calibrate
 from testbed.predict.check import Checked, Verdict
 from testbed.predict.scale import Point
+from testbed.results.folder import RunFolder
 from testbed.results.profile import Profile
+from testbed.results.validity import MachineLoad
 from testbed.spec.errors import RankFailed, SpecError, UsageError
 from testbed.spec.link import Link
 from testbed.spec.mode import SyncMode
@@ -44,6 +46,7 @@ class Bench:
         self.out = out
         self.requested: list[dict[str, Any]] = []
         self.failing = ""
+        self.others = 0.0  # cores that other processes use
 
     def __call__(self, *, out: Path, quiet: bool, **keys: Any) -> Run:
         points = json.loads((self.out / check.PREDICTIONS).read_text())["points"]
@@ -53,6 +56,9 @@ class Bench:
         if keys["mode"] == self.failing:
             raise RankFailed("rank 3 was killed")
         make_run(out, Conditions(compute=1.6), mode=keys["mode"], nodes=keys["nodes"], **LINK)
+        path = RunFolder(out).summary
+        machine = MachineLoad(ranks=[0], cores=2, others=self.others).model_dump()
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"machines": [machine]}))
         return Run(out)
 
 
@@ -103,14 +109,43 @@ def test_a_point_that_takes_too_long_is_not_measured(calibration: Calibration, b
     assert "a step would take" in found[1].missing
 
 
+def test_dilation_counts_where_a_point_takes_too_long(calibration: Calibration, bench: Bench) -> None:
+    ring, points = MODES[:1], POINTS[:1]
+    (fits,) = check.check(calibration, ring, points, bench.out, run=bench, slower=lambda keys, profile: 10.0)
+    assert fits.measured and fits.predicted * 10 < check.MAX_STEP_S < fits.predicted * 100
+    other = Bench(bench.out / "other")
+    (found,) = check.check(calibration, ring, points, other.out, run=other, slower=lambda keys, profile: 100.0)
+    assert other.requested == [] and found.missing.endswith("s, 100 times slower as it is measured")
+
+
+def test_a_point_that_other_work_disturbed_is_measured_again(calibration: Calibration, bench: Bench) -> None:
+    bench.others = 1.0
+    assert [each.busy for each in checked(calibration, bench)] == [True] * 6
+    bench.others = 0.0
+    again = checked(calibration, bench)
+    assert [each.busy for each in again] == [False] * 6 and len(bench.requested) == 12
+    assert all(each.measured for each in checked(calibration, bench)) and len(bench.requested) == 12
+
+
+def test_points_of_earlier_checks_in_the_folder_count(calibration: Calibration, bench: Bench) -> None:
+    """So gather is measured on 8 nodes only, and compared with the other modes."""
+    check.check(calibration, MODES[:1], [Point(8), Point(16)], bench.out, run=bench)
+    found = check.check(calibration, MODES[1:2], [Point(8)], bench.out, run=bench)
+    assert [(str(each.mode), each.point.nodes) for each in found] == [("ring", 8), ("ring", 16), ("gather", 8)]
+    assert all(each.measured for each in found) and len(bench.requested) == 3
+    judged = check.verdict(found)
+    assert judged is not None and (judged.points, judged.pairs) == (3, 1)
+
+
 def test_predictions_of_something_else_are_refused(calibration: Calibration, bench: Bench) -> None:
     checked(calibration, bench)
     other = replace(calibration, profile=calibration.profile.model_copy(update={"model": "other"}))
     with pytest.raises(UsageError, match="model = vgg11, and the runs have other"):
         checked(other, bench)
-    (bench.out / check.PREDICTIONS).write_text("{}")
-    with pytest.raises(SpecError, match="no predictions"):
-        checked(calibration, bench)
+    for damaged in ("{}", json.dumps({"schema": check.VERSION, "points": [{"mode": "ring"}]})):
+        (bench.out / check.PREDICTIONS).write_text(damaged)
+        with pytest.raises(SpecError, match="no predictions"):
+            checked(calibration, bench)
 
 
 def test_points_are_not_measured_with_another_profile_than_the_first_ones(
@@ -158,6 +193,13 @@ def test_a_point_is_predicted_with_the_dilation_that_it_is_measured_with(
     again = check.check(calibration, MODES[:2], points, bench.out, run=bench)  # would be measured at 1 now
     assert [each.point for each in again] == [each.point for each in found]
     assert check.verdict(found).pairs > 0  # type: ignore[union-attr]
+
+
+def test_a_larger_dilation_than_that_of_the_file_is_refused(calibration: Calibration, bench: Bench) -> None:
+    """What was measured with the smaller one would be shown as if it had the larger one."""
+    check.check(calibration, MODES[:1], POINTS[:1], bench.out, run=bench)
+    with pytest.raises(UsageError, match=r"time dilation of 1, and 2 is needed or requested\. Give another folder"):
+        check.check(calibration, MODES[:1], POINTS[:1], bench.out, run=bench, slower=lambda keys, profile: 2.0)
 
 
 def test_a_point_whose_run_would_be_refused_is_predicted_and_the_refusal_is_its_reason(
