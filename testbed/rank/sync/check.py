@@ -28,7 +28,7 @@ from testbed.rank.sync.buckets import make_buckets, trained
 from testbed.rank.sync.codecs import MAX_INT8
 from testbed.rank.sync.schedules import Averager, build
 from testbed.rank.sync.synchronizer import Synchronizer
-from testbed.rank.sync.verify import SampledMethod, Verdict, agree_on, differs, rounding
+from testbed.rank.sync.verify import SampledMethod, WrongNumbers, agree_on, differs, rounding
 from testbed.rank.watchdog import Heartbeat, is_lost_peer
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import SpecError, TestbedError
@@ -216,7 +216,7 @@ class Known(nn.Module):
         return torch.stack([(parameter * gradient).sum() for parameter, gradient in pairs]).sum()
 
 
-def _try(case: Case, group: Group) -> Verdict:
+def _try(case: Case, group: Group) -> WrongNumbers:
     """Step through the mode; return what is wrong on this rank.
 
     With SGD and a learning rate of 1, k steps leave minus k times the mean in the parameters. With `every:K` they are
@@ -232,7 +232,7 @@ def _try(case: Case, group: Group) -> Verdict:
     most = max(tolerance(case, group.size), _own_tolerance(sync)) * float(_flat(numbers).max())
     steps = POWERSGD_STEPS if case.mode.is_reference and case.mode.codec == "powersgd" else 1
     compared = [case.mode.every_from, case.mode.every_from + case.mode.every] if case.mode.every > 1 else [steps]
-    wrong: Verdict = {}
+    wrong: WrongNumbers = {}
     for step in range(1, compared[-1] + 1):
         timeline.start()
         sync.zero()
@@ -267,10 +267,10 @@ def _applied(case: Case, sync: Synchronizer, model: nn.Module, step: int) -> lis
 
 @contextmanager
 def _tried(mode: SyncMode, heartbeat: Heartbeat | None) -> Iterator[None]:
-    """If ranks wait in vain inside, it is the fault of the user's method, not of a rank."""
+    """Tell the heartbeat that a user's method is being tried: a deadlock then refuses the method and names no rank."""
     if heartbeat and mode.algorithm not in ALGORITHMS:
         heartbeat.own_method, heartbeat.trying = f"mean_ of {own_method(mode.algorithm).path}", True
-    yield  # after an error it stays: the verdict of rank 0 comes later
+    yield  # after an error `trying` stays True, because rank 0's watchdog decides later who failed
     if heartbeat:
         heartbeat.trying = False
 
