@@ -50,7 +50,7 @@ def differs(found: Tensor, expected: Tensor, own: Tensor, most: Tensor | float, 
 
 
 def _hint(found: Tensor, expected: Tensor, own: Tensor, most: Tensor | float, n: int) -> str:
-    """What all wrong numbers have in common; empty if it is nothing that is known."""
+    """Return the mistake that explains all wrong numbers; empty if no known mistake does."""
 
     def are(values: Tensor) -> bool:
         return bool(((found - values).abs() <= most).all())
