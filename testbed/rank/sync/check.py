@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
-from testbed.rank.own_code import blame_line
+from testbed.rank.own_code import describe_error
 from testbed.rank.sync.buckets import make_buckets, trained
 from testbed.rank.sync.codecs import MAX_INT8
 from testbed.rank.sync.schedules import Averager, build
@@ -54,7 +54,7 @@ def check_mode(spec: RunSpec, model: nn.Module, group: Group) -> None:
             with torch.random.fork_rng(devices=[]):
                 found = _try(case, own)
         except (Exception, SystemExit) as error:
-            raise _blame_method(spec.mode, error) or error from None
+            raise _error_of_method(spec.mode, error) or error from None
         agree_on(spec.mode, f"known numbers in {spec.dtype}", found, group, "check")
 
 
@@ -275,11 +275,11 @@ def _tried(mode: SyncMode, heartbeat: Heartbeat | None) -> Iterator[None]:
         heartbeat.trying = False
 
 
-def _blame_method(mode: SyncMode, error: BaseException) -> TestbedError | None:
+def _error_of_method(mode: SyncMode, error: BaseException) -> TestbedError | None:
     """The SpecError for an error that a user's method raised; None if it is not the method's."""
     if mode.algorithm in ALGORITHMS or isinstance(error, TestbedError):
         return None
     if isinstance(error, RuntimeError) and is_lost_peer(error):
         return None
-    reason = blame_line(method_path(mode.algorithm), error, own_method(mode.algorithm).path)
+    reason = describe_error(method_path(mode.algorithm), error, own_method(mode.algorithm).path)
     return SpecError(f"mode {str(mode)!r}: {reason} (known numbers, before the first step). Fix mean_, then try again.")
