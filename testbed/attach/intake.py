@@ -53,7 +53,7 @@ class Records:
         self._left_of_others = int(OTHERS_SHARE * limit_bytes)
         self._rank: int | None = None  # the first connection that sent `start`
         self._started: dict[int, TextIO | None] = {}  # connections that sent `start`, in order, and their files
-        self._waiting: dict[int, list[bytes]] = {}  # lines of connections that have not started
+        self._unstarted: dict[int, list[bytes]] = {}  # lines of connections that have not started
         self.steps = 0
         self.last_step = time.monotonic()
         self.reached_limit = False  # the script has made the requested steps
@@ -99,7 +99,7 @@ class Records:
             with contextlib.suppress(OSError):
                 file = process_records(self._path, number).open("a", encoding="utf-8", buffering=1)
         self._started[connection] = file
-        for line in self._waiting.pop(connection, []):
+        for line in self._unstarted.pop(connection, []):
             self._write(file, line)
 
     def _store(self, connection: int, kind: str, line: bytes) -> None:
@@ -115,7 +115,7 @@ class Records:
         elif kind == "unseen" and not self._started:  # a forked process does not send it again
             self._write(self._file, line)
         else:
-            self._waiting.setdefault(connection, []).append(line)
+            self._unstarted.setdefault(connection, []).append(line)
         if kind == "step" and not other:
             self.steps, self.last_step = self.steps + 1, time.monotonic()
 
@@ -137,21 +137,21 @@ class Records:
         return len(self._started)
 
     def write(self, record: End | Error | Files | Unseen | Where) -> None:
-        """Write a record of the launcher. Before Error or Files, write the lines that still wait for a `start`."""
+        """Write a record of the launcher. Before Error or Files, write what arrived without a `start`."""
         with self._lock:
             if isinstance(record, Error | Files):
-                self._keep_waiting()
+                self._write_unstarted()
             self._file.write(encode(record) + "\n")
 
-    def _keep_waiting(self) -> None:
-        """Write the lines that wait for a `start` if no process has sent one, and forget them all."""
-        for line in (line for lines in self._waiting.values() for line in lines if not self._started):
+    def _write_unstarted(self) -> None:
+        """Write the lines of connections without a `start` if no process has sent one, else discard them."""
+        for line in (line for lines in self._unstarted.values() for line in lines if not self._started):
             self._write(self._file, line)
-        self._waiting.clear()
+        self._unstarted.clear()
 
     def close(self) -> None:
         with self._lock:
-            self._keep_waiting()
+            self._write_unstarted()
             for file in (self._file, *self._started.values()):
                 if file is not None:
                     file.close()

@@ -392,7 +392,7 @@ class Output:
         self.total = 0  # bytes that the script has printed
 
     def copy(self, source: int) -> None:
-        """Copy a pipe to its end. If the log cannot be written, e.g. on a full disk, the pipe is read all the same."""
+        """Copy a pipe until it ends. If the log cannot be written, e.g. on a full disk, go on reading the pipe."""
         while chunk := os.read(source, CHUNK_BYTES):
             self.add(chunk)
 

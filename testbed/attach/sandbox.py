@@ -153,7 +153,10 @@ def _outermost(paths: Iterable[Path]) -> list[Path]:
 
 
 def isolate(uid: int, needs: Sequence[Path], writable: Path) -> None:
-    """Make everything but the script's needs read-only or empty. Call it as root, in namespaces of the script's own."""
+    """Make everything read-only or empty, except `writable` and what the script `needs` to read.
+
+    Call it as root, in mount and process namespaces that belong to the script alone.
+    """
     _mount("-t", "proc", "proc", "/proc")
     for cover, inside in covers([*needs, writable], uid, [*homes(uid), *PRIVATE]).items():
         opened = {path: os.open(path, os.O_PATH) for path in inside}

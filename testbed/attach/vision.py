@@ -26,7 +26,7 @@ CIFAR_TEST = ("test_batch",)
 
 
 class Vision:
-    """Changes modules of torchvision when they are imported. `offered`: by name of a data set, `root` and digests."""
+    """Changes modules of torchvision when they are imported. `offered`: the folder and the digests of each data set."""
 
     def __init__(
         self, offered: Mapping[str, Any], changed: list[str], failed: Callable[[str, BaseException], None]

@@ -52,7 +52,7 @@ SOCKET_PACKETS = 80  # that a socket's usual buffer holds on their way
 QUEUE_S = 0.05  # that packets may wait in the queue of their link
 START_TIMEOUT_S = 10.0  # for the first datagram of every sender
 TICK_S = 0.002  # between two writes of a sender
-MAX_BEHIND_S = 0.1  # a late sender catches up at most this; the queue of a link holds as much
+MAX_BEHIND_S = 0.1  # a sender that is late sends at most this much at once; the queue of a link holds as much
 ASK, SENT, COUNTED, ENOUGH, GO = b"a", b"s", b"c", b"e", b"g"
 
 
@@ -64,8 +64,8 @@ class Plan:
     packets: int = 0  # numbered datagrams, to count those that are lost
     batch: int = MAX_BATCH
     fill: float | None = None  # bit/s of datagrams that fill the link; None: none are sent
-    sockets: int = 1  # of the sender of these: what one may have on its way is limited
-    segments: int = 1  # of these that the sender hands to the kernel at once: no more than a token bucket holds
+    sockets: int = 1  # that send these datagrams: each has a limited send buffer
+    segments: int = 1  # of these datagrams in one system call: no more than a token bucket holds
 
     @classmethod
     def of(cls, fabric: Fabric, pairs: Pairs, pair: tuple[int, int], single: bool) -> Plan:

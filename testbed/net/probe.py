@@ -107,7 +107,10 @@ def link_steps(n: int) -> list[Pairs]:
 
 
 def link_steps_of(fabric: Fabric) -> list[Pairs]:
-    """Return the same with racks: first the links inside racks, then at most ACROSS_LINKS of those between racks."""
+    """Return the pairs of every step that measures links of a network that may have racks.
+
+    With racks: first the links inside racks, then at most ACROSS_LINKS of those between racks.
+    """
     steps = link_steps(fabric.size)
     if not fabric.shared_uplinks:
         return steps

@@ -45,7 +45,7 @@ COPY_S = 0.5e-9  # assumed: seconds per byte of a copy
 ACKS = 0.016  # assumed: measured on shaped links of veth pairs; one acknowledgement of 66 bytes for two or three frames
 MAX_ACKS = 0.05
 WINDOW_BYTES = 4 << 20  # assumed: what one TCP connection of Linux has under way at most, by its default buffers
-SMALL_S = 2e-3  # a buffer whose bytes take less shows what its messages cost
+SMALL_S = 2e-3  # if the bytes of a buffer take less, its time is that of its messages
 SAME_SIZE = 0.01  # a profile and a run are of one model if their gradients differ by less
 MANY = 3.0  # times as many messages in one mode as in another show what a message costs
 WHOLE = 1.5  # records count fewer than so many messages for each buffer where whole buffers are handed to torch
@@ -768,7 +768,7 @@ def _copies(evidence: Evidence, name: str) -> float:
 
 
 def _code(evidence: Evidence, wire: Wire, efficiency: float) -> float:
-    """Seconds of a codec for each byte of gradient: what averaging took beyond what was sent."""
+    """Return the seconds that a codec computes per byte of gradient: the time of averaging without that of sending."""
     costs = []
     for run in evidence.in_turn:
         if run.spec.mode.codec and run.gradient:

@@ -252,7 +252,10 @@ def commit() -> str:
 
 
 def _measured(each: Checked, calibration: Calibration, out: Path, run: Callable[..., Any]) -> Checked:
-    """Measure a point, unless an earlier check has; what refuses or fails it is kept as the reason."""
+    """Return the point with its measured time, or with the reason why there is none.
+
+    A point that an earlier check has measured is read from its folder.
+    """
     folder, speed = out / each.name, each.point.speed
     summary = _finished(folder)
     if summary is None or _was_busy(summary):  # continued: what other work disturbed is measured again

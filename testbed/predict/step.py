@@ -95,7 +95,7 @@ class Work:
 
     @classmethod
     def of(cls, profile: Profile, passes: int = 1) -> Work:
-        """The work of a step with so many passes, of which the profile has one."""
+        """Return the work of a step of `passes` passes (micro-batches). The profile was recorded with one pass."""
         forward, backward = [0.0], [0.0]
         sizes: list[tuple[int, ...]] = [()]
         for layer in profile.layers:

@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, default_collate
 
-from testbed.rank.own_code import blame_line, call
+from testbed.rank.own_code import call, describe_error
 from testbed.spec.datasets import DatasetInfo, Shape, array_path, dataset_info, require_complete
 from testbed.spec.errors import refuse
 
@@ -241,7 +241,7 @@ def _own_data(info: DatasetInfo, path: Path, train: bool) -> OwnData:
         shape = tuple(default_collate([first]).shape[1:])
         torch.as_tensor(label).to(torch.int64)  # a class, or one for each token
     except (Exception, SystemExit) as error:
-        rule = f"sample 0 is not a tensor and a class ({blame_line(path, error, own.path)})"
+        rule = f"sample 0 is not a tensor and a class ({describe_error(path, error, own.path)})"
         raise refuse(
             "data", info.name, rule, "Return data sets of torch's kind: dataset[i] is (tensor, class)."
         ) from None

@@ -23,7 +23,7 @@ def execute_file(path: Path, what: str, shown: str = "") -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise SpecError(f"{what}: {blame_line(path, error, shown)}. Fix the file.") from None
+        raise SpecError(f"{what}: {describe_error(path, error, shown)}. Fix the file.") from None
     return module
 
 
@@ -35,10 +35,10 @@ def call(path: Path, function: str, arguments: tuple[Any, ...], what: str, shown
     try:
         return found(*arguments)
     except (Exception, SystemExit) as error:
-        raise SpecError(f"{what}: {blame_line(path, error, shown)}. Fix the file.") from None
+        raise SpecError(f"{what}: {describe_error(path, error, shown)}. Fix the file.") from None
 
 
-def blame_line(path: Path, error: BaseException, shown: str = "") -> str:
+def describe_error(path: Path, error: BaseException, shown: str = "") -> str:
     """Return where in a user's file an error was raised, and the error: "methods/x.py, line 3: TypeError: ..."."""
     frames = traceback.extract_tb(error.__traceback__)
     line = next((f", line {frame.lineno}" for frame in reversed(frames) if frame.filename == str(path)), "")

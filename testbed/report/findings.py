@@ -160,7 +160,7 @@ def verdict(chapter: Chapter, swept: str = "") -> Verdict:
 
 
 def place(chapter: Chapter, cell: Cell) -> str:
-    """Return the begin of a sentence: the network of a cell, and its values of the other keys that vary."""
+    """Return the beginning of a sentence: the network of a cell, and its values of the other keys that vary."""
     rate = cell.spec.link.rate
     where = f"At {rate_in_words(rate)} each way" if rate else "On this network"
     on = f" on {cell.substrate}" if "on" in chapter.keys else ""
@@ -274,7 +274,7 @@ def limit(chapter: Chapter, best: Cell, worst: Cell) -> list[str]:
     s, wire, step = best.split, best.bound, best.seconds.centre
     own = s.compute + s.copies
     if MAX_USE * step < max(own, wire):
-        return []  # a bound above the step is wrong, so it shows no limit
+        return []  # a lower bound that is longer than the measured step is wrong, so nothing follows from it
     if s.exposed > own and wire < s.busy / 2:
         return [
             f"Neither computing ({seconds(own)} a step) nor the bytes ({seconds(wire)} at this rate) explain a step of "

@@ -167,7 +167,7 @@ def _summarise(folder: RunFolder, spec: RunSpec, facts: dict[str, Any]) -> Summa
         **_accuracy(ranks),
         **_timing(folder, spec, steps, facts.get("one_clock", True)),
         **facts
-        | (_verdict(spec, ranks, steps, facts["status"]) or _uneven(copies, facts["status"]))
+        | (_failed_or_invalid(spec, ranks, steps, facts["status"]) or _unfinished_copies(copies, facts["status"]))
         | {"notes": notes},
     )
 
@@ -249,12 +249,15 @@ def fault_names(kinds: Iterable[str]) -> str:
     return f"{' and '.join(names)} fault{'s' * (len(names) > 1)}" if names else ""
 
 
-def _verdict(spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], status: str) -> dict[str, str]:
-    """Return {} if every rank recorded every step once and in order, and no rank was faster than its link allows.
+def _failed_or_invalid(
+    spec: RunSpec, ranks: list[list[Record]], steps: list[list[Step]], status: str
+) -> dict[str, str]:
+    """Return {} if the records show nothing wrong; else the status, "failed" or "invalid", and the reason.
 
-    Otherwise return the status, "failed" or "invalid", and the reason. If a step of a rank were missing, its later
-    steps would be compared with the wrong steps of other ranks. A rank without any record is accepted: ranks that a
-    launcher starts may have no shared disk, and then rank 0 has only its own file.
+    Every rank must have recorded every step once and in order, no rank may be faster than its link allows, and ranks
+    with emulated compute may not use too much of a machine. If a step of a rank were missing, its later steps would be
+    compared with the wrong steps of other ranks. A rank without any record is accepted: ranks that a launcher starts
+    may have no shared disk, and then rank 0 has only its own file.
     """
     if status != "ok":
         return {}
@@ -281,7 +284,7 @@ def _ended(records: Sequence[Record]) -> bool:
     return any(isinstance(r, End) for r in records)
 
 
-def _uneven(copies: Sequence[list[Record]], status: str) -> dict[str, str]:
+def _unfinished_copies(copies: Sequence[list[Record]], status: str) -> dict[str, str]:
     """Return {} if all copies of a single node's job ran to their end; else the status "invalid" and the reason."""
     lost = sum(not _ended(records) for records in copies)
     if status != "ok" or not lost:

@@ -91,7 +91,7 @@ def optimizer_of(record: Gradients) -> int:
 
 
 def fit_sample(samples: Sequence[Gradients]) -> Fit:
-    """Return the fit of one update. `samples` has those of all ranks in order."""
+    """Return the fit of one update. `samples`: one of each rank, in rank order."""
     step, optimizer = samples[0].step, optimizer_of(samples[0])
     unseen = Fit(math.nan, math.nan, "unseen", step, optimizer)
     pairs = [_flat(sample) for sample in samples]

@@ -140,7 +140,7 @@ class FanIn(MeasuredRate):
 
 
 class UplinkReceipt(MeasuredRate):
-    """Nodes of a rack send to nodes of other racks at once, or receive from them."""
+    """The uplink of a rack in one direction, measured while all of its `pairs` send at the same time."""
 
     rack: int
     outgoing: bool

@@ -162,8 +162,9 @@ def check(case: Case, group: Group) -> Case:
     for values in case["specs"]:
         spec, store = RunSpec.load(values, "case"), dist.PrefixStore(str(len(refusals)), group.store)
         own = Group(group.rank, group.size, store, DEADLINE, racks=spec.topology.racks)
+        mode = choose_bucket(spec.mode, gradient_bytes(model), own, spec.limiting_rates).mode  # as before each run
         try:
-            check_mode(spec, model, own)
+            check_mode(spec.model_copy(update={"mode": mode}), model, own)
             refusals.append("")
         except UsageError as error:
             refusals.append(str(error))

@@ -36,6 +36,7 @@ STEPS, CHECKPOINT_EVERY = 100, 10
 LONGEST_S = 8.0  # of a fault that is reverted: some are longer than the deadline of 5 s
 AT_ONCE = ("kill", "exit", "oom", "disk-full")  # the rank ends by itself; the others notice it without a deadline
 SILENT = ("pause", "cut")  # the others notice it at their deadline
+SLOWING = ("rate", "slow")  # no rank ends
 TIMEOUT_S = 300.0  # of a run with up to five retries
 MARGIN_S = 1.0  # between a fault and what other ranks and the controller notice of it
 NAMED = re.compile(r"\brank (\d+) \(node\d+\)")  # at the beginning of a message about a failed rank
@@ -106,7 +107,7 @@ class Attempt:
     @property
     def candidates(self) -> list[tuple[Fault, float]]:
         """Faults that can have stopped a rank, injected before the first rank ended."""
-        silence = sum(fault.lasts or 0.0 for fault, _ in self.faults if fault.kind in (*SILENT, "rate", "slow"))
+        silence = sum(fault.lasts or 0.0 for fault, _ in self.faults if fault.kind in (*SILENT, *SLOWING))
         long = silence > DEADLINE_S / 2  # slower links and several pauses add up, and TCP waits longer after a cut
         stopping = [each for each in self.faults if _is_fatal(each[0]) or (each[0].kind in SILENT and long)]
         return [(fault, at) for fault, at in stopping if self.failed is None or at <= self.failed + MARGIN_S]

@@ -57,6 +57,22 @@ def test_no_table_has_a_figure_that_was_typed_by_hand(name: str) -> None:
     assert typed == [], "Put the figures into a file in results/, and marks into the document (CONTRIBUTING.md)"
 
 
+NAMED = re.compile(r"(`\w[\w.]*\w`(?:(?:, | and )`\w[\w.]*\w`)*) in `([\w/]+\.py)`")
+
+
+def test_a_name_that_the_architecture_puts_into_a_file_is_in_that_file() -> None:
+    """`Class.method` in `folder/file.py`: folders are below testbed/, with or without that name."""
+    rows = NAMED.findall(text_of("docs/architecture.md"))
+    found = [(name, file) for names, file in rows for name in re.findall(r"`([\w.]+)`", names)]
+    assert len(found) > 20
+    absent = []
+    for name, file in found:
+        path = ROOT / "testbed" / file.removeprefix("testbed/")
+        source = (path if path.exists() else ROOT / file).read_text(encoding="utf-8")
+        absent += [f"{name} in {file}" for part in name.split(".") if not re.search(rf"\b{part}\b", source)]
+    assert absent == []
+
+
 def test_every_part_of_the_bench_is_in_a_table() -> None:
     named = {"step"} | {word for _, what, _ in BLOCKS for word in what.split()}
     parts = list(generate.bench_file())

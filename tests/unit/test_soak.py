@@ -13,6 +13,7 @@ import pytest
 
 from testbed.results.faults import FaultHistory
 from testbed.results.folder import RunFolder
+from testbed.spec.experiment import Experiment
 from testbed.spec.fault import FAULT_KINDS
 from tests.soak import faults, hostile, outcomes, runs, sequences
 from tests.soak.__main__ import PARTS
@@ -214,6 +215,14 @@ def test_the_checker_sees_what_is_wrong_with_an_attempt(
 ) -> None:
     (line,) = sequences._wrong_attempt(attempts(*events)[0], message)
     assert line.startswith(wrong)
+
+
+def test_every_kind_of_fault_has_a_rule_in_the_soak_and_a_case_in_the_experiment() -> None:
+    """Without a rule the soak would expect that every rank survives a new kind."""
+    rules = sorted([*sequences.AT_ONCE, *sequences.SILENT, *sequences.SLOWING])
+    assert rules == sorted(FAULT_KINDS), "Name the kind in AT_ONCE, SILENT or SLOWING of tests/soak/sequences.py"
+    runs = Experiment.read(ROOT / "experiments" / "faults.toml").runs()
+    assert {fault.kind for run in runs for fault in run.faults} == set(FAULT_KINDS), "Add it to experiments/faults.toml"
 
 
 def test_a_sequence_can_be_repeated_by_its_seed() -> None:

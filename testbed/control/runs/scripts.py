@@ -41,7 +41,7 @@ def check(script: ScriptSpec, here: bool) -> None:
         rule = f"there is no such command. PATH is {script.path or os.environ.get('PATH', os.defpath)}"
         raise refuse("command", first, rule, "Give its path, or activate the environment that has it.")
     if shutil.which("setpriv") is None:
-        raise Unavailable("testbed exec: the command setpriv is missing, which takes privileges. Install util-linux")
+        raise Unavailable("testbed exec: the command setpriv, which removes privileges, is missing. Install util-linux")
 
 
 def handed(script: ScriptSpec) -> dict[str, str]:

@@ -301,7 +301,7 @@ class ComposeSubstrate:
     def start(self, node: int, argv: Sequence[str], env: Mapping[str, str], log: Path, quota: bool = True) -> Process:
         """Start a process without any privilege. With `quota` the container gets its CPU quota and cores.
 
-        Without, both are removed: the probe after training has what the first one had.
+        Without `quota` both are removed, so that the probe after training measures as the one before it.
         """
         self._limit(node, quota and self._limits_cpus)
         self._pin(node, quota)

@@ -39,7 +39,7 @@ class Copies:
         return self._original.copy(node - self.first + 1)
 
     def plans(self, like: NodePlan) -> list[NodePlan]:
-        """The plans of their nodes, whose links are not used."""
+        """Return the plans of the nodes that the copies run on. A copy sends nothing, so their links are not shaped."""
         return [replace(like, name=f"node{node}", link=Link(), address="") for node in self.nodes]
 
     def job(

@@ -90,17 +90,18 @@ def spawn(
     env: Mapping[str, str],
     log: Path,
     inherited: Mapping[str, str] = os.environ,
-    outlives_us: bool = False,
+    outlives_controller: bool = False,
 ) -> LocalProcess:
-    """Start a process with our mark in a session of its own; stdout and stderr are appended to `log`.
+    """Start a process with this controller's mark in a session of its own; stdout and stderr are appended to `log`.
 
-    `inherited`: the variables that it has besides `env`. `outlives_us`: it has no mark, so that the next run does not
-    kill it if this controller is killed.
-    Raises SpecError if `log` is a link or pipe: a script in a container may own the folder, and we may be root.
+    `inherited`: the variables that it has besides `env`. `outlives_controller`: it has no mark, so that
+    the next run does not kill it if this controller is killed.
+    Raises SpecError if `log` is a link or pipe: a script in a container may own the folder, and this process may be
+    root.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     whole = {**inherited, ownership.PACKAGE_PATH: package_path(), **env}
-    if not outlives_us:
+    if not outlives_controller:
         whole[ownership.VARIABLE] = ownership.current()
     with open_append(log) as output:
         popen = subprocess.Popen(

@@ -66,8 +66,8 @@ MAX_VALUE_CHARS = 1000
 MAX_POLL_S = 5.0  # between two looks at a job that waits in the queue
 
 # The job does nothing: its controller starts the ranks with srun and cancels it at the end. A job without a step for
-# two minutes has lost its controller, and ends. A node that cannot ask squeue looks for the steps on itself: the first
-# rank is there. Where it sees none in that way, it cannot know that there is none, and the job ends after ten minutes.
+# two minutes has lost its controller, and ends. On a node that cannot call squeue it looks for the processes of steps
+# on that node, where rank 0 runs. A step that it does not find may still run, so the job then ends after ten minutes.
 JOB_SCRIPT = """#!/bin/sh
 idle=0 unknown=0
 while [ "$idle" -lt 120 ] && [ "$unknown" -lt 600 ]; do
@@ -623,7 +623,7 @@ class SlurmSubstrate(UnchangedNodes):
         cpus = self._reservation.cpus if quota else 1
         host = self.nodes[node].name
         step = step_argv(self._reservation.job, [host], name, cpus)
-        srun = spawn([*step, *argv], env, log, inherited=variables(), outlives_us=True)
+        srun = spawn([*step, *argv], env, log, inherited=variables(), outlives_controller=True)
         self._started.append(process := SlurmProcess(srun, name, node, host, self._reservation))
         return process
 

@@ -343,7 +343,10 @@ def plan_for(name: str, rank: int, n: int) -> Plan:
 
 
 def _of_rank(round_: Round, rank: int, n: int) -> RankRound:
-    """Peers are in the order rank + 1, rank + 2, ...: no two ranks begin with the same one."""
+    """Return what one rank sends and receives in a round.
+
+    Peers are in the order rank + 1, rank + 2, ..., so that no two ranks begin with the same peer.
+    """
     sends = [Hop(t.receiver, int(t.begin * n)) for t in round_ if t.sender == rank]
     receives = [Hop(t.sender, int(t.begin * n)) for t in round_ if t.receiver == rank]
 

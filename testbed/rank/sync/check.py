@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
-from testbed.rank.own_code import blame_line
+from testbed.rank.own_code import describe_error
 from testbed.rank.sync.buckets import make_buckets, trained
 from testbed.rank.sync.codecs import MAX_INT8
 from testbed.rank.sync.schedules import Averager, build
 from testbed.rank.sync.synchronizer import Synchronizer
-from testbed.rank.sync.verify import SampledMethod, Verdict, agree_on, differs, rounding
+from testbed.rank.sync.verify import SampledMethod, WrongNumbers, agree_on, differs, rounding
 from testbed.rank.watchdog import Heartbeat, is_lost_peer
 from testbed.results.timeline import Timeline
 from testbed.spec.errors import SpecError, TestbedError
@@ -54,7 +54,7 @@ def check_mode(spec: RunSpec, model: nn.Module, group: Group) -> None:
             with torch.random.fork_rng(devices=[]):
                 found = _try(case, own)
         except (Exception, SystemExit) as error:
-            raise _blame_method(spec.mode, error) or error from None
+            raise _error_of_method(spec.mode, error) or error from None
         agree_on(spec.mode, f"known numbers in {spec.dtype}", found, group, "check")
 
 
@@ -216,7 +216,7 @@ class Known(nn.Module):
         return torch.stack([(parameter * gradient).sum() for parameter, gradient in pairs]).sum()
 
 
-def _try(case: Case, group: Group) -> Verdict:
+def _try(case: Case, group: Group) -> WrongNumbers:
     """Step through the mode; return what is wrong on this rank.
 
     With SGD and a learning rate of 1, k steps leave minus k times the mean in the parameters. With `every:K` they are
@@ -232,7 +232,7 @@ def _try(case: Case, group: Group) -> Verdict:
     most = max(tolerance(case, group.size), _own_tolerance(sync)) * float(_flat(numbers).max())
     steps = POWERSGD_STEPS if case.mode.is_reference and case.mode.codec == "powersgd" else 1
     compared = [case.mode.every_from, case.mode.every_from + case.mode.every] if case.mode.every > 1 else [steps]
-    wrong: Verdict = {}
+    wrong: WrongNumbers = {}
     for step in range(1, compared[-1] + 1):
         timeline.start()
         sync.zero()
@@ -267,19 +267,19 @@ def _applied(case: Case, sync: Synchronizer, model: nn.Module, step: int) -> lis
 
 @contextmanager
 def _tried(mode: SyncMode, heartbeat: Heartbeat | None) -> Iterator[None]:
-    """If ranks wait in vain inside, it is the fault of the user's method, not of a rank."""
+    """Tell the heartbeat that a user's method is being tried: a deadlock then refuses the method and names no rank."""
     if heartbeat and mode.algorithm not in ALGORITHMS:
         heartbeat.own_method, heartbeat.trying = f"mean_ of {own_method(mode.algorithm).path}", True
-    yield  # after an error it stays: the verdict of rank 0 comes later
+    yield  # after an error `trying` stays True, because rank 0's watchdog decides later who failed
     if heartbeat:
         heartbeat.trying = False
 
 
-def _blame_method(mode: SyncMode, error: BaseException) -> TestbedError | None:
+def _error_of_method(mode: SyncMode, error: BaseException) -> TestbedError | None:
     """The SpecError for an error that a user's method raised; None if it is not the method's."""
     if mode.algorithm in ALGORITHMS or isinstance(error, TestbedError):
         return None
     if isinstance(error, RuntimeError) and is_lost_peer(error):
         return None
-    reason = blame_line(method_path(mode.algorithm), error, own_method(mode.algorithm).path)
+    reason = describe_error(method_path(mode.algorithm), error, own_method(mode.algorithm).path)
     return SpecError(f"mode {str(mode)!r}: {reason} (known numbers, before the first step). Fix mean_, then try again.")

@@ -27,7 +27,7 @@ SAMPLE_STRIDE = 61  # a prime, so that samples do not all come from the same col
 
 
 class Coder(Protocol):
-    """Averages one buffer, always the same one."""
+    """Averages one buffer. Each buffer has a coder of its own, because its state belongs to that buffer."""
 
     size: int  # bytes of this rank's buffer as it is sent
     state: dict[str, Tensor]  # kept between steps, for a checkpoint; changed in place

@@ -166,7 +166,7 @@ class Pipeline(BaseSynchronizer):
             self._update_clipped_if_known()
 
     def _update_clipped_if_known(self) -> None:
-        """With clipping no bucket is updated before the norm of the whole gradient is known."""
+        """Post the updates of all buckets if the norm of the whole gradient is known, else do nothing."""
         assert self.clipping is not None
         if (coefficient := self.clipping.coefficient()) is not None:
             for bucket in self.buckets:
@@ -476,7 +476,10 @@ class Clipping:
         return as_bytes(self.sums[rank : rank + 1])
 
     def coefficient(self) -> float | None:
-        """What the gradient is multiplied by; None until the sums of all ranks are there. Then the next step begins."""
+        """Return the factor by which gradients are multiplied, and begin the count of the next step.
+
+        Return None, and change nothing, while a sum is missing.
+        """
         if self.reduced < len(self.squares) or self.received < self.group.size - 1:
             return None
         self.reduced = self.received = 0

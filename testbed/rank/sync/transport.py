@@ -196,7 +196,7 @@ class Transport:
                 raise self._lost(self._right, error.strerror) from None
             while self._unsent and sent >= len(self._unsent[0]):
                 sent -= len(self._unsent.pop(0))
-            if self._unsent:  # the socket took less than all: it tells when it has room again
+            if self._unsent:  # the socket took a part only: epoll reports when it has room again
                 self._unsent[0] = self._unsent[0][sent:]
                 self._has_room = False
 
@@ -274,11 +274,11 @@ class Transport:
 
 
 def use_sched_batch() -> None:
-    """Give the calling thread the class SCHED_BATCH; nothing changes without permission.
+    """Give the calling thread the scheduling class SCHED_BATCH. Do nothing if the kernel does not permit it.
 
-    By default Linux wakes it for every packet or two, and it preempts the thread that computes: four ranks on two cores
-    switch threads ten thousand times a step. A thread of this class preempts no other, so it handles more packets each
-    time that it runs.
+    By default Linux wakes this thread for every packet or two, and the thread preempts the one that computes: four
+    ranks on two cores switch threads ten thousand times a step. A thread of class SCHED_BATCH preempts no other
+    thread, so it handles more packets each time that it runs.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -23,7 +23,7 @@ from testbed.spec.own_files import own_method
 MAX_BUFFERS = 16  # that are sampled
 PLACES = 16  # in each of them, at equal distances; and at the ends of some shards
 SHARDS = 4
-Verdict = dict[str, Any]  # what is wrong on one rank, as JSON; empty: nothing
+WrongNumbers = dict[str, Any]  # what is wrong on one rank, as JSON; empty: nothing
 
 
 def rounding(eps: float, n: int) -> float:
@@ -31,8 +31,8 @@ def rounding(eps: float, n: int) -> float:
     return 2 * n * eps
 
 
-def differs(found: Tensor, expected: Tensor, own: Tensor, most: Tensor | float, n: int) -> Verdict:
-    """The verdict on numbers that may differ by `most` from the expected ones; all are flat, in float64."""
+def differs(found: Tensor, expected: Tensor, own: Tensor, most: Tensor | float, n: int) -> WrongNumbers:
+    """Return which numbers differ by more than `most` from the expected ones; all are flat, in float64."""
     is_wrong = ~((found - expected).abs() <= most)  # true for NaN, too
     count = int(is_wrong.sum())
     if not count:
@@ -50,7 +50,7 @@ def differs(found: Tensor, expected: Tensor, own: Tensor, most: Tensor | float, 
 
 
 def _hint(found: Tensor, expected: Tensor, own: Tensor, most: Tensor | float, n: int) -> str:
-    """What all wrong numbers have in common; empty if it is nothing that is known."""
+    """Return the mistake that explains all wrong numbers; empty if no known mistake does."""
 
     def are(values: Tensor) -> bool:
         return bool(((found - values).abs() <= most).all())
@@ -66,22 +66,22 @@ def _hint(found: Tensor, expected: Tensor, own: Tensor, most: Tensor | float, n:
     return "zero" if are(torch.zeros_like(found)) else ""
 
 
-def agree_on(mode: SyncMode, numbers: str, found: Verdict, group: Group, key: str) -> None:
-    """Exchange the verdicts of all ranks. If one found something wrong, raise the same SpecError on all of them."""
-    verdicts = [json.loads(text) for text in group.all_gather_text(key, json.dumps(found))]
-    wrong = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict}
+def agree_on(mode: SyncMode, numbers: str, found: WrongNumbers, group: Group, key: str) -> None:
+    """Exchange what each rank `found`. If a rank has wrong numbers, raise the same SpecError on all ranks."""
+    answers = [json.loads(text) for text in group.all_gather_text(key, json.dumps(found))]
+    wrong = {rank: answer for rank, answer in enumerate(answers) if answer}
     if wrong:
         raise _refusal(mode, numbers, wrong, group.size)
 
 
-def _refusal(mode: SyncMode, numbers: str, wrong: dict[int, Verdict], n: int) -> UsageError:
-    rank, verdict = next(iter(wrong.items()))
+def _refusal(mode: SyncMode, numbers: str, wrong: dict[int, WrongNumbers], n: int) -> UsageError:
+    rank, first = next(iter(wrong.items()))
     ranks = "all ranks" if len(wrong) == n else ", ".join(f"rank {each}" for each in wrong)
     requested = "each rank's own numbers" if mode.silent else f"the mean of {n} ranks"
-    values = f"expected {verdict['expected']:.6g}, found {verdict['found']:.6g}"
-    hint = f" ({verdict['hint']})" if verdict["hint"] else ""
-    extent = f"of {verdict['of']} numbers {verdict['wrong']} are wrong on rank {rank}, the first is number"
-    rule = f"wrong on {ranks}: requested {requested} of {numbers}, {values}{hint}; {extent} {verdict['number']}"
+    values = f"expected {first['expected']:.6g}, found {first['found']:.6g}"
+    hint = f" ({first['hint']})" if first["hint"] else ""
+    extent = f"of {first['of']} numbers {first['wrong']} are wrong on rank {rank}, the first is number"
+    rule = f"wrong on {ranks}: requested {requested} of {numbers}, {values}{hint}; {extent} {first['number']}"
     own = f"Fix mean_ in {own_method(mode.algorithm).path} (docs/modes.md), then try again."
     built_in = "Use another mode, and report this: it is a mistake of the testbed or of torch."
     return refuse("mode", str(mode), rule, built_in if mode.algorithm in ALGORITHMS else own)
@@ -131,7 +131,7 @@ class SampledMethod:
         most = relative * largest + group.size * info.tiny * info.eps  # the last: rounding of numbers near zero
         sane = largest * group.size < info.max  # a loss that has diverged is no fault of the method
         wrong = differs(found[sane], expected[sane], before[sane], most[sane], group.size)
-        agree_on(self.mode, "gradients of the first exchange", wrong, group, "samples/verdict")
+        agree_on(self.mode, "gradients of the first exchange", wrong, group, "samples/wrong")
 
 
 def sample_places(length: int, n: int) -> list[int]:

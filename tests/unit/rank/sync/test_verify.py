@@ -32,9 +32,9 @@ MOST = 1e-6
     ],
 )
 def test_a_difference_is_described(found: torch.Tensor, wrong: int, first: int, hint: str) -> None:
-    verdict = differs(found, EXPECTED, OWN, MOST, 3)
-    assert (verdict["wrong"], verdict["number"], verdict["hint"], verdict["of"]) == (wrong, first, hint, 4)
-    assert verdict["expected"] == float(EXPECTED[first])
+    answer = differs(found, EXPECTED, OWN, MOST, 3)
+    assert (answer["wrong"], answer["number"], answer["hint"], answer["of"]) == (wrong, first, hint, 4)
+    assert answer["expected"] == float(EXPECTED[first])
 
 
 def test_rounding_is_no_difference() -> None:
