@@ -579,7 +579,8 @@ class _RootCause:
             return UsageError(error["message"])
         words = error or next(iter(self._reports_on(rank)), None)
         quoted = words is not None and (error is not None or (code or 0) > 0)
-        message = f": {words['message'].rstrip('.')}" if words is not None and quoted else ""
+        said = words["message"].rstrip(".") if words is not None and quoted else ""  # empty: a script printed nothing
+        message = f": {said}" if said else ""
         if code == DiskFull.exit_code and nearly_full(self.folder.path):  # the rank could perhaps not record the error
             message = f": {full_disk(self.folder.path).rstrip('.')}"
         own_code = error.get("script_code") if error else None

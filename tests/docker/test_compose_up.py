@@ -47,6 +47,7 @@ def test_up_trains_on_four_shaped_nodes_and_leaves_a_folder(cluster: Cluster) ->
     summary = summary_of(folder)
     assert (summary["status"], summary["substrate"], summary["replicas_agree"]) == ("ok", "compose", True)
     assert summary["spec"]["node"]["cpus"] == 0.4
+    assert [machine["ranks"] for machine in summary["machines"]] == [[0, 1, 2, 3]], "the load of their one machine"
     receipt = json.loads((folder / "receipt.json").read_text())
     assert len(receipt["links"]) == 12
     assert receipt["congestion"] == ["cubic"] * 4
@@ -85,6 +86,10 @@ REFUSED = {
     "an unknown mode": ({"MODE": "rong"}, "'rong'"),
     "an unknown shaping": ({"SHAPING": "maybe"}, "'maybe'"),
     "not a setting": ({"SET": "lr"}, "'lr'"),
+    "an unknown model": ({"MODEL": "nosuch"}, "MODEL='nosuch': unknown"),
+    "an unknown data set": ({"DATA": "nosuch"}, "DATA='nosuch': is not a known data set"),
+    "an unknown congestion control": ({"CONGESTION": "foo"}, "CONGESTION='foo': this kernel has no such"),
+    "too little memory for a rank": ({"MEM_LIMIT": "100m"}, "MEM_LIMIT '100m': a rank that trains lenet5 needs more"),
     "more nodes than containers": ({"NODES": "8"}, "NODES '8': compose.yaml has 4 nodes"),
 }
 

@@ -1,7 +1,7 @@
 """A rank that is killed while the ranks start and wait for each other: the run ends at once and names that rank.
 
-The times are generous, because a slow machine may need long to start, notice and end processes. They are below the
-deadline for the start, after which ranks that wait would end in any case.
+Most times are generous, because a slow machine may need long to start, notice and end processes. They are below the
+deadline for the start, after which ranks that wait would end in any case. Alone on the machine, a run ends in 3 s.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ DEADLINE = "start_deadline=400"
 SETTINGS = ["--set", "probe=false", "--set", DEADLINE]
 START_S = 300.0  # for a process to reach a point of its start on a busy machine
 END_S = 60.0  # for the run to end after the kill
+ALONE_END_S = 3.0  # the same if nothing else runs; without a shorter grace for ranks that wait it took 8 to 9 s
 
 
 def established(pid: int) -> int:
@@ -69,9 +70,16 @@ def wait_for_pid(folder: Path, rank: int) -> int:
     return pid
 
 
-@pytest.mark.parametrize("point", [is_up, loads_torch, has_joined])
+@pytest.mark.parametrize(
+    ("point", "end_s"),
+    [
+        (is_up, END_S),
+        pytest.param(loads_torch, ALONE_END_S, marks=pytest.mark.quiet),
+        pytest.param(has_joined, ALONE_END_S, marks=pytest.mark.quiet),
+    ],
+)
 def test_a_rank_that_is_killed_before_the_first_step_is_named_and_the_run_ends(
-    tmp_path: Path, point: Callable[[int], bool]
+    tmp_path: Path, point: Callable[[int], bool], end_s: float
 ) -> None:
     """Rank 1 is stopped, so that the others wait for it wherever they are when rank 2 is killed."""
     folder = tmp_path / "r"
@@ -92,7 +100,7 @@ def test_a_rank_that_is_killed_before_the_first_step_is_named_and_the_run_ends(
     assert rank_pids(folder) == []
     last = list(read(RunFolder(folder).records(2)))
     assert not last or last[-1].kind != "error"  # it was killed, and did not wait for a deadline
-    assert seconds < END_S, f"the run ended {seconds:.1f} s after the kill"
+    assert seconds < end_s, f"the run ended {seconds:.1f} s after the kill"
     print(f"{point.__name__}: the run ended {seconds:.2f} s after the kill")
 
 

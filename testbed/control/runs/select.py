@@ -34,10 +34,12 @@ from testbed.spec.inventory import Inventory, read_inventory
 from testbed.spec.resources import DEFAULT_LIMIT, check_memory, read_limit
 from testbed.spec.run import NodeOverride, NodeSpec, RunSpec
 from testbed.spec.script import node_address
+from testbed.spec.words import refuse_setting
 
 HOSTS = "hosts"
 SLURM = "slurm"
 NEVER_SHAPED = "the network of real hosts is measured, never shaped"
+OWN_CONGESTION = "real hosts use their own TCP congestion control, which the receipt records"
 ELSEWHERE = "use `testbed` with --on compose or netns for a network you choose"
 
 
@@ -174,6 +176,20 @@ SUBSTRATES: dict[str, SubstrateType] = {  # `auto` tries them in this order
 }
 
 
+def _not_applied(spec: RunSpec) -> list[str]:
+    """Return what a run requests of its network that real hosts do not get."""
+    links, congestion = spec.links_requested, _requested_congestion(spec)
+    return [
+        *([f"{links} not applied: {NEVER_SHAPED}; {ELSEWHERE}"] if links else []),
+        *([f"congestion control {congestion} not applied: {OWN_CONGESTION}; {ELSEWHERE}"] if congestion else []),
+    ]
+
+
+def _requested_congestion(spec: RunSpec) -> str | None:
+    """Return the congestion control that a run requests; None if it is the default, which nobody has to request."""
+    return None if spec.node.congestion == NodeSpec().congestion else spec.node.congestion
+
+
 def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
     """The hosts of an inventory. `accept_new`: trust host keys that are not in known_hosts."""
 
@@ -190,8 +206,7 @@ def hosts_type(inventory: Inventory, accept_new: bool = False) -> SubstrateType:
         require_extra("substrate hosts", "hosts", "fabric", "paramiko")
         from testbed.control.substrates.hosts.substrate import HostsSubstrate  # imports the SSH client
 
-        applied, links = drop_unsupported(spec), spec.links_requested
-        notes = [f"{links} not applied: {NEVER_SHAPED}; {ELSEWHERE}"] if links else []
+        applied, notes = drop_unsupported(spec), _not_applied(spec)
         return HostsSubstrate(node_plans(applied), folder, applied, inventory, accept_new=accept_new, notes=notes)
 
     return SubstrateType(
@@ -212,10 +227,8 @@ def slurm_type(options: SlurmOptions, specs: Sequence[RunSpec]) -> SubstrateType
     reservation = Reservation(options, largest.world, cpus)
 
     def make(spec: RunSpec, folder: Path) -> Substrate:
-        links = spec.links_requested
-        notes = [f"{links} not applied: {NEVER_SHAPED}; {ELSEWHERE}"] if links else []
         applied = spec.without_shaping()
-        return SlurmSubstrate(node_plans(applied), folder, applied, reservation, notes)
+        return SlurmSubstrate(node_plans(applied), folder, applied, reservation, _not_applied(spec))
 
     return SubstrateType(
         name=SLURM,
@@ -350,8 +363,11 @@ def check_faults(spec: RunSpec, choice: SubstrateChoice) -> None:
 
 
 def check_shaping(spec: RunSpec, choice: SubstrateChoice) -> None:
-    """Refuse a single run that requests a link, for all nodes or for one, where links are not shaped."""
+    """Refuse a single run that requests a link, or a congestion control of real hosts, where none is applied."""
     links = spec.links_requested
+    if choice.name in (HOSTS, SLURM) and (congestion := _requested_congestion(spec)):
+        way_out = f"Leave it out, or {ELSEWHERE}."
+        raise refuse_setting("node.congestion", congestion, OWN_CONGESTION, way_out, Unavailable)
     if not links or choice.type.shapes:
         return
     if choice.name in (HOSTS, SLURM):

@@ -417,6 +417,13 @@ def test_a_rank_that_ended_for_its_own_reason_is_the_root_cause(folder: RunFolde
     )
 
 
+def test_of_a_script_that_printed_nothing_no_words_are_quoted(folder: RunFolder) -> None:
+    silent = error(3, "") | {"script_code": 3}
+    found = cause(folder, [3, 3], silent, silent, last=-1)
+    own = "rank 0 (node0) ended with code 3 before its first step."
+    assert str(found) == f"{own} Also rank 1 ended with code 3. See {folder.log(0)}"
+
+
 def test_a_rank_that_ended_with_a_signal_is_named_with_it(folder: RunFolder) -> None:
     assert "rank 2 (node2) was killed by SIGKILL before its first step" in str(cause(folder, [6, 6, -9], last=-1))
 

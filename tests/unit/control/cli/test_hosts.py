@@ -113,6 +113,10 @@ def test_a_hostile_value_is_refused_with_a_sentence_and_reaches_no_host(file: Pa
 CANNOT: dict[str, tuple[list[str], str]] = {
     "a rate": (["--rate", "5mbit"], r'^link \{"rate":"5mbit"\}: the network of real hosts'),
     "a rate of one": (["--set", "overrides.node1.link.rate=5mbit"], r'^link \{"rate":"5mbit"\} of node1: the network'),
+    "a congestion control": (
+        ["--set", "node.congestion=foo"],
+        r"^--set node\.congestion='foo': real hosts use",
+    ),
     "another substrate": (["--on", "compose"], "for real hosts"),
 }
 
@@ -159,6 +163,14 @@ def test_a_cpu_quota_of_an_experiment_is_applied_on_hosts_and_a_link_is_noted_as
     assert '{"rate":"125mbit"} of node2 not applied' in notes[2][0] and "--on compose or netns" in notes[2][0]
 
 
+def test_a_congestion_control_of_an_experiment_is_noted_as_not_applied_on_hosts(tmp_path: Path) -> None:
+    inventory = Inventory.load({"nodes": [{"name": f"h{k}", "address": f"h{k}"} for k in range(2)]}, "")
+    for congestion, notes in (("reno", 1), ("cubic", 0), (None, 0)):
+        spec = RunSpec.load({"nodes": 2, "node": {"congestion": congestion}}, "")
+        found = list(choose_hosts(inventory, spec).make(spec, tmp_path / "run").notes)
+        assert len(found) == notes and all(note.startswith("congestion control reno not applied: ") for note in found)
+
+
 def test_a_cpu_quota_of_one_node_overrides_the_inventory() -> None:
     inventory = Inventory.load({"nodes": [{"name": f"h{k}", "address": f"h{k}", "cpus": 2} for k in range(2)]}, "")
     spec = RunSpec.load({"nodes": 2, "overrides": {"node1": {"cpus": 0.5}}}, "")
@@ -186,6 +198,9 @@ def test_fab_lists_the_commands_of_testbed_hosts(tmp_path: Path) -> None:
         (["run", "--fault", "trip:rank0@step1"], "unknown kind"),
         (["run", "--retries", "many"], "retries"),
         (["run", "--rate", "1gbit"], "measured, never shaped"),
+        (["run", "--data", "synthetic", "--set", "node.congestion=foo"], "node.congestion='foo'"),
+        (["run", "--model", "nosuch"], "'nosuch': unknown"),
+        (["run", "--data", "nosuch"], "'nosuch': is not a known data set"),
         (["run", "--mode", "rong; touch x"], "rong; touch x"),
         (["doctor", "--inventory", "other.toml", "run"], "applies to all tasks"),
         (["logs", "--lines", "many"], "lines 'many'"),
