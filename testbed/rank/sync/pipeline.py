@@ -118,8 +118,10 @@ class Pipeline(BaseSynchronizer):
                 self.readiness.ready(parameter)
 
     def _copy_gradient(self, parameter: Parameter) -> None:
-        assert parameter.grad is not None
-        self.views[parameter].copy_(parameter.grad)
+        gradient = parameter.grad
+        assert gradient is not None
+        # That of nn.Embedding(sparse=True) has the rows that were looked up only.
+        self.views[parameter].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         parameter.grad = None
 
     def _launch(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import threading
@@ -199,6 +200,27 @@ def test_a_rank_that_is_ahead_waits_and_nothing_is_mixed_up(together: Callable[.
     for values in together(3, work):
         for got, wanted in zip(values, plain_steps(3, 3, torch.float32), strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+def test_a_sparse_gradient_is_averaged_as_a_dense_one(together: Callable[..., list[Any]]) -> None:
+    """Each rank looks up another row of an embedding; the same training with dense gradients is what is expected."""
+
+    def work(rank: int, store: dist.Store, sparse: bool) -> list[Tensor]:
+        with SEEDING:
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2))
+        pipeline = Pipeline(SyncMode.parse("ring/bucket:16B/pipeline"), Group(rank, 2, store, 30.0), Timeline())
+        pipeline.attach(model, Optimizer(OptimizerSpec(lr=0.1, clip=None), model, batch=1, total=3))
+        for number in range(3):
+            pipeline.zero()
+            model(torch.tensor([rank + number, 1])).square().sum().backward()
+            pipeline.step()
+        pipeline.close()
+        return [value.detach().clone() for value in model.parameters()]
+
+    expected = together(2, functools.partial(work, sparse=False))
+    for found, wanted in zip(together(2, functools.partial(work, sparse=True)), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_rank_that_ends_is_reported_as_a_lost_connection_by_its_neighbours(
