@@ -398,6 +398,36 @@ def test_a_module_waits_for_a_weight_that_it_reads_from_another(called: bool) ->
     assert found[:4] == ["wait first.bias first.weight", "end first", "wait owner.weight", "end borrower"]
 
 
+class ChangingReader(nn.Module):
+    """From the second step on another module reads the weight of a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = nn.Linear(2, 2, bias=False)
+        self.early, self.late = Borrower(self.owner), Borrower(self.owner)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return (self.late if self.steps == 1 else self.early)(x)  # type: ignore[no-any-return]
+
+
+def test_a_parameter_that_a_forward_read_too_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the step is one with parameters of the step before, equal on all ranks, so that no comparison finds it."""
+    model = ChangingReader()
+    pipeline = Pipeline(SyncMode.parse("ring/bucket:1KiB/pipeline"), Group(0, 1, dist.HashStore(), 30.0), Timeline())
+    pipeline.attach(model, Optimizer(OptimizerSpec(lr=0.1), model, batch=1, total=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_update", lambda bucket: None)  # as if the parameters were still on their way
+        pipeline.zero()
+        model(torch.ones(1, 2)).sum().backward()
+        pipeline.step()
+        pipeline.zero()
+        with pytest.raises(SpecError, match="did not read in the first step"):
+            model(torch.ones(1, 2)).sum().backward()
+    pipeline.transport.abort()
+
+
 class Block(nn.Module):
     """Neither the call of a compiled layer nor what it reads is seen."""
 
