@@ -126,6 +126,20 @@ def test_measured_lists_every_file_that_the_figures_depend_on() -> None:
     assert found - {"tests/support/provenance.py"} <= set(listed.stdout.split()) | {"tests/bench.py"}
 
 
+def test_a_part_that_cannot_be_measured_does_not_keep_the_others_from_it(
+    run_bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def disturbed() -> Iterator[Figure]:
+        yield GOOD
+        raise SystemExit("other processes disturbed every step")
+
+    assert run_bench("abc", a=disturbed(), b=[GOOD]) == (1, ["a", "b"])
+    assert json.loads((tmp_path / "bench.json").read_text()).keys() == {"b"}
+    printed = capsys.readouterr().out
+    assert "a is not measured: other processes disturbed every step" in printed and "not measured: a." in printed
+    assert run_bench("abc", "--resume", a=[GOOD], b=[GOOD]) == (0, ["a"])
+
+
 def test_a_figure_without_a_limit_is_not_counted_as_met(run_bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench("abc", a=[GOOD, UNLIMITED], b=[POOR]) == (1, ["a", "b"])
     printed = capsys.readouterr().out
