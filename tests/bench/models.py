@@ -13,8 +13,8 @@ thread-class          the pipeline with other scheduling classes of its thread, 
 A step is left out if other processes, or the machine below a virtual one, took more than DISTURBED_SHARE of the cores'
 time during it; the figures say how many. Four ranks, one thread each, each pinned to a core, no CPU quota.
 
-    python -m tests.bench.models    from results/bench.json: print the tables for docs/performance.md, draw the plot,
-                                    and fit the time of a segment (SEGMENT_S in testbed/results/theory.py)
+    python -m tests.bench.models    from results/bench.json: fit the time of a segment (SEGMENT_S in
+                                    testbed/results/theory.py). `make docs` writes the tables and draws the plot
 """
 
 from __future__ import annotations
@@ -471,9 +471,11 @@ def _row(model: str, figures: dict[str, Any]) -> tuple[str, ...]:
 
 
 def plot(kept: dict[str, Any]) -> None:
-    """Draw the gain over DDP's best against C/(F+B), a line a model."""
+    """Draw the gain over DDP's best against C/(F+B), a line a model. Equal figures give an equal file."""
+    import matplotlib as mpl
     import matplotlib.pyplot as plt
 
+    mpl.rcParams["svg.hashsalt"] = PLOT.name
     figure, axes = plt.subplots(figsize=(6, 4))
     for model, colour in zip(MODELS_TIMED, COLOURS, strict=True):
         points = [kept[name] for ratio in RATIOS if (name := f"models-{model}-{ratio}") in kept]
@@ -487,7 +489,8 @@ def plot(kept: dict[str, Any]) -> None:
     title = "DDP with its best settings against ring/pipeline, N = 4"
     axes.set(xlabel="C/(F+B): wire time / compute time", ylabel="step of DDP / step of the pipeline", title=title)
     axes.legend()
-    figure.savefig(PLOT, bbox_inches="tight")
+    figure.savefig(PLOT, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
 
 
 SIZES_HEADER = ("model, samples a rank, rate", "C/(F+B)", *SIZES, "chosen", "chosen / best")
@@ -534,7 +537,5 @@ def fitted_segment_s(kept: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     measured = json.loads((ROOT / "results" / "bench.json").read_text())
-    print("\n".join([*table(measured), "", *sizes_table(measured), ""]))
     for name, value in fitted_segment_s(measured).items():
         print(f"SEGMENT_S, {name}: {1e3 * value:.2f} ms")
-    plot(measured)

@@ -401,6 +401,18 @@ def test_the_table_is_made_from_the_figures() -> None:
     assert cells[7] == "1.25 (limit 1.15)" and cells[-1] == "-"
 
 
+def test_the_plot_has_a_line_a_model_and_is_equal_for_equal_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = {"models-vgg11-1.0": {"figures": [figure.as_dict() for figure in model_figures({})]}}
+    drawn = [tmp_path / "a" / "models.svg", tmp_path / "b" / "models.svg"]
+    for path in drawn:
+        path.parent.mkdir()
+        monkeypatch.setattr(models, "PLOT", path)
+        models.plot(kept)
+    assert drawn[0].read_bytes() == drawn[1].read_bytes() and b"<svg" in drawn[0].read_bytes()
+
+
 def test_a_step_is_disturbed_if_others_take_five_percent_of_the_cores() -> None:
     def others(programs: float, used: float, own: float = 0.0) -> float:
         return models.by_others(step.CoreTimes(programs, 0.1, 0.0, 0.0, 0.0, stolen=0.0, own=own), used)
