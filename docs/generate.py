@@ -1,5 +1,7 @@
 """Write what documents and .env.example have from other files: rows in testbed/spec, and figures in results/.
 
+The plot of the five models in results/ is drawn from the same figures.
+
 python -m docs.generate            write these files (`make docs`)
 python -m docs.generate --check    exit with 1 if one of them is out of date
 
@@ -36,6 +38,8 @@ from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import parse_rate
 from tests.bench.__main__ import PARTS
+from tests.bench.models import PLOT as MODELS_PLOT
+from tests.bench.models import plot as plot_models
 from tests.bench.models import sizes_table
 from tests.bench.models import table as models_table
 
@@ -203,9 +207,18 @@ def _bound(figure: Figure) -> float:
 
 
 def models() -> Lines:
-    """A row for each model and ratio of wire time to compute time."""
+    """A row for each model and ratio of wire time to compute time, and the plot of the gains (`draw` makes it)."""
     parts = parts_named("models")
-    return [*models_table(parts), "", _measured_at(parts)] if parts else UNMEASURED
+    if not parts:
+        return UNMEASURED
+    plot = f"![gain over DDP's best against C/(F+B), a line a model](../results/{MODELS_PLOT.name})"
+    return [*models_table(parts), "", _measured_at(parts), "", plot]
+
+
+def draw() -> None:
+    """Draw the plots of the documents from results/bench.json."""
+    if parts := parts_named("models"):
+        plot_models(parts)
 
 
 def sizes() -> Lines:
@@ -394,6 +407,8 @@ def main() -> None:
             stale.append(name)
             if "--check" not in sys.argv:
                 path.write_text(after, encoding="utf-8")
+    if "--check" not in sys.argv:
+        draw()
     if stale and "--check" in sys.argv:
         raise SystemExit(f"{', '.join(stale)}: out of date with testbed/spec or results. Run make docs.")
     print(f"written: {', '.join(stale)}" if stale else "up to date")

@@ -13,8 +13,8 @@ thread-class          the pipeline with other scheduling classes of its thread, 
 A step is left out if other processes, or the machine below a virtual one, took more than DISTURBED_SHARE of the cores'
 time during it; the figures say how many. Four ranks, one thread each, each pinned to a core, no CPU quota.
 
-    python -m tests.bench.models    from results/bench.json: print the tables for docs/performance.md, draw the plot,
-                                    and fit the time of a segment (SEGMENT_S in testbed/results/theory.py)
+    python -m tests.bench.models    from results/bench.json: fit the time of a segment (SEGMENT_S in
+                                    testbed/results/theory.py). `make docs` writes the tables and draws the plot
 """
 
 from __future__ import annotations
@@ -74,18 +74,19 @@ while True:
 class Model(NamedTuple):
     """What is trained, and its limits."""
 
-    batch: int  # samples a rank; twice as many at ratio 0.5, so that all ratios need about the same rates
+    batch: int  # samples a rank
+    batch_at_half: int  # at ratio 0.5, where as many samples need twice the rate: at most about 1 Gbit
     best: dict[float, float]  # DDP's best / pipeline, at least, by ratio
     bound: dict[float, float]  # pipeline / max(C, F+B), at most, by ratio
     data: str = "synthetic"
 
 
-MODELS_TIMED = {
-    "vgg11": Model(64, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.25, 2.0: 1.15}),
-    "resnet18": Model(16, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.18, 2.0: 1.15}),
-    "mobilenet_v2": Model(96, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.18, 2.0: 1.15}),
-    "gpt": Model(16, {0.5: 1.0, 1.0: 1.08, 2.0: 1.05}, {0.5: 1.25, 2.0: 1.15}, "text"),
-    "vit_tiny": Model(32, {0.5: 1.0, 1.0: 1.08, 2.0: 1.05}, {0.5: 1.25, 2.0: 1.15}),
+MODELS_TIMED = {  # so many samples that a step of the control takes 0.4 to 1.5 s on two cores
+    "vgg11": Model(64, 128, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.25, 2.0: 1.15}),
+    "resnet18": Model(16, 32, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.18, 2.0: 1.15}),
+    "mobilenet_v2": Model(96, 192, {0.5: 1.05, 1.0: 1.15, 2.0: 1.05}, {0.5: 1.25, 1.0: 1.18, 2.0: 1.15}),
+    "gpt": Model(12, 16, {0.5: 1.0, 1.0: 1.08, 2.0: 1.05}, {0.5: 1.25, 2.0: 1.15}, "text"),
+    "vit_tiny": Model(16, 16, {0.5: 1.0, 1.0: 1.08, 2.0: 1.05}, {0.5: 1.25, 2.0: 1.15}),
 }
 RATIOS = (0.5, 1.0, 2.0)
 BESIDE_LOAD = 1.0  # DDP's best beside niced load / pipeline beside the same load, at least
@@ -165,7 +166,8 @@ def _time_point(model: str, batch: int, ratio: float, compute: float, again: boo
 
 def batch_at(model: str, ratio: float) -> int:
     """Samples a rank."""
-    return MODELS_TIMED[model].batch * (2 if ratio < 1 else 1)
+    timed = MODELS_TIMED[model]
+    return timed.batch_at_half if ratio < 1 else timed.batch
 
 
 def gradient_bytes(model: str) -> int:
@@ -469,9 +471,11 @@ def _row(model: str, figures: dict[str, Any]) -> tuple[str, ...]:
 
 
 def plot(kept: dict[str, Any]) -> None:
-    """Draw the gain over DDP's best against C/(F+B), a line a model."""
+    """Draw the gain over DDP's best against C/(F+B), a line a model. Equal figures give an equal file."""
+    import matplotlib as mpl
     import matplotlib.pyplot as plt
 
+    mpl.rcParams["svg.hashsalt"] = PLOT.name
     figure, axes = plt.subplots(figsize=(6, 4))
     for model, colour in zip(MODELS_TIMED, COLOURS, strict=True):
         points = [kept[name] for ratio in RATIOS if (name := f"models-{model}-{ratio}") in kept]
@@ -485,7 +489,8 @@ def plot(kept: dict[str, Any]) -> None:
     title = "DDP with its best settings against ring/pipeline, N = 4"
     axes.set(xlabel="C/(F+B): wire time / compute time", ylabel="step of DDP / step of the pipeline", title=title)
     axes.legend()
-    figure.savefig(PLOT, bbox_inches="tight")
+    figure.savefig(PLOT, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
 
 
 SIZES_HEADER = ("model, samples a rank, rate", "C/(F+B)", *SIZES, "chosen", "chosen / best")
@@ -532,7 +537,5 @@ def fitted_segment_s(kept: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     measured = json.loads((ROOT / "results" / "bench.json").read_text())
-    print("\n".join([*table(measured), "", *sizes_table(measured), ""]))
     for name, value in fitted_segment_s(measured).items():
         print(f"SEGMENT_S, {name}: {1e3 * value:.2f} ms")
-    plot(measured)

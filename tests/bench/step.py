@@ -92,8 +92,8 @@ class Plan(NamedTuple):
     search: int  # steps of the search
     steps: int
     repeats: int
-    default: float = 0.97  # DDP's default / pipeline, at least
-    best: float = 0.97  # DDP's best / pipeline, at least
+    default: float = 1.0  # DDP's default / pipeline, at least
+    best: float = 1.0  # DDP's best / pipeline, at least
     bound: float | None = None  # pipeline / max(C, F+B), at most
     sched_batch: bool = False  # also time DDP with SCHED_BATCH, to see how much of the difference it explains
 

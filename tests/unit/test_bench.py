@@ -126,6 +126,20 @@ def test_measured_lists_every_file_that_the_figures_depend_on() -> None:
     assert found - {"tests/support/provenance.py"} <= set(listed.stdout.split()) | {"tests/bench.py"}
 
 
+def test_a_part_that_cannot_be_measured_does_not_keep_the_others_from_it(
+    run_bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def disturbed() -> Iterator[Figure]:
+        yield GOOD
+        raise SystemExit("other processes disturbed every step")
+
+    assert run_bench("abc", a=disturbed(), b=[GOOD]) == (1, ["a", "b"])
+    assert json.loads((tmp_path / "bench.json").read_text()).keys() == {"b"}
+    printed = capsys.readouterr().out
+    assert "a is not measured: other processes disturbed every step" in printed and "not measured: a." in printed
+    assert run_bench("abc", "--resume", a=[GOOD], b=[GOOD]) == (0, ["a"])
+
+
 def test_a_figure_without_a_limit_is_not_counted_as_met(run_bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench("abc", a=[GOOD, UNLIMITED], b=[POOR]) == (1, ["a", "b"])
     printed = capsys.readouterr().out
@@ -385,6 +399,18 @@ def test_the_table_is_made_from_the_figures() -> None:
         *("1.500 (2MiB with bucket views)", "1.200 (1MiB)"),
     ]
     assert cells[7] == "1.25 (limit 1.15)" and cells[-1] == "-"
+
+
+def test_the_plot_has_a_line_a_model_and_is_equal_for_equal_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = {"models-vgg11-1.0": {"figures": [figure.as_dict() for figure in model_figures({})]}}
+    drawn = [tmp_path / "a" / "models.svg", tmp_path / "b" / "models.svg"]
+    for path in drawn:
+        path.parent.mkdir()
+        monkeypatch.setattr(models, "PLOT", path)
+        models.plot(kept)
+    assert drawn[0].read_bytes() == drawn[1].read_bytes() and b"<svg" in drawn[0].read_bytes()
 
 
 def test_a_step_is_disturbed_if_others_take_five_percent_of_the_cores() -> None:

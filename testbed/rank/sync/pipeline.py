@@ -114,12 +114,26 @@ class Pipeline(BaseSynchronizer):
         """Copy a complete gradient to the buffer that it is sent from."""
         if not self.readiness.paused:
             with self.timeline.copying():
+                self._check_waited(parameter)
                 self._copy_gradient(parameter)
                 self.readiness.ready(parameter)
 
+    def _check_waited(self, parameter: Parameter) -> None:
+        """Raise SpecError if a parameter is not complete when its gradient is there: the forward did not wait for it.
+
+        Readers are known from the first step, and one that reads it in later steps only does not wait. That is not
+        found if the parameter became complete after it was read.
+        """
+        numbers = self.readiness.places.get(id(parameter), ())
+        if not all(self.buckets[number].complete.is_set() for number in numbers):
+            rule = "a module reads a parameter of another one that it did not read in the first step"
+            raise refuse("mode", str(self.mode), rule, "Use overlap instead of pipeline.")
+
     def _copy_gradient(self, parameter: Parameter) -> None:
-        assert parameter.grad is not None
-        self.views[parameter].copy_(parameter.grad)
+        gradient = parameter.grad
+        assert gradient is not None
+        # That of nn.Embedding(sparse=True) has the rows that were looked up only.
+        self.views[parameter].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         parameter.grad = None
 
     def _launch(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import threading
@@ -201,6 +202,27 @@ def test_a_rank_that_is_ahead_waits_and_nothing_is_mixed_up(together: Callable[.
             torch.testing.assert_close(got, wanted)
 
 
+def test_a_sparse_gradient_is_averaged_as_a_dense_one(together: Callable[..., list[Any]]) -> None:
+    """Each rank looks up another row of an embedding; the same training with dense gradients is what is expected."""
+
+    def work(rank: int, store: dist.Store, sparse: bool) -> list[Tensor]:
+        with SEEDING:
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2))
+        pipeline = Pipeline(SyncMode.parse("ring/bucket:16B/pipeline"), Group(rank, 2, store, 30.0), Timeline())
+        pipeline.attach(model, Optimizer(OptimizerSpec(lr=0.1, clip=None), model, batch=1, total=3))
+        for number in range(3):
+            pipeline.zero()
+            model(torch.tensor([rank + number, 1])).square().sum().backward()
+            pipeline.step()
+        pipeline.close()
+        return [value.detach().clone() for value in model.parameters()]
+
+    expected = together(2, functools.partial(work, sparse=False))
+    for found, wanted in zip(together(2, functools.partial(work, sparse=True)), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_a_rank_that_ends_is_reported_as_a_lost_connection_by_its_neighbours(
     together: Callable[..., list[Any]],
 ) -> None:
@@ -374,6 +396,36 @@ def test_a_module_waits_for_a_weight_that_it_reads_from_another(called: bool) ->
     """Also if the other is called, because that is later."""
     found = Watched(Borrowing(called), torch.ones(1, 2)).forward()
     assert found[:4] == ["wait first.bias first.weight", "end first", "wait owner.weight", "end borrower"]
+
+
+class ChangingReader(nn.Module):
+    """From the second step on another module reads the weight of a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = nn.Linear(2, 2, bias=False)
+        self.early, self.late = Borrower(self.owner), Borrower(self.owner)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return (self.late if self.steps == 1 else self.early)(x)  # type: ignore[no-any-return]
+
+
+def test_a_parameter_that_a_forward_read_too_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the step is one with parameters of the step before, equal on all ranks, so that no comparison finds it."""
+    model = ChangingReader()
+    pipeline = Pipeline(SyncMode.parse("ring/bucket:1KiB/pipeline"), Group(0, 1, dist.HashStore(), 30.0), Timeline())
+    pipeline.attach(model, Optimizer(OptimizerSpec(lr=0.1), model, batch=1, total=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_update", lambda bucket: None)  # as if the parameters were still on their way
+        pipeline.zero()
+        model(torch.ones(1, 2)).sum().backward()
+        pipeline.step()
+        pipeline.zero()
+        with pytest.raises(SpecError, match="did not read in the first step"):
+            model(torch.ones(1, 2)).sum().backward()
+    pipeline.transport.abort()
 
 
 class Block(nn.Module):
