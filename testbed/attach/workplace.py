@@ -42,7 +42,7 @@ class Workplace:
         self.work, self.python, self.home = (self.root / name for name in ("work", "python", "home"))
         self.methods = self.root / "methods"
         self.socket = self.root / "observer"
-        self._owner = owner
+        self.owner = owner
         try:
             self.root.chmod(0o711)
             self.home.mkdir()
@@ -65,13 +65,13 @@ class Workplace:
 
     def hand_over(self) -> None:
         """Make the script's user the owner of `work` and `home`, if that is another user."""
-        if self._owner[0] != os.geteuid():
+        if self.owner[0] != os.geteuid():
             for path in (str(self.work), str(self.home), *(entry.path for entry in entries_below(self.work))):
-                os.chown(path, *self._owner, follow_symlinks=False)
+                os.chown(path, *self.owner, follow_symlinks=False)
 
     def take_back(self) -> None:
         """Make this user the owner of all files again, also in folders without permissions. Root needs no change."""
-        queue = [self.work, self.home] if os.geteuid() not in (0, self._owner[0]) else []
+        queue = [self.work, self.home] if os.geteuid() not in (0, self.owner[0]) else []
         while queue:
             folder = queue.pop()
             with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ class Workplace:
     def collect(self, target: Path) -> Files:
         """Copy new and changed files to `target`. All processes of the script must have ended."""
         self.take_back()
-        return collect(self.work, self._before, target, self._owner)
+        return collect(self.work, self._before, target, self.owner)
 
     def remove(self) -> None:
         """Remove the folders, also those from which the script has removed all permissions, and those of any depth."""
