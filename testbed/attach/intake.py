@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import socket
 import struct
 import threading
@@ -176,13 +177,14 @@ class Pausing(io.RawIOBase):
 
 
 class Intake:
-    """Listens for connections of observers, in daemon threads."""
+    """Listens for connections of observers, in daemon threads. Connections of other users than `user` are closed."""
 
-    def __init__(self, path: Path, records: Records) -> None:
+    def __init__(self, path: Path, records: Records, user: int) -> None:
         self._records = records
+        self._users = (user, os.geteuid())  # the second one: a script in a user namespace is this user here
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))
-        path.chmod(0o666)  # the folder around the socket belongs to the script's user alone
+        path.chmod(0o666)  # any user of the machine can connect, so `_serve` asks who it is
         self._server.listen(ACCEPT_BACKLOG)
         self._path = path
         self._finishing = threading.Event()  # set: no reader pauses any more
@@ -200,12 +202,13 @@ class Intake:
                 connection, _ = self._server.accept()
             except OSError:  # also BlockingIOError: `finish` was called, and no connection is left
                 return
-            if not self._room.acquire(blocking=False):
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            pid, uid, _ = CREDENTIALS.unpack(credentials)
+            if uid not in self._users or not self._room.acquire(blocking=False):
                 connection.close()
                 continue
             number = len(self._readers)
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            self._pids.append(CREDENTIALS.unpack(credentials)[0])
+            self._pids.append(pid)
             reader = threading.Thread(target=self._read, args=(connection, number), daemon=True)
             self._readers.append(reader)
             reader.start()

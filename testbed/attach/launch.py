@@ -227,7 +227,7 @@ def _run_in(place: Workplace, spec: RunSpec, folder: RunFolder, rank: int, recor
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     # On loopback a process counts its own sockets only, and those of the script belong to another process.
     counter: Counter = open_counter(interface) if interface != "lo" else NoCounter()
-    intake = Intake(place.socket, records)
+    intake = Intake(place.socket, records, place.owner[0])
     place.hand_over()
     begun, before = time.monotonic(), counter.read()
     script = start(argv, variables, place, output, [Path(each["root"]) for each in offered.values()])

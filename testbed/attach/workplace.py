@@ -25,7 +25,8 @@ import testbed
 from testbed.data.layouts import FOLDERS, layouts
 from testbed.results.observations import Files
 from testbed.spec.datasets import dataset_info
-from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, check_tree, walk
+from testbed.spec.file_tree import entries_below, remove_tree
+from testbed.spec.script import MAX_COLLECTED_BYTES, MAX_COLLECTED_FILES, MAX_DEPTH, check_tree, walk
 from testbed.spec.units import approximate_size
 
 FICLONE = 0x40049409  # ioctl: a copy that shares the file's blocks until one of both is written to
@@ -41,7 +42,7 @@ class Workplace:
         self.work, self.python, self.home = (self.root / name for name in ("work", "python", "home"))
         self.methods = self.root / "methods"
         self.socket = self.root / "observer"
-        self._owner = owner
+        self.owner = owner
         try:
             self.root.chmod(0o711)
             self.home.mkdir()
@@ -64,13 +65,13 @@ class Workplace:
 
     def hand_over(self) -> None:
         """Make the script's user the owner of `work` and `home`, if that is another user."""
-        if self._owner[0] != os.geteuid():
-            for path in (self.work, self.home, *self.work.rglob("*")):
-                os.chown(path, *self._owner, follow_symlinks=False)
+        if self.owner[0] != os.geteuid():
+            for path in (str(self.work), str(self.home), *(entry.path for entry in entries_below(self.work))):
+                os.chown(path, *self.owner, follow_symlinks=False)
 
     def take_back(self) -> None:
         """Make this user the owner of all files again, also in folders without permissions. Root needs no change."""
-        queue = [self.work, self.home] if os.geteuid() not in (0, self._owner[0]) else []
+        queue = [self.work, self.home] if os.geteuid() not in (0, self.owner[0]) else []
         while queue:
             folder = queue.pop()
             with contextlib.suppress(OSError):
@@ -85,22 +86,11 @@ class Workplace:
     def collect(self, target: Path) -> Files:
         """Copy new and changed files to `target`. All processes of the script must have ended."""
         self.take_back()
-        return collect(self.work, self._before, target, self._owner)
+        return collect(self.work, self._before, target, self.owner)
 
     def remove(self) -> None:
-        """Remove the folders, also those from which the script has removed all permissions."""
+        """Remove the folders, also those from which the script has removed all permissions, and those of any depth."""
         remove_tree(self.root)
-
-
-def remove_tree(root: Path) -> None:
-    """Remove a folder of a script, also subfolders without permissions. Leave what cannot be removed."""
-    with contextlib.suppress(OSError):
-        for folder, names, _ in os.walk(root):
-            for name in names:
-                path = os.path.join(folder, name)
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(root, ignore_errors=True)
 
 
 Fingerprint = tuple[int, int]  # size, time of the last change in ns
@@ -152,25 +142,25 @@ def collect(work: Path, before: dict[str, Fingerprint], target: Path, owner: tup
     count = size = left_out = 0
     kept: list[str] = []
     reasons: dict[str, None] = {}
-    for folder, _, names in os.walk(work):
-        for name in sorted(names):
-            path = Path(folder, name)
-            relative = str(path.relative_to(work))
-            status = path.lstat()
+    for entry in entries_below(work):
+        relative = os.path.relpath(entry.path, work)
+        try:
+            if entry.is_dir():  # also a symlink to a folder, e.g. to a data set
+                continue
+            status = entry.stat(follow_symlinks=False)
             if before.get(relative) == fingerprint(status):
                 continue
             reason = _why_left_out(relative, status, count, size)
             if not reason:
-                try:
-                    _collect_file(path, target / relative)
-                except OSError as error:
-                    reason = f"could not be copied ({error.strerror})"
-            if reason:
-                left_out += 1
-                reasons.setdefault(reason)
-            else:
-                count, size = count + 1, size + status.st_size
-                kept.append(relative)
+                _collect_file(Path(entry.path), target / relative)
+        except OSError as error:
+            reason = f"could not be copied ({error.strerror})"
+        if reason:
+            left_out += 1
+            reasons.setdefault(reason)
+        else:
+            count, size = count + 1, size + status.st_size
+            kept.append(relative)
     if os.geteuid() == 0 and target.exists():
         for path in (target, *target.rglob("*")):
             os.chown(path, *owner, follow_symlinks=False)
@@ -183,6 +173,8 @@ def _why_left_out(relative: str, status: os.stat_result, count: int, size: int) 
         return "only regular files without links are collected"
     if not relative.isprintable() or ".." in Path(relative).parts:
         return "names with control characters are not collected"
+    if relative.count(os.sep) > MAX_DEPTH:
+        return f"files below more than {MAX_DEPTH} folders are not collected"
     if count >= MAX_COLLECTED_FILES:
         return f"at most {MAX_COLLECTED_FILES} files of a rank are collected"
     if size + status.st_size > MAX_COLLECTED_BYTES:

@@ -7,6 +7,7 @@ So its files are read without following symlinks, and up to a largest size.
 from __future__ import annotations
 
 import errno
+import fnmatch
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from typing import Any, BinaryIO
 
 from testbed.spec.disk import is_full, os_failure
 from testbed.spec.errors import SpecError, UsageError, refuse
+from testbed.spec.file_tree import entries_below
 from testbed.spec.own_files import METHODS, copy_of, digest_of
 from testbed.spec.run import RunSpec
 from testbed.spec.words import Place, current_place, name_of, shown_path
@@ -162,8 +164,9 @@ class RunFolder:
 
     def tidy(self) -> None:
         """Remove incomplete files of killed processes. Call this only when no process writes to the folder."""
-        for half in self.path.rglob(f".*{TEMPORARY}"):
-            half.unlink(missing_ok=True)
+        for entry in entries_below(self.path, leave_out=("rank*.files",)):  # what a script wrote stays
+            if fnmatch.fnmatch(entry.name, f".*{TEMPORARY}") and not entry.is_dir(follow_symlinks=False):
+                Path(entry.path).unlink(missing_ok=True)
 
     def set_records_aside(self, rank: int) -> Path | None:
         """Rename the records of the last attempt, e.g. to rank0.attempt1.jsonl; return the path, None without records.
@@ -208,9 +211,16 @@ class RunFolder:
         `allow_top`: the folder itself, or a folder above it, may be a symlink, because the user made it.
         """
         top = self.path.resolve() if allow_top else self.path
-        for path in [top, *top.rglob("*")]:
-            if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise refuse("run folder", str(path), "is a symlink or not a regular file", "Remove it.")
+        below = (each for each in entries_below(top) if not _is_plain(each))
+        usable = not top.is_symlink() and (top.is_file() or top.is_dir())
+        strange = next((each.path for each in below), "") if usable else str(top)
+        if strange:
+            raise refuse("run folder", strange, "is a symlink or not a regular file", "Remove it.")
+
+
+def _is_plain(entry: os.DirEntry[str]) -> bool:
+    """Return True for a regular file and for a folder."""
+    return entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
 
 
 def process_records(records: Path, number: int) -> Path:

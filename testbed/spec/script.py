@@ -38,6 +38,7 @@ NOT_COPIED = (".git", ".venv", "venv", "__pycache__", "runs", ".mypy_cache", ".p
 # Limits of the files in the working copy that are kept after the run: those that the script has written.
 MAX_COLLECTED_BYTES = 256 << 20
 MAX_COLLECTED_FILES = 1000
+MAX_DEPTH = 50  # folders above a file that is collected, and above a file of a submission
 # paths that the container itself uses, so that no mount can have them
 TAKEN = ("/", "/script", "/data", "/runs", "/tmp", "/opt/testbed", "/proc", "/dev", "/sys")
 SCRIPT_DEADLINE_S = 300.0  # a script without a step for so long is ended

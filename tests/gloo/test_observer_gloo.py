@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 
 import pytest
 
+from testbed.attach import observer, seams
 from testbed.attach.as_cpu import CHANGED, GLOO
 from testbed.attach.events import FAULT, Part
 from testbed.attach.seams import SEAMS
@@ -219,11 +221,21 @@ CALLED = [
     "backward",
     "scalers",
     "optimizers",
+    "optimizers made",
+    "samplers",
+    "clipping",
+    "fork",
     "data",
     "evaluation",
     "wrappers",
 ]
-FAULTS = [*CALLED, *(f"install {seam}" for seam in SEAMS), *(f"Steps.{event}" for event in EVENTS)]
+FAULTS = [*CALLED, *(f"install {seam}" for seam in SEAMS)]
+FAULTS += [f"{part}.{event}" for part in ("Steps", "Sampling") for event in EVENTS]
+
+
+def test_every_seam_is_made_to_fail() -> None:
+    source = "".join(Path(module.__file__ or "").read_text() for module in (seams, observer))
+    assert set(re.findall(r'hub\.observe\(\s*"([a-z ]+)"', source)) == set(CALLED)
 
 
 @pytest.fixture(scope="module")

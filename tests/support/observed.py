@@ -96,7 +96,7 @@ def run_ranks(
             own["PYTHONPATH"] = str(python_path(folder))
             if listening:
                 written = Records(paths[-1])
-                intakes.append((Intake(path, written), written))
+                intakes.append((Intake(path, written, os.geteuid()), written))
         log, environment = place / f"{rank}.log", own | dict(variables or {})
         argv = [str(SCRIPTS / script)]
         with affinity.limited_to(cores[rank : rank + 1] or None):

@@ -6,6 +6,7 @@ compares them with what the controller counted itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -105,7 +106,11 @@ def contradictions(found: PartEvidence) -> list[str]:
 
 
 def _time(found: PartEvidence) -> Iterable[str]:
-    claimed = max((sum(step.total for step in found.steps(rank)) for rank in range(len(found.records))), default=0.0)
+    by_rank = [[step.total for step in found.steps(rank)] for rank in range(len(found.records))]
+    if wrong := [seconds for own in by_rank for seconds in own if not 0 <= seconds < math.inf]:
+        yield f"the records claim a step of {wrong[0]:g} s"  # nan would agree with every limit below
+        return
+    claimed = max(map(sum, by_rank), default=0.0)
     outside = found.outside
     if outside.seconds and claimed > outside.seconds + SLACK_S:
         yield f"the records claim steps of {claimed:.1f} s, and the whole run took {outside.seconds:.1f} s"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -36,8 +35,10 @@ from testbed.spec.errors import (
     refuse,
 )
 from testbed.spec.experiment import spec_from_flags
+from testbed.spec.file_tree import entries_below
 from testbed.spec.grading import Assignment, Part
 from testbed.spec.run import RunSpec
+from testbed.spec.script import MAX_DEPTH
 
 SANDBOXED = "compose"  # the substrate for submissions that are not trusted
 MAX_FILES = 1000  # of a submission
@@ -139,6 +140,8 @@ def _stage(submission: Path, given: Path | None, target: Path) -> str:
     size = number = 0
     for source, name in _regular_files(submission):
         number, size = number + 1, size + source.stat().st_size
+        if len(name.parts) > MAX_DEPTH + 1:
+            return f"the submission has a file below more than {MAX_DEPTH} folders, which is the limit"
         if number > MAX_FILES or size > MAX_BYTES:
             return f"the submission has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, which is the limit"
         _copy(source, target / name)
@@ -159,11 +162,9 @@ def _remove_in_the_way(target: Path, name: Path) -> None:
 
 def _regular_files(folder: Path) -> Iterator[tuple[Path, Path]]:
     """Yield the regular files below a folder, and their paths relative to it. Symlinks are not followed."""
-    for place, folders, files in os.walk(folder, followlinks=False):
-        folders[:] = sorted(name for name in folders if not (Path(place) / name).is_symlink() and name != ".git")
-        for path in (Path(place) / name for name in sorted(files)):
-            if stat.S_ISREG(path.lstat().st_mode):
-                yield path, path.relative_to(folder)
+    for entry in entries_below(folder, leave_out=(".git",)):
+        if entry.is_file(follow_symlinks=False):
+            yield Path(entry.path), Path(entry.path).relative_to(folder)
 
 
 def _copy(source: Path, target: Path) -> None:

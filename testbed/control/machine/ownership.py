@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from testbed.control.machine import cgroups, user_namespace
 from testbed.control.machine.processes import PROC, all_pids, kill_until_gone, pids_in_namespace, run, start_time
 from testbed.control.substrates import engine
 from testbed.control.substrates.clone import ROOT
+from testbed.spec.file_tree import remove_tree
 
 VARIABLE = "TESTBED_OWNER"  # in the environment of every process that a substrate starts
 LAUNCHER = "TESTBED_LAUNCHER"  # in every process of a user's script (attach/launch.py): the pid of its launcher
@@ -193,7 +193,7 @@ class OwnedResource:
             case "project":
                 engine.remove_project(engine.Project(self.name, self.owner, self.clone))
             case "folder":
-                shutil.rmtree(self.name, ignore_errors=True)
+                remove_tree(Path(self.name))
         return []
 
     def _remove_cgroup(self) -> list[int]:

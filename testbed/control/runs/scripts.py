@@ -18,6 +18,7 @@ from testbed.results.folder import RunFolder
 from testbed.results.observations import Files, Finding
 from testbed.results.records import read
 from testbed.spec.errors import RankFailed, TestbedError, Unavailable, refuse
+from testbed.spec.file_tree import entries_below, remove_tree
 from testbed.spec.run import RunSpec
 from testbed.spec.script import SCRIPT_DEADLINE_S, Limits, ScriptSpec, check_tree
 from testbed.spec.units import approximate_size
@@ -83,9 +84,9 @@ class Allowance:
 def size_of(folder: Path) -> int:
     """Bytes of all files below a folder; no link is followed."""
     total = 0
-    for path in folder.rglob("*"):
+    for entry in entries_below(folder):
         with contextlib.suppress(OSError):
-            total += path.lstat().st_size
+            total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
@@ -96,7 +97,7 @@ def copies_removed() -> Iterator[None]:
         yield
     finally:
         for left in Path(tempfile.gettempdir()).glob(f"{ownership.owned_name('script')}-*"):
-            shutil.rmtree(left, ignore_errors=True)
+            remove_tree(left)
 
 
 def notes(spec: RunSpec, folder: RunFolder) -> list[str]:

@@ -104,7 +104,7 @@ def test_a_frame_of_torch_distributed_waits() -> None:
 
 def test_the_launcher_gets_an_answer(tmp_path: Path) -> None:
     records = Records(tmp_path / "rank0.jsonl")
-    intake = Intake(tmp_path / "socket", records)
+    intake = Intake(tmp_path / "socket", records, os.geteuid())
     before = threading.active_count()
     channel.listen(str(tmp_path / "socket"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rank:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -15,6 +17,8 @@ from testbed.results.folder import RunFolder
 from testbed.results.records import Error
 from tests.support.observer_lines import START, STEP
 from tests.support.processes import until
+
+ME = os.geteuid()
 
 
 def send(path: Path, *records: object) -> None:
@@ -29,7 +33,7 @@ def kinds(path: Path) -> list[str]:
 
 def test_lines_sent_before_the_end_are_all_written(tmp_path: Path) -> None:
     records = Records(tmp_path / "rank0.jsonl")
-    intake = Intake(tmp_path / "socket", records)
+    intake = Intake(tmp_path / "socket", records, ME)
     send(tmp_path / "socket", START, *[STEP] * 500)
     intake.finish(timeout_s=30)
     records.close()
@@ -41,7 +45,7 @@ def test_the_end_of_the_script_ends_the_pause_between_two_reads(
 ) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 600.0)
     records = Records(tmp_path / "rank0.jsonl")
-    intake = Intake(tmp_path / "socket", records)
+    intake = Intake(tmp_path / "socket", records, ME)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(tmp_path / "socket"))
         connection.sendall(json.dumps(START).encode() + b"\n")
@@ -119,7 +123,7 @@ def test_the_limit_is_reported_once(tmp_path: Path) -> None:
 
 def test_an_answer_that_was_not_asked_for_is_not_written(tmp_path: Path) -> None:
     records = Records(tmp_path / "rank0.jsonl")
-    intake = Intake(tmp_path / "socket", records)
+    intake = Intake(tmp_path / "socket", records, ME)
     answers = [{"site": f"main.py:{line}", "waits": True} for line in range(1000)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(tmp_path / "socket"))
@@ -132,10 +136,22 @@ def test_an_answer_that_was_not_asked_for_is_not_written(tmp_path: Path) -> None
     assert kinds(tmp_path / "rank0.jsonl") == ["where"]
 
 
+def test_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket is in a folder that every user of the machine may enter, and its path is in command lines."""
+    records = Records(tmp_path / "rank0.jsonl")
+    monkeypatch.setattr(os, "geteuid", lambda: ME + 1)
+    intake = Intake(tmp_path / "socket", records, ME + 2)
+    with contextlib.suppress(OSError):  # the connection is closed
+        send(tmp_path / "socket", START, STEP)
+    intake.finish(timeout_s=30)
+    records.close()
+    assert (tmp_path / "rank0.jsonl").read_text() == ""
+
+
 def test_more_connections_than_a_script_needs_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
     records = Records(tmp_path / "rank0.jsonl")
-    intake = Intake(tmp_path / "socket", records)
+    intake = Intake(tmp_path / "socket", records, ME)
     opened = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
     for connection in opened:
         connection.connect(str(tmp_path / "socket"))

@@ -33,7 +33,7 @@ def run(folder: Path, *, variables: dict[str, str] | None = None, more_path: str
     """Run the script with an observer; return its output."""
     path = folder / "observer"
     records = Records(folder / "rank0.jsonl")
-    intake = Intake(path, records)
+    intake = Intake(path, records, os.geteuid())
     own = {channel.VARIABLE: str(path), channel.REQUEST: json.dumps({"schema": 3}), "PATH": os.environ["PATH"]}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(python_path(folder)), more_path]))
     command = [sys.executable, *flags.split(), "-c", SCRIPT]

@@ -9,6 +9,7 @@ import pytest
 
 from testbed.attach import workplace
 from testbed.attach.workplace import Workplace, offer
+from tests.support.deep import make_deep_folder
 
 ME = (os.geteuid(), os.getegid())
 
@@ -80,6 +81,31 @@ def test_size_and_number_are_bounded(folder: Path, tmp_path: Path, monkeypatch: 
         found = place.collect(tmp_path / "out")
     assert (found.count, found.left_out, len(found.reasons)) == (3, 2, 2)
     assert found.names == ["b0", "b1", "b2"]
+
+
+def test_a_folder_of_any_depth_is_left_out_and_removed(folder: Path, tmp_path: Path) -> None:
+    with Workplace(folder, ME) as place:
+        make_deep_folder(place.work)
+        (place.work / "result").write_text("1")
+        found = place.collect(tmp_path / "out")
+    assert (found.count, found.left_out) == (1, 1) and "more than 50 folders" in found.reasons[0]
+    assert not place.root.exists()
+
+
+def test_a_file_that_cannot_be_read_is_left_out(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may forbid its folders to its own user, who collects the files if the testbed is not run by root."""
+
+    def refuse(relative: str, *_: object) -> str:
+        if relative == "closed":
+            raise PermissionError(13, "Permission denied")
+        return ""
+
+    monkeypatch.setattr(workplace, "_why_left_out", refuse)
+    with Workplace(folder, ME) as place:
+        for name in ("closed", "result"):
+            (place.work / name).write_text("1")
+        found = place.collect(tmp_path / "out")
+    assert (found.names, found.left_out, found.reasons) == (["result"], 1, ["could not be copied (Permission denied)"])
 
 
 def test_a_folder_without_permissions_is_removed(folder: Path) -> None:

@@ -20,7 +20,9 @@ from testbed.results.folder import (
     write_whole,
 )
 from testbed.spec.errors import SpecError, TestbedError, UsageError
+from testbed.spec.file_tree import remove_tree
 from testbed.spec.run import RunSpec
+from tests.support.deep import make_deep_folder
 from tests.support.synthetic import make_run
 
 SPEC = RunSpec.load({"nodes": 2, "model": "lenet5"}, "here")
@@ -177,6 +179,25 @@ def test_half_written_files_are_removed_and_others_stay(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".rank0.x2.tmp").touch()
     RunFolder(tmp_path).tidy()
     assert {path.name for path in tmp_path.rglob("*")} == {".hidden", "rank0.log.tmp", "checkpoints"}
+
+
+def test_what_a_script_has_written_stays_whatever_its_name(tmp_path: Path) -> None:
+    for folder in (RunFolder(tmp_path).files(0), tmp_path):
+        (folder / ".cache.tmp").mkdir(parents=True)
+    (RunFolder(tmp_path).files(0) / ".mine.tmp").touch()
+    RunFolder(tmp_path).tidy()
+    names = {"rank0.files", "rank0.files/.cache.tmp", "rank0.files/.mine.tmp", ".cache.tmp"}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == names
+
+
+def test_a_folder_of_any_depth_is_searched(tmp_path: Path) -> None:
+    """A script in a container may write to its run's folder."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    make_deep_folder(folder.path)
+    folder.tidy()
+    folder.check_no_links()
+    remove_tree(folder.path)
 
 
 def test_a_folder_with_a_link_or_a_pipe_in_it_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,12 @@ def test_claimed_steps_that_are_longer_than_the_run() -> None:
 def test_claimed_steps_that_are_too_short_for_the_link() -> None:
     found = contradictions(evidence(seconds=0.001, gradient_bytes=10_000_000, rate=10_000_000))
     assert len(found) == 1 and "a link needs" in found[0]
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -0.1])
+def test_a_step_that_no_clock_can_measure_is_a_contradiction(seconds: float) -> None:
+    found = contradictions(evidence(seconds=seconds, gradient_bytes=10_000_000, rate=10_000_000))
+    assert found == [f"the records claim a step of {seconds:g} s"]
 
 
 def test_hidden_communication_is_a_contradiction() -> None:

@@ -18,7 +18,9 @@ from testbed.control.runs.progress import Silent
 from testbed.control.substrates.base import NodeCounts
 from testbed.control.substrates.fake import FakeProcess, FakeSubstrate
 from testbed.spec.errors import Interrupted, NetworkInvalid, RankFailed, Unavailable, UsageError
+from testbed.spec.file_tree import remove_tree
 from testbed.spec.grading import Assignment
+from tests.support.deep import make_deep_folder
 
 PART = {"name": "1", "file": "a.py", "argv": ["python", "a.py"], "demands": [{"kind": "runs", "points": 2}]}
 ASSIGNMENT = Assignment.load({"name": "a", "title": "t", "nodes": 1, "steps": 3, "parts": [PART]}, "a.toml")
@@ -100,6 +102,18 @@ def test_a_submission_of_too_many_files_gets_nothing(tmp_path: Path, monkeypatch
         (own / f"{number}").write_text("")
     book = grade_all(setting(tmp_path), [own])
     assert book.complete and "more than 2 files" in book.graded[0].verdicts[0].reason and book.graded[0].points == 0
+
+
+def test_a_submission_of_any_depth_gets_nothing_and_the_next_one_is_graded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grade, "execute", ending({"bob": RankFailed("exit 1")}))
+    ann, bob = submissions(tmp_path, "ann", "bob")
+    make_deep_folder(ann)
+    book = grade_all(setting(tmp_path), [ann, bob])
+    remove_tree(ann)  # pytest cannot
+    assert "below more than 50 folders" in book.graded[0].verdicts[0].reason and book.graded[0].points == 0
+    assert book.graded[1].verdicts[0].reason == "exit 1" and book.complete
 
 
 def test_grading_goes_on_after_a_failed_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
