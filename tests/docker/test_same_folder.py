@@ -12,15 +12,17 @@ from tests.support.command import run_command
 from tests.support.run_files import keys_by_file
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
-BUSY = NetworkInvalid.exit_code  # exit code if the machine was too busy for the probe, which changes no file and no key
+BUSY = NetworkInvalid.exit_code  # exit code if the machine was too busy for the probe: no link is measured after training
 
 
+@pytest.mark.quiet  # its network should be valid
 def test_a_run_with_and_without_a_controller_leaves_the_same_files_and_keys(image: str, tmp_path: Path) -> None:
     (tmp_path / "up").mkdir()
     cluster = Cluster(tmp_path / "up")
     try:
         printed = cluster.up(RATE="100mbit", STEPS="5", BATCH="16", SET="", KEEP_GOING="true")
-        assert set(cluster.codes().values()) <= {0, BUSY}, printed
+        codes = set(cluster.codes().values())
+        assert codes <= {0, BUSY}, printed
     finally:
         cluster.down()
     (without,) = cluster.folders()
@@ -28,4 +30,8 @@ def test_a_run_with_and_without_a_controller_leaves_the_same_files_and_keys(imag
     more = ["--data", "synthetic", "--set", "node.cpus=0.4", "--on", "compose", "--keep-going", "--out", "runs/r"]
     done = run_command("run", *flags, *more, cwd=tmp_path)
     assert done.returncode in (0, BUSY), done.stderr
-    assert keys_by_file(without) == keys_by_file(tmp_path / "runs/r")
+    found = [keys_by_file(without), keys_by_file(tmp_path / "runs/r")]
+    if codes | {done.returncode} != {0}:
+        for keys in found:
+            del keys["receipt.json"]["after"]
+    assert found[0] == found[1]

@@ -136,6 +136,7 @@ def test_ranks_end_with_a_killed_controller(tmp_path):
     until_left(folder, [], 20)
 
 
+@pytest.mark.quiet  # a run of another test kills what dead controllers left, before it has written its last record
 def test_ranks_end_with_a_killed_controller_even_while_they_wait_for_a_frozen_one(tmp_path):
     folder = tmp_path / "r"
     process = start_command("run", "--nodes", "3", *LONG, "--out", str(folder), cwd=tmp_path)
