@@ -3,6 +3,7 @@
     make bench                     all parts but first-layers and thread-class
     make bench ARGS="loop start"   some parts; `attach` means all parts whose names begin with `attach-`
     make bench ARGS=--resume       skip the parts that are already measured at this commit
+    make bench ARGS=quick          10 minutes: is this tree slower than the committed figures? (tests/bench/quick.py)
 Results are written to results/bench.json after each part, with the commit and the machine's load before it; results of
 other parts are kept. Do not use the machine for anything else meanwhile.
 """
@@ -62,6 +63,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench.json")
     parser.add_argument("--resume", action="store_true", help="skip the parts that the file has at the present commit")
     options = parser.parse_args()
+    if options.parts == ["quick"]:
+        from tests.bench import quick  # it imports this module
+
+        return quick.main()
     unknown = [part for part in options.parts if not _named(part)]
     if unknown:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
