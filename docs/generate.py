@@ -10,10 +10,15 @@ What is written lies between two marks. The first word after `begin` is a row of
     <!-- begin bench loop start (made by `make docs`) -->      the figures of these parts of results/bench.json
     <!-- end bench loop start -->
 
+    soak                outcomes of the parts of `make soak`, from results/soak
     sweeps              the tables of every experiment in results/sweeps (`make measure`)
     earlier NAME        a table of results/earlier.json, without the experiments that results/sweeps has
     quick               what `make run` prints
     mistakes            what is wrong in the published figures, from the experiment files
+
+How old a figure may be: at most MOST_CHANGES commits may have changed the code that it speaks of since it was measured.
+`make docs` lists the figures that are older in results/old.json, and each table names its own. A test fails if that
+list is wrong, so a figure that becomes too old is measured again or is shown to be old.
 """
 
 from __future__ import annotations
@@ -38,21 +43,64 @@ from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import parse_rate
 from tests.bench.__main__ import PARTS
-from tests.bench.models import PLOT as MODELS_PLOT
-from tests.bench.models import plot as plot_models
+from tests.bench.figures import MEASURED
 from tests.bench.models import sizes_table
 from tests.bench.models import table as models_table
+from tests.soak.__main__ import PARTS as SOAK_PARTS
+from tests.soak.outcomes import SOAKED
+from tests.support.provenance import changes_since, has_whole_history
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "results" / "bench.json"
 SWEEPS = ROOT / "results" / "sweeps"  # NAME.tar.xz: run folders of an experiment, and how they were measured
 EARLIER = ROOT / "results" / "earlier.json"  # tables that were typed before files were kept
+SOAK = ROOT / "results" / "soak"
+OLD = ROOT / "results" / "old.json"  # figures that are older than the rule allows, e.g. "bench loop"
+MOST_CHANGES = 50
 MAX_ROWS = 24  # of a table in a document: the rest is left out
 DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 BLOCK = re.compile(r"(<!-- begin ([^\n(]+?) \(made by `make docs`\) -->\n).*?(<!-- end \2 -->\n)", re.S)
 SMALL = 1e-3  # values below are written as 1.1e-13
 Lines = list[str]
 UNMEASURED = ["Not measured yet."]
+
+# --- how old figures are ----------------------------------------------------------------------------------------------
+
+
+def too_old() -> list[str] | None:
+    """Figures that are older than the rule allows, by name; None if the history is not there, as in a shallow clone."""
+    if not has_whole_history():
+        return None
+    sweeps = sorted(path.name.removesuffix(".tar.xz") for path in SWEEPS.glob("*.tar.xz"))
+    figures = {f"bench {name}": (part["commit"], MEASURED) for name, part in bench_file().items()}
+    for name in sweeps:
+        found = archived(name)
+        assert found is not None
+        of = ("testbed", f"experiments/{name}.toml", "requirements*.txt")
+        figures[f"sweeps {name}"] = (found[1]["commit"], of)
+    figures |= {f"earlier {name}": (of["commit"], ("testbed",)) for name, of in earlier_file().items()}
+    figures |= {
+        f"soak {name}": (of["commit"], (*SOAKED, *SOAK_PARTS[name][2].also)) for name, of in soak_files().items()
+    }
+    return sorted(name for name, (commit, paths) in figures.items() if _is_old(changes_since(commit, *paths)))
+
+
+def _is_old(changes: int | None) -> bool:
+    return changes is None or changes > MOST_CHANGES
+
+
+@cache
+def old() -> list[str]:
+    names: list[str] = json.loads(OLD.read_text(encoding="utf-8"))
+    return names
+
+
+def _age(kind: str, *names: str) -> str:
+    """A sentence that names those of these figures that are too old; empty if none is."""
+    found = [name for name in names if f"{kind} {name}" in old()]
+    which = "" if found == list(names) else f": {', '.join(f'`{name}`' for name in found)}"
+    return f" Old: more than {MOST_CHANGES} later commits changed the measured code{which}." if found else ""
+
 
 # --- rows of testbed/spec --------------------------------------------------------------------------------------------
 
@@ -289,7 +337,48 @@ def _measured_at(parts: dict[str, Part]) -> str:
         f"{met}Measured at commit "
         + "; ".join(f"{commit}: {', '.join(names)}" for commit, names in commits.items())
         + "."
+        + _age("bench", *parts)
     )
+
+
+# --- outcomes of the soak ---------------------------------------------------------------------------------------------
+
+COUNTED = {  # key of results/soak/PART.json: how its value is written
+    "median_seconds": "median {} s",
+    "most_seconds": "at most {} s",
+    "named": "failed rank named {} times",
+    "identical": "{} with the undisturbed hash",
+    "by_hand": "{} resumed by hand",
+    "resumed": "{} continued from a checkpoint",
+    "injected": "{} faults injected",
+    "recovered": "{} recovered",
+}
+
+
+@cache
+def soak_files() -> dict[str, dict[str, Any]]:
+    """By name, in the order of the parts."""
+    paths = {name: SOAK / f"{name}.json" for name in SOAK_PARTS}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
+
+
+def soak() -> Lines:
+    """A row for each part: its promise, and what was counted."""
+    files, lines = soak_files(), ["| part | promise | outcome |", "| --- | --- | --- |"]
+    for name, (_, _, promise) in SOAK_PARTS.items():
+        lines.append(f"| `{name}` | {' '.join(promise.words.split())} | {_outcome(files.get(name))} |")
+    commits: dict[str, Lines] = {}
+    for name, of in files.items():
+        commits.setdefault(of["commit"], []).append(f"`{name}`")
+    where = "; ".join(f"{commit}: {', '.join(names)}" for commit, names in commits.items())
+    return [*lines, "", f"Counted at commit {where}.{_age('soak', *files)}"]
+
+
+def _outcome(of: dict[str, Any] | None) -> str:
+    if of is None:
+        return "not counted yet"
+    counts = [how.format(of[key]) for key, how in COUNTED.items() if of.get(key)]
+    return ", ".join([f"{of['ok']} of {of['of']}", *counts, *(f"missed: {line}" for line in of["missed"])])
 
 
 # --- runs of experiments ---------------------------------------------------------------------------------------------
@@ -331,7 +420,7 @@ def _section(name: str) -> Lines:
     chapter, facts = found
     where = f"{len(chapter.summaries)} runs, {facts['minutes']:g} minutes on {facts['substrate']}"
     lines = [f"### `{name}`: {as_text(chapter.title)}", "", f"{as_text(caption(chapter.summaries))}."]
-    lines += [f"Measured at commit {facts['commit']}, load {facts['load']:g} before; {where}."]
+    lines += [f"Measured at commit {facts['commit']}, load {facts['load']:g} before; {where}.{_age('sweeps', name)}"]
     part = published(chapter)
     if part and part.sentences:
         lines += ["", *(f"- {claim.word} {as_text(claim.text)}" for claim in part.sentences)]
@@ -351,16 +440,19 @@ def earlier(name: str) -> Lines:
     stored = earlier_file()[name]
     rows = [row for row in stored["rows"] if archived(row[0]) is None]
     lines = [f"| {' | '.join(row)} |" for row in (stored["header"], ["---"] * len(stored["header"]), *rows)]
-    return [*lines, "", f"Measured at commit {stored['commit']}."]
+    return [*lines, "", f"Measured at commit {stored['commit']}.{_age('earlier', name)}"]
 
 
 def quick() -> Lines:
     """What `make run` printed when it was measured last."""
     found = archived("quick")
     if found is None:
-        return ["```", *earlier_file()["quick"]["lines"], "```"]
-    runs = found[0].summaries
-    return ["```", caption(runs), "", *format_table(*table(runs)).splitlines(), "```"]
+        stored = earlier_file()["quick"]
+        lines, commit, age = stored["lines"], stored["commit"], _age("earlier", "quick")
+    else:
+        runs, commit, age = found[0].summaries, found[1]["commit"], _age("sweeps", "quick")
+        lines = [caption(runs), "", *format_table(*table(runs)).splitlines()]
+    return ["```", *lines, "```", "", f"Measured at commit {commit}.{age}"]
 
 
 def mistakes() -> Lines:
@@ -377,7 +469,7 @@ MADE: dict[str, Callable[..., Lines]] = {
     for each in (
         *(algorithms, schedules, codecs, faults),
         *(bench, steps, models, sizes, profile),
-        *(sweeps, earlier, quick, mistakes),
+        *(soak, sweeps, earlier, quick, mistakes),
     )
 }
 
@@ -398,7 +490,12 @@ def page(name: str, text: str) -> str:
 
 
 def main() -> None:
-    stale = []
+    stale, names = [], too_old()
+    if names is not None and (not OLD.is_file() or names != old()):
+        stale.append(str(OLD.relative_to(ROOT)))
+        if "--check" not in sys.argv:
+            OLD.write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+            old.cache_clear()
     for name in (*DOCUMENTS, ".env.example"):
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

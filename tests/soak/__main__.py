@@ -24,7 +24,8 @@ PARTS = {  # part: (module, function, promise). A module is imported when its pa
         "faults",
         "kill",
         Promise(
-            f"100 of 100 {IN_TIME} the SIGKILL (median 5), every fifth near a checkpoint; nothing left; named in 99",
+            f"100 of 100 {IN_TIME} the SIGKILL (median 5), 20 moments in each of five modes,"
+            " every fifth near a checkpoint; nothing left; named in 99",
             cases=100,
             least={"named": 99, "started": 100},
             most={"most_seconds": 10, "median_seconds": 5, **CLEAN},
@@ -54,8 +55,8 @@ PARTS = {  # part: (module, function, promise). A module is imported when its pa
         "faults",
         "resume",
         Promise(
-            "10 of 10 kill points give the undisturbed hash, in ring, ddp and pipeline; every third resumed by hand;"
-            " from a checkpoint wherever there was one",
+            "30 of 30 kill points give the undisturbed hash: 10 in ring, ddp and pipeline each; every third resumed"
+            " by hand; from a checkpoint wherever there was one",
             cases=30,
             least={"identical": 30, "started": 30, "by_hand": 10, "resumed": 25},
             most=CLEAN,
@@ -96,7 +97,7 @@ PARTS = {  # part: (module, function, promise). A module is imported when its pa
         "hostile",
         "hostile",
         Promise(
-            "500 of 500 refused with a sentence or run; no traceback, stray file or program, "
+            "500 of 500 refused with a sentence or run; no traceback, stray file or program,"
             " no live script or control character in the output",
             cases=500,
             also=("testbed/report",),

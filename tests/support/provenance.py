@@ -26,6 +26,18 @@ def current(stored: str, commit: str) -> bool:
     return bool(stored) and stored == commit and not stored.endswith(DIRTY)
 
 
+def changes_since(stored: str, *paths: str) -> int | None:
+    """Return how many commits changed these paths since the stored one; None if it is not in this history."""
+    commit = stored.removesuffix(DIRTY)
+    known = commit and _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+    return int(_git("rev-list", "--count", f"{commit}..HEAD", "--", *paths)) if known else None
+
+
+def has_whole_history() -> bool:
+    """Return False in a shallow clone and outside of git."""
+    return _git("rev-parse", "--is-shallow-repository") == "false"
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip()

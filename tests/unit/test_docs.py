@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from docs import generate
+from tests.support import provenance
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ("README.md", "docs/performance.md", "docs/results.md")
+MEASURED = ("README.md", "docs/performance.md", "docs/results.md", "docs/faults.md")
 
 
 def text_of(name: str) -> str:
@@ -78,6 +80,77 @@ def test_every_part_of_the_bench_is_in_a_table() -> None:
     parts = list(generate.bench_file())
     missing = [part for part in parts if part not in named and part.split("-")[0] not in named]
     assert missing == [], f"Write `<!-- begin bench {' '.join(missing)} (made ...) -->` and its end (CONTRIBUTING.md)"
+
+
+def test_figures_older_than_the_rule_are_listed_and_each_table_says_so() -> None:
+    """At most MOST_CHANGES commits may have changed the measured code since (docs/generate.py)."""
+    found = generate.too_old()
+    if found is None:
+        pytest.skip("the history is not here: a shallow clone, or no git")
+    assert found == generate.old(), "Measure these figures again (make measure), or show that they are old: make docs"
+    shown = "".join(block for _, _, block in BLOCKS).count("Old: more than")
+    assert bool(shown) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_old"), [(0, False), (generate.MOST_CHANGES, False), (generate.MOST_CHANGES + 1, True), (None, True)]
+)
+def test_a_figure_is_old_after_too_many_changes_of_its_code(
+    monkeypatch: pytest.MonkeyPatch, changes: int | None, is_old: bool
+) -> None:
+    """Or if its commit is not in the history. Only changes of the paths that it depends on are counted."""
+    asked: dict[str, tuple[str, ...]] = {}
+
+    def changes_since(commit: str, *paths: str) -> int | None:
+        asked[commit] = paths
+        return changes
+
+    monkeypatch.setattr(generate, "has_whole_history", lambda: True)
+    monkeypatch.setattr(generate, "changes_since", changes_since)
+    monkeypatch.setattr(generate, "bench_file", lambda: {"loop": {"commit": "abc"}})
+    assert ("bench loop" in (generate.too_old() or [])) == is_old
+    assert asked["abc"] == generate.MEASURED
+
+
+def test_changes_are_counted_by_the_paths_that_a_commit_touches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+        argv = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    commits = []
+    for name in ("code", "text", "code", "code"):
+        with (tmp_path / name).open("a") as file:
+            file.write("line\n")
+        git("add", "-A")
+        git("commit", "-qm", name)
+        commits.append(git("rev-parse", "--short", "HEAD"))
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert [provenance.changes_since(commit, "code") for commit in commits] == [2, 2, 1, 0]
+    assert provenance.changes_since(commits[0] + provenance.DIRTY, "code") == 2
+    assert provenance.changes_since("0123456", "code") is None and provenance.changes_since("", "code") is None
+    assert provenance.has_whole_history()
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / ".." / "nothing")
+    assert not provenance.has_whole_history()
+
+
+def test_an_old_figure_is_named_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "old", lambda: ["bench a", "sweeps b"])
+    assert generate._age("bench", "b") == ""
+    assert generate._age("bench", "a").endswith("changed the measured code.")
+    assert generate._age("bench", "a", "b").endswith("changed the measured code: `a`.")
+
+
+def test_outcomes_of_the_soak_are_in_a_table_with_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = {"commit": "abc", "ok": 99, "of": 100, "most_seconds": 0.65, "left": 0, "missed": ["ok 99, promised 100"]}
+    monkeypatch.setattr(generate, "soak_files", lambda: {"kill": kill})
+    lines = generate.soak()
+    assert lines[2].endswith("| 99 of 100, at most 0.65 s, missed: ok 99, promised 100 |")
+    assert sum("not counted yet" in line for line in lines) == len(generate.SOAK_PARTS) - 1
+    assert lines[-1].startswith("Counted at commit abc: `kill`.")
 
 
 def figure(name: str, value: float, **more: Any) -> dict[str, Any]:
