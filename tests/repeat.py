@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from tests.support.provenance import ROOT, code_commit, commit_of_all, current
+from tests.support.provenance import ROOT, code_commit, commit_of_all, current, machine
 
 RESULTS = ROOT / "results" / "repeat.jsonl"
 TESTED = (
@@ -83,6 +83,7 @@ def run(arguments: Sequence[str], beside: bool) -> dict[str, Any]:
     return {
         "commit": commit_of_all(before, code_commit(*TESTED)),
         "arguments": list(arguments),
+        "machine": machine(),
         "load": round(load, 2),
         "beside": beside,
         "seconds": round(time.monotonic() - begun),

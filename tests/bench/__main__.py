@@ -4,8 +4,9 @@
     make bench ARGS="loop start"   some parts; `attach` means all parts whose names begin with `attach-`
     make bench ARGS=--resume       skip the parts that are already measured at this commit
     make bench ARGS=quick          10 minutes: is this tree slower than the committed figures? (tests/bench/quick.py)
-Results are written to results/bench.json after each part, with the commit and the machine's load before it; results of
-other parts are kept. Do not use the machine for anything else meanwhile.
+Results are written to results/bench.json after each part, with the commit, the machine and its load before it; results
+of other parts are kept. Before each part it prints how long that one and the rest took last time. Do not use the
+machine for anything else meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 from testbed.results.folder import write_whole
 from tests.bench import attach, codecs, collectives, containers, exact, instrument, models, overhead, step
 from tests.bench.figures import MEASURED, Figure, limits_met
-from tests.support.provenance import ROOT, code_commit, commit_of_all, current
+from tests.support.provenance import ROOT, code_commit, commit_of_all, current, machine
 
 PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "loop": overhead.loop,
@@ -72,12 +73,13 @@ def main() -> int:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     chosen = [part for name in options.parts for part in _named(name)]
     chosen = chosen or [part for part in PARTS if part not in ONLY_BY_NAME]
-    kept, commit, failed = _load(options.out), _commit(), list[str]()
-    for part in chosen:
-        if options.resume and part in kept and current(kept[part]["commit"], commit):
-            print(f"{part}: already measured at this commit", flush=True)
-            continue
-        print(f"{part} ...", flush=True)
+    kept, commit = _load(options.out), _commit()
+    done = [part for part in chosen if options.resume and part in kept and current(kept[part]["commit"], commit)]
+    for part in done:
+        print(f"{part}: already measured at this commit", flush=True)
+    todo = [part for part in chosen if part not in done]
+    for number, part in enumerate(todo, start=1):
+        print(f"[{number}/{len(todo)}] {part}, {took([part], kept)}; then {took(todo[number:], kept)}", flush=True)
         before, begun, figures, load = _commit(), time.monotonic(), [], os.getloadavg()[0]
         try:
             for figure in PARTS[part]():
@@ -90,6 +92,7 @@ def main() -> int:
         seconds = round(time.monotonic() - begun)
         print(f"  ({seconds} s)", flush=True)
         facts = {"commit": commit_of_all(commit, before, _commit()), "load": round(load, 2), "seconds": seconds}
+        facts["machine"] = machine()
         kept[part] = facts | {"figures": figures}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.out, json.dumps(kept, indent=1) + "\n")
@@ -98,6 +101,14 @@ def main() -> int:
     if failed:
         print(f"not measured: {', '.join(failed)}. Read why above, then measure again with --resume.")
     return 1 if failed or not all(met) else 0
+
+
+def took(parts: Sequence[str], kept: dict[str, Any]) -> str:
+    """How long these parts took last time: `about 12 minutes and 2 that were never timed`."""
+    seconds = [kept.get(part, {}).get("seconds") for part in parts]
+    known = [each for each in seconds if each is not None]
+    unknown = len(seconds) - len(known)
+    return f"about {sum(known) / 60:.0f} minutes" + (f" and {unknown} that were never timed" if unknown else "")
 
 
 def _named(name: str) -> list[str]:

@@ -3,6 +3,7 @@
     make measure                    everything that is missing; continues where it was stopped
     make measure ARGS="r3 growth"   some experiments and parts
     make measure ARGS=--list        only say what is missing and how long it takes
+    make measure ARGS="--repeats 3 r1"   each run three times, in turn; a result with fewer repeats counts as missing
 
 An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT. When all of its runs
 are there, their records are written to results/sweeps/NAME.tar.xz, with commit, load and machine. Before each
@@ -33,7 +34,7 @@ from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
 from tests.bench.__main__ import ONLY_BY_NAME, PARTS
 from tests.bench.figures import MEASURED
-from tests.support.provenance import ROOT, code_commit, commit_of_all, current
+from tests.support.provenance import ROOT, code_commit, commit_of_all, current, machine
 
 SWEEPS = ROOT / "results" / "sweeps"
 BENCH = ROOT / "results" / "bench.json"
@@ -67,8 +68,11 @@ def main() -> int:
     parser.add_argument(
         "--now", action="store_true", help="do not wait until the machine is quiet, if times do not matter"
     )
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="how often each run of an experiment is made"
+    )
     options = parser.parse_args()
-    every = items()
+    every = items(options.repeats)
     known = list(dict.fromkeys(item.name for item in every))  # `codecs` is an experiment and a part
     unknown = [name for name in options.names if name not in known]
     if unknown:
@@ -92,19 +96,21 @@ def main() -> int:
 # --- what is missing --------------------------------------------------------------------------------------------------
 
 
-def items() -> list[Item]:
+def items(repeats: int = 1) -> list[Item]:
     paths = [path for path in sorted((ROOT / "experiments").glob("*.toml")) if path.name != "tuned.toml"]
     stored = json.loads(BENCH.read_text()) if BENCH.is_file() else {}
     bench_commit = code_commit(*MEASURED)
     parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS if name not in ONLY_BY_NAME]
-    return [*map(_experiment, paths), *parts]
+    return [*(_experiment(path, repeats) for path in paths), *parts]
 
 
-def _experiment(path: Path) -> Item:
+def _experiment(path: Path, repeats: int = 1) -> Item:
     takes = re.search(r"\d+", Experiment.read(path).takes)
     archive, commit = SWEEPS / f"{path.stem}.tar.xz", experiment_commit(path)
-    missing = not current(facts(archive).get("commit", ""), commit)
-    return Item(path.stem, float(takes[0]) if takes else None, missing, lambda: sweep(path, archive))
+    stored = facts(archive)
+    missing = not current(stored.get("commit", ""), commit) or stored.get("repeats", 1) < repeats
+    minutes = float(takes[0]) * repeats if takes else None
+    return Item(path.stem, minutes, missing, lambda: sweep(path, archive, repeats))
 
 
 def _part(name: str, stored: dict[str, Any], commit: str) -> Item:
@@ -184,23 +190,22 @@ def _bench(name: str) -> bool:
     return current(stored.get(name, {}).get("commit", ""), code_commit(*MEASURED))
 
 
-def sweep(path: Path, archive: Path) -> bool:
+def sweep(path: Path, archive: Path, repeats: int = 1) -> bool:
     """Run what is missing of an experiment; write its archive if all runs are there."""
     commit, load = experiment_commit(path), os.getloadavg()[0]
     os.environ["TESTBED_RUNS"] = str(ROOT / "runs" / f"measure-{commit}")
     experiment = Experiment.read(path)
+    experiment = experiment.model_copy(update={"repeats": max(repeats, experiment.repeats)})
     on = "netns" if any(map(_shaped, experiment.runs())) else "process"
-    try:
-        runs = api.sweep(path, on=on, fresh=not current(commit, commit))
-    except Unavailable as error:  # e.g. delay and loss, which not every kernel has
-        print(f"{path.stem}: cannot be measured here: {error}", flush=True)
-        return False
+    runs = api.sweep(experiment, on=on, fresh=not current(commit, commit))
     if len(runs) < len(experiment.runs()) or not all(_as_wanted(run.summary) for run in runs):
         print(f"{path.stem}: not written, {len(runs.errors)} runs failed", flush=True)
         return False
     measured = {
         "commit": commit_of_all(commit, experiment_commit(path)),
+        "machine": machine(),
         "load": round(load, 2),
+        "repeats": experiment.repeats,
         "minutes": round(sum(_seconds(run.folder) for run in runs) / 60, 1),
         "substrate": on,
     }

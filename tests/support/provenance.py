@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -24,6 +26,13 @@ def commit_of_all(*commits: str) -> str:
 def current(stored: str, commit: str) -> bool:
     """Return True if a stored result belongs to this commit. A dirty one never does: its changes are unknown."""
     return bool(stored) and stored == commit and not stored.endswith(DIRTY)
+
+
+def machine() -> str:
+    """Return processor, cores and kernel of this machine."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{next(iter(models), platform.machine())} ({os.cpu_count()} cores), Linux {platform.release()}"
 
 
 def changes_since(stored: str, *paths: str) -> int | None:

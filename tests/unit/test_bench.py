@@ -86,6 +86,21 @@ def test_resume_skips_only_parts_of_the_same_commit(run_bench: Bench, tmp_path: 
     assert {part: of["commit"] for part, of in kept.items()} == {"a": "def", "b": "abc"}
 
 
+def test_before_each_part_it_says_how_long_it_took_last_time(
+    run_bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = {
+        "a": {"commit": "old", "seconds": 240, "figures": []},
+        "c": {"commit": "old", "seconds": 90, "figures": []},
+    }
+    (tmp_path / "bench.json").write_text(json.dumps(stored))
+    run_bench("abc", a=[GOOD], b=[GOOD], c=[GOOD])
+    printed = capsys.readouterr().out
+    assert "[1/3] a, about 4 minutes; then about 2 minutes and 1 that were never timed\n" in printed
+    assert "[3/3] c, about 2 minutes; then about 0 minutes\n" in printed
+    assert json.loads((tmp_path / "bench.json").read_text())["a"]["machine"]
+
+
 def test_a_name_stands_for_all_parts_that_begin_with_it(run_bench: Bench) -> None:
     parts = {"attach-cost": [GOOD], "attach-ddp": [GOOD], "attached": [GOOD]}
     assert run_bench("abc", "attach", **parts) == (0, ["attach-cost", "attach-ddp"])

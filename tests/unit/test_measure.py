@@ -90,7 +90,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         def item(name: str, minutes: float | None, is_missing: bool) -> measure.Item:
             return measure.Item(name, minutes, is_missing, lambda: done.append(name) is None and name != fails)
 
-        monkeypatch.setattr(measure, "items", lambda: [item(name, *each) for name, each in missing.items()])
+        monkeypatch.setattr(measure, "items", lambda _: [item(name, *each) for name, each in missing.items()])
         monkeypatch.setattr(measure, "wait_until_quiet", lambda: None)
         monkeypatch.setattr(sys, "argv", ["measure", *argv])
         code = measure.main()
@@ -146,6 +146,57 @@ def test_every_experiment_and_every_part_is_an_item_with_its_time() -> None:
     names = {path.stem for path in (ROOT / "experiments").glob("*.toml")} - {"tuned"}
     assert sorted(item.name for item in found) == sorted([*names, *(set(measure.PARTS) - set(measure.ONLY_BY_NAME))])
     assert all(item.minutes for item in found[: len(names)])
+
+
+def test_a_result_with_fewer_repeats_is_missing_and_takes_so_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ROOT / "experiments" / "r3.toml"
+    monkeypatch.setattr(measure, "code_commit", lambda *_: "abc")
+
+    def item(stored: int | None, repeats: int) -> measure.Item:
+        kept = {"commit": "abc"} | ({} if stored is None else {"repeats": stored})
+        monkeypatch.setattr(measure, "facts", lambda _: kept)
+        return measure._experiment(path, repeats)
+
+    assert [item(None, 1).missing, item(None, 3).missing, item(3, 3).missing, item(3, 1).missing] == [
+        *(False, True, False, False)
+    ]
+    assert item(None, 3).minutes == 3 * (item(None, 1).minutes or 0)
+
+
+def test_a_sweep_makes_every_run_as_often_as_asked_and_its_archive_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "few"
+    path = tmp_path / "few.toml"
+    path.write_text('title = "t"\n[base]\nlink = { rate = "500mbit" }\n[axes]\nmode = ["ring", "ddp"]\n')
+
+    def make(experiment: Any, on: str, fresh: bool) -> Any:
+        summaries = [
+            make_run(folder / spec.name, mode=str(spec.mode), experiment="few", link={"rate": "500mbit"})
+            for spec in experiment.runs()
+        ]
+        (folder / EXPERIMENT).write_text(json.dumps({"name": "few", "title": "t"}))
+        runs = [SimpleNamespace(folder=folder / each.spec.name, summary=each) for each in summaries]
+        return FakeRuns(runs, folder)
+
+    monkeypatch.setattr(measure.api, "sweep", make)
+    monkeypatch.setattr(measure, "code_commit", lambda *_: "abc")
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setenv("TESTBED_RUNS", "")
+    archive = tmp_path / "results" / "few.tar.xz"
+    assert measure.sweep(path, archive, 3)
+    found = measure.facts(archive)
+    assert found["repeats"] == 3 and found["machine"] and found["substrate"] == "netns"
+    with tarfile.open(archive) as tar:
+        assert len([name for name in tar.getnames() if name.endswith("/spec.json")]) == 6
+
+
+class FakeRuns(list[Any]):
+    errors = ()
+
+    def __init__(self, runs: list[Any], folder: Path) -> None:
+        super().__init__(runs)
+        self.folder = folder
 
 
 def test_it_waits_for_several_quiet_samples_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
