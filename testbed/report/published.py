@@ -159,7 +159,7 @@ def _side_by_side(
     names = list(dict.fromkeys(row for key in measures for row in theirs[key]))
     header = ["", *(f"{titles[key]}, {whose}" for key in measures for whose in ("published", "ours"))]
     return header, [
-        [row, *(text for key in measures for text in (_text(theirs[key].get(row)), _text(ours(key, row))))]
+        [row, *(text for key in measures for text in (_exact(theirs[key].get(row)), _text(ours(key, row))))]
         for row in names
     ]
 
@@ -310,7 +310,14 @@ def _fit_tables(chapter: Chapter, figures: dict[str, Any]) -> Iterator[Table]:
         ours = {row: CURVES[measure][1](cell) for row, cell in fits[0].cells.items()}
         epochs = sorted({epoch for row in rows for epoch in theirs[row]})
         points = [
-            [str(epoch), *(_text(each.get(epoch)) for row in rows for each in (theirs[row], ours.get(row, {})))]
+            [
+                str(epoch),
+                *(
+                    text
+                    for row in rows
+                    for text in (_exact(theirs[row].get(epoch)), _text(ours.get(row, {}).get(epoch)))
+                ),
+            ]
             for epoch in epochs
         ]
         names = ["epoch", *(f"{row}, {whose}" for row in rows for whose in ("published", "nearest"))]
@@ -489,6 +496,11 @@ def _mean(values: list[float]) -> float | None:
 
 def _percent(value: float | None) -> float | None:
     return None if value is None else 100 * value
+
+
+def _exact(value: Any) -> str:
+    """A published figure with all of its digits: a reader compares it with the report."""
+    return f"{value:.10g}" if isinstance(value, int | float) else DASH if value is None else str(value)
 
 
 def _text(value: Any) -> str:

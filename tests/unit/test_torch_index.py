@@ -24,7 +24,7 @@ SCRIPT = ROOT / "docker/torch.sh"
 PINS = "# one tested pair\ntorch==2.13.0\ntorchvision==0.28.0\nnumpy==2.4.6\n"
 CPU_BUILDS = ("torch-2.13.0+cpu", "torchvision-0.28.0+cpu", "numpy-2.4.6+cpu")
 CHECK_S = 3.0
-MARGIN_S = 3.0  # to start a shell and Python on a busy machine
+MARGIN_S = 30.0  # to start a shell, Python and pip on a busy machine; pip itself would retry for longer
 
 
 class Index:
