@@ -80,7 +80,7 @@ PARTS = {  # part: (module, function, promise). A module is imported when its pa
             " the retries used and the stopped rank named; records whole, nothing left",
             cases=200,
             least={"started": 200, "recovered": 100, "injected": 300},
-            most={"minutes": 90, **CLEAN},
+            most={"minutes": 240, **CLEAN},
         ),
     ),
     "torn": (
