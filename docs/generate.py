@@ -454,7 +454,7 @@ def quick() -> Lines:
         runs = [each for each in found[0].summaries if each.spec.name in first]
         commit, age = found[1]["commit"], _age("sweeps", "quick")
         lines = [caption(runs), "", *format_table(*table(runs)).splitlines()]
-    return ["```", *lines, "```", "", f"Measured at commit {commit}.{age}"]
+    return ["```", *lines, "```", "", f"Commit {commit}{' (old)' if age else ''}."]  # README has few words
 
 
 def mistakes() -> Lines:

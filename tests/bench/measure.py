@@ -29,7 +29,7 @@ from typing import Any
 from testbed.control import api
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
-from testbed.spec.errors import TestbedError
+from testbed.spec.errors import Unavailable
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
 from tests.bench.__main__ import ONLY_BY_NAME, PARTS
@@ -199,8 +199,8 @@ def sweep(path: Path, archive: Path, repeats: int = 1) -> bool:
     on = "netns" if any(map(_shaped, experiment.runs())) else "process"
     try:
         runs = api.sweep(experiment, on=on, fresh=not current(commit, commit))
-    except TestbedError as error:  # e.g. this kernel has no netem for delays: the other experiments do not need it
-        print(f"{path.stem}: {error}", flush=True)
+    except Unavailable as error:  # e.g. delay and loss, which not every kernel has
+        print(f"{path.stem}: cannot be measured here: {error}", flush=True)
         return False
     if len(runs) < len(experiment.runs()) or not all(_as_wanted(run.summary) for run in runs):
         print(f"{path.stem}: not written, {len(runs.errors)} runs failed", flush=True)

@@ -191,19 +191,6 @@ def test_a_sweep_makes_every_run_as_often_as_asked_and_its_archive_says_so(
         assert len([name for name in tar.getnames() if name.endswith("/spec.json")]) == 6
 
 
-def test_an_experiment_that_this_machine_cannot_run_is_still_missing_and_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise Unavailable("the kernel has no netem")
-
-    monkeypatch.setattr(measure.api, "sweep", refuse)
-    monkeypatch.setenv("TESTBED_RUNS", "")
-    archive = tmp_path / "wan.tar.xz"
-    assert not measure.sweep(ROOT / "experiments" / "wan.toml", archive)
-    assert not archive.exists() and "wan: the kernel has no netem" in capsys.readouterr().out
-
-
 class FakeRuns(list[Any]):
     errors = ()
 
