@@ -44,6 +44,8 @@ from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import parse_rate
 from tests.bench.__main__ import PARTS
 from tests.bench.figures import MEASURED
+from tests.bench.models import PLOT as MODELS_PLOT
+from tests.bench.models import plot as plot_models
 from tests.bench.models import sizes_table
 from tests.bench.models import table as models_table
 from tests.soak.__main__ import PARTS as SOAK_PARTS

@@ -73,7 +73,7 @@ def main() -> int:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     chosen = [part for name in options.parts for part in _named(name)]
     chosen = chosen or [part for part in PARTS if part not in ONLY_BY_NAME]
-    kept, commit = _load(options.out), _commit()
+    kept, commit, failed = _load(options.out), _commit(), list[str]()
     done = [part for part in chosen if options.resume and part in kept and current(kept[part]["commit"], commit)]
     for part in done:
         print(f"{part}: already measured at this commit", flush=True)
