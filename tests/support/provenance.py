@@ -9,11 +9,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DIRTY = "+"  # suffix of a commit: the tree had uncommitted changes
+ABBREVIATED = 10  # digits of a commit; git's own choice depends on how many objects a clone has
 
 
 def code_commit(*paths: str) -> str:
     """Return the last commit that changed one of these paths."""
-    found = _git("log", "-1", "--format=%h", "--", *paths)
+    found = _git("log", "-1", "--format=%h", f"--abbrev={ABBREVIATED}", "--", *paths)
     return found + (DIRTY if _git("status", "--porcelain", "--", *paths) else "")
 
 
@@ -25,7 +26,7 @@ def commit_of_all(*commits: str) -> str:
 
 def current(stored: str, commit: str) -> bool:
     """Return True if a stored result belongs to this commit. A dirty one never does: its changes are unknown."""
-    return bool(stored) and stored == commit and not stored.endswith(DIRTY)
+    return bool(stored) and commit.startswith(stored) and not commit.endswith(DIRTY)
 
 
 def machine() -> str:

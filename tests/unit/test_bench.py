@@ -113,7 +113,8 @@ def test_figures_of_a_tree_with_uncommitted_changes_are_never_reused(run_bench: 
     for _ in range(2):
         assert run_bench("abc" + DIRTY, "--resume", a=[GOOD]) == (0, ["a"])
     assert current("abc", "abc") and not current("abc", "def")
-    assert not current("abc" + DIRTY, "abc" + DIRTY) and not current("", "")
+    assert not current("abc" + DIRTY, "abc" + DIRTY) and not current("", "") and not current("abc", "abc" + DIRTY)
+    assert current("0123456", "0123456789"), "stored in a clone with fewer objects, where git needs fewer digits"
 
 
 def test_a_part_during_which_the_code_changed_is_marked_dirty(run_bench: Bench, tmp_path: Path) -> None:
