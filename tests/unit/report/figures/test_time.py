@@ -47,9 +47,11 @@ ITSELF: dict[str, Any] = {"event": "saw", "rank": 2, "failed_rank": 0, "code": 6
 AGAIN: list[dict[str, Any]] = [{"event": "again", "at": 8.0}, ITSELF | {"rank": 1, "failed_rank": 2, "at": 9.0}]
 
 
-@pytest.mark.parametrize("more", [[ITSELF], AGAIN], ids=["the rank itself", "another attempt"])
+@pytest.mark.parametrize(
+    ("more", "median"), [([ITSELF], "1.45 s"), (AGAIN, "0.40 s")], ids=["the rank itself", "another attempt"]
+)
 def test_the_figure_shows_when_the_last_rank_noticed_and_the_table_the_median(
-    tmp_path: Path, more: list[dict[str, Any]]
+    tmp_path: Path, more: list[dict[str, Any]], median: str
 ) -> None:
     make_faulted(tmp_path / "runs" / "bad", FAULT, mode="ring")
     path = tmp_path / "runs" / "bad" / "faults.jsonl"
@@ -61,7 +63,7 @@ def test_the_figure_shows_when_the_last_rank_noticed_and_the_table_the_median(
     events += [event | {"at": begun + event["at"]} for event in more]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     (told,) = load([tmp_path / "runs"]).faulted
-    assert told.history.last_notice_s == pytest.approx(2.5) and told.row[2] == "1.45 s"
+    assert told.history.last_notice_s == pytest.approx(2.5) and told.row[2] == median
     made = write([tmp_path / "runs"], tmp_path).faults
     assert made and "a fault that all other ranks detected within 2.5 s" in made.finding
     assert "all other ranks detect it after 2.50 s" in made.plots[0].finding
