@@ -30,7 +30,7 @@ for step in range(STEPS):
     if rank == 0 and step % 3 == 2:
         evaluate()
     optimizer.zero_grad()
-    images, labels = torch.randn(256, 1024, generator=draw), torch.randint(0, 10, (256,), generator=draw)
+    images, labels = torch.randn(1536, 1024, generator=draw), torch.randint(0, 10, (1536,), generator=draw)
     nn.functional.cross_entropy(model(images), labels).backward()
     flat = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
     dist.all_reduce(flat)
