@@ -12,7 +12,7 @@ from tests.support.command import run_command
 from tests.support.run_files import keys_by_file
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
-BUSY = NetworkInvalid.exit_code  # exit code if the machine was too busy for the probe: no link is measured after training
+BUSY = NetworkInvalid.exit_code  # if the machine was too busy for the probe; no link is measured after training then
 
 
 @pytest.mark.quiet  # its network should be valid
