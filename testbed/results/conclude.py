@@ -437,6 +437,13 @@ def _accuracy(ranks: list[list[Record]]) -> dict[str, Any]:
 
 # --- the root cause of a failed run: which rank failed first, from exit codes and error records ----------------------
 
+NO_INTERNET = (
+    " Nodes have no internet: put what the script needs into its folder; `testbed data get cifar10` or"
+    " `testbed data get mnist`, called there, provides these data sets."
+)
+_LOOKED_OUTSIDE = re.compile(
+    "name resolution|service not known|network is unreachable|error downloading|urlerror", re.IGNORECASE
+)
 _NODE = re.compile(r"rank (\d{1,4}) \(node\1\)", re.ASCII)
 
 
@@ -586,7 +593,8 @@ class _RootCause:
         own_code = error.get("script_code") if error else None
         how = _how_it_ended(code if own_code is None else own_code)
         sentence = f"{self._label(rank)} {how} {self._when(rank)}{self._with_node_names(message)}"
-        return kind(f"{sentence}.{self._others(rank)} See {self.folder.log(rank)}")
+        way_out = NO_INTERNET if own_code is not None and _LOOKED_OUTSIDE.search(said) else ""
+        return kind(f"{sentence}.{self._others(rank)}{way_out} See {self.folder.log(rank)}")
 
     def _others(self, rank: int) -> str:
         """Return sentences about the other ranks: those that lost this rank, and those that ended for other reasons."""

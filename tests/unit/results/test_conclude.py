@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from testbed.results.conclude import Summary, conclude, root_cause, summarise
+from testbed.results.conclude import NO_INTERNET, Summary, conclude, root_cause, summarise
 from testbed.results.folder import RunFolder
 from testbed.results.records import (
     End,
@@ -422,6 +422,21 @@ def test_of_a_script_that_printed_nothing_no_words_are_quoted(folder: RunFolder)
     found = cause(folder, [3, 3], silent, silent, last=-1)
     own = "rank 0 (node0) ended with code 3 before its first step."
     assert str(found) == f"{own} Also rank 1 ended with code 3. See {folder.log(0)}"
+
+
+@pytest.mark.parametrize(
+    ("said", "outside"),
+    [
+        ("RuntimeError: Error downloading train-images-idx3-ubyte.gz:", True),
+        ("URLError: <urlopen error [Errno -3] Temporary failure in name resolution>", True),
+        ("ValueError: the network has no layers", False),
+    ],
+)
+def test_a_script_that_looks_for_the_internet_is_told_where_its_data_belong(
+    folder: RunFolder, said: str, outside: bool
+) -> None:
+    failed = error(1, said) | {"script_code": 1}
+    assert (NO_INTERNET in str(cause(folder, [3, 3], failed, failed, last=-1))) == outside
 
 
 def test_a_rank_that_ended_with_a_signal_is_named_with_it(folder: RunFolder) -> None:
