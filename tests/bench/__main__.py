@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from testbed.control.cli.main import interrupt_on_signals
 from testbed.results.folder import write_whole
 from tests.bench import attach, codecs, collectives, containers, exact, instrument, models, overhead, step
 from tests.bench.figures import MEASURED, Figure, limits_met
@@ -126,4 +127,5 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    interrupt_on_signals()
     sys.exit(main())

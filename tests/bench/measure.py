@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.control import api
+from testbed.control.cli.main import interrupt_on_signals
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
 from testbed.spec.errors import Unavailable
@@ -287,4 +288,5 @@ def _rounded(value: Any, decimals: int) -> Any:
 
 
 if __name__ == "__main__":
+    interrupt_on_signals()
     sys.exit(main())

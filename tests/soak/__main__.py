@@ -12,6 +12,7 @@ import argparse
 import importlib
 import sys
 
+from testbed.control.cli.main import interrupt_on_signals
 from testbed.control.runs.locks import reserve_machine
 from tests.soak.faults import SILENCE_LIMIT_S, followed_by_plain_run
 from tests.soak.outcomes import Outcomes, Promise
@@ -146,4 +147,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    interrupt_on_signals()
     sys.exit(main())

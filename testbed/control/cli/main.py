@@ -344,18 +344,25 @@ def main() -> None:
     sys.exit(call("testbed", sys.argv[1:]))
 
 
-def call(name: str, argv: Sequence[str]) -> int:
-    """Run a command line and return its exit code. A TestbedError is printed as one sentence after `name`.
+def interrupt_on_signals() -> None:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that a program cleans up. Call it in its main.
 
-    With --json a document with the reason is printed as well, unless the command has printed its own.
+    SIGINT is set as well because background jobs of a shell ignore it.
     """
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    # Clean up on SIGTERM and SIGHUP as on Ctrl-C. SIGINT is set because background jobs of a shell ignore it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
+
+
+def call(name: str, argv: Sequence[str]) -> int:
+    """Run a command line and return its exit code. A TestbedError is printed as one sentence after `name`.
+
+    With --json a document with the reason is printed as well, unless the command has printed its own.
+    """
+    interrupt_on_signals()
     warnings = logging.StreamHandler()  # stderr: with --json, stdout is one JSON document
     logging.getLogger("testbed").addHandler(warnings)
     reset()
