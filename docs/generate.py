@@ -422,7 +422,8 @@ def _section(name: str) -> Lines:
     chapter, facts = found
     where = f"{len(chapter.summaries)} runs, {facts['minutes']:g} minutes on {facts['substrate']}"
     lines = [f"### `{name}`: {as_text(chapter.title)}", "", f"{as_text(caption(chapter.summaries))}."]
-    lines += [f"Measured at commit {facts['commit']}, load {facts['load']:g} before; {where}.{_age('sweeps', name)}"]
+    load = f", load {facts['load']:g} before" if "load" in facts else ""
+    lines += [f"Measured at commit {facts['commit']}{load}; {where}.{_age('sweeps', name)}"]
     part = published(chapter)
     if part and part.sentences:
         lines += ["", *(f"- {claim.word} {as_text(claim.text)}" for claim in part.sentences)]
