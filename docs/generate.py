@@ -422,7 +422,7 @@ def _section(name: str) -> Lines:
     chapter, facts = found
     where = f"{len(chapter.summaries)} runs, {facts['minutes']:g} minutes on {facts['substrate']}"
     lines = [f"### `{name}`: {as_text(chapter.title)}", "", f"{as_text(caption(chapter.summaries))}."]
-    load = f", load {facts['load']:g} before" if "load" in facts else ""
+    load = f", load {facts['load']:g} before" if facts["load"] is not None else ""  # None: it was not recorded
     lines += [f"Measured at commit {facts['commit']}{load}; {where}.{_age('sweeps', name)}"]
     part = published(chapter)
     if part and part.sentences:
