@@ -1,8 +1,9 @@
 """The first process of a node's container: read the request, shape the network, drop privileges, execute the rank.
 
-Data sets are fetched first; then the routes that lead out of the cluster's network are removed. This process runs as
-root with NET_ADMIN (to shape and isolate the network), SETUID, SETGID and SETPCAP (to drop privileges) and CHOWN (to
-change the owner of the run folder). The rank replaces this process. It has no capability and cannot get one.
+Rank 0 fetches a data set that is missing, with its shaping removed meanwhile. Then the routes that lead out of the
+cluster's network are removed. This process runs as root with NET_ADMIN (to shape and isolate the network), SETUID,
+SETGID and SETPCAP (to drop privileges) and CHOWN (to change the owner of the run folder). The rank replaces this
+process. It has no capability and cannot get one.
 """
 
 from __future__ import annotations

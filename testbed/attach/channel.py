@@ -70,7 +70,7 @@ class Channel:
         return self._socket
 
 
-READY_TO_ANSWER = {"kind": "asks"}  # the first line of a connection that answers questions
+READY_TO_ANSWER = {"kind": "asks"}  # the first line on the connection on which the launcher asks where the script is
 QUESTION = b"where\n"
 MAX_DEPTH = 200
 

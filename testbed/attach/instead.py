@@ -162,7 +162,10 @@ class Instead(Part):
         return "/pipeline" in self.mode
 
     def _begin(self, optimizer: Any) -> None:
-        """Begin at the first update, when the parameters are known. Raise SpecError if the script has one rank only."""
+        """Start to compare gradients at the first update, when the parameters are known.
+
+        Raise SpecError if no mode can be used in this script, e.g. because it has one rank only.
+        """
         self.optimizer, self.thread = optimizer, threading.get_ident()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             rule = "the script has no process group of several ranks"
@@ -330,7 +333,7 @@ class Instead(Part):
                 raise self._refusal(rule, f"Use one of {', '.join(REPLACED)}, or DDP.")
             if copy:
                 rule = f"{copy} runs during backward, and not as all_reduce of all ranks on an accumulated gradient"
-                raise self._refusal(rule, "Synchronise after backward, or p.grad in a post-accumulate hook.")
+                raise self._refusal(rule, "Call it after backward, or on p.grad in a post-accumulate-grad hook.")
         for number, step in enumerate(self.calls):
             rows = [ranks[number] for ranks, *_ in everyone if number < len(ranks)]
             for place, call in enumerate(step):

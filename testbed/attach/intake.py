@@ -29,7 +29,7 @@ from testbed.spec.errors import one_line
 KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash", "swap"}
 RESERVED_BYTES = 1 << 20  # of the size limit, for the launcher's own records
 OTHERS_SHARE = 0.25  # of the size limit, for the processes that are not the rank
-MAX_PROCESSES = 32  # on one node whose records are kept
+MAX_PROCESSES = 32  # whose records are kept, on one node
 ACCEPT_BACKLOG = 64
 MAX_CONNECTIONS = 256  # at once: two for each process of a script that imports torch
 PAUSE_S = 0.05  # between two reads of one connection; meanwhile the kernel buffers what the observer sends

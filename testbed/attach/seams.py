@@ -145,9 +145,9 @@ _KEPT: list[Any] = []  # keeps objects alive: torch removes the kernels with the
 
 
 def watch_collectives(hub: Hub, position: Position) -> None:
-    """Report every collective by a kernel in c10d's dispatcher, also those of DDP's reducer and of FSDP.
+    """Register kernels in c10d's dispatcher that report collectives, also those that DDP's reducer and FSDP start.
 
-    Simple calls by the script itself (SIMPLE) are left out, because `watch_waits` reports them.
+    Simple calls by the script itself (SIMPLE) are not reported here, because `watch_waits` reports them.
     """
     library = torch.library.Library("c10d", "IMPL")
     _KEPT.append(library)

@@ -346,7 +346,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All results of a probe. Every node has the same."""
+    """All results of a probe. Every node gets an identical copy."""
 
     flows: Sequence[Flow]
     mtu: int  # bytes; the smallest of all paths

@@ -1,7 +1,7 @@
 """TCP on Linux: bytes on the wire, congestion control, and what the kernel reports about a connection.
 
-The probe, the shaping and the ranks use this module. It imports the standard library only, because the probe must start
-before anything heavy is imported.
+The probe, the shaping and the ranks use this module. It imports the standard library and small modules of spec
+only, so that a probe starts quickly: no torch and no pydantic.
 """
 
 from __future__ import annotations

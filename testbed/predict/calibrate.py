@@ -50,7 +50,7 @@ SAME_SIZE = 0.01  # a profile and a run are of one model if their gradients diff
 MANY = 3.0  # times as many messages in one mode as in another show what a message costs
 WHOLE = 1.5  # records count fewer than so many messages for each buffer where whole buffers are handed to torch
 LEAST_NOISE = 0.01  # of the control's processor time: what two runs of the same differ by
-MAX_JITTER = 200  # values; of more their quantiles are kept
+MAX_JITTER = 200  # values; more are replaced by so many of their quantiles
 FAMILIES = ("buffers", "reference", "pipeline")  # who copies gradients, and how
 
 
@@ -243,7 +243,7 @@ def _usable(loaded: Loaded, paths: Sequence[Path]) -> tuple[list[LoadedRun], lis
         rule = f"cannot be used: {one_line(first.reason).rstrip('.')}"
         raise UsageError(f"{first.path}: {rule}. Give a folder with a run that has ended well, or run it again.")
     if not loaded.runs:
-        raise UsageError(f"{named}: no run folder in it. Make one with `testbed run`.")
+        raise UsageError(f"no run folder was found in {named}. Make one with `testbed run`.")
     notes = [f"{each.path.name} is left out: {one_line(each.reason)}" for each in loaded.skipped]
     refused = [(run, reason) for run in loaded.runs if (reason := _unfit(run))]
     fit = [run for run in loaded.runs if not _unfit(run)]
@@ -375,7 +375,8 @@ def _from_records(evidence: Evidence, passes: int) -> Profile:
     if chosen[0].spec.mode.is_script and not forward:
         forward = max(0.0, total - data - backward - update)
     phases = data + forward + backward + update
-    scale = min(1.0, total / phases) if phases else 1.0  # backward and forward have copies and waits in them
+    # Recorded forward and backward include copies and waits; scaled, the phases sum to the compute time.
+    scale = min(1.0, total / phases) if phases else 1.0
     sizes = _tensors(evidence)
     ready = _ready_curve(evidence)
     layers, sent, total_bytes = [], 0, sum(sizes)
@@ -714,7 +715,7 @@ def _fitted(controls: Sequence[Used], sending: Sequence[Used]) -> tuple[tuple[fl
     found, *_ = np.linalg.lstsq(rows, beyond, rcond=None)
     noise = float(np.std([each.cpu for each in controls]))
     off = max(float(np.std(beyond - rows @ found)), noise, LEAST_NOISE * control)
-    if min(found) <= off:  # nothing can be told apart from noise
+    if min(found) <= off:  # at least one cost is not larger than its uncertainty
         return None
     return tuple((float(each / scale), off / float(each)) for each, scale in zip(found, scales, strict=True))
 

@@ -301,7 +301,7 @@ def _free(folder: Path) -> Path:
 
 
 def keys(mode: SyncMode, point: Point, calibration: Calibration, profile: Path | str) -> dict[str, Any]:
-    """What is requested of the run that measures a point by replaying this profile."""
+    """The spec keys of the run that measures a point: its ranks sleep for the times in this profile."""
     base, recorded = calibration.base, calibration.profile
     link = base.link.model_dump(mode="json")
     if point.rate is not None:

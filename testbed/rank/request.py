@@ -185,7 +185,7 @@ def _spec(env: Mapping[str, str], shaping: str, launched: bool) -> RunSpec:
         rule = "only a controller can make racks with an uplink; without it, racks only group nodes for `hierarchical`"
         raise refuse("SET", "topology.uplink, topology.delay", rule, "Leave it out, or use `testbed run`.")
     if spec.faults or spec.retries:
-        rule = "only a controller can inject faults and restart ranks"
+        rule = "a start without `testbed run` cannot inject faults or restart ranks"
         raise refuse("SET", "faults, retries", rule, "Use `testbed run --on compose`.")
     if launched:  # a launcher's ranks run on the cores that it gives them
         spec = spec.model_copy(update={"node": spec.node.model_copy(update={"pinned": False})})

@@ -310,7 +310,8 @@ def straggler(cell: Cell) -> str:
     return f"{first[0].upper()}{first[1:]}"
 
 
-HEADLINES = (cost_of_one_slow_node, effect_of_placement)  # the first with a claim, if the swept axis has none
+# If the finding of the swept axis states nothing, the first of these that does.
+HEADLINES = (cost_of_one_slow_node, effect_of_placement)
 REASONS = (busiest_link, hidden_time, limit, slow_ranks)  # in the order of the page
 
 

@@ -78,7 +78,7 @@ class Comm:
 
     @property
     def buffer(self) -> str:
-        """The name without the mark of a continued transfer."""
+        """The name without the suffix CONTINUED."""
         return self.name.removesuffix(CONTINUED)
 
     @property

@@ -192,6 +192,6 @@ class Finding:
     evidence: LongText  # the numbers
     fix: LongText
     sure: LongText  # how certain the statement is
-    refuted_by: LongText  # which observation would refute it
+    refuted_by: LongText  # what would have to be observed if the statement were wrong
     site: LongText = ""  # file and line of the script; empty if none is known
     seconds: float | None = None  # that a step loses, if known

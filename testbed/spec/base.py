@@ -183,7 +183,7 @@ def _table(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
 
 
 def _spec_in(annotation: Any) -> type[BaseModel] | None:
-    """Return Link for a field of type `Link`, `Link | None`, `dict[str, Link]` or `tuple[Link, ...]`; else None."""
+    """Return the spec class in the type of a field, e.g. Link in `Link | None` or `dict[str, Link]`; else None."""
     kinds = [*get_args(annotation), annotation]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

@@ -56,7 +56,8 @@ class Experiment(Spec):
         swept = bool(self.axes or not self.cells)
         sizes = [len(values) for values in self.axes.values()]  # checked before the product is made
         if (len(self.cells) + swept * math.prod(sizes)) * self.repeats > MAX_RUNS:
-            raise refuse("axes", sizes, f"these numbers of values give more than {MAX_RUNS} runs", "Sweep fewer.")
+            rule = f"axes, cells and repeats together give more than {MAX_RUNS} runs"
+            raise refuse("axes", sizes, rule, "Remove values or cells, or repeat fewer times.")
         product = itertools.product(*self.axes.values()) if swept else []
         cells = [*self.cells, *(dict(zip(self.axes, values, strict=True)) for values in product)]
         specs = [self._run(cell, repeat) for repeat in range(self.repeats) for cell in cells]

@@ -4,8 +4,8 @@ WHEN is the number of steps that the rank has completed (`step10`) or the second
 `rank?` and `step?` are drawn with the run's seed.
 `str(Fault.parse(text))` can be parsed again and gives the same value.
 
-To add a kind, add a row to FAULT_KINDS here and its action to control/runs/faults.py. What `--fault` accepts, which
-substrates refuse it, and (by `make docs`) the table in docs/faults.md follow from the row.
+To add a kind, add a row to FAULT_KINDS here and its action to control/runs/faults.py (the rest: docs/architecture.md).
+What `--fault` accepts, which substrates refuse it, and the table in docs/faults.md (`make docs`) follow from the row.
 """
 
 from __future__ import annotations

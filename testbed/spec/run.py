@@ -68,7 +68,7 @@ class DataSpec(Spec):
     test_subset: int | None = Field(default=None, gt=0, examples=[1000])
     partition: Literal["sampler", "fixed"] = "sampler"  # reshuffled every epoch, or the same block every epoch
     augment: bool | None = None  # random crop and flip; None: for cifar10 only
-    # images per step of each rank, if they are not equal
+    # images per step, a number for each rank; None: equal numbers
     shares: tuple[int, ...] | None = Field(default=None, examples=[[96, 64, 64, 32]])
     # images are resized to size x size, sequences have this number of tokens; None: the data set's own size
     size: int | None = Field(default=None, ge=8, le=1024, examples=[224])

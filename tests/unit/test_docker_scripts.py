@@ -48,10 +48,10 @@ class Machine:
         self.add("python3", "echo c0ffee")
         self.add("docker/wheels.sh")
 
-    def run(self, name: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    def run(self, name: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a script of docker/ without a terminal."""
         command = [str(self.folder / "docker" / name), *argv]
-        null, env = subprocess.DEVNULL, {"PATH": str(self.commands), "TMPDIR": str(self.folder)}
+        null, env = subprocess.DEVNULL, {"PATH": str(self.commands), "TMPDIR": str(self.folder)} | variables
         return subprocess.run(command, env=env, stdin=null, capture_output=True, text=True, timeout=60)
 
 
@@ -64,6 +64,16 @@ def test_without_a_terminal_engine_names_the_packages_and_the_command_that_insta
     done = machine.run("engine.sh")
     assert done.returncode == 2 and "make engine ARGS=-y" in done.stderr
     assert "missing packages: docker.io iptables docker-compose docker-buildx." in done.stderr
+
+
+def test_engine_with_y_installs_without_a_question(machine: Machine) -> None:
+    machine.add("apt-get")  # prints no source, so the script cannot write one for this machine's own apt
+    done = machine.run("engine.sh", "-y", ENGINE_FOLDER=str(machine.folder))
+    assert done.returncode == 2 and "There is no terminal" not in done.stderr
+    if os.geteuid() != 0:
+        assert "sudo make engine ARGS=-y" in done.stderr
+    else:
+        assert "no apt source for bookworm" in done.stderr or " install -y " in machine.log.read_text()
 
 
 def test_engine_names_only_what_is_missing(machine: Machine) -> None:

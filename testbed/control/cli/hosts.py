@@ -142,7 +142,7 @@ def run(
         out=out,
         quiet=as_json,
         settings=settings or [],
-        # `nodes` has selected the hosts of the inventory already
+        # without `nodes`: HostsOptions.read has selected the hosts by it
         **{name: value for name, value in opt.spec_options(context).items() if name != "nodes"},
     )
     print_run(made, as_json)

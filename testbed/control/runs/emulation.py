@@ -180,7 +180,7 @@ def needed_dilation(spec: RunSpec, profile: Profile, cores: int) -> float:
 
 
 def dilation_for(keys: Mapping[str, Any], profile: Profile, least: float) -> float:
-    """The K of a run with these keys on this machine: what it needs, and not less than `least`. Raises SpecError."""
+    """Return the smallest time dilation at which this machine can do the run, at least `least`. Raises SpecError."""
     return max(least, needed_dilation(RunSpec.load(dict(keys), ""), profile, len(usable_cores())))
 
 

@@ -72,9 +72,9 @@ def _is_locked(path: Path) -> bool:
 
 
 def collect(run: Unfinished) -> Summary:
-    """Write the summary of a run that has ended, and end its job, unless the user made it.
+    """Write the summary of a run that has ended. If the testbed submitted its Slurm job, cancel the job.
 
-    Raises UsageError while it runs.
+    Raises UsageError while the job waits in the queue or one of its tasks runs.
     """
     steps = ", ".join(f"rank {rank} at step {done}" for rank, done in enumerate(run.steps))
     with folder_lock(run.folder.path):

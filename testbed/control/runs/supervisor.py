@@ -121,7 +121,10 @@ class RankState:
         return recorded if recorded is not None else float("inf") if self.ended is None else self.ended
 
     def poll(self, rank: int, progress: Progress) -> bool:
-        """Read new records and the exit code; True if there was anything new. Raises RankFailed."""
+        """Read new records and the exit code. Return True if the rank has got further or has ended.
+
+        Raises RankFailed if its records cannot be read.
+        """
         try:
             records = list(filter(_is_usable, self.tail.read()))
         except SpecError as error:

@@ -247,9 +247,9 @@ class ComposeSubstrate:
         return self._script_volumes(self._script) if self._script else self._rank_volumes()
 
     def _script_volumes(self, script: ScriptSpec) -> list[Any]:
-        """Mount this run's folder, and read-only the script's folder and the data sets: the script is foreign code.
+        """Mount the run's folder, and read-only the script's folder and the data sets: the script is not trusted.
 
-        The run's folder does not exist yet. `prepare_folder` gives its name to the folder that is mounted here.
+        The run's folder does not exist yet. A temporary one is mounted, which `prepare_folder` renames later.
         """
         assert self._staged is not None
         data = data_dir().resolve()
@@ -261,7 +261,7 @@ class ComposeSubstrate:
         return [*own, *(_bind(each.source, each.target, read_only=not each.writable) for each in script.mounts)]
 
     def _rank_volumes(self) -> list[str]:
-        """Mount runs and data under the paths they have here, so that paths are the same in the containers."""
+        """Mount the folders of runs and data at the paths that they have on this machine, and at /runs and /data."""
         paths = [self._runs, data_dir().resolve()]
         mounts = [f"{path}:{path}" for path in paths if path.is_dir()]
         # Both targets of compose.yaml are replaced; otherwise the engine would create ./data as root.
@@ -359,7 +359,7 @@ class ComposeSubstrate:
 
     def prepare_folder(self, folder: Path) -> None:
         """Give the run's folder to the user that the ranks run as."""
-        if self._staged is not None:  # mounted in the containers: a mount follows the folder, not its name
+        if self._staged is not None:  # the containers have it mounted, and the mount stays valid when it is renamed
             for path in folder.iterdir():
                 path.rename(self._staged / path.name)
             folder.rmdir()

@@ -260,7 +260,7 @@ def projects() -> list[Project]:
         return []
     found: dict[tuple[str, str | None, str | None], Project] = {}
     with contextlib.closing(client), wrap_docker_errors():
-        for container in client.containers.list(all=True, filters=OURS, sparse=True):  # sparse: they are not inspected
+        for container in client.containers.list(all=True, filters=OURS, sparse=True):  # sparse: one request for all
             labels = container.attrs["Labels"]
             name, mark, folder = labels[PROJECT_LABEL], labels.get(OWNER_LABEL), labels.get(FOLDER_LABEL)
             key = (name, mark, None if mark else folder)

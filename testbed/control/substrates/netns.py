@@ -62,7 +62,8 @@ def check_network(plans: Sequence[NodePlan]) -> None:
     shares = {plan.cpus for plan in plans}
     for cpus in shares - {None}:
         quota_and_period(cpus)
-    if shares != {None} and (len(shares) > 1 or not user_namespace.needed()):  # without root equal nodes need no quota
+    # Without root nodes with equal shares run without a quota (`without_quota`), so no cgroup is needed.
+    if shares != {None} and (len(shares) > 1 or not user_namespace.needed()):
         find_hierarchy()
     up = ["ip", "link", "set", "lo", "up"]
     needed = [

@@ -281,7 +281,10 @@ def _memory_folder(size: int) -> Path:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the kernel by its keeper; if that does not end, kill all processes of its session. Raises TestbedError."""
+    """Send SIGTERM to the shell that runs the kernel, which then kills it.
+
+    If the shell has not ended in time, kill all processes of its session. Raises TestbedError if they do not end.
+    """
     with suppress(ProcessLookupError):
         process.terminate()
     try:

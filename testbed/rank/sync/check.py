@@ -26,6 +26,7 @@ from testbed.rank.optim import Optimizer
 from testbed.rank.own_code import describe_error
 from testbed.rank.sync.buckets import make_buckets, trained
 from testbed.rank.sync.codecs import MAX_INT8
+from testbed.rank.sync.ddp import POWERSGD_FROM_STEP
 from testbed.rank.sync.schedules import Averager, build
 from testbed.rank.sync.synchronizer import Synchronizer
 from testbed.rank.sync.verify import SampledMethod, WrongNumbers, agree_on, differs, rounding
@@ -39,9 +40,9 @@ from testbed.spec.run import OptimizerSpec, RunSpec
 WIRE_S = 0.05  # what N buffers may take on the slowest link
 MAX_NUMBERS = 1 << 20  # over all ranks: every rank computes all of them
 MIN_NUMBERS = 256  # per rank, however slow the link is
-CUT_BUCKETS = 3  # where a mode divides one flat buffer itself, the cut one has about as many buckets
-NO_CLIPPING = 1e30  # a limit that no norm reaches: clipping is part of the path, but changes nothing
-POWERSGD_STEPS = 3  # torch's PowerSGD compresses from the third step on
+CUT_BUCKETS = 3  # of the reduced model, with modes that divide the whole gradient into buckets themselves
+NO_CLIPPING = 1e30  # larger than any norm: the code of clipping runs, but changes no gradient
+POWERSGD_STEPS = POWERSGD_FROM_STEP + 1  # the last one is compressed
 
 
 def check_mode(spec: RunSpec, model: nn.Module, group: Group) -> None:

@@ -58,7 +58,7 @@ class Synchronizer(Protocol):
         ...
 
     def verify(self) -> None:
-        """Raise SpecError if the first exchange of a user's method was not the mean; called after every step."""
+        """Raise SpecError if a user's method had a wrong mean in its first exchange. Called after every step."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class BaseSynchronizer:
         return nullcontext()
 
     def update_parameters(self) -> None:
-        """The optimizer's step on this rank's gradients."""
+        """Run the optimizer's step with the gradients that this rank has now."""
         with self.timeline.phase("update"):
             self.update.step()
 

@@ -95,6 +95,16 @@ def test_a_rank_gets_torchruns_variables_and_its_own_interface(fake: FakeRuns, f
         assert env["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
+def test_a_size_that_nodes_cannot_have_is_refused_before_anything_is_made(fake: FakeRuns, folder: RunFolder) -> None:
+    def refuse_size(spec: RunSpec) -> None:
+        raise SpecError("memory limit: too small")
+
+    choice = SubstrateChoice(fake.named("small", check_size=refuse_size), "for tests")
+    with pytest.raises(SpecError, match="too small"):
+        execute(spec(), choice, folder, Silent())
+    assert fake.made == [] and not folder.path.exists()
+
+
 def test_one_node_has_no_network_to_measure(fake: FakeRuns, folder: RunFolder) -> None:
     assert run(fake, folder, mode="single").network == "one node, no network"
     assert not folder.receipt.exists()

@@ -130,6 +130,7 @@ def test_the_router_between_racks_has_the_owners_mark_and_the_checked_image(monk
     assert router["labels"] == {"testbed.owner": ownership.current()} and ownership.VARIABLE in router["environment"]
     assert set(override["networks"]) == {"rack0", "rack1"} and "internal" not in override["networks"]["rack0"]
     assert set(idle_override(2, [])["networks"]) == {"cluster"}
+    assert idle_override(2, [])["networks"]["cluster"]["internal"] is True
 
 
 def add_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
