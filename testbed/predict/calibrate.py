@@ -217,6 +217,12 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         code=_code(evidence, wire, efficiency),
     )
     shown = [run for run in alike if not run.spec.mode.is_script]
+    comparable = [run for run in shown if _same_network(run.spec, base.spec)]
+    if len(comparable) < len(shown):
+        notes.append(
+            f"{len(shown) - len(comparable)} runs have other racks, uplinks or loss than {base.folder.path.name}: "
+            "the model is not compared with them"
+        )
     return Calibration(
         base=base.spec,
         profile=work,
@@ -226,7 +232,7 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         node=node,
         copies=copies,
         parameters=evidence.parameters,
-        measured=[_measured(run) for run in shown if _same_model(work, run)],
+        measured=[_measured(run) for run in comparable if _same_model(work, run)],
         notes=evidence.notes,
         modes=list(dict.fromkeys(run.spec.mode for run in shown if run.spec.mode.distributed)),
     )
@@ -300,6 +306,25 @@ def _base(runs: Sequence[LoadedRun]) -> LoadedRun:
     several = [run for run in runs if run.spec.world > 1]
     conditions = [condition(run) for run in several]
     return max(several, key=lambda run: conditions.count(condition(run)))
+
+
+def _same_network(spec: RunSpec, base: RunSpec) -> bool:
+    """True if predictions are for the network of this run; a point has a rate and a delay of its own."""
+    if spec.world == 1:
+        return True
+    ours, theirs = spec.topology, base.topology
+    if (ours.trunk, spec.link.loss) != (theirs.trunk, base.link.loss):
+        return False
+    racks_matter = ours.trunk is not None or spec.mode.row.follows_racks
+    return not racks_matter or ours.racks == racks_of(theirs.racks, spec.world)
+
+
+def racks_of(racks: Racks, nodes: int) -> Racks:
+    """Racks of the same size for another number of nodes, filled in the order of ranks."""
+    if not racks or nodes == sum(map(len, racks)):
+        return racks
+    size = max(map(len, racks))
+    return tuple(tuple(range(k, min(k + size, nodes))) for k in range(0, nodes, size))
 
 
 def _own_profile(run: LoadedRun) -> Profile | None:
@@ -560,12 +585,11 @@ def _network(evidence: Evidence) -> tuple[Wire, float]:
     delay = spec.link.delay or 0.0
     latency = delay + max(0.0, network.delay - delay) * slower(evidence.base)
     evidence.found("latency", latency, "s", "receipt, half the shortest round trip", 0.2)
-    uplink = min(network.uplinks.values(), default=None)
-    if uplink is None and spec.topology.uplink:
-        uplink = spec.topology.uplink / 8 * efficiency
-        evidence.found("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "assumed: as requested", 0.05, assumed=True)
-    elif uplink:
+    uplink = _uplink_of(evidence.base, efficiency)
+    if uplink and network.uplinks:
         evidence.found("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "receipt", spread)
+    elif uplink:
+        evidence.found("uplink", 8 * uplink / 1e6, "Mbit/s of payload", "assumed: as requested", 0.05, assumed=True)
     source = "assumed: Linux's default buffers; a connection carries at most this in a round trip"
     evidence.found("window", WINDOW_BYTES, "bytes", source, 0.3, assumed=True)
     wire = Wire(
@@ -578,6 +602,12 @@ def _network(evidence: Evidence) -> tuple[Wire, float]:
         credit=BURST_S if shaped else 0.0,
     )
     return wire, efficiency
+
+
+def _uplink_of(run: LoadedRun, efficiency: float) -> float | None:
+    """Payload byte/s of a rack's uplink, measured or else as requested; None if there is no limit."""
+    requested = run.spec.topology.uplink
+    return min(run.network.uplinks.values(), default=requested / 8 * efficiency if requested else None)
 
 
 def _acks(evidence: Evidence) -> float:
@@ -602,8 +632,17 @@ def _acks(evidence: Evidence) -> float:
 def _wire_of(run: LoadedRun, wire: Wire, efficiency: float) -> Wire:
     """The wire of another run than the base, as its times show it; what is woken is not part of it."""
     rate = run.spec.link.rate / 8 * efficiency if run.spec.link.rate else run.network.slowest
-    message = wire.message / slower(run)
-    return replace(wire, rate=rate or wire.rate, latency=run.network.delay, wakeup=0.0, message=message, credit=0.0)
+    return replace(
+        wire,
+        rate=rate or wire.rate,
+        latency=run.network.delay,
+        uplink=_uplink_of(run, efficiency),
+        uplink_latency=run.spec.topology.delay or 0.0,
+        loss=run.spec.link.loss,
+        wakeup=0.0,
+        message=wire.message / slower(run),
+        credit=0.0,
+    )
 
 
 def _wakeup(evidence: Evidence, wire: Wire, efficiency: float) -> float:

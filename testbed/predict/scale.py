@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from testbed.predict.calibrate import Calibration, Measured, family
+from testbed.predict.calibrate import Calibration, Measured, family, racks_of
 from testbed.predict.collectives import Wire
 from testbed.predict.step import Node, Step, Work, predict
 from testbed.spec.errors import SpecError, refuse
@@ -170,11 +170,7 @@ def racks_for(mode: SyncMode, nodes: int, racks: Racks) -> Racks:
         if mode.row.follows_racks:
             rule = "averages inside racks first, and the calibrating runs have none"
             raise refuse("mode", str(mode), rule, "Calibrate with runs that have topology.racks, or leave it out.")
-        return ()
-    if nodes == sum(map(len, racks)):
-        return racks
-    size = max(map(len, racks))
-    return tuple(tuple(range(k, min(k + size, nodes))) for k in range(0, nodes, size))
+    return racks_of(racks, nodes)
 
 
 def _draws(calibration: Calibration) -> list[Draw]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from testbed.predict.calibrate import Calibration, calibrate
+from testbed.predict.calibrate import Calibration, _wire_of, calibrate
 from testbed.predict.scale import Point, Predictor
+from testbed.report.load import load
 from testbed.results.profile import Profile, ProfiledLayer
 from testbed.spec.errors import SchemaError, SpecError, UsageError
 from testbed.spec.mode import SyncMode
@@ -142,6 +143,36 @@ def test_racks_and_their_uplink_are_part_of_the_network(tmp_path: Path) -> None:
     assert across < pipelined < 1.1 * across
     hierarchical = [predictor.at(SyncMode.parse("hierarchical"), Point(n)).step.seconds for n in (4, 8, 16)]
     assert hierarchical == sorted(hierarchical)
+
+
+def test_only_runs_on_the_network_of_the_predictions_are_compared_with_them(tmp_path: Path) -> None:
+    near, far = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    for name, racks, uplink in (("base", near, "200mbit"), ("other", far, "200mbit"), ("slow", near, "100mbit")):
+        for mode in ("none", "ring", "halving") if name == "base" else ("ring",):
+            keys = LINK | {"topology": {"racks": racks, "uplink": uplink}}
+            make_run(tmp_path / name / mode, Conditions(compute=1.6, overhead=9.0), mode=mode, **keys)
+    make_run(tmp_path / "lossy", mode="ring", experiment="quick", link={"rate": "500mbit", "loss": "1%"})
+    found = calibrate([tmp_path])
+    assert {each.folder.parent.name for each in found.measured} == {"base"} and len(found.measured) == 3
+    assert any("3 runs have other racks, uplinks or loss than" in note for note in found.notes)
+
+
+def test_racks_without_an_uplink_are_the_same_network(folder: Path) -> None:
+    make_run(folder / "racked", mode="tree", topology={"racks": [[0, 1], [2, 3]]}, **LINK)
+    assert "tree" in {str(each.mode) for each in calibrate([folder]).measured}
+
+
+def test_what_another_run_shows_is_computed_with_its_own_uplink_and_loss(folder: Path) -> None:
+    """A codec's cost is what averaging took beyond sending: with the base run's network all of that is the codec."""
+    slow = LINK | {"topology": {"racks": [[0, 2], [1, 3]], "uplink": "50mbit"}}
+    usual = calibrate([folder]).wire
+    make_run(folder / "int8", mode="direct/int8", **slow)
+    (run,) = load([folder / "int8"]).runs
+    own = _wire_of(run, usual, 0.9)
+    assert own.uplink == pytest.approx(50e6 / 8 * 0.9) and usual.uplink is None
+    make_run(folder / "lossy", mode="ring", experiment="quick", link={"rate": "500mbit", "loss": "1%"})
+    (lossy,) = load([folder / "lossy"]).runs
+    assert _wire_of(lossy, usual, 0.9).loss == 0.01
 
 
 def test_the_window_is_a_parameter_whatever_the_delay_of_the_runs(folder: Path) -> None:
