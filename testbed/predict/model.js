@@ -304,15 +304,11 @@ function makeModel(data) {
     return { seconds: now - began, compute: own, busy: busy - before };
   }
 
-  // --- what the page changes: a wire with another rate and delay, a gradient of another size ---
+  // --- what the page changes: links with another rate and delay (uplinks stay), a gradient of another size ---
 
   function wireAt(own, rate, delay) {
     const made = { ...own };
-    if (rate !== null) {
-      const was = data.base.rate ? data.base.rate / 8 * data.efficiency : own.rate;
-      made.rate = rate / 8 * data.efficiency * (own.rate / data.wire.rate);
-      made.uplink = own.uplink ? own.uplink * rate / 8 * data.efficiency / was : null;
-    }
+    if (rate !== null) made.rate = rate / 8 * data.efficiency * (own.rate / data.wire.rate);
     if (delay !== null) made.latency = Math.max(0, own.latency - data.base.delay) + delay;
     return made;
   }

@@ -118,13 +118,11 @@ class Predictor:
             raise refuse("mode", str(mode), one_sentence(error), "Leave it out.") from None
 
     def wire(self, point: Point, wire: Wire | None = None) -> Wire:
-        """The wire of a point: the calibrated one with another rate or delay."""
+        """The wire of a point: the calibrated one with another rate or delay of the links. Uplinks stay."""
         base, own = self.calibration.base, wire or self.calibration.wire
         if point.rate is not None:
-            was = base.link.rate / 8 * self.calibration.efficiency if base.link.rate else own.rate
             factor = own.rate / self.calibration.wire.rate  # of a draw
-            uplink = own.uplink * point.rate / 8 * self.calibration.efficiency / was if own.uplink else None
-            own = replace(own, rate=point.rate / 8 * self.calibration.efficiency * factor, uplink=uplink)
+            own = replace(own, rate=point.rate / 8 * self.calibration.efficiency * factor)
         if point.delay is not None:
             own = replace(own, latency=max(0.0, own.latency - (base.link.delay or 0.0)) + point.delay)
         return own

@@ -14,7 +14,7 @@ from testbed.control.runs.emulation import check_profile
 from testbed.predict import check
 from testbed.predict.calibrate import WAKEUP_S, Calibration, calibrate
 from testbed.predict.check import Checked, Verdict
-from testbed.predict.scale import Point
+from testbed.predict.scale import Point, Predictor
 from testbed.results.folder import RunFolder
 from testbed.results.profile import Profile
 from testbed.results.validity import MachineLoad
@@ -171,6 +171,16 @@ def test_what_is_measured_has_the_racks_of_the_prediction(calibration: Calibrati
     for nodes, wanted in ((4, [[0, 2], [1, 3]]), (8, [[0, 1], [2, 3], [4, 5], [6, 7]])):
         found = check.keys(ring.mode, Point(nodes), racked, bench.out / check.PROFILE)
         assert found["topology"]["racks"] == wanted
+
+
+def test_another_rate_is_one_of_the_links_and_not_of_the_uplinks(calibration: Calibration) -> None:
+    topology = Topology(racks=((0, 1), (2, 3)), uplink="200mbit")
+    wire = replace(calibration.wire, uplink=200e6 / 8 * calibration.efficiency)
+    racked = replace(calibration, wire=wire, base=calibration.base.model_copy(update={"topology": topology}))
+    point = Point(8, rate=1e8)
+    predicted, requested = Predictor(racked).wire(point), check.keys(MODES[0], point, racked, "p.json")
+    assert requested["topology"]["uplink"] == "200mbit" and requested["link"]["rate"] == "100mbit"
+    assert predicted.uplink == wire.uplink and predicted.rate == pytest.approx(1e8 / 8 * calibration.efficiency)
 
 
 def test_nodes_that_sleep_are_not_slowed(calibration: Calibration) -> None:
