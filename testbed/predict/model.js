@@ -172,10 +172,11 @@ function makeModel(data) {
       const alone = computeOf(work) / node.speed;
       return { seconds: alone, compute: alone, busy: 0 };
     }
-    const slow = slowest(node, ranks, mode.every) / node.speed, copies = node.copy * work.size;
+    const slow = slowest(node, ranks, mode.every) / node.speed, real = node.sleeps ? node.speed : 1;
+    const copies = node.copy * work.size * real;
     const forward = (work.before + sum(work.forward) + work.after) * slow;
     const backward = (sum(work.backward) + copies) * slow, update = work.update * slow;
-    const coded = mode.coded ? node.code * work.size / node.speed : 0;
+    const coded = mode.coded ? node.code * work.size / node.speed * real : 0;
     const buckets = bucketsOf(mode, work, ranks, given);
     if (mode.schedule === "pipeline") return pipelined(work, node, wire, mode, ranks, buckets, slow, copies, rounds);
     const timed = buckets.map((bucket) => duration(rounds.all, mode.segments, bucket.size * mode.share, wire));

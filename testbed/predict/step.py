@@ -47,7 +47,8 @@ class Node:
     threads: int = 1  # that compute
     copy: float = 0.0  # seconds of backward for each byte of gradient that is copied to where it is sent from
     code: float = 0.0  # seconds that a codec needs for each byte of gradient
-    sleeps: bool = False  # compute is emulated: moving bytes does not slow it down
+    # compute is emulated: moving bytes does not slow it down, and copies and codecs, which are real, have no `speed`
+    sleeps: bool = False
     jitter: tuple[float, ...] = (1.0,)  # seconds of compute / their median, sorted
 
     def slowest(self, ranks: int, steps: int = 1) -> float:
@@ -192,11 +193,12 @@ def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, rack
         alone = work.compute / node.speed
         return Step(alone, alone)
     slow = node.slowest(ranks, mode.every) / node.speed
-    copies = node.copy * work.size
+    real = node.speed if node.sleeps else 1.0  # times as long as faster nodes would need
+    copies = node.copy * work.size * real
     forward = (work.before + sum(work.forward) + work.after) * slow
     backward = (sum(work.backward) + copies) * slow
     update = work.update * slow
-    coded = node.code * work.size / node.speed if mode.codec else 0.0
+    coded = node.code * work.size / node.speed * real if mode.codec else 0.0
     buckets, share = buckets_of(mode, work), share_of(mode)
     timed = [duration(loads, mode.segments, bucket.size * share, wire) for bucket in buckets]
     compute = forward + backward + update + coded

@@ -95,6 +95,16 @@ def test_moving_bytes_slows_compute_under_overlap_but_not_where_compute_sleeps()
     assert step(mode, node=replace(busy, cpus=2.0), wire=fast).seconds == pytest.approx(free)  # a core for each
 
 
+@pytest.mark.parametrize("mode", ["direct/int8", "ddp/fp16", "direct/bucket:1MiB/overlap/int8"])
+def test_copies_and_codecs_of_emulated_nodes_are_as_fast_as_the_machine_that_measures(mode: str) -> None:
+    """Only what sleeps is shorter with another speed."""
+    copy, code = 1e-9, 2e-9
+    asleep, awake = (Node(speed=10.0, copy=copy, code=code, sleeps=sleeps) for sleeps in (True, False))
+    real = WORK.size * (copy + code)
+    assert step(mode, node=asleep).compute == pytest.approx(WORK.compute / 10 + real)
+    assert step(mode, node=awake).compute == pytest.approx((WORK.compute + real) / 10)
+
+
 def test_a_node_carries_no_more_than_its_processor_can_move() -> None:
     node, fast = Node(byte_cpu=2e-9, cpus=0.1), Wire(rate=1e10)  # 50 MB/s
     assert step("ring", node=node, wire=fast).seconds == pytest.approx(step("ring", wire=Wire(rate=5e7)).seconds)
