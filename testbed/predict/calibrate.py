@@ -28,7 +28,7 @@ from testbed.predict.collectives import GOODPUT, Wire, duration, loads_of, messa
 from testbed.predict.step import ELEMENT_BYTES, Node, Work
 from testbed.report.load import Loaded, LoadedRun, Steps, load
 from testbed.results.profile import Profile, ProfiledLayer
-from testbed.results.theory import SEGMENT_S, RoundLoad, sent_share
+from testbed.results.theory import CODE_S_PER_BYTE, SEGMENT_S, RoundLoad, sent_share
 from testbed.spec.errors import SpecError, UsageError, one_line
 from testbed.spec.fabric import Racks
 from testbed.spec.mode import SCRIPT, SyncMode
@@ -40,7 +40,6 @@ from testbed.spec.units import BURST_S
 MESSAGE_S = 50e-6
 WAKEUP_S = 200e-6  # assumed where no small buffer was measured, on a machine that is not busy
 BYTE_CPU_S = 2.0e-9  # assumed: core-seconds per byte; 1.5 to 4 were measured through veth pairs
-CODE_S = 2.0e-9  # assumed: seconds of a codec per byte of gradient
 COPY_S = 0.5e-9  # assumed: seconds per byte of a copy
 ACKS = 0.016  # assumed: measured on shaped links of veth pairs; one acknowledgement of 66 bytes for two or three frames
 MAX_ACKS = 0.05
@@ -818,8 +817,8 @@ def _code(evidence: Evidence, wire: Wire, efficiency: float) -> float:
             took = float(np.median(np.min([steps.blocked for steps in run.kept], axis=0)))
             costs.append(slower(run) * max(0.0, took - sent) / run.gradient)
     if not costs:
-        evidence.found("codec", 1e9 * CODE_S, "s per GB", "assumed", 1.0, assumed=True)
-        return CODE_S
+        evidence.found("codec", 1e9 * CODE_S_PER_BYTE, "s per GB", "assumed", 1.0, assumed=True)
+        return CODE_S_PER_BYTE
     value = statistics.median(costs)
     evidence.found("codec", 1e9 * value, "s per GB", f"{len(costs)} runs with a codec", 0.3)
     return value

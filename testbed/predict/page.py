@@ -20,7 +20,7 @@ from testbed.predict import collectives, step
 from testbed.predict.calibrate import Calibration, family
 from testbed.predict.collectives import Wire, halves, loads_of
 from testbed.predict.scale import BAND, MAX_NODES, Predictor, racks_for
-from testbed.predict.step import Node, Work, share_of
+from testbed.predict.step import Node, Work
 from testbed.report.figures.style import css
 from testbed.results import theory
 from testbed.results.folder import finite, write_whole
@@ -189,7 +189,7 @@ def _mode(mode: SyncMode, predictor: Predictor) -> dict[str, Any]:
         "in_flight": step.in_flight(mode),
         "every": mode.every,
         "coded": mode.codec is not None,
-        "share": share_of(mode),
+        "share": mode.coded_share,
         "family": family(mode),
         "segments": asdict(cut) if cut else None,
         "misfit": predictor.typical_misfit(mode),

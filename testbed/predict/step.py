@@ -25,7 +25,7 @@ from testbed.predict.collectives import GOODPUT, Duration, Wire, duration, halve
 from testbed.results.profile import Profile
 from testbed.results.theory import RoundLoad, pipeline_bucket
 from testbed.spec.fabric import Racks
-from testbed.spec.mode import CODECS, SyncMode, bucket_bounds, fill_buckets
+from testbed.spec.mode import SyncMode, bucket_bounds, fill_buckets
 
 ELEMENT_BYTES = 4
 # torch's DDP: the first bucket and the others, if the mode has no size of its own
@@ -168,11 +168,6 @@ def sized(mode: SyncMode, work: Work, ranks: int, wire: Wire) -> SyncMode:
     return replace(mode, bucket=pipeline_bucket(work.size, ranks, min(wire.rate, wire.uplink or math.inf) / GOODPUT))
 
 
-def share_of(mode: SyncMode) -> float:
-    """Bytes that a codec sends for each byte of gradient; 1 without a codec."""
-    return CODECS[mode.codec].share(mode.codec_number or 0.0) if mode.codec else 1.0
-
-
 @dataclass(frozen=True)
 class Step:
     """Seconds of one step; compute + exposed = step."""
@@ -199,7 +194,7 @@ def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, rack
     backward = (sum(work.backward) + copies) * slow
     update = work.update * slow
     coded = node.code * work.size / node.speed * real if mode.codec else 0.0
-    buckets, share = buckets_of(mode, work), share_of(mode)
+    buckets, share = buckets_of(mode, work), mode.coded_share
     timed = [duration(loads, mode.segments, bucket.size * share, wire) for bucket in buckets]
     compute = forward + backward + update + coded
     credit = min(wire.credit, sum(each.wire for each in timed))

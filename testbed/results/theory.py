@@ -202,6 +202,7 @@ def bound(
 # Processor time of a rank for a segment, whatever its size: to receive, add or copy, and send it. An estimate:
 # `python -m tests.bench.models` fits it to the steps that `make bench ARGS=sizes` has measured.
 SEGMENT_S = 4e-4
+CODE_S_PER_BYTE = 2.0e-9  # assumed: seconds of a rank's processor to encode and decode, per byte of gradient
 # Bytes that the kernel accepts and has not sent yet; there is room again when half of them are sent. More would delay
 # what is urgent, on every hop.
 UNSENT_BYTES = 128 << 10

@@ -470,6 +470,11 @@ class SyncMode:
         return make(ranks) if make else None
 
     @property
+    def coded_share(self) -> float:
+        """Bytes that are sent in place of each byte of gradient; 1 without a codec."""
+        return CODECS[self.codec].share(self.codec_number or 0.0) if self.codec else 1.0
+
+    @property
     def segments(self) -> Segments | None:
         """How messages are cut; None if a message is sent as a whole."""
         own = self.codec is not None and (CODECS[self.codec].rounds is not None or not CODECS[self.codec].summable)

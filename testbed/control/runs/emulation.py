@@ -3,8 +3,8 @@
 Many ranks on few cores are only measured rightly while the cores are mostly idle: moving bytes costs processor time,
 and a sleeping rank must be woken in time. So the network and the sleeps of a run are made K times slower (time
 dilation), and all results are divided by K when they are read (results/records.py, results/receipt.py). K is chosen
-so that all ranks together need at most half of the cores, and so that the thread of a pipeline's transport is woken
-before its socket has nothing left to send.
+so that all ranks together need at most half of the cores, so that the thread of a pipeline's transport is woken before
+its socket has nothing left to send, and so that ranks that encode at the same moment do not wait long for a core.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MAX_SHARE = 0.5  # of the cores that all ranks together may need
 # What a pipeline's socket has left when its thread is woken must last so many times as long as the thread waits for a
 # core on average. If waits are exponential, the wire is then idle for e^-4 = 2 % of a wait at each wake-up.
 LOOK_AHEAD = 4.0
+MAX_WAIT = 0.05  # of a step, that ranks whose codecs begin at the same moment may wait for a core
 MIN_STEP_S = 1e-6  # instead of no time at all: a profile may be all zeros, to see the communication alone
 MAX_CHOSEN = 64.0  # a larger K is not chosen: the run would take too long to be meant
 RANK_BYTES = 165 << 20  # memory of a rank that has imported torch, without what ranks share
@@ -146,14 +147,13 @@ def with_dilation(spec: RunSpec, choice: SubstrateChoice) -> RunSpec:
             raise _no_dilation(spec, choice)
         return spec.model_copy(update={"dilation": spec.dilation or 1.0})
     _check_memory(spec, profile)
+    causes = dilations(applied, profile, len(usable_cores()))
     needed = needed_dilation(applied, profile, len(usable_cores()))
     chosen = spec.dilation or needed
     if chosen > 1.0 and not can_dilate:
         raise _no_dilation(spec, choice, needed)
     if chosen < needed:
-        late = for_wake_ups(applied, len(usable_cores())) > for_cores(applied, profile, len(usable_cores()))
-        why = "ranks would be woken too late" if late else "the ranks would need more than half of this machine's cores"
-        rule = f"{why}: it takes {needed:g} or more"
+        rule = f"{max(causes, key=lambda cause: causes[cause])}: it takes {needed:g} or more"
         raise refuse_setting("dilation", chosen, rule, "Leave it out, and it is chosen.")
     if chosen > MAX_CHOSEN and spec.dilation is None:
         seconds = needed * max(compute_s(applied, profile), wire_s(applied, profile))
@@ -175,8 +175,17 @@ def _no_dilation(spec: RunSpec, choice: SubstrateChoice, needed: float = 0.0) ->
 
 def needed_dilation(spec: RunSpec, profile: Profile, cores: int) -> float:
     """The smallest K, at least 1, at which this run can be measured on so many cores."""
-    needed = max(for_cores(spec, profile, cores), for_wake_ups(spec, cores))
+    needed = max(dilations(spec, profile, cores).values())
     return max(1.0, math.ceil(10 * needed) / 10)
+
+
+def dilations(spec: RunSpec, profile: Profile, cores: int) -> dict[str, float]:
+    """What would be wrong without time dilation, and the K at which it is not; less than 1 if nothing is wrong."""
+    return {
+        "the ranks would need more than half of this machine's cores": for_cores(spec, profile, cores),
+        "ranks would be woken too late": for_wake_ups(spec, cores),
+        "ranks would wait for a core while others encode": for_codecs(spec, profile, cores),
+    }
 
 
 def dilation_for(keys: Mapping[str, Any], profile: Profile, least: float) -> float:
@@ -191,7 +200,7 @@ def for_cores(spec: RunSpec, profile: Profile, cores: int) -> float:
     rate nothing is known of the first: communication then takes the time that the processor needs.
     """
     wire = wire_s(spec, profile)
-    a_rank = CPU_S_PER_STEP + CPU_S_PER_GRADIENT_BYTE * profile.gradient_bytes
+    a_rank = CPU_S_PER_STEP + CPU_S_PER_GRADIENT_BYTE * profile.gradient_bytes + code_s(spec, profile)
     if spec.mode.schedule == "pipeline":
         rate = min(spec.limiting_rates) / 8 if spec.limiting_rates else None
         segments = theory.pipeline_segments(spec.mode, profile.gradient_bytes, spec.world, rate)
@@ -215,6 +224,17 @@ def for_wake_ups(spec: RunSpec, cores: int) -> float:
     return LOOK_AHEAD * spec.world / cores * theory.SEGMENT_S / left
 
 
+def for_codecs(spec: RunSpec, profile: Profile, cores: int) -> float:
+    """The K at which ranks that encode at the same moment wait MAX_WAIT of a step for a core; 0 without a codec."""
+    waits = (spec.world / cores - 1) * code_s(spec, profile)
+    return max(0.0, waits) / MAX_WAIT / max(compute_s(spec, profile), wire_s(spec, profile), MIN_STEP_S)
+
+
+def code_s(spec: RunSpec, profile: Profile) -> float:
+    """Seconds of a rank's processor for the codec in a step."""
+    return theory.CODE_S_PER_BYTE * profile.gradient_bytes if spec.mode.codec else 0.0
+
+
 def compute_s(spec: RunSpec, profile: Profile) -> float:
     """Seconds of a step without synchronisation."""
     each_pass = profile.forward_s + profile.loss_s + profile.backward_s
@@ -225,7 +245,8 @@ def bytes_per_sync(spec: RunSpec, profile: Profile) -> float:
     """Bytes that all ranks send to synchronise once; in a mode whose rounds are not known as many as in a ring."""
     n = spec.world
     shares = [theory.shares(spec.mode, n, rank, spec.topology.racks) for rank in range(n)]
-    return profile.gradient_bytes * sum(share[0] if share is not None else 2 * (n - 1) / n for share in shares)
+    whole = sum(share[0] if share is not None else 2 * (n - 1) / n for share in shares)
+    return whole * spec.mode.coded_share * profile.gradient_bytes
 
 
 def wire_s(spec: RunSpec, profile: Profile) -> float:
@@ -235,7 +256,7 @@ def wire_s(spec: RunSpec, profile: Profile) -> float:
         return 0.0
     cost = theory.cost(spec.mode, spec.world)
     load = cost.load if cost is not None else 2 * (spec.world - 1) / spec.world
-    return load * profile.gradient_bytes * 8 / max(rates)
+    return load * spec.mode.coded_share * profile.gradient_bytes * 8 / max(rates)
 
 
 def _check_memory(spec: RunSpec, profile: Profile) -> None:

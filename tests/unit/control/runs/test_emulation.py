@@ -7,11 +7,21 @@ from pathlib import Path
 import pytest
 
 from testbed.control.runs import emulation
-from testbed.control.runs.emulation import needed_dilation, profile_spec, with_dilation, with_profile
+from testbed.control.runs.emulation import (
+    bytes_per_sync,
+    compute_s,
+    for_cores,
+    needed_dilation,
+    profile_spec,
+    wire_s,
+    with_dilation,
+    with_profile,
+)
 from testbed.control.runs.locks import folder_lock
 from testbed.control.runs.select import SUBSTRATES, SubstrateChoice
 from testbed.results.folder import RunFolder
 from testbed.results.profile import Profile, ProfiledLayer
+from testbed.results.theory import CODE_S_PER_BYTE
 from testbed.spec.errors import SpecError, Unavailable, UsageError
 from testbed.spec.run import RunSpec
 
@@ -63,6 +73,30 @@ def test_the_dilation_grows_with_nodes_and_rate() -> None:
 def test_a_mode_that_uses_one_link_at_a_time_needs_less() -> None:
     assert needed_dilation(spec(nodes=32, mode="gather"), PROFILE, cores=2) == 1.0
     assert needed_dilation(spec(nodes=32, mode="single"), PROFILE, cores=2) == 1.0
+
+
+@pytest.mark.parametrize(("mode", "share"), [("direct/int8", 0.25), ("ring/fp16", 0.5), ("direct/topk:0.01", 0.02)])
+def test_a_codec_sends_less_and_takes_processor_time(mode: str, share: float) -> None:
+    coded = spec(nodes=8, mode=mode)
+    plain = spec(nodes=8, mode=mode.partition("/")[0])
+    rounds = 4 if "topk" in mode else 1  # every rank sends to all others: N/2 times as much as an all-reduce on 8 ranks
+    assert wire_s(coded, PROFILE) == pytest.approx(rounds * share * wire_s(plain, PROFILE))
+    assert bytes_per_sync(coded, PROFILE) == pytest.approx(rounds * share * bytes_per_sync(plain, PROFILE))
+
+
+def test_ranks_that_encode_at_the_same_moment_are_made_slower() -> None:
+    """32 ranks on two cores: 30 of them wait, so the codec takes 15 times as long more, of at most 5 % of a step."""
+    coded = spec(nodes=32, mode="direct/int8")
+    waits = 15 * CODE_S_PER_BYTE * PROFILE.gradient_bytes
+    least = max(compute_s(coded, PROFILE), wire_s(coded, PROFILE))
+    assert needed_dilation(coded, PROFILE, cores=2) == pytest.approx(waits / 0.05 / least, abs=0.1)
+    assert needed_dilation(coded, PROFILE, cores=32) == 1.0
+    assert for_cores(coded, PROFILE, cores=2) > for_cores(spec(nodes=32, mode="single"), PROFILE, cores=2)
+
+
+def test_a_dilation_that_a_codec_needs_names_it(file: Path) -> None:
+    with pytest.raises(SpecError, match=r"ranks would wait for a core while others encode: it takes \d"):
+        with_dilation(spec(nodes=32, mode="direct/int8", dilation=2.0), NETNS)
 
 
 def test_the_dilation_is_chosen_and_a_smaller_one_is_refused(file: Path) -> None:
