@@ -128,18 +128,19 @@ class Predictor:
         return own
 
     def typical_misfit(self, mode: SyncMode) -> float:
-        """How far the model is from measured points: of this mode if there are any, else of all; a share."""
-        own = [abs(self.misfit[each.folder]) for each in self.calibration.measured if each.mode == mode]
-        distributed = [abs(self.misfit[each.folder]) for each in self.calibration.measured if each.nodes > 1]
-        return statistics.median(own or distributed or [0.0])
+        """How far the model is from measured points: of this mode if there are any, else of all that send; a share."""
+        known = [(each.mode, off) for each in self.calibration.measured if (off := self.misfit[each.folder]) is not None]
+        own = [abs(off) for other, off in known if other == mode]
+        sending = [abs(off) for other, off in known if not other.silent]
+        return statistics.median(own or sending or [0.0])
 
-    def _misfit(self, measured: Measured) -> float:
-        """Predicted / measured - 1."""
+    def _misfit(self, measured: Measured) -> float | None:
+        """Predicted / measured - 1; None where the model cannot compute the mode."""
         try:
             predicted = self.step(measured.mode, point_of(measured))
         except SpecError:
-            return 0.0
-        return predicted.seconds / measured.seconds - 1.0 if measured.seconds else 0.0
+            return None
+        return predicted.seconds / measured.seconds - 1.0 if measured.seconds else None
 
 
 def one_sentence(error: Exception) -> str:

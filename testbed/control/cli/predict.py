@@ -216,11 +216,15 @@ def _print_calibration(predictor: Predictor) -> None:
     for note in calibration.notes:
         console.print(f"note: {note}")
     measured = [
-        (str(each.mode), str(each.nodes), f"{each.seconds:.3f}", f"{100 * predictor.misfit[each.folder]:+.1f} %")
+        (str(each.mode), str(each.nodes), f"{each.seconds:.3f}", _misfit(predictor.misfit[each.folder]))
         for each in calibration.measured
     ]
     if measured:
         console.print(f"\n{format_table(('measured mode', 'nodes', 's/iter', 'model'), measured)}")
+
+
+def _misfit(off: float | None) -> str:
+    return "-" if off is None else f"{100 * off:+.1f} %"
 
 
 def _print_table(calibration: Calibration, place: Point, predictions: list[Prediction]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +127,23 @@ def test_a_misfit_widens_the_band(predictor: Predictor) -> None:
     assert at(off, "ring", 8).high > 1.15 * at(off, "ring", 8).step.seconds
     exact = Predictor(replace(predictor.calibration, measured=[]))
     assert exact.typical_misfit(SyncMode.parse("ring")) == 0.0
+
+
+def test_a_mode_that_cannot_be_computed_has_no_fit(predictor: Predictor) -> None:
+    """A method of the user's own: its messages are unknown."""
+    own = predictor.calibration
+    method = replace(own.measured[0], mode=SyncMode("averaging"), folder=Path("method"))
+    with_method = Predictor(replace(own, measured=[*own.measured, method]))
+    assert with_method.misfit[method.folder] is None
+    other = SyncMode.parse("tree")
+    assert with_method.typical_misfit(other) == predictor.typical_misfit(other) > 0.0
+
+
+def test_the_control_says_nothing_of_modes_that_send(predictor: Predictor) -> None:
+    modes = {str(each.mode): abs(predictor.misfit[each.folder] or 0.0) for each in predictor.calibration.measured}
+    sending = statistics.median(off for name, off in modes.items() if name != "none")
+    assert predictor.typical_misfit(SyncMode.parse("tree")) == sending
+    assert predictor.typical_misfit(SyncMode.parse("none")) == modes["none"]
 
 
 def test_every_parameter_that_has_an_uncertainty_is_drawn(predictor: Predictor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from testbed.control.cli.main import call
+from testbed.predict.scale import Predictor
 from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "experiment": "quick"}
@@ -38,6 +39,19 @@ def test_json_has_every_point_of_every_axis(quick: Path, capsys: pytest.CaptureF
     points = {(p["nodes"], p["rate"], p["delay"], p["speed"]) for p in document["predictions"]}
     assert len(points) == len(document["predictions"]) == 16
     assert all(0 < p["low"] <= p["seconds"] <= p["high"] for p in document["predictions"])
+
+
+def test_a_method_whose_messages_are_unknown_has_no_fit(
+    quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Predictor, "_misfit", lambda self, measured: None if str(measured.mode) == "ring" else 0.01)
+    assert call("testbed", ["predict", str(quick), "--nodes", "8", "--modes", "ring"]) == 0
+    printed = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()]
+    assert [row[-1] for row in cells if row[:2] == ["ring", "4"]] == ["-"]
+    assert call("testbed", ["predict", str(quick), "--nodes", "8", "--modes", "ring", "--json"]) == 0
+    found = {each["mode"]: each["model_error"] for each in json.loads(capsys.readouterr().out)["measured"]}
+    assert found["ring"] is None and found["none"] == 0.01
 
 
 @pytest.mark.parametrize(
