@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from testbed.spec.errors import SpecError, UsageError, one_line
 from testbed.spec.fabric import Racks
 from testbed.spec.mode import SCRIPT, SyncMode
 from testbed.spec.run import RunSpec
-from testbed.spec.units import BURST_S
+from testbed.spec.units import BURST_S, covered_length
 
 # Assumed: what handing a message to the kernel takes, in which the link carries nothing. SEGMENT_S is more, because it
 # is all that a rank does for a segment of a pipeline, most of it in Python; its link carries others meanwhile.
@@ -510,19 +511,25 @@ def _ready_curve(evidence: Evidence) -> Ready:
 
 
 def _launches(run: LoadedRun) -> list[tuple[float, float]]:
-    """(share of bytes, share of backward) for each bucket of one run, medians over steps and ranks."""
+    """(share of bytes, share of backward) for each bucket of one run, medians over steps and ranks.
+
+    Backward is that of the last pass, which alone launches buckets, without the waits and copies inside it.
+    """
     offsets: dict[int, list[float]] = {}
     sizes: dict[int, int] = {}
     for steps in run.kept:
-        for phases, comm in zip(steps.phases, steps.comm, strict=True):
-            backward = next(((begin, seconds) for name, begin, seconds in phases if name == "backward"), None)
-            if backward is None or backward[1] <= 0:
+        for phases, comm, *pauses in zip(steps.phases, steps.comm, steps.stalls, steps.copying, strict=True):
+            passes = [(begin, begin + seconds) for name, begin, seconds in phases if name == "backward"]
+            spans = [(begin, begin + seconds) for begin, seconds in chain(*pauses)]
+            whole = _computed(*passes[-1], spans) if passes else 0.0
+            if whole <= 0:
                 continue
             for each in comm:
                 if each.first_half and not each.continued:
                     number = _number(each.name)
                     sizes[number] = each.size
-                    offsets.setdefault(number, []).append((each.offset - backward[0]) / backward[1])
+                    done = _computed(passes[-1][0], each.offset, spans)
+                    offsets.setdefault(number, []).append(done / whole)
     whole = sum(sizes.values())
     points, sent = [], 0
     reached = 0.0
@@ -531,6 +538,12 @@ def _launches(run: LoadedRun) -> list[tuple[float, float]]:
         reached = min(1.0, max(reached, statistics.median(offsets[number])))
         points.append((sent / whole, reached))
     return points[:-1]
+
+
+def _computed(begin: float, end: float, pauses: Iterable[tuple[float, float]]) -> float:
+    """Seconds between two moments without these pauses."""
+    inside = [(max(begin, a), min(end, b)) for a, b in pauses if a < end and b > begin]
+    return max(0.0, end - begin - covered_length(inside))
 
 
 def _jitter(evidence: Evidence, profile: Profile, foreign: bool) -> tuple[float, ...]:
