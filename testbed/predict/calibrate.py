@@ -46,7 +46,6 @@ ACKS = 0.016  # assumed: measured on shaped links of veth pairs; one acknowledge
 MAX_ACKS = 0.05
 WINDOW_BYTES = 4 << 20  # assumed: what one TCP connection of Linux has under way at most, by its default buffers
 SMALL_S = 2e-3  # if the bytes of a buffer take less, its time is that of its messages
-SAME_SIZE = 0.01  # a profile and a run are of one model if their gradients differ by less
 MANY = 3.0  # times as many messages in one mode as in another show what a message costs
 WHOLE = 1.5  # records count fewer than so many messages for each buffer where whole buffers are handed to torch
 LEAST_NOISE = 0.01  # of the control's processor time: what two runs of the same differ by
@@ -193,7 +192,10 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         )
     evidence = Evidence(base, alike, notes)
     work = given or _own_profile(base)
-    same = work is None or _same_model(work, base)
+    different = [] if given is None else _differences(given, base)
+    same = not different
+    if different:
+        notes.append(f"the profile is of other work than the runs ({', '.join(different)}), so it is not compared with them")
     passes = base.spec.passes(0) if base.spec.script is None and same else 1
     if work is not None:
         source = f"profile of {work.model}, {len(work.layers)} layers"
@@ -232,7 +234,7 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         node=node,
         copies=copies,
         parameters=evidence.parameters,
-        measured=[_measured(run) for run in comparable if _same_model(work, run)],
+        measured=[_measured(run) for run in comparable if same],
         notes=evidence.notes,
         modes=list(dict.fromkeys(run.spec.mode for run in shown if run.spec.mode.distributed)),
     )
@@ -335,8 +337,23 @@ def _own_profile(run: LoadedRun) -> Profile | None:
     return Profile.read(path) if path.is_file() else None
 
 
-def _same_model(profile: Profile, run: LoadedRun) -> bool:
-    return abs(profile.gradient_bytes - run.gradient) <= SAME_SIZE * run.gradient
+def _differences(profile: Profile, run: LoadedRun) -> list[str]:
+    """In what the work of a profile differs from that of a run, in words; empty if they are the same."""
+    spec = run.spec
+    if spec.emulated:
+        return [] if profile == _own_profile(run) else ["they replay another one"]
+    pairs: dict[str, tuple[object, object]] = {"bytes of gradient": (profile.gradient_bytes, int(run.gradient))}
+    if spec.script is not None:
+        pairs["model"] = (profile.model, name_of_script(spec.script.argv))
+    else:
+        pairs |= {
+            "model": (profile.model, spec.model),
+            "batch_per_rank": (profile.batch_per_rank, spec.local_batch(0) // spec.passes(0)),
+            "dtype": (profile.dtype, spec.dtype),
+            "optimizer": (profile.optimizer, spec.optimizer.name),
+        }
+    pairs |= {"threads": (profile.threads, spec.threads), "node.cpus": (profile.cpus, spec.cpus_of(0))}
+    return [f"{name} {ours}, not {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
 def _measured(run: LoadedRun) -> Measured:

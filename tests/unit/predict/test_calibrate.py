@@ -104,6 +104,42 @@ def test_a_profile_replaces_the_compute_of_the_runs(folder: Path, tmp_path: Path
         calibrate([folder], path)
 
 
+def same_work(**changes: Any) -> Profile:
+    """A profile of the work of the runs."""
+    layer = ProfiledLayer(name="0", sizes=(GRADIENT_BYTES,), forward_s=0.1, backward_s=0.2)
+    times = {"data_s": 0.0, "zero_s": 0.0, "loss_s": 0.0, "optimizer_s": UPDATE_S}
+    return Profile(**{"model": "vgg11", "batch_per_rank": 16, "layers": (layer,), **times, **changes})
+
+
+def test_a_profile_of_the_same_work_is_compared_with_the_runs(folder: Path, tmp_path: Path) -> None:
+    same_work().write(tmp_path / "p.json")
+    assert len(calibrate([folder], tmp_path / "p.json").measured) == len(MODES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch_per_rank": 64}, "batch_per_rank 64, not 16"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16, not float32"),
+        ({"threads": 2}, "threads 2, not 1"),
+        ({"cpus": 0.4}, "node.cpus 0.4, not None"),
+        ({"model": "resnet18"}, "model resnet18, not vgg11"),
+    ],
+)
+def test_a_profile_of_other_work_is_not(folder: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    same_work(**changes, jitter=(0.9, 1.0, 1.4)).write(tmp_path / "p.json")
+    found = calibrate([folder], tmp_path / "p.json")
+    assert found.measured == [] and found.node.jitter == (0.9, 1.0, 1.4)
+    assert any(said in note for note in found.notes)
+
+
+def test_passes_of_the_runs_are_not_those_of_other_work(tmp_path: Path) -> None:
+    make_run(tmp_path / "ring", Conditions(compute=1.6), mode="ring", accumulate=4, **LINK)
+    for batch, passes in ((4, 4), (16, 1)):
+        same_work(batch_per_rank=batch).write(tmp_path / "p.json")
+        assert calibrate([tmp_path / "ring"], tmp_path / "p.json").passes == passes
+
+
 def test_a_run_without_a_receipt_is_refused_or_left_out(folder: Path) -> None:
     (folder / "ring" / "receipt.json").unlink()
     with pytest.raises(SpecError, match="no receipt"):
@@ -216,9 +252,7 @@ def test_the_window_is_a_parameter_whatever_the_delay_of_the_runs(folder: Path) 
 @pytest.fixture
 def replayed(tmp_path: Path) -> Path:
     """A profile of VGG-11 in one layer."""
-    layer = ProfiledLayer(name="0", sizes=(GRADIENT_BYTES,), forward_s=0.1, backward_s=0.2)
-    times = {"data_s": 0.0, "zero_s": 0.0, "loss_s": 0.0, "optimizer_s": UPDATE_S}
-    Profile(model="vgg11", batch_per_rank=16, layers=(layer,), **times).write(tmp_path / "p.json")
+    same_work().write(tmp_path / "p.json")
     return tmp_path / "p.json"
 
 
