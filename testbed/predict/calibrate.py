@@ -32,7 +32,7 @@ from testbed.results.profile import Profile, ProfiledLayer
 from testbed.results.theory import CODE_S_PER_BYTE, SEGMENT_S, RoundLoad, sent_share
 from testbed.spec.errors import SpecError, UsageError, one_line
 from testbed.spec.fabric import Racks
-from testbed.spec.mode import SCRIPT, SyncMode
+from testbed.spec.mode import CODECS, SCRIPT, SyncMode
 from testbed.spec.run import RunSpec
 from testbed.spec.units import BURST_S, covered_length
 
@@ -92,6 +92,7 @@ class Calibration:
     efficiency: float  # payload byte/s of a link for each requested byte/s
     node: Node
     copies: dict[str, float]  # seconds per byte of gradient, by family
+    codes: dict[str, float]  # the same that encoding and decoding take, by codec
     parameters: list[Parameter]
     measured: list[Measured]
     notes: list[str] = field(default_factory=list)  # what was assumed or left out
@@ -195,7 +196,9 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
     different = [] if given is None else _differences(given, base)
     same = not different
     if different:
-        notes.append(f"the profile is of other work than the runs ({', '.join(different)}), so it is not compared with them")
+        notes.append(
+            f"the profile is of other work than the runs ({', '.join(different)}), so it is not compared with them"
+        )
     passes = base.spec.passes(0) if base.spec.script is None and same else 1
     if work is not None:
         source = f"profile of {work.model}, {len(work.layers)} layers"
@@ -216,8 +219,8 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         threads=base.spec.threads,
         jitter=jitter,
         sleeps=base.spec.emulated,
-        code=_code(evidence, wire, efficiency),
     )
+    codes = {name: _code(evidence, name, wire, efficiency) for name in CODECS}
     shown = [run for run in alike if not run.spec.mode.is_script]
     comparable = [run for run in shown if _same_network(run.spec, base.spec)]
     if len(comparable) < len(shown):
@@ -233,6 +236,7 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         efficiency=efficiency,
         node=node,
         copies=copies,
+        codes=codes,
         parameters=evidence.parameters,
         measured=[_measured(run) for run in comparable if same],
         notes=evidence.notes,
@@ -836,19 +840,20 @@ def _copies(evidence: Evidence, name: str) -> float:
     return value
 
 
-def _code(evidence: Evidence, wire: Wire, efficiency: float) -> float:
+def _code(evidence: Evidence, codec: str, wire: Wire, efficiency: float) -> float:
     """Return the seconds that a codec computes per byte of gradient: the time of averaging without that of sending."""
     costs = []
     for run in evidence.in_turn:
-        if run.spec.mode.codec and run.gradient:
+        if run.spec.mode.codec == codec and run.gradient:
             own = replace(_wire_of(run, wire, efficiency), wakeup=wire.wakeup / slower(run))
             loads, segments = loads_of_run(run), run.spec.mode.segments
             sent = sum(duration(loads, segments, size, own).seconds for size in _buffers(run).values())
             took = float(np.median(np.min([steps.blocked for steps in run.kept], axis=0)))
             costs.append(slower(run) * max(0.0, took - sent) / run.gradient)
     if not costs:
-        evidence.found("codec", 1e9 * CODE_S_PER_BYTE, "s per GB", "assumed", 1.0, assumed=True)
+        evidence.found(f"codec ({codec})", 1e9 * CODE_S_PER_BYTE, "s per GB", "assumed", 1.0, assumed=True)
         return CODE_S_PER_BYTE
     value = statistics.median(costs)
-    evidence.found("codec", 1e9 * value, "s per GB", f"{len(costs)} runs with a codec", 0.3)
+    spread = statistics.pstdev(costs) / value if value and len(costs) > 1 else 0.3
+    evidence.found(f"codec ({codec})", 1e9 * value, "s per GB", f"{len(costs)} runs with {codec}", min(1.0, spread))
     return value

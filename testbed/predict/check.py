@@ -78,9 +78,10 @@ def emulated(calibration: Calibration) -> Calibration:
     quota, wire, node = min(1.0, calibration.base.node.cpus or 1.0), calibration.wire, calibration.node
     return replace(
         calibration,
-        node=replace(node, sleeps=True, jitter=(1.0,), code=node.code * quota),
+        node=replace(node, sleeps=True, jitter=(1.0,)),
         wire=replace(wire, wakeup=min(wire.wakeup, WAKEUP_S) if quota < 1 else wire.wakeup),
         copies={name: seconds * quota for name, seconds in calibration.copies.items()},
+        codes={name: seconds * quota for name, seconds in calibration.codes.items()},
         measured=[each for each in calibration.measured if each.emulated],
     )
 

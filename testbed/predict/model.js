@@ -176,7 +176,7 @@ function makeModel(data) {
     const copies = node.copy * work.size * real;
     const forward = (work.before + sum(work.forward) + work.after) * slow;
     const backward = (sum(work.backward) + copies) * slow, update = work.update * slow;
-    const coded = mode.coded ? node.code * work.size / node.speed * real : 0;
+    const coded = node.code * work.size / node.speed * real;
     const buckets = bucketsOf(mode, work, ranks, given);
     if (mode.schedule === "pipeline") return pipelined(work, node, wire, mode, ranks, buckets, slow, copies, rounds);
     const timed = buckets.map((bucket) => duration(rounds.all, mode.segments, bucket.size * mode.share, wire));
@@ -341,13 +341,14 @@ function makeModel(data) {
 
   const takesBucket = (mode) => mode.granularity === "bucket" || mode.reference;
   const withBucket = (mode, bucket) => bucket !== null && takesBucket(mode) ? { ...mode, bucket } : mode;
-  const LIKELY = { compute: 1, ready: 1, node: data.node, wire: data.wire, copies: data.copies };
+  const LIKELY = { compute: 1, ready: 1, node: data.node, wire: data.wire, copies: data.copies, codes: data.codes };
 
   // The step of one mode with the parameters of a draw, or the most likely ones; null where the mode cannot exist.
   // place: work, rate, delay and bucket (null: as in the runs), and speed
   function at(mode, nodes, place, draw = LIKELY) {
     if (mode.rounds && nodes > 1 && !mode.rounds[nodes]) return null;
-    const node = { ...draw.node, speed: place.speed, copy: draw.copies[mode.family] };
+    const code = mode.codec === null ? 0 : draw.codes[mode.codec];
+    const node = { ...draw.node, speed: place.speed, copy: draw.copies[mode.family], code };
     const wire = wireAt(draw.wire, place.rate, place.delay);
     return predict(drawn(place.work, draw), node, wire, withBucket(mode, place.bucket), nodes);
   }

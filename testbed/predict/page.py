@@ -100,6 +100,7 @@ def document(predictor: Predictor, modes: Sequence[SyncMode]) -> dict[str, Any]:
         "node": _node(calibration.node),
         "wire": _wire(calibration.wire),
         "copies": calibration.copies,
+        "codes": calibration.codes,
         "draws": [
             {
                 "compute": each.compute,
@@ -107,6 +108,7 @@ def document(predictor: Predictor, modes: Sequence[SyncMode]) -> dict[str, Any]:
                 "node": _node(each.node),
                 "wire": _wire(each.wire),
                 "copies": each.copies,
+                "codes": each.codes,
             }
             for each in predictor.draws
         ],
@@ -188,7 +190,7 @@ def _mode(mode: SyncMode, predictor: Predictor) -> dict[str, Any]:
         "reference": mode.is_reference,
         "in_flight": step.in_flight(mode),
         "every": mode.every,
-        "coded": mode.codec is not None,
+        "codec": mode.codec,
         "share": mode.coded_share,
         "family": family(mode),
         "segments": asdict(cut) if cut else None,

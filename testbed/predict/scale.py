@@ -75,6 +75,7 @@ class Draw:
     node: Node
     wire: Wire
     copies: dict[str, float]  # as in Calibration
+    codes: dict[str, float]
     compute: float = 1.0  # compute takes so many times as long
     ready: float = 1.0  # what is done after a share x of backward is done after x to this power instead
 
@@ -107,8 +108,9 @@ class Predictor:
     def step(self, mode: SyncMode, point: Point, draw: Draw | None = None) -> Step:
         """The step without its band."""
         calibration = self.calibration
-        given = draw or Draw(calibration.node, calibration.wire, calibration.copies)
-        node = replace(given.node, speed=point.speed, copy=given.copies[family(mode)])
+        given = draw or Draw(calibration.node, calibration.wire, calibration.copies, calibration.codes)
+        code = given.codes[mode.codec] if mode.codec else 0.0
+        node = replace(given.node, speed=point.speed, copy=given.copies[family(mode)], code=code)
         delay = calibration.base.link.delay or 0.0 if point.delay is None else point.delay
         node, wire = dilated(node, self.wire(point, given.wire), delay, point.dilation)
         racks = racks_for(mode, point.nodes, calibration.racks)
@@ -129,7 +131,9 @@ class Predictor:
 
     def typical_misfit(self, mode: SyncMode) -> float:
         """How far the model is from measured points: of this mode if there are any, else of all that send; a share."""
-        known = [(each.mode, off) for each in self.calibration.measured if (off := self.misfit[each.folder]) is not None]
+        known = [
+            (each.mode, off) for each in self.calibration.measured if (off := self.misfit[each.folder]) is not None
+        ]
         own = [abs(off) for other, off in known if other == mode]
         sending = [abs(off) for other, off in known if not other.silent]
         return statistics.median(own or sending or [0.0])
@@ -190,11 +194,11 @@ def _draw(calibration: Calibration, random: np.random.Generator) -> Draw:
         replace(
             node,
             byte_cpu=node.byte_cpu * factor("byte_cpu"),
-            code=node.code * factor("codec"),
             jitter=tuple(jitter.tolist()),
         ),
         replace(wire, **of_wire),
         {name: seconds * factor(f"copy ({name})") for name, seconds in calibration.copies.items()},
+        {name: seconds * factor(f"codec ({name})") for name, seconds in calibration.codes.items()},
         compute=factor("compute"),
         ready=factor("ready"),
     )

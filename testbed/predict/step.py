@@ -46,7 +46,7 @@ class Node:
     cpus: float = 1.0  # cores that compute and bytes share
     threads: int = 1  # that compute
     copy: float = 0.0  # seconds of backward for each byte of gradient that is copied to where it is sent from
-    code: float = 0.0  # seconds that a codec needs for each byte of gradient
+    code: float = 0.0  # seconds that the mode's codec needs for each byte of gradient; 0 without a codec
     # compute is emulated: moving bytes does not slow it down, and copies and codecs, which are real, have no `speed`
     sleeps: bool = False
     jitter: tuple[float, ...] = (1.0,)  # seconds of compute / their median, sorted
@@ -193,7 +193,7 @@ def predict(work: Work, node: Node, wire: Wire, mode: SyncMode, ranks: int, rack
     forward = (work.before + sum(work.forward) + work.after) * slow
     backward = (sum(work.backward) + copies) * slow
     update = work.update * slow
-    coded = node.code * work.size / node.speed * real if mode.codec else 0.0
+    coded = node.code * work.size / node.speed * real
     buckets, share = buckets_of(mode, work), mode.coded_share
     timed = [duration(loads, mode.segments, bucket.size * share, wire) for bucket in buckets]
     compute = forward + backward + update + coded

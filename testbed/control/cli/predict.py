@@ -28,7 +28,8 @@ DEFAULT_NODES = "1..1024"
 
 Nodes = Annotated[str | None, typer.Option(help=f"e.g. 8..1024, which doubles, or 8,16,32 [default: {DEFAULT_NODES}]")]
 Rates = Annotated[
-    str | None, typer.Option(help="of every link but the racks' uplinks, e.g. 1gbit,10gbit [default: as in the runs, and others]")
+    str | None,
+    typer.Option(help="of every link but the racks' uplinks, e.g. 1gbit,10gbit [default: as in the runs, and others]"),
 ]
 Delays = Annotated[str | None, typer.Option(help="one way, e.g. 0ms,25ms [default: as in the runs, and others]")]
 Speeds = Annotated[str, typer.Option(help="compute is so many times faster, e.g. 1,10")]

@@ -241,6 +241,20 @@ def test_what_another_run_shows_is_computed_with_its_own_uplink_and_loss(folder:
     assert _wire_of(lossy, usual, 0.9).loss == 0.01
 
 
+def test_each_codec_has_its_own_cost(folder: Path) -> None:
+    """Sending takes `overhead` times its least time, and what is beyond that is the codec."""
+    for mode, overhead in (("ring/fp16", 1.2), ("direct/int8", 3.0)):
+        make_run(folder / mode.replace("/", "_"), Conditions(compute=1.6, overhead=overhead), mode=mode, **LINK)
+    found = calibrate([folder])
+    sent = 1.5 * GRADIENT_BYTES / (500e6 / 8 * 1448 / 1514)
+    assert found.codes["fp16"] == pytest.approx(0.2 * 0.5 * sent / GRADIENT_BYTES, rel=0.1)
+    assert found.codes["int8"] == pytest.approx(2.0 * 0.25 * sent / GRADIENT_BYTES, rel=0.1)
+    named = {each.name: each for each in found.parameters}
+    assert named["codec (topk)"].assumed and not named["codec (int8)"].assumed
+    steps = {mode: Predictor(found).at(SyncMode.parse(mode), Point(4)).step for mode in ("direct/int8", "direct/fp16")}
+    assert steps["direct/int8"].compute > steps["direct/fp16"].compute
+
+
 def test_the_window_is_a_parameter_whatever_the_delay_of_the_runs(folder: Path) -> None:
     found = calibrate([folder])
     (window,) = (each for each in found.parameters if each.name == "window")

@@ -289,7 +289,7 @@ def test_a_quota_lengthens_copies_and_hides_what_a_wake_up_takes(calibration: Ca
         wire=replace(calibration.wire, wakeup=0.009),
     )
     free = check.emulated(limited)
-    assert free.wire.wakeup == WAKEUP_S and free.node.code == pytest.approx(0.4 * calibration.node.code)
+    assert free.wire.wakeup == WAKEUP_S and free.codes["int8"] == pytest.approx(0.4 * calibration.codes["int8"])
     assert free.copies["buffers"] == pytest.approx(0.4 * calibration.copies["buffers"])
     assert check.emulated(calibration).copies == calibration.copies
 

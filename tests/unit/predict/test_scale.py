@@ -150,13 +150,22 @@ def test_every_parameter_that_has_an_uncertainty_is_drawn(predictor: Predictor) 
     own = predictor.calibration
     wire, copies = replace(own.wire, uplink=1e6, acks=0.01), dict.fromkeys(own.copies, 1e-9)
     calibration = replace(own, wire=wire, copies=copies)
-    names = ["acks", "codec", "uplink", "ready", "segment", "copy (buffers)", "copy (reference)", "copy (pipeline)"]
+    names = [
+        "acks",
+        "codec (int8)",
+        "uplink",
+        "ready",
+        "segment",
+        "copy (buffers)",
+        "copy (reference)",
+        "copy (pipeline)",
+    ]
     others = [each for each in calibration.parameters if each.name not in names]
     made = [Parameter(name, 1.0, "", "made", 0.3) for name in names]
     draws = Predictor(replace(calibration, parameters=[*others, *made])).draws
     values: list[set[float]] = [
         {each.wire.acks for each in draws},
-        {each.node.code for each in draws},
+        {each.codes["int8"] for each in draws},
         {each.wire.uplink or 0.0 for each in draws},
         {each.ready for each in draws},
         {each.wire.segment for each in draws},
@@ -167,10 +176,10 @@ def test_every_parameter_that_has_an_uncertainty_is_drawn(predictor: Predictor) 
 
 def test_a_draw_makes_gradients_earlier_or_later_in_the_same_backward(predictor: Predictor) -> None:
     own = predictor.calibration
-    late = scale.drawn(own.work, Draw(own.node, own.wire, own.copies, ready=2.0))
+    late = scale.drawn(own.work, Draw(own.node, own.wire, own.copies, own.codes, ready=2.0))
     assert sum(late.backward) == pytest.approx(sum(own.work.backward))
     assert late.backward[-1] == pytest.approx(own.work.backward[-1] ** 2 / sum(own.work.backward))
-    longer = scale.drawn(own.work, Draw(own.node, own.wire, own.copies, compute=1.5))
+    longer = scale.drawn(own.work, Draw(own.node, own.wire, own.copies, own.codes, compute=1.5))
     assert longer.compute == pytest.approx(1.5 * own.work.compute)
 
 
