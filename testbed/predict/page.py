@@ -71,7 +71,7 @@ def render(predictor: Predictor, modes: Sequence[SyncMode]) -> str:
         model=calibration.profile.model,
         base=calibration.base,
         parameters=calibration.parameters,
-        notes=calibration.notes,
+        notes=[*calibration.notes, *([f"with racks up to {MAX_RACKED} nodes are drawn"] if calibration.racks else [])],
         version=__version__,
         light=css(False),
         dark=css(True),
@@ -93,7 +93,9 @@ def document(predictor: Predictor, modes: Sequence[SyncMode]) -> dict[str, Any]:
         "model": calibration.profile.model,
         "batch": calibration.batch_per_rank,
         "samples": None if base.script else dataset_info(base.data.name).train,
-        "nodes": [n for n in sorted({*NODES, *(each.nodes for each in calibration.measured)}) if n <= MAX_NODES],
+        "nodes": [
+            n for n in sorted({*NODES, *(each.nodes for each in calibration.measured)}) if n <= _most(calibration)
+        ],
         "base": {"nodes": base.nodes, "rate": base.link.rate, "delay": base.link.delay or 0.0},
         "efficiency": calibration.efficiency,
         "work": _work(calibration.work),
@@ -131,6 +133,11 @@ def document(predictor: Predictor, modes: Sequence[SyncMode]) -> dict[str, Any]:
     }
 
 
+def _most(calibration: Calibration) -> int:
+    """The largest number of nodes of the page."""
+    return MAX_RACKED if calibration.racks else MAX_NODES
+
+
 def _work(work: Work) -> dict[str, Any]:
     return asdict(work) | {"size": work.size}
 
@@ -157,7 +164,7 @@ def _rounds(modes: Iterable[SyncMode], calibration: Calibration) -> dict[str, di
             continue
         own = found[_key(mode)] = {}
         for nodes in counts:
-            if nodes < 2 or (calibration.racks and nodes > MAX_RACKED):
+            if nodes < 2 or nodes > _most(calibration):
                 continue
             try:
                 own[nodes] = _of_nodes(mode, nodes, racks_for(mode, nodes, calibration.racks))

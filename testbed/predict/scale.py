@@ -169,10 +169,9 @@ def dilated(node: Node, wire: Wire, delay: float, factor: float) -> tuple[Node, 
 
 def racks_for(mode: SyncMode, nodes: int, racks: Racks) -> Racks:
     """Racks of the same size for another number of nodes, filled in the order of ranks. Raises SpecError."""
-    if not racks:
-        if mode.row.follows_racks:
-            rule = "averages inside racks first, and the calibrating runs have none"
-            raise refuse("mode", str(mode), rule, "Calibrate with runs that have topology.racks, or leave it out.")
+    if not racks and mode.row.follows_racks:
+        rule = "averages inside racks first, and the calibrating runs have none"
+        raise refuse("mode", str(mode), rule, "Calibrate with runs that have topology.racks, or leave it out.")
     return racks_of(racks, nodes)
 
 

@@ -267,14 +267,16 @@
     const rows = data.modes.map((mode, k) => ({ mode, k, step: model.at(mode, set.nodes, set) }))
       .filter((row) => row.step && (several || !row.mode.rounds || row.k === 0))
       .sort((a, b) => a.step.seconds - b.step.seconds);
-    const best = rows.find((row) => row.mode.exact) || rows[0];
+    const sending = rows.filter((row) => row.mode.rounds);
+    const best = sending.find((row) => row.mode.exact) || sending[0] || rows[0];
     $("modes").tBodies[0].replaceChildren(...rows.map((row) => rowOf(row, set, row === best, withBands && several)));
     const network = rateText(set.rate ?? baseRate);
     $("here-title").textContent = `${nodesText(set.nodes)} at ${network}`;
-    $("headline").textContent = best && several
-      ? `${set.nodes} nodes at ${network}: ${best.mode.name} is the fastest exact mode, `
-        + `${secondsText(best.step.seconds)} a step and ${percent(efficiency(best.step, set))} efficient.`
-      : `One node takes ${secondsText(set.alone)} a step.`;
+    $("headline").textContent = !several ? `One node takes ${secondsText(set.alone)} a step.`
+      : !sending.length ? `No mode of this page that synchronises can be computed for ${nodesText(set.nodes)}.`
+        : `${nodesText(set.nodes)} at ${network}: ${best.mode.name} is the fastest ${best.mode.exact ? "exact " : ""}mode`
+          + `${best.mode.exact ? "" : " (none is exact)"}, `
+          + `${secondsText(best.step.seconds)} a step and ${percent(efficiency(best.step, set))} efficient.`;
   }
 
   function rowOf({ mode, k, step }, set, isBest, withBand) {

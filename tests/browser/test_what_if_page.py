@@ -171,6 +171,24 @@ def test_sliders_move_the_figures(page: Any) -> None:
     assert page.locator("#headline").inner_text().startswith("One node takes")
 
 
+@pytest.mark.parametrize(
+    ("modes", "said"),
+    [
+        (["none", "ring", "ring/every:8"], "ring is the fastest exact mode, "),
+        (["ring/every:8", "direct/int8"], " is the fastest mode (none is exact), "),
+        (["none"], "No mode of this page that synchronises can be computed for "),
+    ],
+)
+def test_the_headline_names_an_exact_mode_only_if_one_is_there(
+    browser: Any, predictor: Predictor, tmp_path: Path, modes: list[str], said: str
+) -> None:
+    page = browser.new_page()
+    page.goto(write(predictor, [SyncMode.parse(text) for text in modes], tmp_path).as_uri())
+    headline = page.locator("#headline").inner_text()
+    page.close()
+    assert said in headline and "none is the" not in headline
+
+
 def test_a_price_and_words(page: Any) -> None:
     page.fill("#samples", "50000")
     page.fill("#cost", "2")

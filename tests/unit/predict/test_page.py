@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from testbed.predict.calibrate import calibrate
-from testbed.predict.page import NODES, as_script, document, write
+from testbed.predict.page import MAX_RACKED, NODES, as_script, document, render, write
 from testbed.predict.scale import MAX_NODES, Predictor
 from testbed.spec.mode import SyncMode
+from testbed.spec.topology import Topology
 from tests.support.synthetic import Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "experiment": "quick"}
@@ -54,6 +56,16 @@ def test_rounds_are_there_for_every_number_of_nodes(predictor: Predictor) -> Non
         "gather": [[1 / 8, 1 / 8, 0.0, 1, 7]],
     }
     assert found["modes"][2]["key"] is None
+
+
+def test_with_racks_the_page_ends_where_no_rounds_are_made(predictor: Predictor) -> None:
+    topology = Topology(racks=((0, 1), (2, 3)))
+    base = predictor.calibration.base.model_copy(update={"topology": topology})
+    racked = Predictor(replace(predictor.calibration, base=base))
+    modes = [SyncMode.parse("ring")]
+    found = document(racked, modes)
+    assert max(found["nodes"]) == MAX_RACKED == max(found["rounds"]["ring/"])
+    assert f"with racks up to {MAX_RACKED} nodes" in render(racked, modes)
 
 
 def test_ten_modes_are_written_quickly(predictor: Predictor, tmp_path: Path) -> None:
