@@ -186,7 +186,7 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
     base = _base(runs)
     if not base.gradient and given is None:
         raise SpecError(f"{base.folder.path}: no gradient was seen in it. Give a profile with --profile.")
-    alike = [run for run in runs if _work_key(run.spec) == _work_key(base.spec)]
+    alike = [run for run in runs if _work_key(run) == _work_key(base)]
     if len(alike) < len(runs):
         notes.append(
             f"{len(runs) - len(alike)} runs train something else than {base.folder.path.name} and are left out"
@@ -282,12 +282,21 @@ def _unfit(run: LoadedRun) -> tuple[str, str] | None:
     return None
 
 
-def _work_key(spec: RunSpec) -> tuple[object, ...]:
-    """Equal for runs whose ranks compute the same."""
+def _work_key(run: LoadedRun) -> tuple[object, ...]:
+    """Equal for runs whose ranks compute the same.
+
+    The spec does not say what a user's script computes: one that divides a global batch has other images on other
+    numbers of nodes, and one that was changed may have another model.
+    """
+    spec = run.spec
     if spec.script is not None:
-        return (tuple(spec.script.argv), spec.node.cpus, spec.threads)
+        images = statistics.median(run.kept[0].images.tolist())
+        seen = (images, run.gradient)
+        return (tuple(spec.script.argv), spec.script.folder, spec.node.cpus, spec.threads, *seen)
     single = spec.global_batch if spec.world == 1 else None  # its batch is the global one
-    own, optimizer = spec.own_files.get("compute"), spec.optimizer
+    optimizer = spec.optimizer
+    # the content of the user's own model and data, and of the profile that is replayed, wherever they are
+    own = {key: spec.files.get(each.path, each.path) for key, (_, each) in spec.own_files.items() if key != "mode"}
     return (
         spec.model,
         spec.data.name,
@@ -298,8 +307,7 @@ def _work_key(spec: RunSpec) -> tuple[object, ...]:
         spec.passes(0),
         (optimizer.name, optimizer.momentum > 0, optimizer.weight_decay > 0, optimizer.clip is None),
         (spec.threads, spec.node.cpus, tuple(spec.cpus_of(rank) for rank in range(spec.world) if spec.overrides)),
-        # what is replayed: the content of the profile, wherever it is
-        (spec.emulated, spec.files.get(own[1].path, own[1].path) if own else None),
+        (spec.emulated, tuple(sorted(own.items()))),
     )
 
 
@@ -307,7 +315,7 @@ def _base(runs: Sequence[LoadedRun]) -> LoadedRun:
     """A run of the condition that most runs share: the same work on the same network."""
 
     def condition(run: LoadedRun) -> tuple[object, ...]:
-        return (_work_key(run.spec), run.spec.nodes, run.spec.link, run.spec.topology, run.summary.substrate)
+        return (_work_key(run), run.spec.nodes, run.spec.link, run.spec.topology, run.summary.substrate)
 
     several = [run for run in runs if run.spec.world > 1]
     conditions = [condition(run) for run in several]

@@ -16,8 +16,8 @@ from testbed.results.profile import Profile, ProfiledLayer
 from testbed.spec.errors import SchemaError, SpecError, UsageError
 from testbed.spec.mode import SyncMode
 from testbed.spec.own_files import digest_of
+from tests.support.scripted_runs import ARGV, Script, make_script_run
 from tests.support.scripted_runs import GRADIENT_BYTES as SCRIPT_BYTES
-from tests.support.scripted_runs import Script, make_script_run
 from tests.support.synthetic import GRADIENT_BYTES, UPDATE_S, Conditions, make_run
 
 LINK: dict[str, Any] = {"link": {"rate": "500mbit"}, "experiment": "quick"}
@@ -185,6 +185,28 @@ def test_a_user_s_script_shows_its_compute_and_the_network(tmp_path: Path) -> No
     assert 8 * found.wire.rate == pytest.approx(200e6 * 1448 / 1514, rel=0.02)
     assert found.modes == [] and found.measured == []
     assert Predictor(found).at(SyncMode.parse("ring"), Point(8)).step.seconds > 0.2
+
+
+@pytest.mark.parametrize("changes", [{"images": 32}, {"folder": "/home/user/other"}])
+def test_runs_of_a_script_that_computed_something_else_are_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The same command: it divides a global batch, or it is another program."""
+    script = {"argv": ARGV, "folder": changes.pop("folder", "/home/user/training")}
+    for name in ("first", "second"):
+        make_script_run(tmp_path / name, Script(), experiment="own")
+    make_script_run(tmp_path / "third", Script(compute=0.9, **changes), experiment="own", nodes=2, script=script)
+    found = calibrate([tmp_path])
+    assert any("1 runs train something else" in note for note in found.notes)
+    assert found.work.compute == pytest.approx(0.1, rel=0.2)
+
+
+def test_runs_of_a_changed_model_are_left_out(tmp_path: Path) -> None:
+    model = tmp_path / "mine.py"
+    for number, mode in enumerate(("none", "ring", "tree")):
+        model.write_text(f"WIDTH = {number // 2}\ndef build(): ...\n")
+        files = {str(model): digest_of(model.read_bytes())}
+        make_run(tmp_path / mode, Conditions(), mode=mode, model=f"{model}:build", files=files, **LINK)
+    found = calibrate([tmp_path])
+    assert {str(mode) for mode in found.modes} == {"none", "ring"}
 
 
 def test_a_script_whose_gradient_was_not_seen_is_refused(tmp_path: Path) -> None:
