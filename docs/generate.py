@@ -14,6 +14,7 @@ What is written lies between two marks. The first word after `begin` is a row of
     sweeps              the tables of every experiment in results/sweeps (`make measure`)
     earlier NAME        a table of results/earlier.json, without the experiments that results/sweeps has
     quick               what `make run` prints
+    predictions         what `testbed predict --check` predicted and measured, from results/predict
     mistakes            what is wrong in the published figures, from the experiment files
 
 How old a figure may be: at most MOST_CHANGES commits may have changed the code that it speaks of since it was measured.
@@ -24,6 +25,7 @@ list is wrong, so a figure that becomes too old is measured again or is shown to
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import tarfile
@@ -37,11 +39,11 @@ from testbed.report.load import load
 from testbed.report.model import Chapter, chapters
 from testbed.report.published import published
 from testbed.report.tables import Table, as_text, modes
-from testbed.results.table import caption, format_table, table
+from testbed.results.table import BUSY_MARK, caption, format_table, table
 from testbed.spec.experiment import Experiment
 from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
-from testbed.spec.units import parse_rate
+from testbed.spec.units import format_duration, format_rate, parse_rate
 from tests.bench.__main__ import PARTS
 from tests.bench.figures import MEASURED
 from tests.bench.models import PLOT as MODELS_PLOT
@@ -56,6 +58,7 @@ ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "results" / "bench.json"
 SWEEPS = ROOT / "results" / "sweeps"  # NAME.tar.xz: run folders of an experiment, and how they were measured
 EARLIER = ROOT / "results" / "earlier.json"  # tables that were typed before files were kept
+PREDICT = ROOT / "results" / "predict"  # NAME.json: measured.json of `testbed predict --check`
 SOAK = ROOT / "results" / "soak"
 OLD = ROOT / "results" / "old.json"  # figures that are older than the rule allows, e.g. "bench loop"
 MOST_CHANGES = 50
@@ -84,7 +87,14 @@ def too_old() -> list[str] | None:
     figures |= {
         f"soak {name}": (of["commit"], (*SOAKED, *SOAK_PARTS[name][2].also)) for name, of in soak_files().items()
     }
+    figures |= {f"predict {name}": (_oldest(_commits(of)), ("testbed",)) for name, of in predict_files().items()}
     return sorted(name for name, (commit, paths) in figures.items() if _is_old(changes_since(commit, *paths)))
+
+
+def _oldest(commits: Lines) -> str:
+    """The commit since which most commits changed the testbed; one that is not in the history is older than all."""
+    changes = {commit: changes_since(commit, "testbed") for commit in commits}
+    return max(commits, key=lambda commit: math.inf if changes[commit] is None else changes[commit] or 0, default="")
 
 
 def _is_old(changes: int | None) -> bool:
@@ -383,6 +393,64 @@ def _outcome(of: dict[str, Any] | None) -> str:
     return ", ".join([f"{of['ok']} of {of['of']}", *counts, *(f"missed: {line}" for line in of["missed"])])
 
 
+# --- predictions that were measured -----------------------------------------------------------------------------------
+
+
+@cache
+def predict_files() -> dict[str, dict[str, Any]]:
+    """By name."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(PREDICT.glob("*.json"))}
+
+
+def predictions() -> Lines:
+    """A section for each file: what it was calibrated on, every point with its error, and the verdict."""
+    return [line for name, of in predict_files().items() for line in [*_checked(name, of), ""]][:-1] or UNMEASURED
+
+
+def _checked(name: str, of: dict[str, Any]) -> Lines:
+    batch = f"{of['batch_per_rank']} images a rank, {_network(of, {'rate': None, 'delay': None})}"
+    fit = [f"`{each['mode']}` {_error(each['error'])}" for each in of["calibration"]]
+    lines = [f"### `{name}`: {of['model']}, {batch}", ""]
+    lines += (
+        [f"Calibrated on {of['calibrated_on']} nodes; the model is off there by: {', '.join(fit)}.", ""] if fit else []
+    )
+    rows = [_checked_row(of, each) for each in of["points"] if each["measured"] is not None]
+    head = ("mode", "nodes", "network", "dilation", "predicted s", "measured s", "error")
+    lines += format_table(head, rows).splitlines()
+    if any(each["busy"] for each in of["points"]):
+        lines += ["", f"`{BUSY_MARK.strip()}`: measured beside other work."]
+    left = [f"- {each['mode']} on {each['nodes']} nodes: {each['missing']}" for each in of["points"] if each["missing"]]
+    lines += ["", "Not measured:", "", *left] if left else []
+    at, predicted = _commits(of), sorted({each["commit"] for each in of["points"]})
+    where = f"Predicted at commit {', '.join(predicted)}, measured at {', '.join(at)}, on {of['machine']}."
+    return [*lines, "", f"{of['verdict']}.", "", f"{where}{_age('predict', name)}"]
+
+
+def _checked_row(of: dict[str, Any], each: dict[str, Any]) -> tuple[str, ...]:
+    error = _error(each["seconds"] / each["measured"] - 1) + (BUSY_MARK if each["busy"] else "")
+    times = (f"{each['seconds']:.3f}", f"{each['measured']:.3f}")
+    return (f"`{each['mode']}`", str(each["nodes"]), _network(of, each), f"{each['dilation']:g}", *times, error)
+
+
+def _error(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:+.1f} %"
+
+
+def _network(of: dict[str, Any], each: dict[str, Any]) -> str:
+    """`100mbit, delay 10ms, compute 10 x faster`; what a point leaves open is that of the calibrating runs."""
+    link = of["link"]
+    rate = format_rate(round(each["rate"])) if each["rate"] else link.get("rate", "links without a rate")
+    delay = link.get("delay") if each["delay"] is None else each["delay"] and format_duration(each["delay"])
+    speed = each.get("speed", 1)
+    faster = [f"compute {speed:g} x faster"] if speed != 1 else []
+    return ", ".join([rate, *([f"delay {delay}"] if delay else []), *faster])
+
+
+def _commits(of: dict[str, Any]) -> Lines:
+    """The commits at which the points of a file were measured."""
+    return sorted({each["measured_at"] for each in of["points"] if each["measured"] is not None})
+
+
 # --- runs of experiments ---------------------------------------------------------------------------------------------
 
 
@@ -474,7 +542,7 @@ MADE: dict[str, Callable[..., Lines]] = {
     for each in (
         *(algorithms, schedules, codecs, faults),
         *(bench, steps, models, sizes, profile),
-        *(soak, sweeps, earlier, quick, mistakes),
+        *(soak, predictions, sweeps, earlier, quick, mistakes),
     )
 }
 

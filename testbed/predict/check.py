@@ -5,6 +5,9 @@ a check that is continued measures what is missing. Points are measured with `te
 shaped links; each rank sleeps for what the profile says (rank/workload.py). So the prediction is for such nodes: moving
 bytes does not slow their compute, all are equally fast, and with time dilation what the processor really does seems to
 take less time.
+
+measured.json is written at the end: the same points with what was measured, the commits and the machine. The tables of
+docs/predict.md are made of such files (results/predict).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from testbed.predict.calibrate import WAKEUP_S, Calibration, Measured
 from testbed.predict.scale import Point, Prediction, Predictor, racks_for
 from testbed.results.folder import RunFolder, read_json, write_whole
 from testbed.results.profile import Profile
+from testbed.results.records import Start, read
 from testbed.spec.errors import SpecError, TestbedError, UsageError, one_line, refuse
 from testbed.spec.experiment import run_name
 from testbed.spec.mode import SyncMode
@@ -31,6 +35,7 @@ from testbed.spec.topology import as_lists
 from testbed.spec.units import format_duration, format_rate
 
 PREDICTIONS = "predictions.json"
+MEASURED = "measured.json"
 PROFILE = "profile.json"
 VERSION = 3  # of predictions.json
 STEPS, WARMUP = 8, 2  # of each measured run
@@ -116,7 +121,9 @@ def check(
         raise refuse("--check", "", "there is no mode to measure", "Name modes that synchronise, e.g. ring,ddp.")
     out.mkdir(parents=True, exist_ok=True)
     found, others = _write(out, calibration, wanted)
-    return [*_earlier(others, out), *(_carried_out(each, calibration, out, announce, run) for each in found)]
+    found = [*_earlier(others, out), *(_carried_out(each, calibration, out, announce, run) for each in found)]
+    _write_measured(out, found, calibration)
+    return found
 
 
 def _carried_out(
@@ -204,6 +211,42 @@ def _write(out: Path, calibration: Calibration, wanted: Sequence[Checked]) -> tu
             rule = f"{own.name} is predicted there with a time dilation of {was:g}, and {now:g} is needed or requested"
             raise UsageError(f"{path}: {rule}. Give another folder with --out.")
     return found, list(of_file.values())
+
+
+def _write_measured(out: Path, found: Sequence[Checked], calibration: Calibration) -> None:
+    """Write measured.json. `measured_at` of a point is the commit of the check that measured it."""
+    path, content, now = out / MEASURED, read_json(out / PREDICTIONS), commit()
+    before = {_place(each): each for each in read_json(path)["points"]} if path.is_file() else {}
+    predicted = {_place(each): each for each in content["points"]}
+    points = []
+    for each in found:
+        place = _place(_as_json(each))
+        known = before.get(place, {})
+        same = each.measured is not None and known.get("measured") == each.measured
+        own = {"measured": each.measured, "missing": each.missing, "busy": each.busy}
+        points.append(predicted[place] | own | {"measured_at": known["measured_at"] if same else now})
+    predictor = Predictor(calibration)
+    fit = [
+        {"mode": str(each.mode), "nodes": each.nodes, "measured": each.seconds, "error": predictor.misfit[each.folder]}
+        for each in calibration.measured
+    ]
+    judged = verdict(found)
+    content |= {
+        "calibrated_on": calibration.base.nodes,
+        "calibration": fit,
+        "points": points,
+        "verdict": judged.sentence if judged else "nothing was measured",
+        "commit": now,
+        "machine": next((_machine(out / each.name) for each in found if each.measured), ""),
+    }
+    write_whole(path, json.dumps(content, indent=1) + "\n", durable=True)
+
+
+def _machine(folder: Path) -> str:
+    """Processor, cores and kernel on which a run was measured."""
+    start = next(each for each in read(RunFolder(folder).records(0)) if isinstance(each, Start))
+    found = start.environment
+    return f"{found.get('cpu')} ({found.get('cores')} cores), Linux {found.get('kernel')}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -144,6 +144,33 @@ def test_an_old_figure_is_named_where_it_stands(monkeypatch: pytest.MonkeyPatch)
     assert generate._age("bench", "a", "b").endswith("changed the measured code: `a`.")
 
 
+def test_measured_predictions_are_a_table_with_commits_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"nodes": 8, "rate": None, "delay": None, "speed": 1.0, "dilation": 1.0, "low": 1.0, "high": 2.0}
+    point = {"mode": "ring", **place, "seconds": 1.02, "commit": "abc", "measured": 1.0, "missing": "", "busy": False}
+    slow = point | {"rate": 5e7, "delay": 0.01, "speed": 10.0, "busy": True}
+    refused = point | {"mode": "tree", "measured": None, "missing": "a step would take 90 s"}
+    of = {
+        **{"model": "vgg11", "batch_per_rank": 8, "link": {"rate": "100mbit"}, "calibrated_on": 4},
+        "calibration": [{"mode": "ring", "nodes": 4, "measured": 1.0, "error": 0.001}],
+        "points": [each | {"measured_at": "def"} for each in (point, slow, refused)],
+        **{"verdict": "1 points: median error 2.0 %", "commit": "def", "machine": "a processor (2 cores), Linux 6.1"},
+    }
+    monkeypatch.setattr(generate, "predict_files", lambda: {"vgg11": of})
+    text = "\n".join(generate.predictions())
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert ["`ring`", "8", "100mbit", "1", "1.020", "1.000", "+2.0 %"] in cells
+    assert ["`ring`", "8", "50mbit, delay 10ms, compute 10 x faster", "1", "1.020", "1.000", "+2.0 % *"] in cells
+    assert "- tree on 8 nodes: a step would take 90 s" in text and "`ring` +0.1 %" in text
+    assert "Predicted at commit abc, measured at def, on a processor (2 cores), Linux 6.1." in text
+    monkeypatch.setattr(generate, "predict_files", dict)
+    assert generate.predictions() == generate.UNMEASURED
+
+
+def test_no_error_of_a_prediction_is_typed_by_hand() -> None:
+    section = text_of("docs/predict.md").partition("## Errors measured")[2].partition("\n## ")[0]
+    assert not re.search(r"\d\.\d", generate.BLOCK.sub("", section))
+
+
 def test_outcomes_of_the_soak_are_in_a_table_with_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     kill = {"commit": "abc", "ok": 99, "of": 100, "most_seconds": 0.65, "left": 0, "missed": ["ok 99, promised 100"]}
     monkeypatch.setattr(generate, "soak_files", lambda: {"kill": kill})

@@ -157,6 +157,7 @@ def _check(
         if each.missing:
             console.print(f"{each.name} was not measured: {each.missing}")
     console.print(judged.sentence if judged else "nothing was measured")
+    console.print(f"predicted and measured: {folder / check.MEASURED}")
     drawn = check.with_measured(calibration, found)
     console.print(_page(drawn, list(dict.fromkeys([*modes, *(each.mode for each in found)])), folder))
 

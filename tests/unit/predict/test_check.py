@@ -79,6 +79,33 @@ def test_predictions_are_written_first_with_the_commit(calibration: Calibration,
     assert all(each.error is not None for each in found)
 
 
+def test_what_was_measured_is_written_with_commits_and_machine(calibration: Calibration, bench: Bench) -> None:
+    bench.failing = "gather"
+    found = checked(calibration, bench)
+    content = json.loads((bench.out / check.MEASURED).read_text())
+    predicted = json.loads((bench.out / check.PREDICTIONS).read_text())["points"]
+    ours = ("measured", "missing", "busy", "measured_at")
+    assert [{k: v for k, v in each.items() if k not in ours} for each in content["points"]] == predicted
+    assert [each["measured"] for each in content["points"]] == [each.measured for each in found]
+    assert {each["missing"] for each in content["points"]} == {"", "rank 3 was killed"}
+    assert content["commit"] == check.commit() and content["machine"] == "synthetic (2 cores), Linux 6.1"
+    assert {each["mode"] for each in content["calibration"]} == {"none", "ring"}
+    assert content["verdict"].startswith("4 points: median error") and content["calibrated_on"] == 4
+
+
+def test_a_point_keeps_the_commit_at_which_it_was_measured(
+    calibration: Calibration, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.failing = "gather"
+    for now in ("first", "second"):
+        monkeypatch.setattr(check, "commit", lambda now=now: now)
+        checked(calibration, bench)
+        bench.failing = ""
+    points = json.loads((bench.out / check.MEASURED).read_text())["points"]
+    assert {each["measured_at"] for each in points if each["mode"] == "gather"} == {"second"}
+    assert {each["measured_at"] for each in points if each["mode"] != "gather"} == {"first"}
+
+
 def test_a_check_is_continued_and_a_prediction_is_never_changed(calibration: Calibration, bench: Bench) -> None:
     bench.failing = "gather"
     first = checked(calibration, bench)
