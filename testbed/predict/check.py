@@ -421,8 +421,8 @@ class Verdict:
     """How good the predictions were."""
 
     points: int  # that nothing disturbed; the next three are of them
-    median: float  # of the absolute errors
-    worst: float
+    median: float | None  # of the absolute errors; None without points
+    worst: float | None
     inside: int  # measured inside the band
     pairs: int  # of modes that were measured at one point and differ by more than APART
     right: int  # of them ranked as predicted
@@ -430,14 +430,16 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        words = [f"{self.points} points: median error {100 * self.median:.1f} %, worst {100 * self.worst:.1f} %"]
-        words += [f"{self.inside} of {self.points} inside their band"]
+        words = []
+        if self.median is not None and self.worst is not None:
+            words += [f"{self.points} points: median error {100 * self.median:.1f} %, worst {100 * self.worst:.1f} %"]
+            words += [f"{self.inside} of {self.points} inside their band"]
         if self.pairs:
             apart = f"pairs of modes that differ by more than {100 * APART:g} %"
             words += [f"{self.right} of {self.pairs} {apart} ranked right"]
         if self.disturbed:
             words += [f"{self.disturbed} more were measured beside other work and do not count"]
-        return "; ".join(words if self.points else words[-1:])
+        return "; ".join(words)
 
 
 def verdict(found: Sequence[Checked]) -> Verdict | None:
@@ -446,7 +448,7 @@ def verdict(found: Sequence[Checked]) -> Verdict | None:
     measured = [each for each in everything if not each.busy]
     if not everything:
         return None
-    errors = [abs(each.error) for each in measured if each.error is not None] or [0.0]
+    errors = [abs(each.error) for each in measured if each.error is not None]
     inside = sum(each.low <= (each.measured or 0.0) <= each.high for each in measured)
     pairs = right = 0
     for number, one in enumerate(measured):
@@ -457,4 +459,5 @@ def verdict(found: Sequence[Checked]) -> Verdict | None:
                 pairs += 1
                 right += (ours < theirs) == (one.predicted < other.predicted)
     disturbed = len(everything) - len(measured)
-    return Verdict(len(measured), statistics.median(errors), max(errors), inside, pairs, right, disturbed)
+    median = statistics.median(errors) if errors else None
+    return Verdict(len(measured), median, max(errors, default=None), inside, pairs, right, disturbed)
