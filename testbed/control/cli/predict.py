@@ -208,7 +208,8 @@ def _print_calibration(predictor: Predictor) -> None:
     calibration = predictor.calibration
     base = calibration.base
     console.print(
-        f"{calibration.profile.model}, {calibration.batch_per_rank} a rank; calibrated on {base.nodes} nodes\n"
+        f"{calibration.profile.model}, {calibration.batch_per_rank} a rank; calibrated on {base.nodes} nodes"
+        f"{' with emulated compute' if base.emulated else ''}\n"
     )
     rows = [
         (each.name, f"{each.value:.4g} {each.unit}", f"{100 * each.spread:.1f} %" if each.spread else "-", each.source)
@@ -272,6 +273,7 @@ def _document(predictor: Predictor, predictions: list[Prediction]) -> dict[str, 
                 "mode": str(each.mode),
                 "nodes": each.nodes,
                 "rate": each.rate,
+                "emulated": each.emulated,
                 "seconds": each.seconds,
                 "model_error": predictor.misfit[each.folder],
                 "folder": str(each.folder),

@@ -39,6 +39,13 @@ def test_the_page_is_one_file_that_loads_nothing(predictor: Predictor, tmp_path:
     assert "src=" not in text.replace("default-src", "")
 
 
+def test_a_page_from_runs_with_emulated_compute_says_so(predictor: Predictor) -> None:
+    base = predictor.calibration.base.model_copy(update={"compute": "emulated:p.json"})
+    emulated = Predictor(replace(predictor.calibration, base=base))
+    said = "on 4 nodes with emulated compute"
+    assert said in render(emulated, []) and said not in render(predictor, [])
+
+
 def test_text_of_a_run_folder_cannot_end_the_script() -> None:
     hostile = {"name": "</script><script>alert(1)</script>&\u2028"}
     text = as_script(hostile)
