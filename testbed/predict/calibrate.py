@@ -194,18 +194,13 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
     evidence = Evidence(base, alike, notes)
     work = given or _own_profile(base)
     different = [] if given is None else _differences(given, base)
-    same = not different
-    if different:
-        notes.append(
-            f"the profile is of other work than the runs ({', '.join(different)}), so it is not compared with them"
-        )
-    passes = base.spec.passes(0) if base.spec.script is None and same else 1
+    passes = base.spec.passes(0) if base.spec.script is None and not different else 1
     if work is not None:
         source = f"profile of {work.model}, {len(work.layers)} layers"
         evidence.found("compute", Work.of(work, passes).compute, "s", source)
     else:
         work = _from_records(evidence, passes)
-    jitter = _jitter(evidence, work, foreign=given is not None and not same)
+    jitter = _jitter(evidence, work, foreign=bool(different))
     wire, efficiency = _network(evidence)
     wire = replace(wire, acks=_acks(evidence), segment=SEGMENT_S)
     byte_cpu, message = _processor(evidence)
@@ -222,12 +217,6 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
     )
     codes = {name: _code(evidence, name, wire, efficiency) for name in CODECS}
     shown = [run for run in alike if not run.spec.mode.is_script]
-    comparable = [run for run in shown if _same_network(run.spec, base.spec)]
-    if len(comparable) < len(shown):
-        notes.append(
-            f"{len(shown) - len(comparable)} runs have other racks, uplinks or loss than {base.folder.path.name}: "
-            "the model is not compared with them"
-        )
     return Calibration(
         base=base.spec,
         profile=work,
@@ -238,7 +227,7 @@ def calibrate(paths: Sequence[Path], profile: Path | None = None) -> Calibration
         copies=copies,
         codes=codes,
         parameters=evidence.parameters,
-        measured=[_measured(run) for run in comparable if same],
+        measured=[_measured(run) for run in _comparable(shown, base, different, notes)],
         notes=evidence.notes,
         modes=list(dict.fromkeys(run.spec.mode for run in shown if run.spec.mode.distributed)),
     )
@@ -320,6 +309,20 @@ def _base(runs: Sequence[LoadedRun]) -> LoadedRun:
     several = [run for run in runs if run.spec.world > 1]
     conditions = [condition(run) for run in several]
     return max(several, key=lambda run: conditions.count(condition(run)))
+
+
+def _comparable(
+    runs: Sequence[LoadedRun], base: LoadedRun, different: Sequence[str], notes: list[str]
+) -> list[LoadedRun]:
+    """The runs that the model is compared with; a note says why others are not. `different`: work of the profile."""
+    if different:
+        notes.append(f"the model is not compared with the runs: the profile is of other work ({', '.join(different)})")
+        return []
+    found = [run for run in runs if _same_network(run.spec, base.spec)]
+    if left := len(runs) - len(found):
+        rule = f"{left} runs have other racks, uplinks or loss than {base.folder.path.name}"
+        notes.append(f"the model is not compared with all runs: {rule}")
+    return found
 
 
 def _same_network(spec: RunSpec, base: RunSpec) -> bool:
