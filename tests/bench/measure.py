@@ -5,7 +5,8 @@
     make measure ARGS=--list        only say what is missing and how long it takes
     make measure ARGS="--repeats 3 r1"   each run three times, in turn; a result with fewer repeats counts as missing
 
-An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT. When all of its runs
+An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT. Its data set is fetched
+if it is missing. When all of its runs
 are there, their records are written to results/sweeps/NAME.tar.xz, with commit, load and machine. Before each
 experiment and part it waits until the machine is quiet. Afterwards `make docs` writes the tables.
 """
@@ -28,8 +29,10 @@ from typing import Any
 
 from testbed.control import api
 from testbed.control.cli.main import interrupt_on_signals
+from testbed.data.fetch import fetch
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
+from testbed.spec.datasets import data_dir
 from testbed.spec.errors import Unavailable
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
@@ -199,8 +202,10 @@ def sweep(path: Path, archive: Path, repeats: int = 1) -> bool:
     experiment = experiment.model_copy(update={"repeats": max(repeats, experiment.repeats)})
     on = "netns" if any(map(_shaped, experiment.runs())) else "process"
     try:
+        for name in {spec.data.name for spec in experiment.runs() if not spec.emulated}:
+            fetch(name, data_dir(), print)
         runs = api.sweep(experiment, on=on, fresh=not current(commit, commit))
-    except Unavailable as error:  # e.g. delay and loss, which not every kernel has
+    except Unavailable as error:  # e.g. delay and loss, which not every kernel has, or a data set
         print(f"{path.stem}: cannot be measured here: {error}", flush=True)
         return False
     if len(runs) < len(experiment.runs()) or not all(_as_wanted(run.summary) for run in runs):

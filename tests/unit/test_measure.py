@@ -168,7 +168,7 @@ def test_a_sweep_makes_every_run_as_often_as_asked_and_its_archive_says_so(
 ) -> None:
     folder = tmp_path / "runs" / "few"
     path = tmp_path / "few.toml"
-    path.write_text('title = "t"\n[base]\nlink = { rate = "500mbit" }\n[axes]\nmode = ["ring", "ddp"]\n')
+    path.write_text('title = "t"\n[base]\ndata = { name = "mnist" }\nlink = { rate = "500mbit" }\n[axes]\nmode = ["ring", "ddp"]\n')
 
     def make(experiment: Any, on: str, fresh: bool) -> Any:
         summaries = [
@@ -179,12 +179,14 @@ def test_a_sweep_makes_every_run_as_often_as_asked_and_its_archive_says_so(
         runs = [SimpleNamespace(folder=folder / each.spec.name, summary=each) for each in summaries]
         return FakeRuns(runs, folder)
 
+    fetched: list[str] = []
+    monkeypatch.setattr(measure, "fetch", lambda name, *_: fetched.append(name))
     monkeypatch.setattr(measure.api, "sweep", make)
     monkeypatch.setattr(measure, "code_commit", lambda *_: "abc")
     monkeypatch.setattr(measure, "ROOT", tmp_path)
     monkeypatch.setenv("TESTBED_RUNS", "")
     archive = tmp_path / "results" / "few.tar.xz"
-    assert measure.sweep(path, archive, 3)
+    assert measure.sweep(path, archive, 3) and fetched == ["mnist"]
     found = measure.facts(archive)
     assert found["repeats"] == 3 and found["machine"] and found["substrate"] == "netns"
     with tarfile.open(archive) as tar:
